@@ -1,0 +1,210 @@
+"""One recorded run of a traced model: which values there are, who reads them, and where it must not be cut.
+
+Names in a graph hide what decides the bits: one object under two names, two tensors in one storage, a layer that writes
+in place or draws random numbers. A run on a copy of the model shows all of it, and the stages hold every micro-batch
+against this record. A run on the meta device gives shapes and identities of another micro-batch size for free."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from ..compression.errors import PlanError
+from ..compression.geometry import geometry
+from .layers import Layer, Parts, Traced, is_local, run_layer
+
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One tensor or Python number of a run: made by layer ``producer`` (-1: an input), read by the layers ``users``
+    (the model's output reads last: it counts as one more layer).
+
+    ``refused`` says why it must not cross a cut, "" if it may. ``parameter``: a (tied) parameter, sent once a step."""
+
+    name: str
+    producer: int
+    users: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    number: type | None
+    requires_grad: bool
+    parameter: bool
+    refused: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the elements in bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """What a layer returned: the values of its leaves and the structure around them."""
+
+    values: tuple[int, ...]
+    spec: TreeSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """The record: values by number, the outputs of every node, the random layers, the refused cuts with their reasons."""
+
+    values: tuple[Value, ...]
+    outputs: dict[fx.Node, Outputs]
+    random: frozenset[str]
+    refused: dict[int, str]
+
+    def crossing(self, cut: int) -> list[int]:
+        """Numbers of the values that are alive between layer ``cut`` and the next."""
+        return [i for i, v in enumerate(self.values) if v.producer <= cut < max(v.users, default=-1)]
+
+
+class _Recorder:
+    """Gathers values by object identity while the layers run; keeps every object, so that no identity is used twice."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self.numbers: dict[int, int] = {}
+        self.names: list[str] = []
+        self.producers: list[int] = []
+        self.users: list[set[int]] = []
+        self.outputs: dict[fx.Node, Outputs] = {}
+        self.random: set[str] = set()
+        self.mutated: set[int] = set()
+        self.accesses: dict[int, tuple[str, set[int]]] = {}
+        self.written: set[int] = set()
+
+    def add(self, node: fx.Node, index: int, result: Any) -> None:
+        leaves, spec = tree_flatten(result)
+        values = []
+        for k, leaf in enumerate(leaves):
+            known = self.numbers.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
+            if known is None:
+                known = len(self.objects)
+                self.objects.append(leaf)
+                self.names.append(node.name if len(leaves) == 1 else f"{node.name}.{k}")
+                self.producers.append(index)
+                self.users.append(set())
+                if isinstance(leaf, torch.Tensor):
+                    self.numbers[id(leaf)] = known
+            values.append(known)
+        self.outputs[node] = Outputs(values=tuple(values), spec=spec)
+
+    def reads(self, node: fx.Node, extra: Sequence[fx.Node] = ()) -> Iterator[int]:
+        """The values that ``node`` reads: of a tuple that is indexed, only what is picked."""
+        for source in (*node.all_input_nodes, *extra):
+            if is_local(source):
+                continue
+            outputs = self.outputs[source]
+            picks = node.args[1] if node.target is operator.getitem and source is node.args[0] else None
+            flat = outputs.spec.num_children == outputs.spec.num_leaves > 0
+            if isinstance(picks, int) and flat:
+                yield outputs.values[picks]
+            else:
+                yield from outputs.values
+
+    def storages(self, numbers: Sequence[int]) -> dict[int, int]:
+        """Storage identity of each of these values that is a tensor (on the meta device addresses are all zero)."""
+        return {i: t.untyped_storage()._cdata for i in numbers if isinstance(t := self.objects[i], torch.Tensor)}
+
+
+def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe:
+    """Run ``traced`` once on ``inputs`` (both are written to: pass copies) and record what happens."""
+    recorder = _Recorder()
+    env: dict[fx.Node, Any] = dict(zip(traced.inputs, inputs, strict=True))
+    for node, tensor in env.items():
+        recorder.add(node, -1, tensor)
+    for index, layer in enumerate(traced.layers):
+        _record_layer(recorder, layer, index, env, parts)
+    for number in recorder.reads(traced.output):
+        recorder.users[number].add(len(traced.layers))
+    values = tuple(_value(recorder, i) for i in range(len(recorder.objects)))
+    record = Probe(values=values, outputs=recorder.outputs, random=frozenset(recorder.random), refused={})
+    for cut in range(len(traced.layers) - 1):
+        if reason := _refusal(recorder, record, cut):
+            record.refused[cut] = reason
+    return record
+
+
+def _record_layer(recorder: _Recorder, layer: Layer, index: int, env: dict[fx.Node, Any], parts: Parts) -> None:
+    read = list(recorder.reads(layer.node, [source for _, source in layer.lifted]))
+    tensors = [t for i in read if isinstance(t := recorder.objects[i], torch.Tensor)]
+    buffers = _buffers(layer, parts)
+    versions = [t._version for t in (*tensors, *buffers.values())]
+    state = torch.get_rng_state()
+    try:
+        env[layer.node] = run_layer(layer, env, parts)
+    except Exception as error:
+        size = next((tuple(t.shape) for t in tensors), ())
+        raise PlanError(f"layer {layer.name} does not take an input of shape {size}: {error}") from error
+    if not torch.equal(state, torch.get_rng_state()):
+        recorder.random.add(layer.name)
+    changed = [t for t, before in zip((*tensors, *buffers.values()), versions, strict=True) if t._version != before]
+    recorder.mutated |= {t.untyped_storage()._cdata for t in changed}
+    recorder.written |= {id(t) for t in changed}
+    for name, buffer in buffers.items():
+        recorder.accesses.setdefault(id(buffer), (name, set()))[1].add(index)
+    for number in read:
+        recorder.users[number].add(index)
+    recorder.add(layer.node, index, env[layer.node])
+
+
+def _buffers(layer: Layer, parts: Parts) -> dict[str, torch.Tensor]:
+    """The buffers that a layer may write to, by name."""
+    found = {str(n.target): parts.tensors[str(n.target)] for n in layer.node.all_input_nodes if is_local(n)}
+    if layer.node.op == "call_module":
+        module = parts.modules[str(layer.node.target)]
+        found |= {f"{layer.node.target}.{name}": buffer for name, buffer in module.named_buffers()}
+    return found
+
+
+def _value(recorder: _Recorder, number: int) -> Value:
+    leaf = recorder.objects[number]
+    tensor = leaf if isinstance(leaf, torch.Tensor) else None
+    refused = ""
+    if tensor is None and type(leaf) not in NUMBERS:
+        refused = f"a Python value of type {type(leaf).__name__} ({recorder.names[number]}) would cross it"
+    elif tensor is not None and not _travels(tensor):
+        refused = f"the tensor {recorder.names[number]}, whose elements overlap or lie far apart, would cross it"
+    return Value(
+        name=recorder.names[number],
+        producer=recorder.producers[number],
+        users=tuple(sorted(recorder.users[number])),
+        shape=() if tensor is None else tuple(tensor.shape),
+        dtype=NUMBERS.get(type(leaf), torch.uint8) if tensor is None else tensor.dtype,
+        number=type(leaf) if tensor is None else None,
+        requires_grad=tensor is not None and tensor.requires_grad,
+        parameter=isinstance(tensor, nn.Parameter),
+        refused=refused,
+    )
+
+
+def _travels(tensor: torch.Tensor) -> bool:
+    """Whether a frame keeps the tensor's geometry exactly: another one picks other kernels and with them other bits."""
+    return tensor.layout == torch.strided and geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).travels
+
+
+def _refusal(recorder: _Recorder, record: Probe, cut: int) -> str:
+    """Why the model must not be cut behind layer ``cut``; "" if it may."""
+    alive = record.crossing(cut)
+    for number in alive:
+        if record.values[number].refused:
+            return record.values[number].refused
+    seen: dict[int, int] = {}
+    for number, storage in recorder.storages(alive).items():
+        first = seen.setdefault(storage, number)
+        if first != number and storage in recorder.mutated:
+            names = f"{record.values[first].name} and {record.values[number].name}"
+            return f"{names} share one memory that a layer writes to, and both would cross it"
+    for key, (name, layers) in recorder.accesses.items():
+        if key in recorder.written and min(layers) <= cut < max(layers):
+            return f"the layers that use the buffer {name}, which one of them writes to, would stand on both sides"
+    return ""

@@ -1,0 +1,76 @@
+"""Probes of other micro-batch sizes, on the meta device: shapes and identities without memory or computation.
+
+A rank that holds only its own layers cannot run the whole network any more, but it must know what every stage sends for
+a micro-batch of any size: identities can depend on it (a contiguous() of one sample does nothing)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from ..compression.errors import PlanError
+from .graph import LayerGraph
+from .layers import Traced, parts_of
+from .probe import Probe, probe
+
+
+class Shapes:
+    """Records of both traces at any micro-batch size; the example's own size was measured on the real device."""
+
+    def __init__(self, graph: LayerGraph) -> None:
+        self.traced = {"train": graph.train, "eval": graph.eval}
+        self.real = {"train": graph.train_probe, "eval": graph.eval_probe}
+        self.example = _key(graph.example_inputs)
+        root = copy.deepcopy(graph.twin).to("meta")
+        self.roots = {"train": root, "eval": copy.deepcopy(root).eval()}
+        self.known: dict[tuple[str, object], Probe] = {}
+        self.trusted: dict[str, str] = {}
+
+    def probe(self, mode: str, inputs: Sequence[torch.Tensor]) -> Probe:
+        """The record of ``mode`` ("train" or "eval") for inputs of these shapes.
+
+        Raises: PlanError: the model's shapes cannot be followed, or it does not take such a micro-batch."""
+        key = _key(inputs)
+        if key == self.example:
+            return self.real[mode]
+        if (mode, key) not in self.known:
+            if mode not in self.trusted:
+                self.trusted[mode] = _difference(self.real[mode], self._run(mode, self.example))
+            if self.trusted[mode]:
+                raise PlanError(
+                    f"a micro-batch has shapes {_show(key)}, the example had {_show(self.example)}, and this model's shapes "
+                    f"cannot be told without running it ({self.trusted[mode]}); use equal micro-batches of the example's size"
+                )
+            self.known[mode, key] = dataclasses.replace(self._run(mode, key), random=self.real[mode].random)
+        return self.known[mode, key]
+
+    def _run(self, mode: str, key: _Key) -> Probe:
+        traced: Traced = self.traced[mode]
+        inputs = [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in key]
+        with torch.set_grad_enabled(mode == "train"):
+            return probe(traced, parts_of(self.roots[mode], traced), inputs)
+
+
+_Key = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+
+
+def _key(inputs: Sequence[torch.Tensor]) -> _Key:
+    return tuple((tuple(x.shape), tuple(x.stride()), x.dtype) for x in inputs)
+
+
+def _show(key: _Key) -> str:
+    return ", ".join("x".join(map(str, size)) for size, _, _ in key)
+
+
+def _difference(real: Probe, meta: Probe) -> str:
+    """What the meta device gets wrong at the example's own size; "" if nothing."""
+    for ours, theirs in zip(real.outputs.items(), meta.outputs.items(), strict=True):
+        if ours != theirs:
+            return f"the results of {ours[0].name} differ on the meta device"
+    for value, other in zip(real.values, meta.values, strict=True):
+        if (value.shape, value.dtype, value.users, value.number) != (other.shape, other.dtype, other.users, other.number):
+            return f"the value {value.name} differs on the meta device"
+    return ""
