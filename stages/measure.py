@@ -1,0 +1,219 @@
+"""First-iteration profile: seconds, bytes and zero fraction of every layer and value, measured on a copy of the model.
+
+The planner needs numbers, not tensors: a profile is plain data, saved as JSON and read back without the model.
+Source: resource management of a training step, S1 and S11-S13 (kinds, sizes and dependencies of intermediate data)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..compression.errors import PlanError
+from .graph import LayerGraph
+from .layers import Layer, Parts, parts_of, run_layer
+from .record import load_json, read
+from .stage import Receive
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """One layer: seconds per micro-batch, the parameters it is the first to use, bytes that its backward keeps."""
+
+    name: str
+    module: str
+    forward_seconds: float
+    backward_seconds: float
+    parameters: tuple[str, ...]
+    parameter_bytes: int
+    saved_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ValueProfile:
+    """One value: made by layer ``producer`` (-1: an input of the model), read by the layers ``users``; sizes in bytes."""
+
+    name: str
+    producer: int
+    users: tuple[int, ...]
+    num_bytes: int
+    requires_grad: bool
+    zero_fraction: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What a plan is made from: every layer and value of one micro-batch of ``num_samples``, and where not to cut.
+
+    ``refused``: for a layer's number, why the model must not be cut behind it."""
+
+    layers: tuple[LayerProfile, ...]
+    values: tuple[ValueProfile, ...]
+    refused: dict[int, str]
+    fingerprint: str
+    input_shapes: tuple[tuple[int, ...], ...]
+    input_dtypes: tuple[str, ...]
+    num_samples: int
+    threads: int
+    device: str
+    torch: str
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON; ``Profile.load`` gives back an equal one."""
+        data = {"penstock_profile": 1, **dataclasses.asdict(self)}
+        Path(path).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile; raises PlanError, and nothing else, for a file that is missing, damaged or no profile."""
+        data = load_json(path, "profile")
+        if not isinstance(data, dict) or data.pop("penstock_profile", None) != 1:
+            raise PlanError(f"a profile is a JSON object with the key penstock_profile, {path} is not; measure again")
+        return read(cls, data, "profile")
+
+
+def measure(graph: LayerGraph, example_inputs: tuple[torch.Tensor, ...], *, repeats: int = 3) -> Profile:
+    """Run every layer of ``graph`` forward and backward by itself, on the copy of the model that was traced.
+
+    Args:    example_inputs: one micro-batch, shaped as the example that was traced.
+             repeats: runs of which the median is taken, after one that is not counted.
+    Returns: the Profile; seconds are per micro-batch with the threads that torch has now.
+    Raises:  PlanError: the inputs do not suit the traced model.
+    """
+    shapes = tuple(tuple(x.shape) for x in example_inputs)
+    if shapes != tuple(tuple(x.shape) for x in graph.example_inputs):
+        raise PlanError(f"a profile is measured at the shapes that were traced, found {shapes}; trace with this example")
+    buffers = [b.clone() for b in graph.twin.buffers()]
+    with torch.random.fork_rng(devices=[]):
+        runs = [_timed_run(graph, example_inputs) for _ in range(repeats + 1)][1:]
+        saved = _saved_bytes(graph, example_inputs)
+    for buffer, before in zip(graph.twin.buffers(), buffers, strict=True):
+        buffer.copy_(before)
+    owned = owned_parameters(graph)
+    parameters = dict(graph.twin.named_parameters())
+    return Profile(
+        layers=tuple(
+            LayerProfile(
+                name=layer.name,
+                module=layer.module,
+                forward_seconds=statistics.median(run.seconds[i][0] for run in runs),
+                backward_seconds=statistics.median(run.seconds[i][1] for run in runs),
+                parameters=owned[i],
+                parameter_bytes=sum(parameters[name].nbytes for name in owned[i]),
+                saved_bytes=saved[i],
+            )
+            for i, layer in enumerate(graph.train.layers)
+        ),
+        values=tuple(
+            ValueProfile(
+                name=value.name,
+                producer=value.producer,
+                users=tuple(sorted({min(user, len(owned) - 1) for user in value.users})),
+                num_bytes=value.num_bytes,
+                requires_grad=value.requires_grad,
+                zero_fraction=runs[-1].zeros.get(number, 0.0),
+            )
+            for number, value in enumerate(graph.train_probe.values)
+        ),
+        refused=dict(graph.train_probe.refused),
+        fingerprint=graph.fingerprint,
+        input_shapes=shapes,
+        input_dtypes=tuple(str(x.dtype).removeprefix("torch.") for x in example_inputs),
+        num_samples=shapes[0][0] if shapes and shapes[0] else 1,
+        threads=torch.get_num_threads(),
+        device=example_inputs[0].device.type if example_inputs else "cpu",
+        torch=torch.__version__,
+    )
+
+
+def owned_parameters(graph: LayerGraph) -> tuple[tuple[str, ...], ...]:
+    """For every layer the parameters that it is the first to use; the first layer also owns those that none uses."""
+    names = {id(parameter): name for name, parameter in graph.twin.named_parameters()}
+    owned: list[list[str]] = []
+    parts = parts_of(graph.twin, graph.train)
+    for layer in graph.train.layers:
+        found = [id(t) for t in parameters_of(layer, parts)]
+        owned.append([names.pop(key) for key in found if key in names])
+    owned[0].extend(names.values())
+    return tuple(tuple(layer) for layer in owned)
+
+
+def parameters_of(layer: Layer, parts: Parts) -> list[torch.Tensor]:
+    """The parameters that a layer reads, tied ones (which are layers of their own) included."""
+    if layer.node.op == "call_module":
+        return list(parts.modules[str(layer.node.target)].parameters())
+    local = [parts.tensors[str(n.target)] for n in (layer.node, *layer.node.all_input_nodes) if n.op == "get_attr" and str(n.target) in parts.tensors]
+    return [t for t in local if isinstance(t, torch.nn.Parameter)]
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    seconds: list[tuple[float, float]]
+    zeros: dict[int, float]
+
+
+def _timed_run(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> _Run:
+    """Every layer forward and backward, each on inputs received as from another stage, so that its backward is its own."""
+    parts, record = parts_of(graph.twin, graph.train), graph.train_probe
+    anchor = torch.zeros((), requires_grad=True)
+    env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, inputs, strict=True))
+    run = _Run([], {})
+    for layer in graph.train.layers:
+        local = {node: tree_map(lambda t: _received(t, anchor), env[node]) for node in _reads(layer, env)}
+        begun = time.perf_counter()
+        result = run_layer(layer, local, parts)
+        middle = time.perf_counter()
+        roots = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn]
+        gradients = [torch.ones_like(t) for t in roots]
+        wanted = [anchor, *(p for p in parameters_of(layer, parts) if p.requires_grad)]
+        backward = time.perf_counter()
+        if roots:
+            torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+        run.seconds.append((middle - begun, time.perf_counter() - backward if roots else 0.0))
+        env[layer.node] = result
+        for number, leaf in zip(record.outputs[layer.node].values, tree_leaves(result), strict=True):
+            if isinstance(leaf, torch.Tensor) and leaf.numel():
+                run.zeros[number] = 1 - int(torch.count_nonzero(leaf)) / leaf.numel()
+    return run
+
+
+def _reads(layer: Layer, env: Mapping[fx.Node, Any]) -> list[fx.Node]:
+    return [node for node in layer.node.all_input_nodes if node in env]
+
+
+def _received(item: Any, anchor: torch.Tensor) -> Any:
+    """A copy of a tensor as a stage would receive it; numbers as they are."""
+    if not isinstance(item, torch.Tensor):
+        return item
+    copied = item.detach().clone()
+    return Receive.apply(anchor, copied, {}) if item.requires_grad else copied
+
+
+def _saved_bytes(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> list[int]:
+    """Bytes that each layer's forward saves for its backward: every storage once, parameters and buffers not at all."""
+    parts = parts_of(graph.twin, graph.train)
+    env: dict[fx.Node, Any] = {n: x.clone() for n, x in zip(graph.train.inputs, inputs, strict=True)}
+    seen = {t.untyped_storage()._cdata for t in (*graph.twin.parameters(), *graph.twin.buffers())}
+    saved: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            saved[-1] += storage.nbytes()
+        return tensor
+
+    unpack: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        for layer in graph.train.layers:
+            saved.append(0)
+            env[layer.node] = run_layer(layer, env, parts)
+    return saved

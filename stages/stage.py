@@ -1,0 +1,210 @@
+"""Stage: the consecutive layers between two cuts; forward and backward of one micro-batch, without changing a bit.
+
+What keeps the bits: random layers are seeded one by one; received tensors enter as neither leaf nor view, and their
+gradient is taken raw; a value that goes on to later stages brings its gradient back as one more root of this stage's
+own backward, so autograd adds in its own order; what ran is held against the probe.
+Source: claims A1-A3 of CN115016937A (a node computes only its partition)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..compression.errors import StageError
+from .layers import Layer, Parts, Traced, parts_of, run_layer, run_output
+from .probe import Probe
+from .route import Route
+
+
+def layer_seed(seed: int, step: int, micro_batch: int, name: str) -> int:
+    """What the device's generator is seeded with before the random layer ``name`` runs (steps and micro-batches from 0)."""
+    text = f"{seed}/{step}/{micro_batch}/{name}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Run a random layer from ``seed`` and put the generator's state back afterwards."""
+    generator = torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
+
+
+class Receive(torch.autograd.Function):
+    """Brings a received tensor into the graph as neither leaf nor view; ``slot`` catches its gradient as it comes.
+
+    A leaf would lay its gradient out anew, refuse to be written in place, and have its cast cached under autocast."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor, slot: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.slot = slot
+        return _same_memory(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+        if gradient is not None:
+            ctx.slot["gradient"] = gradient
+        return None, None, None
+
+
+def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor object over the same memory that is no view of ``tensor`` for autograd."""
+    return tensor.new_empty(0).set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
+
+
+class _Running:
+    """One micro-batch between its forward and its backward: the roots, the slots of received gradients, the loss."""
+
+    __slots__ = ("loss", "roots", "slots")
+
+    def __init__(self) -> None:
+        self.roots: dict[int, torch.Tensor] = {}
+        self.slots: dict[int, dict[str, torch.Tensor]] = {}
+        self.loss: torch.Tensor | None = None
+
+
+class Stage:
+    """The layers of one stage with their parts of the model; knows nothing of ranks, frames or schedules."""
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        model: nn.Module,
+        train: tuple[Traced, Sequence[Layer]],
+        evaluation: tuple[Traced, Sequence[Layer]],
+        last: bool,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.index, self.last = index, last
+        self.traced = {"train": train[0], "eval": evaluation[0]}
+        self.parts = {
+            "train": parts_of(model, *train, output=last),
+            "eval": parts_of(model, *evaluation, output=last),
+        }
+        self.modules = {m: m.training for part in self.parts.values() for root in part.modules.values() for m in root.modules()}
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.autocast = autocast
+        self.running: dict[int, _Running] = {}
+
+    def begin(self, mode: str) -> None:
+        """Set the training flags for a step (``mode`` "train") or an evaluation ("eval")."""
+        self.running.clear()
+        for module, training in self.modules.items():
+            wanted = training and mode == "train"
+            if module.training != wanted:
+                module.training = wanted
+
+    def forward(
+        self,
+        micro_batch: int,
+        received: Mapping[int, Any],
+        *,
+        record: Probe,
+        route: Route,
+        seed: Callable[[str], int],
+    ) -> tuple[dict[int, Any], Any]:
+        """Run the layers on ``received`` (value number -> tensor or number; on stage 0 the model's inputs).
+
+        Returns: the values to send (number -> tensor or number), and the model's outputs on the last stage, else None."""
+        running = self.running[micro_batch] = _Running()
+        values = {number: self._enter(running, number, item, record) for number, item in received.items()}
+        with self.casting():
+            env = self._layers("train", values, record, route, seed)
+        sent = {number: values[number] for number, _ in route.sends}
+        running.roots = {n: t for n, t in sent.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+        return sent, run_output(self.traced["train"], env, self.parts["train"]) if self.last else None
+
+    def lose(self, micro_batch: int, weighted_loss: torch.Tensor) -> None:
+        """On the last stage: the loss of ``micro_batch``, times its share of the batch, is where its backward begins."""
+        self.running[micro_batch].loss = weighted_loss
+
+    def backward(self, micro_batch: int, gradients: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
+        """Backward of ``micro_batch`` from the gradients of the values it sent; returns those of the values it received."""
+        running = self.running.pop(micro_batch)
+        roots = [] if running.loss is None or not running.loss.requires_grad else [running.loss]
+        grads: list[torch.Tensor | None] = [None] * len(roots)
+        for number, tensor in running.roots.items():
+            if gradients[number] is not None:
+                roots.append(tensor)
+                grads.append(gradients[number])
+        try:
+            if roots:
+                torch.autograd.backward(roots, grads)
+        except Exception as error:
+            raise StageError(f"backward: {type(error).__name__}: {error}") from error
+        return {number: slot.get("gradient") for number, slot in running.slots.items()}
+
+    def evaluate(self, received: Mapping[int, Any], *, record: Probe, route: Route) -> tuple[dict[int, Any], Any]:
+        """The same layers in eval mode without autograd: the values to send, and the outputs on the last stage."""
+        values = dict(received)
+        with torch.no_grad(), self.casting():
+            env = self._layers("eval", values, record, route, None)
+            outputs = run_output(self.traced["eval"], env, self.parts["eval"]) if self.last else None
+        return {number: values[number] for number, _ in route.sends}, outputs
+
+    def _enter(self, running: _Running, number: int, item: Any, record: Probe) -> Any:
+        value = record.values[number]
+        if not value.requires_grad:
+            return item
+        slot = running.slots[number] = {}
+        return Receive.apply(self.anchor, item, slot)
+
+    def casting(self) -> contextlib.AbstractContextManager[Any]:
+        """Autocast without its cache of cast weights: the cache depends on what shares a stage."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", self.autocast, cache_enabled=False)
+
+    def _layers(
+        self, mode: str, values: dict[int, Any], record: Probe, route: Route, seed: Callable[[str], int] | None
+    ) -> dict[fx.Node, Any]:
+        """Run the stage's layers in order; ``values`` grows by what they make."""
+        parts = self.parts[mode]
+        arrived = {node: record.outputs[node] for node in route.foreign}
+        env: dict[fx.Node, Any] = {
+            node: tree_unflatten([values.get(number) for number in outputs.values], outputs.spec)
+            for node, outputs in arrived.items()
+        }
+        tied = {node: tensor for node, tensor in env.items() if node.op == "get_attr"}
+        numbers = {id(tensor): number for number, tensor in values.items()}
+        for layer in route.layers:
+            try:
+                if seed is not None and layer.name in record.random:
+                    with seeded(seed(layer.name)):
+                        result = run_layer(layer, env, parts, tied)
+                else:
+                    result = run_layer(layer, env, parts, tied)
+            except Exception as error:
+                raise StageError(f"layer {layer.name}: {type(error).__name__}: {error}") from error
+            env[layer.node] = result
+            _hold_against(record, layer, result, values, numbers)
+        return env
+
+
+def _hold_against(
+    record: Probe, layer: Layer, result: Any, values: dict[int, Any], numbers: dict[int, int]
+) -> None:
+    """Refuse a run whose structure or identities differ from the probe: the routes were made from it."""
+    expected = record.outputs[layer.node]
+    leaves, spec = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)
+    if len(leaves) != len(expected.values) or (spec is not None and spec != expected.spec):
+        raise StageError(f"layer {layer.name} returned another structure than when it was traced")
+    for number, leaf in zip(expected.values, leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            values[number] = leaf
+        elif values.setdefault(number, leaf) is not leaf or numbers.setdefault(id(leaf), number) != number:
+            raise StageError(f"layer {layer.name} returned a tensor that was its input when it was traced, or the reverse")
