@@ -1,0 +1,117 @@
+"""The group of ranks: joining it, and the few small things that ranks tell each other beside frames. Nothing is pickled.
+
+Without a process group every function answers for a world of one, so callers never ask which case it is."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..compression.errors import TransportError
+
+
+def joined() -> bool:
+    """Whether this process belongs to a group of ranks."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """This process's rank, 0 without a group."""
+    return dist.get_rank() if joined() else 0
+
+
+def num_ranks() -> int:
+    """Ranks in the group, 1 without one."""
+    return dist.get_world_size() if joined() else 1
+
+
+def init(*, deadline: float = 60.0, store: dist.Store | None = None, rank: int | None = None, ranks: int | None = None) -> None:
+    """Join the group that torchrun's environment describes (or the one behind ``store``); plainly started, do nothing.
+
+    Args:    deadline: seconds until every rank must have joined.
+    Raises:  TransportError: a rank did not; the sentence names it.
+    """
+    limit = datetime.timedelta(seconds=deadline)
+    if store is None:
+        if "RANK" not in os.environ or joined():
+            return
+        try:
+            store, rank, ranks = next(iter(dist.rendezvous("env://", timeout=limit)))
+        except Exception as error:
+            raise TransportError(f"rank {os.environ['RANK']} found no store of its group within {deadline:g} s: {error}") from error
+    assert store is not None and rank is not None and ranks is not None
+    store.set(f"penstock/joined/{rank}", "")
+    missing = []
+    store.set_timeout(limit)
+    try:
+        store.wait([f"penstock/joined/{other}" for other in range(ranks)], limit)
+    except Exception:
+        missing = [str(other) for other in range(ranks) if not store.check([f"penstock/joined/{other}"])]
+    if missing:
+        raise TransportError(f"rank {', '.join(missing)} of {ranks} did not join within {deadline:g} s; see why it did not start")
+    dist.init_process_group("gloo", store=dist.PrefixStore("penstock", store), rank=rank, world_size=ranks, timeout=limit)
+
+
+def close() -> None:
+    """Leave the group; only after success: destroying it while an error travels hides the error behind the peers'."""
+    if joined():
+        dist.destroy_process_group()
+
+
+def exchange(numbers: Sequence[float]) -> list[list[float]]:
+    """Everybody's ``numbers`` (equally many on every rank, kept as float64), by rank."""
+    if not joined():
+        return [list(numbers)]
+    mine = torch.tensor(numbers, dtype=torch.float64)
+    all_of_them = [torch.empty_like(mine) for _ in range(num_ranks())]
+    _collective(lambda: dist.all_gather(all_of_them, mine))
+    return [row.tolist() for row in all_of_them]
+
+
+def gather_json(item: Any) -> list[Any]:
+    """Everybody's ``item`` (anything JSON can say), by rank, on every rank."""
+    if not joined():
+        return [item]
+    data = torch.frombuffer(bytearray(json.dumps(item).encode()), dtype=torch.uint8)
+    sizes = [int(row[0]) for row in exchange([data.numel()])]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    rows = [torch.empty_like(padded) for _ in sizes]
+    _collective(lambda: dist.all_gather(rows, padded))
+    return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
+
+
+def gather_tensors(frames: Sequence[torch.Tensor]) -> list[list[torch.Tensor]] | None:
+    """Everybody's ``frames`` (1-D uint8 tensors), by rank, on rank 0; None elsewhere."""
+    if not joined():
+        return [list(frames)]
+    sizes = gather_json([frame.numel() for frame in frames])
+    if rank():
+        for frame in frames:
+            _collective(lambda frame=frame: dist.send(frame, 0))
+        return None
+    gathered = [list(frames)]
+    for source, lengths in enumerate(sizes[1:], start=1):
+        rows = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+        for row in rows:
+            _collective(lambda row=row, source=source: dist.recv(row, source))
+        gathered.append(rows)
+    return gathered
+
+
+def share(number: float, source: int) -> float:
+    """The number that rank ``source`` gives, on every rank."""
+    return exchange([number])[source][0]
+
+
+def _collective(call: Any) -> None:
+    try:
+        call()
+    except RuntimeError as error:
+        raise TransportError(f"rank {rank()} lost the group of ranks: {error}") from error

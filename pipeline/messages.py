@@ -1,0 +1,93 @@
+"""Which frames a step passes between stages, known before it begins: the routes of its micro-batches along its programs.
+
+The order of a channel is the order of the sender's program, so a receiver posts its receives ahead without being told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from ..stages.probe import Probe, Value
+from ..stages.route import Route
+from .instruction import Instruction, Op
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+    """One frame on its way: a value of a micro-batch downstream (F), or its gradient upstream (B)."""
+
+    op: Op
+    micro_batch: int
+    value: int
+    source: int
+    target: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Itinerary:
+    """All messages of a step by the instruction that receives or sends them, and the records and routes they came from.
+
+    ``programs`` has one list per rank; ``records`` and ``routes`` one entry per micro-batch; ``window`` receives are
+    posted ahead on every channel."""
+
+    programs: tuple[tuple[Instruction, ...], ...]
+    rank_of: tuple[int, ...]
+    records: tuple[Probe, ...]
+    routes: tuple[tuple[Route, ...], ...]
+    receives: Mapping[Instruction, tuple[Message, ...]]
+    sends: Mapping[Instruction, tuple[Message, ...]]
+    window: int
+
+    def value(self, message: Message) -> Value:
+        """What is known of the value that a message carries."""
+        return self.records[message.micro_batch].values[message.value]
+
+    def channels(self, rank: int) -> dict[int, list[Message]]:
+        """For every other rank the messages it sends to ``rank``, in the order in which it sends them."""
+        ordered: dict[int, list[Message]] = {}
+        for source, program in enumerate(self.programs):
+            for instruction in program if source != rank else ():
+                for message in self.sends.get(instruction, ()):
+                    if self.rank_of[message.target] == rank:
+                        ordered.setdefault(source, []).append(message)
+        return ordered
+
+
+def itinerary(
+    programs: Sequence[Sequence[Instruction]],
+    records: Sequence[Probe],
+    routes: Sequence[tuple[Route, ...]],
+    *,
+    rank_of: Sequence[int],
+    window: int,
+) -> Itinerary:
+    """Attach to every instruction the messages it waits for and the messages it sends, nearest stage first."""
+    receives: dict[Instruction, tuple[Message, ...]] = {}
+    sends: dict[Instruction, tuple[Message, ...]] = {}
+    for instruction in (i for program in programs for i in program):
+        stage, op, index = instruction.stage, instruction.op, instruction.micro_batch
+        if index is None:
+            continue
+        values, route = records[index].values, routes[index][stage]
+        if op is Op.F:  # a parameter goes down the chain once a step, with the first micro-batch
+            receives[instruction] = tuple(
+                Message(op, index, n, source, stage) for n, source in route.receives if not (index and values[n].parameter)
+            )
+            sends[instruction] = tuple(
+                Message(op, index, n, stage, target) for n, target in route.sends if not (index and values[n].parameter)
+            )
+        else:
+            receives[instruction] = tuple(
+                Message(op, index, n, target, stage) for n, target in route.sends if values[n].requires_grad
+            )
+            back = [Message(op, index, n, stage, source) for n, source in route.receives if values[n].requires_grad]
+            sends[instruction] = tuple(sorted(back, key=lambda message: (-message.target, message.value)))
+    return Itinerary(
+        programs=tuple(tuple(program) for program in programs),
+        rank_of=tuple(rank_of),
+        records=tuple(records),
+        routes=tuple(routes),
+        receives=receives,
+        sends=sends,
+        window=window,
+    )

@@ -1,0 +1,255 @@
+"""Pipeline: a model, a plan and a loss become stages, an engine and steps, for people who write Python.
+
+Started plainly, all stages run in this process and frames are really packed; inside a group of ranks each rank keeps
+its own stages. Either way a step has the bits of the plain loop over the same micro-batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..compression.codec import codec_named
+from ..compression.errors import PlanError
+from ..stages.graph import LayerGraph, trace
+from ..stages.measure import owned_parameters
+from ..stages.plan import Plan
+from ..stages.probe import Probe
+from ..stages.route import edges, follow, routes, stage_of_layers
+from ..stages.shapes import Shapes
+from ..stages.stage import Stage
+from . import group
+from .batches import example_of, micro_batches, positional
+from .engine import Engine, MicroBatch
+from .instruction import Instruction, Op
+from .messages import Itinerary, itinerary
+from .report import Report, StageReport
+from .schedules import schedule_named
+from .state import State
+from .timeline import Span
+from .transport import GlooTransport, LocalTransport
+from .update import Named, Update
+from .verify import smallest_window, verify
+
+
+class Pipeline:
+    """Trains ``model`` as ``plan`` says; every rank passes the same arguments and the same batches.
+
+    Args:
+        model: the plain model, put into train mode if it is in eval mode as a whole; in a group of ranks drop your own
+            reference to it: a rank keeps only its layers.
+        loss: (outputs, targets) -> mean over the micro-batch, a 0-dim tensor.
+        optimizer: list of (name, parameter) -> torch optimizer; called once per stage that has parameters.
+        scheduler: optimizer -> learning-rate scheduler, stepped once after every update.
+        clip: largest global L2 norm of the gradients, None for no clipping.
+        scaler: None; a loss scale is not offered yet.
+        autocast: dtype that forward and loss are cast to by torch.autocast (without its weight cache), None for none.
+        weight: targets -> over how much the loss is a mean (default: the number of samples).
+        seed: what random layers are seeded with, one by one (``penstock.layer_seed``).
+        deadline: seconds that any wait for another rank may take.
+    Raises:
+        PlanError: the plan was made for another model, or a cut cannot be trained exactly.
+        ScheduleError: the schedule is unknown or would deadlock.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        loss: Callable[[Any, Any], torch.Tensor],
+        optimizer: Callable[[Named], Optimizer],
+        scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        clip: float | None = None,
+        scaler: None = None,
+        autocast: torch.dtype | None = None,
+        weight: Callable[[Any], float] | None = None,
+        seed: int = 0,
+        deadline: float = 60.0,
+    ) -> None:
+        if scaler is not None:
+            raise PlanError("a loss scale is not offered yet; train in bfloat16 or float32, which need none, with scaler=None")
+        _check_ranks(plan)
+        codec_named(plan.codec)
+        if not model.training:
+            model.train()
+        self.plan, self.weight, self.deadline = plan, weight, deadline
+        graph = trace(model, example_of(plan))
+        _check_model(plan, graph)
+        self.shapes = Shapes(graph)
+        self.stage_of = {"train": stage_of_layers(graph.train, plan.cuts)}
+        self.stage_of["eval"] = follow(graph.train, self.stage_of["train"], graph.eval)
+        self.inputs = [node.name for node in graph.train.inputs]
+        self.itineraries: dict[object, tuple[Itinerary, list[Instruction]]] = {}
+        self.steps = 0
+
+        self.rank = group.rank()
+        here = [s for s in range(plan.num_stages) if not group.joined() or plan.ranks[s] == self.rank]
+        self.stages = {s: self._stage(s, model, graph, autocast) for s in here}
+        owner = {
+            name: stage
+            for stage, names in zip(self.stage_of["train"], owned_parameters(graph), strict=True)
+            for name in names
+        }
+        ranks = [plan.ranks[s] if group.joined() else 0 for s in range(plan.num_stages)]
+        self.state = State(model, graph, stages=self.stages, owner=owner, stage_of=self.stage_of["train"], rank_of=ranks)
+        self.update = Update(
+            parameters={s: [(n, p) for n, p in model.named_parameters() if owner[n] == s] for s in here},
+            dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
+            owner={name: ranks[stage] for name, stage in owner.items()},
+            optimizer=optimizer,
+            scheduler=scheduler,
+            clip=clip,
+        )
+        self._itinerary("train", *[graph.example_inputs] * plan.micro_batches)  # refuse a bad schedule or cut now, not in the first step
+        transport = GlooTransport(deadline=deadline) if group.joined() else LocalTransport()
+        self.engine = Engine(
+            rank=self.rank,
+            stages=self.stages,
+            transport=transport,
+            codec=plan.codec,
+            loss=loss,
+            update=self.update,
+            seed=seed,
+        )
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process holds the last stage, where losses and outputs are."""
+        return self.plan.num_stages - 1 in self.stages
+
+    def step(self, inputs: Any, targets: Any) -> Report:
+        """Train on one batch: micro-batches through the schedule, one update.
+
+        Args:    inputs: a tensor, a tuple (positional) or a dict (by name) of tensors; dimension 0 is the batch.
+                 targets: a tensor, tuple or dict of tensors, split along dimension 0 like the inputs.
+        Returns: the Report, on every rank.
+        Raises:  StageError: a layer failed; TransportError: a rank did not answer. Both name rank, stage, micro-batch.
+        """
+        began = time.perf_counter()
+        batches = micro_batches(positional(inputs, self.inputs), targets, self.plan.micro_batches, self.weight)
+        plan, program = self._itinerary("train", *(batch.inputs for batch in batches))
+        losses = self.engine.step(self.steps, program, plan, batches)
+        report = self._report(batches, losses, began)
+        self.steps += 1
+        return report
+
+    def evaluate(self, inputs: Any) -> Any:
+        """The plain model in eval mode on all of ``inputs`` at once; on the last stage's rank, None elsewhere."""
+        (batch,) = micro_batches(positional(inputs, self.inputs), None, 1, None)
+        plan, program = self._itinerary("eval", batch.inputs)
+        return self.engine.evaluate(program, plan, batch.inputs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"model", "optimizer", "step"} under the model's own names; collective, complete on rank 0."""
+        return self.state.gather(self.update, self.steps)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` returned on rank 0, on whatever cut; every rank passes all of it."""
+        self.steps = self.state.load(self.update, state)
+
+    def timeline(self) -> list[Span]:
+        """What every rank did in the last step, in seconds since its beginning; collective, complete on every rank."""
+        rows = group.gather_json([[getattr(span, name) for name in Span.__slots__] for span in self.engine.spans])
+        return [Span(**dict(zip(Span.__slots__, fields, strict=True))) for row in rows for fields in row]
+
+    def close(self) -> None:
+        """Leave the group of ranks (after success)."""
+        group.close()
+
+    def _stage(self, index: int, model: nn.Module, graph: LayerGraph, autocast: torch.dtype | None) -> Stage:
+        def own(mode: str) -> tuple[Any, list[Any]]:
+            traced = graph.train if mode == "train" else graph.eval
+            return traced, [t for t, s in zip(traced.layers, self.stage_of[mode], strict=True) if s == index]
+
+        last = index == self.plan.num_stages - 1
+        return Stage(index, model=model, train=own("train"), evaluation=own("eval"), last=last, autocast=autocast)
+
+    def _itinerary(self, mode: str, *inputs: Sequence[torch.Tensor]) -> tuple[Itinerary, list[Instruction]]:
+        """The messages of a step over micro-batches of these inputs, and this process's program."""
+        key = mode, tuple(tuple((x.shape, x.stride(), x.dtype) for x in batch) for batch in inputs)
+        if key not in self.itineraries:
+            self.itineraries[key] = self._plan_step(mode, inputs)
+        return self.itineraries[key]
+
+    def _plan_step(self, mode: str, inputs: Sequence[Sequence[torch.Tensor]]) -> tuple[Itinerary, list[Instruction]]:
+        plan, stage_of = self.plan, self.stage_of[mode]
+        records = [self.shapes.probe(mode, batch) for batch in inputs]
+        traced = self.shapes.traced[mode]
+        routed = {}
+        for record in records:
+            if id(record) not in routed:
+                _check_cuts(plan, record) if mode == "train" else None
+                routed[id(record)] = routes(traced, record, stage_of)
+        pairs = sorted({pair for route in routed.values() for pair in edges(route)})
+        if mode == "train":
+            schedule = schedule_named(plan.schedule)
+            programs = schedule(plan.stages_of_rank, len(inputs), extra_in_flight=plan.extra_in_flight)
+            window = smallest_window(programs, num_micro_batches=len(inputs), edges=pairs)
+            order = verify(programs, num_micro_batches=len(inputs), edges=pairs, window=window)
+            programs = [[*program, *(Instruction(s, Op.U) for s in own)] for program, own in zip(programs, plan.stages_of_rank, strict=True)]
+            order += [Instruction(s, Op.U) for s in range(plan.num_stages)]
+        else:
+            programs = [[Instruction(s, Op.F, 0) for s in own] for own in plan.stages_of_rank]
+            order, window = [Instruction(s, Op.F, 0) for s in range(plan.num_stages)], 2
+        made = itinerary(
+            programs,
+            records,
+            [routed[id(record)] for record in records],
+            rank_of=plan.ranks,
+            window=window,
+        )
+        return made, list(programs[self.rank]) if group.joined() else order
+
+    def _report(self, batches: Sequence[MicroBatch], losses: dict[int, torch.Tensor], began: float) -> Report:
+        """Put everybody's numbers together: the loss as the sum of share x loss, ascending, and the stages' reports."""
+        mine = [_total(batches, losses) if self.is_last else 0.0]
+        fields = [field.name for field in dataclasses.fields(StageReport)]
+        for stage in range(self.plan.num_stages):
+            report = self.engine.reports.get(stage, StageReport())
+            mine += [float(getattr(report, name)) for name in fields]
+        loss, *numbers = [sum(column) for column in zip(*group.exchange(mine), strict=True)]
+        rows = [numbers[i : i + len(fields)] for i in range(0, len(numbers), len(fields))]
+        return Report(
+            step=self.steps,
+            loss=loss,
+            seconds=time.perf_counter() - began,
+            num_samples=sum(len(batch.inputs[0]) for batch in batches),
+            stages=tuple(StageReport(**dict(zip(fields, (*map(int, row[:4]), *row[4:]), strict=True))) for row in rows),
+        )
+
+
+def _total(batches: Sequence[MicroBatch], losses: dict[int, torch.Tensor]) -> float:
+    dtype = torch.promote_types(losses[0].dtype, torch.float32)
+    total = torch.zeros((), dtype=dtype)
+    for index, batch in enumerate(batches):
+        total += losses[index].to(dtype) * batch.share
+    return float(total)
+
+
+def _check_ranks(plan: Plan) -> None:
+    if group.joined() and group.num_ranks() != plan.num_ranks:
+        raise PlanError(f"the plan is made for {plan.num_ranks} ranks, {group.num_ranks()} were started; start as many, or plan again")
+
+
+def _check_model(plan: Plan, graph: LayerGraph) -> None:
+    planned = tuple(layer for stage in plan.stages for layer in stage.layers)
+    if plan.fingerprint != graph.fingerprint or planned != graph.layers:
+        raise PlanError(
+            f"a plan belongs to the model it was made for: this one has {len(planned)} layers from {planned[0]} to {planned[-1]}, "
+            f"the model has {len(graph.layers)} from {graph.layers[0]} to {graph.layers[-1]}, or other shapes; plan again"
+        )
+
+
+def _check_cuts(plan: Plan, record: Probe) -> None:
+    last = -1
+    for stage in plan.stages[:-1]:
+        last += len(stage.layers)
+        if reason := record.refused.get(last):
+            raise PlanError(f"the model must not be cut behind layer {stage.layers[-1]}: {reason}; cut elsewhere")

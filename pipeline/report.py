@@ -1,0 +1,38 @@
+"""What a step tells: the loss, the seconds, and per stage what it computed, waited for and sent."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StageReport:
+    """One stage in one step: bytes it sent downstream (forward) and upstream (backward), unpacked and as sent; seconds."""
+
+    forward_raw: int = 0
+    forward_sent: int = 0
+    backward_raw: int = 0
+    backward_sent: int = 0
+    compute_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One step; the same on every rank but for ``seconds``, which each rank measures itself."""
+
+    step: int
+    loss: float
+    seconds: float
+    num_samples: int
+    stages: tuple[StageReport, ...]
+
+    @property
+    def bytes_raw(self) -> int:
+        """Bytes of all tensors passed between stages, both directions, unpacked."""
+        return sum(stage.forward_raw + stage.backward_raw for stage in self.stages)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of all frames passed between stages, both directions, headers included."""
+        return sum(stage.forward_sent + stage.backward_sent for stage in self.stages)

@@ -1,0 +1,110 @@
+"""The state of a pipeline under the plain model's names: which process holds what, gathered and loaded whatever the cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compression.codec import decode, encode
+from ..compression.errors import PlanError
+from ..stages.graph import LayerGraph
+from ..stages.layers import is_local
+from ..stages.stage import Stage
+from . import group
+from .update import Update
+
+
+class State:
+    """The parameters and buffers that this process's stages hold, by their keys in the model's own state_dict.
+
+    Args:    owner: for every parameter (by its first name) the stage that trains it.
+             stage_of: the stage of every layer.
+             rank_of: the rank of every stage."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: LayerGraph,
+        *,
+        stages: Mapping[int, Stage],
+        owner: Mapping[str, int],
+        stage_of: Sequence[int],
+        rank_of: Sequence[int],
+    ) -> None:
+        names = {id(p): name for name, p in model.named_parameters()}
+        readers = _readers(model, graph, stage_of)
+        self.keys: list[str] = []
+        self.source: dict[str, int] = {}
+        self.held: dict[str, torch.Tensor] = {}
+        for key, tensor in model.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, torch.Tensor):
+                raise PlanError(f"a state is made of tensors, {key} of the model is not; keep it outside the model")
+            read = {owner[names[id(tensor)]]} if id(tensor) in names else readers.get(id(tensor), {0})
+            self.keys.append(key)
+            self.source[key] = rank_of[min(read)]
+            if read & set(stages):
+                self.held[key] = tensor
+
+    def gather(self, update: Update, steps: int) -> dict[str, Any]:
+        """{"model", "optimizer", "step"}: everything on rank 0, this process's part elsewhere."""
+        mine = [key for key in self.held if self.source[key] == group.rank()]
+        optimizer = update.state()
+        tensors = [self.held[key].detach() for key in mine]
+        notes: dict[str, Any] = {}
+        for name, kept in optimizer.items():
+            notes[name] = {"group": kept["group"], "state": {}}
+            for what, item in kept["state"].items():
+                if isinstance(item, torch.Tensor):
+                    notes[name]["state"][what] = {"tensor": len(tensors)}
+                    tensors.append(item)
+                else:
+                    notes[name]["state"][what] = {"plain": item}
+        everybody = group.gather_json({"keys": mine, "optimizer": notes})
+        gathered = group.gather_tensors([encode(tensor, codec="raw") for tensor in tensors])
+        rows = gathered if gathered is not None else [[encode(tensor, codec="raw") for tensor in tensors]]
+        said = everybody if gathered is not None else [everybody[group.rank()]]
+        return _put_together(said, [[decode(frame) for frame in row] for row in rows], self.keys, steps)
+
+    def load(self, update: Update, state: Mapping[str, Any]) -> int:
+        """Copy what ``gather`` returned on rank 0 into this process's tensors; returns the number of steps done."""
+        model = state["model"]
+        if missing := [key for key in self.keys if key not in model] + [key for key in model if key not in self.keys]:
+            raise PlanError(f"a state belongs to the model it was taken from; {missing[0]} is not in both")
+        with torch.no_grad():
+            for key, tensor in self.held.items():
+                if model[key].shape != tensor.shape:
+                    raise PlanError(f"{key} of the model has shape {tuple(tensor.shape)}, the state {tuple(model[key].shape)}")
+                tensor.copy_(model[key])
+        update.load(state["optimizer"])
+        return int(state["step"])
+
+
+def _readers(model: nn.Module, graph: LayerGraph, stage_of: Sequence[int]) -> dict[int, set[int]]:
+    """For every buffer (by identity) the stages whose layers use it."""
+    found: dict[int, set[int]] = {}
+    for layer, stage in zip(graph.train.layers, stage_of, strict=True):
+        used = list(model.get_submodule(str(layer.node.target)).buffers()) if layer.node.op == "call_module" else []
+        for node in layer.node.all_input_nodes:
+            if is_local(node) and str(node.target) not in graph.train.constants:
+                path, _, name = str(node.target).rpartition(".")
+                used.append(getattr(model.get_submodule(path), name))
+        for buffer in used:
+            found.setdefault(id(buffer), set()).add(stage)
+    return found
+
+
+def _put_together(
+    said: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[torch.Tensor]], keys: Sequence[str], steps: int
+) -> dict[str, Any]:
+    model: dict[str, torch.Tensor] = {}
+    optimizer: dict[str, dict[str, Any]] = {}
+    for part, tensors in zip(said, rows, strict=True):
+        model |= dict(zip(part["keys"], tensors, strict=False))
+        for name, kept in part["optimizer"].items():
+            state = {w: tensors[i["tensor"]] if "tensor" in i else i["plain"] for w, i in kept["state"].items()}
+            settings = {k: tuple(v) if isinstance(v, list) else v for k, v in kept["group"].items()}
+            optimizer[name] = {"state": state, "group": settings}
+    return {"model": {key: model[key] for key in keys if key in model}, "optimizer": optimizer, "step": steps}
