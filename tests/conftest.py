@@ -1,0 +1,45 @@
+"""What every test starts from: one thread, deterministic algorithms, the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Ranks
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--corpora",
+        type=Path,
+        default=CHECKOUT.parent / "shared" / "corpora",
+        help="folder of profile graphs and placement cases to test against (default: ../shared/corpora)",
+    )
+
+
+@pytest.fixture(scope="session")
+def corpora(pytestconfig: pytest.Config) -> Path:
+    folder: Path = pytestconfig.getoption("--corpora")
+    if not folder.is_dir():
+        pytest.skip(f"no corpora in {folder}; name their folder with --corpora")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def same_start() -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """One pool of spawned processes for the whole run."""
+    pool = Ranks()
+    yield pool
+    pool.close()

@@ -1,0 +1,42 @@
+"""Law L1 in one process: however a model is cut, scheduled and packed, training has the bits of the plain loop."""
+
+import pytest
+import torch
+from law import Case, differences
+
+RESIDUAL = ["layer1_0_conv2", "layer1_1_bn1", "layer3_0_relu"]  # inside residual blocks: two values on a cut
+DENSE = ["features_denseblock1_denselayer3_conv1", "features_denseblock3_denselayer9_norm2"]
+
+CASES = [
+    Case(model="mlp", cuts=1),
+    Case(model="mlp", cuts=3, schedule="gpipe", codec="raw", optimizer="adamw"),
+    Case(model="mlp", cuts="every", micro_batches=5, extra_in_flight=1),
+    Case(model="mlp", cuts=4, ranks=2, micro_batches=16, scheduler=True),
+    Case(model="mlp", cuts=2, dtype=torch.float64),
+    Case(model="gated", cuts="every"),
+    Case(model="gated", cuts=3, schedule="gpipe", dtype=torch.bfloat16),
+    Case(model="tied", cuts="every", schedule="gpipe"),
+    Case(model="tied", cuts=("random", 4, 1), optimizer="adamw"),
+    Case(model="resnet18", cuts=2),
+    Case(model="resnet18", cuts=RESIDUAL, schedule="gpipe", optimizer="adamw", steps=2),
+    Case(model="resnet18", cuts="every", steps=1),
+    Case(model="resnet18_channels_last", cuts=RESIDUAL, steps=2),
+    Case(model="resnet18_channels_last", cuts=3, codec="raw", schedule="gpipe", steps=2),
+    Case(model="mobilenet", cuts=("random", 4, 2), steps=2),
+    Case(model="mobilenet", cuts="every", steps=1, codec="raw"),
+    Case(model="densenet", cuts=DENSE, steps=2),
+    Case(model="densenet", cuts=4, schedule="gpipe", steps=1, optimizer="adamw"),
+    Case(model="gpt_gelu_dropout", cuts=3, optimizer="adamw"),
+    Case(model="gpt_gelu_dropout", cuts="every", schedule="gpipe"),
+    Case(model="gpt_relu", cuts=("random", 3, 3)),
+    Case(model="gpt_relu", cuts=2, dtype=torch.bfloat16, clip=None),
+    Case(model="gpt_tied", cuts=4, extra_in_flight=1),
+    Case(model="gpt_tied", cuts="every", optimizer="adamw", steps=2),
+    *(Case(model=f"dag{i}", cuts=("random", 2 + i % 3, i), schedule=("1f1b", "gpipe")[i % 2], steps=2) for i in range(6)),
+    *(Case(model=f"dag{i}", cuts="every", steps=2) for i in range(6)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_has_the_bits_of_the_plain_loop(case):
+    assert differences(case) == []
