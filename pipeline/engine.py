@@ -92,8 +92,9 @@ class Engine:
         except PenstockError as error:
             what = {Op.F: "forward", Op.B: "backward", Op.U: "update"}[instruction.op]
             of = "" if instruction.micro_batch is None else f" of micro-batch {instruction.micro_batch}"
-            where = f"rank {self.rank}, stage {instruction.stage}, {what}{of}, step {self.number}"
-            raise type(error)(f"{where}: {error}") from error
+            sentence = f"rank {self.rank}, stage {instruction.stage}, {what}{of}, step {self.number}: {error}"
+            self.transport.fail(sentence)
+            raise type(error)(sentence) from error
         end = time.perf_counter()
         self._count(instruction.stage, compute_seconds=end - start - self.waited, waiting_seconds=self.waited)
         self.spans.append(

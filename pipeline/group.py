@@ -4,6 +4,7 @@ Without a process group every function answers for a world of one, so callers ne
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -59,8 +60,9 @@ def init(*, deadline: float = 60.0, store: dist.Store | None = None, rank: int |
 
 
 def close() -> None:
-    """Leave the group; only after success: destroying it while an error travels hides the error behind the peers'."""
+    """Leave the group together; only after success: leaving while an error travels hides it behind the peers' errors."""
     if joined():
+        exchange([])
         dist.destroy_process_group()
 
 
@@ -103,6 +105,25 @@ def gather_tensors(frames: Sequence[torch.Tensor]) -> list[list[torch.Tensor]] |
             _collective(lambda row=row, source=source: dist.recv(row, source))
         gathered.append(rows)
     return gathered
+
+
+def leave_word(sentence: str) -> None:
+    """Tell the other ranks, through the group's store, why this one stops."""
+    with contextlib.suppress(Exception):  # the store may have gone with the rank that held it; the error itself travels on
+        _store().set(f"failed/{rank()}", sentence)
+
+
+def words_of_others() -> str:
+    """What ranks that failed left word of; "" if none did."""
+    with contextlib.suppress(Exception):
+        store = _store()
+        said = [f"failed/{other}" for other in range(num_ranks()) if other != rank()]
+        return "; ".join(store.get(key).decode() for key in said if store.check([key]))
+    return ""
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
 
 
 def share(number: float, source: int) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..compression.codec import codec_named
 from ..compression.errors import PlanError
-from ..stages.graph import LayerGraph, trace
+from ..stages.graph import LayerGraph, fingerprint, trace
 from ..stages.measure import owned_parameters
 from ..stages.plan import Plan
 from ..stages.probe import Probe
@@ -80,8 +81,10 @@ class Pipeline:
         if not model.training:
             model.train()
         self.plan, self.weight, self.deadline = plan, weight, deadline
+        if plan.fingerprint != fingerprint(model):
+            raise PlanError("a plan belongs to the model it was made for, and this model has other parameters or buffers; plan again")
         graph = trace(model, example_of(plan))
-        _check_model(plan, graph)
+        _check_layers(plan, graph)
         self.shapes = Shapes(graph)
         self.stage_of = {"train": stage_of_layers(graph.train, plan.cuts)}
         self.stage_of["eval"] = follow(graph.train, self.stage_of["train"], graph.eval)
@@ -238,13 +241,13 @@ def _check_ranks(plan: Plan) -> None:
         raise PlanError(f"the plan is made for {plan.num_ranks} ranks, {group.num_ranks()} were started; start as many, or plan again")
 
 
-def _check_model(plan: Plan, graph: LayerGraph) -> None:
-    planned = tuple(layer for stage in plan.stages for layer in stage.layers)
-    if plan.fingerprint != graph.fingerprint or planned != graph.layers:
-        raise PlanError(
-            f"a plan belongs to the model it was made for: this one has {len(planned)} layers from {planned[0]} to {planned[-1]}, "
-            f"the model has {len(graph.layers)} from {graph.layers[0]} to {graph.layers[-1]}, or other shapes; plan again"
-        )
+def _check_layers(plan: Plan, graph: LayerGraph) -> None:
+    planned = [layer for stage in plan.stages for layer in stage.layers]
+    for number, (ours, theirs) in enumerate(zip_longest(graph.layers, planned)):
+        if ours != theirs:
+            raise PlanError(
+                f"a plan belongs to the model it was made for: layer {number} is {ours} in the model, {theirs} in the plan; plan again"
+            )
 
 
 def _check_cuts(plan: Plan, record: Probe) -> None:

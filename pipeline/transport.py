@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..compression.errors import TransportError
 from ..compression.frame import frame_bytes
 from ..compression.pool import Pool
+from . import group
 from .messages import Itinerary, Message
 
 
@@ -40,6 +41,10 @@ class Transport(Protocol):
 
     def end(self) -> None:
         """Wait until everything sent has left."""
+        ...
+
+    def fail(self, sentence: str) -> None:
+        """Leave word for the other ranks why this one stops."""
         ...
 
 
@@ -65,6 +70,9 @@ class LocalTransport:
     def end(self) -> None:
         """Check that every frame was asked for."""
         assert not self.waiting, f"frames that no stage asked for: {list(self.waiting)}"
+
+    def fail(self, sentence: str) -> None:
+        """Nobody else is there."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -113,7 +121,7 @@ class GlooTransport:
         try:
             work = dist.isend(buffer[:num_bytes], target, tag=number)
         except RuntimeError as error:
-            raise TransportError(f"{self._name(message)} could not be sent to rank {target}: {error}") from error
+            raise self._lost(f"{self._name(message)} could not be sent to rank {target}", error) from error
         assert work is not None
         self.sending.append((work, buffer, message))
         while len(self.sending) > 1 and sum(sent.numel() for _, sent, _ in self.sending) > self.max_in_flight:
@@ -131,9 +139,7 @@ class GlooTransport:
         try:
             work.wait(self.deadline)
         except RuntimeError as error:
-            raise TransportError(
-                f"{self._name(message)} did not arrive from rank {source} within {self.deadline.total_seconds():g} s: {error}"
-            ) from error
+            raise self._lost(f"{self._name(message)} did not arrive from rank {source}", error) from error
         self._post(channel)
         return buffer
 
@@ -142,6 +148,10 @@ class GlooTransport:
         while self.sending:
             self._finish_oldest()
         self.local.end()
+
+    def fail(self, sentence: str) -> None:
+        """Leave word in the group's store; the others look there when a wait of theirs fails."""
+        group.leave_word(sentence)
 
     def _post(self, channel: _Channel) -> None:
         if not channel.ahead:
@@ -160,10 +170,13 @@ class GlooTransport:
             work.wait(self.deadline)
         except RuntimeError as error:
             target = self.itinerary.rank_of[message.target]
-            raise TransportError(
-                f"{self._name(message)} was not taken by rank {target} within {self.deadline.total_seconds():g} s: {error}"
-            ) from error
+            raise self._lost(f"{self._name(message)} was not taken by rank {target}", error) from error
         self.pool.give(buffer)
+
+    def _lost(self, what: str, error: RuntimeError) -> TransportError:
+        """The error of a failed wait: within which deadline, and why, in the words of the rank that failed first."""
+        reason = group.words_of_others() or str(error).splitlines()[0]
+        return TransportError(f"{what} within {self.deadline.total_seconds():g} s: {reason}")
 
     def _name(self, message: Message) -> str:
         what = "the gradient of" if message.op.value == "B" else "the value"

@@ -56,7 +56,11 @@ def trace(model: nn.Module, example_inputs: tuple[torch.Tensor, ...]) -> LayerGr
         eager, twin = _training_copy(model), _training_copy(model)
         train = _traced(model, twin, len(example_inputs))
         parts = parts_of(twin, train)
-        expected = _observe(eager, eager, example_inputs)
+        try:
+            expected = _observe(eager, eager, example_inputs)
+        except Exception as error:
+            shapes = ", ".join(str(tuple(x.shape)) for x in example_inputs)
+            raise PlanError(f"the model does not run on inputs of shape {shapes}: {error}; give another example") from error
         _refuse_difference(expected, _observe(lambda *x: run_all(train, parts, x), twin, example_inputs), mode="train")
         _restore(twin, model)
         train_probe = probe(train, parts, _fresh(example_inputs))
@@ -76,7 +80,7 @@ def trace(model: nn.Module, example_inputs: tuple[torch.Tensor, ...]) -> LayerGr
         eval_probe=eval_probe,
         twin=twin,
         example_inputs=_fresh(example_inputs),
-        fingerprint=_fingerprint(model, train),
+        fingerprint=fingerprint(model),
     )
 
 
@@ -252,11 +256,9 @@ def _refuse_difference(
             )
 
 
-def _fingerprint(model: nn.Module, traced: Traced) -> str:
-    """A hash of names, shapes and dtypes of everything a plan relies on: the layers, parameters and buffers."""
+def fingerprint(model: nn.Module) -> str:
+    """A hash of what a plan relies on beside the layers' names: names, shapes and dtypes of parameters and buffers."""
     digest = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-    for layer in traced.layers:
-        digest.update(f"{layer.name} {layer.node.op}\n".encode())
     return digest.hexdigest()

@@ -38,7 +38,7 @@ class Shapes:
             return self.real[mode]
         if (mode, key) not in self.known:
             if mode not in self.trusted:
-                self.trusted[mode] = _difference(self.real[mode], self._run(mode, self.example))
+                self.trusted[mode] = self._difference(mode)
             if self.trusted[mode]:
                 raise PlanError(
                     f"a micro-batch has shapes {_show(key)}, the example had {_show(self.example)}, and this model's shapes "
@@ -53,6 +53,21 @@ class Shapes:
         with torch.set_grad_enabled(mode == "train"):
             return probe(traced, parts_of(self.roots[mode], traced), inputs)
 
+    def _difference(self, mode: str) -> str:
+        """What the meta device gets wrong at the example's own size; "" if nothing."""
+        real = self.real[mode]
+        try:
+            meta = self._run(mode, self.example)
+        except PlanError as error:
+            return str(error)
+        for node, outputs in real.outputs.items():
+            if outputs != meta.outputs[node]:
+                return f"the results of {node.name} differ on the meta device"
+        for value, other in zip(real.values, meta.values, strict=True):
+            if (value.shape, value.dtype, value.users, value.number) != (other.shape, other.dtype, other.users, other.number):
+                return f"the value {value.name} differs on the meta device"
+        return ""
+
 
 _Key = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
@@ -63,14 +78,3 @@ def _key(inputs: Sequence[torch.Tensor]) -> _Key:
 
 def _show(key: _Key) -> str:
     return ", ".join("x".join(map(str, size)) for size, _, _ in key)
-
-
-def _difference(real: Probe, meta: Probe) -> str:
-    """What the meta device gets wrong at the example's own size; "" if nothing."""
-    for ours, theirs in zip(real.outputs.items(), meta.outputs.items(), strict=True):
-        if ours != theirs:
-            return f"the results of {ours[0].name} differ on the meta device"
-    for value, other in zip(real.values, meta.values, strict=True):
-        if (value.shape, value.dtype, value.users, value.number) != (other.shape, other.dtype, other.users, other.number):
-            return f"the value {value.name} differs on the meta device"
-    return ""

@@ -1,0 +1,246 @@
+"""trace: layers and values of a network, what it leaves untouched, and what it refuses."""
+
+import copy
+
+import penstock
+import pytest
+import torch
+from penstock.stages.graph import trace
+from reference import same_bits
+from torch import nn
+from torch.nn import functional as F
+from zoo import ZOO, build
+
+
+def snapshot(model):
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", ["resnet18", "gpt_gelu_dropout", "dag1"])
+def test_trace_and_measure_leave_the_model_untouched(name):
+    model, batches = build(name)
+    x, y = batches[0]
+    model(x).sum().backward()
+    model.zero_grad(set_to_none=False)
+    before, modes = snapshot(model), [m.training for m in model.modules()]
+    attributes = {k for m in model.modules() for k in vars(m)}
+    state, example = torch.get_rng_state(), (x[:4].clone(),)
+    penstock.measure(trace(model, example), example, repeats=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [m.training for m in model.modules()] == modes
+    assert {k for m in model.modules() for k in vars(m)} == attributes
+    assert same_bits(example[0], x[:4])
+    for key, tensor in snapshot(model).items():
+        assert same_bits(tensor, before[key]), key
+    for parameter in model.parameters():
+        assert parameter.grad is None or not parameter.grad.any()
+
+
+def test_a_layer_has_the_name_of_its_node_under_a_default_tracer():
+    model, batches = build("resnet18")
+    graph = trace(model, (batches[0][0][:4],))
+    names = [n.name for n in torch.fx.symbolic_trace(model).graph.nodes if n.op not in ("placeholder", "output")]
+    assert list(graph.layers) == names
+    assert graph.layers[:4] == ("conv1", "bn1", "relu", "maxpool")
+
+
+def test_values_know_their_users_and_liveness():
+    model, batches = build("resnet18")
+    graph = trace(model, (batches[0][0][:4],))
+    record = graph.train_probe
+    alive = {record.values[i].name for i in record.crossing(graph.layers.index("layer1_0_conv2"))}
+    assert alive == {"maxpool", "layer1_0_conv2"}  # the block's input is still needed by its addition
+    assert [record.values[i].name for i in record.crossing(graph.layers.index("layer1_0_relu_1"))] == ["add"]  # relu in place
+
+
+def test_one_object_under_two_names_is_one_value():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.identity = nn.Linear(4, 4), nn.Identity()
+
+        def forward(self, x):
+            y = self.linear(x)
+            return self.identity(y).contiguous() + y
+
+    record = trace(Twice(), (torch.randn(3, 4),)).train_probe
+    by_layer = {node.name: outputs.values for node, outputs in record.outputs.items()}
+    assert by_layer["linear"] == by_layer["identity"] == by_layer["contiguous"]
+
+
+def test_random_layers_are_found_by_what_they_do():
+    model, batches = build("gpt_gelu_dropout")
+    random = trace(model, (batches[0][0][:4],)).train_probe.random
+    attention = {f"blocks_{i}_attention_{what}" for i in range(3) for what in ("dropout",)}
+    assert "dropout" in random
+    assert {"blocks_0_dropout_1", "blocks_2_dropout_2", "scaled_dot_product_attention"} <= random | attention
+    assert all("norm" not in name for name in random)
+
+
+class Silent:
+    """Models that torch.fx traces without a word and wrongly."""
+
+    class NoGrad(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                y = super().forward(x)
+            return y + x
+
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x) + torch.randn(4)
+
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x):
+            self.calls.add_(1)
+            return self.linear(x)
+
+    class Autocast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.linear(x)
+            return y.float()
+
+
+@pytest.mark.parametrize("kind", ["NoGrad", "Constant", "Counter", "Autocast"])
+def test_what_torch_fx_loses_is_refused(kind):
+    model = nn.Sequential(getattr(Silent, kind)(4, 4) if kind == "NoGrad" else nn.Identity())
+    model = Inner(getattr(Silent, kind)) if kind == "NoGrad" else getattr(Silent, kind)()
+    with pytest.raises(penstock.PenstockError, match=r"torch\.fx"):
+        trace(model, (torch.randn(3, 4),))
+
+
+class Inner(nn.Module):
+    """The no_grad block in the traced forward, not inside a leaf module."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            y = F.linear(x, self.weight)
+        return y + F.linear(x, self.weight)
+
+
+def test_a_branch_on_a_value_is_refused_with_the_way_out():
+    class Branch(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(penstock.PenstockError, match=r"torch\.fx cannot trace Branch: .*torch\.fx\.wrap"):
+        trace(Branch(), (torch.randn(3, 4),))
+
+
+def test_inputs_are_a_tuple_with_one_tensor_each():
+    with pytest.raises(penstock.PenstockError, match="example_inputs is a tuple"):
+        trace(nn.Linear(4, 4), torch.randn(3, 4))
+    with pytest.raises(penstock.PenstockError, match="example_inputs has one tensor for each input"):
+        trace(nn.Bilinear(4, 4, 4), (torch.randn(3, 4),))
+
+
+def test_arguments_with_defaults_stay_at_them():
+    class Optional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, mask=None, scale=2.0):
+            y = self.linear(x) * scale
+            return y if mask is None else y * mask
+
+    graph = trace(Optional(), (torch.randn(3, 4),))
+    assert graph.layers == ("linear", "mul")
+
+
+def cut_reason(model, layer, example):
+    graph = trace(model, (example,))
+    return graph.train_probe.refused.get(graph.layers.index(layer), "")
+
+
+def test_a_cut_between_two_tensors_of_a_mutated_storage_is_refused():
+    class View(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(20, 20)
+
+        def forward(self, x):
+            y = self.linear(x)
+            z = y.view(-1, 4, 5).mul_(2.0)
+            return torch.tanh(y) + z.sum((1, 2)).unsqueeze(1)
+
+    assert "share one memory" in cut_reason(View(), "view", torch.randn(3, 20))
+    assert not cut_reason(View(), "linear", torch.randn(3, 20))
+
+
+def test_a_cut_through_a_batchnorm_that_is_called_twice_is_refused():
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.norm(self.linear(self.norm(x)))
+
+    assert "buffer norm." in cut_reason(Again(), "norm", torch.randn(3, 4))
+    assert "buffer norm." in cut_reason(Again(), "linear", torch.randn(3, 4))
+
+
+@torch.fx.wrap
+def best(x):
+    return "tanh" if x.dim() == 2 else "relu"
+
+
+@torch.fx.wrap
+def apply(x, name):
+    return getattr(torch, name)(x)
+
+
+class Chooses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        name = best(x)
+        return apply(self.linear(x), name)
+
+
+def test_a_cut_over_which_another_python_value_is_alive_is_refused():
+    assert "a Python value of type str (best)" in cut_reason(Chooses(), "linear", torch.randn(3, 4))
+    assert "a Python value of type str (best)" in cut_reason(Chooses(), "best", torch.randn(3, 4))
+
+
+def test_overlapping_tensors_are_never_on_a_cut():
+    class Windows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.linear(x.unfold(1, 3, 1))
+
+    assert "overlap" in cut_reason(Windows(), "unfold", torch.randn(3, 8))
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_a_second_trace_gives_the_same_names_and_fingerprint(name):
+    model, batches = build(name)
+    example = (batches[0][0][:4].clone(),)
+    first, second = trace(model, example), trace(copy.deepcopy(model), example)
+    assert first.layers == second.layers
+    assert first.fingerprint == second.fingerprint
