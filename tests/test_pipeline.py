@@ -241,5 +241,12 @@ def test_the_timeline_has_every_instruction_in_order():
     assert all(a.end <= b.start + 1e-9 for a, b in zip(spans, spans[1:], strict=False))
 
 
+def test_a_step_leaves_the_random_state_alone():
+    pipe, _, batches = made("gpt_gelu_dropout")
+    before = torch.get_rng_state()
+    pipe.step(*batches[0])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_layer_seed_is_the_documented_number():
     assert penstock.layer_seed(0, 0, 0, "dropout") == 12995183463595033382

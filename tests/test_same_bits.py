@@ -3,6 +3,7 @@
 import pytest
 import torch
 from law import Case, differences
+from traps import TRAPS
 
 RESIDUAL = ["layer1_0_conv2", "layer1_1_bn1", "layer3_0_relu"]  # inside residual blocks: two values on a cut
 DENSE = ["features_denseblock1_denselayer3_conv1", "features_denseblock3_denselayer9_norm2"]
@@ -34,6 +35,7 @@ CASES = [
     Case(model="gpt_tied", cuts="every", optimizer="adamw", steps=2),
     *(Case(model=f"dag{i}", cuts=("random", 2 + i % 3, i), schedule=("1f1b", "gpipe")[i % 2], steps=2) for i in range(6)),
     *(Case(model=f"dag{i}", cuts="every", steps=2) for i in range(6)),
+    *(Case(model=name, cuts="every", steps=2) for name in TRAPS),
 ]
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torchvision import models
+from traps import TRAPS
 
 from penstock.pipeline.models import GPT
 
@@ -147,6 +148,7 @@ ZOO = {
     "gpt_gelu_dropout": (lambda: gpt(activation="gelu", dropout=0.1, tied=False), text),
     "gpt_relu": (lambda: gpt(activation="relu", dropout=0.0, tied=False), text),
     "gpt_tied": (lambda: gpt(activation="gelu", dropout=0.1, tied=True), text),
+    **{name: (kind, lambda: images(8)) for name, kind in TRAPS.items()},
     **{f"dag{i}": (lambda i=i: Dag(i), lambda: images(8)) for i in range(6)},
 }
 

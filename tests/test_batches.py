@@ -1,0 +1,56 @@
+"""A batch as micro-batches: sizes, shares, fresh memory."""
+
+import pytest
+import torch
+from penstock.compression.errors import PlanError
+from penstock.pipeline.batches import micro_batches, positional
+
+
+def test_sizes_differ_by_at_most_one_and_shares_are_python_floats():
+    parts = micro_batches((torch.arange(11.0),), torch.arange(11), 3, None)
+    assert [len(part.inputs[0]) for part in parts] == [4, 4, 3]
+    assert [part.share for part in parts] == [4 / 11, 4 / 11, 3 / 11]
+    assert torch.cat([part.inputs[0] for part in parts]).tolist() == list(range(11))
+    assert torch.cat([part.targets for part in parts]).tolist() == list(range(11))
+
+
+def test_micro_batches_lie_in_fresh_aligned_memory():
+    batch = torch.randn(10, 3, 7, 7)  # views of it are misaligned
+    assert {x.data_ptr() % 64 for x in batch.tensor_split(3)} != {0}
+    parts = micro_batches((batch,), torch.zeros(10), 3, None)
+    assert {part.inputs[0].data_ptr() % 64 for part in parts} == {0}
+    parts[0].inputs[0].zero_()
+    assert batch[0].any()
+
+
+def test_a_layer_that_writes_to_its_input_leaves_the_batch_alone():
+    batch = torch.randn(4, 5)
+    kept = batch.clone()
+    micro_batches((batch,), torch.zeros(4), 1, None)[0].inputs[0].relu_()
+    assert torch.equal(batch, kept)
+
+
+def test_channels_last_stays_channels_last():
+    batch = torch.randn(4, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    parts = micro_batches((batch,), torch.zeros(4), 2, None)
+    assert all(part.inputs[0].is_contiguous(memory_format=torch.channels_last) for part in parts)
+
+
+def test_targets_may_be_a_tuple_or_a_dict():
+    targets = {"label": torch.arange(4), "box": (torch.arange(8).view(4, 2), "note")}
+    parts = micro_batches((torch.zeros(4),), targets, 2, None)
+    assert parts[1].targets["label"].tolist() == [2, 3]
+    assert parts[1].targets["box"][0].tolist() == [[4, 5], [6, 7]]
+    assert parts[1].targets["box"][1] == "note"
+
+
+def test_weights_that_sum_to_nothing_are_refused():
+    with pytest.raises(PlanError, match="sum to more than zero, found 0"):
+        micro_batches((torch.zeros(4),), torch.zeros(4), 2, lambda targets: 0)
+
+
+def test_inputs_that_do_not_suit_the_model_are_refused():
+    with pytest.raises(PlanError, match=r"takes 2 tensors \(a, b\), found 1"):
+        positional(torch.zeros(4), ["a", "b"])
+    with pytest.raises(PlanError, match="takes 1 tensors"):
+        positional("text", ["a"])

@@ -1,0 +1,172 @@
+"""One small model for each way in which a cut can change the bits; all are cut at every layer."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(192, 20), nn.Linear(20, 20), nn.Linear(20, 20)
+        self.end, self.norm = nn.Linear(20, 10), nn.BatchNorm1d(20)
+        self.weight, self.one = nn.Parameter(torch.randn(20)), nn.Parameter(torch.ones(1))
+
+
+class InPlaceFirst(Base):
+    """An in-place layer is the first of its stage: a leaf would refuse it."""
+
+    def forward(self, x):
+        return self.end(F.relu(self.a(x.flatten(1)), inplace=True))
+
+
+class InPlaceAfterNorm(Base):
+    """What was received is written to while an earlier stage has saved it."""
+
+    def forward(self, x):
+        y = F.relu(self.norm(self.a(x.flatten(1))), inplace=True)
+        return self.end(y)
+
+
+class NoGradientBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return x * 2 + 0 * y.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2, None
+
+
+@torch.fx.wrap
+def half_deaf(x, y):
+    return NoGradientBack.apply(x, y)
+
+
+class NoGradient(Base):
+    """A backward that answers None: upstream must get no gradient, not zeros."""
+
+    def forward(self, x):
+        p = self.a(x.flatten(1))
+        q = self.b(p.detach())
+        return self.end(half_deaf(p, q)) + 0.0 * self.norm(self.c(p)).sum()
+
+
+class Sizes(Base):
+    """A size crosses, and differs between micro-batches."""
+
+    def forward(self, x):
+        batch = x.size(0)
+        return self.end(self.b(self.a(x.flatten(1))).view(batch, -1))
+
+
+class Halves(Base):
+    """Slices with gaps into a vectorised kernel: a dense copy moves its boundary."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.end = nn.Linear(192, 48), nn.Linear(24, 10)
+
+    def forward(self, x):
+        a, b = self.wide(x.flatten(1)).chunk(2, 1)
+        return self.end(F.gelu(a) * b)
+
+
+class Misaligned(nn.Module):
+    """The operand of a matrix product that is not at a multiple of 64: an aligned copy takes another kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.start, self.end = nn.Linear(192, 2 * 1025), nn.Linear(1025, 10)
+
+    def forward(self, x):
+        return self.end(self.start(x.flatten(1)).chunk(2, 1)[1])
+
+
+class Transposed(Base):
+    """The gradient arrives with other strides than its value has."""
+
+    def forward(self, x):
+        y = F.gelu(self.a(x.flatten(1)))
+        return self.end((self.b(y).t().reshape(20, -1) + y.t() * 1.5).t())
+
+
+class Expanded(Base):
+    """A value and a gradient of stride 0."""
+
+    def forward(self, x):
+        y = F.gelu(self.a(x.flatten(1)))
+        return y.sum(0, keepdim=True).expand(y.shape[0], 20)[:, :10] + self.end(y)
+
+
+class GapsInGradient(Base):
+    """The gradient of a concatenation's part is a slice with gaps."""
+
+    def forward(self, x):
+        y = F.silu(self.a(x.flatten(1)))
+        z = torch.cat([self.norm(y), y], 1)
+        return self.end(z[:, :20]) + self.end(z[:, 20:])
+
+
+class OnePixel(nn.Module):
+    """channels_last strides of a tensor with one pixel."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.pool = nn.Conv2d(3, 16, 3, padding=1), nn.AdaptiveAvgPool2d(1)
+        self.b, self.c, self.end = nn.Conv2d(16, 24, 1), nn.Conv2d(24, 24, 1), nn.Linear(24, 10)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        return self.end(self.c(F.silu(self.b(self.pool(F.silu(self.a(x)))))).flatten(1))
+
+
+class ReadThrice(Base):
+    """Parameters read by themselves, three times each."""
+
+    def forward(self, x):
+        weight = self.weight
+        y = self.b(self.a(x.flatten(1)) * weight) * self.weight + self.one
+        return self.end(torch.tanh(y) * self.weight * self.one)
+
+
+class CalledFourTimes(Base):
+    """One Linear called in four stages."""
+
+    def forward(self, x):
+        y = self.b(self.a(x.flatten(1)))
+        for _ in range(2):
+            y = torch.tanh(self.b(y))
+        return self.end(self.b(y))
+
+
+class Negative(Base):
+    """Gradients that are -0.0: a sum that starts from zeros loses the sign."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(192))
+        self.register_buffer("zero", torch.full((192,), -0.0))
+
+    def forward(self, x):
+        return self.end(-torch.relu(self.a(x.flatten(1) + self.shift * self.zero)))
+
+
+TRAPS = {
+    kind.__name__: kind
+    for kind in (
+        InPlaceFirst,
+        InPlaceAfterNorm,
+        NoGradient,
+        Sizes,
+        Halves,
+        Misaligned,
+        Transposed,
+        Expanded,
+        GapsInGradient,
+        OnePixel,
+        ReadThrice,
+        CalledFourTimes,
+        Negative,
+    )
+}
