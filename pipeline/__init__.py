@@ -1,0 +1,1 @@
+"""WHEN it runs: schedules, engine, transport and what a person sees."""

@@ -1,0 +1,1 @@
+"""WHAT runs where: graph, profile, plan and stage."""
