@@ -1,7 +1,10 @@
-"""First-iteration profile: seconds, bytes and zero fraction of every layer and value, measured on a copy of the model.
+"""First-iteration profile: seconds, bytes and zero fraction of every layer and value, measured on a copy of
+the model.
 
-The planner needs numbers, not tensors: a profile is plain data, saved as JSON and read back without the model.
-Source: resource management of a training step, S1 and S11-S13 (kinds, sizes and dependencies of intermediate data)."""
+The planner needs numbers, not tensors: a profile is plain data, saved as JSON and read back without the
+model.
+Source: resource management of a training step, S1 and S11-S13 (kinds, sizes and dependencies of intermediate
+        data)."""
 
 from __future__ import annotations
 
@@ -26,20 +29,23 @@ from .stage import Receive
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """One layer: seconds per micro-batch, the parameters it is the first to use, bytes that its backward keeps."""
+    """One layer: seconds per micro-batch, the parameters it is the first to use, bytes that its backward
+    keeps."""
 
     name: str
     module: str
     forward_seconds: float
     backward_seconds: float
     parameters: tuple[str, ...]
+    num_parameters: int
     parameter_bytes: int
     saved_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ValueProfile:
-    """One value: made by layer ``producer`` (-1: an input of the model), read by the layers ``users``; sizes in bytes."""
+    """One value: made by layer ``producer`` (-1: an input of the model), read by the layers ``users``; sizes
+    in bytes."""
 
     name: str
     producer: int
@@ -51,7 +57,8 @@ class ValueProfile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What a plan is made from: every layer and value of one micro-batch of ``num_samples``, and where not to cut.
+    """What a plan is made from: every layer and value of one micro-batch of ``num_samples``, and where not to
+    cut.
 
     ``refused``: for a layer's number, why the model must not be cut behind it."""
 
@@ -73,10 +80,13 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read a profile; raises PlanError, and nothing else, for a file that is missing, damaged or no profile."""
+        """Read a profile; raises PlanError, and nothing else, for a file that is missing, damaged or no
+        profile."""
         data = load_json(path, "profile")
         if not isinstance(data, dict) or data.pop("penstock_profile", None) != 1:
-            raise PlanError(f"a profile is a JSON object with the key penstock_profile, {path} is not; measure again")
+            raise PlanError(
+                f"a profile is a JSON object with the key penstock_profile, {path} is not; measure again"
+            )
         return read(cls, data, "profile")
 
 
@@ -90,7 +100,9 @@ def measure(graph: LayerGraph, example_inputs: tuple[torch.Tensor, ...], *, repe
     """
     shapes = tuple(tuple(x.shape) for x in example_inputs)
     if shapes != tuple(tuple(x.shape) for x in graph.example_inputs):
-        raise PlanError(f"a profile is measured at the shapes that were traced, found {shapes}; trace with this example")
+        raise PlanError(
+            f"a profile is measured at the shapes that were traced, found {shapes}; trace with this example"
+        )
     buffers = [b.clone() for b in graph.twin.buffers()]
     with torch.random.fork_rng(devices=[]):
         runs = [_timed_run(graph, example_inputs) for _ in range(repeats + 1)][1:]
@@ -107,6 +119,7 @@ def measure(graph: LayerGraph, example_inputs: tuple[torch.Tensor, ...], *, repe
                 forward_seconds=statistics.median(run.seconds[i][0] for run in runs),
                 backward_seconds=statistics.median(run.seconds[i][1] for run in runs),
                 parameters=owned[i],
+                num_parameters=sum(parameters[name].numel() for name in owned[i]),
                 parameter_bytes=sum(parameters[name].nbytes for name in owned[i]),
                 saved_bytes=saved[i],
             )
@@ -135,7 +148,8 @@ def measure(graph: LayerGraph, example_inputs: tuple[torch.Tensor, ...], *, repe
 
 
 def owned_parameters(graph: LayerGraph) -> tuple[tuple[str, ...], ...]:
-    """For every layer the parameters that it is the first to use; the first layer also owns those that none uses."""
+    """For every layer the parameters that it is the first to use; the first layer also owns those that none
+    uses."""
     names = {id(parameter): name for name, parameter in graph.twin.named_parameters()}
     owned: list[list[str]] = []
     parts = parts_of(graph.twin, graph.train)
@@ -150,7 +164,11 @@ def parameters_of(layer: Layer, parts: Parts) -> list[torch.Tensor]:
     """The parameters that a layer reads, tied ones (which are layers of their own) included."""
     if layer.node.op == "call_module":
         return list(parts.modules[str(layer.node.target)].parameters())
-    local = [parts.tensors[str(n.target)] for n in (layer.node, *layer.node.all_input_nodes) if n.op == "get_attr" and str(n.target) in parts.tensors]
+    local = [
+        parts.tensors[str(n.target)]
+        for n in (layer.node, *layer.node.all_input_nodes)
+        if n.op == "get_attr" and str(n.target) in parts.tensors
+    ]
     return [t for t in local if isinstance(t, torch.nn.Parameter)]
 
 
@@ -161,7 +179,8 @@ class _Run:
 
 
 def _timed_run(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> _Run:
-    """Every layer forward and backward, each on inputs received as from another stage, so that its backward is its own."""
+    """Every layer forward and backward, each on inputs received as from another stage, so that its backward
+    is its own."""
     parts, record = parts_of(graph.twin, graph.train), graph.train_probe
     anchor = torch.zeros((), requires_grad=True)
     env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, inputs, strict=True))
@@ -198,7 +217,8 @@ def _received(item: Any, anchor: torch.Tensor) -> Any:
 
 
 def _saved_bytes(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> list[int]:
-    """Bytes that each layer's forward saves for its backward: every storage once, parameters and buffers not at all."""
+    """Bytes that each layer's forward saves for its backward: every storage once, parameters and buffers not
+    at all."""
     parts = parts_of(graph.twin, graph.train)
     env: dict[fx.Node, Any] = {n: x.clone() for n, x in zip(graph.train.inputs, inputs, strict=True)}
     seen = {t.untyped_storage()._cdata for t in (*graph.twin.parameters(), *graph.twin.buffers())}

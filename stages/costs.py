@@ -1,0 +1,96 @@
+"""What a run of layers costs in seconds, memory and bytes, from sums made once per profile.
+
+The search asks for the cost of many runs, and the plan prints the cost of the chosen ones: both read it here.
+"""
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from .measure import Profile, ValueProfile
+from .plan import PlanStage
+from .split import Span
+
+COPIES_OF_PARAMETERS = 3  # weights, gradients, one state of the optimizer
+PICOSECONDS = 10**12  # times are compared as integers: rounding of sums would decide between equals
+
+
+def with_margin(num_bytes: int) -> int:
+    """The budget that a prediction needs: predictions hold to 5 % (law L4)."""
+    return -(-num_bytes * 105 // 100)
+
+
+class Costs:
+    """Costs of the layers from one position to another; position p is in front of layer p.
+
+    ``flights`` holds how many micro-batches each rank has in flight, ``rate`` the bits per second of a link,
+    ``budget`` the bytes a rank may use.
+    """
+
+    def __init__(self, profile: Profile, *, flights: Sequence[int], rate: float | None, budget: int | None):
+        self.profile, self.flights, self.budget = profile, flights, budget
+        layers = profile.layers
+        self.times = _sums(round((x.forward_seconds + x.backward_seconds) * PICOSECONDS) for x in layers)
+        self.parameter_bytes = _sums(x.parameter_bytes for x in layers)
+        self.saved_bytes = _sums(x.saved_bytes for x in layers)
+        self.forward_bytes = _over_cuts(len(layers), profile.values)
+        self.backward_bytes = _over_cuts(
+            len(layers), [value for value in profile.values if value.requires_grad]
+        )
+        self.cut_bytes = [sum(pair) for pair in zip(self.forward_bytes, self.backward_bytes, strict=True)]
+        self.link_times = [0] * (len(layers) + 1)
+        if rate is not None:  # both directions of a link carry at once
+            slower = map(max, self.forward_bytes, self.backward_bytes)
+            self.link_times = [round(8 * num_bytes * PICOSECONDS / rate) for num_bytes in slower]
+
+    def memory(self, start: int, end: int, rank: int) -> int:
+        """Predicted bytes on a rank."""
+        parameters = self.parameter_bytes[end] - self.parameter_bytes[start]
+        saved = self.saved_bytes[end] - self.saved_bytes[start]
+        return COPIES_OF_PARAMETERS * parameters + saved * self.flights[rank]
+
+    def of_rank(self, start: int, end: int, rank: int) -> float:
+        """Picoseconds per micro-batch; math.inf where the layers do not fit the budget."""
+        if self.budget is not None and with_margin(self.memory(start, end, rank)) > self.budget:
+            return math.inf
+        return self.times[end] - self.times[start]
+
+    def of_stage(self, rank_ends: Sequence[int]) -> Span:
+        """Picoseconds per micro-batch of a stage; math.inf where it would lie on two ranks."""
+
+        def span(start: int, end: int, stage: int) -> float:
+            crosses = rank_ends[bisect.bisect_right(rank_ends, start)] < end
+            return math.inf if crosses else self.times[end] - self.times[start]
+
+        return span
+
+    def stage(self, start: int, end: int, rank: int) -> PlanStage:
+        """The stage made of these layers, with its predictions."""
+        layers = self.profile.layers[start:end]
+        parameters = tuple(dict.fromkeys(name for layer in layers for name in layer.parameters))
+        return PlanStage(
+            layers=tuple(layer.name for layer in layers),
+            parameters=parameters,
+            num_parameters=sum(layer.num_parameters for layer in layers),
+            forward_seconds=sum(layer.forward_seconds for layer in layers),
+            backward_seconds=sum(layer.backward_seconds for layer in layers),
+            memory_bytes=self.memory(start, end, rank),
+            bytes_forward=self.forward_bytes[end],
+            bytes_backward=self.backward_bytes[end],
+        )
+
+
+def _sums(amounts: Iterable[int]) -> list[int]:
+    return [0, *accumulate(amounts)]
+
+
+def _over_cuts(num_layers: int, values: Sequence[ValueProfile]) -> list[int]:
+    """Bytes that pass each position: of the values made in front of it and used behind it."""
+    changes = [0] * (num_layers + 2)
+    for value in values:
+        first, last = value.producer + 1, min(max(value.users, default=0), num_layers - 1)
+        if last >= first:
+            changes[first] += value.num_bytes
+            changes[last + 1] -= value.num_bytes
+    return list(accumulate(changes))[: num_layers + 1]

@@ -1,0 +1,173 @@
+"""Plan: the whole decision as data: the layers of each stage, its rank, the schedule and the codec.
+
+A plan can be printed, drawn, saved, edited and loaded again, so that a person sees and owns what will run.
+"""
+
+import dataclasses
+import json
+from itertools import pairwise
+from pathlib import Path
+
+from ..compression.errors import PlanError
+from .record import load_json, read, shortened
+from .units import show_bytes, show_count, show_rate, show_seconds
+
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanStage:
+    """One stage: its layers and parameters (names), and its predictions per micro-batch.
+
+    ``num_parameters`` counts elements, ``memory_bytes`` is for all micro-batches in flight, ``bytes_forward``
+    and ``bytes_backward`` are those of the tensors that pass the cut behind the stage, unpacked.
+    """
+
+    layers: tuple[str, ...]
+    parameters: tuple[str, ...]
+    num_parameters: int
+    forward_seconds: float
+    backward_seconds: float
+    memory_bytes: int
+    bytes_forward: int
+    bytes_backward: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What ``partition`` decides and ``Pipeline`` runs; ``ranks`` holds the rank of each stage.
+
+    ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
+    Raises:  PlanError: the fields contradict each other.
+    """
+
+    stages: tuple[PlanStage, ...]
+    ranks: tuple[int, ...]
+    schedule: str
+    micro_batches: int
+    extra_in_flight: int
+    codec: str
+    fingerprint: str
+    input_shapes: tuple[tuple[int, ...], ...]
+    input_dtypes: tuple[str, ...]
+    memory: int | None
+    link: float | None
+
+    def __post_init__(self) -> None:
+        layers = [layer for stage in self.stages for layer in stage.layers]
+        if not self.stages or not all(stage.layers for stage in self.stages):
+            raise PlanError("a plan has one stage or more, and every stage has a layer")
+        if twice := next((layer for layer, other in pairwise(sorted(layers)) if layer == other), None):
+            raise PlanError(f"a layer belongs to one stage, the plan has {twice!r} twice")
+        steps = [rank - before for before, rank in pairwise((0, *self.ranks))]
+        if len(self.ranks) != self.num_stages or self.ranks[0] != 0 or not set(steps) <= {0, 1}:
+            raise PlanError(
+                f"a plan gives each of its {self.num_stages} stages a rank, ascending from 0, "
+                f"found ranks {list(self.ranks)}"
+            )
+        if self.micro_batches < 1:
+            raise PlanError(
+                f"a step needs at least one micro-batch, found micro_batches={self.micro_batches}"
+            )
+        counts = [n for s in self.stages for n in dataclasses.astuple(s)[2:]]
+        counts += [self.extra_in_flight, *(size for shape in self.input_shapes for size in shape)]
+        if (
+            min(counts) < 0
+            or (self.memory is not None and self.memory < 1)
+            or (self.link is not None and self.link <= 0)
+        ):
+            raise PlanError("sizes, seconds and counts of a plan are never negative; make the plan anew")
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.stages)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes the plan is made for."""
+        return self.ranks[-1] + 1
+
+    @property
+    def stages_of_rank(self) -> list[list[int]]:
+        """The stages of each rank, as the schedules take them."""
+        return [[s for s, owner in enumerate(self.ranks) if owner == rank] for rank in range(self.num_ranks)]
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The layers after which the model is cut, as ``partition`` takes them."""
+        return tuple(stage.layers[-1] for stage in self.stages[:-1])
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; ``Plan.load`` gives back an equal one."""
+        data = {"penstock_plan": VERSION, **dataclasses.asdict(self)}
+        Path(path).write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan; raises PlanError, and nothing else, for a file that is missing, damaged or no plan."""
+        data = load_json(path, "plan")
+        if not isinstance(data, dict) or "penstock_plan" not in data:
+            raise PlanError(
+                f"a plan is a JSON object with the key penstock_plan, {path} is not; make one anew"
+            )
+        version = data.pop("penstock_plan")
+        if type(version) is not int or version != VERSION:
+            raise PlanError(
+                f"plans have version {VERSION} here, found {shortened(version)} in {path}; make the plan anew"
+            )
+        return read(cls, data, "plan")
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the stages, their seconds and the bytes over each cut into a PNG."""
+        from .plan_picture import draw  # matplotlib takes a second to import
+
+        draw(self, path)
+
+    def __str__(self) -> str:
+        rows = [_HEADINGS, *map(_row, range(self.num_stages), self.ranks, self.stages)]
+        return "\n".join([_title(self), *_aligned(rows), _FOOTNOTE])
+
+
+_HEADINGS = ("stage", "rank", "layers", "parameters", "forward", "backward", "memory", "sent down", "sent up")
+_FOOTNOTE = "predicted per micro-batch; memory for all micro-batches in flight; sent: tensors before packing"
+
+
+def _title(plan: Plan) -> str:
+    parts = [plan.schedule, f"{plan.micro_batches} micro-batches", f"codec {plan.codec}"]
+    if plan.extra_in_flight:
+        parts.insert(1, f"{plan.extra_in_flight} extra in flight")
+    if plan.link is not None:
+        parts.append(f"link {show_rate(plan.link)}")
+    if plan.memory is not None:
+        parts.append(f"memory {show_bytes(plan.memory)} a rank")
+    counts = [
+        f"{n} {word}{'s' * (n > 1)}" for n, word in ((plan.num_stages, "stage"), (plan.num_ranks, "rank"))
+    ]
+    return f"{' on '.join(counts)}, {', '.join(parts)}"
+
+
+def _row(number: int, rank: int, stage: PlanStage) -> tuple[str, ...]:
+    layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} .. {stage.layers[-1]}"
+    return (
+        str(number),
+        str(rank),
+        f"{layers} ({len(stage.layers)})",
+        show_count(stage.num_parameters),
+        show_seconds(stage.forward_seconds),
+        show_seconds(stage.backward_seconds),
+        show_bytes(stage.memory_bytes),
+        show_bytes(stage.bytes_forward) if stage.bytes_forward else "-",
+        show_bytes(stage.bytes_backward) if stage.bytes_backward else "-",
+    )
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust if heading == "layers" else str.rjust for heading in rows[0]]
+    return [
+        "  ".join(
+            side(*cell) for side, cell in zip(sides, zip(row, widths, strict=True), strict=True)
+        ).rstrip()
+        for row in rows
+    ]

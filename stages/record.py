@@ -1,0 +1,76 @@
+"""Plain JSON data read strictly into frozen dataclasses.
+
+Plans and profiles come from files that anybody may have written or damaged: data, never code (law L9). Every
+field must be there, nothing else may be, every value has its type; a PlanError says where that does not hold.
+"""
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from ..compression.errors import PlanError
+
+
+def load_json(path: str | Path, kind: str) -> Any:
+    """The JSON value in a file; raises PlanError if the file is missing, no JSON, or nested beyond reason."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"cannot read the {kind} {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"a {kind} is a JSON file, {path} is not: {error}") from error
+
+
+def read(kind: Any, value: Any, where: str) -> Any:
+    """Read ``value`` as ``kind``; raises PlanError, which says ``where``.
+
+    Kinds:  int, float (finite), str, ``tuple[X, ...]`` (a list), ``dict[int, X]`` (an object with whole
+            numbers as keys), ``X | None``, a dataclass of such fields (an object with exactly those keys).
+    """
+    if dataclasses.is_dataclass(kind):
+        return _read_fields(kind, value, where)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        return None if value is None else read(arguments[0], value, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(read(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {
+            _whole(key, where): read(arguments[1], item, f"{where}[{key}]") for key, item in value.items()
+        }
+    if kind is float and type(value) is int and abs(value) <= 2**53:
+        value = float(value)
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        name = {tuple: "list", dict: "object"}.get(origin) or kind.__name__
+        raise PlanError(f"{where} is of type {name}, found {shortened(value)}")
+    return value
+
+
+def _whole(key: str, where: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 10):
+        raise PlanError(f"the keys of {where} are whole numbers, found {shortened(key)}")
+    return int(key)
+
+
+def _read_fields(kind: Any, value: Any, where: str) -> Any:
+    hints = typing.get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind)]
+    if not isinstance(value, dict):
+        raise PlanError(f"{where} is an object with the keys {', '.join(names)}, found {shortened(value)}")
+    if missing := [name for name in names if name not in value]:
+        raise PlanError(f"{where} lacks the key {missing[0]}")
+    if unknown := [name for name in value if name not in names]:
+        raise PlanError(
+            f"{where} has the unknown key {shortened(unknown[0])}; the known ones are {', '.join(names)}"
+        )
+    return kind(**{name: read(hints[name], value[name], f"{where}.{name}") for name in names})
+
+
+def shortened(value: Any) -> str:
+    """A JSON value in at most sixty characters, for an error's sentence."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

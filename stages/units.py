@@ -1,0 +1,72 @@
+"""Sizes and rates as people write them: ``2GiB``, ``1.5MB``, ``100Mbit``, and back.
+
+Budgets and links are typed in several places (a call, a command line, a plan file); they are read in one.
+"""
+
+import math
+import re
+from fractions import Fraction
+
+from ..compression.errors import PlanError
+
+_DECIMAL = {"k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BYTES = {"": 1, "B": 1}
+_BYTES |= {f"{letter}B": factor for letter, factor in _DECIMAL.items()}
+_BYTES |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
+_BITS = {"": 1, "bit": 1} | {f"{letter}bit": factor for letter, factor in _DECIMAL.items()}
+_WRITTEN = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]*)")
+
+
+def parse_bytes(value: int | str, *, name: str = "memory") -> int:
+    """Bytes in ``"2GiB"``, ``"64KiB"``, ``"1.5MB"`` or a plain number; else PlanError naming it."""
+    number = _parse(value, _BYTES)
+    if number is None or number < 1:
+        raise PlanError(f"{name}={value} is not a size in bytes; write it like 2GiB, 64KiB, 1.5MB or 1000000")
+    return int(number)
+
+
+def parse_rate(value: float | str, *, name: str = "link") -> float:
+    """Bits per second in ``"1Gbit"`` or a plain number; else PlanError, which names the value."""
+    number = _parse(value, _BITS)
+    if number is None or number <= 0:
+        raise PlanError(
+            f"{name}={value} is not a rate in bits per second; write it like 1Gbit, 100Mbit or 1000000000"
+        )
+    return float(number)
+
+
+def show_bytes(num_bytes: float) -> str:
+    """``"1.5 MiB"``: four characters of number at most, and the binary unit."""
+    return _show(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def show_rate(bits_per_second: float) -> str:
+    """``"100 Mbit/s"``."""
+    return _show(bits_per_second, 1000, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
+
+
+def show_seconds(seconds: float) -> str:
+    """``"12.3 ms"``."""
+    return _show(seconds * 1e6, 1000, ("us", "ms", "s"))
+
+
+def show_count(count: float) -> str:
+    """``"11.2 M"``: a number of things."""
+    return _show(count, 1000, ("", "k", "M", "G", "T")).rstrip()
+
+
+def _parse(value: float | str, units: dict[str, int]) -> Fraction | None:
+    if isinstance(value, str):
+        found = _WRITTEN.fullmatch(value.strip())
+        return Fraction(found[1]) * units[found[2]] if found and found[2] in units else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return Fraction(value)
+
+
+def _show(number: float, base: int, units: tuple[str, ...]) -> str:
+    power = 0
+    while number >= base - 0.5 and power + 1 < len(units):  # 1023.7 KiB reads as 1.0 MiB
+        number, power = number / base, power + 1
+    digits = 1 if power and number < 99.95 else 0
+    return f"{number:.{digits}f}".removesuffix(".0") + f" {units[power]}"

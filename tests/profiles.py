@@ -1,0 +1,79 @@
+"""Made-up profiles: small networks in whole milliseconds and bytes: sums are exact, ties frequent."""
+
+from hypothesis import strategies as st
+
+from penstock.stages.measure import LayerProfile, Profile, ValueProfile
+
+MS = 1e-3
+
+
+def layer_of(name, module="", forward=1, backward=2, size=0, saved=0):
+    return LayerProfile(
+        name=name,
+        module=module,
+        forward_seconds=forward * MS,
+        backward_seconds=backward * MS,
+        parameters=(f"{name}.weight",) if size else (),
+        num_parameters=size // 4,
+        parameter_bytes=size,
+        saved_bytes=saved,
+    )
+
+
+def value_of(producer, users, num_bytes=1000, requires_grad=True):
+    return ValueProfile(
+        name=f"v{producer}",
+        producer=producer,
+        users=tuple(users),
+        num_bytes=num_bytes,
+        requires_grad=requires_grad,
+        zero_fraction=0.5,
+    )
+
+
+def profile_of(layers, values=(), refused=None):
+    return Profile(
+        layers=tuple(layers),
+        values=tuple(values),
+        refused=refused or {},
+        fingerprint="ab12",
+        input_shapes=((16, 8),),
+        input_dtypes=("torch.float32",),
+        num_samples=16,
+        threads=1,
+        device="cpu",
+        torch="2.11",
+    )
+
+
+NET = profile_of(
+    [
+        layer_of("conv1", "conv1", size=400),
+        layer_of("layer1_0_conv", "layer1.0.conv", size=800),
+        layer_of("layer1_0_relu", "layer1.0.relu"),
+        layer_of("layer1_1_conv", "layer1.1.conv", size=800),
+        layer_of("add", "layer1.1"),
+        layer_of("layer10_conv", "layer10.conv", size=400),
+        layer_of("flatten"),
+        layer_of("fc", "fc", size=40),
+    ],
+    [value_of(i, [i + 1]) for i in range(-1, 8)],
+    refused={3: "two tensors of one mutated storage are alive"},
+)
+
+
+@st.composite
+def profiles(draw):
+    """Small profiles in whole milliseconds and bytes, so that ties are frequent and sums exact."""
+    num_layers = draw(st.integers(1, 7))
+    small = st.integers(0, 4)
+    layers = [
+        layer_of(f"l{i}", forward=draw(small), backward=draw(small), size=draw(small), saved=draw(small))
+        for i in range(num_layers)
+    ]
+    values = []
+    for producer in range(-1, num_layers):
+        users = draw(st.lists(st.integers(max(producer + 1, 0), num_layers), max_size=3))
+        values.append(value_of(producer, sorted(users), draw(small), draw(st.booleans())))
+    refused = draw(st.sets(st.integers(0, num_layers - 1), max_size=2))
+    return profile_of(layers, values, dict.fromkeys(refused, "it says so"))

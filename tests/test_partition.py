@@ -1,0 +1,226 @@
+import dataclasses
+import itertools
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from profiles import MS, NET, layer_of, profile_of, profiles, value_of
+
+from penstock.compression.errors import PlanError
+from penstock.pipeline.instruction import Op
+from penstock.pipeline.schedules import SCHEDULES
+from penstock.stages.measure import Profile
+from penstock.stages.partition import in_flight, partition
+
+
+def crossing(profile, position):
+    """Bytes forward and backward over a cut in front of a layer, value by value."""
+    crossed = [v for v in profile.values if max(v.producer, 0) < position <= max(v.users, default=-1)]
+    return sum(v.num_bytes for v in crossed), sum(v.num_bytes for v in crossed if v.requires_grad)
+
+
+def milliseconds(layers):
+    return round(sum(layer.forward_seconds + layer.backward_seconds for layer in layers) / MS)
+
+
+def memory_of(layers, flights):
+    return 3 * sum(layer.parameter_bytes for layer in layers) + flights * sum(
+        layer.saved_bytes for layer in layers
+    )
+
+
+def brute_force(profile, ranks, *, flights, bytes_per_ms=None, budget=None):
+    """The least (cost of the costliest rank in ms, bytes over the cuts) of all legal cuts, or None."""
+    best = None
+    num_layers = len(profile.layers)
+    legal = [p for p in range(1, num_layers) if p - 1 not in profile.refused]
+    for cuts in itertools.combinations(legal, ranks - 1):
+        parts = [profile.layers[a:b] for a, b in pairwise((0, *cuts, num_layers))]
+        if budget is not None and any(
+            1.05 * memory_of(part, flight) > budget + 1e-9
+            for part, flight in zip(parts, flights, strict=True)
+        ):
+            continue
+        costs = [milliseconds(part) for part in parts]
+        if bytes_per_ms is not None:
+            costs += [max(crossing(profile, cut)) / bytes_per_ms for cut in cuts]
+        found = max(costs), sum(sum(crossing(profile, cut)) for cut in cuts)
+        best = found if best is None else min(best, found)
+    return best
+
+
+def value_of_plan(profile, plan, bytes_per_ms=None):
+    """The pair that ``brute_force`` minimises, read off a plan with one stage per rank."""
+    costs = [round((stage.forward_seconds + stage.backward_seconds) / MS) for stage in plan.stages]
+    inner = plan.stages[:-1]
+    if bytes_per_ms is not None:
+        costs += [max(stage.bytes_forward, stage.bytes_backward) / bytes_per_ms for stage in inner]
+    return max(costs), sum(stage.bytes_forward + stage.bytes_backward for stage in inner)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    profiles(),
+    st.integers(1, 5),
+    st.sampled_from([None, 1, 2]),
+    st.none() | st.integers(1, 60),
+    st.sampled_from(["1f1b", "gpipe"]),
+    st.integers(1, 4),
+    st.integers(0, 2),
+)
+def test_the_plan_is_as_good_as_brute_force(
+    profile, stages, bytes_per_ms, budget, schedule, micro_batches, extra
+):
+    num_legal = len([p for p in range(1, len(profile.layers)) if p - 1 not in profile.refused])
+    flights = [in_flight(schedule, rank, stages, micro_batches, extra) for rank in range(stages)]
+    best = brute_force(profile, stages, flights=flights, bytes_per_ms=bytes_per_ms, budget=budget)
+    arguments = {
+        "stages": stages, "schedule": schedule, "micro_batches": micro_batches, "extra_in_flight": extra,
+        "link": None if bytes_per_ms is None else 8000 * bytes_per_ms,
+    }  # fmt: skip
+    if best is None:
+        with pytest.raises(PlanError) as error:
+            partition(profile, **arguments, memory=budget)
+        if stages - 1 <= num_legal:  # then only memory is short, and the error names what would do
+            needed = int(str(error.value).split("is memory=")[1].split()[0])
+            assert brute_force(profile, stages, flights=flights, budget=needed - 1) is None
+            assert partition(profile, **arguments, memory=needed).num_stages == stages
+        return
+    plan = partition(profile, **arguments, memory=budget)
+    assert value_of_plan(profile, plan, bytes_per_ms) == best
+    assert [layer for stage in plan.stages for layer in stage.layers] == [
+        layer.name for layer in profile.layers
+    ]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    profiles(),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.sampled_from([None, 1]),
+    st.none() | st.integers(5, 60),
+)
+def test_several_stages_a_rank_are_as_good_as_brute_force_twice(profile, stages, ranks, bytes_per_ms, budget):
+    legal = [p for p in range(1, len(profile.layers)) if p - 1 not in profile.refused]
+    if not ranks <= stages <= len(legal) + 1:
+        return
+    flights = [in_flight("1f1b", rank, ranks, 3, 0) for rank in range(ranks)]
+    best = brute_force(profile, ranks, flights=flights, bytes_per_ms=bytes_per_ms, budget=budget)
+    if best is None:
+        return
+    link = None if bytes_per_ms is None else 8000
+    plan = partition(profile, stages=stages, ranks=ranks, micro_batches=3, link=link, memory=budget)
+    assert (plan.num_stages, plan.num_ranks) == (stages, ranks)
+    ends = [0, *itertools.accumulate(len(stage.layers) for stage in plan.stages)]
+    rank_cuts = [ends[s] for s in range(1, stages) if plan.ranks[s] != plan.ranks[s - 1]]
+    parts = [profile.layers[a:b] for a, b in pairwise((0, *rank_cuts, len(profile.layers)))]
+    over = [crossing(profile, cut) for cut in rank_cuts]
+    costs = [*map(milliseconds, parts), *(max(pair) / bytes_per_ms for pair in over if bytes_per_ms)]
+    assert (max(costs), sum(map(sum, over))) == best
+    inner = [
+        (
+            max(milliseconds(profile.layers[a:b]) for a, b in pairwise(cut)),
+            sum(sum(crossing(profile, p)) for p in cut[1:-1]),
+        )
+        for chosen in itertools.combinations(legal, stages - 1)
+        if set(rank_cuts) <= set(chosen)
+        for cut in [(0, *chosen, len(profile.layers))]
+    ]
+    assert value_of_plan(profile, plan) == min(inner)
+
+
+def test_predictions_of_a_stage():
+    plan = partition(NET, cuts=["layer1.0"], micro_batches=8)
+    first, second = plan.stages
+    assert first.layers == ("conv1", "layer1_0_conv", "layer1_0_relu")
+    assert first.parameters == ("conv1.weight", "layer1_0_conv.weight")
+    assert (first.forward_seconds, first.backward_seconds) == pytest.approx((3 * MS, 6 * MS))
+    assert first.memory_bytes == 3 * 1200
+    assert (first.bytes_forward, first.bytes_backward) == (1000, 1000)
+    assert (second.bytes_forward, second.bytes_backward) == (0, 0)
+    assert (plan.fingerprint, plan.input_shapes, plan.codec) == ("ab12", ((16, 8),), "zero_value")
+
+
+def test_saved_bytes_count_for_every_micro_batch_in_flight():
+    net = profile_of([layer_of(f"l{i}", size=10, saved=100) for i in range(3)])
+    stages = partition(net, stages=3, micro_batches=8).stages
+    assert [stage.memory_bytes for stage in stages] == [30 + 300, 30 + 200, 30 + 100]
+    stages = partition(net, stages=3, micro_batches=2, extra_in_flight=1).stages
+    assert [stage.memory_bytes for stage in stages] == [30 + 200, 30 + 200, 30 + 100]
+    stages = partition(net, stages=3, micro_batches=8, schedule="gpipe").stages
+    assert [stage.memory_bytes for stage in stages] == [30 + 800] * 3
+
+
+def test_a_value_that_skips_over_a_stage_passes_every_cut_between():
+    net = profile_of(
+        [layer_of(f"l{i}") for i in range(4)],
+        [value_of(0, [1, 3], 10), value_of(1, [2], 1, requires_grad=False)],
+    )
+    assert [(s.bytes_forward, s.bytes_backward) for s in partition(net, stages=4).stages] == [
+        (10, 10), (11, 10), (10, 10), (0, 0),
+    ]  # fmt: skip
+
+
+def test_a_slow_link_moves_the_cut():
+    sizes = {0: 100, 1: 100_000, 2: 100}
+    net = profile_of(
+        [layer_of(f"l{i}") for i in range(4)], [value_of(i, [i + 1], size) for i, size in sizes.items()]
+    )
+    assert partition(net, stages=2).cuts == ("l1",)
+    assert partition(net, stages=2, link="1Mbit").cuts in (("l0",), ("l2",))
+
+
+def test_the_slower_direction_of_a_link_counts():
+    values = [value_of(0, [1], 1000), value_of(1, [2], 3000, requires_grad=False), value_of(2, [3], 1000)]
+    net = profile_of([layer_of(f"l{i}") for i in range(4)], values)
+    assert partition(net, stages=2, link=8 * 2000 / (6 * MS)).cuts in (
+        ("l0",),
+        ("l2",),
+    )  # 3000 bytes take 9 ms
+    assert partition(net, stages=2, link=8 * 3000 / (6 * MS)).cuts == (
+        "l1",
+    )  # and 6 ms here, as long as two layers
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 9])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_in_flight_is_what_the_schedule_does(schedule, ranks, micro_batches, extra):
+    if schedule == "gpipe" and extra:
+        return
+    programs = SCHEDULES[schedule]([[rank] for rank in range(ranks)], micro_batches, extra_in_flight=extra)
+    for rank, program in enumerate(programs):
+        counts = itertools.accumulate(1 if instruction.op is Op.F else -1 for instruction in program)
+        assert max(counts) == in_flight(schedule, rank, ranks, micro_batches, extra)
+
+
+def test_the_margin_of_five_percent():
+    net = profile_of([layer_of("a", size=1000), layer_of("b", size=1000)])
+    assert partition(net, stages=2, memory=3150).stages[0].memory_bytes == 3000
+    with pytest.raises(PlanError, match=r"memory=3149 .* is memory=3150 "):
+        partition(net, stages=2, memory=3149)
+    net = profile_of([layer_of("a", saved=1), layer_of("b", saved=11)])
+    with pytest.raises(PlanError, match=r"memory=11 .* is memory=12 "):  # 11.55 bytes do not fit 11
+        partition(net, stages=2, memory=11)
+
+
+def test_six_hundred_layers_on_sixteen_ranks_are_balanced():
+    layers = [
+        layer_of(f"l{i}", forward=(i * 37) % 11, backward=(i * 53) % 23, size=i, saved=i) for i in range(600)
+    ]
+    net = profile_of(layers, [value_of(i, [i + 1], (i * 71) % 1009) for i in range(600)])
+    plan = partition(net, stages=16, link="100Mbit", memory="1GiB")
+    total = math.fsum(layer.forward_seconds + layer.backward_seconds for layer in net.layers)
+    slowest = max(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
+    assert total / 16 <= slowest < 1.05 * total / 16
+
+
+def test_a_plan_of_a_profile_from_a_file(tmp_path):
+    NET.save(tmp_path / "profile.json")
+    again = Profile.load(tmp_path / "profile.json")
+    assert again == NET
+    assert partition(again, stages=3) == partition(dataclasses.replace(NET), stages=3)

@@ -1,0 +1,248 @@
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.patches import Rectangle
+
+from penstock.compression.errors import PlanError
+from penstock.stages.plan import Plan, PlanStage
+from penstock.stages.plan_picture import figure
+
+
+def stage_of(*layers, **changes):
+    amounts = {
+        "num_parameters": 1_200_000,
+        "forward_seconds": 0.0123,
+        "backward_seconds": 0.1 + 0.2,
+        "memory_bytes": 3 * 1024**2,
+        "bytes_forward": 4096,
+        "bytes_backward": 2048,
+    }
+    return PlanStage(layers=layers, parameters=(f"{layers[0]}.weight",), **{**amounts, **changes})
+
+
+PLAN = Plan(
+    stages=(stage_of("conv1", "relu"), stage_of("pool"), stage_of("fc", bytes_forward=0, bytes_backward=0)),
+    ranks=(0, 0, 1),
+    schedule="1f1b",
+    micro_batches=8,
+    extra_in_flight=1,
+    codec="zero_value",
+    fingerprint="ab12",
+    input_shapes=((16, 1, 8, 8),),
+    input_dtypes=("torch.float32",),
+    memory=2 * 1024**3,
+    link=1e9,
+)
+
+names = st.text(min_size=1, max_size=8)
+amounts = st.integers(0, 2**70)
+seconds = st.floats(0, 1e300, allow_nan=False)
+
+
+@st.composite
+def plans(draw):
+    layers = iter(draw(st.lists(names, min_size=6, max_size=12, unique=True)))
+    sizes = draw(st.lists(st.integers(1, 2), min_size=1, max_size=5))
+    stages = tuple(
+        PlanStage(
+            layers=tuple(next(layers) for _ in range(size if number == 0 else 1)),
+            parameters=tuple(draw(st.lists(names, max_size=3))),
+            num_parameters=draw(amounts),
+            forward_seconds=draw(seconds),
+            backward_seconds=draw(seconds),
+            memory_bytes=draw(amounts),
+            bytes_forward=draw(amounts),
+            bytes_backward=draw(amounts),
+        )
+        for number, size in enumerate(sizes)
+    )
+    steps = draw(st.lists(st.integers(0, 1), min_size=len(stages) - 1, max_size=len(stages) - 1))
+    return Plan(
+        stages=stages,
+        ranks=tuple(sum(steps[:stage]) for stage in range(len(stages))),
+        schedule=draw(names),
+        micro_batches=draw(st.integers(1, 100)),
+        extra_in_flight=draw(st.integers(0, 3)),
+        codec=draw(names),
+        fingerprint=draw(st.text(max_size=8)),
+        input_shapes=tuple(map(tuple, draw(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=3)))),
+        input_dtypes=tuple(draw(st.lists(names, max_size=3))),
+        memory=draw(st.none() | st.integers(1, 2**60)),
+        link=draw(st.none() | st.floats(1e-3, 1e15)),
+    )
+
+
+@settings(deadline=None, derandomize=True)
+@given(plan=plans())
+def test_a_plan_comes_back_as_it_was_saved(tmp_path_factory, plan):
+    path = tmp_path_factory.getbasetemp() / "round_trip.json"
+    plan.save(path)
+    assert Plan.load(path) == plan
+    assert json.loads(path.read_text(encoding="utf-8"))["penstock_plan"] == 1
+
+
+def test_what_a_plan_knows():
+    assert (PLAN.num_stages, PLAN.num_ranks) == (3, 2)
+    assert PLAN.stages_of_rank == [[0, 1], [2]]
+    assert PLAN.cuts == ("relu", "pool")
+
+
+def test_a_plan_prints_as_a_table():
+    assert str(PLAN).splitlines() == [
+        "3 stages on 2 ranks, 1f1b, 1 extra in flight, 8 micro-batches, codec zero_value, link 1 Gbit/s, "
+        "memory 2 GiB a rank",
+        "stage  rank  layers             parameters  forward  backward  memory  sent down  sent up",
+        "    0     0  conv1 .. relu (2)       1.2 M  12.3 ms    300 ms   3 MiB      4 KiB    2 KiB",
+        "    1     0  pool (1)                1.2 M  12.3 ms    300 ms   3 MiB      4 KiB    2 KiB",
+        "    2     1  fc (1)                  1.2 M  12.3 ms    300 ms   3 MiB          -        -",
+        "predicted per micro-batch; memory for all micro-batches in flight; sent: tensors before packing",
+    ]
+
+
+def places(value, path=()):
+    """The path of every value inside a JSON value, itself included."""
+    yield path
+    children = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    )
+    for key, child in children:
+        yield from places(child, (*path, key))
+
+
+def changed(value, path, change):
+    """A copy of a JSON value with ``change`` applied to the container and key at ``path``."""
+    copy = json.loads(json.dumps(value))
+    inner = copy
+    for key in path[:-1]:
+        inner = inner[key]
+    change(inner, path[-1])
+    return copy
+
+
+PLAN_JSON = {"penstock_plan": 1, **json.loads(json.dumps(dataclasses.asdict(PLAN)))}
+scalars = st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats() | st.text(max_size=5)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+)
+
+
+def load_text(tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    return Plan.load(path)
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(st.sampled_from(list(places(PLAN_JSON))[1:]), values)
+def test_any_replaced_value_is_refused_or_makes_a_valid_plan(tmp_path_factory, path, value):
+    text = json.dumps(changed(PLAN_JSON, path, lambda inner, key: inner.__setitem__(key, value)))
+    try:
+        plan = load_text(tmp_path_factory.getbasetemp(), text)
+    except PlanError:
+        return
+    # then it holds what the file said, and can be printed
+    said = {key: value for key, value in json.loads(text).items() if key != "penstock_plan"}
+    assert json.loads(json.dumps(dataclasses.asdict(plan))) == said
+    assert str(plan)
+
+
+@pytest.mark.parametrize("path", [p for p in places(PLAN_JSON) if p and isinstance(p[-1], str)], ids=str)
+def test_every_key_is_needed(tmp_path, path):
+    with pytest.raises(PlanError, match=path[-1]):
+        load_text(tmp_path, json.dumps(changed(PLAN_JSON, path, lambda inner, key: inner.pop(key))))
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", str(2**60), "true", '"1"', "[]"])
+@pytest.mark.parametrize("path", [("stages", 1, "forward_seconds"), ("link",)], ids=str)
+def test_a_float_is_finite_and_exact(tmp_path, path, number):
+    text = json.dumps(changed(PLAN_JSON, path, lambda inner, key: inner.__setitem__(key, "HERE")))
+    with pytest.raises(PlanError, match=rf"{path[-1]} is of type float, found "):
+        load_text(tmp_path, text.replace('"HERE"', number))
+
+
+@pytest.mark.parametrize("where", [(), ("stages", 1)])
+def test_no_other_key_is_taken(tmp_path, where):
+    added = changed(PLAN_JSON, (*where, "pickle"), lambda inner, key: inner.__setitem__(key, 1))
+    with pytest.raises(PlanError, match='unknown key "pickle"'):
+        load_text(tmp_path, json.dumps(added))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data())
+def test_damaged_text_is_refused_or_read(tmp_path_factory, data):
+    raw = bytearray(json.dumps(PLAN_JSON).encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "damaged.json"
+    path.write_bytes(raw[: data.draw(st.integers(0, len(raw)))])
+    try:
+        Plan.load(path)
+    except PlanError:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "is a JSON file"),
+        ("[" * 100_000, "is a JSON file"),
+        ('{"plan": 1}', "key penstock_plan"),
+        ('{"penstock_plan": 2}', "version 1 here, found 2"),
+        ('{"penstock_plan": true}', "version 1 here, found true"),
+        ('{"penstock_plan": 1}', "lacks the key stages"),
+    ],
+)
+def test_what_is_no_plan_is_refused(tmp_path, text, sentence):
+    with pytest.raises(PlanError, match=sentence):
+        load_text(tmp_path, text)
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path):
+    for path in (tmp_path / "nowhere.json", tmp_path):
+        with pytest.raises(PlanError, match=f"cannot read the plan {path}"):
+            Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"ranks": (0, 1)}, r"each of its 3 stages a rank, ascending from 0, found ranks \[0, 1\]"),
+        ({"ranks": (0, 2, 2)}, "ascending from 0"),
+        ({"ranks": (1, 1, 1)}, "ascending from 0"),
+        ({"ranks": (0, 1, 0)}, "ascending from 0"),
+        ({"stages": (), "ranks": ()}, "one stage or more"),
+        ({"stages": (stage_of("a"), stage_of("b"), stage_of("a"))}, "found 'a' twice|'a' twice"),
+        ({"micro_batches": 0}, "micro_batches=0"),
+        ({"extra_in_flight": -1}, "never negative"),
+        ({"memory": 0}, "never negative"),
+        ({"link": 0.0}, "never negative"),
+        ({"input_shapes": ((-1,),)}, "never negative"),
+        ({"stages": (stage_of("a"), stage_of("b", bytes_forward=-1), stage_of("c"))}, "never negative"),
+        ({"stages": (stage_of("a"), stage_of("b", forward_seconds=-0.1), stage_of("c"))}, "never negative"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_refused(change, sentence):
+    with pytest.raises(PlanError, match=sentence):
+        dataclasses.replace(PLAN, **change)
+
+
+def test_the_picture_shows_stages_links_and_seconds(tmp_path):
+    blocks, bars = figure(PLAN).axes
+    assert [patch.get_gid() for patch in blocks.patches if patch.get_gid()] == [
+        "stage 0",
+        "stage 1",
+        "stage 2",
+    ]
+    texts = [text.get_text() for text in blocks.texts]
+    assert texts.count("4 KiB") == texts.count("2 KiB") == 2
+    assert "conv1\nto\nrelu" in texts
+    assert "pool" in texts
+    rectangles = [bar for bar in bars.patches if isinstance(bar, Rectangle)]
+    assert [bar.get_y() for bar in rectangles] == pytest.approx([0] * 3 + [12.3] * 3)  # backward on forward
+    assert [bar.get_height() for bar in rectangles] == pytest.approx([12.3] * 3 + [300] * 3)
+    PLAN.draw(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
