@@ -1,0 +1,16 @@
+"""The data sets by name; a user's own is any callable that returns a ``Samples``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import digits, fashion_mnist, text
+from .samples import Description, Samples
+
+__all__ = ["SAMPLES", "Description", "Samples"]
+
+SAMPLES: dict[str, Callable[..., Samples]] = {
+    "digits": digits.load,
+    "fashion_mnist": fashion_mnist.load,
+    "text": text.load,
+}

@@ -1,0 +1,114 @@
+"""Fashion-MNIST through torchvision's class, read where it lies, plain or gzipped.
+
+torchvision reads only unpacked files in ``ROOT/FashionMNIST/raw``; a distribution's package keeps
+gzipped ones in a folder nobody may write to, so this reads both and copies nothing.
+
+Source: Xiao, Rasul and Vollgraf, Fashion-MNIST, arXiv:1708.07747 (2017).
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...compression.errors import ConfigError
+from .images import Images
+from .samples import Description, Samples
+
+DEBIAN_ROOT = "/usr/share/datasets/fashion-mnist"
+
+
+def load(*, root: str = DEBIAN_ROOT, size: int = 32, channels: int = 3) -> Samples:
+    """Return Fashion-MNIST (60,000 and 10,000 images of 28x28) from ``root``.
+
+    Args:   root: holds ``FashionMNIST/raw`` as torchvision lays it out, or the four idx files themselves.
+    Raises: ConfigError: a file is missing or damaged.
+    """
+    folder = _folder(str(root))
+
+    def split(train: bool) -> Images:
+        pixels, targets = _read(folder, train=train)
+        return Images(
+            pixels=pixels,
+            targets=targets,
+            size=size,
+            channels=channels,
+            white=255.0,
+            mean=0.286,
+            deviation=0.353,
+        )
+
+    return Samples(
+        train=split(True),
+        test=split(False),
+        describe=Description(num_classes=10, input_shape=(channels, size, size)),
+    )
+
+
+def _read(folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
+    from torchvision.datasets import FashionMNIST
+
+    class Here(FashionMNIST):
+        """torchvision's data set with our folder and our reader."""
+
+        def _check_legacy_exist(self) -> bool:
+            return False  # an old cache written by torch.save: never read
+
+        def _check_exists(self) -> bool:
+            return True  # seen by _folder
+
+        def _load_data(self) -> tuple[Tensor, Tensor]:
+            stem = "train" if self.train else "t10k"
+            pixels = read_idx(_file(folder, f"{stem}-images-idx3-ubyte"), num_dims=3)
+            targets = read_idx(_file(folder, f"{stem}-labels-idx1-ubyte"), num_dims=1)
+            if len(pixels) != len(targets) or int(targets.max()) > 9:
+                raise ConfigError(f"{folder} holds {stem} images and labels that do not belong together")
+            return pixels, targets.long()
+
+    dataset = Here(folder, train=train)
+    return dataset.data, dataset.targets
+
+
+def read_idx(path: Path, *, num_dims: int) -> Tensor:
+    """Return the uint8 tensor of an idx file, plain or gzipped.
+
+    Raises: ConfigError: the file is not a whole idx file of bytes with ``num_dims`` dimensions.
+    Source: http://yann.lecun.com/exdb/mnist/: 0, 0, type (8: byte), dimensions, then sizes, u32 big-endian.
+    """
+    try:
+        data = path.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); fetch it again") from error
+    start = 4 + 4 * num_dims
+    sizes = [int.from_bytes(data[at : at + 4], "big") for at in range(4, start, 4)]
+    if data[:4] != bytes([0, 0, 8, num_dims]) or len(data) != start + prod(sizes) or 0 in sizes:
+        raise ConfigError(f"{path} is not a whole idx file of {num_dims} dimensions; fetch it again")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=start).view(sizes)
+
+
+def _folder(root: str) -> Path:
+    """Return where the four files lie: as torchvision lays them out, or in ``root`` itself."""
+    folders = [Path(root, "FashionMNIST", "raw"), Path(root)]
+    for folder in folders:
+        if all(_file(folder, name).is_file() for name in _NAMES):
+            return folder
+    raise ConfigError(
+        f"data.root={root} has no Fashion-MNIST files (looked in {folders[0]} and {folders[1]}); "
+        f"get them by `apt install dataset-fashion-mnist` for data.root={DEBIAN_ROOT}, or in Python by "
+        "`torchvision.datasets.FashionMNIST('data', download=True)` for data.root=data"
+    )
+
+
+_NAMES = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+
+
+def _file(folder: Path, name: str) -> Path:
+    plain = folder / name
+    return plain if plain.is_file() else folder / f"{name}.gz"

@@ -1,0 +1,85 @@
+"""Any UTF-8 file as characters, for networks that guess the next one.
+
+The default is the text of Python's own help topics: 600 kB of English that every machine already has.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...compression.errors import ConfigError
+from ..options import check_count
+from .samples import Description, Samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """One split: sample i is ``length`` characters from i x length on; its target is the same, one further.
+
+    Attributes:
+        numbers: int64, one per character of the split.
+        length:  characters per sample.
+    """
+
+    numbers: Tensor
+    length: int
+
+    def __len__(self) -> int:
+        return max(len(self.numbers) - 1, 0) // self.length
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, both int64 (batch, length)."""
+        at = indices.unsqueeze(1) * self.length + torch.arange(self.length)
+        return self.numbers[at], self.numbers[at + 1]
+
+
+def load(*, path: str | None = None, length: int = 64) -> Samples:
+    """Return a text file as samples of ``length`` characters, nine tenths to train, the rest to test.
+
+    Args:   path: a UTF-8 file; None for Python's help topics.
+    Raises: ConfigError: the file is missing, not UTF-8, or too short for one sample in each split.
+    """
+    check_count(data__length=length)
+    file = Path(str(path)) if path is not None else _help_topics()
+    text = _read(file)
+    characters, numbers = np.unique(np.frombuffer(text.encode("utf-32-le"), dtype="<u4"), return_inverse=True)
+    border = len(text) * 9 // 10
+    splits = [Windows(numbers=torch.from_numpy(part), length=length) for part in np.split(numbers, [border])]
+    if min(map(len, splits)) < 1:
+        raise ConfigError(
+            f"data.path={file} has {len(text)} characters, too few for samples of {length} in both splits; "
+            f"take a longer file or lower data.length"
+        )
+    return Samples(
+        train=splits[0],
+        test=splits[1],
+        describe=Description(
+            num_classes=len(characters), input_shape=(length,), vocabulary="".join(map(chr, characters))
+        ),
+    )
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"data.path={file} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"data.path={file} is not UTF-8 (byte {error.start}); convert it, for example with iconv"
+        ) from error
+
+
+def _help_topics() -> Path:
+    """Return the file without importing it."""
+    spec = importlib.util.find_spec("pydoc_data")
+    file = Path(*(spec.submodule_search_locations or [""])[:1], "topics.py") if spec else None
+    if file is None or not file.is_file():
+        raise ConfigError("this Python comes without pydoc_data/topics.py; name a UTF-8 file with data.path=")
+    return file

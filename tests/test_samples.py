@@ -1,0 +1,180 @@
+"""Data sets: the same batches for the same (seed, epoch), and what the digits and the text hold."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.utils.data import TensorDataset
+
+import penstock.conf
+from penstock import ConfigError
+from penstock.pipeline.samples import SAMPLES, Description, Samples, digits
+from penstock.pipeline.samples.images import Images
+
+
+def own(num_samples: int = 10) -> Samples:
+    numbers = TensorDataset(torch.arange(num_samples).float(), torch.arange(num_samples))
+    return Samples(train=numbers, test=numbers, describe=Description(num_classes=num_samples, input_shape=()))
+
+
+def order(samples: Samples, *, seed: int = 0, epoch: int = 0) -> list[list[int]]:
+    batches = samples.batches("train", batch_size=4, seed=seed, epoch=epoch, drop_last=False)
+    return [targets.tolist() for _, targets in batches]
+
+
+def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+    first = order(own(), seed=1, epoch=2)
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    assert order(own(), seed=1, epoch=2) == first
+    assert torch.equal(torch.get_rng_state(), state)
+    assert sorted(chain.from_iterable(first)) == list(range(10))
+    assert [len(batch) for batch in first] == [4, 4, 2]
+    others = [order(own(), seed=seed, epoch=epoch) for seed, epoch in ((1, 3), (2, 2), (2, 1), (12, 0))]
+    assert len({str(other) for other in [first, *others]}) == 5
+
+
+def test_the_order_is_the_same_on_every_machine() -> None:
+    assert order(own()) == [[4, 5, 7, 2], [8, 6, 0, 3], [1, 9]]  # a literal: a run of last year must repeat
+
+
+def test_train_drops_the_last_batch_and_test_keeps_all_in_order() -> None:
+    samples = own()
+    assert [len(targets) for _, targets in samples.batches("train", batch_size=4)] == [4, 4]
+    assert [targets.tolist() for _, targets in samples.batches("test", batch_size=6)] == [
+        [0, 1, 2, 3, 4, 5],
+        [6, 7, 8, 9],
+    ]
+    for split in ("train", "test"):
+        for batch_size in (1, 3, 5, 10):
+            for drop_last in (None, True, False):
+                batches = list(samples.batches(split, batch_size=batch_size, drop_last=drop_last))
+                assert len(batches) == samples.num_batches(split, batch_size=batch_size, drop_last=drop_last)
+
+
+@pytest.mark.parametrize("batch_size", [11, 0, -1])
+def test_a_batch_size_without_a_batch_is_refused(batch_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"batch_size={batch_size} "):
+        next(own().batches("train", batch_size=batch_size))
+
+
+def test_an_unknown_split_is_refused() -> None:
+    with pytest.raises(ConfigError, match="valid"):
+        own().num_samples("valid")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_torch_data_set_of_ones_own_is_collated() -> None:
+    inputs, targets = next(own().batches("test", batch_size=3))
+    assert inputs.tolist() == [0.0, 1.0, 2.0]
+    assert targets.tolist() == [0, 1, 2]
+
+
+def test_digits_are_the_1797_of_uci() -> None:
+    with np.load(Path(digits.__file__).with_name("digits.npz")) as file:
+        digest = hashlib.sha256(file["pixels"].tobytes() + file["targets"].tobytes()).hexdigest()
+    assert digest == "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
+    samples = SAMPLES["digits"]()
+    assert (samples.num_samples("train"), samples.num_samples("test")) == (1437, 360)
+    assert samples.describe == Description(num_classes=10, input_shape=(3, 32, 32))
+
+
+def test_digits_come_resized_and_normalised() -> None:
+    inputs, targets = next(SAMPLES["digits"]().batches("train", batch_size=1437))
+    assert (inputs.shape, inputs.dtype, inputs.is_contiguous()) == ((1437, 3, 32, 32), torch.float32, True)
+    assert (targets.shape, targets.dtype) == ((1437,), torch.int64)
+    assert torch.equal(inputs[:, 0], inputs[:, 2])
+    small, _ = next(SAMPLES["digits"](size=8, channels=1).batches("train", batch_size=1437))
+    assert small.shape == (1437, 1, 8, 8)
+    assert abs(small.mean().item()) < 0.01
+    assert abs(small.std().item() - 1) < 0.01
+
+
+def test_the_resize_is_bilinear() -> None:
+    table = Images(
+        pixels=torch.tensor([[[0, 8], [16, 8]]], dtype=torch.uint8),
+        targets=torch.tensor([0]),
+        size=4,
+        channels=1,
+        white=16.0,
+        mean=0.5,
+        deviation=2.0,
+    )
+    inputs, _ = table.batch(torch.tensor([0]))
+    assert (inputs[0, 0] * 2 + 0.5).mul(16).tolist() == [
+        [0.0, 2.0, 6.0, 8.0],
+        [4.0, 5.0, 7.0, 8.0],
+        [12.0, 11.0, 9.0, 8.0],
+        [16.0, 14.0, 10.0, 8.0],
+    ]
+
+
+def test_one_digit_is_the_same_alone_and_in_a_batch() -> None:
+    table = SAMPLES["digits"]().test
+    inputs, targets = next(SAMPLES["digits"]().batches("test", batch_size=7))
+    for index in range(7):
+        alone, target = table[index]  # pyright: ignore[reportIndexIssue]
+        assert torch.equal(alone.view(torch.int32), inputs[index].view(torch.int32))
+        assert target == targets[index]
+
+
+@pytest.mark.parametrize("option", ["size", "channels"])
+@pytest.mark.parametrize("value", [0, 1.5, "big", True])
+def test_images_of_no_size_are_refused(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"data.{option}={value} "):
+        SAMPLES["digits"](**{option: value})
+
+
+def test_text_is_characters_and_the_next_ones(tmp_path: Path) -> None:
+    text = ("bäd c\r\n" * 20)[:139]  # 125 to train: the last one has no next, so 24 windows of 5
+    (tmp_path / "text").write_bytes(text.encode())
+    samples = SAMPLES["text"](path=str(tmp_path / "text"), length=5)
+    vocabulary = samples.describe.vocabulary
+    assert vocabulary == "".join(sorted(set(text)))
+    assert samples.describe.num_classes == len(vocabulary)
+    assert samples.describe.input_shape == (5,)
+    assert (samples.num_samples("train"), samples.num_samples("test")) == (24, 2)
+    inputs, targets = next(samples.batches("train", batch_size=24, shuffle=False))
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert "".join(vocabulary[number] for number in inputs.flatten()) == text[:120]
+    assert "".join(vocabulary[number] for number in targets.flatten()) == text[1:121]
+    inputs, targets = next(samples.batches("test", batch_size=9))
+    assert "".join(vocabulary[number] for number in inputs.flatten()) == text[125:135]
+    assert "".join(vocabulary[number] for number in targets.flatten()) == text[126:136]
+
+
+def test_the_default_text_is_long_enough() -> None:
+    samples = SAMPLES["text"]()
+    assert samples.num_samples("train") > 5000
+    assert samples.num_samples("test") > 500
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"a\xff" * 1000, "not UTF-8"),
+        (b"short", "5 characters"),
+        (b"", "0 characters"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path, content: bytes | None, words: str) -> None:
+    file = tmp_path / "text"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"data.path={file} .*{words}"):
+        SAMPLES["text"](path=str(file))
+    with pytest.raises(ConfigError, match=r"data\.length=0 "):
+        SAMPLES["text"](length=0)
+
+
+def test_every_data_set_is_a_choice_of_the_command_line() -> None:
+    folder = Path(penstock.conf.__path__[0], "data")
+    files = [file for file in folder.glob("*.yaml") if file.stem != "own"]
+    chosen = {file.stem: OmegaConf.select(OmegaConf.load(file), "_target_") for file in files}
+    assert chosen == {name: f"{load.__module__}.{load.__name__}" for name, load in SAMPLES.items()}
