@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def corpora(pytestconfig: pytest.Config) -> Path:
-    folder: Path = pytestconfig.getoption("--corpora")
+    folder = Path(pytestconfig.getoption("--corpora") or "")
     if not folder.is_dir():
         pytest.skip(f"no corpora in {folder}; name their folder with --corpora")
     return folder

@@ -1,0 +1,73 @@
+"""Penstock trains one network across unequal machines, packs what travels, and keeps every bit.
+
+Names resolve on first use (PEP 562), so that the command line can print its help without loading torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .compression.codec import CODECS as CODECS
+    from .compression.codec import decode as decode
+    from .compression.codec import encode as encode
+    from .compression.errors import CodecError as CodecError
+    from .compression.errors import ConfigError as ConfigError
+    from .compression.errors import PenstockError as PenstockError
+    from .compression.errors import PlanError as PlanError
+    from .compression.errors import ScheduleError as ScheduleError
+    from .compression.errors import StageError as StageError
+    from .compression.errors import TransportError as TransportError
+    from .compression.frame import header_bytes as header_bytes
+    from .pipeline.launch import init as init
+    from .pipeline.pipeline import Pipeline as Pipeline
+    from .pipeline.report import Report as Report
+    from .stages.graph import LayerGraph as LayerGraph
+    from .stages.graph import trace as trace
+    from .stages.measure import Profile as Profile
+    from .stages.measure import measure as measure
+    from .stages.partition import partition as partition
+    from .stages.plan import Plan as Plan
+    from .stages.stage import layer_seed as layer_seed
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CODECS": "compression.codec",
+    "decode": "compression.codec",
+    "encode": "compression.codec",
+    "header_bytes": "compression.frame",
+    "PenstockError": "compression.errors",
+    "CodecError": "compression.errors",
+    "PlanError": "compression.errors",
+    "ScheduleError": "compression.errors",
+    "TransportError": "compression.errors",
+    "ConfigError": "compression.errors",
+    "StageError": "compression.errors",
+    "trace": "stages.graph",
+    "LayerGraph": "stages.graph",
+    "measure": "stages.measure",
+    "Profile": "stages.measure",
+    "partition": "stages.partition",
+    "Plan": "stages.plan",
+    "layer_seed": "stages.stage",
+    "Pipeline": "pipeline.pipeline",
+    "Report": "pipeline.report",
+    "init": "pipeline.launch",
+}
+
+__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module that holds ``name`` and keep the result."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
