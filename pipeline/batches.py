@@ -1,7 +1,7 @@
 """A batch as micro-batches: fresh copies, near-equal sizes, and each one's share of the batch.
 
-A view of a batch may be misaligned, and another alignment picks another kernel: so micro-batches are copied into fresh
-memory, in the plain loop too."""
+A view of a batch may be misaligned, and another alignment picks another kernel: so micro-batches are copied
+into fresh memory, in the plain loop too."""
 
 from __future__ import annotations
 
@@ -20,18 +20,24 @@ def positional(inputs: Any, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
     """A tensor, a tuple (by position) or a dict (by name) of tensors as the model's positional inputs."""
     if isinstance(inputs, dict):
         if set(inputs) != set(names):
-            raise PlanError(f"the model takes the inputs {', '.join(names)}, found {', '.join(map(str, inputs))}")
+            raise PlanError(
+                f"the model takes the inputs {', '.join(names)}, found {', '.join(map(str, inputs))}"
+            )
         inputs = tuple(inputs[name] for name in names)
     tensors = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     if len(tensors) != len(names) or not all(isinstance(x, torch.Tensor) for x in tensors):
-        raise PlanError(f"the model takes {len(names)} tensors ({', '.join(names)}), found {len(tensors)}; give one for each")
+        raise PlanError(
+            f"the model takes {len(names)} tensors ({', '.join(names)}), found {len(tensors)}; give one for "
+            "each"
+        )
     return tensors
 
 
 def micro_batches(
     inputs: tuple[torch.Tensor, ...], targets: Any, number: int, weight: Callable[[Any], float] | None
 ) -> list[MicroBatch]:
-    """Split a batch into ``number`` micro-batches whose sizes differ by at most one (fewer samples: one each).
+    """Split a batch into ``number`` micro-batches whose sizes differ by at most one (fewer samples: one
+    each).
 
     ``weight(targets)`` says over how much the loss of a micro-batch is a mean; None: over its samples."""
     leaves, spec = tree_flatten(targets)
@@ -39,17 +45,25 @@ def micro_batches(
     lengths = {x.shape[0] if x.dim() else None for x in (*inputs, *tensors)}
     if len(lengths) != 1 or not (length := lengths.pop()):
         found = sorted({str(tuple(x.shape)) for x in (*inputs, *tensors)})
-        raise PlanError(f"inputs and targets of a batch have the same number of samples, one or more, found {', '.join(found)}")
+        raise PlanError(
+            "inputs and targets of a batch have the same number of samples, one or more, found "
+            f"{', '.join(found)}"
+        )
     number = min(number, length)
     split = [x.tensor_split(number) for x in inputs]
-    split_targets = [leaf.tensor_split(number) if isinstance(leaf, torch.Tensor) else [leaf] * number for leaf in leaves]
+    split_targets = [
+        leaf.tensor_split(number) if isinstance(leaf, torch.Tensor) else [leaf] * number for leaf in leaves
+    ]
     parts = [tree_unflatten([_fresh(column[i]) for column in split_targets], spec) for i in range(number)]
     weights = [split[0][i].shape[0] if weight is None else weight(parts[i]) for i in range(number)]
     total = sum(weights)
     if not total > 0:
-        raise PlanError(f"the weights of a batch's micro-batches sum to more than zero, found {total}; see weight=")
+        raise PlanError(
+            f"the weights of a batch's micro-batches sum to more than zero, found {total}; see weight="
+        )
     return [
-        MicroBatch(inputs=tuple(_fresh(x[i]) for x in split), targets=parts[i], share=weights[i] / total) for i in range(number)
+        MicroBatch(inputs=tuple(_fresh(x[i]) for x in split), targets=parts[i], share=weights[i] / total)
+        for i in range(number)
     ]
 
 
@@ -58,11 +72,14 @@ def _fresh(item: Any) -> Any:
 
 
 def example_of(plan: Plan) -> tuple[torch.Tensor, ...]:
-    """Inputs of the plan's shapes and dtypes to trace with: normal numbers, and zeros where indices are meant."""
+    """Inputs of the plan's shapes and dtypes to trace with: normal numbers, and zeros where indices are
+    meant."""
     generator = torch.Generator().manual_seed(0)
     example = []
     for shape, name in zip(plan.input_shapes, plan.input_dtypes, strict=True):
         dtype = getattr(torch, name)
         floating = dtype.is_floating_point
-        example.append(torch.randn(shape, generator=generator).to(dtype) if floating else torch.zeros(shape, dtype=dtype))
+        example.append(
+            torch.randn(shape, generator=generator).to(dtype) if floating else torch.zeros(shape, dtype=dtype)
+        )
     return tuple(example)

@@ -1,9 +1,11 @@
-"""Engine.step: for every instruction of the program, run it. No schedule is known here, and no byte of a frame.
+"""Engine.step: for every instruction of the program, run it. No schedule is known here, and no byte of a
+frame.
 
     1F3   transport.receive -> decode -> Stage.forward  -> encode -> transport.send
     1B3   transport.receive -> decode -> Stage.backward -> encode -> transport.send
     1U    clip -> optimizer.step
-Source: claims A2-A4 of CN115016937A (forward and backward channels, micro-batches that stream in without pause)."""
+Source: claims A2-A4 of CN115016937A (forward and backward channels, micro-batches that stream in without
+        pause)."""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What one micro-batch brings from outside: the model's inputs, the targets, and its share of the batch."""
+    """What one micro-batch brings from outside: the model's inputs, the targets, and its share of the
+    batch."""
 
     inputs: tuple[torch.Tensor, ...]
     targets: Any
@@ -41,7 +44,15 @@ class Engine:
     """Runs this process's programs over its stages."""
 
     def __init__(
-        self, *, rank: int, stages: Mapping[int, Stage], transport: Transport, codec: str, loss: Loss, update: Update, seed: int
+        self,
+        *,
+        rank: int,
+        stages: Mapping[int, Stage],
+        transport: Transport,
+        codec: str,
+        loss: Loss,
+        update: Update,
+        seed: int,
     ) -> None:
         self.rank, self.stages, self.transport, self.codec = rank, stages, transport, codec
         self.loss, self.update, self.seed = loss, update, seed
@@ -49,11 +60,17 @@ class Engine:
         self.spans: list[Span] = []
 
     def step(
-        self, number: int, program: Sequence[Instruction], itinerary: Itinerary, micro_batches: Sequence[MicroBatch]
+        self,
+        number: int,
+        program: Sequence[Instruction],
+        itinerary: Itinerary,
+        micro_batches: Sequence[MicroBatch],
     ) -> dict[int, torch.Tensor]:
-        """Run one step of this process's ``program``; returns the losses by micro-batch, on the last stage's process."""
+        """Run one step of this process's ``program``; returns the losses by micro-batch, on the last stage's
+        process."""
         self.number, self.itinerary, self.micro_batches = number, itinerary, micro_batches
         self.losses: dict[int, torch.Tensor] = {}
+        self.spans = []
         self._begin("train")
         self.update.begin()
         for instruction in program:
@@ -61,15 +78,20 @@ class Engine:
         self.transport.end()
         return self.losses
 
-    def evaluate(self, program: Sequence[Instruction], itinerary: Itinerary, inputs: tuple[torch.Tensor, ...]) -> Any:
-        """Run the forward of one micro-batch in eval mode; returns the outputs on the last stage's process, else None."""
+    def evaluate(
+        self, program: Sequence[Instruction], itinerary: Itinerary, inputs: tuple[torch.Tensor, ...]
+    ) -> Any:
+        """Run the forward of one micro-batch in eval mode; returns the outputs on the last stage's process,
+        else None."""
         self.itinerary = itinerary
         self._begin("eval")
         outputs = None
         for instruction in program:
             stage = self.stages[instruction.stage]
             sent, outputs = stage.evaluate(
-                self._arrive(instruction, inputs), record=itinerary.records[0], route=itinerary.routes[0][stage.index]
+                self._arrive(instruction, inputs),
+                record=itinerary.records[0],
+                route=itinerary.routes[0][stage.index],
             )
             self._leave(instruction, sent)
         self.transport.end()
@@ -78,7 +100,6 @@ class Engine:
     def _begin(self, mode: str) -> None:
         self.began = time.perf_counter()
         self.waited = 0.0
-        self.spans = []
         self.reports = {index: StageReport() for index in self.stages}
         self.tied: dict[tuple[int, int], Any] = {}
         for stage in self.stages.values():
@@ -136,14 +157,17 @@ class Engine:
     def _backward(self, instruction: Instruction) -> None:
         index = instruction.micro_batch
         assert index is not None
-        gradients = {message.value: self._receive(message) for message in self.itinerary.receives[instruction]}
+        gradients = {
+            message.value: self._receive(message) for message in self.itinerary.receives[instruction]
+        }
         self._leave(instruction, self.stages[instruction.stage].backward(index, gradients))
 
     def _update(self, instruction: Instruction) -> None:
         self.update.step(instruction.stage)
 
     def _arrive(self, instruction: Instruction, inputs: tuple[torch.Tensor, ...]) -> dict[int, Any]:
-        """What a forward works on: received values, tied parameters received with the first micro-batch, the inputs."""
+        """What a forward works on: received values, tied parameters received with the first micro-batch, the
+        inputs."""
         stage, index = instruction.stage, instruction.micro_batch or 0
         record, route = self.itinerary.records[index], self.itinerary.routes[index][stage]
         received = {message.value: self._receive(message) for message in self.itinerary.receives[instruction]}
@@ -173,7 +197,9 @@ class Engine:
                 item = torch.tensor(item, dtype=value.dtype)
             elif item is not None and (tuple(item.shape), item.dtype) != (value.shape, value.dtype):
                 found = f"{tuple(item.shape)} {item.dtype}"
-                raise StageError(f"{value.name} was {value.shape} {value.dtype} when it was traced, found {found}")
+                raise StageError(
+                    f"{value.name} was {value.shape} {value.dtype} when it was traced, found {found}"
+                )
             buffer = self.transport.pool.take(buffer_bytes(value.shape, value.dtype, self.codec))
             num_bytes = pack_into(item, buffer, codec=self.codec, requires_grad=value.requires_grad)
             raw = 0 if item is None else item.numel() * item.element_size()
@@ -183,4 +209,6 @@ class Engine:
 
     def _count(self, stage: int, **more: float) -> None:
         report = self.reports[stage]
-        self.reports[stage] = dataclasses.replace(report, **{name: getattr(report, name) + n for name, n in more.items()})
+        self.reports[stage] = dataclasses.replace(
+            report, **{name: getattr(report, name) + n for name, n in more.items()}
+        )

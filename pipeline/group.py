@@ -1,4 +1,5 @@
-"""The group of ranks: joining it, and the few small things that ranks tell each other beside frames. Nothing is pickled.
+"""The group of ranks: joining it, and the few small things that ranks tell each other beside frames. Nothing
+is pickled.
 
 Without a process group every function answers for a world of one, so callers never ask which case it is."""
 
@@ -7,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..compression.errors import TransportError
 
@@ -32,37 +34,32 @@ def num_ranks() -> int:
     return dist.get_world_size() if joined() else 1
 
 
-def init(*, deadline: float = 60.0, store: dist.Store | None = None, rank: int | None = None, ranks: int | None = None) -> None:
-    """Join the group that torchrun's environment describes (or the one behind ``store``); plainly started, do nothing.
+def join(store: Store, *, rank: int, ranks: int, deadline: float) -> None:
+    """Become ``rank`` of ``ranks`` in the group that meets at ``store``.
 
-    Args:    deadline: seconds until every rank must have joined.
-    Raises:  TransportError: a rank did not; the sentence names it.
+    Args:    deadline: seconds until every rank must be there.
+    Raises:  TransportError: a rank is not; the sentence names it.
     """
     limit = datetime.timedelta(seconds=deadline)
-    if store is None:
-        if "RANK" not in os.environ or joined():
-            return
-        try:
-            store, rank, ranks = next(iter(dist.rendezvous("env://", timeout=limit)))
-        except Exception as error:
-            raise TransportError(f"rank {os.environ['RANK']} found no store of its group within {deadline:g} s: {error}") from error
-    assert store is not None and rank is not None and ranks is not None
-    store.set(f"penstock/joined/{rank}", "")
-    missing = []
-    store.set_timeout(limit)
+    signs = {other: f"penstock/joined/{other}" for other in range(ranks)}
+    store.set(signs[rank], "")
     try:
-        store.wait([f"penstock/joined/{other}" for other in range(ranks)], limit)
-    except Exception:
-        missing = [str(other) for other in range(ranks) if not store.check([f"penstock/joined/{other}"])]
-    if missing:
-        raise TransportError(f"rank {', '.join(missing)} of {ranks} did not join within {deadline:g} s; see why it did not start")
-    dist.init_process_group("gloo", store=dist.PrefixStore("penstock", store), rank=rank, world_size=ranks, timeout=limit)
+        store.wait(list(signs.values()), limit)
+    except Exception as error:
+        missing = ", ".join(str(other) for other, sign in signs.items() if not store.check([sign]))
+        raise TransportError(
+            f"rank {missing} of {ranks} did not join within {deadline:g} s; see why it did not start"
+        ) from error
+    dist.init_process_group(
+        "gloo", store=PrefixStore("penstock", store), rank=rank, world_size=ranks, timeout=limit
+    )
 
 
 def close() -> None:
-    """Leave the group together; only after success: leaving while an error travels hides it behind the peers' errors."""
+    """Leave the group together; only after success: leaving while an error travels hides it behind the peers'
+    errors."""
     if joined():
-        exchange([])
+        exchange([0.0])  # nobody leaves while another still waits for it
         dist.destroy_process_group()
 
 
@@ -109,7 +106,9 @@ def gather_tensors(frames: Sequence[torch.Tensor]) -> list[list[torch.Tensor]] |
 
 def leave_word(sentence: str) -> None:
     """Tell the other ranks, through the group's store, why this one stops."""
-    with contextlib.suppress(Exception):  # the store may have gone with the rank that held it; the error itself travels on
+    with contextlib.suppress(
+        Exception
+    ):  # the store may have gone with the rank that held it; the error itself travels on
         _store().set(f"failed/{rank()}", sentence)
 
 
@@ -122,8 +121,8 @@ def words_of_others() -> str:
     return ""
 
 
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
+def _store() -> Store:
+    return distributed_c10d._get_default_store()
 
 
 def share(number: float, source: int) -> float:

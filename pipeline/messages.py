@@ -1,6 +1,8 @@
-"""Which frames a step passes between stages, known before it begins: the routes of its micro-batches along its programs.
+"""Which frames a step passes between stages, known before it begins: the routes of its micro-batches along
+its programs.
 
-The order of a channel is the order of the sender's program, so a receiver posts its receives ahead without being told."""
+The order of a channel is the order of the sender's program, so a receiver posts its receives ahead without
+being told."""
 
 from __future__ import annotations
 
@@ -25,10 +27,11 @@ class Message:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Itinerary:
-    """All messages of a step by the instruction that receives or sends them, and the records and routes they came from.
+    """All messages of a step by the instruction that receives or sends them, and the records and routes they
+    came from.
 
-    ``programs`` has one list per rank; ``records`` and ``routes`` one entry per micro-batch; ``window`` receives are
-    posted ahead on every channel."""
+    ``programs`` has one list per rank; ``records`` and ``routes`` one entry per micro-batch; ``window``
+    receives are posted ahead on every channel."""
 
     programs: tuple[tuple[Instruction, ...], ...]
     rank_of: tuple[int, ...]
@@ -61,7 +64,8 @@ def itinerary(
     rank_of: Sequence[int],
     window: int,
 ) -> Itinerary:
-    """Attach to every instruction the messages it waits for and the messages it sends, nearest stage first."""
+    """Attach to every instruction the messages it waits for and the messages it sends, nearest stage
+    first."""
     receives: dict[Instruction, tuple[Message, ...]] = {}
     sends: dict[Instruction, tuple[Message, ...]] = {}
     for instruction in (i for program in programs for i in program):
@@ -71,16 +75,24 @@ def itinerary(
         values, route = records[index].values, routes[index][stage]
         if op is Op.F:  # a parameter goes down the chain once a step, with the first micro-batch
             receives[instruction] = tuple(
-                Message(op, index, n, source, stage) for n, source in route.receives if not (index and values[n].parameter)
+                Message(op, index, n, source, stage)
+                for n, source in route.receives
+                if not (index and values[n].parameter)
             )
             sends[instruction] = tuple(
-                Message(op, index, n, stage, target) for n, target in route.sends if not (index and values[n].parameter)
+                Message(op, index, n, stage, target)
+                for n, target in route.sends
+                if not (index and values[n].parameter)
             )
         else:
             receives[instruction] = tuple(
                 Message(op, index, n, target, stage) for n, target in route.sends if values[n].requires_grad
             )
-            back = [Message(op, index, n, stage, source) for n, source in route.receives if values[n].requires_grad]
+            back = [
+                Message(op, index, n, stage, source)
+                for n, source in route.receives
+                if values[n].requires_grad
+            ]
             sends[instruction] = tuple(sorted(back, key=lambda message: (-message.target, message.value)))
     return Itinerary(
         programs=tuple(tuple(program) for program in programs),

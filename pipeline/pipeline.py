@@ -1,7 +1,7 @@
 """Pipeline: a model, a plan and a loss become stages, an engine and steps, for people who write Python.
 
-Started plainly, all stages run in this process and frames are really packed; inside a group of ranks each rank keeps
-its own stages. Either way a step has the bits of the plain loop over the same micro-batches."""
+Started plainly, all stages run in this process and frames are really packed; inside a group of ranks each
+rank keeps its own stages. Either way a step has the bits of the plain loop over the same micro-batches."""
 
 from __future__ import annotations
 
@@ -43,14 +43,16 @@ class Pipeline:
     """Trains ``model`` as ``plan`` says; every rank passes the same arguments and the same batches.
 
     Args:
-        model: the plain model, put into train mode if it is in eval mode as a whole; in a group of ranks drop your own
+        model: the plain model, put into train mode if it is in eval mode as a whole; in a group of ranks drop
+        your own
             reference to it: a rank keeps only its layers.
         loss: (outputs, targets) -> mean over the micro-batch, a 0-dim tensor.
         optimizer: list of (name, parameter) -> torch optimizer; called once per stage that has parameters.
         scheduler: optimizer -> learning-rate scheduler, stepped once after every update.
         clip: largest global L2 norm of the gradients, None for no clipping.
         scaler: None; a loss scale is not offered yet.
-        autocast: dtype that forward and loss are cast to by torch.autocast (without its weight cache), None for none.
+        autocast: dtype that forward and loss are cast to by torch.autocast (without its weight cache), None
+        for none.
         weight: targets -> over how much the loss is a mean (default: the number of samples).
         seed: what random layers are seeded with, one by one (``penstock.layer_seed``).
         deadline: seconds that any wait for another rank may take.
@@ -75,14 +77,20 @@ class Pipeline:
         deadline: float = 60.0,
     ) -> None:
         if scaler is not None:
-            raise PlanError("a loss scale is not offered yet; train in bfloat16 or float32, which need none, with scaler=None")
+            raise PlanError(
+                "a loss scale is not offered yet; train in bfloat16 or float32, which need none, with "
+                "scaler=None"
+            )
         _check_ranks(plan)
         codec_named(plan.codec)
         if not model.training:
             model.train()
         self.plan, self.weight, self.deadline = plan, weight, deadline
         if plan.fingerprint != fingerprint(model):
-            raise PlanError("a plan belongs to the model it was made for, and this model has other parameters or buffers; plan again")
+            raise PlanError(
+                "a plan belongs to the model it was made for, and this model has other parameters or "
+                "buffers; plan again"
+            )
         graph = trace(model, example_of(plan))
         _check_layers(plan, graph)
         self.shapes = Shapes(graph)
@@ -101,7 +109,9 @@ class Pipeline:
             for name in names
         }
         ranks = [plan.ranks[s] if group.joined() else 0 for s in range(plan.num_stages)]
-        self.state = State(model, graph, stages=self.stages, owner=owner, stage_of=self.stage_of["train"], rank_of=ranks)
+        self.state = State(
+            model, graph, stages=self.stages, owner=owner, stage_of=self.stage_of["train"], rank_of=ranks
+        )
         self.update = Update(
             parameters={s: [(n, p) for n, p in model.named_parameters() if owner[n] == s] for s in here},
             dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
@@ -110,7 +120,9 @@ class Pipeline:
             scheduler=scheduler,
             clip=clip,
         )
-        self._itinerary("train", *[graph.example_inputs] * plan.micro_batches)  # refuse a bad schedule or cut now, not in the first step
+        self._itinerary(
+            "train", *[graph.example_inputs] * plan.micro_batches
+        )  # refuse a bad schedule or cut now, not in the first step
         transport = GlooTransport(deadline=deadline) if group.joined() else LocalTransport()
         self.engine = Engine(
             rank=self.rank,
@@ -130,13 +142,17 @@ class Pipeline:
     def step(self, inputs: Any, targets: Any) -> Report:
         """Train on one batch: micro-batches through the schedule, one update.
 
-        Args:    inputs: a tensor, a tuple (positional) or a dict (by name) of tensors; dimension 0 is the batch.
+        Args:    inputs: a tensor, a tuple (positional) or a dict (by name) of tensors; dimension 0 is the
+                 batch.
                  targets: a tensor, tuple or dict of tensors, split along dimension 0 like the inputs.
         Returns: the Report, on every rank.
-        Raises:  StageError: a layer failed; TransportError: a rank did not answer. Both name rank, stage, micro-batch.
+        Raises:  StageError: a layer failed; TransportError: a rank did not answer. Both name rank, stage,
+                 micro-batch.
         """
         began = time.perf_counter()
-        batches = micro_batches(positional(inputs, self.inputs), targets, self.plan.micro_batches, self.weight)
+        batches = micro_batches(
+            positional(inputs, self.inputs), targets, self.plan.micro_batches, self.weight
+        )
         plan, program = self._itinerary("train", *(batch.inputs for batch in batches))
         losses = self.engine.step(self.steps, program, plan, batches)
         report = self._report(batches, losses, began)
@@ -144,7 +160,8 @@ class Pipeline:
         return report
 
     def evaluate(self, inputs: Any) -> Any:
-        """The plain model in eval mode on all of ``inputs`` at once; on the last stage's rank, None elsewhere."""
+        """The plain model in eval mode on all of ``inputs`` at once; on the last stage's rank, None
+        elsewhere."""
         (batch,) = micro_batches(positional(inputs, self.inputs), None, 1, None)
         plan, program = self._itinerary("eval", batch.inputs)
         return self.engine.evaluate(program, plan, batch.inputs)
@@ -158,8 +175,11 @@ class Pipeline:
         self.steps = self.state.load(self.update, state)
 
     def timeline(self) -> list[Span]:
-        """What every rank did in the last step, in seconds since its beginning; collective, complete on every rank."""
-        rows = group.gather_json([[getattr(span, name) for name in Span.__slots__] for span in self.engine.spans])
+        """What every rank did in the last step, in seconds since its beginning; collective, complete on every
+        rank."""
+        rows = group.gather_json(
+            [[getattr(span, name) for name in Span.__slots__] for span in self.engine.spans]
+        )
         return [Span(**dict(zip(Span.__slots__, fields, strict=True))) for row in rows for fields in row]
 
     def close(self) -> None:
@@ -172,7 +192,9 @@ class Pipeline:
             return traced, [t for t, s in zip(traced.layers, self.stage_of[mode], strict=True) if s == index]
 
         last = index == self.plan.num_stages - 1
-        return Stage(index, model=model, train=own("train"), evaluation=own("eval"), last=last, autocast=autocast)
+        return Stage(
+            index, model=model, train=own("train"), evaluation=own("eval"), last=last, autocast=autocast
+        )
 
     def _itinerary(self, mode: str, *inputs: Sequence[torch.Tensor]) -> tuple[Itinerary, list[Instruction]]:
         """The messages of a step over micro-batches of these inputs, and this process's program."""
@@ -181,7 +203,9 @@ class Pipeline:
             self.itineraries[key] = self._plan_step(mode, inputs)
         return self.itineraries[key]
 
-    def _plan_step(self, mode: str, inputs: Sequence[Sequence[torch.Tensor]]) -> tuple[Itinerary, list[Instruction]]:
+    def _plan_step(
+        self, mode: str, inputs: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[Itinerary, list[Instruction]]:
         plan, stage_of = self.plan, self.stage_of[mode]
         records = [self.shapes.probe(mode, batch) for batch in inputs]
         traced = self.shapes.traced[mode]
@@ -196,7 +220,10 @@ class Pipeline:
             programs = schedule(plan.stages_of_rank, len(inputs), extra_in_flight=plan.extra_in_flight)
             window = smallest_window(programs, num_micro_batches=len(inputs), edges=pairs)
             order = verify(programs, num_micro_batches=len(inputs), edges=pairs, window=window)
-            programs = [[*program, *(Instruction(s, Op.U) for s in own)] for program, own in zip(programs, plan.stages_of_rank, strict=True)]
+            programs = [
+                [*program, *(Instruction(s, Op.U) for s in own)]
+                for program, own in zip(programs, plan.stages_of_rank, strict=True)
+            ]
             order += [Instruction(s, Op.U) for s in range(plan.num_stages)]
         else:
             programs = [[Instruction(s, Op.F, 0) for s in own] for own in plan.stages_of_rank]
@@ -211,7 +238,8 @@ class Pipeline:
         return made, list(programs[self.rank]) if group.joined() else order
 
     def _report(self, batches: Sequence[MicroBatch], losses: dict[int, torch.Tensor], began: float) -> Report:
-        """Put everybody's numbers together: the loss as the sum of share x loss, ascending, and the stages' reports."""
+        """Put everybody's numbers together: the loss as the sum of share x loss, ascending, and the stages'
+        reports."""
         mine = [_total(batches, losses) if self.is_last else 0.0]
         fields = [field.name for field in dataclasses.fields(StageReport)]
         for stage in range(self.plan.num_stages):
@@ -224,7 +252,9 @@ class Pipeline:
             loss=loss,
             seconds=time.perf_counter() - began,
             num_samples=sum(len(batch.inputs[0]) for batch in batches),
-            stages=tuple(StageReport(**dict(zip(fields, (*map(int, row[:4]), *row[4:]), strict=True))) for row in rows),
+            stages=tuple(
+                StageReport(**dict(zip(fields, (*map(int, row[:4]), *row[4:]), strict=True))) for row in rows
+            ),
         )
 
 
@@ -238,7 +268,10 @@ def _total(batches: Sequence[MicroBatch], losses: dict[int, torch.Tensor]) -> fl
 
 def _check_ranks(plan: Plan) -> None:
     if group.joined() and group.num_ranks() != plan.num_ranks:
-        raise PlanError(f"the plan is made for {plan.num_ranks} ranks, {group.num_ranks()} were started; start as many, or plan again")
+        raise PlanError(
+            f"the plan is made for {plan.num_ranks} ranks, {group.num_ranks()} were started; start as many, "
+            "or plan again"
+        )
 
 
 def _check_layers(plan: Plan, graph: LayerGraph) -> None:
@@ -246,7 +279,8 @@ def _check_layers(plan: Plan, graph: LayerGraph) -> None:
     for number, (ours, theirs) in enumerate(zip_longest(graph.layers, planned)):
         if ours != theirs:
             raise PlanError(
-                f"a plan belongs to the model it was made for: layer {number} is {ours} in the model, {theirs} in the plan; plan again"
+                f"a plan belongs to the model it was made for: layer {number} is {ours} in the model, "
+                f"{theirs} in the plan; plan again"
             )
 
 
@@ -255,4 +289,6 @@ def _check_cuts(plan: Plan, record: Probe) -> None:
     for stage in plan.stages[:-1]:
         last += len(stage.layers)
         if reason := record.refused.get(last):
-            raise PlanError(f"the model must not be cut behind layer {stage.layers[-1]}: {reason}; cut elsewhere")
+            raise PlanError(
+                f"the model must not be cut behind layer {stage.layers[-1]}: {reason}; cut elsewhere"
+            )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..stages.units import show_bytes
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageReport:
-    """One stage in one step: bytes it sent downstream (forward) and upstream (backward), unpacked and as sent; seconds."""
+    """One stage in one step: bytes it sent downstream (forward) and upstream (backward), unpacked and as
+    sent; seconds."""
 
     forward_raw: int = 0
     forward_sent: int = 0
@@ -36,3 +39,9 @@ class Report:
     def bytes_sent(self) -> int:
         """Bytes of all frames passed between stages, both directions, headers included."""
         return sum(stage.forward_sent + stage.backward_sent for stage in self.stages)
+
+    def __str__(self) -> str:
+        ratio = f" ({self.bytes_raw / self.bytes_sent:.2f}x)" if self.bytes_sent else ""
+        work = f"loss {self.loss:.4f}, {self.num_samples} samples in {self.seconds:.3f} s"
+        sent = f"{show_bytes(self.bytes_raw)} between stages sent as {show_bytes(self.bytes_sent)}{ratio}"
+        return f"step {self.step}: {work}, {sent}"

@@ -1,4 +1,5 @@
-"""The state of a pipeline under the plain model's names: which process holds what, gathered and loaded whatever the cut."""
+"""The state of a pipeline under the plain model's names: which process holds what, gathered and loaded
+whatever the cut."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from .update import Update
 
 
 class State:
-    """The parameters and buffers that this process's stages hold, by their keys in the model's own state_dict.
+    """The parameters and buffers that this process's stages hold, by their keys in the model's own
+    state_dict.
 
     Args:    owner: for every parameter (by its first name) the stage that trains it.
              stage_of: the stage of every layer.
@@ -41,7 +43,9 @@ class State:
         self.held: dict[str, torch.Tensor] = {}
         for key, tensor in model.state_dict(keep_vars=True).items():
             if not isinstance(tensor, torch.Tensor):
-                raise PlanError(f"a state is made of tensors, {key} of the model is not; keep it outside the model")
+                raise PlanError(
+                    f"a state is made of tensors, {key} of the model is not; keep it outside the model"
+                )
             read = {owner[names[id(tensor)]]} if id(tensor) in names else readers.get(id(tensor), {0})
             self.keys.append(key)
             self.source[key] = rank_of[min(read)]
@@ -62,21 +66,25 @@ class State:
                     tensors.append(item)
                 else:
                     notes[name]["state"][what] = {"plain": item}
-        everybody = group.gather_json({"keys": mine, "optimizer": notes})
-        gathered = group.gather_tensors([encode(tensor, codec="raw") for tensor in tensors])
-        rows = gathered if gathered is not None else [[encode(tensor, codec="raw") for tensor in tensors]]
-        said = everybody if gathered is not None else [everybody[group.rank()]]
-        return _put_together(said, [[decode(frame) for frame in row] for row in rows], self.keys, steps)
+        said = group.gather_json({"keys": mine, "optimizer": notes})
+        frames = [encode(tensor, codec="raw") for tensor in tensors]
+        gathered = group.gather_tensors(frames)
+        if gathered is None:
+            said, gathered = [said[group.rank()]], [frames]
+        return _put_together(said, gathered, self.keys, steps)
 
     def load(self, update: Update, state: Mapping[str, Any]) -> int:
-        """Copy what ``gather`` returned on rank 0 into this process's tensors; returns the number of steps done."""
+        """Copy what ``gather`` returned on rank 0 into this process's tensors; returns the steps done."""
         model = state["model"]
-        if missing := [key for key in self.keys if key not in model] + [key for key in model if key not in self.keys]:
-            raise PlanError(f"a state belongs to the model it was taken from; {missing[0]} is not in both")
+        if strange := sorted(set(self.keys) ^ set(model)):
+            raise PlanError(f"a state belongs to the model it was taken from; {strange[0]} is not in both")
         with torch.no_grad():
             for key, tensor in self.held.items():
                 if model[key].shape != tensor.shape:
-                    raise PlanError(f"{key} of the model has shape {tuple(tensor.shape)}, the state {tuple(model[key].shape)}")
+                    raise PlanError(
+                        f"{key} of the model has shape {tuple(tensor.shape)}, the state "
+                        f"{tuple(model[key].shape)}"
+                    )
                 tensor.copy_(model[key])
         update.load(state["optimizer"])
         return int(state["step"])
@@ -86,7 +94,11 @@ def _readers(model: nn.Module, graph: LayerGraph, stage_of: Sequence[int]) -> di
     """For every buffer (by identity) the stages whose layers use it."""
     found: dict[int, set[int]] = {}
     for layer, stage in zip(graph.train.layers, stage_of, strict=True):
-        used = list(model.get_submodule(str(layer.node.target)).buffers()) if layer.node.op == "call_module" else []
+        used = (
+            list(model.get_submodule(str(layer.node.target)).buffers())
+            if layer.node.op == "call_module"
+            else []
+        )
         for node in layer.node.all_input_nodes:
             if is_local(node) and str(node.target) not in graph.train.constants:
                 path, _, name = str(node.target).rpartition(".")
@@ -97,14 +109,21 @@ def _readers(model: nn.Module, graph: LayerGraph, stage_of: Sequence[int]) -> di
 
 
 def _put_together(
-    said: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[torch.Tensor]], keys: Sequence[str], steps: int
+    said: Sequence[Mapping[str, Any]],
+    gathered: Sequence[Sequence[torch.Tensor]],
+    keys: Sequence[str],
+    steps: int,
 ) -> dict[str, Any]:
-    model: dict[str, torch.Tensor] = {}
+    """One state from what every rank said, and the frames of the tensors it said it of."""
+    model: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
-    for part, tensors in zip(said, rows, strict=True):
+    for part, frames in zip(said, gathered, strict=True):
+        tensors = [decode(frame) for frame in frames]
         model |= dict(zip(part["keys"], tensors, strict=False))
         for name, kept in part["optimizer"].items():
-            state = {w: tensors[i["tensor"]] if "tensor" in i else i["plain"] for w, i in kept["state"].items()}
+            state = {
+                w: tensors[i["tensor"]] if "tensor" in i else i["plain"] for w, i in kept["state"].items()
+            }
             settings = {k: tuple(v) if isinstance(v, list) else v for k, v in kept["group"].items()}
             optimizer[name] = {"state": state, "group": settings}
     return {"model": {key: model[key] for key in keys if key in model}, "optimizer": optimizer, "step": steps}

@@ -1,9 +1,10 @@
 """Frames between stages: over torch.distributed between ranks, through a dict inside one process.
 
-Four rules carry the speed on slow links: receives are posted ahead in the sender's known order, the first ones before
-the rank's first send (gloo moves nothing of a message before the receiver's ready note, which queues behind the rank's
-own data); no send is waited for before the step ends or too many bytes are in flight; buffers are pooled; an ordered
-channel per pair and direction needs no dialogue. Nothing is pickled. Source: claims A2, A3, A8 of CN115016937A."""
+Four rules carry the speed on slow links: receives are posted ahead in the sender's known order, the first
+ones before the rank's first send (gloo moves nothing of a message before the receiver's ready note, which
+queues behind the rank's own data); no send is waited for before the step ends or too many bytes are in
+flight; buffers are pooled; an ordered channel per pair and direction needs no dialogue. Nothing is pickled.
+Source: claims A2, A3, A8 of CN115016937A."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Transport(Protocol):
         ...
 
     def send(self, message: Message, buffer: torch.Tensor, num_bytes: int) -> None:
-        """Pass the first ``num_bytes`` of ``buffer`` on; the buffer belongs to the transport from now on. Never waits."""
+        """Pass the first ``num_bytes`` of ``buffer`` on; the buffer belongs to the transport from now on.
+        Never waits."""
         ...
 
     def receive(self, message: Message) -> torch.Tensor:
@@ -85,7 +87,8 @@ class _Channel:
 
 
 class GlooTransport:
-    """Frames over a torch.distributed process group; stages of the same rank pass theirs through a LocalTransport.
+    """Frames over a torch.distributed process group; stages of the same rank pass theirs through a
+    LocalTransport.
 
     Args:    deadline: seconds that any wait may take.
              max_in_flight: bytes of unfinished sends after which the oldest is waited for."""
@@ -105,7 +108,8 @@ class GlooTransport:
         self.local.begin(itinerary)
         self.itinerary = itinerary
         self.channels = {
-            rank: _Channel(rank, deque(enumerate(messages))) for rank, messages in itinerary.channels(self.rank).items()
+            rank: _Channel(rank, deque(enumerate(messages)))
+            for rank, messages in itinerary.channels(self.rank).items()
         }
         self.sent_to: dict[int, int] = {}
         for channel in self.channels.values():
@@ -174,11 +178,12 @@ class GlooTransport:
         self.pool.give(buffer)
 
     def _lost(self, what: str, error: RuntimeError) -> TransportError:
-        """The error of a failed wait: within which deadline, and why, in the words of the rank that failed first."""
+        """The error of a failed wait: within which deadline, and why, in the words of the rank that failed
+        first."""
         reason = group.words_of_others() or str(error).splitlines()[0]
         return TransportError(f"{what} within {self.deadline.total_seconds():g} s: {reason}")
 
     def _name(self, message: Message) -> str:
         what = "the gradient of" if message.op.value == "B" else "the value"
-        name = self.itinerary.value(message).name
-        return f"{what} {name} of micro-batch {message.micro_batch}, from stage {message.source} to stage {message.target},"
+        way = f"from stage {message.source} to stage {message.target}"
+        return f"{what} {self.itinerary.value(message).name} of micro-batch {message.micro_batch}, {way},"

@@ -1,4 +1,5 @@
-"""The update of the weights: one optimizer per stage, and clipping by the norm over all stages with the plain loop's bits."""
+"""The update of the weights: one optimizer per stage, and clipping by the norm over all stages with the plain
+loop's bits."""
 
 from __future__ import annotations
 
@@ -35,8 +36,12 @@ class Update:
     ) -> None:
         self.named = {name: parameter for named in parameters.values() for name, parameter in named}
         self.dtypes, self.owner, self.clip = dtypes, owner, clip
-        self.optimizers = {stage: made for stage, named in parameters.items() if (made := _make(optimizer, named))}
-        self.schedulers = {stage: scheduler(made) for stage, made in self.optimizers.items()} if scheduler else {}
+        self.optimizers = {
+            stage: made for stage, named in parameters.items() if (made := _make(optimizer, named))
+        }
+        self.schedulers = (
+            {stage: scheduler(made) for stage, made in self.optimizers.items()} if scheduler else {}
+        )
         self.clipped = False
 
     def begin(self) -> None:
@@ -56,10 +61,12 @@ class Update:
             self.schedulers[stage].step()
 
     def _clip(self, largest: float) -> None:
-        """Norms are taken per parameter and put together in the model's own order, as clip_grad_norm_ does."""
+        """Norms are taken per parameter and put together in the model's own order, as clip_grad_norm_
+        does."""
         gradients = {name: p.grad for name, p in self.named.items() if p.grad is not None}
         mine = [
-            (1.0, float(torch.linalg.vector_norm(gradients[name]))) if name in gradients else (0.0, 0.0) for name in self.dtypes
+            (1.0, float(torch.linalg.vector_norm(gradients[name]))) if name in gradients else (0.0, 0.0)
+            for name in self.dtypes
         ]
         everybody = group.exchange([number for pair in mine for number in pair])
         norms: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -79,7 +86,10 @@ class Update:
             for settings in optimizer.param_groups:
                 hyper = {k: v for k, v in settings.items() if k not in ("params", "param_names")}
                 for parameter in settings["params"]:
-                    found[names[id(parameter)]] = {"state": dict(optimizer.state.get(parameter, {})), "group": hyper}
+                    found[names[id(parameter)]] = {
+                        "state": dict(optimizer.state.get(parameter, {})),
+                        "group": hyper,
+                    }
         return found
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -91,11 +101,15 @@ class Update:
                     if kept is None:
                         continue
                     settings.update(kept["group"])
-                    fresh = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in kept["state"].items()}
+                    fresh = {
+                        k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in kept["state"].items()
+                    }
                     optimizer.state[parameter] = fresh
 
 
-def _make(optimizer: Callable[[Named], Optimizer], named: Iterable[tuple[str, torch.nn.Parameter]]) -> Optimizer | None:
+def _make(
+    optimizer: Callable[[Named], Optimizer], named: Iterable[tuple[str, torch.nn.Parameter]]
+) -> Optimizer | None:
     pairs = list(named)
     if not pairs:
         return None
@@ -106,5 +120,8 @@ def _make(optimizer: Callable[[Named], Optimizer], named: Iterable[tuple[str, to
             return None
         raise
     if isinstance(made, LBFGS):
-        raise PlanError("an optimizer works on one stage's parameters at a time and LBFGS needs all at once; use SGD or Adam")
+        raise PlanError(
+            "an optimizer works on one stage's parameters at a time and LBFGS needs all at once; use SGD or "
+            "Adam"
+        )
     return made

@@ -1,7 +1,9 @@
-"""trace(model, example) -> LayerGraph: the network as layers and values, once as it trains and once as it evaluates.
+"""trace(model, example) -> LayerGraph: the network as layers and values, once as it trains and once as it
+evaluates.
 
-torch.fx loses things silently (no_grad and autocast blocks, buffer updates, branches), so the traced network is run
-beside the eager one before anybody relies on it: same outputs, gradients and buffers, bit for bit, or a refusal.
+torch.fx loses things silently (no_grad and autocast blocks, buffer updates, branches), so the traced network
+is run beside the eager one before anybody relies on it: same outputs, gradients and buffers, bit for bit, or
+a refusal.
 Source: claims B1.1-1.4 of CN110032450B (layer vertices, data vertices, dependencies)."""
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from ..compression.errors import PlanError
 from .layers import Layer, Traced, is_local, parts_of, run_all
@@ -24,7 +27,8 @@ from .probe import Probe, probe
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGraph:
-    """A traced model: its train and eval traces, the record of each at the example's shape, and the copy they ran on."""
+    """A traced model: its train and eval traces, the record of each at the example's shape, and the copy they
+    ran on."""
 
     train: Traced
     eval: Traced
@@ -43,15 +47,20 @@ class LayerGraph:
 def trace(model: nn.Module, example_inputs: tuple[torch.Tensor, ...]) -> LayerGraph:
     """Trace ``model`` with torch.fx, in train and in eval mode, and prove both traces on copies of it.
 
-    Modules keep their own training flags, unless the whole model stands in eval mode: then it is traced in train mode.
+    Modules keep their own training flags, unless the whole model stands in eval mode: then it is traced in
+    train mode.
 
-    Args:    model: any module that torch.fx can trace; left bit for bit as it was (weights, gradients, mode, random state).
+    Args:    model: any module that torch.fx can trace; left bit for bit as it was (weights, gradients, mode,
+             random state).
              example_inputs: the positional inputs of one micro-batch, as tensors.
     Returns: the LayerGraph; a layer is one node of the default torch.fx trace and has that node's name.
-    Raises:  PlanError: torch.fx cannot trace the model, or the trace does not compute what the model computes.
+    Raises:  PlanError: torch.fx cannot trace the model, or the trace does not compute what the model
+             computes.
     """
     if not isinstance(example_inputs, tuple) or not all(isinstance(x, torch.Tensor) for x in example_inputs):
-        raise PlanError("example_inputs is a tuple of tensors, one for each input of the model; wrap them: (x,)")
+        raise PlanError(
+            "example_inputs is a tuple of tensors, one for each input of the model; wrap them: (x,)"
+        )
     with torch.random.fork_rng(devices=[]):
         eager, twin = _training_copy(model), _training_copy(model)
         train = _traced(model, twin, len(example_inputs))
@@ -60,8 +69,12 @@ def trace(model: nn.Module, example_inputs: tuple[torch.Tensor, ...]) -> LayerGr
             expected = _observe(eager, eager, example_inputs)
         except Exception as error:
             shapes = ", ".join(str(tuple(x.shape)) for x in example_inputs)
-            raise PlanError(f"the model does not run on inputs of shape {shapes}: {error}; give another example") from error
-        _refuse_difference(expected, _observe(lambda *x: run_all(train, parts, x), twin, example_inputs), mode="train")
+            raise PlanError(
+                f"the model does not run on inputs of shape {shapes}: {error}; give another example"
+            ) from error
+        _refuse_difference(
+            expected, _observe(lambda *x: run_all(train, parts, x), twin, example_inputs), mode="train"
+        )
         _restore(twin, model)
         train_probe = probe(train, parts, _fresh(example_inputs))
         _restore(twin, model)
@@ -85,7 +98,8 @@ def trace(model: nn.Module, example_inputs: tuple[torch.Tensor, ...]) -> LayerGr
 
 
 def _fresh(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Copies in memory of their own: a view of a batch may be misaligned, and a layer may write to its input."""
+    """Copies in memory of their own: a view of a batch may be misaligned, and a layer may write to its
+    input."""
     return tuple(x.detach().clone() for x in inputs)
 
 
@@ -108,14 +122,16 @@ def _restore(twin: nn.Module, model: nn.Module) -> None:
 
 
 def _traced(model: nn.Module, root: nn.Module, num_inputs: int) -> Traced:
-    """The trace of ``root``, a copy of ``model``: shared parameters lifted, further inputs at their defaults."""
+    """The trace of ``root``, a copy of ``model``: shared parameters lifted, further inputs at their
+    defaults."""
     parameters = list(inspect.signature(root.forward).parameters.values())
     defaults = {p.name: p.default for p in parameters[num_inputs:] if p.default is not p.empty}
     try:
         graph = fx.Tracer().trace(root, defaults or None)
     except Exception as error:
         raise PlanError(
-            f"torch.fx cannot trace {type(root).__name__}: {error}; keep branches and loops over tensor values out of "
+            f"torch.fx cannot trace {type(root).__name__}: {error}; keep branches and loops over tensor "
+            "values out of "
             "forward, or put them into a function under torch.fx.wrap"
         ) from error
     _refuse_lost_buffers(model, root)
@@ -131,14 +147,17 @@ def _traced(model: nn.Module, root: nn.Module, num_inputs: int) -> Traced:
         raise PlanError(f"a pipeline needs at least one layer; {type(root).__name__}.forward calls none")
     if len(inputs) != num_inputs:
         names = ", ".join(node.name for node in inputs)
-        raise PlanError(f"example_inputs has one tensor for each input; the model takes {names}, {num_inputs} were given")
+        raise PlanError(
+            f"example_inputs has one tensor for each input; the model takes {names}, {num_inputs} were given"
+        )
     constants = {n.target: operator.attrgetter(n.target)(root) for n in graph.nodes if n.op == "get_attr"}
     constants = {name: tensor for name, tensor in constants.items() if not _has(model, name)}
     return Traced(inputs=inputs, layers=layers, output=next(iter(reversed(graph.nodes))), constants=constants)
 
 
 def _drop_default_inputs(graph: fx.Graph, num_inputs: int) -> None:
-    """Remove the placeholders (and torch.fx's assertions on them) of arguments that stay at their defaults."""
+    """Remove the placeholders (and torch.fx's assertions on them) of arguments that stay at their
+    defaults."""
     for node in [n for n in graph.nodes if n.op == "placeholder"][num_inputs:]:
         dead = [node]
         for user in dead:
@@ -155,7 +174,8 @@ def _module_path(node: fx.Node) -> str:
 
 
 def _parameter_uses(root: nn.Module, graph: fx.Graph) -> dict[int, list[tuple[fx.Node, str | None]]]:
-    """For every trained parameter the nodes that use it: (node, name inside its module; None for a get_attr node)."""
+    """For every trained parameter the nodes that use it: (node, name inside its module; None for a get_attr
+    node)."""
     uses: dict[int, list[tuple[fx.Node, str | None]]] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -170,8 +190,8 @@ def _parameter_uses(root: nn.Module, graph: fx.Graph) -> dict[int, list[tuple[fx
 def _lift_shared(root: nn.Module, graph: fx.Graph) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
     """Make one layer of every trained parameter that several nodes use, right before its first user.
 
-    A tied parameter then is a value like any other. Buffers, constants and frozen parameters are read where they are
-    used and never travel: their get_attr nodes become local to each user."""
+    A tied parameter then is a value like any other. Buffers, constants and frozen parameters are read where
+    they are used and never travel: their get_attr nodes become local to each user."""
     for node in list(graph.nodes):
         if node.op == "get_attr" and not operator.attrgetter(node.target)(root).requires_grad:
             for user in list(node.users):
@@ -205,7 +225,8 @@ def _has(model: nn.Module, name: str) -> bool:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors agree in shape, dtype and every bit (torch.equal takes -0.0 for 0.0 and no NaN for itself)."""
+    """Whether two tensors agree in shape, dtype and every bit (torch.equal takes -0.0 for 0.0 and no NaN for
+    itself)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     a, b = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (a, b))
@@ -213,21 +234,25 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _refuse_lost_buffers(model: nn.Module, traced: nn.Module) -> None:
-    """Refuse a model whose forward writes buffers outside its layers: torch.fx runs that at trace time and loses it."""
+    """Refuse a model whose forward writes buffers outside its layers: torch.fx runs that at trace time and
+    loses it."""
     after = dict(traced.named_buffers())
     for name, buffer in model.named_buffers():
         if name not in after or not same_bits(buffer, after[name]):
             raise PlanError(
-                f"torch.fx loses what forward writes to the buffer {name}; move that update into a module of its own "
+                f"torch.fx loses what forward writes to the buffer {name}; move that update into a module of "
+                "its own "
                 "that torch.fx takes as a leaf"
             )
 
 
 def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+    return (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
 
 
-def _observe(run: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor | None]:
+def _observe(
+    run: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor | None]:
     """Outputs, gradients and buffers of one forward and backward from a fixed random state."""
     torch.manual_seed(0)
     model.zero_grad()
@@ -245,19 +270,24 @@ def _observe(run: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.T
 def _refuse_difference(
     expected: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None], *, mode: str
 ) -> None:
-    """Raise PlanError unless the trace's outputs, gradients and buffers are the eager model's, bit for bit."""
+    """Raise PlanError unless the trace's outputs, gradients and buffers are the eager model's, bit for
+    bit."""
     for name, tensor in expected.items():
         other = found.get(name)
-        if (tensor is None) != (other is None) or (tensor is not None and other is not None and not same_bits(tensor, other)):
+        if (tensor is None) != (other is None) or (
+            tensor is not None and other is not None and not same_bits(tensor, other)
+        ):
             raise PlanError(
-                f"the torch.fx trace does not compute what the model computes in {mode} mode ({name} differs): no_grad and "
+                f"the torch.fx trace does not compute what the model computes in {mode} mode ({name} "
+                "differs): no_grad and "
                 "autocast blocks, tensors made in forward and branches on values are lost; "
                 "move them into a module of their own or wrap the function with torch.fx.wrap"
             )
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A hash of what a plan relies on beside the layers' names: names, shapes and dtypes of parameters and buffers."""
+    """A hash of what a plan relies on beside the layers' names: names, shapes and dtypes of parameters and
+    buffers."""
     digest = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())

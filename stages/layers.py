@@ -1,6 +1,8 @@
-"""What a traced network is made of: layers in running order, the parts of the model that they name, how one is run.
+"""What a traced network is made of: layers in running order, the parts of the model that they name, how one
+is run.
 
-Probe, profile and stage all run layers by the same function, so what was proven on a copy holds for the real run."""
+Probe, profile and stage all run layers by the same function, so what was proven on a copy holds for the real
+run."""
 
 from __future__ import annotations
 
@@ -11,13 +13,15 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_arg
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """One node of the trace; ``module`` is the dotted path it was traced in.
 
-    ``lifted``: for every tied parameter of a module, (its name inside the module, the get_attr layer that reads it)."""
+    ``lifted``: for every tied parameter of a module, (its name inside the module, the get_attr layer that
+    reads it)."""
 
     node: fx.Node
     module: str
@@ -43,14 +47,18 @@ class Traced:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """The modules and tensors of a model that some layers name, by dotted path; nothing else is kept alive."""
+    """The modules and tensors of a model that some layers name, by dotted path; nothing else is kept
+    alive."""
 
     modules: dict[str, nn.Module]
     tensors: dict[str, torch.Tensor]
 
 
-def parts_of(root: nn.Module, traced: Traced, layers: Iterable[Layer] | None = None, *, output: bool = True) -> Parts:
-    """The parts of ``root`` that ``layers`` (default: all of the trace) use, and those that the ``output`` returns."""
+def parts_of(
+    root: nn.Module, traced: Traced, layers: Iterable[Layer] | None = None, *, output: bool = True
+) -> Parts:
+    """The parts of ``root`` that ``layers`` (default: all of the trace) use, and those that the ``output``
+    returns."""
     modules: dict[str, nn.Module] = {}
     tensors: dict[str, torch.Tensor] = {}
     nodes = [layer.node for layer in (traced.layers if layers is None else layers)]
@@ -61,19 +69,23 @@ def parts_of(root: nn.Module, traced: Traced, layers: Iterable[Layer] | None = N
     for node in (*nodes, *(source for reader in readers for source in reader.all_input_nodes)):
         if node.op == "get_attr" and (is_local(node) or node in nodes):
             name = str(node.target)
-            tensors[name] = traced.constants[name] if name in traced.constants else operator.attrgetter(name)(root)
+            tensors[name] = (
+                traced.constants[name] if name in traced.constants else operator.attrgetter(name)(root)
+            )
     return Parts(modules, tensors)
 
 
 def is_local(node: fx.Node) -> bool:
-    """Whether a get_attr node reads a buffer, a constant or a frozen parameter: read where it is used, never sent."""
+    """Whether a get_attr node reads a buffer, a constant or a frozen parameter: read where it is used, never
+    sent."""
     return "local" in node.meta
 
 
 def run_layer(
     layer: Layer, env: Mapping[fx.Node, Any], parts: Parts, tied: Mapping[fx.Node, torch.Tensor] | None = None
 ) -> Any:
-    """Run one layer on the results in ``env``; ``tied`` holds the tied parameters that came from another stage."""
+    """Run one layer on the results in ``env``; ``tied`` holds the tied parameters that came from another
+    stage."""
     node = layer.node
     if node.op == "get_attr":
         return parts.tensors[str(node.target)]
@@ -81,8 +93,8 @@ def run_layer(
     def look(argument: fx.Node) -> Any:
         return parts.tensors[str(argument.target)] if is_local(argument) else env[argument]
 
-    args: Any = fx.node.map_arg(node.args, look)
-    kwargs: Any = fx.node.map_arg(node.kwargs, look)
+    args: Any = map_arg(node.args, look)
+    kwargs: Any = map_arg(node.kwargs, look)
     if node.op == "call_function":
         return node.target(*args, **kwargs)  # type: ignore[operator]
     if node.op == "call_method":
@@ -94,7 +106,7 @@ def run_layer(
 
 def run_output(traced: Traced, env: Mapping[fx.Node, Any], parts: Parts) -> Any:
     """What the model returns, put together from the results in ``env``."""
-    return fx.node.map_arg(
+    return map_arg(
         traced.output.args[0], lambda node: parts.tensors[str(node.target)] if is_local(node) else env[node]
     )
 

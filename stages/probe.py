@@ -1,8 +1,9 @@
 """One recorded run of a traced model: which values there are, who reads them, and where it must not be cut.
 
-Names in a graph hide what decides the bits: one object under two names, two tensors in one storage, a layer that writes
-in place or draws random numbers. A run on a copy of the model shows all of it, and the stages hold every micro-batch
-against this record. A run on the meta device gives shapes and identities of another micro-batch size for free."""
+Names in a graph hide what decides the bits: one object under two names, two tensors in one storage, a layer
+that writes in place or draws random numbers. A run on a copy of the model shows all of it, and the stages
+hold every micro-batch against this record. A run on the meta device gives shapes and identities of another
+micro-batch size for free."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One tensor or Python number of a run: made by layer ``producer`` (-1: an input), read by the layers ``users``
-    (the model's output reads last: it counts as one more layer).
+    """One tensor or Python number of a run: made by layer ``producer`` (-1: an input), read by the layers
+    ``users`` (the model's output reads last: it counts as one more layer).
 
-    ``refused`` says why it must not cross a cut, "" if it may. ``parameter``: a (tied) parameter, sent once a step."""
+    ``refused`` says why it must not cross a cut, "" if it may. ``parameter``: a (tied) parameter, sent once a
+    step."""
 
     name: str
     producer: int
@@ -55,7 +57,8 @@ class Outputs:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The record: values by number, the outputs of every node, the random layers, the refused cuts with their reasons."""
+    """The record: values by number, the outputs of every node, the random layers, the refused cuts with their
+    reasons."""
 
     values: tuple[Value, ...]
     outputs: dict[fx.Node, Outputs]
@@ -68,7 +71,8 @@ class Probe:
 
 
 class _Recorder:
-    """Gathers values by object identity while the layers run; keeps every object, so that no identity is used twice."""
+    """Gathers values by object identity while the layers run; keeps every object, so that no identity is used
+    twice."""
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
@@ -112,8 +116,11 @@ class _Recorder:
                 yield from outputs.values
 
     def storages(self, numbers: Sequence[int]) -> dict[int, int]:
-        """Storage identity of each of these values that is a tensor (on the meta device addresses are all zero)."""
-        return {i: t.untyped_storage()._cdata for i in numbers if isinstance(t := self.objects[i], torch.Tensor)}
+        """Storage identity of each of these values that is a tensor (on the meta device addresses are all
+        zero)."""
+        return {
+            i: t.untyped_storage()._cdata for i in numbers if isinstance(t := self.objects[i], torch.Tensor)
+        }
 
 
 def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe:
@@ -134,7 +141,9 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
     return record
 
 
-def _record_layer(recorder: _Recorder, layer: Layer, index: int, env: dict[fx.Node, Any], parts: Parts) -> None:
+def _record_layer(
+    recorder: _Recorder, layer: Layer, index: int, env: dict[fx.Node, Any], parts: Parts
+) -> None:
     read = list(recorder.reads(layer.node, [source for _, source in layer.lifted]))
     tensors = [t for i in read if isinstance(t := recorder.objects[i], torch.Tensor)]
     buffers = _buffers(layer, parts)
@@ -147,7 +156,9 @@ def _record_layer(recorder: _Recorder, layer: Layer, index: int, env: dict[fx.No
         raise PlanError(f"layer {layer.name} does not take an input of shape {size}: {error}") from error
     if not torch.equal(state, torch.get_rng_state()):
         recorder.random.add(layer.name)
-    changed = [t for t, before in zip((*tensors, *buffers.values()), versions, strict=True) if t._version != before]
+    changed = [
+        t for t, before in zip((*tensors, *buffers.values()), versions, strict=True) if t._version != before
+    ]
     recorder.mutated |= {t.untyped_storage()._cdata for t in changed}
     recorder.written |= {id(t) for t in changed}
     for name, buffer in buffers.items():
@@ -173,7 +184,9 @@ def _value(recorder: _Recorder, number: int) -> Value:
     if tensor is None and type(leaf) not in NUMBERS:
         refused = f"a Python value of type {type(leaf).__name__} ({recorder.names[number]}) would cross it"
     elif tensor is not None and not _travels(tensor):
-        refused = f"the tensor {recorder.names[number]}, whose elements overlap or lie far apart, would cross it"
+        refused = (
+            f"the tensor {recorder.names[number]}, whose elements overlap or lie far apart, would cross it"
+        )
     return Value(
         name=recorder.names[number],
         producer=recorder.producers[number],
@@ -188,8 +201,9 @@ def _value(recorder: _Recorder, number: int) -> Value:
 
 
 def _travels(tensor: torch.Tensor) -> bool:
-    """Whether a frame keeps the tensor's geometry exactly: another one picks other kernels and with them other bits."""
-    return tensor.layout == torch.strided and geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).travels
+    """Whether a frame keeps the tensor's geometry exactly: another one picks other kernels and other bits."""
+    dense = tensor.layout == torch.strided
+    return dense and geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).travels
 
 
 def _refusal(recorder: _Recorder, record: Probe, cut: int) -> str:
@@ -206,5 +220,5 @@ def _refusal(recorder: _Recorder, record: Probe, cut: int) -> str:
             return f"{names} share one memory that a layer writes to, and both would cross it"
     for key, (name, layers) in recorder.accesses.items():
         if key in recorder.written and min(layers) <= cut < max(layers):
-            return f"the layers that use the buffer {name}, which one of them writes to, would stand on both sides"
+            return f"the layers that use the buffer {name}, and write to it, would stand on both sides"
     return ""

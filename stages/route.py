@@ -1,7 +1,8 @@
 """Which values a stage receives and sends: every value travels along the chain of its users, stage to stage.
 
-producer -> first user -> next user: the same chain carries the gradient back, and each stage adds its part to what came
-from below, which is autograd's own order of addition (a star, or adding afterwards, would give other bits)."""
+producer -> first user -> next user: the same chain carries the gradient back, and each stage adds its part to
+what came from below, which is autograd's own order of addition (a star, or adding afterwards, would give
+other bits)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ HOLDS = ("call_module", "get_attr")  # what a stage owns a part of the model for
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One stage of a run: its layers, and what crosses its ends: (value, source stage) and (value, target stage).
+    """One stage of a run: its layers, and what crosses its ends: (value, source stage) and (value, target
+    stage).
 
     ``foreign`` are the nodes of earlier stages (and the model's inputs) whose results its layers read."""
 
@@ -31,9 +33,13 @@ class Route:
 
 
 def routes(traced: Traced, record: Probe, stage_of: Sequence[int]) -> tuple[Route, ...]:
-    """The route of every stage; layer i runs on stage ``stage_of[i]``, inputs start on stage 0, the output ends on the last."""
+    """The route of every stage; layer i runs on stage ``stage_of[i]``, inputs start on stage 0, the output
+    ends on the last."""
     num_stages = max(stage_of) + 1
-    places = (*stage_of, num_stages - 1)  # the output reads last: the users of a value count it as one more layer
+    places = (
+        *stage_of,
+        num_stages - 1,
+    )  # the output reads last: the users of a value count it as one more layer
     receives: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
     sends: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
     for number, value in enumerate(record.values):
@@ -44,13 +50,17 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int]) -> tuple[Rout
         for source, target in pairwise(chain):
             sends[source].append((number, target))
             receives[target].append((number, source))
-    layers = [tuple(t for t, s in zip(traced.layers, stage_of, strict=True) if s == i) for i in range(num_stages)]
+    layers = [
+        tuple(t for t, s in zip(traced.layers, stage_of, strict=True) if s == i) for i in range(num_stages)
+    ]
     return tuple(
         Route(
             layers=layers[stage],
             foreign=_foreign(layers[stage], traced.output if stage == num_stages - 1 else None),
             receives=tuple(receives[stage]),
-            sends=tuple(sorted(sends[stage], key=lambda send: (send[1], send[0]))),  # to the nearest stage first
+            sends=tuple(
+                sorted(sends[stage], key=lambda send: (send[1], send[0]))
+            ),  # to the nearest stage first
         )
         for stage in range(num_stages)
     )
@@ -58,7 +68,11 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int]) -> tuple[Rout
 
 def _foreign(layers: Sequence[Layer], output: fx.Node | None) -> tuple[fx.Node, ...]:
     own = {layer.node for layer in layers}
-    read = [node for layer in layers for node in (*layer.node.all_input_nodes, *(source for _, source in layer.lifted))]
+    read = [
+        node
+        for layer in layers
+        for node in (*layer.node.all_input_nodes, *(source for _, source in layer.lifted))
+    ]
     read += [] if output is None else output.all_input_nodes
     return tuple(dict.fromkeys(node for node in read if node not in own and not is_local(node)))
 
@@ -80,10 +94,15 @@ def stage_of_layers(traced: Traced, cuts: Sequence[str]) -> list[int]:
 def follow(train: Traced, stage_of: Sequence[int], evaluation: Traced) -> list[int]:
     """The stage of every layer of the eval trace, which may hold other layers than the train trace.
 
-    Modules and parameters stay on the stage that holds them; other layers run as early as their arguments allow."""
+    Modules and parameters stay on the stage that holds them; other layers run as early as their arguments
+    allow."""
     if [layer.name for layer in train.layers] == [layer.name for layer in evaluation.layers]:
         return list(stage_of)
-    owner = {layer.node.target: s for layer, s in zip(train.layers, stage_of, strict=True) if layer.node.op in HOLDS}
+    owner = {
+        layer.node.target: s
+        for layer, s in zip(train.layers, stage_of, strict=True)
+        if layer.node.op in HOLDS
+    }
     placed: dict[fx.Node, int] = {node: 0 for node in evaluation.inputs}
     for layer in evaluation.layers:
         sources = (*layer.node.all_input_nodes, *(source for _, source in layer.lifted))
@@ -91,7 +110,8 @@ def follow(train: Traced, stage_of: Sequence[int], evaluation: Traced) -> list[i
         stage = owner.get(layer.node.target, earliest) if layer.node.op in HOLDS else earliest
         if stage < earliest:
             raise PlanError(
-                f"the model takes another way in eval mode: layer {layer.name} is held by stage {stage} and needs a result "
+                f"the model takes another way in eval mode: layer {layer.name} is held by stage {stage} and "
+                "needs a result "
                 f"of stage {earliest}; cut elsewhere"
             )
         placed[layer.node] = stage

@@ -1,7 +1,8 @@
 """Probes of other micro-batch sizes, on the meta device: shapes and identities without memory or computation.
 
-A rank that holds only its own layers cannot run the whole network any more, but it must know what every stage sends for
-a micro-batch of any size: identities can depend on it (a contiguous() of one sample does nothing)."""
+A rank that holds only its own layers cannot run the whole network any more, but it must know what every stage
+sends for a micro-batch of any size: identities can depend on it (a contiguous() of one sample does
+nothing)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from .probe import Probe, probe
 
 
 class Shapes:
-    """Records of both traces at any micro-batch size; the example's own size was measured on the real device."""
+    """Records of both traces at any micro-batch size; the example's own size was measured on the real
+    device."""
 
     def __init__(self, graph: LayerGraph) -> None:
         self.traced = {"train": graph.train, "eval": graph.eval}
@@ -41,15 +43,19 @@ class Shapes:
                 self.trusted[mode] = self._difference(mode)
             if self.trusted[mode]:
                 raise PlanError(
-                    f"a micro-batch has shapes {_show(key)}, the example had {_show(self.example)}, and this model's shapes "
-                    f"cannot be told without running it ({self.trusted[mode]}); use equal micro-batches of the example's size"
+                    f"a micro-batch has shapes {_show(key)}, the example had {_show(self.example)}, and this "
+                    "model's shapes "
+                    f"cannot be told without running it ({self.trusted[mode]}); use equal micro-batches of "
+                    "the example's size"
                 )
             self.known[mode, key] = dataclasses.replace(self._run(mode, key), random=self.real[mode].random)
         return self.known[mode, key]
 
     def _run(self, mode: str, key: _Key) -> Probe:
         traced: Traced = self.traced[mode]
-        inputs = [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in key]
+        inputs = [
+            torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in key
+        ]
         with torch.set_grad_enabled(mode == "train"):
             return probe(traced, parts_of(self.roots[mode], traced), inputs)
 
@@ -64,7 +70,12 @@ class Shapes:
             if outputs != meta.outputs[node]:
                 return f"the results of {node.name} differ on the meta device"
         for value, other in zip(real.values, meta.values, strict=True):
-            if (value.shape, value.dtype, value.users, value.number) != (other.shape, other.dtype, other.users, other.number):
+            if (value.shape, value.dtype, value.users, value.number) != (
+                other.shape,
+                other.dtype,
+                other.users,
+                other.number,
+            ):
                 return f"the value {value.name} differs on the meta device"
         return ""
 

@@ -1,8 +1,9 @@
-"""Stage: the consecutive layers between two cuts; forward and backward of one micro-batch, without changing a bit.
+"""Stage: the consecutive layers between two cuts; forward and backward of one micro-batch, without changing a
+bit.
 
-What keeps the bits: random layers are seeded one by one; received tensors enter as neither leaf nor view, and their
-gradient is taken raw; a value that goes on to later stages brings its gradient back as one more root of this stage's
-own backward, so autograd adds in its own order; what ran is held against the probe.
+What keeps the bits: random layers are seeded one by one; received tensors enter as neither leaf nor view, and
+their gradient is taken raw; a value that goes on to later stages brings its gradient back as one more root of
+this stage's own backward, so autograd adds in its own order; what ran is held against the probe.
 Source: claims A1-A3 of CN115016937A (a node computes only its partition)."""
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..compression.errors import StageError
-from .layers import Layer, Parts, Traced, parts_of, run_layer, run_output
+from .layers import Layer, Traced, parts_of, run_layer, run_output
 from .probe import Probe
 from .route import Route
 
 
 def layer_seed(seed: int, step: int, micro_batch: int, name: str) -> int:
-    """What the device's generator is seeded with before the random layer ``name`` runs (steps and micro-batches from 0)."""
+    """What the device's generator is seeded with before the random layer ``name`` runs (steps and
+    micro-batches from 0)."""
     text = f"{seed}/{step}/{micro_batch}/{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -41,20 +43,23 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class Receive(torch.autograd.Function):
-    """Brings a received tensor into the graph as neither leaf nor view; ``slot`` catches its gradient as it comes.
+    """Brings a received tensor into the graph as neither leaf nor view; ``slot`` catches its gradient raw.
 
-    A leaf would lay its gradient out anew, refuse to be written in place, and have its cast cached under autocast."""
+    A leaf would lay its gradient out anew, refuse to be written in place, and have its casts cached.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor, slot: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        """(anchor that asks for a gradient, tensor, slot) -> another tensor over the same memory."""
+        _, tensor, ctx.slot = args
         ctx.set_materialize_grads(False)
-        ctx.slot = slot
         return _same_memory(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
-        if gradient is not None:
-            ctx.slot["gradient"] = gradient
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+        """Keep the gradient, if there is one, and end the stage's backward here."""
+        if gradients[0] is not None:
+            ctx.slot["gradient"] = gradients[0]
         return None, None, None
 
 
@@ -66,7 +71,8 @@ def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Running:
-    """One micro-batch between its forward and its backward: the roots, the slots of received gradients, the loss."""
+    """One micro-batch between its forward and its backward: the roots, the slots of received gradients, the
+    loss."""
 
     __slots__ = ("loss", "roots", "slots")
 
@@ -95,7 +101,12 @@ class Stage:
             "train": parts_of(model, *train, output=last),
             "eval": parts_of(model, *evaluation, output=last),
         }
-        self.modules = {m: m.training for part in self.parts.values() for root in part.modules.values() for m in root.modules()}
+        self.modules = {
+            m: m.training
+            for part in self.parts.values()
+            for root in part.modules.values()
+            for m in root.modules()
+        }
         self.anchor = torch.zeros((), requires_grad=True)
         self.autocast = autocast
         self.running: dict[int, _Running] = {}
@@ -119,7 +130,8 @@ class Stage:
     ) -> tuple[dict[int, Any], Any]:
         """Run the layers on ``received`` (value number -> tensor or number; on stage 0 the model's inputs).
 
-        Returns: the values to send (number -> tensor or number), and the model's outputs on the last stage, else None."""
+        Returns: the values to send (number -> tensor or number), and the model's outputs on the last stage,
+                 else None."""
         running = self.running[micro_batch] = _Running()
         values = {number: self._enter(running, number, item, record) for number, item in received.items()}
         with self.casting():
@@ -129,11 +141,15 @@ class Stage:
         return sent, run_output(self.traced["train"], env, self.parts["train"]) if self.last else None
 
     def lose(self, micro_batch: int, weighted_loss: torch.Tensor) -> None:
-        """On the last stage: the loss of ``micro_batch``, times its share of the batch, is where its backward begins."""
+        """On the last stage: the loss of ``micro_batch``, times its share of the batch, is where its backward
+        begins."""
         self.running[micro_batch].loss = weighted_loss
 
-    def backward(self, micro_batch: int, gradients: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
-        """Backward of ``micro_batch`` from the gradients of the values it sent; returns those of the values it received."""
+    def backward(
+        self, micro_batch: int, gradients: Mapping[int, torch.Tensor | None]
+    ) -> dict[int, torch.Tensor | None]:
+        """Backward of ``micro_batch`` from the gradients of the values it sent; returns those of the values
+        it received."""
         running = self.running.pop(micro_batch)
         roots = [] if running.loss is None or not running.loss.requires_grad else [running.loss]
         grads: list[torch.Tensor | None] = [None] * len(roots)
@@ -148,8 +164,11 @@ class Stage:
             raise StageError(f"backward: {type(error).__name__}: {error}") from error
         return {number: slot.get("gradient") for number, slot in running.slots.items()}
 
-    def evaluate(self, received: Mapping[int, Any], *, record: Probe, route: Route) -> tuple[dict[int, Any], Any]:
-        """The same layers in eval mode without autograd: the values to send, and the outputs on the last stage."""
+    def evaluate(
+        self, received: Mapping[int, Any], *, record: Probe, route: Route
+    ) -> tuple[dict[int, Any], Any]:
+        """The same layers in eval mode without autograd: the values to send, and the outputs on the last
+        stage."""
         values = dict(received)
         with torch.no_grad(), self.casting():
             env = self._layers("eval", values, record, route, None)
@@ -170,7 +189,12 @@ class Stage:
         return torch.autocast("cpu", self.autocast, cache_enabled=False)
 
     def _layers(
-        self, mode: str, values: dict[int, Any], record: Probe, route: Route, seed: Callable[[str], int] | None
+        self,
+        mode: str,
+        values: dict[int, Any],
+        record: Probe,
+        route: Route,
+        seed: Callable[[str], int] | None,
     ) -> dict[fx.Node, Any]:
         """Run the stage's layers in order; ``values`` grows by what they make."""
         parts = self.parts[mode]
@@ -207,4 +231,6 @@ def _hold_against(
         if not isinstance(leaf, torch.Tensor):
             values[number] = leaf
         elif values.setdefault(number, leaf) is not leaf or numbers.setdefault(id(leaf), number) != number:
-            raise StageError(f"layer {layer.name} returned a tensor that was its input when it was traced, or the reverse")
+            raise StageError(
+                f"layer {layer.name} returned a tensor that was its input when it was traced, or the reverse"
+            )

@@ -6,10 +6,10 @@ import functools
 import random
 
 import torch
-
-import penstock
 from reference import plain_loop, same_bits
 from zoo import build, cross_entropy
+
+import penstock
 
 OPTIMIZERS = {
     "sgd": lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, weight_decay=1e-4),
@@ -19,7 +19,8 @@ OPTIMIZERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run: ``cuts`` are layer names, an int (that many stages, planned), "every", or ("random", stages, seed)."""
+    """One training run: ``cuts`` are layer names, an int (that many stages, planned), "every", or ("random",
+    stages, seed)."""
 
     model: str
     cuts: object = 2
@@ -35,7 +36,9 @@ class Case:
     scheduler: bool = False
 
     def __str__(self):
-        shown = [str(getattr(self, f.name)) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        shown = [
+            str(getattr(self, f.name)) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        ]
         return "-".join(shown).replace(" ", "").replace("torch.", "")
 
 
@@ -102,7 +105,8 @@ def plain_of(case, model, batches, random_layers):
 
 
 def differences(case):
-    """Train one process's pipeline and the plain loop side by side; names of everything that differs in a bit."""
+    """Train one process's pipeline and the plain loop side by side; names of everything that differs in a
+    bit."""
     plan, random_layers = plan_of(case)
     model, batches = build(case.model, case.dtype, case.steps)
     plain = copy.deepcopy(model)
@@ -112,11 +116,26 @@ def differences(case):
         report = pipe.step(x, y)
         step = report.step
         losses = [pipe.engine.losses[i] for i in range(len(expected["losses"]))]
-        found += [f"step {step} loss {i}" for i, (a, b) in enumerate(zip(losses, expected["losses"], strict=True)) if not same_bits(a, b)]
-        found += [] if report.loss == expected["loss"] else [f"step {step} reported loss {report.loss} {expected['loss']}"]
+        found += [
+            f"step {step} loss {i}"
+            for i, (a, b) in enumerate(zip(losses, expected["losses"], strict=True))
+            if not same_bits(a, b)
+        ]
+        found += (
+            []
+            if report.loss == expected["loss"]
+            else [f"step {step} reported loss {report.loss} {expected['loss']}"]
+        )
         gradients = {name: p.grad for name, p in model.named_parameters()}
-        found += [f"step {step} gradient {n}" for n, g in expected["gradients"].items() if not same_layout(g, gradients[n])]
-        found += [f"step {step} {what}" for what in state_differences(pipe.state_dict(), plain, expected["optimizer"])]
+        found += [
+            f"step {step} gradient {n}"
+            for n, g in expected["gradients"].items()
+            if not same_layout(g, gradients[n])
+        ]
+        found += [
+            f"step {step} {what}"
+            for what in state_differences(pipe.state_dict(), plain, expected["optimizer"])
+        ]
     return found
 
 
@@ -134,7 +153,11 @@ def state_differences(state, plain, optimizer):
         ours = state["optimizer"].get(name, {}).get("state", {})
         if set(kept) != set(ours):
             found.append(f"optimizer state of {name}")
-        found += [f"optimizer {what} of {name}" for what in kept if what in ours and not same_bits(kept[what], ours[what])]
+        found += [
+            f"optimizer {what} of {name}"
+            for what in kept
+            if what in ours and not same_bits(kept[what], ours[what])
+        ]
     return found
 
 
@@ -150,11 +173,22 @@ def rank_differences(case, plan_path):
     found = []
     for (x, y), expected in zip(batches, plain_of(case, plain, batches, random_layers), strict=True):
         report = pipe.step(x, y)
-        found += [] if report.loss == expected["loss"] else [f"step {report.step} loss {report.loss} {expected['loss']}"]
-        found += [f"step {report.step} gradient {n}" for n, p in mine.items() if not same_layout(expected["gradients"][n], p.grad)]
+        found += (
+            []
+            if report.loss == expected["loss"]
+            else [f"step {report.step} loss {report.loss} {expected['loss']}"]
+        )
+        found += [
+            f"step {report.step} gradient {n}"
+            for n, p in mine.items()
+            if not same_layout(expected["gradients"][n], p.grad)
+        ]
         state = pipe.state_dict()
         if pipe.rank == 0:
-            found += [f"step {report.step} {what}" for what in state_differences(state, plain, expected["optimizer"])]
+            found += [
+                f"step {report.step} {what}"
+                for what in state_differences(state, plain, expected["optimizer"])
+            ]
     outputs = pipe.evaluate(batches[0][0])
     if pipe.is_last:
         with torch.no_grad():

@@ -1,4 +1,5 @@
-"""A pool of real ranks: spawned processes kept for the whole test run, a new gloo group over a file for every job."""
+"""A pool of real ranks: spawned processes kept for the whole test run, a new gloo group over a file for every
+job."""
 
 import multiprocessing
 import tempfile
@@ -9,7 +10,8 @@ DEADLINE = 120  # seconds until a job must have ended
 
 
 class Ranks:
-    """``run(function, ..., ranks=n)`` calls ``function(...)`` on n ranks at once and returns their results."""
+    """``run(function, ..., ranks=n)`` calls ``function(...)`` on n ranks at once and returns their
+    results."""
 
     def __init__(self):
         self.context = multiprocessing.get_context("spawn")
@@ -56,7 +58,8 @@ def _answer(pipe):
 
 
 def _serve(pipe):
-    """What a rank does: join a group, run one job, leave the group if it succeeded, and wait for the next job."""
+    """What a rank does: join a group, run one job, leave the group if it succeeded, and wait for the next
+    job."""
     import torch
     import torch.distributed as dist
 
@@ -64,14 +67,14 @@ def _serve(pipe):
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     while True:
         try:
             function, args, path, rank, ranks = pipe.recv()
         except EOFError:
             return
         try:
-            group.init(store=dist.FileStore(path, ranks), rank=rank, ranks=ranks, deadline=30)
+            group.join(dist.FileStore(path, ranks), rank=rank, ranks=ranks, deadline=30)  # type: ignore[attr-defined]
             result = function(*args)
             group.close()
             pipe.send(("", result))

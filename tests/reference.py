@@ -15,21 +15,37 @@ class Seeded(fx.Interpreter):
         super().__init__(fx.symbolic_trace(model))
         self.random, self.place = random, (0, 0, 0)
 
-    def run_node(self, node):
-        if node.name in self.random:
-            text = "/".join(map(str, (*self.place, node.name)))
-            torch.manual_seed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
-        return super().run_node(node)
+    def run_node(self, n):
+        if n.name in self.random:
+            text = "/".join(map(str, (*self.place, n.name)))
+            torch.manual_seed(
+                int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+            )
+        return super().run_node(n)
 
 
-def plain_loop(model, batches, *, loss, optimizer, micro_batches, clip=None, scheduler=None, random=(), seed=0, weight=len):
+def plain_loop(
+    model,
+    batches,
+    *,
+    loss,
+    optimizer,
+    micro_batches,
+    clip=None,
+    scheduler=None,
+    random=(),
+    seed=0,
+    weight=len,
+):
     """Train ``model`` in place; yields (losses of the micro-batches, the step's loss) after every step."""
     made = optimizer(list(model.named_parameters()))
     schedule = scheduler(made) if scheduler else None
     seeded = Seeded(model, random) if random else None
     for step, (inputs, targets) in enumerate(batches):
         made.zero_grad()
-        parts = list(zip(inputs.tensor_split(micro_batches), targets.tensor_split(micro_batches), strict=True))
+        parts = list(
+            zip(inputs.tensor_split(micro_batches), targets.tensor_split(micro_batches), strict=True)
+        )
         parts = [(x.clone(), y.clone()) for x, y in parts if len(x)]  # fresh memory, as in any pipeline
         total = sum(weight(y) for _, y in parts)
         losses, reported = [], 0.0

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from penstock.compression.errors import PlanError
 from penstock.pipeline.batches import micro_batches, positional
 

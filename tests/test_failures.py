@@ -1,17 +1,19 @@
-"""Law L7: a rank that fails, dies or never starts ends all ranks within the deadline, and what they say names it."""
+"""Law L7: a rank that fails, dies or never starts ends all ranks within the deadline, and what they say names
+it."""
 
 import os
 import signal
 import time
 
-import penstock
 import pytest
 import torch
 import torch.distributed as dist
-from penstock.pipeline import group
 from ranks import Ranks
 from torch import nn
 from zoo import cross_entropy, images
+
+import penstock
+from penstock.pipeline import group
 
 DEADLINE = 3.0
 
@@ -41,7 +43,9 @@ def train(how):
     model = nn.Sequential(nn.Flatten(1), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 10))
     x, y = images(8)[0]
     example = (x[:3].clone(),)
-    plan = penstock.partition(penstock.measure(penstock.trace(model, example), example), cuts=["_1"], micro_batches=4)
+    plan = penstock.partition(
+        penstock.measure(penstock.trace(model, example), example), cuts=["_1"], micro_batches=4
+    )
     pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=sgd, deadline=DEADLINE)
     if how == "raise in backward":
         model[3].register_forward_hook(lambda module, args, out: out.register_hook(backward_hook) and None)
@@ -94,9 +98,9 @@ def test_a_killed_rank_is_named_by_its_neighbour():
 
 @pytest.mark.ranks
 def test_a_rank_that_never_starts_is_named(tmp_path):
-    store = dist.FileStore(str(tmp_path / "rendezvous"), 3)
+    store = dist.FileStore(str(tmp_path / "rendezvous"), 3)  # type: ignore[attr-defined]
     store.set("penstock/joined/1", "")
     begun = time.monotonic()
     with pytest.raises(penstock.PenstockError, match=r"^rank 2 of 3 did not join within 1 s"):
-        group.init(store=store, rank=0, ranks=3, deadline=1)
+        group.join(store, rank=0, ranks=3, deadline=1)
     assert time.monotonic() - begun < 10

@@ -1,8 +1,8 @@
 """Pipeline: what a person who writes Python sees, in one process."""
 
 import copy
+from itertools import pairwise
 
-import penstock
 import pytest
 import torch
 from law import OPTIMIZERS, Case, pipeline_of, plan_of
@@ -10,6 +10,8 @@ from reference import plain_loop, same_bits
 from torch import nn
 from torch.nn import functional as F
 from zoo import build, cross_entropy
+
+import penstock
 
 
 def made(name="mlp", **settings):
@@ -23,20 +25,26 @@ def small(loss=cross_entropy, model=None, example=None, **settings):
     """A pipeline of any small model, two stages."""
     model = model or nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     example = example or (torch.randn(4, 6),)
-    plan = penstock.partition(penstock.measure(penstock.trace(model, example), example, repeats=1), stages=2, micro_batches=3)
+    plan = penstock.partition(
+        penstock.measure(penstock.trace(model, example), example, repeats=1), stages=2, micro_batches=3
+    )
     return penstock.Pipeline(model, plan, loss=loss, optimizer=OPTIMIZERS["sgd"], **settings)
 
 
 def test_evaluate_is_the_plain_model_in_eval_mode_and_training_goes_on():
     pipe, model, batches = made("resnet18", cuts=3)
     plain = copy.deepcopy(model)
-    loop = plain_loop(plain, batches, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], micro_batches=3, clip=1.0)
+    loop = plain_loop(
+        plain, batches, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], micro_batches=3, clip=1.0
+    )
     for (x, y), _ in zip(batches, loop, strict=True):
         pipe.step(x, y)
         with torch.no_grad():
             expected = copy.deepcopy(plain).eval()(x)
         assert same_bits(pipe.evaluate(x), expected)
-    assert all(same_bits(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
+    assert all(
+        same_bits(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True)
+    )
 
 
 def test_a_model_in_eval_mode_takes_other_ways_and_still_evaluates():
@@ -77,7 +85,13 @@ def test_a_batch_smaller_than_the_micro_batches_runs_one_sample_each():
     pipe, model, _ = made("mlp", cuts=3, micro_batches=8)
     x, y = torch.randn(3, 3, 8, 8), torch.randint(10, (3,))
     plain = copy.deepcopy(model)
-    expected = next(iter(plain_loop(plain, [(x, y)], loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], micro_batches=3, clip=1.0)))
+    expected = next(
+        iter(
+            plain_loop(
+                plain, [(x, y)], loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], micro_batches=3, clip=1.0
+            )
+        )
+    )
     assert pipe.step(x, y).loss == expected["loss"]
     assert all(same_bits(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
@@ -102,7 +116,9 @@ def test_one_sample_micro_batches_change_identities_and_not_the_bits():
     plan = penstock.partition(profile, cuts=["contiguous", "tanh"], micro_batches=3)
     pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"])
     batch = torch.randn(4, 6), torch.randint(3, (4,))  # 2, 1, 1
-    expected = next(iter(plain_loop(plain, [batch], loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], micro_batches=3)))
+    expected = next(
+        iter(plain_loop(plain, [batch], loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], micro_batches=3))
+    )
     assert pipe.step(*batch).loss == expected["loss"]
     assert all(same_bits(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
@@ -155,7 +171,10 @@ def test_state_goes_to_another_cut_and_goes_on_with_the_same_bits():
     other, second, _ = made("gpt_tied", cuts=4, optimizer="adamw")
     other.load_state_dict(state)
     assert pipe.step(*batches[1]).loss == other.step(*batches[1]).loss
-    assert all(same_bits(a, b) for a, b in zip(model.state_dict().values(), second.state_dict().values(), strict=True))
+    assert all(
+        same_bits(a, b)
+        for a, b in zip(model.state_dict().values(), second.state_dict().values(), strict=True)
+    )
 
 
 def test_a_state_of_another_model_is_refused_and_nothing_changes():
@@ -187,7 +206,10 @@ def test_an_optimizer_that_needs_all_parameters_at_once_is_refused():
     plan, _ = plan_of(Case(model="mlp"))
     with pytest.raises(penstock.PenstockError, match="LBFGS"):
         penstock.Pipeline(
-            build("mlp")[0], plan, loss=cross_entropy, optimizer=lambda named: torch.optim.LBFGS([p for _, p in named])
+            build("mlp")[0],
+            plan,
+            loss=cross_entropy,
+            optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]),
         )
 
 
@@ -208,21 +230,24 @@ def test_a_micro_batch_that_batchnorm_cannot_take_is_refused_by_name():
 
 def test_a_layer_that_fails_is_named():
     class Leaf(nn.ReLU):
-        def forward(self, x):
-            assert x.max() < 100, "too large"
-            return x.relu()
+        def forward(self, input):
+            assert input.max() < 100, "too large"
+            return input.relu()
 
     Leaf.__module__ = "torch.nn.modules.made_up"  # a leaf of the trace
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Leaf(), nn.Linear(6, 3))
     pipe = small(model=model)
-    with pytest.raises(penstock.PenstockError, match=r"rank 0, stage \d, forward of micro-batch 0, step 0: layer _2: AssertionError: too large"):
+    with pytest.raises(
+        penstock.PenstockError,
+        match=r"rank 0, stage \d, forward of micro-batch 0, step 0: layer _2: AssertionError: too large",
+    ):
         pipe.step(torch.full((12, 6), 1e6), torch.randint(3, (12,)))
 
 
 def test_sizes_that_cannot_be_told_without_running_are_refused():
     class Leaf(nn.ReLU):
-        def forward(self, x):
-            return x.relu() if x.max() < 100 else x
+        def forward(self, input):
+            return input.relu() if input.max() < 100 else input
 
     Leaf.__module__ = "torch.nn.modules.made_up"
     pipe = small(model=nn.Sequential(nn.Linear(6, 6), Leaf(), nn.Linear(6, 3)))
@@ -234,11 +259,15 @@ def test_sizes_that_cannot_be_told_without_running_are_refused():
 def test_the_timeline_has_every_instruction_in_order():
     pipe, _, batches = made("mlp", cuts=2)
     pipe.step(*batches[0])
+    pipe.evaluate(batches[0][0])  # is no step
     spans = pipe.timeline()
-    assert [f"{s.stage}{s.op}{'' if s.micro_batch is None else s.micro_batch}" for s in spans][-2:] == ["0U", "1U"]
+    assert [f"{s.stage}{s.op}{'' if s.micro_batch is None else s.micro_batch}" for s in spans][-2:] == [
+        "0U",
+        "1U",
+    ]
     assert len(spans) == 2 * (3 + 3 + 1)
     assert all(0 <= s.start <= s.end and 0 <= s.waiting <= s.end - s.start for s in spans)
-    assert all(a.end <= b.start + 1e-9 for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a.end <= b.start + 1e-9 for a, b in pairwise(spans))
 
 
 def test_a_step_leaves_the_random_state_alone():

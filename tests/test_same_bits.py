@@ -1,4 +1,5 @@
-"""Law L1 in one process: however a model is cut, scheduled and packed, training has the bits of the plain loop."""
+"""Law L1 in one process: however a model is cut, scheduled and packed, training has the bits of the plain
+loop."""
 
 import pytest
 import torch
@@ -33,7 +34,10 @@ CASES = [
     Case(model="gpt_relu", cuts=2, dtype=torch.bfloat16, clip=None),
     Case(model="gpt_tied", cuts=4, extra_in_flight=1),
     Case(model="gpt_tied", cuts="every", optimizer="adamw", steps=2),
-    *(Case(model=f"dag{i}", cuts=("random", 2 + i % 3, i), schedule=("1f1b", "gpipe")[i % 2], steps=2) for i in range(6)),
+    *(
+        Case(model=f"dag{i}", cuts=("random", 2 + i % 3, i), schedule=("1f1b", "gpipe")[i % 2], steps=2)
+        for i in range(6)
+    ),
     *(Case(model=f"dag{i}", cuts="every", steps=2) for i in range(6)),
     *(Case(model=name, cuts="every", steps=2) for name in TRAPS),
 ]

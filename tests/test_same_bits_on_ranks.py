@@ -1,4 +1,5 @@
-"""Law L1 on real ranks: two, three and four processes over gloo have the bits of the plain loop, and evaluate alike."""
+"""Law L1 on real ranks: two, three and four processes over gloo have the bits of the plain loop, and evaluate
+alike."""
 
 import pytest
 import torch
@@ -21,7 +22,10 @@ CASES = [
     Case(model="gpt_relu", cuts=2, dtype=torch.bfloat16, steps=2),
     Case(model="tied", cuts=("random", 4, 1), dtype=torch.float64),
     Case(model="gated", cuts=("random", 4, 2), schedule="gpipe"),
-    *(Case(model=f"dag{i}", cuts=("random", 2 + i % 3, 10 + i), schedule=("gpipe", "1f1b")[i % 2], steps=2) for i in range(6)),
+    *(
+        Case(model=f"dag{i}", cuts=("random", 2 + i % 3, 10 + i), schedule=("gpipe", "1f1b")[i % 2], steps=2)
+        for i in range(6)
+    ),
 ]
 
 

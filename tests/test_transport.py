@@ -3,16 +3,17 @@
 import gc
 import weakref
 
-import penstock
 import pytest
 import torch
 import torch.distributed as dist
 from law import Case, pipeline_of, plan_of
+from zoo import build
+
+import penstock
 from penstock.pipeline import group
 from penstock.pipeline.instruction import Op
 from penstock.pipeline.messages import Message
-from penstock.pipeline.transport import LocalTransport
-from zoo import build
+from penstock.pipeline.transport import GlooTransport, LocalTransport
 
 CASE = Case(model="resnet18", cuts=["layer1_0_conv2", "layer2_1_relu"], micro_batches=5)
 
@@ -36,7 +37,8 @@ def rank_pipeline(plan_path):
 
 
 def calls_of_a_step(plan_path):
-    """("post" | "send", other rank) in the order in which a rank calls gloo, and the most bytes unfinished at once."""
+    """("post" | "send", other rank) in the order in which a rank calls gloo, and the most bytes unfinished at
+    once."""
     pipe, batches = rank_pipeline(plan_path)
     calls, post, send = [], dist.irecv, dist.isend
     dist.irecv = lambda buffer, source, tag: calls.append(("post", source)) or post(buffer, source, tag=tag)
@@ -55,15 +57,21 @@ def test_receives_are_posted_before_the_first_send_and_two_ahead(ranks, tmp_path
     for rank, calls in enumerate(ranks.run(calls_of_a_step, str(tmp_path / "plan.json"), ranks=3)):
         others = {other for what, other in calls if what == "post"}
         ahead = 2 * len(others)
-        assert sorted(calls[:ahead]) == sorted(2 * [("post", other) for other in others]), (rank, calls[: ahead + 1])
+        assert sorted(calls[:ahead]) == sorted(2 * [("post", other) for other in others]), (
+            rank,
+            calls[: ahead + 1],
+        )
         sends, posts = sum(what == "send" for what, _ in calls), sum(what == "post" for what, _ in calls)
-        values = {0: (0, 2), 1: (2, 1), 2: (1, 0)}[rank]  # on a cut inside a block two values travel, on the other one
+        values = {0: (0, 2), 1: (2, 1), 2: (1, 0)}[
+            rank
+        ]  # on a cut inside a block two values travel, on the other one
         assert (posts, sends) == (5 * sum(values), 5 * sum(values))
 
 
 def losses_with_a_narrow_pipe(plan_path, max_in_flight):
     pipe, batches = rank_pipeline(plan_path)
     transport = pipe.engine.transport
+    assert isinstance(transport, GlooTransport)
     transport.max_in_flight = max_in_flight
     most = []
     send = transport.send
@@ -88,8 +96,9 @@ def test_bytes_in_flight_are_bounded(ranks, tmp_path):
 
 
 def held_parameters(plan_path):
-    """Names of the parameters that are alive on this rank once the pipeline stands, and of those it trains."""
-    model, batches = build(CASE.model)
+    """Names of the parameters that are alive on this rank once the pipeline stands, and of those it
+    trains."""
+    model, _ = build(CASE.model)
     alive = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
     pipe = pipeline_of(CASE, penstock.Plan.load(plan_path), model)
     del model

@@ -34,8 +34,8 @@ class NoGradientBack(torch.autograd.Function):
         return x * 2 + 0 * y.sum()
 
     @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2, None
+    def backward(ctx, *gradients):
+        return gradients[0] * 2, None
 
 
 @torch.fx.wrap
@@ -73,7 +73,8 @@ class Halves(Base):
 
 
 class Misaligned(nn.Module):
-    """The operand of a matrix product that is not at a multiple of 64: an aligned copy takes another kernel."""
+    """The operand of a matrix product that is not at a multiple of 64: an aligned copy takes another
+    kernel."""
 
     def __init__(self):
         super().__init__()
@@ -142,6 +143,8 @@ class CalledFourTimes(Base):
 
 class Negative(Base):
     """Gradients that are -0.0: a sum that starts from zeros loses the sign."""
+
+    zero: torch.Tensor
 
     def __init__(self):
         super().__init__()

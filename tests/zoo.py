@@ -1,4 +1,5 @@
-"""Small models that hold every trap of an exact cut, with batches for each: name -> (model, batches of inputs and targets)."""
+"""Small models that hold every trap of an exact cut, with batches for each: name -> (model, batches of inputs
+and targets)."""
 
 import random
 
@@ -46,7 +47,8 @@ class Gated(nn.Module):
 
 
 class Dag(nn.Module):
-    """A seeded random graph: values with early and late users, tied layers, identities, chunks, sizes, in-place, views."""
+    """A seeded random graph: values with early and late users, tied layers, identities, chunks, sizes,
+    in-place, views."""
 
     def __init__(self, seed, layers=60, width=20, pool=5):
         super().__init__()
@@ -111,7 +113,10 @@ def cross_entropy(outputs, targets):
 def images(size, samples=11, steps=3, channels=3):
     generator = torch.Generator().manual_seed(3)
     return [
-        (torch.randn(samples, channels, size, size, generator=generator), torch.randint(10, (samples,), generator=generator))
+        (
+            torch.randn(samples, channels, size, size, generator=generator),
+            torch.randint(10, (samples,), generator=generator),
+        )
         for _ in range(steps)
     ]
 
@@ -123,7 +128,9 @@ def text(length=16, vocabulary=61, samples=11, steps=3):
 
 
 def mlp():
-    return nn.Sequential(nn.Flatten(1), nn.Linear(192, 33), nn.ReLU(), nn.Linear(33, 17), nn.ReLU(), nn.Linear(17, 10))
+    return nn.Sequential(
+        nn.Flatten(1), nn.Linear(192, 33), nn.ReLU(), nn.Linear(33, 17), nn.ReLU(), nn.Linear(17, 10)
+    )
 
 
 def gpt(**settings):

@@ -1,0 +1,59 @@
+"""What a failing rank leaves, and which of several failures is told (law L7)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from penstock import PenstockError, TransportError
+from penstock.pipeline.failure import Failure, cause, leave, read_failures
+
+TWO = [[0], [1, 2]]
+
+
+def failure(rank, *, sentence="it broke", consequence=False, at=1.0):
+    return Failure(rank=rank, sentence=sentence, consequence=consequence, at=at, trace=[])
+
+
+@pytest.mark.parametrize(
+    ("ends", "failures", "told"),
+    [
+        ({0: 1, 1: 1}, [failure(0, sentence="lost", consequence=True), failure(1, sentence="own")], "own"),
+        ({0: 1, 1: -11}, [failure(0, sentence="lost", consequence=True)], "rank 1 .*killed by SIGSEGV; lost"),
+        ({0: -15, 1: -9}, [], "rank 1 .*killed by SIGKILL; if nobody did that, memory ran out"),
+        ({0: 143, 1: 3}, [], "rank 1 .*exit code 3"),
+        ({0: 1, 1: 143}, [failure(0, sentence="lost", consequence=True)], "lost"),
+        ({0: -15, 1: -15}, [], "rank 0 .*SIGTERM"),
+    ],
+)
+def test_the_cause_among_the_ends(ends, failures, told):
+    with pytest.raises(PenstockError, match=f"^{told}"):
+        raise cause(ends, failures, stages_of_rank=TWO)
+
+
+def test_a_rank_leaves_its_sentence_with_its_number(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    leave(tmp_path, PenstockError("rank 3, stage 3: it broke"))
+    (found,) = read_failures(tmp_path)
+    assert (found.rank, found.sentence, found.consequence) == (3, "rank 3, stage 3: it broke", False)
+    leave(tmp_path, TransportError("it is gone"))
+    (found,) = read_failures(tmp_path)
+    assert (found.sentence, found.consequence) == ("rank 3: it is gone", True)
+
+
+def test_a_mistake_of_ours_says_where_its_traceback_is(tmp_path):
+    leave(tmp_path, ZeroDivisionError("division by zero"))
+    (found,) = read_failures(tmp_path)
+    path = tmp_path / "rank0.json"
+    assert found.sentence == f"rank 0: ZeroDivisionError: division by zero; its traceback is in {path}"
+    assert found.trace[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_failures_come_in_their_order_and_half_a_file_says_nothing(tmp_path):
+    for rank, at in ((0, 2.0), (1, 1.0)):
+        content = {"rank": rank, "sentence": "s", "consequence": False, "at": at, "trace": []}
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(content))
+    (tmp_path / "rank2.json").write_text('{"rank": 2')
+    (tmp_path / "rank3.json").write_text('{"rank": 3}')
+    assert [found.rank for found in read_failures(tmp_path)] == [1, 0]
