@@ -1,0 +1,217 @@
+"""Tensors to frames and back: the codecs by name, ``encode``, ``decode``, and ``pack_into`` for kept buffers.
+
+One place decides what may be packed and in which memory it comes back; the codecs only see words.
+
+Source: patent CN115016937A, claim 7 (one pack and unpack module on every path out of a stage).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .dtypes import DTYPE_NUMBERS
+from .errors import CodecError
+from .frame import (
+    ALIGNMENT,
+    Header,
+    check_memory,
+    header_bytes,
+    no_tensor,
+    read_header,
+    write_header,
+)
+from .geometry import Geometry, Words, contiguous, gather, geometry, scatter
+from .raw import Packed, Raw
+from .zero_value import ZeroValue
+
+
+class Codec(Protocol):
+    """One way to write words; addresses are integers."""
+
+    name: str
+
+    def max_bytes(self, num_words: int, bits: int) -> int:
+        """Room that ``pack`` needs at ``out``, in bytes."""
+        ...
+
+    def pack(self, words: Words, out: int) -> Packed:
+        """Write the payload of ``words`` to the address ``out``, never longer than the words themselves."""
+        ...
+
+    def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
+        """Read a payload of a length that its header allows; CodecError if it contradicts itself."""
+        ...
+
+
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw(), ZeroValue())}
+
+
+def codec_named(name: str) -> Codec:
+    """The codec called ``name``.
+
+    Raises: CodecError: there is none; the message lists those there are.
+    """
+    if name not in CODECS:
+        raise CodecError(f"codec is one of {', '.join(CODECS)}, found {name!r}; choose one of these")
+    return CODECS[name]
+
+
+def encode(tensor: Tensor | None, codec: str = "zero_value") -> Tensor:
+    """Pack ``tensor`` into a frame; ``decode`` restores it bit for bit (NaN, -0.0 and empty included).
+
+    Args:    tensor: any shape, dense dtype and strides, on the CPU; one whose elements overlap or span more
+             than 64 times their number is made contiguous first. None gives a frame that decodes to None.
+             codec: a name in ``CODECS``.
+    Returns: 1-D uint8 tensor, exactly the frame, no longer than ``tensor.nbytes`` and the header.
+    Raises:  CodecError: the tensor is sparse, quantised, nested or not on the CPU, or no such codec.
+    Source:  Rhu et al., Compressing DMA Engine, HPCA 2018, section 4.
+    """
+    chosen = codec_named(codec)
+    most = header_bytes(0)
+    if tensor is not None:
+        most = header_bytes(tensor.dim()) + _room(_geometry_of(tensor), chosen)
+    frame = _bytes(most)
+    length = pack_into(tensor, frame, codec=codec, requires_grad=tensor is not None and tensor.requires_grad)
+    if length * 9 < most * 8:  # the memory that was saved is given back
+        whole, frame = frame, _bytes(length)
+        ctypes.memmove(frame.data_ptr(), whole.data_ptr(), length)
+    return frame[:length]
+
+
+def buffer_bytes(sizes: Sequence[int], dtype: torch.dtype, codec: str) -> int:
+    """What ``pack_into`` needs for any tensor of these sizes, in bytes."""
+    bits, num_bytes = 8 * min(dtype.itemsize, 8), math.prod(sizes) * dtype.itemsize
+    return header_bytes(len(sizes)) + codec_named(codec).max_bytes(num_bytes * 8 // bits, bits)
+
+
+def pack_into(
+    tensor: Tensor | None, buffer: Tensor, *, codec: str = "zero_value", requires_grad: bool = False
+) -> int:
+    """Write the frame of ``tensor`` at the start of ``buffer``; a kept buffer spares the page faults.
+
+    Args:    buffer: 1-D uint8 tensor of at least ``buffer_bytes``, from a ``Pool``.
+             requires_grad: what the header says; autograd itself is left out.
+    Returns: the exact length of the frame in bytes.
+    Raises:  CodecError: as ``encode``, or the buffer is too short.
+    """
+    check_memory(buffer)
+    if tensor is None:
+        _check_room(buffer, header_bytes(0))
+        return write_header(buffer, no_tensor())
+    chosen, geo = codec_named(codec), _geometry_of(tensor)
+    start = header_bytes(len(geo.sizes))
+    _check_room(buffer, start + _room(geo, chosen))
+    dtype, address = tensor.dtype, tensor.data_ptr() % ALIGNMENT
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = _resolved(tensor, geo)
+        geo = geo if geo.travels else _geometry_of(tensor)
+    if geo.order != "dense":
+        tensor = gather(tensor, geo)
+        geo = geo if geo.travels else contiguous(geo.sizes, geo.item_bytes)
+    packed = chosen.pack(Words(tensor.data_ptr(), geo.num_words, geo.word_bits), buffer.data_ptr() + start)
+    header = Header(
+        codec=packed.codec,
+        dtype=dtype,
+        sizes=geo.sizes,
+        strides=geo.strides,
+        payload_bytes=packed.num_bytes,
+        address=0 if address % geo.item_bytes else address,
+        requires_grad=requires_grad,
+    )
+    return write_header(buffer, header) + packed.num_bytes
+
+
+def decode(frame: Tensor, buffer: Tensor | None = None) -> Tensor | None:
+    """Unpack a frame: same bits, shape, strides and address mod 64, outside autograd.
+
+    Args:    frame: 1-D uint8 tensor of the frame's exact length.
+             buffer: memory for the tensor, 1-D uint8 at a multiple of 64 and of at least
+             ``decoded_bytes(header)`` bytes; default: new memory.
+    Returns: the tensor, or None for the frame of None.
+    Raises:  CodecError: the frame is truncated or damaged, or the buffer does not fit; nothing else ever.
+    """
+    header = read_header(frame)
+    start = header_bytes(len(header.sizes))
+    if frame.numel() != (length := start + header.payload_bytes):
+        raise CodecError(f"this frame has {length} bytes, found {frame.numel()}; cut off what follows it")
+    if header.dtype is None:
+        return None
+    geo = header.geometry
+    needed = header.address + geo.span * geo.item_bytes
+    storage, base = _memory(needed) if buffer is None else _lent(buffer, needed, geo.item_bytes)
+    first = base + header.address
+    words = None if geo.order == "dense" else _bytes(geo.num_words * geo.word_bits // 8)
+    address = storage.data_ptr() + first if words is None else words.data_ptr()
+    out = Words(address, geo.num_words, geo.word_bits)
+    codec_named(header.codec).unpack(frame.data_ptr() + start, header.payload_bytes, out)
+    if words is not None:
+        scatter(words, storage, first, geo)
+    if header.dtype.is_complex:  # torch.empty warns of the experimental ones, which the sender chose
+        tensor = torch.empty(0, dtype=torch.uint8).view(header.dtype)
+    else:
+        tensor = torch.empty(0, dtype=header.dtype)
+    return tensor.set_(storage, first // geo.item_bytes, geo.sizes, geo.strides)
+
+
+def _geometry_of(tensor: Tensor) -> Geometry:
+    """The geometry of a tensor that a frame can carry."""
+    plain = tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested
+    if not plain or tensor.dtype not in DTYPE_NUMBERS:
+        found = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
+        raise CodecError(f"a frame carries a dense tensor on the CPU, found a {found}; convert it first")
+    return geometry(tensor.size(), tensor.stride(), tensor.dtype.itemsize)
+
+
+def _resolved(tensor: Tensor, geo: Geometry) -> Tensor:
+    """A lazy conjugate or negation carried out, in memory that lies as before."""
+    plain = tensor.detach()
+    if not geo.travels:
+        return plain.resolve_conj().resolve_neg().contiguous()
+    for d, (size, stride) in enumerate(zip(geo.sizes, geo.strides, strict=True)):
+        if size and not stride:
+            plain = plain.narrow(d, 0, 1)
+    return torch.empty_strided(plain.size(), geo.strides, dtype=tensor.dtype).copy_(plain)
+
+
+def _room(geo: Geometry, codec: Codec) -> int:
+    num_stored = geo.num_stored if geo.travels else geo.num_elements
+    return codec.max_bytes(num_stored * geo.words_per_item, geo.word_bits)
+
+
+def _check_room(buffer: Tensor, needed: int) -> None:
+    if buffer.numel() < needed:
+        found = buffer.numel()
+        raise CodecError(f"this tensor needs a buffer of {needed} bytes, found {found}; ask buffer_bytes")
+
+
+def _lent(buffer: Tensor, needed: int, item_bytes: int) -> tuple[torch.UntypedStorage, int]:
+    """The caller's memory for a tensor: a storage, and where in it the buffer begins."""
+    check_memory(buffer)
+    first = int(buffer.storage_offset())
+    if buffer.numel() < needed or buffer.data_ptr() % ALIGNMENT or first % item_bytes:
+        found = f"{buffer.numel()} bytes at {buffer.data_ptr() % ALIGNMENT} mod {ALIGNMENT}"
+        raise CodecError(f"this tensor needs {needed} bytes at a multiple of {ALIGNMENT}, found {found}")
+    return buffer.untyped_storage(), first
+
+
+def _memory(num_bytes: int) -> tuple[torch.UntypedStorage, int]:
+    """New memory, and where in it a multiple of 64 is.
+
+    A storage is left as it is where deterministic algorithms would fill ``torch.empty``.
+    """
+    try:
+        storage = torch.UntypedStorage(num_bytes + ALIGNMENT)
+    except RuntimeError as error:
+        raise CodecError(f"a frame needs {num_bytes} bytes of memory, there is none: {error}") from error
+    return storage, -storage.data_ptr() % ALIGNMENT
+
+
+def _bytes(num_bytes: int) -> Tensor:
+    storage, first = _memory(num_bytes)
+    return torch.empty(0, dtype=torch.uint8).set_(storage, first, (num_bytes,), (1,))

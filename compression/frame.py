@@ -1,0 +1,198 @@
+"""The frame: one packed tensor as bytes, header and payload, in the same layout for every device.
+
+It is the only thing that leaves a stage, so its header says everything a receiver needs, and all of it is
+checked before anything is allocated (law L9). Little-endian, every section at a multiple of 64 bytes::
+
+    header   4s magic, u16 version, u8 codec, u8 dtype, u8 flags, u8 number of dimensions, u8 address mod 64,
+             u8 requires_grad, u32 CRC32 of all the rest, u64 payload bytes, u64 payload checksum (0: none),
+             u64 sizes, u64 strides, zeros up to a multiple of 64
+    bitmap   one bit per word, least significant first: set where the word is not zero      zero_value only
+    offsets  u64 per block of 4,096 words: how many values stand before the block's end     zero_value only
+    values   the words that are not zero (raw: all words), in memory order
+
+A word is an element, or an 8-byte half of a complex128.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .dtypes import DTYPE_NUMBERS, DTYPES
+from .errors import CodecError
+from .geometry import MAX_DIMS, MAX_SPREAD, Geometry, geometry
+
+MAGIC, VERSION = b"PNST", 1
+ALIGNMENT = 64
+BLOCK = 4096  # words per block of a zero_value payload
+NO_TENSOR = 1  # flag: this frame stands for None, as where there is no gradient
+CODEC_NAMES = ("raw", "zero_value")  # a codec's number in the header is its place here: append, never reorder
+
+_START = struct.Struct("<4sHBBBBBB")
+_FIXED_BYTES = _START.size + 4 + 16
+
+
+class Header(NamedTuple):
+    """What a frame says about its tensor; a tuple, since one is made for every message."""
+
+    codec: str
+    dtype: torch.dtype | None  # None where the flag NO_TENSOR is set
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    payload_bytes: int
+    flags: int = 0
+    address: int = 0  # mod 64
+    requires_grad: bool = False
+    checksum: int = 0  # of the payload; 0: none
+
+    @property
+    def geometry(self) -> Geometry:
+        """Where the elements lie; only for a frame that carries a tensor."""
+        assert self.dtype is not None, "a frame without a tensor has no geometry"
+        return geometry(self.sizes, self.strides, self.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sections:
+    """Where the parts of a zero_value payload begin, in bytes from its start."""
+
+    num_blocks: int
+    offsets: int
+    values: int
+
+
+def aligned(num_bytes: int) -> int:
+    """``num_bytes`` rounded up to a multiple of 64."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@lru_cache(maxsize=256)
+def header_bytes(num_dims: int) -> int:
+    """Exact length in bytes of the header of a ``num_dims``-dimensional tensor: a multiple of 64."""
+    return aligned(_FIXED_BYTES + 16 * num_dims)
+
+
+def frame_bytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
+    """The longest frame of a tensor of these sizes, in bytes: what a receiver posts."""
+    return header_bytes(len(sizes)) + math.prod(sizes) * dtype.itemsize
+
+
+def raw_bytes(header: Header) -> int:
+    """Bytes of the same tensor unpacked: its elements times their size; 0 for a frame without one."""
+    return math.prod(header.sizes) * header.dtype.itemsize if header.dtype else 0
+
+
+def decoded_bytes(header: Header) -> int:
+    """Bytes, from a multiple of 64 on, in which ``decode`` lays out the tensor with gaps and address."""
+    if header.dtype is None:
+        return 0
+    geo = header.geometry
+    return header.address + geo.span * geo.item_bytes
+
+
+@lru_cache(maxsize=4096)
+def sections(num_words: int) -> Sections:
+    """Where the offsets and values of ``num_words`` packed words begin."""
+    num_blocks = -(-num_words // BLOCK)
+    offsets = aligned(-(-num_words // 8))
+    return Sections(num_blocks=num_blocks, offsets=offsets, values=offsets + aligned(8 * num_blocks))
+
+
+def no_tensor() -> Header:
+    """The header of a frame that stands for None: 64 bytes and no payload."""
+    return Header(codec="raw", dtype=None, sizes=(), strides=(), payload_bytes=0, flags=NO_TENSOR)
+
+
+def check_memory(buffer: Tensor) -> None:
+    """Raise CodecError unless ``buffer`` is a 1-D uint8 tensor without gaps on the CPU."""
+    if buffer.dtype is torch.uint8 and buffer.dim() == 1 and buffer.is_cpu and buffer.is_contiguous():
+        return
+    found = f"{buffer.dim()} dimensions of {buffer.dtype} on {buffer.device}, strides {buffer.stride()}"
+    raise CodecError(f"a frame or buffer is a contiguous 1-D uint8 tensor on the CPU, found {found}; move it")
+
+
+@lru_cache(maxsize=256)
+def _rest(num_dims: int) -> struct.Struct:
+    """What stands behind the CRC32: payload bytes, checksum, sizes, strides, padding."""
+    padding = header_bytes(num_dims) - _FIXED_BYTES - 16 * num_dims
+    return struct.Struct(f"<QQ{2 * num_dims}Q{padding}s")
+
+
+def write_header(buffer: Tensor, header: Header) -> int:
+    """Write ``header`` at the start of ``buffer`` (1-D uint8); returns its length in bytes."""
+    num_dims, number = len(header.sizes), DTYPE_NUMBERS[header.dtype] if header.dtype else 0
+    codec = CODEC_NAMES.index(header.codec)
+    flags, address, requires_grad = header.flags, header.address, header.requires_grad
+    start = _START.pack(MAGIC, VERSION, codec, number, flags, num_dims, address, requires_grad)
+    rest = _rest(num_dims).pack(header.payload_bytes, header.checksum, *header.sizes, *header.strides, b"")
+    crc = zlib.crc32(rest, zlib.crc32(start)).to_bytes(4, "little")
+    ctypes.memmove(buffer.data_ptr(), b"%b%b%b" % (start, crc, rest), header_bytes(num_dims))
+    return header_bytes(num_dims)
+
+
+def read_header(buffer: Tensor) -> Header:
+    """Read and check the header at the start of ``buffer`` (1-D uint8, at least as long as the frame).
+
+    Raises: CodecError: it is malformed or damaged, or ``buffer`` is shorter than header and payload.
+    """
+    check_memory(buffer)
+    length = buffer.numel()
+    if length < header_bytes(0):
+        raise CodecError(f"a frame has at least {header_bytes(0)} bytes, found {length}; it was truncated")
+    text = ctypes.string_at(buffer.data_ptr(), min(length, header_bytes(MAX_DIMS)))
+    magic, version, codec, number, flags, num_dims, address, requires_grad = _START.unpack_from(text)
+    end = header_bytes(num_dims)
+    if magic != MAGIC or version != VERSION or num_dims > MAX_DIMS or length < end:
+        found = f"{magic!r}, version {version}, {num_dims} dimensions in {length} bytes"
+        raise CodecError(f"a frame starts with {MAGIC!r}, version {VERSION}, found {found}; it is damaged")
+    start, crc, rest = text[: _START.size], text[_START.size : _START.size + 4], text[_START.size + 4 : end]
+    if zlib.crc32(rest, zlib.crc32(start)).to_bytes(4, "little") != crc:
+        raise CodecError("the header of a frame matches its CRC32, this one does not; it was damaged")
+    payload, checksum, *dims, padding = _rest(num_dims).unpack(rest)
+    unknown = codec >= len(CODEC_NAMES) or (number and number not in DTYPES) or flags > NO_TENSOR
+    if unknown or requires_grad > 1 or checksum or padding.strip(b"\0"):
+        found = f"codec {codec}, dtype {number}, flags {flags}, {requires_grad=}, {checksum=}"
+        raise CodecError(f"a header names what this release knows, found {found}; use the sender's release")
+    sizes, strides = tuple(dims[:num_dims]), tuple(dims[num_dims:])
+    dtype, grad = DTYPES.get(number), bool(requires_grad)
+    header = Header(CODEC_NAMES[codec], dtype, sizes, strides, payload, flags, address, grad, checksum)
+    if length < end + payload:
+        raise CodecError(f"this frame has {end + payload} bytes, found {length}; it was truncated")
+    _check(header)
+    return header
+
+
+def _check(header: Header) -> None:
+    """Refuse what is well-formed but cannot be, cheap questions first.
+
+    The payload, whose bytes are really there, bounds the elements before anything is enumerated.
+    """
+    if header.dtype is None or header.flags & NO_TENSOR:
+        if header != no_tensor():
+            raise CodecError(f"a frame without a tensor says nothing else, found {header}; it is damaged")
+        return
+    geo, payload = header.geometry, header.payload_bytes
+    if header.address >= ALIGNMENT or header.address % geo.item_bytes:
+        found = f"{header.address} for elements of {geo.item_bytes} bytes"
+        raise CodecError(f"an address mod {ALIGNMENT} suits its elements, found {found}; it is damaged")
+    raw, fits = geo.num_stored * geo.item_bytes, True
+    if header.codec == "raw":
+        fits = payload == raw
+    elif header.codec == "zero_value":
+        values = sections(geo.num_words).values
+        fits = values <= payload < raw and (payload - values) * 8 % geo.word_bits == 0
+    if not fits:
+        found = f"{payload} bytes for {geo.num_stored} elements of {geo.item_bytes}"
+        raise CodecError(f"a {header.codec} payload suits its elements, found {found}; it is damaged")
+    if not geo.travels:
+        rule = f"elements in a frame do not overlap and span at most {MAX_SPREAD} times their number"
+        raise CodecError(f"{rule}, found sizes {header.sizes}, strides {header.strides}; it is damaged")

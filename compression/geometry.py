@@ -1,0 +1,164 @@
+"""Where the elements of a strided tensor lie in memory: they travel in that order and come back to it.
+
+Another stride or alignment picks another kernel and with it other bits, so sizes, strides and address travel
+exactly (law L3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import CodecError
+
+MAX_DIMS = 64  # what torch's own element-wise kernels take
+MAX_SPREAD = 64  # a tensor may span this many times its elements
+_LIMIT = 1 << 63
+_WORDS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+
+
+class Words(NamedTuple):
+    """Words one after another in memory: what a codec packs, or where it unpacks to."""
+
+    address: int
+    num_words: int
+    bits: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Their length in memory."""
+        return self.num_words * self.bits // 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """One way to lie in memory.
+
+    Words are the integers of 8, 16, 32 or 64 bits that the codecs see; a complex128 is two of them.
+    """
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+    num_elements: int  # as the tensor counts them
+    num_stored: int  # places in memory: an element repeated by stride 0 counts once
+    span: int  # elements from the first to the last place, gaps included
+    walk: tuple[tuple[int, int], ...]  # (size, stride) of the dimensions that move, largest stride first
+    order: str  # dense, gaps, scattered (dimensions interleave), overlapping or spread
+    num_words: int  # that travel
+    word_bits: int  # those of an element, at most 64
+    words_per_item: int  # 2 for 16-byte elements, else 1
+
+    @property
+    def travels(self) -> bool:
+        """Whether a frame may have this geometry; other tensors are made contiguous first."""
+        return self.order in ("dense", "gaps") or (self.order == "scattered" and _distinct(self.walk))
+
+
+@lru_cache(maxsize=4096)
+def geometry(sizes: tuple[int, ...], strides: tuple[int, ...], item_bytes: int) -> Geometry:
+    """Describe a tensor of ``sizes`` and ``strides`` (elements) whose elements take ``item_bytes`` bytes.
+
+    Raises: CodecError: more than 64 dimensions, or a size, stride or extent that no memory can hold.
+    """
+    if len(sizes) > MAX_DIMS:
+        raise CodecError(f"a frame takes at most {MAX_DIMS} dimensions, found {len(sizes)}; reshape it")
+    num_elements, most = math.prod(sizes), math.prod(size for size in sizes if size)
+    dims = zip(sizes, strides, strict=True) if num_elements else ()
+    walk = sorted(((n, s) for n, s in dims if n > 1 and s > 0), key=lambda d: -d[1])
+    span = 1 + sum((n - 1) * s for n, s in walk) if num_elements else 0
+    if max(most * item_bytes, span * item_bytes, *strides, 0) >= _LIMIT:
+        found = f"sizes {tuple(sizes)} and strides {strides}"
+        raise CodecError(f"a frame takes what 63 bits can address, found {found}; use a smaller tensor")
+    num_stored = math.prod(n for n, _ in walk) if num_elements else 0
+    return Geometry(
+        sizes=sizes,
+        strides=strides,
+        item_bytes=item_bytes,
+        num_elements=num_elements,
+        num_stored=num_stored,
+        span=span,
+        walk=tuple(walk),
+        order=_order(walk, num_stored, span),
+        num_words=num_stored * max(1, item_bytes // 8),
+        word_bits=8 * min(item_bytes, 8),
+        words_per_item=max(1, item_bytes // 8),
+    )
+
+
+def contiguous(sizes: tuple[int, ...], item_bytes: int) -> Geometry:
+    """The geometry that ``Tensor.contiguous`` gives."""
+    strides = [1] * len(sizes)
+    for d in range(len(sizes) - 2, -1, -1):
+        strides[d] = strides[d + 1] * max(sizes[d + 1], 1)
+    return geometry(sizes, tuple(strides), item_bytes)
+
+
+def _order(walk: Sequence[tuple[int, int]], num_stored: int, span: int) -> str:
+    if num_stored > span:
+        return "overlapping"  # more elements than places
+    if span > MAX_SPREAD * num_stored:
+        return "spread"
+    reach = 0
+    for size, stride in reversed(walk):
+        if stride <= reach:  # a step of this dimension does not pass everything that the smaller ones reach
+            return "scattered"
+        reach += (size - 1) * stride
+    return "dense" if num_stored == span else "gaps"
+
+
+@lru_cache(maxsize=256)
+def _distinct(walk: Sequence[tuple[int, int]]) -> bool:
+    """Whether no two elements share a place."""
+    return not (np.diff(_places(walk)) == 0).any()
+
+
+def _places(walk: Sequence[tuple[int, int]]) -> np.ndarray:
+    """The offset of every element from the first, ascending; only for dimensions that interleave: rare."""
+    places = np.zeros(1, np.int64)
+    for size, stride in walk:
+        places = np.add.outer(places, np.arange(size, dtype=np.int64) * stride).reshape(-1)
+    places.sort()
+    return places
+
+
+def _view(
+    storage: torch.UntypedStorage, first: int, geo: Geometry, dims: Sequence[tuple[int, int]]
+) -> Tensor:
+    """Words of ``storage`` from word ``first`` on through ``dims``, shape (*sizes, words per item)."""
+    per_item = geo.words_per_item
+    sizes = [size for size, _ in dims] + [per_item]
+    strides = [stride * per_item for _, stride in dims] + [1]
+    return torch.empty(0, dtype=_WORDS[geo.word_bits]).set_(storage, first, sizes, strides)
+
+
+def gather(tensor: Tensor, geo: Geometry) -> Tensor:
+    """Copy the words of ``tensor`` (whose geometry is ``geo``) one after another.
+
+    Returns: new words: in memory order, or in the tensor's own order if ``geo`` may not travel.
+    """
+    storage, first = tensor.untyped_storage(), int(tensor.storage_offset()) * geo.words_per_item
+    if not geo.travels:
+        return _view(storage, first, geo, tuple(zip(geo.sizes, geo.strides, strict=True))).contiguous()
+    if geo.order == "scattered":
+        return _view(storage, first, geo, [(geo.span, 1)])[torch.from_numpy(_places(geo.walk))]
+    return _view(storage, first, geo, geo.walk).contiguous()
+
+
+def scatter(words: Tensor, storage: torch.UntypedStorage, first_byte: int, geo: Geometry) -> None:
+    """Undo ``gather``: put ``words`` (as bytes) at their places in ``storage``, and zeros into the gaps."""
+    first = first_byte // (geo.word_bits // 8)
+    flat = _view(storage, first, geo, [(geo.span, 1)]).zero_()
+    words = words.view(flat.dtype)
+    if geo.order == "scattered":
+        flat[torch.from_numpy(_places(geo.walk))] = words.view(-1, geo.words_per_item)
+    else:
+        view = _view(storage, first, geo, geo.walk)
+        view.copy_(words.view(view.shape))

@@ -1,0 +1,34 @@
+"""The codec that copies: for what does not shrink, and to compare the others with."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+from .geometry import Words
+
+
+class Packed(NamedTuple):
+    """What was written: the codec that reads it back (raw where nothing shrank), and the payload's bytes."""
+
+    codec: str
+    num_bytes: int
+
+
+class Raw:
+    """The words as they are."""
+
+    name = "raw"
+
+    def max_bytes(self, num_words: int, bits: int) -> int:
+        """Room that ``pack`` needs, in bytes."""
+        return num_words * bits // 8
+
+    def pack(self, words: Words, out: int) -> Packed:
+        """Copy ``words`` to the address ``out``."""
+        ctypes.memmove(out, words.address, words.num_bytes)
+        return Packed(self.name, words.num_bytes)
+
+    def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
+        """Copy the ``num_bytes`` bytes at the address ``payload`` to ``out``."""
+        ctypes.memmove(out.address, payload, num_bytes)

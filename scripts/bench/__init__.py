@@ -1,0 +1,1 @@
+"""What `penstock bench` measures, a file per subject."""
