@@ -137,12 +137,23 @@ def decode(frame: Tensor, buffer: Tensor | None = None) -> Tensor | None:
     Raises:  CodecError: the frame is truncated or damaged, or the buffer does not fit; nothing else ever.
     """
     header = read_header(frame)
-    start = header_bytes(len(header.sizes))
-    if frame.numel() != (length := start + header.payload_bytes):
+    if frame.numel() != (length := header_bytes(len(header.sizes)) + header.payload_bytes):
         raise CodecError(f"this frame has {length} bytes, found {frame.numel()}; cut off what follows it")
+    return _unpack(frame, header, buffer)
+
+
+def decode_received(buffer: Tensor) -> Tensor | None:
+    """Unpack the frame at the start of ``buffer``, which was posted before anybody knew how long it would be.
+
+    Raises:  CodecError: as ``decode``.
+    """
+    return _unpack(buffer, read_header(buffer), None)
+
+
+def _unpack(frame: Tensor, header: Header, buffer: Tensor | None) -> Tensor | None:
     if header.dtype is None:
         return None
-    geo = header.geometry
+    start, geo = header_bytes(len(header.sizes)), header.geometry
     needed = header.address + geo.span * geo.item_bytes
     storage, base = _memory(needed) if buffer is None else _lent(buffer, needed, geo.item_bytes)
     first = base + header.address

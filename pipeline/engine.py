@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from ..compression.codec import buffer_bytes, decode, pack_into
+from ..compression.codec import buffer_bytes, decode_received, pack_into
 from ..compression.errors import PenstockError, StageError
-from ..compression.frame import header_bytes, read_header
 from ..stages.stage import Stage, layer_seed
 from .instruction import Instruction, Op
 from .messages import Itinerary, Message
@@ -183,8 +182,7 @@ class Engine:
         began = time.perf_counter()
         buffer = self.transport.receive(message)
         self.waited += time.perf_counter() - began
-        header = read_header(buffer)
-        item = decode(buffer[: header_bytes(len(header.sizes)) + header.payload_bytes])
+        item = decode_received(buffer)
         self.transport.pool.give(buffer)
         number = self.itinerary.value(message).number
         return item if number is None or item is None else number(item.item())

@@ -1,0 +1,185 @@
+"""What a person sees: progress while it runs, a table when it ends, one sentence when it cannot.
+
+On a terminal the progress is a bar that redraws itself; anywhere else it is a plain line now and then,
+so that a log stays readable."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+
+from ..stages.units import show_bytes
+from .metrics import ratio
+
+if TYPE_CHECKING:
+    from ..stages.plan import Plan
+    from .report import Report
+
+SECONDS_BETWEEN_LINES = 10.0
+WIDTH_OF_A_LOG = WIDTH_OF_RAW_BYTES = 110
+_SMOOTHING = 0.1
+
+
+class Training:
+    """The progress of a training run: ``with Training(num_steps) as progress: progress.step(report)``.
+
+    Every rank has one; only the one that is ``shown`` prints.
+    """
+
+    def __init__(self, num_steps: int, *, shown: bool = True, console: Console | None = None) -> None:
+        self._console = console or screen()
+        self._console.quiet = not shown
+        self._num_steps, self._done = num_steps, 0
+        self._raw = self._sent = 0
+        self._seconds = 0.0
+        self._last_line = time.monotonic() - SECONDS_BETWEEN_LINES  # the first step gets a line
+        self._bar = Progress(
+            BarColumn(bar_width=None),  # takes what the rest leaves
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}", table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(),
+            console=self._console,
+            expand=True,
+            disable=not (shown and self._console.is_terminal),
+        )
+        self._task = self._bar.add_task("training", total=num_steps, facts="starting the ranks")
+
+    def __enter__(self) -> Training:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def step(self, report: Report) -> None:
+        """Show one more step."""
+        self._done += 1
+        self._raw, self._sent = self._raw + report.bytes_raw, self._sent + report.bytes_sent
+        weight = max(_SMOOTHING, 1 / max(1, self._done - 1))  # the first step is slow and is forgotten
+        self._seconds += weight * (report.seconds - self._seconds)
+        facts = f"loss {report.loss:.4f}  {report.num_samples / self._seconds:.0f} samples/s"
+        if self._sent:
+            facts += f"  {packed(self._raw, self._sent)}"
+        self._bar.update(self._task, completed=self._done, facts=facts)
+        if self._bar.disable and self._is_time_for_a_line():
+            left = clock(self._seconds * (self._num_steps - self._done))
+            self.note(f"step {self._done}/{self._num_steps}  {facts}  ETA {left}")
+
+    def note(self, line: str) -> None:
+        """Print a line that stays."""
+        self._console.print(line, highlight=False)
+
+    def _is_time_for_a_line(self) -> bool:
+        now = time.monotonic()
+        if self._done < self._num_steps and now - self._last_line < SECONDS_BETWEEN_LINES:
+            return False
+        self._last_line = now
+        return True
+
+
+def screen(*, width_of_a_log: int = WIDTH_OF_A_LOG) -> Console:
+    """Return standard output; where it is no terminal, wide enough for the closing table."""
+    return Console(width=None if sys.stdout.isatty() else width_of_a_log)
+
+
+def begin(plan: Plan, folder: Path, *, console: Console | None = None) -> None:
+    """Say what is about to run, and where it leaves its files."""
+    (console or screen()).print(
+        f"{short(folder)}: {str(plan).splitlines()[0]}", highlight=False, soft_wrap=True
+    )
+
+
+def close(summary: Mapping[str, Any], pictures: Iterable[Path], *, console: Console | None = None) -> None:
+    """Print the closing table, the totals, and where the pictures are."""
+    console = console or screen()
+    console.print(closing_table(summary, wide=console.width >= WIDTH_OF_RAW_BYTES))
+    for line in totals(summary):
+        console.print(line, highlight=False, soft_wrap=True)
+    for path in pictures:
+        console.print(short(path), highlight=False, soft_wrap=True)
+
+
+def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
+    """Return one row per stage: what it holds, how long it computed and waited, what it sent each way.
+
+    Args: wide: also say how much that was before packing.
+    """
+    sent = packed if wide else _only_sent
+    what = "raw -> sent" if wide else "sent"
+    table = Table(box=None, pad_edge=False, collapse_padding=not wide, header_style="bold")
+    for name in ("stage", "rank", "layers", "parameters", "compute", "waiting"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("activations", "gradients"):
+        table.add_column(f"{name} {what}", justify="right", no_wrap=True)
+    for stage in summary["stages"]:
+        table.add_row(
+            str(stage["stage"]),
+            str(stage["rank"]),
+            str(stage["layers"]),
+            f"{stage['parameters']:,}",
+            f"{stage['compute_seconds']:.1f} s",
+            f"{stage['waiting_seconds']:.1f} s",
+            sent(stage["bytes_raw_forward"], stage["bytes_sent_forward"]),
+            sent(stage["bytes_raw_backward"], stage["bytes_sent_backward"]),
+        )
+    return table
+
+
+def totals(summary: Mapping[str, Any]) -> list[str]:
+    """Return the lines below the table."""
+    lines = []
+    if summary["bytes_sent"]:
+        lines.append(f"sent between stages: {packed(summary['bytes_raw'], summary['bytes_sent'])}")
+    lines.append(
+        f"{summary['steps']} steps, {summary['samples']:,} samples in {clock(summary['seconds'])}:"
+        f" {_number(summary['samples_per_second'], '.0f')} samples/s,"
+        f" ranks={summary['ranks']} threads={summary['threads']}, last loss {_number(summary['loss'], '.4f')}"
+    )
+    if "test_accuracy" in summary:
+        lines.append(
+            f"test accuracy {_number(summary['test_accuracy'], '.2%')},"
+            f" test loss {_number(summary['test_loss'], '.4f')}"
+        )
+    return lines
+
+
+def refuse(error: BaseException) -> None:
+    """Print the one sentence of an error, on standard error."""
+    print(f"penstock: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+def packed(raw: float, sent: float) -> str:
+    """Return ``"12.1 MiB -> 6.3 MiB (1.92x)"``, or a dash where nothing was sent."""
+    times = ratio(raw, sent)
+    return f"{show_bytes(raw)} -> {show_bytes(sent)} ({times:.2f}x)" if times is not None else "-"
+
+
+def short(path: Path) -> str:
+    """Return the path as one would type it here."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _only_sent(raw: float, sent: float) -> str:
+    return packed(raw, sent).rpartition("-> ")[2]
+
+
+def clock(seconds: float) -> str:
+    """Return ``"1:05"`` or ``"1:00:05"``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "no number" if value is None else format(value, form)

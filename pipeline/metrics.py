@@ -1,0 +1,133 @@
+"""What the steps did: one line each while they run, and their sums when they are over.
+
+The numbers of ``metrics.jsonl``, ``summary.json`` and the closing table come from here, so they agree."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .run_folder import writing
+
+if TYPE_CHECKING:
+    from ..stages.plan import Plan
+    from .report import Report
+
+DIRECTIONS = ("forward", "backward")
+
+
+class Metrics:
+    """The growing ``metrics.jsonl`` and the totals of the run so far; without a path, only the totals."""
+
+    def __init__(self, path: Path | None, *, num_stages: int) -> None:
+        self.totals = Totals(num_stages=num_stages)
+        self._path = path or Path(os.devnull)
+        with writing(self._path):
+            self._file = self._path.open("w")
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def add(self, report: Report) -> None:
+        """Write one step's line, flushed, so that a killed run keeps its history."""
+        self.totals.add(report)
+        with writing(self._path):
+            self._file.write(f"{json.dumps(step_line(report), allow_nan=False)}\n")
+            self._file.flush()
+
+
+class Totals:
+    """Sums over all steps, per stage and together."""
+
+    def __init__(self, *, num_stages: int) -> None:
+        self.num_steps = self.num_samples = 0
+        self.seconds = 0.0
+        self.loss: float | None = None
+        names = [f"bytes_{kind}_{direction}" for kind in ("raw", "sent") for direction in DIRECTIONS]
+        self.stages: list[dict[str, Any]] = [
+            dict.fromkeys(names, 0) | {"compute_seconds": 0.0, "waiting_seconds": 0.0}
+            for _ in range(num_stages)
+        ]
+
+    def add(self, report: Report) -> None:
+        """Add one step."""
+        self.num_steps += 1
+        self.num_samples += report.num_samples
+        self.seconds += report.seconds
+        self.loss = _finite(report.loss)
+        for total, stage in zip(self.stages, report.stages, strict=True):
+            for direction in DIRECTIONS:
+                total[f"bytes_raw_{direction}"] += getattr(stage, f"{direction}_raw")
+                total[f"bytes_sent_{direction}"] += getattr(stage, f"{direction}_sent")
+            total["compute_seconds"] += stage.compute_seconds
+            total["waiting_seconds"] += stage.waiting_seconds
+
+
+def step_line(report: Report) -> dict[str, Any]:
+    """Return one line of ``metrics.jsonl``; a loss that is no number is null: JSON has no word for it."""
+    line: dict[str, Any] = {
+        "step": report.step,
+        "loss": _finite(report.loss),
+        "seconds": report.seconds,
+        "samples_per_second": report.num_samples / report.seconds,
+        "bytes_raw": report.bytes_raw,
+        "bytes_sent": report.bytes_sent,
+    }
+    for kind in ("raw", "sent"):
+        for direction in DIRECTIONS:
+            line[f"bytes_{kind}_{direction}"] = sum(
+                getattr(stage, f"{direction}_{kind}") for stage in report.stages
+            )
+    return line
+
+
+def summarise(
+    totals: Totals, plan: Plan, *, sizes: Mapping[str, int], test: Mapping[str, float], **facts: Any
+) -> dict[str, Any]:
+    """Return what ``summary.json`` holds and the closing table shows.
+
+    Args: sizes: elements of each parameter; test: results by name; facts: of the run, kept as they are.
+    """
+    stages = []
+    for number, (stage, total) in enumerate(zip(plan.stages, totals.stages, strict=True)):
+        entry: dict[str, Any] = {"stage": number, "rank": plan.ranks[number], "layers": len(stage.layers)}
+        entry |= {"first_layer": stage.layers[0], "last_layer": stage.layers[-1]}
+        entry |= {"parameters": sum(sizes[name] for name in stage.parameters)} | total
+        for direction in DIRECTIONS:
+            entry[f"ratio_{direction}"] = ratio(
+                entry[f"bytes_raw_{direction}"], entry[f"bytes_sent_{direction}"]
+            )
+        stages.append(entry)
+    together: dict[str, Any] = {}
+    for kind in ("raw", "sent"):
+        by_direction = {way: sum(entry[f"bytes_{kind}_{way}"] for entry in stages) for way in DIRECTIONS}
+        together[f"bytes_{kind}"] = sum(by_direction.values())
+        together |= {f"bytes_{kind}_{way}": num_bytes for way, num_bytes in by_direction.items()}
+    return {
+        **{f"test_{name}": _finite(value) for name, value in test.items()},
+        "loss": totals.loss,
+        "steps": totals.num_steps,
+        "samples": totals.num_samples,
+        "seconds": totals.seconds,
+        "samples_per_second": totals.num_samples / totals.seconds if totals.seconds else None,
+        **together,
+        "ratio": ratio(together["bytes_raw"], together["bytes_sent"]),
+        **facts,
+        "stages": stages,
+    }
+
+
+def ratio(raw: float, sent: float) -> float | None:
+    """Return before / after; None where nothing was sent."""
+    return raw / sent if sent else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,251 @@
+"""READ FIRST: how a run goes, from the options to the trained model.
+
+``train`` runs in the process that was started: it refuses what cannot work, makes the plan, starts the ranks.
+``train_rank`` then runs once in every rank (in that same process when there is only one):
+
+    train:       options -> samples -> model -> trace -> measure -> partition -> Plan
+    train_rank:  options, Plan -> samples -> model -> Pipeline -> step after step -> the run folder
+
+Below this file nothing knows of a configuration: functions take values."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..compression.codec import codec_named
+from ..compression.errors import ConfigError, PlanError
+from ..conf.schema import PlanConfig, TrainConfig
+from ..stages.graph import trace
+from ..stages.measure import measure
+from ..stages.partition import partition
+from ..stages.plan import Plan
+from . import build, console, group
+from .launch import check_ranks, cores, init, run_rank, start_ranks, threads_per_rank
+from .metrics import Metrics, summarise
+from .pipeline import Pipeline
+from .report import Report
+from .run_folder import RunFolder, save_json, save_model, writing
+from .samples.samples import Samples
+from .schedules import schedule_named
+from .timeline import draw
+
+
+def train(config: TrainConfig, folder: RunFolder, typed: Sequence[str] = ()) -> None:
+    """Train as ``config`` says and leave everything in ``folder``; print what a person sees.
+
+    Args:   typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored.
+    Raises: PenstockError: something that was asked for cannot be had, or a rank failed.
+    """
+    folder.claim()
+    given = take_over(config, typed) if config.plan else None
+    check_ranks(config.ranks)
+    samples = prepare(config)
+    plan = given or decide(config, samples)
+    config.stages = plan.num_stages
+    rehearse(config, plan, samples)
+    folder.save(config, plan)
+    console.begin(plan, folder.path)
+    if plan.num_ranks == 1:
+        train_rank(folder)
+    else:
+        start_ranks(__name__, [str(folder.path)], errors=folder.errors, stages_of_rank=plan.stages_of_rank)
+    console.close(folder.read_summary(), pictures=[folder.plan_picture, folder.timeline])
+
+
+def rehearse(config: TrainConfig, plan: Plan, samples: Samples) -> None:
+    """Put the whole pipeline together in this process, so that what a rank would refuse is refused now."""
+    try:
+        assemble(config, plan, samples)
+    except PlanError as error:
+        raise PlanError(f"plan={config.plan}: {error}" if config.plan else str(error)) from error
+
+
+def prepare(config: PlanConfig) -> Samples:
+    """Set up this process, fill in the threads, and return the data.
+
+    Raises: PenstockError: the schedule or the codec is not known, or the data cannot be had.
+    """
+    schedule_named(config.schedule)
+    codec_named(config.codec)
+    config.threads = config.threads or threads_per_rank(config.ranks)
+    torch.set_num_threads(config.threads)
+    torch.use_deterministic_algorithms(config.deterministic)
+    # Else deterministic mode fills every torch.empty: 19 ms for 32 MB, and no bit depends on it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    return build.samples(config.data)
+
+
+def decide(config: PlanConfig, samples: Samples) -> Plan:
+    """Return the plan for ``config``: trace and measure the model on one micro-batch, then choose the cuts.
+
+    Raises: PlanError: the model cannot be traced, or cut as asked.
+    """
+    model = build.model(config.model, describe=samples.describe, seed=config.seed)
+    example = example_inputs(config, samples)
+    return partition(
+        measure(trace(model, example), example),
+        stages=config.stages,
+        cuts=config.cuts,
+        ranks=config.ranks,
+        schedule=config.schedule,
+        micro_batches=config.micro_batches,
+        extra_in_flight=config.extra_in_flight,
+        codec=config.codec,
+        link=config.link,
+        memory=config.memory.device,
+    )
+
+
+def assemble(config: TrainConfig, plan: Plan, samples: Samples) -> Pipeline:
+    """Return the pipeline of this process: in a group of ranks its own stages, else all of them.
+
+    Raises: PenstockError: the model, the plan, the optimizer and the schedule do not go together.
+    """
+    return Pipeline(
+        # No other reference is kept: the pipeline drops the layers of other ranks.
+        build.model(config.model, describe=samples.describe, seed=config.seed),
+        plan,
+        loss=loss,
+        optimizer=build.optimizer(config.optimizer),
+        scheduler=build.scheduler(config.scheduler, num_steps=count_steps(config, samples)),
+        clip=config.clip.norm,
+        seed=config.seed,
+        deadline=config.deadline,
+    )
+
+
+def take_over(config: TrainConfig, typed: Sequence[str]) -> Plan:
+    """Return the plan that ``plan=`` names, its decisions written into ``config``.
+
+    Raises: PlanError: there is no such plan. ConfigError: an option was typed that contradicts it.
+    """
+    plan = Plan.load(str(config.plan))
+    keys = [option.partition("=")[0].lstrip("+") for option in typed]
+    for key in ("link", "memory.device"):
+        if key in keys:
+            raise ConfigError(f"{key}= is for making a plan, and plan={config.plan} is one; drop either")
+    decided: dict[str, Any] = {"ranks": plan.num_ranks, "stages": plan.num_stages}
+    decided |= {key: getattr(plan, key) for key in ("schedule", "micro_batches", "extra_in_flight", "codec")}
+    for key, value in decided.items():
+        if key in keys and getattr(config, key) != value:
+            asked = f"{key}={getattr(config, key)}"
+            raise ConfigError(f"{asked} contradicts plan={config.plan} with {key}={value}; drop either")
+        setattr(config, key, value)
+    return plan
+
+
+def example_inputs(config: PlanConfig, samples: Samples) -> tuple[Tensor]:
+    """Return the first micro-batch of the first training batch."""
+    inputs, _ = next(training_batches(config, samples, epoch=0))
+    return (inputs.tensor_split(min(config.micro_batches, len(inputs)))[0].clone(),)
+
+
+def training_batches(config: PlanConfig, samples: Samples, *, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return the batches of one epoch, the same ones on every rank."""
+    return samples.batches(
+        "train",
+        batch_size=config.batch_size,
+        epoch=epoch,
+        seed=config.seed,
+        drop_last=config.data.get("drop_last", True),
+    )
+
+
+def count_steps(config: TrainConfig, samples: Samples) -> int:
+    """Return how many steps the run takes."""
+    an_epoch = samples.num_batches(
+        "train", batch_size=config.batch_size, drop_last=config.data.get("drop_last", True)
+    )
+    num_steps = config.epochs * an_epoch
+    return num_steps if config.max_steps is None else min(num_steps, config.max_steps)
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy of classes (batch, classes) or of characters (batch, length, classes)."""
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def train_rank(folder: RunFolder) -> None:
+    """Train this rank's stages; rank 0 also tells and writes what happens."""
+    config, plan = folder.read_config(), Plan.load(folder.plan)
+    init(deadline=config.deadline)
+    samples = prepare(config)
+    pipe, num_steps = assemble(config, plan, samples), count_steps(config, samples)
+    first = group.rank() == 0
+    with (
+        Metrics(folder.metrics if first else None, num_stages=plan.num_stages) as metrics,
+        console.Training(num_steps, shown=first) as progress,
+    ):
+        test = run_epochs(pipe, plan, config, samples, see=[metrics.add, progress.step], note=progress.note)
+    weights, spans = pipe.state_dict()["model"], pipe.timeline()
+    pipe.close()
+    if first:
+        save_model(folder.model, weights)
+        with writing(folder.timeline):
+            draw(spans, folder.timeline, title=_title(config, plan, step=num_steps - 1))
+        sizes = {name: weight.numel() for name, weight in weights.items()}
+        facts = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores()}
+        save_json(folder.summary, summarise(metrics.totals, plan, sizes=sizes, test=test, **facts))
+
+
+def run_epochs(
+    pipe: Pipeline,
+    plan: Plan,
+    config: TrainConfig,
+    samples: Samples,
+    *,
+    see: Sequence[Callable[[Report], None]],
+    note: Callable[[str], None],
+) -> dict[str, float]:
+    """Take every step and test after each epoch; return the last test's results."""
+    left = count_steps(config, samples)
+    test: dict[str, float] = {}
+    for epoch in range(config.epochs):
+        for inputs, targets in islice(training_batches(config, samples, epoch=epoch), left):
+            report = pipe.step(inputs, targets)
+            left -= 1
+            for one in see:
+                one(report)
+        test = evaluate(pipe, plan, config, samples)
+        result = f"test accuracy {test['accuracy']:.2%}, test loss {test['loss']:.4f}"
+        note(f"epoch {epoch + 1}/{config.epochs}: {result}")
+        if left == 0:
+            break
+    return test
+
+
+def evaluate(pipe: Pipeline, plan: Plan, config: TrainConfig, samples: Samples) -> dict[str, float]:
+    """Return the accuracy and the mean loss over the test split, on every rank."""
+    right = total = 0
+    lost = 0.0
+    for inputs, targets in samples.batches("test", batch_size=config.batch_size):
+        outputs = pipe.evaluate(inputs)
+        if outputs is not None:
+            right += int((outputs.argmax(-1) == targets).sum())
+            lost += float(loss(outputs, targets)) * targets.numel()
+            total += targets.numel()
+    last = plan.ranks[-1]
+    right, lost, total = (group.share(number, last) for number in (right, lost, total))
+    return {"accuracy": right / total, "loss": lost / total}
+
+
+def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
+    job = f"schedule={plan.schedule} micro_batches={plan.micro_batches} stages={plan.num_stages}"
+    return f"{_target(config)}, step {step}: {job} ranks={plan.num_ranks}"
+
+
+def _target(config: PlanConfig) -> str:
+    return config.model.get("name") or config.model["_target_"].rpartition(".")[2]
+
+
+if __name__ == "__main__":
+    run_folder = RunFolder(path=Path(sys.argv[1]))
+    run_rank(lambda: train_rank(run_folder), run_folder.errors)

@@ -1,0 +1,56 @@
+"""The ``penstock`` command: finds the sub-command, and turns a refusal into one sentence and an exit code.
+
+Nothing heavy is imported before a sub-command is chosen, so that help appears at once."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from .. import __version__
+from ..compression.errors import PenstockError
+
+COMMANDS = {
+    "train": ("train", "train a network across pipeline stages"),
+    "plan": ("plan", "show how a network would be cut, and save the plan"),
+    "bench": ("bench.command", "measure the parts and write the figures"),
+}
+USAGE = "\n".join(
+    [
+        "penstock COMMAND [KEY=VALUE ...]",
+        "",
+        *(f"  penstock {name:<8}{meaning}" for name, (_, meaning) in COMMANDS.items()),
+        "",
+        "penstock COMMAND --help lists the options of a command.",
+    ]
+)
+REFUSED, INTERRUPTED = 2, 130
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run ``arguments`` as typed; return 0, 2 when something is refused or fails, 130 for Ctrl-C."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0 if arguments else REFUSED
+    if arguments[0] == "--version":
+        print(f"penstock {__version__}")
+        return 0
+    name, *rest = arguments
+    try:
+        if name not in COMMANDS:
+            raise PenstockError(f"{name} is not a command; known are {', '.join(COMMANDS)}")
+        return importlib.import_module(f".{COMMANDS[name][0]}", __package__).main(rest)
+    except PenstockError as error:
+        print(f"penstock: {' '.join(str(error).split())}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    main()

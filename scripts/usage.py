@@ -1,0 +1,64 @@
+"""What ``penstock COMMAND --help`` prints: made from the schema and the groups on disk, so never stale."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from typing import Any
+
+FOOT = """\
+hydra.run.dir=PATH        where the run is kept; default: runs/<date>_<time>
+--multirun KEY=A,B        one run for each value
+--cfg job                 print the whole configuration and stop
+--hydra-help              everything else that Hydra offers"""
+
+
+def wanted(arguments: Sequence[str]) -> bool:
+    """Return whether help was asked for."""
+    return any(argument in ("-h", "--help") for argument in arguments)
+
+
+def text(command: str, schema: type[Any]) -> str:
+    """Return the help of a command whose options are the dataclass ``schema``."""
+    lines = [f"penstock {command} [KEY=VALUE ...]", ""]
+    lines += [f"{head:<25} {meaning}" for head, meaning in _options(schema)]
+    return "\n".join([*lines, "", FOOT])
+
+
+def choices(group: str) -> list[str]:
+    """Return the names of a group of ``conf/``, or nothing where there is no such group."""
+    folder = resources.files("penstock.conf") / group
+    if not folder.is_dir():
+        return []
+    names = (entry.name for entry in folder.iterdir())
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+
+
+def meanings(schema: type[Any]) -> dict[str, str]:
+    """Return what the docstrings of a dataclass and its bases say of each attribute."""
+    lines: dict[str, str] = {}
+    for one in reversed(schema.__mro__):
+        attributes = (one.__doc__ or "").partition("Attributes:\n")[2]
+        lines |= dict(re.findall(r"^ +(\w+): (.+)$", attributes, flags=re.MULTILINE))
+    return lines
+
+
+def _options(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    meaning = meanings(schema)
+    for field, default in ((field, getattr(schema(), field.name)) for field in dataclasses.fields(schema)):
+        if dataclasses.is_dataclass(default):
+            yield from _options(type(default), f"{prefix}{field.name}.")
+        elif names := choices(field.name):
+            yield f"{field.name}=NAME", f"{meaning[field.name]} (NAME: {', '.join(names)})"
+        elif not isinstance(default, dict):
+            yield f"{prefix}{field.name}={_shown(default)}", meaning[field.name]
+
+
+def _shown(value: Any) -> str:
+    """Return the value as it is typed."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_shown, value))}]"
+    return value if isinstance(value, str) else json.dumps(value)

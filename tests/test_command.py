@@ -1,0 +1,263 @@
+"""The command line: every refusal is one sentence that names what was typed, before anything starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from omegaconf import OmegaConf
+
+from penstock.conf.schema import TrainConfig
+from penstock.pipeline import train as training
+from penstock.scripts import application, command, overrides
+from penstock.scripts.bench import command as bench
+
+SMALL = "model=mlp model.hidden=[8] data.size=8"
+
+
+@pytest.fixture(autouse=True)
+def somewhere_else(tmp_path, monkeypatch):
+    """Runs leave folders where they are started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+
+
+def penstock(typed, capfd):
+    """Return exit code, standard output and standard error of ``penstock TYPED``."""
+    code = command.run(typed.split())
+    return code, *capfd.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("model=resnet19", "resnet19 is not known; model is one of gpt, mlp, own, resnet18, torchvision"),
+        ("ranks=99", "ranks=99 is more than"),
+        ("schedule=2f2b", "2f2b"),
+        ("codec=zip", "zip"),
+        ("codec=auto", "auto"),
+        ("data=fashion_mnist data.root=/nowhere", "/nowhere"),
+        ("micro_batches=0", "micro_batches=0"),
+        ("stages=1000", "1000"),
+        ("no_such_key=1", "no_such_key=1: there is no option no_such_key; known are batch_size, clip, codec"),
+        ("+no_such_key=1", "no_such_key=1: there is no option no_such_key"),
+        ("+clip.scope=1", "clip.scope=1: there is no option clip.scope"),
+        ("rank=1", "did you mean ranks?"),
+        ("clip.nrom=1", "did you mean clip.norm?"),
+        ("ranks=two", "ranks takes a whole number, not two"),
+        (f"{SMALL} optimizer.lr=fast", "optimizer.lr=fast"),
+        (f"{SMALL} optimizer.lr=-1", "optimizer.lr=-1"),
+        ("deterministic=perhaps", "deterministic takes true or false, not perhaps"),
+        ("deadline=soon", "deadline takes a number, not soon"),
+        ("ranks=null", "ranks must have a value"),
+        ("cuts=layer1", "cuts=[layer1]"),
+        ("cuts=[layer1", "cuts=[layer1 cannot be read"),
+        ("ranks", "ranks cannot be read"),
+        ("ranks=1,2", "ranks=1,2 is several values"),
+        ("ranks=3 stages=2", "ranks=3"),
+        ("stages=3 cuts=[layer1]", "stages=3 contradicts cuts=[layer1]"),
+        ("cuts=[nowhere]", "nowhere"),
+        ("plan=missing.json", "missing.json"),
+        ("batch_size=-1", "batch_size=-1"),
+        ("batch_size=5000", "batch_size=5000"),
+        ("hydra.run.dir=/dev/null/run", "/dev/null/run"),
+        ("data=text", "model=gpt"),
+        ("model=gpt", "data=text"),
+        ("model=torchvision", "model.name= must be given"),
+        ("model=torchvision model.name=resnet19", "model.name=resnet19"),
+        ("model.width=3", "model=resnet18 takes none"),
+        ("optimizer=adamw optimizer.momentum=0.9", "known are optimizer.lr, optimizer.weight_decay"),
+        (f"{SMALL} optimizer._target_=torch.optim.LBFGS", "LBFGS"),
+        (f"{SMALL} scheduler=one_cycle scheduler.pct_start=3", "scheduler.pct_start=3"),
+        ("optimizer.lr=${nowhere}", "nowhere"),
+        ("model._target_=nowhere.Net", "nowhere.Net"),
+        ("model._target_=os.getcwd", "os.getcwd must return a torch module"),
+        ("model._target_=torch.nn.Linear model.out_features=3", "needs model.in_features="),
+        ("model._target_=torch.nn.Linear model.in_feature=3", "model.in_feature=3; it takes in_features"),
+        ("data._target_=os.getcwd", "os.getcwd must return"),
+        (f"{SMALL} schedule=gpipe extra_in_flight=1", "extra_in_flight=1"),
+        (f"{SMALL} link=fast", "link=fast"),
+        (f"{SMALL} memory.device=1KiB", "smallest budget"),
+    ],
+)
+def test_a_refusal_is_one_sentence_that_names_what_was_typed(typed, told, tmp_path, capfd):
+    code, out, error = penstock(f"train {typed}", capfd)
+    assert code == 2
+    assert out == ""
+    assert error.startswith("penstock: ")
+    assert told in error
+    assert error.count("\n") == 1
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in tmp_path.glob("runs/*")]
+
+
+def test_trying_the_options_leaves_nothing(tmp_path):
+    application._try("train", TrainConfig, ["hydra.run.dir=here/run"])
+    assert not (tmp_path / "here" / "run").exists()
+
+
+def test_without_a_command_the_commands_are_listed(capfd):
+    assert penstock("", capfd)[::2] == (2, "")
+    code, out, error = penstock("--help", capfd)
+    assert (code, error) == (0, "")
+    for name in command.COMMANDS:
+        assert f"penstock {name}" in out
+    assert penstock("--version", capfd)[0] == 0
+    code, out, error = penstock("trian", capfd)
+    assert (code, error) == (2, "penstock: trian is not a command; known are train, plan, bench\n")
+
+
+@pytest.mark.parametrize("typed", ["train", "plan", "bench", "bench codecs"])
+def test_every_command_has_its_help(typed, capfd):
+    for flag in ("--help", "-h"):
+        code, out, error = penstock(f"{typed} {flag}", capfd)
+        assert (code, error) == (0, "")
+        assert out.startswith(f"penstock {typed} ")
+    assert "ranks=2" in out or typed == "bench"
+
+
+def test_the_whole_configuration_is_printed_on_request(capfd, tmp_path):
+    code, out, error = penstock("train --cfg job model=mlp optimizer.lr=0.5", capfd)
+    assert (code, error) == (0, "")
+    shown = OmegaConf.create(out)
+    assert (shown.model.hidden, shown.optimizer.lr, shown.ranks) == ([512, 512], 0.5, 2)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("typed", "composed"),
+    [
+        (["ranks=2"], ["ranks=2"]),
+        (["model._target_=my.Net"], ["model=own", "model._target_=my.Net"]),
+        (
+            ["model._target_=my.Net", "model.width=3"],
+            ["model=own", "model._target_=my.Net", "++model.width=3"],
+        ),
+        (["model=mlp", "model._target_=my.Net"], ["model=mlp", "model._target_=my.Net"]),
+        (["data._target_=my.data", "model.width=3"], ["data=own", "data._target_=my.data", "model.width=3"]),
+        (["--multirun", "seed=1,2"], ["--multirun", "seed=1,2"]),
+    ],
+)
+def test_a_target_of_ones_own_does_not_start_from_our_default(typed, composed):
+    assert overrides.with_own_groups(typed) == composed
+
+
+def test_a_plan_is_printed_saved_drawn_and_followed(capfd, tmp_path):
+    code, out, _ = penstock("plan model=mlp stages=3 ranks=1 micro_batches=2 hydra.run.dir=here", capfd)
+    assert code == 0
+    *_, plan, picture = out.splitlines()
+    assert (plan, picture) == ("here/plan.json", "here/plan.png")
+    assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    assert "3 stages on 1 rank" in out
+    follow = f"train model=mlp max_steps=1 plan={plan} hydra.run.dir=run"
+    for wrong, told in [
+        ("ranks=2", "ranks=2 contradicts plan=here/plan.json with ranks=1"),
+        ("schedule=gpipe", "schedule=gpipe contradicts plan=here/plan.json with schedule=1f1b"),
+        ("micro_batches=8", "micro_batches=8 contradicts plan=here/plan.json with micro_batches=2"),
+        ("link=1Gbit", "link= is for making a plan"),
+        ("memory.device=1GiB", "memory.device= is for making a plan"),
+        ("model.hidden=[7]", "plan=here/plan.json"),
+    ]:
+        code, _, error = penstock(f"{follow} {wrong}", capfd)
+        assert code == 2
+        assert told in error
+    assert penstock(follow, capfd)[0] == 0
+    assert (tmp_path / "run" / "plan.json").read_text() == (tmp_path / plan).read_text()
+    again = penstock(follow, capfd)
+    assert (again[0], again[2]) == (
+        2,
+        "penstock: hydra.run.dir=run already holds a finished run; choose another folder or remove it\n",
+    )
+
+
+def test_a_sweep_runs_every_value_and_tells_which_was_refused(capfd, tmp_path):
+    job = f"train --multirun {SMALL} ranks=1 max_steps=1 hydra.sweep.dir=sweep"
+    code, out, error = penstock(f"{job} batch_size=5000,16", capfd)
+    assert code == 2
+    assert "batch_size=5000" in error
+    assert out.count("test accuracy") >= 1
+    assert (tmp_path / "sweep" / "1" / "summary.json").exists()
+    assert not (tmp_path / "sweep" / "0").exists()
+
+
+def test_the_bench_says_what_it_measured_and_where(capfd, tmp_path):
+    job = "sizes=[4KiB] densities=[0.5] dtypes=[float32] repeats=1 capture_steps=1 model=mlp hydra.run.dir=b"
+    code, out, error = penstock(f"bench codecs {job}", capfd)
+    assert (code, error) == (0, "")
+    assert out.splitlines()[-1] == "b/results.json"
+    results = OmegaConf.load(tmp_path / "b" / "results.json")
+    assert (
+        results.command
+        == f"penstock bench codecs {' '.join(bench.shlex.quote(word) for word in job.split()[:-1])}"
+    )
+    assert results.keys() == {"command", "date", "hardware", "versions", "system", "threads", "rows"}
+    names = [row.tensor for row in results.rows]
+    assert names[0] == "random"
+    assert {name.split()[-1] for name in names[1:]} == {"activation", "gradient"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("bench", "known are codecs"),
+        ("bench nothing", "nothing is no topic"),
+        ("bench codecs dtypes=[float7]", "float7"),
+        ("bench codecs sizes=[big] capture=false", "big"),
+        ("bench codecs densities=[2]", "found 2"),
+        ("bench codecs repeats=0", "repeats=0"),
+        ("plan epochs=3", "there is no option epochs"),
+        ("plan stages=1000", "1000"),
+    ],
+)
+def test_the_other_commands_refuse_in_the_same_way(typed, told, capfd):
+    code, out, error = penstock(typed, capfd)
+    assert (code, out) == (2, "")
+    assert told in error
+    assert error.count("\n") == 1
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, capfd):
+    monkeypatch.setattr(training, "prepare", lambda config: 1 / 0)
+    with pytest.raises(SystemExit) as ended:
+        command.run(["train"])
+    assert ended.value.code == 1
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_ctrl_c_is_quiet(monkeypatch, capfd):
+    def interrupt(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "prepare", interrupt)
+    assert penstock("train", capfd) == (130, "", "")
+
+
+@pytest.mark.ranks
+def test_ctrl_c_ends_the_ranks_too(tmp_path):
+    job = f"train {SMALL} epochs=100000 hydra.run.dir=run".split()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock.scripts.command", *job],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("step 1/")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stdout.close()
+    process.stderr.close()
+    assert not ranks_in(tmp_path / "run")
+
+
+def ranks_in(folder):
+    """Return the processes that still work on a run folder."""
+    time.sleep(0.1)
+    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if str(folder) in line and str(os.getpid()) not in line]

@@ -1,0 +1,111 @@
+"""The options: their rules, their defaults, and that what the YAML files list is what the targets take."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pkgutil
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from penstock import ConfigError
+from penstock.conf.schema import BenchCodecsConfig, ClipConfig, PlanConfig, TrainConfig
+from penstock.scripts import usage
+
+CONF = Path(str(resources.files("penstock.conf")))
+GROUPS = ("model", "data", "optimizer", "scheduler")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"ranks": 0}, "ranks=0"),
+        ({"ranks": -2}, "ranks=-2"),
+        ({"stages": 0}, "stages=0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"micro_batches": 0}, "micro_batches=0"),
+        ({"threads": 0}, "threads=0"),
+        ({"extra_in_flight": -1}, "extra_in_flight=-1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"epochs": 0}, "epochs=0"),
+        ({"max_steps": 0}, "max_steps=0"),
+        ({"deadline": 0.0}, "deadline=0.0"),
+        ({"deadline": float("nan")}, "deadline=nan"),
+        ({"device": "cuda"}, "device=cuda"),
+        ({"ranks": 3, "stages": 2}, "ranks=3 is more than the 2 stages"),
+        ({"ranks": 3, "cuts": ["a"]}, "ranks=3 is more than the 2 stages"),
+        ({"stages": 3, "cuts": ["a"]}, "stages=3 contradicts cuts=[a]"),
+        ({"plan": "p.json", "cuts": ["a"]}, "plan=p.json already decides the cuts"),
+    ],
+)
+def test_an_option_out_of_its_range_is_refused_by_name_and_value(given, told):
+    with pytest.raises(ConfigError) as refused:
+        TrainConfig(**given)
+    assert told in str(refused.value)
+
+
+def test_clipping_to_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"clip\.norm=0"):
+        ClipConfig(norm=0.0)
+
+
+def test_densities_lie_between_0_and_1():
+    with pytest.raises(ConfigError, match=r"found 1\.5"):
+        BenchCodecsConfig(densities=[0.5, 1.5])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"ranks": 1},
+        {"stages": 5},
+        {"cuts": ["a", "b"]},
+        {"cuts": ["a"], "stages": 2},
+        {"ranks": 1, "cuts": []},
+    ],
+)
+def test_what_fits_together_is_accepted(given):
+    assert isinstance(TrainConfig(**given), PlanConfig)
+
+
+def test_the_defaults_are_the_published_ones():
+    config = TrainConfig()
+    assert (config.ranks, config.stages, config.batch_size, config.micro_batches) == (2, None, 128, 8)
+    assert (config.schedule, config.codec, config.extra_in_flight) == ("1f1b", "zero_value", 0)
+    assert config.deterministic
+    assert config.deadline == 60.0
+
+
+@pytest.mark.parametrize(
+    "file", [f for group in GROUPS for f in sorted((CONF / group).glob("*.yaml"))], ids=str
+)
+def test_a_group_lists_what_its_target_takes_with_the_same_defaults(file):
+    options = OmegaConf.to_container(OmegaConf.load(file))
+    assert isinstance(options, dict)
+    options.pop("drop_last", None)
+    target = options.pop("_target_", None)
+    if target in (None, "???"):  # none and own
+        assert not options
+        return
+    known = inspect.signature(pkgutil.resolve_name(target)).parameters
+    assert options.keys() <= known.keys()
+    if target.startswith("penstock."):
+        taken = {name: one.default for name, one in known.items() if one.kind is one.KEYWORD_ONLY}
+        taken = {name: list(v) if isinstance(v, tuple) else v for name, v in taken.items()}
+        assert options == {name: "???" if v is inspect.Parameter.empty else v for name, v in taken.items()}
+
+
+@pytest.mark.parametrize("schema", [PlanConfig, TrainConfig, BenchCodecsConfig])
+def test_every_option_has_its_meaning_in_the_help(schema):
+    meanings = usage.meanings(schema)
+    assert meanings.keys() == {field.name for field in dataclasses.fields(schema)}
+    text = usage.text("command", schema)
+    for line in text.splitlines():
+        assert len(line) <= 120
+    for name in ("ranks=2 ", "cuts=null", "memory.device=null", "model=NAME", "extra_in_flight=0"):
+        assert name in text
+    assert "digits, fashion_mnist, own, text" in text

@@ -1,0 +1,118 @@
+"""What a person reads, letter by letter where it matters."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from test_metrics import PLAN, report
+
+from penstock import PlanError
+from penstock.pipeline import console
+from penstock.pipeline.metrics import Totals, summarise
+
+
+def log(width: int = console.WIDTH_OF_A_LOG) -> Console:
+    return Console(file=io.StringIO(), width=width)
+
+
+def written(to: Console) -> list[str]:
+    assert isinstance(to.file, io.StringIO)
+    return to.file.getvalue().splitlines()
+
+
+def summary(**more):
+    totals = Totals(num_stages=2)
+    for step in range(2):
+        totals.add(report(step))
+    sizes = {"a.weight": 1500, "b.weight": 6, "c.weight": 7}
+    test = {"accuracy": 0.9653, "loss": 0.1234}
+    return summarise(totals, PLAN, sizes=sizes, test=test, ranks=2, threads=1) | more
+
+
+def test_the_closing_table(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    screen = log()
+    console.close(
+        summary(), [tmp_path / "run" / "timeline.png", tmp_path.parent / "plan.png"], console=screen
+    )
+    assert [line.split() for line in written(screen)] == [
+        "stage rank layers parameters compute waiting activations raw -> sent gradients raw -> sent".split(),
+        "0 0 2 1,506 2.0 s 0.5 s 200 B -> 80 B (2.50x) -".split(),
+        "1 1 1 7 4.0 s 1.0 s - 160 B -> 120 B (1.33x)".split(),
+        "sent between stages: 360 B -> 200 B (1.80x)".split(),
+        "2 steps, 16 samples in 0:01: 16 samples/s, ranks=2 threads=1, last loss 1.5000".split(),
+        "test accuracy 96.53%, test loss 0.1234".split(),
+        ["run/timeline.png"],
+        [str(tmp_path.parent / "plan.png")],
+    ]
+
+
+def test_the_table_fits_a_terminal_of_80_columns():
+    screen = log(80)
+    big = summary()
+    for stage in big["stages"]:
+        stage |= dict.fromkeys((name for name in stage if name.startswith("bytes_")), 99 * 2**29)
+        stage |= {"parameters": 98_765_432, "compute_seconds": 345.6, "waiting_seconds": 345.6}
+    console.close(big, [], console=screen)
+    table = written(screen)[:3]
+    assert all(len(line) <= 80 for line in table)
+    assert not any("…" in line for line in table)
+    assert table[1].endswith("49.5 GiB (1.00x)")
+
+
+def test_one_stage_sends_nothing_and_a_lost_loss_is_said():
+    lines = console.totals(summary(bytes_raw=0, bytes_sent=0, loss=None))
+    assert len(lines) == 2
+    assert "last loss no number" in lines[0]
+
+
+def test_a_log_gets_a_line_for_the_first_and_the_last_step():
+    screen = log()
+    with console.Training(3, console=screen) as progress:
+        for step in range(3):
+            progress.step(report(step))
+        progress.note("epoch 1/1")
+    assert written(screen) == [
+        "step 1/3  loss 1.5000  16 samples/s  180 B -> 100 B (1.80x)  ETA 0:01",
+        "step 3/3  loss 1.5000  16 samples/s  540 B -> 300 B (1.80x)  ETA 0:00",
+        "epoch 1/1",
+    ]
+
+
+def test_the_slow_first_step_is_forgotten():
+    screen = log()
+    with console.Training(2, console=screen) as progress:
+        progress.step(report(0, seconds=10.0))
+        progress.step(report(1, seconds=0.5))
+    assert "  1 samples/s" in written(screen)[0]
+    assert "16 samples/s" in written(screen)[1]
+
+
+def test_a_terminal_gets_a_bar_with_the_same_facts():
+    screen = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    with console.Training(2, console=screen) as progress:
+        progress.step(report(0))
+        progress.step(report(1))
+    assert "2/2 loss 1.5000  16 samples/s  360 B -> 200 B (1.80x) 0:00:00" in " ".join(written(screen))
+
+
+def test_ranks_that_are_not_shown_print_nothing():
+    screen = log()
+    with console.Training(1, shown=False, console=screen) as progress:
+        progress.step(report(0))
+        progress.note("epoch")
+    assert written(screen) == []
+
+
+def test_an_error_is_one_line_on_standard_error(capsys):
+    console.refuse(PlanError("two\nlines  here"))
+    assert capsys.readouterr() == ("", "penstock: two lines here\n")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.4, "0:00"), (59.6, "1:00"), (65, "1:05"), (3605, "1:00:05")]
+)
+def test_clock(seconds, shown):
+    assert console.clock(seconds) == shown

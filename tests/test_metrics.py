@@ -1,0 +1,81 @@
+"""Lines and totals of the steps."""
+
+from __future__ import annotations
+
+import json
+
+from profiles import layer_of, profile_of
+
+from penstock import Report, partition
+from penstock.pipeline.metrics import Metrics, step_line, summarise
+from penstock.pipeline.report import StageReport
+
+PLAN = partition(profile_of([layer_of(name, size=4) for name in "abc"]), cuts=["b"], micro_batches=2)
+
+
+def report(step: int = 0, *, loss: float = 1.5, seconds: float = 0.5) -> Report:
+    first = StageReport(forward_raw=100, forward_sent=40, compute_seconds=1.0, waiting_seconds=0.25)
+    last = StageReport(backward_raw=80, backward_sent=60, compute_seconds=2.0, waiting_seconds=0.5)
+    return Report(step=step, loss=loss, seconds=seconds, num_samples=8, stages=(first, last))
+
+
+def test_a_line_holds_what_the_step_did_in_both_directions():
+    assert step_line(report(3)) == {
+        "step": 3,
+        "loss": 1.5,
+        "seconds": 0.5,
+        "samples_per_second": 16.0,
+        "bytes_raw": 180,
+        "bytes_sent": 100,
+        "bytes_raw_forward": 100,
+        "bytes_raw_backward": 80,
+        "bytes_sent_forward": 40,
+        "bytes_sent_backward": 60,
+    }
+
+
+def test_the_file_has_a_line_a_step_as_soon_as_the_step_is_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path, num_stages=2) as metrics:
+        for step in range(3):
+            metrics.add(report(step))
+            assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(
+                range(step + 1)
+            )
+
+
+def test_a_loss_that_is_no_number_is_null_since_json_has_no_word_for_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path, num_stages=2) as metrics:
+        metrics.add(report(loss=float("nan")))
+    assert '"loss": null' in path.read_text()
+
+
+def test_without_a_path_only_the_totals_are_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Metrics(None, num_stages=2) as metrics:
+        metrics.add(report())
+    assert metrics.totals.num_samples == 8
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_summary_adds_up_the_steps():
+    with Metrics(None, num_stages=2) as metrics:
+        metrics.add(report(0, loss=2.0))
+        metrics.add(report(1, loss=1.0))
+    sizes = {"a.weight": 5, "b.weight": 6, "c.weight": 7}
+    summary = summarise(metrics.totals, PLAN, sizes=sizes, test={"accuracy": 0.5}, ranks=2)
+    assert (summary["test_accuracy"], summary["loss"], summary["ranks"]) == (0.5, 1.0, 2)
+    assert (summary["steps"], summary["samples"], summary["seconds"]) == (2, 16, 1.0)
+    assert summary["samples_per_second"] == 16.0
+    assert (summary["bytes_raw"], summary["bytes_sent"], summary["ratio"]) == (360, 200, 1.8)
+    first, last = summary["stages"]
+    assert (first["layers"], first["first_layer"], first["last_layer"], first["parameters"]) == (
+        2,
+        "a",
+        "b",
+        11,
+    )
+    assert (first["bytes_sent_forward"], first["ratio_forward"], first["ratio_backward"]) == (80, 2.5, None)
+    assert (last["rank"], last["bytes_raw_backward"], last["parameters"]) == (1, 160, 7)
+    assert (last["compute_seconds"], last["waiting_seconds"]) == (4.0, 1.0)
