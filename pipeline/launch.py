@@ -92,7 +92,7 @@ def start_ranks(
     """Run ``python -m module *arguments`` once for every rank and wait until all have ended.
 
     Args:   errors: the folder where ``run_rank`` leaves sentences; stages_of_rank: one entry for each rank.
-    Raises: PenstockError: the first cause among the failures, as one sentence. SystemExit: a signal, Ctrl-C's included.
+    Raises: PenstockError: the first cause among the failures, as one sentence. SystemExit: Ctrl-C, SIGTERM.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

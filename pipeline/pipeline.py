@@ -21,22 +21,16 @@ from ..compression.errors import PlanError
 from ..stages.graph import LayerGraph, fingerprint, trace
 from ..stages.measure import owned_parameters
 from ..stages.plan import Plan
-from ..stages.probe import Probe
-from ..stages.route import edges, follow, routes, stage_of_layers
-from ..stages.shapes import Shapes
 from ..stages.stage import Stage
 from . import group
 from .batches import example_of, micro_batches, positional
 from .engine import Engine, MicroBatch
-from .instruction import Instruction, Op
-from .messages import Itinerary, itinerary
 from .report import Report, StageReport
-from .schedules import schedule_named
 from .state import State
+from .steps import Steps
 from .timeline import Span
 from .transport import GlooTransport, LocalTransport
 from .update import Named, Update
-from .verify import smallest_window, verify
 
 
 class Pipeline:
@@ -85,49 +79,39 @@ class Pipeline:
         codec_named(plan.codec)
         if not model.training:
             model.train()
-        self.plan, self.weight, self.deadline = plan, weight, deadline
         if plan.fingerprint != fingerprint(model):
             raise PlanError(
                 "a plan belongs to the model it was made for, and this model has other parameters or "
-                "buffers; plan again"
+                "buffers; "
+                "plan again"
             )
         graph = trace(model, example_of(plan))
         _check_layers(plan, graph)
-        self.shapes = Shapes(graph)
-        self.stage_of = {"train": stage_of_layers(graph.train, plan.cuts)}
-        self.stage_of["eval"] = follow(graph.train, self.stage_of["train"], graph.eval)
+        self.plan, self.weight, self.num_steps = plan, weight, 0
         self.inputs = [node.name for node in graph.train.inputs]
-        self.itineraries: dict[object, tuple[Itinerary, list[Instruction]]] = {}
-        self.steps = 0
+        self.steps = Steps(plan, graph)
+        self.steps.step("train", [graph.example_inputs] * plan.micro_batches)  # refuse early
 
         self.rank = group.rank()
         here = [s for s in range(plan.num_stages) if not group.joined() or plan.ranks[s] == self.rank]
-        self.stages = {s: self._stage(s, model, graph, autocast) for s in here}
-        owner = {
-            name: stage
-            for stage, names in zip(self.stage_of["train"], owned_parameters(graph), strict=True)
-            for name in names
-        }
-        ranks = [plan.ranks[s] if group.joined() else 0 for s in range(plan.num_stages)]
-        self.state = State(
-            model, graph, stages=self.stages, owner=owner, stage_of=self.stage_of["train"], rank_of=ranks
-        )
+        self.stages = {s: self._stage(s, model, autocast) for s in here}
+        stage_of = self.steps.stage_of["train"]
+        pairs = zip(stage_of, owned_parameters(graph), strict=True)
+        owner = {name: stage for stage, names in pairs for name in names}
+        rank_of = [plan.ranks[s] if group.joined() else 0 for s in range(plan.num_stages)]
+        self.state = State(model, graph, here=here, owner=owner, stage_of=stage_of, rank_of=rank_of)
         self.update = Update(
             parameters={s: [(n, p) for n, p in model.named_parameters() if owner[n] == s] for s in here},
             dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
-            owner={name: ranks[stage] for name, stage in owner.items()},
+            owner={name: rank_of[stage] for name, stage in owner.items()},
             optimizer=optimizer,
             scheduler=scheduler,
             clip=clip,
         )
-        self._itinerary(
-            "train", *[graph.example_inputs] * plan.micro_batches
-        )  # refuse a bad schedule or cut now, not in the first step
-        transport = GlooTransport(deadline=deadline) if group.joined() else LocalTransport()
         self.engine = Engine(
             rank=self.rank,
             stages=self.stages,
-            transport=transport,
+            transport=GlooTransport(deadline=deadline) if group.joined() else LocalTransport(),
             codec=plan.codec,
             loss=loss,
             update=self.update,
@@ -153,29 +137,28 @@ class Pipeline:
         batches = micro_batches(
             positional(inputs, self.inputs), targets, self.plan.micro_batches, self.weight
         )
-        plan, program = self._itinerary("train", *(batch.inputs for batch in batches))
-        losses = self.engine.step(self.steps, program, plan, batches)
+        itinerary, program = self.steps.step("train", [batch.inputs for batch in batches])
+        losses = self.engine.step(self.num_steps, program, itinerary, batches)
         report = self._report(batches, losses, began)
-        self.steps += 1
+        self.num_steps += 1
         return report
 
     def evaluate(self, inputs: Any) -> Any:
-        """The plain model in eval mode on all of ``inputs`` at once; on the last stage's rank, None
-        elsewhere."""
+        """The plain model in eval mode on all of ``inputs`` at once; on the last stage's rank, else None."""
         (batch,) = micro_batches(positional(inputs, self.inputs), None, 1, None)
-        plan, program = self._itinerary("eval", batch.inputs)
-        return self.engine.evaluate(program, plan, batch.inputs)
+        itinerary, program = self.steps.step("eval", [batch.inputs])
+        return self.engine.evaluate(program, itinerary, batch.inputs)
 
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "step"} under the model's own names; collective, complete on rank 0."""
-        return self.state.gather(self.update, self.steps)
+        return self.state.gather(self.update, self.num_steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what ``state_dict`` returned on rank 0, on whatever cut; every rank passes all of it."""
-        self.steps = self.state.load(self.update, state)
+        self.num_steps = self.state.load(self.update, state)
 
     def timeline(self) -> list[Span]:
-        """What every rank did in the last step, in seconds since its beginning; collective, complete on every
+        """What all ranks did in the last step, in seconds since it began; collective, the same on every
         rank."""
         rows = group.gather_json(
             [[getattr(span, name) for name in Span.__slots__] for span in self.engine.spans]
@@ -186,60 +169,18 @@ class Pipeline:
         """Leave the group of ranks (after success)."""
         group.close()
 
-    def _stage(self, index: int, model: nn.Module, graph: LayerGraph, autocast: torch.dtype | None) -> Stage:
-        def own(mode: str) -> tuple[Any, list[Any]]:
-            traced = graph.train if mode == "train" else graph.eval
-            return traced, [t for t, s in zip(traced.layers, self.stage_of[mode], strict=True) if s == index]
-
-        last = index == self.plan.num_stages - 1
+    def _stage(self, index: int, model: nn.Module, autocast: torch.dtype | None) -> Stage:
         return Stage(
-            index, model=model, train=own("train"), evaluation=own("eval"), last=last, autocast=autocast
+            index,
+            model=model,
+            train=self.steps.layers("train", index),
+            evaluation=self.steps.layers("eval", index),
+            last=index == self.plan.num_stages - 1,
+            autocast=autocast,
         )
-
-    def _itinerary(self, mode: str, *inputs: Sequence[torch.Tensor]) -> tuple[Itinerary, list[Instruction]]:
-        """The messages of a step over micro-batches of these inputs, and this process's program."""
-        key = mode, tuple(tuple((x.shape, x.stride(), x.dtype) for x in batch) for batch in inputs)
-        if key not in self.itineraries:
-            self.itineraries[key] = self._plan_step(mode, inputs)
-        return self.itineraries[key]
-
-    def _plan_step(
-        self, mode: str, inputs: Sequence[Sequence[torch.Tensor]]
-    ) -> tuple[Itinerary, list[Instruction]]:
-        plan, stage_of = self.plan, self.stage_of[mode]
-        records = [self.shapes.probe(mode, batch) for batch in inputs]
-        traced = self.shapes.traced[mode]
-        routed = {}
-        for record in records:
-            if id(record) not in routed:
-                _check_cuts(plan, record) if mode == "train" else None
-                routed[id(record)] = routes(traced, record, stage_of)
-        pairs = sorted({pair for route in routed.values() for pair in edges(route)})
-        if mode == "train":
-            schedule = schedule_named(plan.schedule)
-            programs = schedule(plan.stages_of_rank, len(inputs), extra_in_flight=plan.extra_in_flight)
-            window = smallest_window(programs, num_micro_batches=len(inputs), edges=pairs)
-            order = verify(programs, num_micro_batches=len(inputs), edges=pairs, window=window)
-            programs = [
-                [*program, *(Instruction(s, Op.U) for s in own)]
-                for program, own in zip(programs, plan.stages_of_rank, strict=True)
-            ]
-            order += [Instruction(s, Op.U) for s in range(plan.num_stages)]
-        else:
-            programs = [[Instruction(s, Op.F, 0) for s in own] for own in plan.stages_of_rank]
-            order, window = [Instruction(s, Op.F, 0) for s in range(plan.num_stages)], 2
-        made = itinerary(
-            programs,
-            records,
-            [routed[id(record)] for record in records],
-            rank_of=plan.ranks,
-            window=window,
-        )
-        return made, list(programs[self.rank]) if group.joined() else order
 
     def _report(self, batches: Sequence[MicroBatch], losses: dict[int, torch.Tensor], began: float) -> Report:
-        """Put everybody's numbers together: the loss as the sum of share x loss, ascending, and the stages'
-        reports."""
+        """Put everybody's numbers together: the loss, and what each stage did."""
         mine = [_total(batches, losses) if self.is_last else 0.0]
         fields = [field.name for field in dataclasses.fields(StageReport)]
         for stage in range(self.plan.num_stages):
@@ -248,7 +189,7 @@ class Pipeline:
         loss, *numbers = [sum(column) for column in zip(*group.exchange(mine), strict=True)]
         rows = [numbers[i : i + len(fields)] for i in range(0, len(numbers), len(fields))]
         return Report(
-            step=self.steps,
+            step=self.num_steps,
             loss=loss,
             seconds=time.perf_counter() - began,
             num_samples=sum(len(batch.inputs[0]) for batch in batches),
@@ -259,6 +200,7 @@ class Pipeline:
 
 
 def _total(batches: Sequence[MicroBatch], losses: dict[int, torch.Tensor]) -> float:
+    """The sum of share x loss, ascending, in the loss's dtype, at least float32."""
     dtype = torch.promote_types(losses[0].dtype, torch.float32)
     total = torch.zeros((), dtype=dtype)
     for index, batch in enumerate(batches):
@@ -281,14 +223,4 @@ def _check_layers(plan: Plan, graph: LayerGraph) -> None:
             raise PlanError(
                 f"a plan belongs to the model it was made for: layer {number} is {ours} in the model, "
                 f"{theirs} in the plan; plan again"
-            )
-
-
-def _check_cuts(plan: Plan, record: Probe) -> None:
-    last = -1
-    for stage in plan.stages[:-1]:
-        last += len(stage.layers)
-        if reason := record.refused.get(last):
-            raise PlanError(
-                f"the model must not be cut behind layer {stage.layers[-1]}: {reason}; cut elsewhere"
             )

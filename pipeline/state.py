@@ -13,7 +13,6 @@ from ..compression.codec import decode, encode
 from ..compression.errors import PlanError
 from ..stages.graph import LayerGraph
 from ..stages.layers import is_local
-from ..stages.stage import Stage
 from . import group
 from .update import Update
 
@@ -22,7 +21,8 @@ class State:
     """The parameters and buffers that this process's stages hold, by their keys in the model's own
     state_dict.
 
-    Args:    owner: for every parameter (by its first name) the stage that trains it.
+    Args:    here: the stages of this process.
+             owner: for every parameter (by its first name) the stage that trains it.
              stage_of: the stage of every layer.
              rank_of: the rank of every stage."""
 
@@ -31,7 +31,7 @@ class State:
         model: nn.Module,
         graph: LayerGraph,
         *,
-        stages: Mapping[int, Stage],
+        here: Sequence[int],
         owner: Mapping[str, int],
         stage_of: Sequence[int],
         rank_of: Sequence[int],
@@ -49,7 +49,7 @@ class State:
             read = {owner[names[id(tensor)]]} if id(tensor) in names else readers.get(id(tensor), {0})
             self.keys.append(key)
             self.source[key] = rank_of[min(read)]
-            if read & set(stages):
+            if read & set(here):
                 self.held[key] = tensor
 
     def gather(self, update: Update, steps: int) -> dict[str, Any]:

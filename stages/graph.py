@@ -13,14 +13,12 @@ import dataclasses
 import hashlib
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
 from ..compression.errors import PlanError
+from .compare import fresh, observe, refuse_difference, refuse_lost_buffers
 from .layers import Layer, Traced, is_local, parts_of, run_all
 from .probe import Probe, probe
 
@@ -66,41 +64,35 @@ def trace(model: nn.Module, example_inputs: tuple[torch.Tensor, ...]) -> LayerGr
         train = _traced(model, twin, len(example_inputs))
         parts = parts_of(twin, train)
         try:
-            expected = _observe(eager, eager, example_inputs)
+            expected = observe(eager, eager, example_inputs)
         except Exception as error:
             shapes = ", ".join(str(tuple(x.shape)) for x in example_inputs)
             raise PlanError(
                 f"the model does not run on inputs of shape {shapes}: {error}; give another example"
             ) from error
-        _refuse_difference(
-            expected, _observe(lambda *x: run_all(train, parts, x), twin, example_inputs), mode="train"
+        refuse_difference(
+            expected, observe(lambda *x: run_all(train, parts, x), twin, example_inputs), mode="train"
         )
         _restore(twin, model)
-        train_probe = probe(train, parts, _fresh(example_inputs))
+        train_probe = probe(train, parts, fresh(example_inputs))
         _restore(twin, model)
         _restore(eager.eval(), model)
         evaluation = _traced(model, eager, len(example_inputs))
         parts = parts_of(eager, evaluation)
         with torch.no_grad():
-            expected = _observe(eager, eager, example_inputs)
-            found = _observe(lambda *x: run_all(evaluation, parts, x), eager, example_inputs)
-            _refuse_difference(expected, found, mode="eval")
-            eval_probe = probe(evaluation, parts, _fresh(example_inputs))
+            expected = observe(eager, eager, example_inputs)
+            found = observe(lambda *x: run_all(evaluation, parts, x), eager, example_inputs)
+            refuse_difference(expected, found, mode="eval")
+            eval_probe = probe(evaluation, parts, fresh(example_inputs))
     return LayerGraph(
         train=train,
         eval=evaluation,
         train_probe=train_probe,
         eval_probe=eval_probe,
         twin=twin,
-        example_inputs=_fresh(example_inputs),
+        example_inputs=fresh(example_inputs),
         fingerprint=fingerprint(model),
     )
-
-
-def _fresh(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Copies in memory of their own: a view of a batch may be misaligned, and a layer may write to its
-    input."""
-    return tuple(x.detach().clone() for x in inputs)
 
 
 def _training_copy(model: nn.Module) -> nn.Module:
@@ -134,7 +126,7 @@ def _traced(model: nn.Module, root: nn.Module, num_inputs: int) -> Traced:
             "values out of "
             "forward, or put them into a function under torch.fx.wrap"
         ) from error
-    _refuse_lost_buffers(model, root)
+    refuse_lost_buffers(model, root)
     _drop_default_inputs(graph, num_inputs)
     lifted = _lift_shared(root, graph)
     layers = tuple(
@@ -222,67 +214,6 @@ def _has(model: nn.Module, name: str) -> bool:
     except AttributeError:
         return False
     return True
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors agree in shape, dtype and every bit (torch.equal takes -0.0 for 0.0 and no NaN for
-    itself)."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    a, b = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (a, b))
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def _refuse_lost_buffers(model: nn.Module, traced: nn.Module) -> None:
-    """Refuse a model whose forward writes buffers outside its layers: torch.fx runs that at trace time and
-    loses it."""
-    after = dict(traced.named_buffers())
-    for name, buffer in model.named_buffers():
-        if name not in after or not same_bits(buffer, after[name]):
-            raise PlanError(
-                f"torch.fx loses what forward writes to the buffer {name}; move that update into a module of "
-                "its own "
-                "that torch.fx takes as a leaf"
-            )
-
-
-def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
-
-
-def _observe(
-    run: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor]
-) -> dict[str, torch.Tensor | None]:
-    """Outputs, gradients and buffers of one forward and backward from a fixed random state."""
-    torch.manual_seed(0)
-    model.zero_grad()
-    outputs = list(_tensors(run(*_fresh(inputs))))
-    seen: dict[str, torch.Tensor | None] = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
-    roots = [t for t in outputs if t.requires_grad]
-    weights = [torch.linspace(-1, 1, t.numel(), dtype=torch.float64).reshape(t.shape).to(t) for t in roots]
-    if roots:
-        torch.autograd.backward(roots, weights)
-    seen |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
-    seen |= {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
-    return seen
-
-
-def _refuse_difference(
-    expected: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None], *, mode: str
-) -> None:
-    """Raise PlanError unless the trace's outputs, gradients and buffers are the eager model's, bit for
-    bit."""
-    for name, tensor in expected.items():
-        other = found.get(name)
-        if (tensor is None) != (other is None) or (
-            tensor is not None and other is not None and not same_bits(tensor, other)
-        ):
-            raise PlanError(
-                f"the torch.fx trace does not compute what the model computes in {mode} mode ({name} "
-                "differs): no_grad and "
-                "autocast blocks, tensors made in forward and branches on values are lost; "
-                "move them into a module of their own or wrap the function with torch.fx.wrap"
-            )
 
 
 def fingerprint(model: nn.Module) -> str:

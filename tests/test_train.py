@@ -122,6 +122,8 @@ def test_a_run_stops_at_its_epochs_or_at_max_steps_whichever_comes_first(capsys)
     penstock(f"{job} max_steps=3 hydra.run.dir=c")
     assert len(lines("c")) == 3
     assert "epoch 2/2" in capsys.readouterr().out
+    penstock(f"{job} max_steps=1 hydra.run.dir=d")
+    assert "epoch 2/2" not in capsys.readouterr().out
 
 
 def test_text_is_learned_by_the_transformer():

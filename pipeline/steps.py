@@ -1,0 +1,101 @@
+"""What a step will do, known before it begins: routes of its micro-batches, programs of the ranks, all
+messages.
+
+A step is planned once for every set of micro-batch shapes and then run many times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..compression.errors import PlanError
+from ..stages.graph import LayerGraph
+from ..stages.layers import Layer, Traced
+from ..stages.plan import Plan
+from ..stages.probe import Probe
+from ..stages.route import edges, follow, routes, stage_of_layers
+from ..stages.shapes import Shapes
+from . import group
+from .instruction import Instruction, Op
+from .messages import Itinerary, itinerary
+from .schedules import schedule_named
+from .verify import smallest_window, verify
+
+Inputs = Sequence[Sequence[torch.Tensor]]
+Step = tuple[Itinerary, list[Instruction]]
+
+
+class Steps:
+    """The steps of a plan over a traced model; ``mode`` is "train" or "eval" throughout."""
+
+    def __init__(self, plan: Plan, graph: LayerGraph) -> None:
+        self.plan = plan
+        self.shapes = Shapes(graph)
+        stage_of = stage_of_layers(graph.train, plan.cuts)
+        self.stage_of = {"train": stage_of, "eval": follow(graph.train, stage_of, graph.eval)}
+        self.known: dict[object, Step] = {}
+
+    def layers(self, mode: str, stage: int) -> tuple[Traced, list[Layer]]:
+        """The trace of a mode, and the layers of one stage in it."""
+        traced = self.shapes.traced[mode]
+        pairs = zip(traced.layers, self.stage_of[mode], strict=True)
+        return traced, [layer for layer, place in pairs if place == stage]
+
+    def step(self, mode: str, inputs: Inputs) -> Step:
+        """The messages of a step over micro-batches of these inputs, and this process's program.
+
+        Raises: PlanError: a cut would change the bits at these shapes; ScheduleError: the schedule is unknown
+                or would deadlock.
+        """
+        key = mode, tuple(tuple((x.shape, x.stride(), x.dtype) for x in batch) for batch in inputs)
+        if key not in self.known:
+            self.known[key] = self._plan(mode, inputs)
+        return self.known[key]
+
+    def _plan(self, mode: str, inputs: Inputs) -> Step:
+        records = [self.shapes.probe(mode, batch) for batch in inputs]
+        distinct = {id(record): record for record in records}
+        if mode == "train":
+            for record in distinct.values():
+                _check_cuts(self.plan, record)
+        traced, stage_of = self.shapes.traced[mode], self.stage_of[mode]
+        routed = {key: routes(traced, record, stage_of) for key, record in distinct.items()}
+        pairs = sorted({pair for route in routed.values() for pair in edges(route)})
+        if mode == "train":
+            programs, order, window = self._training(len(inputs), pairs)
+        else:
+            programs = [[Instruction(s, Op.F, 0) for s in own] for own in self.plan.stages_of_rank]
+            order, window = [Instruction(s, Op.F, 0) for s in range(self.plan.num_stages)], 2
+        made = itinerary(
+            programs,
+            records,
+            [routed[id(record)] for record in records],
+            rank_of=self.plan.ranks,
+            window=window,
+        )
+        return made, programs[group.rank()] if group.joined() else order
+
+    def _training(
+        self, number: int, pairs: list[tuple[int, int]]
+    ) -> tuple[list[list[Instruction]], list[Instruction], int]:
+        """Programs per rank, their order in one process, and the receives to post ahead; U ends every
+        stage."""
+        stages = self.plan.stages_of_rank
+        schedule = schedule_named(self.plan.schedule)
+        programs = schedule(stages, number, extra_in_flight=self.plan.extra_in_flight)
+        window = smallest_window(programs, num_micro_batches=number, edges=pairs)
+        order = verify(programs, num_micro_batches=number, edges=pairs, window=window)
+        updates = [[Instruction(s, Op.U) for s in own] for own in stages]
+        programs = [[*program, *update] for program, update in zip(programs, updates, strict=True)]
+        return programs, [*order, *(u for update in updates for u in update)], window
+
+
+def _check_cuts(plan: Plan, record: Probe) -> None:
+    last = -1
+    for stage in plan.stages[:-1]:
+        last += len(stage.layers)
+        if reason := record.refused.get(last):
+            raise PlanError(
+                f"the model must not be cut behind layer {stage.layers[-1]}: {reason}; cut elsewhere"
+            )
