@@ -141,7 +141,8 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
     if summary["bytes_sent"]:
         lines.append(f"sent between stages: {packed(summary['bytes_raw'], summary['bytes_sent'])}")
     lines.append(
-        f"{summary['steps']} steps, {summary['samples']:,} samples in {clock(summary['seconds'])}:"
+        f"{summary['steps']} step{'s' * (summary['steps'] != 1)},"
+        f" {summary['samples']:,} samples in {clock(summary['seconds'])}:"
         f" {_number(summary['samples_per_second'], '.0f')} samples/s,"
         f" ranks={summary['ranks']} threads={summary['threads']}, last loss {_number(summary['loss'], '.4f')}"
     )

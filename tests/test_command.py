@@ -239,20 +239,14 @@ def test_ctrl_c_is_quiet(monkeypatch, capfd):
 @pytest.mark.ranks
 def test_ctrl_c_ends_the_ranks_too(tmp_path):
     job = f"train {SMALL} epochs=100000 hydra.run.dir=run".split()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.scripts.command", *job],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("step 1/")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
-    assert process.stderr is not None
-    assert process.stderr.read() == ""
-    process.stdout.close()
-    process.stderr.close()
+    command = [sys.executable, "-m", "penstock.scripts.command", *job]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert any(line.startswith("step 1/") for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+        assert process.stderr.read() == ""
     assert not ranks_in(tmp_path / "run")
 
 

@@ -22,7 +22,8 @@ from penstock.scripts import command
 
 JOB = (
     "model=mlp model.hidden=[16,12] data.size=8 data.channels=1 batch_size=50 micro_batches=3 max_steps=4"
-    " optimizer.momentum=0.5 clip.norm=0.05 scheduler=cosine seed=3 threads=1"
+    " optimizer.lr=0.05 optimizer.momentum=0.5 optimizer.weight_decay=0.0005 optimizer.nesterov=false"
+    " clip.norm=0.05 scheduler=cosine seed=3 threads=1"
 )
 
 

@@ -63,7 +63,7 @@ def codecs(config: BenchCodecsConfig, folder: RunFolder, typed: Sequence[str]) -
     sizes = [parse_bytes(size, name="sizes") for size in config.sizes]
     captured = capture(config, num_steps=config.capture_steps) if config.capture else {}
     # Deterministic mode would fill every new tensor and so slow the torch route down.
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
     rows = bench_codecs(
         sizes=sizes,
         densities=config.densities,
