@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import re
 from collections import deque
 from typing import Protocol
 
@@ -180,7 +181,8 @@ class GlooTransport:
     def _lost(self, what: str, error: RuntimeError) -> TransportError:
         """The error of a failed wait: within which deadline, and why, in the words of the rank that failed
         first."""
-        reason = group.words_of_others() or str(error).splitlines()[0]
+        gloo = re.sub(r"^\[[^]]*\] ", "", str(error)).split(". ")[0]  # less its source line and its advice
+        reason = group.words_of_others() or gloo
         return TransportError(f"{what} within {self.deadline.total_seconds():g} s: {reason}")
 
     def _name(self, message: Message) -> str:
