@@ -36,8 +36,7 @@ def positional(inputs: Any, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
 def micro_batches(
     inputs: tuple[torch.Tensor, ...], targets: Any, number: int, weight: Callable[[Any], float] | None
 ) -> list[MicroBatch]:
-    """Split a batch into ``number`` micro-batches whose sizes differ by at most one (fewer samples: one
-    each).
+    """Split a batch into ``number`` micro-batches of near-equal size (fewer samples: one each).
 
     ``weight(targets)`` says over how much the loss of a micro-batch is a mean; None: over its samples."""
     leaves, spec = tree_flatten(targets)
@@ -72,8 +71,7 @@ def _fresh(item: Any) -> Any:
 
 
 def example_of(plan: Plan) -> tuple[torch.Tensor, ...]:
-    """Inputs of the plan's shapes and dtypes to trace with: normal numbers, and zeros where indices are
-    meant."""
+    """Inputs of the plan's shapes and dtypes to trace with: normal numbers, zeros for indices."""
     generator = torch.Generator().manual_seed(0)
     example = []
     for shape, name in zip(plan.input_shapes, plan.input_dtypes, strict=True):

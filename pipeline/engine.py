@@ -1,5 +1,4 @@
-"""Engine.step: for every instruction of the program, run it. No schedule is known here, and no byte of a
-frame.
+"""Engine.step: run every instruction of the program. No schedule is known here, no byte of a frame.
 
     1F3   transport.receive -> decode -> Stage.forward  -> encode -> transport.send
     1B3   transport.receive -> decode -> Stage.backward -> encode -> transport.send
@@ -31,8 +30,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What one micro-batch brings from outside: the model's inputs, the targets, and its share of the
-    batch."""
+    """What a micro-batch brings from outside: the model's inputs, targets, its share of the batch."""
 
     inputs: tuple[torch.Tensor, ...]
     targets: Any
@@ -65,8 +63,7 @@ class Engine:
         itinerary: Itinerary,
         micro_batches: Sequence[MicroBatch],
     ) -> dict[int, torch.Tensor]:
-        """Run one step of this process's ``program``; returns the losses by micro-batch, on the last stage's
-        process."""
+        """Run this process's ``program``; returns the losses by micro-batch where the last stage is."""
         self.number, self.itinerary, self.micro_batches = number, itinerary, micro_batches
         self.losses: dict[int, torch.Tensor] = {}
         self.spans = []
@@ -80,8 +77,7 @@ class Engine:
     def evaluate(
         self, program: Sequence[Instruction], itinerary: Itinerary, inputs: tuple[torch.Tensor, ...]
     ) -> Any:
-        """Run the forward of one micro-batch in eval mode; returns the outputs on the last stage's process,
-        else None."""
+        """Run one micro-batch forward in eval mode; returns the outputs where the last stage is."""
         self.itinerary = itinerary
         self._begin("eval")
         outputs = None
@@ -165,8 +161,7 @@ class Engine:
         self.update.step(instruction.stage)
 
     def _arrive(self, instruction: Instruction, inputs: tuple[torch.Tensor, ...]) -> dict[int, Any]:
-        """What a forward works on: received values, tied parameters received with the first micro-batch, the
-        inputs."""
+        """What a forward works on: received values, tied parameters of this step, the model's inputs."""
         stage, index = instruction.stage, instruction.micro_batch or 0
         record, route = self.itinerary.records[index], self.itinerary.routes[index][stage]
         received = {message.value: self._receive(message) for message in self.itinerary.receives[instruction]}

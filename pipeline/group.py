@@ -1,5 +1,4 @@
-"""The group of ranks: joining it, and the few small things that ranks tell each other beside frames. Nothing
-is pickled.
+"""The group of ranks: joining it, and what ranks tell each other beside frames. Nothing is pickled.
 
 Without a process group every function answers for a world of one, so callers never ask which case it is."""
 
@@ -56,8 +55,7 @@ def join(store: Store, *, rank: int, ranks: int, deadline: float) -> None:
 
 
 def close() -> None:
-    """Leave the group together; only after success: leaving while an error travels hides it behind the peers'
-    errors."""
+    """Leave the group together, after success only: else an error hides behind those of the peers."""
     if joined():
         exchange([0.0])  # nobody leaves while another still waits for it
         dist.destroy_process_group()

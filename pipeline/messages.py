@@ -1,5 +1,4 @@
-"""Which frames a step passes between stages, known before it begins: the routes of its micro-batches along
-its programs.
+"""Which frames a step passes between stages: the routes of its micro-batches along its programs.
 
 The order of a channel is the order of the sender's program, so a receiver posts its receives ahead without
 being told."""
@@ -27,8 +26,7 @@ class Message:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Itinerary:
-    """All messages of a step by the instruction that receives or sends them, and the records and routes they
-    came from.
+    """All messages of a step by the instruction that receives or sends them, and what they came from.
 
     ``programs`` has one list per rank; ``records`` and ``routes`` one entry per micro-batch; ``window``
     receives are posted ahead on every channel."""
@@ -64,8 +62,7 @@ def itinerary(
     rank_of: Sequence[int],
     window: int,
 ) -> Itinerary:
-    """Attach to every instruction the messages it waits for and the messages it sends, nearest stage
-    first."""
+    """Attach to every instruction the messages it waits for and those it sends, nearest stage first."""
     receives: dict[Instruction, tuple[Message, ...]] = {}
     sends: dict[Instruction, tuple[Message, ...]] = {}
     for instruction in (i for program in programs for i in program):

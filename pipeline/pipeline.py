@@ -158,8 +158,7 @@ class Pipeline:
         self.num_steps = self.state.load(self.update, state)
 
     def timeline(self) -> list[Span]:
-        """What all ranks did in the last step, in seconds since it began; collective, the same on every
-        rank."""
+        """What all ranks did in the last step, in seconds since it began; collective."""
         rows = group.gather_json(
             [[getattr(span, name) for name in Span.__slots__] for span in self.engine.spans]
         )

@@ -9,8 +9,7 @@ from ..stages.units import show_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageReport:
-    """One stage in one step: bytes it sent downstream (forward) and upstream (backward), unpacked and as
-    sent; seconds."""
+    """One stage in one step: bytes it sent downstream and upstream, unpacked and packed; seconds."""
 
     forward_raw: int = 0
     forward_sent: int = 0

@@ -1,5 +1,4 @@
-"""The state of a pipeline under the plain model's names: which process holds what, gathered and loaded
-whatever the cut."""
+"""The state of a pipeline under the plain model's names, gathered and loaded whatever the cut."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from .update import Update
 
 
 class State:
-    """The parameters and buffers that this process's stages hold, by their keys in the model's own
-    state_dict.
+    """Parameters and buffers that this process holds, by their keys in the model's own state_dict.
 
     Args:    here: the stages of this process.
              owner: for every parameter (by its first name) the stage that trains it.

@@ -1,5 +1,4 @@
-"""What a step will do, known before it begins: routes of its micro-batches, programs of the ranks, all
-messages.
+"""What a step will do, known before it begins: routes, programs of the ranks, all messages.
 
 A step is planned once for every set of micro-batch shapes and then run many times."""
 
@@ -79,8 +78,7 @@ class Steps:
     def _training(
         self, number: int, pairs: list[tuple[int, int]]
     ) -> tuple[list[list[Instruction]], list[Instruction], int]:
-        """Programs per rank, their order in one process, and the receives to post ahead; U ends every
-        stage."""
+        """Programs per rank, their order in one process, the receives to post ahead; U ends them."""
         stages = self.plan.stages_of_rank
         schedule = schedule_named(self.plan.schedule)
         programs = schedule(stages, number, extra_in_flight=self.plan.extra_in_flight)

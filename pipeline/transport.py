@@ -88,8 +88,7 @@ class _Channel:
 
 
 class GlooTransport:
-    """Frames over a torch.distributed process group; stages of the same rank pass theirs through a
-    LocalTransport.
+    """Frames over a torch.distributed group; between stages of one rank through a LocalTransport.
 
     Args:    deadline: seconds that any wait may take.
              max_in_flight: bytes of unfinished sends after which the oldest is waited for."""
@@ -179,8 +178,7 @@ class GlooTransport:
         self.pool.give(buffer)
 
     def _lost(self, what: str, error: RuntimeError) -> TransportError:
-        """The error of a failed wait: within which deadline, and why, in the words of the rank that failed
-        first."""
+        """The error of a failed wait: the deadline and why, in the words of the rank that failed."""
         gloo = re.sub(r"^\[[^]]*\] ", "", str(error)).split(". ")[0]  # less its source line and its advice
         reason = group.words_of_others() or gloo
         return TransportError(f"{what} within {self.deadline.total_seconds():g} s: {reason}")

@@ -1,5 +1,4 @@
-"""The update of the weights: one optimizer per stage, and clipping by the norm over all stages with the plain
-loop's bits."""
+"""The update of the weights: one optimizer per stage, and clipping by the norm over all stages."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ class Update:
             self.schedulers[stage].step()
 
     def _clip(self, largest: float) -> None:
-        """Norms are taken per parameter and put together in the model's own order, as clip_grad_norm_
-        does."""
+        """Norms per parameter, put together in the model's own order: the bits of clip_grad_norm_."""
         gradients = {name: p.grad for name, p in self.named.items() if p.grad is not None}
         mine = [
             (1.0, float(torch.linalg.vector_norm(gradients[name]))) if name in gradients else (0.0, 0.0)

@@ -16,14 +16,12 @@ from ..compression.errors import PlanError
 
 
 def fresh(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Copies in memory of their own: a view of a batch may be misaligned, and a layer may write to its
-    input."""
+    """Copies in memory of their own: views may be misaligned, and a layer may write to its input."""
     return tuple(x.detach().clone() for x in inputs)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors agree in shape, dtype and every bit (torch.equal takes -0.0 for 0.0 and no NaN for
-    itself)."""
+    """Whether shape, dtype and every bit agree (torch.equal takes -0.0 for 0.0 and no NaN for itself)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     a, b = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (a, b))
@@ -31,8 +29,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def refuse_lost_buffers(model: nn.Module, traced: nn.Module) -> None:
-    """Refuse a model whose forward writes buffers outside its layers: torch.fx runs that at trace time and
-    loses it."""
+    """Refuse a forward that writes buffers outside its layers: torch.fx runs that once and loses it."""
     after = dict(traced.named_buffers())
     for name, buffer in model.named_buffers():
         if name not in after or not same_bits(buffer, after[name]):
@@ -67,8 +64,7 @@ def observe(
 def refuse_difference(
     expected: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None], *, mode: str
 ) -> None:
-    """Raise PlanError unless the trace's outputs, gradients and buffers are the eager model's, bit for
-    bit."""
+    """Raise PlanError unless the trace has the eager model's outputs, gradients and buffers."""
     for name, tensor in expected.items():
         other = found.get(name)
         if (tensor is None) != (other is None) or (

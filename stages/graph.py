@@ -25,8 +25,7 @@ from .probe import Probe, probe
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGraph:
-    """A traced model: its train and eval traces, the record of each at the example's shape, and the copy they
-    ran on."""
+    """A traced model: its two traces, the record of each at the example's shape, the copy they ran on."""
 
     train: Traced
     eval: Traced
@@ -114,8 +113,7 @@ def _restore(twin: nn.Module, model: nn.Module) -> None:
 
 
 def _traced(model: nn.Module, root: nn.Module, num_inputs: int) -> Traced:
-    """The trace of ``root``, a copy of ``model``: shared parameters lifted, further inputs at their
-    defaults."""
+    """The trace of ``root``, a copy of ``model``: shared parameters lifted, other inputs at defaults."""
     parameters = list(inspect.signature(root.forward).parameters.values())
     defaults = {p.name: p.default for p in parameters[num_inputs:] if p.default is not p.empty}
     try:
@@ -148,8 +146,7 @@ def _traced(model: nn.Module, root: nn.Module, num_inputs: int) -> Traced:
 
 
 def _drop_default_inputs(graph: fx.Graph, num_inputs: int) -> None:
-    """Remove the placeholders (and torch.fx's assertions on them) of arguments that stay at their
-    defaults."""
+    """Remove the placeholders of arguments that stay at defaults, and torch.fx's assertions on them."""
     for node in [n for n in graph.nodes if n.op == "placeholder"][num_inputs:]:
         dead = [node]
         for user in dead:
@@ -166,8 +163,7 @@ def _module_path(node: fx.Node) -> str:
 
 
 def _parameter_uses(root: nn.Module, graph: fx.Graph) -> dict[int, list[tuple[fx.Node, str | None]]]:
-    """For every trained parameter the nodes that use it: (node, name inside its module; None for a get_attr
-    node)."""
+    """For every trained parameter the nodes that use it, and its name in their module (None: get_attr)."""
     uses: dict[int, list[tuple[fx.Node, str | None]]] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -217,8 +213,7 @@ def _has(model: nn.Module, name: str) -> bool:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A hash of what a plan relies on beside the layers' names: names, shapes and dtypes of parameters and
-    buffers."""
+    """A hash of the names, shapes and dtypes of parameters and buffers, which a plan relies on."""
     digest = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())

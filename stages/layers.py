@@ -1,5 +1,4 @@
-"""What a traced network is made of: layers in running order, the parts of the model that they name, how one
-is run.
+"""What a traced network is made of: its layers, the parts of the model they name, how one is run.
 
 Probe, profile and stage all run layers by the same function, so what was proven on a copy holds for the real
 run."""
@@ -47,8 +46,7 @@ class Traced:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """The modules and tensors of a model that some layers name, by dotted path; nothing else is kept
-    alive."""
+    """Modules and tensors that some layers name, by dotted path; nothing else of the model is kept."""
 
     modules: dict[str, nn.Module]
     tensors: dict[str, torch.Tensor]
@@ -57,8 +55,7 @@ class Parts:
 def parts_of(
     root: nn.Module, traced: Traced, layers: Iterable[Layer] | None = None, *, output: bool = True
 ) -> Parts:
-    """The parts of ``root`` that ``layers`` (default: all of the trace) use, and those that the ``output``
-    returns."""
+    """The parts of ``root`` that ``layers`` (default: all) use, and those that the ``output`` returns."""
     modules: dict[str, nn.Module] = {}
     tensors: dict[str, torch.Tensor] = {}
     nodes = [layer.node for layer in (traced.layers if layers is None else layers)]
@@ -76,16 +73,14 @@ def parts_of(
 
 
 def is_local(node: fx.Node) -> bool:
-    """Whether a get_attr node reads a buffer, a constant or a frozen parameter: read where it is used, never
-    sent."""
+    """Whether a node reads a buffer, a constant or a frozen parameter: read where used, never sent."""
     return "local" in node.meta
 
 
 def run_layer(
     layer: Layer, env: Mapping[fx.Node, Any], parts: Parts, tied: Mapping[fx.Node, torch.Tensor] | None = None
 ) -> Any:
-    """Run one layer on the results in ``env``; ``tied`` holds the tied parameters that came from another
-    stage."""
+    """Run one layer on the results in ``env``; ``tied``: parameters that came from another stage."""
     node = layer.node
     if node.op == "get_attr":
         return parts.tensors[str(node.target)]

@@ -1,5 +1,4 @@
-"""First-iteration profile: seconds, bytes and zero fraction of every layer and value, measured on a copy of
-the model.
+"""First-iteration profile: seconds, bytes and zeros of every layer and value, measured on a copy.
 
 The planner needs numbers, not tensors: a profile is plain data, saved as JSON and read back without the
 model.
@@ -29,8 +28,7 @@ from .stage import Receive
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """One layer: seconds per micro-batch, the parameters it is the first to use, bytes that its backward
-    keeps."""
+    """One layer: seconds per micro-batch, parameters it is the first to use, bytes kept for its backward."""
 
     name: str
     module: str
@@ -44,8 +42,7 @@ class LayerProfile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ValueProfile:
-    """One value: made by layer ``producer`` (-1: an input of the model), read by the layers ``users``; sizes
-    in bytes."""
+    """One value: made by layer ``producer`` (-1: an input of the model), read by the layers ``users``."""
 
     name: str
     producer: int
@@ -57,8 +54,7 @@ class ValueProfile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What a plan is made from: every layer and value of one micro-batch of ``num_samples``, and where not to
-    cut.
+    """What a plan is made from: the layers and values of one micro-batch, and where not to cut.
 
     ``refused``: for a layer's number, why the model must not be cut behind it."""
 
@@ -80,8 +76,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read a profile; raises PlanError, and nothing else, for a file that is missing, damaged or no
-        profile."""
+        """Read a profile; raises PlanError, and nothing else, for a missing, damaged or other file."""
         data = load_json(path, "profile")
         if not isinstance(data, dict) or data.pop("penstock_profile", None) != 1:
             raise PlanError(
@@ -148,8 +143,7 @@ def measure(graph: LayerGraph, example_inputs: tuple[torch.Tensor, ...], *, repe
 
 
 def owned_parameters(graph: LayerGraph) -> tuple[tuple[str, ...], ...]:
-    """For every layer the parameters that it is the first to use; the first layer also owns those that none
-    uses."""
+    """For every layer the parameters it is the first to use; layer 0 also owns those that none uses."""
     names = {id(parameter): name for name, parameter in graph.twin.named_parameters()}
     owned: list[list[str]] = []
     parts = parts_of(graph.twin, graph.train)
@@ -179,8 +173,7 @@ class _Run:
 
 
 def _timed_run(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> _Run:
-    """Every layer forward and backward, each on inputs received as from another stage, so that its backward
-    is its own."""
+    """Every layer forward and backward, on inputs received as from a stage: its backward is its own."""
     parts, record = parts_of(graph.twin, graph.train), graph.train_probe
     anchor = torch.zeros((), requires_grad=True)
     env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, inputs, strict=True))
@@ -217,8 +210,7 @@ def _received(item: Any, anchor: torch.Tensor) -> Any:
 
 
 def _saved_bytes(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> list[int]:
-    """Bytes that each layer's forward saves for its backward: every storage once, parameters and buffers not
-    at all."""
+    """Bytes that each layer saves for its backward: every storage once, parameters and buffers never."""
     parts = parts_of(graph.twin, graph.train)
     env: dict[fx.Node, Any] = {n: x.clone() for n, x in zip(graph.train.inputs, inputs, strict=True)}
     seen = {t.untyped_storage()._cdata for t in (*graph.twin.parameters(), *graph.twin.buffers())}

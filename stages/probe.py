@@ -57,8 +57,7 @@ class Outputs:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The record: values by number, the outputs of every node, the random layers, the refused cuts with their
-    reasons."""
+    """The record: values by number, outputs of every node, random layers, refused cuts with reasons."""
 
     values: tuple[Value, ...]
     outputs: dict[fx.Node, Outputs]
@@ -71,8 +70,7 @@ class Probe:
 
 
 class _Recorder:
-    """Gathers values by object identity while the layers run; keeps every object, so that no identity is used
-    twice."""
+    """Gathers values by object identity; keeps every object, so that no identity is used twice."""
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
@@ -116,8 +114,7 @@ class _Recorder:
                 yield from outputs.values
 
     def storages(self, numbers: Sequence[int]) -> dict[int, int]:
-        """Storage identity of each of these values that is a tensor (on the meta device addresses are all
-        zero)."""
+        """Identity of the tensors' storages (on the meta device all addresses are zero)."""
         return {
             i: t.untyped_storage()._cdata for i in numbers if isinstance(t := self.objects[i], torch.Tensor)
         }

@@ -21,8 +21,7 @@ HOLDS = ("call_module", "get_attr")  # what a stage owns a part of the model for
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One stage of a run: its layers, and what crosses its ends: (value, source stage) and (value, target
-    stage).
+    """One stage of a run: its layers; (value, source) it receives and (value, target) it sends.
 
     ``foreign`` are the nodes of earlier stages (and the model's inputs) whose results its layers read."""
 
@@ -33,8 +32,7 @@ class Route:
 
 
 def routes(traced: Traced, record: Probe, stage_of: Sequence[int]) -> tuple[Route, ...]:
-    """The route of every stage; layer i runs on stage ``stage_of[i]``, inputs start on stage 0, the output
-    ends on the last."""
+    """The route of every stage; layer i runs on stage ``stage_of[i]``, inputs start on stage 0."""
     num_stages = max(stage_of) + 1
     places = (
         *stage_of,

@@ -19,8 +19,7 @@ from .probe import Probe, probe
 
 
 class Shapes:
-    """Records of both traces at any micro-batch size; the example's own size was measured on the real
-    device."""
+    """Records of both traces at any micro-batch size; that of the example comes from the real run."""
 
     def __init__(self, graph: LayerGraph) -> None:
         self.traced = {"train": graph.train, "eval": graph.eval}

@@ -1,5 +1,4 @@
-"""Stage: the consecutive layers between two cuts; forward and backward of one micro-batch, without changing a
-bit.
+"""Stage: the layers between two cuts; forward and backward of a micro-batch, without changing a bit.
 
 What keeps the bits: random layers are seeded one by one; received tensors enter as neither leaf nor view, and
 their gradient is taken raw; a value that goes on to later stages brings its gradient back as one more root of
@@ -24,8 +23,7 @@ from .route import Route
 
 
 def layer_seed(seed: int, step: int, micro_batch: int, name: str) -> int:
-    """What the device's generator is seeded with before the random layer ``name`` runs (steps and
-    micro-batches from 0)."""
+    """What the generator is seeded with before the random layer ``name`` (steps, micro-batches from 0)."""
     text = f"{seed}/{step}/{micro_batch}/{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -71,8 +69,7 @@ def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Running:
-    """One micro-batch between its forward and its backward: the roots, the slots of received gradients, the
-    loss."""
+    """One micro-batch between forward and backward: its roots, slots of received gradients, its loss."""
 
     __slots__ = ("loss", "roots", "slots")
 
@@ -141,15 +138,13 @@ class Stage:
         return sent, run_output(self.traced["train"], env, self.parts["train"]) if self.last else None
 
     def lose(self, micro_batch: int, weighted_loss: torch.Tensor) -> None:
-        """On the last stage: the loss of ``micro_batch``, times its share of the batch, is where its backward
-        begins."""
+        """On the last stage: where the backward of ``micro_batch`` begins, its loss times its share."""
         self.running[micro_batch].loss = weighted_loss
 
     def backward(
         self, micro_batch: int, gradients: Mapping[int, torch.Tensor | None]
     ) -> dict[int, torch.Tensor | None]:
-        """Backward of ``micro_batch`` from the gradients of the values it sent; returns those of the values
-        it received."""
+        """From the gradients of the values that ``micro_batch`` sent to those of the values it received."""
         running = self.running.pop(micro_batch)
         roots = [] if running.loss is None or not running.loss.requires_grad else [running.loss]
         grads: list[torch.Tensor | None] = [None] * len(roots)
@@ -167,8 +162,7 @@ class Stage:
     def evaluate(
         self, received: Mapping[int, Any], *, record: Probe, route: Route
     ) -> tuple[dict[int, Any], Any]:
-        """The same layers in eval mode without autograd: the values to send, and the outputs on the last
-        stage."""
+        """The layers in eval mode without autograd: the values to send, the outputs on the last stage."""
         values = dict(received)
         with torch.no_grad(), self.casting():
             env = self._layers("eval", values, record, route, None)

@@ -19,8 +19,7 @@ OPTIMIZERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run: ``cuts`` are layer names, an int (that many stages, planned), "every", or ("random",
-    stages, seed)."""
+    """One training run; ``cuts``: layer names, a number of stages, "every" or ("random", stages, seed)."""
 
     model: str
     cuts: object = 2
@@ -105,8 +104,7 @@ def plain_of(case, model, batches, random_layers):
 
 
 def differences(case):
-    """Train one process's pipeline and the plain loop side by side; names of everything that differs in a
-    bit."""
+    """Train a pipeline and the plain loop side by side; names of everything that differs in a bit."""
     plan, random_layers = plan_of(case)
     model, batches = build(case.model, case.dtype, case.steps)
     plain = copy.deepcopy(model)

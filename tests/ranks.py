@@ -1,5 +1,4 @@
-"""A pool of real ranks: spawned processes kept for the whole test run, a new gloo group over a file for every
-job."""
+"""A pool of real ranks: processes kept for the whole test run, a new gloo group for every job."""
 
 import multiprocessing
 import tempfile
@@ -58,8 +57,7 @@ def _answer(pipe):
 
 
 def _serve(pipe):
-    """What a rank does: join a group, run one job, leave the group if it succeeded, and wait for the next
-    job."""
+    """What a rank does: join a group, run a job, leave the group if it succeeded, wait for the next."""
     import torch
     import torch.distributed as dist
 

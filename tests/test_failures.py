@@ -1,5 +1,4 @@
-"""Law L7: a rank that fails, dies or never starts ends all ranks within the deadline, and what they say names
-it."""
+"""Law L7: a rank that fails, dies or never starts ends all within the deadline, and is named."""
 
 import os
 import signal

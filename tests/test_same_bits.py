@@ -1,5 +1,4 @@
-"""Law L1 in one process: however a model is cut, scheduled and packed, training has the bits of the plain
-loop."""
+"""Law L1 in one process: however a model is cut, scheduled and packed, training has the same bits."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""Law L1 on real ranks: two, three and four processes over gloo have the bits of the plain loop, and evaluate
-alike."""
+"""Law L1 on real ranks: two, three and four processes over gloo have the bits of the plain loop."""
 
 import pytest
 import torch

@@ -37,8 +37,7 @@ def rank_pipeline(plan_path):
 
 
 def calls_of_a_step(plan_path):
-    """("post" | "send", other rank) in the order in which a rank calls gloo, and the most bytes unfinished at
-    once."""
+    """("post" | "send", other rank) in the order in which a rank calls gloo."""
     pipe, batches = rank_pipeline(plan_path)
     calls, post, send = [], dist.irecv, dist.isend
     dist.irecv = lambda buffer, source, tag: calls.append(("post", source)) or post(buffer, source, tag=tag)
@@ -96,8 +95,7 @@ def test_bytes_in_flight_are_bounded(ranks, tmp_path):
 
 
 def held_parameters(plan_path):
-    """Names of the parameters that are alive on this rank once the pipeline stands, and of those it
-    trains."""
+    """Names of the parameters alive on this rank once the pipeline stands, and of those it trains."""
     model, _ = build(CASE.model)
     alive = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
     pipe = pipeline_of(CASE, penstock.Plan.load(plan_path), model)

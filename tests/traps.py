@@ -73,8 +73,7 @@ class Halves(Base):
 
 
 class Misaligned(nn.Module):
-    """The operand of a matrix product that is not at a multiple of 64: an aligned copy takes another
-    kernel."""
+    """A misaligned operand of a matrix product: an aligned copy takes another kernel."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,4 @@
-"""Small models that hold every trap of an exact cut, with batches for each: name -> (model, batches of inputs
-and targets)."""
+"""Small models that hold every trap of an exact cut: name -> (model, batches)."""
 
 import random
 
@@ -47,8 +46,7 @@ class Gated(nn.Module):
 
 
 class Dag(nn.Module):
-    """A seeded random graph: values with early and late users, tied layers, identities, chunks, sizes,
-    in-place, views."""
+    """A seeded random graph: early and late users, tied layers, identities, chunks, sizes, in-place."""
 
     def __init__(self, seed, layers=60, width=20, pool=5):
         super().__init__()
