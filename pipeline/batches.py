@@ -67,7 +67,7 @@ def micro_batches(
 
 
 def _fresh(item: Any) -> Any:
-    return item.clone() if isinstance(item, torch.Tensor) else item
+    return item.detach().clone() if isinstance(item, torch.Tensor) else item
 
 
 def example_of(plan: Plan) -> tuple[torch.Tensor, ...]:

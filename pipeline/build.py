@@ -28,8 +28,8 @@ def samples(options: Mapping[str, Any]) -> Samples:
     made = _call("data", options)
     if not isinstance(made, Samples):
         raise ConfigError(
-            f"data._target_={options['_target_']} must return a penstock.pipeline.samples.Samples,"
-            f" not {type(made).__name__}"
+            f"data._target_={options['_target_']} must return a penstock.pipeline.samples.Samples, not "
+            f"{type(made).__name__}"
         )
     return made
 

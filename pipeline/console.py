@@ -141,15 +141,14 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
     if summary["bytes_sent"]:
         lines.append(f"sent between stages: {packed(summary['bytes_raw'], summary['bytes_sent'])}")
     lines.append(
-        f"{summary['steps']} step{'s' * (summary['steps'] != 1)},"
-        f" {summary['samples']:,} samples in {clock(summary['seconds'])}:"
-        f" {_number(summary['samples_per_second'], '.0f')} samples/s,"
-        f" ranks={summary['ranks']} threads={summary['threads']}, last loss {_number(summary['loss'], '.4f')}"
+        f"{summary['steps']} step{'s' * (summary['steps'] != 1)}, {summary['samples']:,} samples in "
+        f"{clock(summary['seconds'])}: {_number(summary['samples_per_second'], '.0f')} samples/s, "
+        f"ranks={summary['ranks']} threads={summary['threads']}, last loss {_number(summary['loss'], '.4f')}"
     )
     if "test_accuracy" in summary:
         lines.append(
-            f"test accuracy {_number(summary['test_accuracy'], '.2%')},"
-            f" test loss {_number(summary['test_loss'], '.4f')}"
+            f"test accuracy {_number(summary['test_accuracy'], '.2%')}, test loss "
+            f"{_number(summary['test_loss'], '.4f')}"
         )
     return lines
 

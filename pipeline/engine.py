@@ -8,21 +8,27 @@ Source: claims A2-A4 of CN115016937A (forward and backward channels, micro-batch
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 from ..compression.codec import buffer_bytes, decode_received, pack_into
-from ..compression.errors import PenstockError, StageError
+from ..compression.errors import PenstockError, StageError, TransportError
+from ..compression.geometry import geometry
+from ..stages.layers import casting
+from ..stages.probe import Value
 from ..stages.stage import Stage, layer_seed
 from .instruction import Instruction, Op
 from .messages import Itinerary, Message
 from .report import StageReport
 from .timeline import Span
-from .transport import Transport
+from .transport import GlooTransport, Transport
 from .update import Update
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -55,6 +61,7 @@ class Engine:
         self.loss, self.update, self.seed = loss, update, seed
         self.run = {Op.F: self._forward, Op.B: self._backward, Op.U: self._update}
         self.spans: list[Span] = []
+        self.failed = ""
 
     def step(
         self,
@@ -67,11 +74,12 @@ class Engine:
         self.number, self.itinerary, self.micro_batches = number, itinerary, micro_batches
         self.losses: dict[int, torch.Tensor] = {}
         self.spans = []
-        self._begin("train")
-        self.update.begin()
-        for instruction in program:
-            self._timed(instruction, self.run[instruction.op])
-        self.transport.end()
+        with self._told(f"step {number}"):
+            self._begin("train")
+            self.update.begin()
+            for instruction in program:
+                self._timed(instruction, self.run[instruction.op])
+            self.transport.end()
         return self.losses
 
     def evaluate(
@@ -79,22 +87,45 @@ class Engine:
     ) -> Any:
         """Run one micro-batch forward in eval mode; returns the outputs where the last stage is."""
         self.itinerary = itinerary
-        self._begin("eval")
         outputs = None
-        for instruction in program:
-            stage = self.stages[instruction.stage]
-            sent, outputs = stage.evaluate(
-                self._arrive(instruction, inputs),
-                record=itinerary.records[0],
-                route=itinerary.routes[0][stage.index],
-            )
-            self._leave(instruction, sent)
-        self.transport.end()
+        with self._told("evaluation"):
+            self._begin("eval")
+            for instruction in program:
+                stage = self.stages[instruction.stage]
+                with self._told(f"stage {stage.index}, forward"):
+                    received = self._arrive(instruction, inputs)
+                    route = itinerary.routes[0][stage.index]
+                    sent, outputs = stage.evaluate(received, record=itinerary.records[0], route=route)
+                    self._leave(instruction, sent)
+            self.transport.end()
         return outputs
+
+    def check(self) -> None:
+        """Refuse to go on after a failure that may have left other ranks elsewhere in the program."""
+        if self.failed and isinstance(self.transport, GlooTransport):
+            raise TransportError(
+                f"these ranks stopped in the middle of a step ({self.failed}); start them anew"
+            )
+
+    @contextlib.contextmanager
+    def _told(self, where: str) -> Iterator[None]:
+        """Say of any error where it was, leave word for the other ranks, and let go of what was running."""
+        try:
+            yield
+        except Exception as error:
+            kind = type(error) if isinstance(error, PenstockError) else StageError
+            what = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+            sentence = what if what.startswith("rank ") else f"rank {self.rank}, {where}: {what}"
+            if not self.failed:
+                self.transport.fail(sentence)
+            self.failed = sentence
+            for stage in self.stages.values():
+                stage.running.clear()
+            raise kind(sentence) from error
 
     def _begin(self, mode: str) -> None:
         self.began = time.perf_counter()
-        self.waited = 0.0
+        self.waited, self.failed = 0.0, ""
         self.reports = {index: StageReport() for index in self.stages}
         self.tied: dict[tuple[int, int], Any] = {}
         for stage in self.stages.values():
@@ -103,14 +134,10 @@ class Engine:
 
     def _timed(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
         start, self.waited = time.perf_counter(), 0.0
-        try:
+        what = {Op.F: "forward", Op.B: "backward", Op.U: "update"}[instruction.op]
+        of = "" if instruction.micro_batch is None else f" of micro-batch {instruction.micro_batch}"
+        with self._told(f"stage {instruction.stage}, {what}{of}, step {self.number}"):
             run(instruction)
-        except PenstockError as error:
-            what = {Op.F: "forward", Op.B: "backward", Op.U: "update"}[instruction.op]
-            of = "" if instruction.micro_batch is None else f" of micro-batch {instruction.micro_batch}"
-            sentence = f"rank {self.rank}, stage {instruction.stage}, {what}{of}, step {self.number}: {error}"
-            self.transport.fail(sentence)
-            raise type(error)(sentence) from error
         end = time.perf_counter()
         self._count(instruction.stage, compute_seconds=end - start - self.waited, waiting_seconds=self.waited)
         self.spans.append(
@@ -142,12 +169,40 @@ class Engine:
 
     def _lose(self, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:
         try:
-            with stage.casting():
+            with casting(stage.autocast):
                 loss = self.loss(outputs, batch.targets)
-            stage.lose(index, loss * batch.share)
+            weighted = loss * batch.share
         except Exception as error:
             raise StageError(f"the loss: {type(error).__name__}: {error}") from error
+        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+            found = (
+                f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            )
+            raise StageError(
+                f"the loss is one number that depends on trained parameters, found {found} that does not"
+            )
+        if index == 0:
+            self._refuse_side_ways(loss, outputs)
+        stage.lose(index, weighted)
         self.losses[index] = loss.detach()
+
+    def _refuse_side_ways(self, loss: torch.Tensor, outputs: Any) -> None:
+        """The loss may depend on the model through its outputs only: other ways do not lead through the
+        stages."""
+        leaves = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+        seen = {get_gradient_edge(t).node for t in leaves}
+        ahead = [get_gradient_edge(loss).node]
+        while ahead:
+            node = ahead.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if id(getattr(node, "variable", None)) in self.update.identities:
+                raise StageError(
+                    "the loss reads a parameter of the model, which may be on another stage; return it from "
+                    "forward"
+                )
+            ahead += [following for following, _ in node.next_functions if following is not None]
 
     def _backward(self, instruction: Instruction) -> None:
         index = instruction.micro_batch
@@ -188,11 +243,8 @@ class Engine:
             value, item = self.itinerary.value(message), items[message.value]
             if value.number is not None:
                 item = torch.tensor(item, dtype=value.dtype)
-            elif item is not None and (tuple(item.shape), item.dtype) != (value.shape, value.dtype):
-                found = f"{tuple(item.shape)} {item.dtype}"
-                raise StageError(
-                    f"{value.name} was {value.shape} {value.dtype} when it was traced, found {found}"
-                )
+            elif item is not None:
+                _check_tensor(message, value, item)
             buffer = self.transport.pool.take(buffer_bytes(value.shape, value.dtype, self.codec))
             num_bytes = pack_into(item, buffer, codec=self.codec, requires_grad=value.requires_grad)
             raw = 0 if item is None else item.numel() * item.element_size()
@@ -204,4 +256,17 @@ class Engine:
         report = self.reports[stage]
         self.reports[stage] = dataclasses.replace(
             report, **{name: getattr(report, name) + n for name, n in more.items()}
+        )
+
+
+def _check_tensor(message: Message, value: Value, tensor: torch.Tensor) -> None:
+    """Refuse what the receiver does not expect, or would get in another geometry than it has here."""
+    if (tuple(tensor.shape), tensor.dtype) != (value.shape, value.dtype):
+        found = f"{tuple(tensor.shape)} {tensor.dtype}"
+        raise StageError(f"{value.name} was {value.shape} {value.dtype} when it was traced, found {found}")
+    if not geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).travels:
+        what = "the gradient of " if message.op is Op.B else ""
+        raise StageError(
+            f"{what}{value.name} has strides {tensor.stride()} for shape {value.shape}, which no frame "
+            "keeps, and others would change the bits; cut elsewhere"
         )

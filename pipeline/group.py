@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,6 +120,11 @@ def words_of_others() -> str:
     return ""
 
 
+def reason_of(error: RuntimeError) -> str:
+    """What gloo says of a failed transfer, less its source line and its advice."""
+    return re.sub(r"^\[[^]]*\] ", "", str(error)).split(". ")[0]
+
+
 def _store() -> Store:
     return distributed_c10d._get_default_store()
 
@@ -132,4 +138,5 @@ def _collective(call: Any) -> None:
     try:
         call()
     except RuntimeError as error:
-        raise TransportError(f"rank {rank()} lost the group of ranks: {error}") from error
+        reason = words_of_others() or reason_of(error)
+        raise TransportError(f"rank {rank()} lost the group of ranks: {reason}") from error

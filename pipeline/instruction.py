@@ -39,8 +39,8 @@ def parse(text: str) -> Instruction:
     found = _WRITTEN.fullmatch(text)
     if found is None:
         raise ScheduleError(
-            f"an instruction is a stage, F or B and a micro-batch, or a stage and U, found {text!r}; "
-            "write it like 1F3 or 1U"
+            f"an instruction is a stage, F or B and a micro-batch, or a stage and U, found {text!r}; write "
+            "it like 1F3 or 1U"
         )
     stage, op, micro_batch, update = found.groups()
     if update:

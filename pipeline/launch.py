@@ -60,8 +60,8 @@ def check_ranks(ranks: int) -> None:
     most = MOST_RANKS_PER_CORE * cores()
     if ranks > most:
         raise ConfigError(
-            f"ranks={ranks} is more than this machine can start: its {cores()} cores take"
-            f" {MOST_RANKS_PER_CORE} ranks each; lower ranks to {most}"
+            f"ranks={ranks} is more than this machine can start: its {cores()} cores take "
+            f"{MOST_RANKS_PER_CORE} ranks each; lower ranks to {most}"
         )
 
 

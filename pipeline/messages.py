@@ -6,6 +6,7 @@ being told."""
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ..stages.probe import Probe, Value
@@ -62,7 +63,10 @@ def itinerary(
     rank_of: Sequence[int],
     window: int,
 ) -> Itinerary:
-    """Attach to every instruction the messages it waits for and those it sends, nearest stage first."""
+    """Attach to every instruction the messages it waits for and those it sends, nearest stage first.
+
+    ``window`` counts instructions, as ``verify`` does; several messages of one each get a receive of their
+    own."""
     receives: dict[Instruction, tuple[Message, ...]] = {}
     sends: dict[Instruction, tuple[Message, ...]] = {}
     for instruction in (i for program in programs for i in program):
@@ -91,6 +95,8 @@ def itinerary(
                 if values[n].requires_grad
             ]
             sends[instruction] = tuple(sorted(back, key=lambda message: (-message.target, message.value)))
+    counts = [Counter(rank_of[message.target] for message in sent) for sent in sends.values()]
+    most = max((number for count in counts for number in count.values()), default=1)
     return Itinerary(
         programs=tuple(tuple(program) for program in programs),
         rank_of=tuple(rank_of),
@@ -98,5 +104,5 @@ def itinerary(
         routes=tuple(routes),
         receives=receives,
         sends=sends,
-        window=window,
+        window=window * most,
     )

@@ -197,8 +197,8 @@ def _of_torchvision(name: str, describe: Description, *, typed: str) -> nn.Modul
     if name not in known:
         close = get_close_matches(str(name), known, n=5, cutoff=0.5) or ["resnet18", "vgg11_bn"]
         raise ConfigError(
-            f"{typed} is not one of torchvision's {len(known)} classification networks; "
-            f"close ones are {', '.join(close)}"
+            f"{typed} is not one of torchvision's {len(known)} classification networks; close ones are "
+            f"{', '.join(close)}"
         )
     # Their extra heads would make the output a tuple.
     extra = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
@@ -220,7 +220,7 @@ def _try(model: nn.Module, describe: Description, *, typed: str) -> None:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"{typed} cannot take inputs of shape {list(describe.input_shape)} ({reason}); "
-            "set data.size (many networks want 224) and data.channels=3"
+            f"{typed} cannot take inputs of shape {list(describe.input_shape)} ({reason}); set data.size "
+            "(many networks want 224) and data.channels=3"
         ) from error
     model.train()

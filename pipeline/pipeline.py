@@ -75,6 +75,8 @@ class Pipeline:
                 "a loss scale is not offered yet; train in bfloat16 or float32, which need none, with "
                 "scaler=None"
             )
+        _check_arguments(model, plan, optimizer, clip, autocast, deadline)
+        _check_gradients()
         _check_ranks(plan)
         codec_named(plan.codec)
         if not model.training:
@@ -82,13 +84,12 @@ class Pipeline:
         if plan.fingerprint != fingerprint(model):
             raise PlanError(
                 "a plan belongs to the model it was made for, and this model has other parameters or "
-                "buffers; "
-                "plan again"
+                "buffers; plan again"
             )
-        graph = trace(model, example_of(plan))
+        graph = trace(model, example_of(plan), autocast=autocast)
         _check_layers(plan, graph)
         self.plan, self.weight, self.num_steps = plan, weight, 0
-        self.inputs = [node.name for node in graph.train.inputs]
+        self.inputs = [str(node.target) for node in graph.train.inputs]
         self.steps = Steps(plan, graph)
         self.steps.step("train", [graph.example_inputs] * plan.micro_batches)  # refuse early
 
@@ -99,7 +100,7 @@ class Pipeline:
         pairs = zip(stage_of, owned_parameters(graph), strict=True)
         owner = {name: stage for stage, names in pairs for name in names}
         rank_of = [plan.ranks[s] if group.joined() else 0 for s in range(plan.num_stages)]
-        self.state = State(model, graph, here=here, owner=owner, stage_of=stage_of, rank_of=rank_of)
+        self.state = State(model, graph, stages=self.stages, owner=owner, stage_of=stage_of, rank_of=rank_of)
         self.update = Update(
             parameters={s: [(n, p) for n, p in model.named_parameters() if owner[n] == s] for s in here},
             dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
@@ -107,6 +108,7 @@ class Pipeline:
             optimizer=optimizer,
             scheduler=scheduler,
             clip=clip,
+            identities={id(parameter) for parameter in model.parameters()},
         )
         self.engine = Engine(
             rank=self.rank,
@@ -134,6 +136,8 @@ class Pipeline:
                  micro-batch.
         """
         began = time.perf_counter()
+        self.engine.check()
+        _check_gradients()
         batches = micro_batches(
             positional(inputs, self.inputs), targets, self.plan.micro_batches, self.weight
         )
@@ -145,12 +149,14 @@ class Pipeline:
 
     def evaluate(self, inputs: Any) -> Any:
         """The plain model in eval mode on all of ``inputs`` at once; on the last stage's rank, else None."""
+        self.engine.check()
         (batch,) = micro_batches(positional(inputs, self.inputs), None, 1, None)
         itinerary, program = self.steps.step("eval", [batch.inputs])
         return self.engine.evaluate(program, itinerary, batch.inputs)
 
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "step"} under the model's own names; collective, complete on rank 0."""
+        self.engine.check()
         return self.state.gather(self.update, self.num_steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,8 +171,10 @@ class Pipeline:
         return [Span(**dict(zip(Span.__slots__, fields, strict=True))) for row in rows for fields in row]
 
     def close(self) -> None:
-        """Leave the group of ranks (after success)."""
-        group.close()
+        """Leave the group of ranks; after a failure the others may not answer, and the group ends with the
+        process."""
+        if not self.engine.failed:
+            group.close()
 
     def _stage(self, index: int, model: nn.Module, autocast: torch.dtype | None) -> Stage:
         return Stage(
@@ -205,6 +213,34 @@ def _total(batches: Sequence[MicroBatch], losses: dict[int, torch.Tensor]) -> fl
     for index, batch in enumerate(batches):
         total += losses[index].to(dtype) * batch.share
     return float(total)
+
+
+def _check_gradients() -> None:
+    if not torch.is_grad_enabled():
+        raise PlanError("training needs gradients, and they are switched off here; leave torch.no_grad()")
+
+
+def _check_arguments(
+    model: object, plan: object, optimizer: object, clip: object, autocast: object, deadline: float
+) -> None:
+    if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
+        raise PlanError(
+            f"Pipeline takes a torch module and a Plan, found {type(model).__name__} and "
+            f"{type(plan).__name__}"
+        )
+    if isinstance(optimizer, Optimizer) or not callable(optimizer):
+        raise PlanError(
+            "optimizer is a function of (name, parameter) pairs, called once per stage, found "
+            f"{type(optimizer).__name__}; give lambda named: torch.optim.SGD(named, lr=0.1)"
+        )
+    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
+        raise PlanError(f"clip is a largest norm above 0, found {clip}; give None for no clipping")
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise PlanError(
+            f"autocast is a dtype such as torch.bfloat16, found {autocast}; give None for no cast"
+        )
+    if not deadline > 0:
+        raise PlanError(f"deadline is a number of seconds above 0, found {deadline}")
 
 
 def _check_ranks(plan: Plan) -> None:

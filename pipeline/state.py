@@ -12,6 +12,7 @@ from ..compression.codec import decode, encode
 from ..compression.errors import PlanError
 from ..stages.graph import LayerGraph
 from ..stages.layers import is_local
+from ..stages.stage import Stage
 from . import group
 from .update import Update
 
@@ -19,7 +20,7 @@ from .update import Update
 class State:
     """Parameters and buffers that this process holds, by their keys in the model's own state_dict.
 
-    Args:    here: the stages of this process.
+    Args:    stages: those of this process.
              owner: for every parameter (by its first name) the stage that trains it.
              stage_of: the stage of every layer.
              rank_of: the rank of every stage."""
@@ -29,13 +30,14 @@ class State:
         model: nn.Module,
         graph: LayerGraph,
         *,
-        here: Sequence[int],
+        stages: Mapping[int, Stage],
         owner: Mapping[str, int],
         stage_of: Sequence[int],
         rank_of: Sequence[int],
     ) -> None:
         names = {id(p): name for name, p in model.named_parameters()}
         readers = _readers(model, graph, stage_of)
+        held = {key for stage in stages.values() for key in stage.held}
         self.keys: list[str] = []
         self.source: dict[str, int] = {}
         self.held: dict[str, torch.Tensor] = {}
@@ -47,11 +49,12 @@ class State:
             read = {owner[names[id(tensor)]]} if id(tensor) in names else readers.get(id(tensor), {0})
             self.keys.append(key)
             self.source[key] = rank_of[min(read)]
-            if read & set(here):
+            if read & set(stages) or id(tensor) in held:
                 self.held[key] = tensor
 
     def gather(self, update: Update, steps: int) -> dict[str, Any]:
-        """{"model", "optimizer", "step"}: everything on rank 0, this process's part elsewhere."""
+        """{"model", "optimizer", "scheduler", "step"}: everything on rank 0, this process's part
+        elsewhere."""
         mine = [key for key in self.held if self.source[key] == group.rank()]
         optimizer = update.state()
         tensors = [self.held[key].detach() for key in mine]
@@ -64,7 +67,7 @@ class State:
                     tensors.append(item)
                 else:
                     notes[name]["state"][what] = {"plain": item}
-        said = group.gather_json({"keys": mine, "optimizer": notes})
+        said = group.gather_json({"keys": mine, "optimizer": notes, "scheduler": update.scheduler_state()})
         frames = [encode(tensor, codec="raw") for tensor in tensors]
         gathered = group.gather_tensors(frames)
         if gathered is None:
@@ -73,6 +76,11 @@ class State:
 
     def load(self, update: Update, state: Mapping[str, Any]) -> int:
         """Copy what ``gather`` returned on rank 0 into this process's tensors; returns the steps done."""
+        if not {"model", "optimizer", "step"} <= set(state):
+            raise PlanError(
+                "a state has the keys model, optimizer and step, found "
+                f"{', '.join(map(str, state)) or 'none'}; take one from state_dict"
+            )
         model = state["model"]
         if strange := sorted(set(self.keys) ^ set(model)):
             raise PlanError(f"a state belongs to the model it was taken from; {strange[0]} is not in both")
@@ -84,7 +92,7 @@ class State:
                         f"{tuple(model[key].shape)}"
                     )
                 tensor.copy_(model[key])
-        update.load(state["optimizer"])
+        update.load(state["optimizer"], state.get("scheduler"))
         return int(state["step"])
 
 
@@ -114,6 +122,7 @@ def _put_together(
 ) -> dict[str, Any]:
     """One state from what every rank said, and the frames of the tensors it said it of."""
     model: dict[str, Any] = {}
+    scheduler = next((part["scheduler"] for part in said if part["scheduler"]), None)
     optimizer: dict[str, dict[str, Any]] = {}
     for part, frames in zip(said, gathered, strict=True):
         tensors = [decode(frame) for frame in frames]
@@ -124,4 +133,5 @@ def _put_together(
             }
             settings = {k: tuple(v) if isinstance(v, list) else v for k, v in kept["group"].items()}
             optimizer[name] = {"state": state, "group": settings}
-    return {"model": {key: model[key] for key in keys if key in model}, "optimizer": optimizer, "step": steps}
+    ordered = {key: model[key] for key in keys if key in model}
+    return {"model": ordered, "optimizer": optimizer, "scheduler": scheduler, "step": steps}

@@ -5,6 +5,7 @@ A step is planned once for every set of micro-batch shapes and then run many tim
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -32,13 +33,18 @@ class Steps:
         self.plan = plan
         self.shapes = Shapes(graph)
         stage_of = stage_of_layers(graph.train, plan.cuts)
-        self.stage_of = {"train": stage_of, "eval": follow(graph.train, stage_of, graph.eval)}
+        self.stage_of = {"train": stage_of}
+        self.refusal = ""
+        try:
+            self.stage_of["eval"] = follow(graph.train, stage_of, graph.eval)
+        except PlanError as error:  # training does not need it
+            self.refusal = str(error)
         self.known: dict[object, Step] = {}
 
     def layers(self, mode: str, stage: int) -> tuple[Traced, list[Layer]]:
         """The trace of a mode, and the layers of one stage in it."""
         traced = self.shapes.traced[mode]
-        pairs = zip(traced.layers, self.stage_of[mode], strict=True)
+        pairs = zip(traced.layers, self.stage_of.get(mode, ()), strict=mode in self.stage_of)
         return traced, [layer for layer, place in pairs if place == stage]
 
     def step(self, mode: str, inputs: Inputs) -> Step:
@@ -47,6 +53,8 @@ class Steps:
         Raises: PlanError: a cut would change the bits at these shapes; ScheduleError: the schedule is unknown
                 or would deadlock.
         """
+        if mode not in self.stage_of:
+            raise PlanError(self.refusal)
         key = mode, tuple(tuple((x.shape, x.stride(), x.dtype) for x in batch) for batch in inputs)
         if key not in self.known:
             self.known[key] = self._plan(mode, inputs)
@@ -55,11 +63,13 @@ class Steps:
     def _plan(self, mode: str, inputs: Inputs) -> Step:
         records = [self.shapes.probe(mode, batch) for batch in inputs]
         distinct = {id(record): record for record in records}
-        if mode == "train":
-            for record in distinct.values():
-                _check_cuts(self.plan, record)
         traced, stage_of = self.shapes.traced[mode], self.stage_of[mode]
-        routed = {key: routes(traced, record, stage_of) for key, record in distinct.items()}
+        for record in distinct.values():
+            _check_cuts(traced, stage_of, record)
+        routed = {
+            key: routes(traced, record, stage_of, num_stages=self.plan.num_stages)
+            for key, record in distinct.items()
+        }
         pairs = sorted({pair for route in routed.values() for pair in edges(route)})
         if mode == "train":
             programs, order, window = self._training(len(inputs), pairs)
@@ -89,11 +99,8 @@ class Steps:
         return programs, [*order, *(u for update in updates for u in update)], window
 
 
-def _check_cuts(plan: Plan, record: Probe) -> None:
-    last = -1
-    for stage in plan.stages[:-1]:
-        last += len(stage.layers)
-        if reason := record.refused.get(last):
-            raise PlanError(
-                f"the model must not be cut behind layer {stage.layers[-1]}: {reason}; cut elsewhere"
-            )
+def _check_cuts(traced: Traced, stage_of: Sequence[int], record: Probe) -> None:
+    for number, (here, following) in enumerate(pairwise(stage_of)):
+        if here != following and (reason := record.refused.get(number)):
+            name = traced.layers[number].name
+            raise PlanError(f"the model must not be cut behind layer {name}: {reason}; cut elsewhere")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import re
 from collections import deque
 from typing import Protocol
 
@@ -59,7 +58,9 @@ class LocalTransport:
         self.waiting: dict[Message, torch.Tensor] = {}
 
     def begin(self, itinerary: Itinerary) -> None:
-        """Forget the frames of a step that failed."""
+        """Take back the frames of a step that failed."""
+        for buffer in self.waiting.values():
+            self.pool.give(buffer)
         self.waiting.clear()
 
     def send(self, message: Message, buffer: torch.Tensor, num_bytes: int) -> None:
@@ -164,7 +165,12 @@ class GlooTransport:
         value = self.itinerary.value(message)
         num_bytes = frame_bytes(value.shape, value.dtype)
         buffer = self.pool.take(num_bytes)
-        work = dist.irecv(buffer[:num_bytes], channel.rank, tag=number)
+        try:
+            work = dist.irecv(buffer[:num_bytes], channel.rank, tag=number)
+        except RuntimeError as error:
+            raise self._lost(
+                f"{self._name(message)} was not offered by rank {channel.rank}", error
+            ) from error
         assert work is not None
         channel.posted[message] = work, buffer
 
@@ -179,8 +185,7 @@ class GlooTransport:
 
     def _lost(self, what: str, error: RuntimeError) -> TransportError:
         """The error of a failed wait: the deadline and why, in the words of the rank that failed."""
-        gloo = re.sub(r"^\[[^]]*\] ", "", str(error)).split(". ")[0]  # less its source line and its advice
-        reason = group.words_of_others() or gloo
+        reason = group.words_of_others() or group.reason_of(error)
         return TransportError(f"{what} within {self.deadline.total_seconds():g} s: {reason}")
 
     def _name(self, message: Message) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ class Update:
     Args:    parameters: per stage its (name, parameter) pairs.
              dtypes: the dtype of every parameter of the model by name, in the model's own order.
              owner: the rank that owns each of them.
-             clip: largest global L2 norm of the gradients, or None."""
+             clip: largest global L2 norm of the gradients, or None.
+             identities: id() of every parameter of the model; those of other ranks are gone and stand for
+             nothing."""
 
     def __init__(
         self,
@@ -32,7 +34,9 @@ class Update:
         optimizer: Callable[[Named], Optimizer],
         scheduler: Callable[[Optimizer], LRScheduler] | None,
         clip: float | None,
+        identities: Collection[int],
     ) -> None:
+        self.identities = identities
         self.named = {name: parameter for named in parameters.values() for name, parameter in named}
         self.dtypes, self.owner, self.clip = dtypes, owner, clip
         self.optimizers = {
@@ -90,8 +94,21 @@ class Update:
                     }
         return found
 
-    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over what ``state`` returned, for the parameters of this process."""
+    def scheduler_state(self) -> dict[str, Any] | None:
+        """The state of a scheduler (they all keep step), as far as JSON can say it."""
+        for scheduler in self.schedulers.values():
+            state = scheduler.state_dict().items()
+            return {k: v for k, v in state if isinstance(v, bool | int | float | str | list | None)}
+        return None
+
+    def load(self, state: Mapping[str, Mapping[str, Any]], scheduler: Mapping[str, Any] | None) -> None:
+        """Take over what ``state`` and ``scheduler_state`` returned, for the parameters of this process."""
+        for ours in self.schedulers.values():
+            if scheduler is None:
+                raise PlanError(
+                    "this pipeline has a scheduler and the state has none; load it without a scheduler"
+                )
+            ours.load_state_dict({k: v for k, v in scheduler.items() if k != "base_lrs"})
         for optimizer in self.optimizers.values():
             for settings in optimizer.param_groups:
                 for parameter in settings["params"]:
@@ -116,7 +133,18 @@ def _make(
     except ValueError as error:
         if "empty parameter list" in str(error):  # the caller's choice of names leaves nothing on this stage
             return None
-        raise
+        raise PlanError(
+            f"the optimizer of a stage cannot be made: {error}; leave out groups that are empty"
+        ) from error
+    if not isinstance(made, Optimizer):
+        raise PlanError(
+            f"optimizer makes a torch optimizer from (name, parameter) pairs, found {type(made).__name__}"
+        )
+    given = {id(parameter) for _, parameter in pairs}
+    if any(id(parameter) not in given for group in made.param_groups for parameter in group["params"]):
+        raise PlanError(
+            "an optimizer takes parameters of its own stage only; make it from the pairs it is given"
+        )
     if isinstance(made, LBFGS):
         raise PlanError(
             "an optimizer works on one stage's parameters at a time and LBFGS needs all at once; use SGD or "

@@ -66,8 +66,8 @@ def _rank_of_stages(programs: Programs, edges: Edges) -> list[int]:
             other, first = rank_of.setdefault(instruction.stage, (rank, instruction))
             if other != rank:
                 raise ScheduleError(
-                    f"a stage runs on one rank, found {first} on rank {other} "
-                    f"and {instruction} on rank {rank}; give stage {instruction.stage} to one of them"
+                    f"a stage runs on one rank, found {first} on rank {other} and {instruction} on rank "
+                    f"{rank}; give stage {instruction.stage} to one of them"
                 )
     num_stages = 1 + max((stage for pair in [tuple(rank_of), *edges] for stage in pair), default=-1)
     for stage in range(num_stages):
@@ -100,8 +100,8 @@ def _check_instructions(programs: Programs, num_micro_batches: int, rank_of: Seq
         known = instruction.micro_batch is None if instruction.op is Op.U else instruction in wanted
         if not known:
             raise ScheduleError(
-                f"the micro-batches of the step are 0 to {num_micro_batches - 1}, "
-                f"found {instruction} on rank {rank}"
+                f"the micro-batches of the step are 0 to {num_micro_batches - 1}, found {instruction} on "
+                f"rank {rank}"
             )
     for instruction, rank in wanted.items():
         if instruction not in counts:
@@ -130,15 +130,15 @@ def _check_order(program: Sequence[Instruction], rank: int, num_micro_batches: i
                 )
         elif before is not None and before.micro_batch is not None and before.micro_batch > index:
             raise ScheduleError(
-                f"a stage takes micro-batches in ascending order (sums of gradients depend on it), "
-                f"found {instruction} after {before} on rank {rank}"
+                "a stage takes micro-batches in ascending order (sums of gradients depend on it), found "
+                f"{instruction} after {before} on rank {rank}"
             )
         elif op is Op.B:
             forward = last.get((stage, Op.F))
             if forward is None or forward.micro_batch is None or forward.micro_batch < index:
                 raise ScheduleError(
-                    f"a backward needs its forward first, "
-                    f"found {instruction} before {stage}F{index} on rank {rank}"
+                    f"a backward needs its forward first, found {instruction} before {stage}F{index} on rank "
+                    f"{rank}"
                 )
         last[stage, op] = instruction
 

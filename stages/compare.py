@@ -5,9 +5,12 @@ weeks."""
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -28,16 +31,53 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def refuse_lost_buffers(model: nn.Module, traced: nn.Module) -> None:
-    """Refuse a forward that writes buffers outside its layers: torch.fx runs that once and loses it."""
-    after = dict(traced.named_buffers())
-    for name, buffer in model.named_buffers():
-        if name not in after or not same_bits(buffer, after[name]):
+State = dict[str, tuple[Any, Any]]
+
+
+def state_of(root: nn.Module) -> State:
+    """Every tensor and plain value that a module holds, by path: the object and its version, or the value."""
+    found: State = {}
+    for path, module in root.named_modules():
+        held = {**vars(module), **module._parameters, **module._buffers}
+        for name, item in held.items():
+            where = f"{path}.{name}" if path else name
+            if isinstance(item, torch.Tensor):
+                found[where] = item, item._version
+            elif isinstance(item, bool | int | float | str):
+                found[where] = None, item
+    return found
+
+
+def refuse_changes(before: State, root: nn.Module, *, buffers: bool) -> None:
+    """Refuse a forward that changes its modules: torch.fx runs that once and loses it.
+
+    ``buffers``: whether registered buffers must stand still too (while tracing, not while running)."""
+    after, registered = state_of(root), {name for name, _ in root.named_buffers()}
+    made = {name: (None, None) for name, (item, _) in after.items() if buffers and item is None}
+    for name, (item, version) in (made | before).items():
+        now = after.get(name)
+        same = now is not None and now[0] is item and now[1] == version
+        if not same and (buffers or name not in registered):
             raise PlanError(
-                f"torch.fx loses what forward writes to the buffer {name}; move that update into a module of "
-                "its own "
-                "that torch.fx takes as a leaf"
+                f"torch.fx loses what forward writes to {name}; register it as a buffer, and write to it in "
+                "a module of its own that torch.fx takes as a leaf"
             )
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Refuse a forward that draws random numbers while it is traced: they would be the same ever after."""
+
+    def states() -> tuple[bytes, object, object]:
+        return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(numpy.random.get_state())
+
+    before = states()
+    yield
+    if states() != before:
+        raise PlanError(
+            "torch.fx keeps the random numbers that forward draws while it is traced; draw them in a layer, "
+            "such as nn.Dropout, or in a function under torch.fx.wrap"
+        )
 
 
 def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
@@ -72,7 +112,6 @@ def refuse_difference(
         ):
             raise PlanError(
                 f"the torch.fx trace does not compute what the model computes in {mode} mode ({name} "
-                "differs): no_grad and "
-                "autocast blocks, tensors made in forward and branches on values are lost; "
-                "move them into a module of their own or wrap the function with torch.fx.wrap"
+                "differs): no_grad and autocast blocks, tensors made in forward and branches on values are "
+                "lost; move them into a module of their own or wrap the function with torch.fx.wrap"
             )

@@ -13,13 +13,14 @@ import dataclasses
 import hashlib
 import inspect
 import operator
+from collections.abc import Collection
 
 import torch
 from torch import fx, nn
 
 from ..compression.errors import PlanError
-from .compare import fresh, observe, refuse_difference, refuse_lost_buffers
-from .layers import Layer, Traced, is_local, parts_of, run_all
+from .compare import fresh, observe, refuse_changes, refuse_difference, state_of, undrawn
+from .layers import Layer, Traced, casting, is_local, parts_of, run_all
 from .probe import Probe, probe
 
 
@@ -41,7 +42,9 @@ class LayerGraph:
         return tuple(layer.name for layer in self.train.layers)
 
 
-def trace(model: nn.Module, example_inputs: tuple[torch.Tensor, ...]) -> LayerGraph:
+def trace(
+    model: nn.Module, example_inputs: tuple[torch.Tensor, ...], *, autocast: torch.dtype | None = None
+) -> LayerGraph:
     """Trace ``model`` with torch.fx, in train and in eval mode, and prove both traces on copies of it.
 
     Modules keep their own training flags, unless the whole model stands in eval mode: then it is traced in
@@ -50,38 +53,41 @@ def trace(model: nn.Module, example_inputs: tuple[torch.Tensor, ...]) -> LayerGr
     Args:    model: any module that torch.fx can trace; left bit for bit as it was (weights, gradients, mode,
              random state).
              example_inputs: the positional inputs of one micro-batch, as tensors.
+             autocast: the dtype that training will cast to, None for none.
     Returns: the LayerGraph; a layer is one node of the default torch.fx trace and has that node's name.
     Raises:  PlanError: torch.fx cannot trace the model, or the trace does not compute what the model
              computes.
     """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"a model is a torch.nn.Module, found {type(model).__name__}")
     if not isinstance(example_inputs, tuple) or not all(isinstance(x, torch.Tensor) for x in example_inputs):
         raise PlanError(
             "example_inputs is a tuple of tensors, one for each input of the model; wrap them: (x,)"
         )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), casting(autocast):
         eager, twin = _training_copy(model), _training_copy(model)
         train = _traced(model, twin, len(example_inputs))
         parts = parts_of(twin, train)
-        try:
-            expected = observe(eager, eager, example_inputs)
-        except Exception as error:
-            shapes = ", ".join(str(tuple(x.shape)) for x in example_inputs)
-            raise PlanError(
-                f"the model does not run on inputs of shape {shapes}: {error}; give another example"
-            ) from error
-        refuse_difference(
-            expected, observe(lambda *x: run_all(train, parts, x), twin, example_inputs), mode="train"
-        )
+        _shift(eager)
+        _shift(twin)
+        expected = _run_eager(eager, example_inputs)
+        found = observe(lambda *x: run_all(train, parts, x), twin, example_inputs)
+        refuse_difference(expected, found, mode="train")
         _restore(twin, model)
         train_probe = probe(train, parts, fresh(example_inputs))
         _restore(twin, model)
         _restore(eager.eval(), model)
-        evaluation = _traced(model, eager, len(example_inputs))
+        tied = {str(node.target) for layer in train.layers for _, node in layer.lifted}
+        evaluation = _traced(model, eager, len(example_inputs), tied=tied)
         parts = parts_of(eager, evaluation)
         with torch.no_grad():
-            expected = observe(eager, eager, example_inputs)
+            _shift(eager)
+            expected = _run_eager(eager, example_inputs)
+            _restore(eager, model)
+            _shift(eager)
             found = observe(lambda *x: run_all(evaluation, parts, x), eager, example_inputs)
             refuse_difference(expected, found, mode="eval")
+            _restore(eager, model)
             eval_probe = probe(evaluation, parts, fresh(example_inputs))
     return LayerGraph(
         train=train,
@@ -92,6 +98,20 @@ def trace(model: nn.Module, example_inputs: tuple[torch.Tensor, ...]) -> LayerGr
         example_inputs=fresh(example_inputs),
         fingerprint=fingerprint(model),
     )
+
+
+def _run_eager(eager: nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor | None]:
+    """What the model itself computes; refused if it does not run, or changes itself beside its buffers."""
+    before = state_of(eager)
+    try:
+        seen = observe(eager, eager, inputs)
+    except Exception as error:
+        shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
+        raise PlanError(
+            f"the model does not run on inputs of shape {shapes}: {error}; give another example"
+        ) from error
+    refuse_changes(before, eager, buffers=False)
+    return seen
 
 
 def _training_copy(model: nn.Module) -> nn.Module:
@@ -112,23 +132,40 @@ def _restore(twin: nn.Module, model: nn.Module) -> None:
     twin.zero_grad()
 
 
-def _traced(model: nn.Module, root: nn.Module, num_inputs: int) -> Traced:
-    """The trace of ``root``, a copy of ``model``: shared parameters lifted, other inputs at defaults."""
+def _shift(twin: nn.Module) -> None:
+    """Move every weight and buffer a little: what tracing computed from them and baked in then shows."""
+    with torch.no_grad():
+        for tensor in (*twin.parameters(), *twin.buffers()):
+            if tensor.is_floating_point():
+                tensor.mul_(1.0625).add_(0.0078125)
+
+
+def _traced(model: nn.Module, root: nn.Module, num_inputs: int, *, tied: Collection[str] = ()) -> Traced:
+    """The trace of ``root``, a copy of ``model``: shared and ``tied`` parameters lifted, other inputs at
+    defaults."""
+    before = state_of(root)
     parameters = list(inspect.signature(root.forward).parameters.values())
     defaults = {p.name: p.default for p in parameters[num_inputs:] if p.default is not p.empty}
     try:
-        graph = fx.Tracer().trace(root, defaults or None)
+        with undrawn():
+            graph = fx.Tracer().trace(root, defaults or None)
+    except PlanError:
+        raise
     except Exception as error:
         raise PlanError(
             f"torch.fx cannot trace {type(root).__name__}: {error}; keep branches and loops over tensor "
-            "values out of "
-            "forward, or put them into a function under torch.fx.wrap"
+            "values out of forward, or put them into a function under torch.fx.wrap"
         ) from error
-    refuse_lost_buffers(model, root)
+    refuse_changes(before, root, buffers=True)
     _drop_default_inputs(graph, num_inputs)
-    lifted = _lift_shared(root, graph)
+    lifted = _lift_shared(root, graph, tied)
     layers = tuple(
-        Layer(node=node, module=_module_path(node), lifted=tuple(lifted.get(node, ())))
+        Layer(
+            node=node,
+            module=_module_path(node),
+            lifted=tuple(lifted.get(node, ())),
+            holds=_holds(root, node, {name for name, _ in lifted.get(node, ())}),
+        )
         for node in graph.nodes
         if node.op not in ("placeholder", "output") and not is_local(node)
     )
@@ -140,9 +177,14 @@ def _traced(model: nn.Module, root: nn.Module, num_inputs: int) -> Traced:
         raise PlanError(
             f"example_inputs has one tensor for each input; the model takes {names}, {num_inputs} were given"
         )
-    constants = {n.target: operator.attrgetter(n.target)(root) for n in graph.nodes if n.op == "get_attr"}
-    constants = {name: tensor for name, tensor in constants.items() if not _has(model, name)}
-    return Traced(inputs=inputs, layers=layers, output=next(iter(reversed(graph.nodes))), constants=constants)
+    held = {str(n.target): operator.attrgetter(n.target)(root) for n in graph.nodes if n.op == "get_attr"}
+    return Traced(
+        inputs=inputs,
+        layers=layers,
+        output=next(iter(reversed(graph.nodes))),
+        constants={name: tensor for name, tensor in held.items() if not _has(model, name)},
+        buffers=frozenset(held) & {name for name, _ in root.named_buffers(remove_duplicate=False)},
+    )
 
 
 def _drop_default_inputs(graph: fx.Graph, num_inputs: int) -> None:
@@ -154,6 +196,16 @@ def _drop_default_inputs(graph: fx.Graph, num_inputs: int) -> None:
         if all("_assert" in str(n.target) or n is node or n.target is operator.eq for n in dead):
             for user in reversed(dead):
                 graph.erase_node(user)
+
+
+def _holds(root: nn.Module, node: fx.Node, lifted: Collection[str]) -> bool:
+    """Whether a layer needs a part of the model that only its stage has: not what is tied or carried to
+    it."""
+    if node.op != "call_module":
+        return node.op == "get_attr"
+    module = root.get_submodule(str(node.target))
+    own = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(lifted)
+    return bool(own) or any(True for _ in module.buffers())
 
 
 def _module_path(node: fx.Node) -> str:
@@ -175,8 +227,11 @@ def _parameter_uses(root: nn.Module, graph: fx.Graph) -> dict[int, list[tuple[fx
     return uses
 
 
-def _lift_shared(root: nn.Module, graph: fx.Graph) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
-    """Make one layer of every trained parameter that several nodes use, right before its first user.
+def _lift_shared(
+    root: nn.Module, graph: fx.Graph, tied: Collection[str]
+) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
+    """Make one layer of every trained parameter that several nodes use (or ``tied`` names), before its first
+    user.
 
     A tied parameter then is a value like any other. Buffers, constants and frozen parameters are read where
     they are used and never travel: their get_attr nodes become local to each user."""
@@ -191,16 +246,17 @@ def _lift_shared(root: nn.Module, graph: fx.Graph) -> dict[fx.Node, list[tuple[s
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     lifted: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
     for key, uses in _parameter_uses(root, graph).items():
-        if key not in names or len({node for node, _ in uses}) < 2:
+        shared = key in names and (names[key] in tied or len({node for node, _ in uses}) > 1)
+        if not shared:
             continue
         with graph.inserting_before(uses[0][0]):
-            shared = graph.get_attr(names[key])
+            layer = graph.get_attr(names[key])
         for node, name in uses:
             if name is None:
-                node.replace_all_uses_with(shared)
+                node.replace_all_uses_with(layer)
                 graph.erase_node(node)
             else:
-                lifted.setdefault(node, []).append((name, shared))
+                lifted.setdefault(node, []).append((name, layer))
     return lifted
 
 

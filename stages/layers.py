@@ -5,6 +5,7 @@ run."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,11 +21,12 @@ class Layer:
     """One node of the trace; ``module`` is the dotted path it was traced in.
 
     ``lifted``: for every tied parameter of a module, (its name inside the module, the get_attr layer that
-    reads it)."""
+    reads it). ``holds``: whether it needs parameters or buffers that only its own stage has."""
 
     node: fx.Node
     module: str
     lifted: tuple[tuple[str, fx.Node], ...] = ()
+    holds: bool = False
 
     @property
     def name(self) -> str:
@@ -36,12 +38,15 @@ class Layer:
 class Traced:
     """The trace of one mode (train or eval): input nodes, layers in running order, the output node.
 
-    ``constants`` are the tensors that tracing found in forward, by the name that torch.fx gave them."""
+    ``constants`` are the tensors that tracing found in forward, by the name that torch.fx gave them;
+    ``buffers`` the names of registered buffers that layers read by themselves: no other tensor of the model
+    may be written to."""
 
     inputs: tuple[fx.Node, ...]
     layers: tuple[Layer, ...]
     output: fx.Node
     constants: Mapping[str, torch.Tensor]
+    buffers: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +75,14 @@ def parts_of(
                 traced.constants[name] if name in traced.constants else operator.attrgetter(name)(root)
             )
     return Parts(modules, tensors)
+
+
+def casting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Autocast to ``dtype`` without its cache of cast weights, which depends on what shares a stage; None: no
+    cast."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", dtype, cache_enabled=False)
 
 
 def is_local(node: fx.Node) -> bool:

@@ -134,8 +134,8 @@ def _choose(
     if rank_ends is None:
         needed = with_margin(int(smallest_limit(points, parts=ranks, span=costs.memory, edge=free)))
         raise PlanError(
-            f"memory={memory} on each of {ranks} ranks holds no legal cut of the model; "
-            f"the smallest budget that does is memory={needed} ({show_bytes(needed)}); raise memory or ranks"
+            f"memory={memory} on each of {ranks} ranks holds no legal cut of the model; the smallest budget "
+            f"that does is memory={needed} ({show_bytes(needed)}); raise memory or ranks"
         )
     ends = split(points, parts=stages, span=costs.of_stage(rank_ends), edge=free, weight=costs.cut_bytes)
     assert ends is not None, "the ranks leave every other place to cut, and there are enough"

@@ -62,8 +62,8 @@ class Plan:
         steps = [rank - before for before, rank in pairwise((0, *self.ranks))]
         if len(self.ranks) != self.num_stages or self.ranks[0] != 0 or not set(steps) <= {0, 1}:
             raise PlanError(
-                f"a plan gives each of its {self.num_stages} stages a rank, ascending from 0, "
-                f"found ranks {list(self.ranks)}"
+                f"a plan gives each of its {self.num_stages} stages a rank, ascending from 0, found ranks "
+                f"{list(self.ranks)}"
             )
         if self.micro_batches < 1:
             raise PlanError(

@@ -18,6 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ..compression.errors import PlanError
 from ..compression.geometry import geometry
+from .compare import same_bits
 from .layers import Layer, Parts, Traced, is_local, run_layer
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -128,8 +129,12 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
         recorder.add(node, -1, tensor)
     for index, layer in enumerate(traced.layers):
         _record_layer(recorder, layer, index, env, parts)
+        _refuse_written_constants(recorder, layer, traced, parts)
     for number in recorder.reads(traced.output):
         recorder.users[number].add(len(traced.layers))
+    for name, buffer in _local(traced.output, parts).items():
+        key = buffer.untyped_storage()._cdata
+        recorder.accesses.setdefault(key, (name, set()))[1].add(len(traced.layers))
     values = tuple(_value(recorder, i) for i in range(len(recorder.objects)))
     record = Probe(values=values, outputs=recorder.outputs, random=frozenset(recorder.random), refused={})
     for cut in range(len(traced.layers) - 1):
@@ -145,6 +150,7 @@ def _record_layer(
     tensors = [t for i in read if isinstance(t := recorder.objects[i], torch.Tensor)]
     buffers = _buffers(layer, parts)
     versions = [t._version for t in (*tensors, *buffers.values())]
+    contents = [None if t.is_meta else t.clone() for t in buffers.values()]
     state = torch.get_rng_state()
     try:
         env[layer.node] = run_layer(layer, env, parts)
@@ -156,10 +162,15 @@ def _record_layer(
     changed = [
         t for t, before in zip((*tensors, *buffers.values()), versions, strict=True) if t._version != before
     ]
+    for buffer, content in zip(
+        buffers.values(), contents, strict=True
+    ):  # batch_norm writes without a new version
+        if content is not None and not same_bits(buffer, content):
+            changed.append(buffer)
     recorder.mutated |= {t.untyped_storage()._cdata for t in changed}
     recorder.written |= {id(t) for t in changed}
     for name, buffer in buffers.items():
-        recorder.accesses.setdefault(id(buffer), (name, set()))[1].add(index)
+        recorder.accesses.setdefault(buffer.untyped_storage()._cdata, (name, set()))[1].add(index)
     for number in read:
         recorder.users[number].add(index)
     recorder.add(layer.node, index, env[layer.node])
@@ -167,11 +178,26 @@ def _record_layer(
 
 def _buffers(layer: Layer, parts: Parts) -> dict[str, torch.Tensor]:
     """The buffers that a layer may write to, by name."""
-    found = {str(n.target): parts.tensors[str(n.target)] for n in layer.node.all_input_nodes if is_local(n)}
+    found = _local(layer.node, parts)
     if layer.node.op == "call_module":
         module = parts.modules[str(layer.node.target)]
         found |= {f"{layer.node.target}.{name}": buffer for name, buffer in module.named_buffers()}
     return found
+
+
+def _local(node: fx.Node, parts: Parts) -> dict[str, torch.Tensor]:
+    return {str(n.target): parts.tensors[str(n.target)] for n in node.all_input_nodes if is_local(n)}
+
+
+def _refuse_written_constants(recorder: _Recorder, layer: Layer, traced: Traced, parts: Parts) -> None:
+    """A tensor made in forward was made once, while tracing: what a layer writes to it would stay for
+    ever."""
+    for name, tensor in _local(layer.node, parts).items():
+        if id(tensor) in recorder.written and name not in traced.buffers:
+            raise PlanError(
+                f"layer {layer.name} writes to {name}, a tensor that torch.fx made once while tracing; make "
+                "it in a module of its own, in a function under torch.fx.wrap, or register it as a buffer"
+            )
 
 
 def _value(recorder: _Recorder, number: int) -> Value:
@@ -216,6 +242,6 @@ def _refusal(recorder: _Recorder, record: Probe, cut: int) -> str:
             names = f"{record.values[first].name} and {record.values[number].name}"
             return f"{names} share one memory that a layer writes to, and both would cross it"
     for key, (name, layers) in recorder.accesses.items():
-        if key in recorder.written and min(layers) <= cut < max(layers):
+        if key in recorder.mutated and min(layers) <= cut < max(layers):
             return f"the layers that use the buffer {name}, and write to it, would stand on both sides"
     return ""

@@ -16,24 +16,23 @@ from ..compression.errors import PlanError
 from .layers import Layer, Traced, is_local
 from .probe import Probe
 
-HOLDS = ("call_module", "get_attr")  # what a stage owns a part of the model for
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
     """One stage of a run: its layers; (value, source) it receives and (value, target) it sends.
 
+    ``done``: after each layer, the nodes and values that nothing on this stage needs any more.
     ``foreign`` are the nodes of earlier stages (and the model's inputs) whose results its layers read."""
 
     layers: tuple[Layer, ...]
     foreign: tuple[fx.Node, ...]
     receives: tuple[tuple[int, int], ...]
     sends: tuple[tuple[int, int], ...]
+    done: tuple[tuple[tuple[fx.Node, ...], tuple[int, ...]], ...]
 
 
-def routes(traced: Traced, record: Probe, stage_of: Sequence[int]) -> tuple[Route, ...]:
+def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages: int) -> tuple[Route, ...]:
     """The route of every stage; layer i runs on stage ``stage_of[i]``, inputs start on stage 0."""
-    num_stages = max(stage_of) + 1
     places = (
         *stage_of,
         num_stages - 1,
@@ -51,26 +50,56 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int]) -> tuple[Rout
     layers = [
         tuple(t for t, s in zip(traced.layers, stage_of, strict=True) if s == i) for i in range(num_stages)
     ]
-    return tuple(
-        Route(
-            layers=layers[stage],
-            foreign=_foreign(layers[stage], traced.output if stage == num_stages - 1 else None),
-            receives=tuple(receives[stage]),
-            sends=tuple(
-                sorted(sends[stage], key=lambda send: (send[1], send[0]))
-            ),  # to the nearest stage first
+    made = []
+    for stage in range(num_stages):
+        output = traced.output if stage == num_stages - 1 else None
+        foreign = _foreign(layers[stage], output)
+        made.append(
+            Route(
+                layers=layers[stage],
+                foreign=foreign,
+                receives=tuple(receives[stage]),
+                sends=tuple(
+                    sorted(sends[stage], key=lambda send: (send[1], send[0]))
+                ),  # to the nearest stage first
+                done=_done(layers[stage], foreign, record, {n for n, _ in sends[stage]}, output),
+            )
         )
-        for stage in range(num_stages)
+    return tuple(made)
+
+
+def _done(
+    layers: Sequence[Layer], foreign: Sequence[fx.Node], record: Probe, sent: set[int], output: fx.Node | None
+) -> tuple[tuple[tuple[fx.Node, ...], tuple[int, ...]], ...]:
+    """After each layer, what dies with it: a node with its last reader, a value with the last node that holds
+    it."""
+    last = {node: -1 for node in foreign}
+    for place, layer in enumerate(layers):
+        last[layer.node] = place
+        last |= {node: place for node in reads(layer) if node in last}
+    kept = set(output.all_input_nodes) if output is not None else set()
+    values: dict[int, int] = {}
+    for node, place in last.items():
+        for number in record.outputs[node].values:
+            end = len(layers) if number in sent or node in kept else place
+            values[number] = max(values.get(number, -1), end)
+    return tuple(
+        (
+            tuple(node for node, end in last.items() if end == place and node not in kept),
+            tuple(number for number, end in values.items() if end == place),
+        )
+        for place in range(len(layers))
     )
+
+
+def reads(layer: Layer) -> list[fx.Node]:
+    """The nodes that a layer reads, tied parameters included."""
+    return [*layer.node.all_input_nodes, *(source for _, source in layer.lifted)]
 
 
 def _foreign(layers: Sequence[Layer], output: fx.Node | None) -> tuple[fx.Node, ...]:
     own = {layer.node for layer in layers}
-    read = [
-        node
-        for layer in layers
-        for node in (*layer.node.all_input_nodes, *(source for _, source in layer.lifted))
-    ]
+    read = [node for layer in layers for node in reads(layer)]
     read += [] if output is None else output.all_input_nodes
     return tuple(dict.fromkeys(node for node in read if node not in own and not is_local(node)))
 
@@ -92,25 +121,25 @@ def stage_of_layers(traced: Traced, cuts: Sequence[str]) -> list[int]:
 def follow(train: Traced, stage_of: Sequence[int], evaluation: Traced) -> list[int]:
     """The stage of every layer of the eval trace, which may hold other layers than the train trace.
 
-    Modules and parameters stay on the stage that holds them; other layers run as early as their arguments
-    allow."""
+    Parameters, and modules that are not wholly tied, stay on the stage that trains them; all others run as
+    early as their arguments and the layers before them allow (earlier, an in-place layer could overtake a
+    reader)."""
     if [layer.name for layer in train.layers] == [layer.name for layer in evaluation.layers]:
         return list(stage_of)
-    owner = {
-        layer.node.target: s
-        for layer, s in zip(train.layers, stage_of, strict=True)
-        if layer.node.op in HOLDS
-    }
-    placed: dict[fx.Node, int] = {node: 0 for node in evaluation.inputs}
+    home: dict[object, int] = {}
+    for layer, stage in zip(train.layers, stage_of, strict=True):
+        if layer.holds:
+            home.setdefault(layer.node.target, stage)
+    stages: list[int] = []
+    earliest = 0
     for layer in evaluation.layers:
-        sources = (*layer.node.all_input_nodes, *(source for _, source in layer.lifted))
-        earliest = max((placed[node] for node in sources if not is_local(node)), default=0)
-        stage = owner.get(layer.node.target, earliest) if layer.node.op in HOLDS else earliest
-        if stage < earliest:
-            raise PlanError(
-                f"the model takes another way in eval mode: layer {layer.name} is held by stage {stage} and "
-                "needs a result "
-                f"of stage {earliest}; cut elsewhere"
-            )
-        placed[layer.node] = stage
-    return [placed[layer.node] for layer in evaluation.layers]
+        stage = home.get(layer.node.target, earliest) if layer.holds else earliest
+        if layer.node.op != "get_attr":  # a parameter has no arguments and may wait for its first reader
+            if stage < earliest:
+                raise PlanError(
+                    f"the model takes another way in eval mode: layer {layer.name} is held by stage {stage} "
+                    f"and comes after layers of stage {earliest}; cut elsewhere"
+                )
+            earliest = stage
+        stages.append(stage)
+    return stages

@@ -43,9 +43,8 @@ class Shapes:
             if self.trusted[mode]:
                 raise PlanError(
                     f"a micro-batch has shapes {_show(key)}, the example had {_show(self.example)}, and this "
-                    "model's shapes "
-                    f"cannot be told without running it ({self.trusted[mode]}); use equal micro-batches of "
-                    "the example's size"
+                    f"model's shapes cannot be told without running it ({self.trusted[mode]}); use equal "
+                    "micro-batches of the example's size"
                 )
             self.known[mode, key] = dataclasses.replace(self._run(mode, key), random=self.real[mode].random)
         return self.known[mode, key]
@@ -55,8 +54,16 @@ class Shapes:
         inputs = [
             torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in key
         ]
+        parts = parts_of(self.roots[mode], traced)
+        parts.tensors.update({name: t.to("meta") for name, t in parts.tensors.items() if not t.is_meta})
         with torch.set_grad_enabled(mode == "train"):
-            return probe(traced, parts_of(self.roots[mode], traced), inputs)
+            found = probe(traced, parts, inputs)
+        real = self.real[mode].values  # autocast knows no meta device; a dtype does not depend on the size
+        if len(real) == len(found.values):
+            pairs = zip(found.values, real, strict=True)
+            values = tuple(dataclasses.replace(ours, dtype=theirs.dtype) for ours, theirs in pairs)
+            found = dataclasses.replace(found, values=values, refused=self.real[mode].refused | found.refused)
+        return found
 
     def _difference(self, mode: str) -> str:
         """What the meta device gets wrong at the example's own size; "" if nothing."""

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..compression.errors import StageError
-from .layers import Layer, Traced, parts_of, run_layer, run_output
+from .layers import Layer, Traced, casting, parts_of, run_layer, run_output
 from .probe import Probe
 from .route import Route
 
@@ -108,6 +108,14 @@ class Stage:
         self.autocast = autocast
         self.running: dict[int, _Running] = {}
 
+    @property
+    def held(self) -> set[int]:
+        """The identities of all parameters and buffers that the layers name, in both modes."""
+        tensors = [t for parts in self.parts.values() for t in parts.tensors.values()]
+        for module in (m for parts in self.parts.values() for m in parts.modules.values()):
+            tensors += [*module.parameters(), *module.buffers()]
+        return {id(tensor) for tensor in tensors}
+
     def begin(self, mode: str) -> None:
         """Set the training flags for a step (``mode`` "train") or an evaluation ("eval")."""
         self.running.clear()
@@ -131,7 +139,7 @@ class Stage:
                  else None."""
         running = self.running[micro_batch] = _Running()
         values = {number: self._enter(running, number, item, record) for number, item in received.items()}
-        with self.casting():
+        with casting(self.autocast):
             env = self._layers("train", values, record, route, seed)
         sent = {number: values[number] for number, _ in route.sends}
         running.roots = {n: t for n, t in sent.items() if isinstance(t, torch.Tensor) and t.requires_grad}
@@ -164,7 +172,10 @@ class Stage:
     ) -> tuple[dict[int, Any], Any]:
         """The layers in eval mode without autograd: the values to send, the outputs on the last stage."""
         values = dict(received)
-        with torch.no_grad(), self.casting():
+        for number, item in received.items():
+            if record.values[number].parameter:  # a kernel may be picked by it, even under no_grad
+                item.requires_grad_(record.values[number].requires_grad)
+        with torch.no_grad(), casting(self.autocast):
             env = self._layers("eval", values, record, route, None)
             outputs = run_output(self.traced["eval"], env, self.parts["eval"]) if self.last else None
         return {number: values[number] for number, _ in route.sends}, outputs
@@ -175,12 +186,6 @@ class Stage:
             return item
         slot = running.slots[number] = {}
         return Receive.apply(self.anchor, item, slot)
-
-    def casting(self) -> contextlib.AbstractContextManager[Any]:
-        """Autocast without its cache of cast weights: the cache depends on what shares a stage."""
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast("cpu", self.autocast, cache_enabled=False)
 
     def _layers(
         self,
@@ -194,12 +199,12 @@ class Stage:
         parts = self.parts[mode]
         arrived = {node: record.outputs[node] for node in route.foreign}
         env: dict[fx.Node, Any] = {
-            node: tree_unflatten([values.get(number) for number in outputs.values], outputs.spec)
+            node: _rebuilt([values.get(number) for number in outputs.values], outputs.spec)
             for node, outputs in arrived.items()
         }
         tied = {node: tensor for node, tensor in env.items() if node.op == "get_attr"}
         numbers = {id(tensor): number for number, tensor in values.items()}
-        for layer in route.layers:
+        for layer, (nodes, dead) in zip(route.layers, route.done, strict=True):
             try:
                 if seed is not None and layer.name in record.random:
                     with seeded(seed(layer.name)):
@@ -210,7 +215,17 @@ class Stage:
                 raise StageError(f"layer {layer.name}: {type(error).__name__}: {error}") from error
             env[layer.node] = result
             _hold_against(record, layer, result, values, numbers)
+            for node in nodes:
+                del env[node]
+            for number in dead:
+                numbers.pop(id(values.pop(number, None)), None)
         return env
+
+
+def _rebuilt(leaves: list[Any], spec: TreeSpec) -> Any:
+    """A result put together from its leaves; torch.Size comes back as what it was, which slices show."""
+    result = tree_unflatten(leaves, spec)
+    return torch.Size(result) if spec.type is torch.Size and None not in leaves else result
 
 
 def _hold_against(
