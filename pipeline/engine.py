@@ -15,23 +15,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from ..compression.codec import buffer_bytes, decode_received, pack_into
 from ..compression.errors import PenstockError, StageError, TransportError
 from ..compression.geometry import geometry
-from ..stages.layers import casting
 from ..stages.probe import Value
 from ..stages.stage import Stage, layer_seed
 from .instruction import Instruction, Op
+from .loss import Loss, mean_loss, refuse_side_ways
 from .messages import Itinerary, Message
 from .report import StageReport
 from .timeline import Span
 from .transport import GlooTransport, Transport
 from .update import Update
-
-Loss = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,41 +164,11 @@ class Engine:
             self._lose(stage, index, outputs, batch)
 
     def _lose(self, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:
-        try:
-            with casting(stage.autocast):
-                loss = self.loss(outputs, batch.targets)
-            weighted = loss * batch.share
-        except Exception as error:
-            raise StageError(f"the loss: {type(error).__name__}: {error}") from error
-        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
-            found = (
-                f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            )
-            raise StageError(
-                f"the loss is one number that depends on trained parameters, found {found} that does not"
-            )
+        mean = mean_loss(self.loss, outputs, batch.targets, autocast=stage.autocast)
         if index == 0:
-            self._refuse_side_ways(loss, outputs)
-        stage.lose(index, weighted)
-        self.losses[index] = loss.detach()
-
-    def _refuse_side_ways(self, loss: torch.Tensor, outputs: Any) -> None:
-        """The loss may depend on the model through its outputs only: other ways do not lead through the
-        stages."""
-        leaves = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
-        seen = {get_gradient_edge(t).node for t in leaves}
-        ahead = [get_gradient_edge(loss).node]
-        while ahead:
-            node = ahead.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if id(getattr(node, "variable", None)) in self.update.identities:
-                raise StageError(
-                    "the loss reads a parameter of the model, which may be on another stage; return it from "
-                    "forward"
-                )
-            ahead += [following for following, _ in node.next_functions if following is not None]
+            refuse_side_ways(mean, outputs, self.update.identities)
+        stage.lose(index, mean * batch.share)
+        self.losses[index] = mean.detach()
 
     def _backward(self, instruction: Instruction) -> None:
         index = instruction.micro_batch

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,11 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..compression.codec import codec_named
 from ..compression.errors import PlanError
-from ..stages.graph import LayerGraph, fingerprint, trace
+from ..stages.graph import fingerprint, trace
 from ..stages.measure import owned_parameters
 from ..stages.plan import Plan
 from ..stages.stage import Stage
 from . import group
+from .arguments import check_arguments, check_gradients, check_layers, check_ranks
 from .batches import example_of, micro_batches, positional
 from .engine import Engine, MicroBatch
 from .report import Report, StageReport
@@ -75,9 +75,9 @@ class Pipeline:
                 "a loss scale is not offered yet; train in bfloat16 or float32, which need none, with "
                 "scaler=None"
             )
-        _check_arguments(model, plan, optimizer, clip, autocast, deadline)
-        _check_gradients()
-        _check_ranks(plan)
+        check_arguments(model, plan, optimizer, clip, autocast, deadline)
+        check_gradients()
+        check_ranks(plan)
         codec_named(plan.codec)
         if not model.training:
             model.train()
@@ -87,7 +87,7 @@ class Pipeline:
                 "buffers; plan again"
             )
         graph = trace(model, example_of(plan), autocast=autocast)
-        _check_layers(plan, graph)
+        check_layers(plan, graph)
         self.plan, self.weight, self.num_steps = plan, weight, 0
         self.inputs = [str(node.target) for node in graph.train.inputs]
         self.steps = Steps(plan, graph)
@@ -137,7 +137,7 @@ class Pipeline:
         """
         began = time.perf_counter()
         self.engine.check()
-        _check_gradients()
+        check_gradients()
         batches = micro_batches(
             positional(inputs, self.inputs), targets, self.plan.micro_batches, self.weight
         )
@@ -213,49 +213,3 @@ def _total(batches: Sequence[MicroBatch], losses: dict[int, torch.Tensor]) -> fl
     for index, batch in enumerate(batches):
         total += losses[index].to(dtype) * batch.share
     return float(total)
-
-
-def _check_gradients() -> None:
-    if not torch.is_grad_enabled():
-        raise PlanError("training needs gradients, and they are switched off here; leave torch.no_grad()")
-
-
-def _check_arguments(
-    model: object, plan: object, optimizer: object, clip: object, autocast: object, deadline: float
-) -> None:
-    if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
-        raise PlanError(
-            f"Pipeline takes a torch module and a Plan, found {type(model).__name__} and "
-            f"{type(plan).__name__}"
-        )
-    if isinstance(optimizer, Optimizer) or not callable(optimizer):
-        raise PlanError(
-            "optimizer is a function of (name, parameter) pairs, called once per stage, found "
-            f"{type(optimizer).__name__}; give lambda named: torch.optim.SGD(named, lr=0.1)"
-        )
-    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
-        raise PlanError(f"clip is a largest norm above 0, found {clip}; give None for no clipping")
-    if autocast is not None and not isinstance(autocast, torch.dtype):
-        raise PlanError(
-            f"autocast is a dtype such as torch.bfloat16, found {autocast}; give None for no cast"
-        )
-    if not deadline > 0:
-        raise PlanError(f"deadline is a number of seconds above 0, found {deadline}")
-
-
-def _check_ranks(plan: Plan) -> None:
-    if group.joined() and group.num_ranks() != plan.num_ranks:
-        raise PlanError(
-            f"the plan is made for {plan.num_ranks} ranks, {group.num_ranks()} were started; start as many, "
-            "or plan again"
-        )
-
-
-def _check_layers(plan: Plan, graph: LayerGraph) -> None:
-    planned = [layer for stage in plan.stages for layer in stage.layers]
-    for number, (ours, theirs) in enumerate(zip_longest(graph.layers, planned)):
-        if ours != theirs:
-            raise PlanError(
-                f"a plan belongs to the model it was made for: layer {number} is {ours} in the model, "
-                f"{theirs} in the plan; plan again"
-            )

@@ -21,6 +21,7 @@ from torch import fx, nn
 from ..compression.errors import PlanError
 from .compare import fresh, observe, refuse_changes, refuse_difference, state_of, undrawn
 from .layers import Layer, Traced, casting, is_local, parts_of, run_all
+from .lift import lift_shared
 from .probe import Probe, probe
 
 
@@ -158,7 +159,7 @@ def _traced(model: nn.Module, root: nn.Module, num_inputs: int, *, tied: Collect
         ) from error
     refuse_changes(before, root, buffers=True)
     _drop_default_inputs(graph, num_inputs)
-    lifted = _lift_shared(root, graph, tied)
+    lifted = lift_shared(root, graph, tied)
     layers = tuple(
         Layer(
             node=node,
@@ -212,52 +213,6 @@ def _module_path(node: fx.Node) -> str:
     """Dotted path of the module that the node was traced in, "" for the model itself."""
     stack = node.meta.get("nn_module_stack")
     return str(next(reversed(stack.values()))[0]) if stack else ""
-
-
-def _parameter_uses(root: nn.Module, graph: fx.Graph) -> dict[int, list[tuple[fx.Node, str | None]]]:
-    """For every trained parameter the nodes that use it, and its name in their module (None: get_attr)."""
-    uses: dict[int, list[tuple[fx.Node, str | None]]] = {}
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            uses.setdefault(id(operator.attrgetter(node.target)(root)), []).append((node, None))
-        elif node.op == "call_module":
-            for name, parameter in root.get_submodule(node.target).named_parameters(remove_duplicate=False):
-                if parameter.requires_grad:
-                    uses.setdefault(id(parameter), []).append((node, name))
-    return uses
-
-
-def _lift_shared(
-    root: nn.Module, graph: fx.Graph, tied: Collection[str]
-) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
-    """Make one layer of every trained parameter that several nodes use (or ``tied`` names), before its first
-    user.
-
-    A tied parameter then is a value like any other. Buffers, constants and frozen parameters are read where
-    they are used and never travel: their get_attr nodes become local to each user."""
-    for node in list(graph.nodes):
-        if node.op == "get_attr" and not operator.attrgetter(node.target)(root).requires_grad:
-            for user in list(node.users):
-                with graph.inserting_before(user):
-                    local = graph.get_attr(node.target)
-                local.meta["local"] = True
-                user.replace_input_with(node, local)
-            graph.erase_node(node)
-    names = {id(parameter): name for name, parameter in root.named_parameters()}
-    lifted: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
-    for key, uses in _parameter_uses(root, graph).items():
-        shared = key in names and (names[key] in tied or len({node for node, _ in uses}) > 1)
-        if not shared:
-            continue
-        with graph.inserting_before(uses[0][0]):
-            layer = graph.get_attr(names[key])
-        for node, name in uses:
-            if name is None:
-                node.replace_all_uses_with(layer)
-                graph.erase_node(node)
-            else:
-                lifted.setdefault(node, []).append((name, layer))
-    return lifted
 
 
 def _has(model: nn.Module, name: str) -> bool:

@@ -1,0 +1,54 @@
+"""The loss of a micro-batch, and what must not be hidden in it.
+
+It is where the backward of the last stage begins, and it may reach the model through its outputs only: a
+parameter that it reads beside them lives on another stage, and its gradient would be lost without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+from ..compression.errors import StageError
+from ..stages.layers import casting
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def mean_loss(loss: Loss, outputs: Any, targets: Any, *, autocast: torch.dtype | None) -> torch.Tensor:
+    """The loss as a 0-dim tensor that backward can begin from; raises StageError if it is none."""
+    try:
+        with casting(autocast):
+            found = loss(outputs, targets)
+    except Exception as error:
+        raise StageError(f"the loss: {type(error).__name__}: {error}") from error
+    if not isinstance(found, torch.Tensor) or found.dim():
+        shape = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
+        raise StageError(
+            f"the loss is one number, a mean over its micro-batch, as a 0-dim tensor; found {shape}"
+        )
+    if not found.requires_grad:
+        raise StageError("the loss depends on trained parameters, found one that was detached or has none")
+    return found
+
+
+def refuse_side_ways(loss: torch.Tensor, outputs: Any, parameters: Collection[int]) -> None:
+    """Raise StageError if ``loss`` reaches one of ``parameters`` (their identities) beside the
+    ``outputs``."""
+    leaves = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    seen = {get_gradient_edge(t).node for t in leaves}
+    ahead = [get_gradient_edge(loss).node]
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in parameters:
+            raise StageError(
+                "the loss reads a parameter of the model, which may be on another stage; return it from "
+                "forward"
+            )
+        ahead += [following for following, _ in node.next_functions if following is not None]

@@ -1,0 +1,58 @@
+"""Tied parameters as values: one layer reads them, and from there they travel like anything else.
+
+Two modules that share a parameter may end on two stages; then it needs an owner, a chain and a gradient that
+comes back, which a value has already. Buffers, constants and frozen parameters are read where they are
+used."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+
+from torch import fx, nn
+
+
+def _parameter_uses(root: nn.Module, graph: fx.Graph) -> dict[int, list[tuple[fx.Node, str | None]]]:
+    """For every trained parameter the nodes that use it, and its name in their module (None: get_attr)."""
+    uses: dict[int, list[tuple[fx.Node, str | None]]] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            uses.setdefault(id(operator.attrgetter(node.target)(root)), []).append((node, None))
+        elif node.op == "call_module":
+            for name, parameter in root.get_submodule(node.target).named_parameters(remove_duplicate=False):
+                if parameter.requires_grad:
+                    uses.setdefault(id(parameter), []).append((node, name))
+    return uses
+
+
+def lift_shared(
+    root: nn.Module, graph: fx.Graph, tied: Collection[str]
+) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
+    """Make one layer of every trained parameter that several nodes use (or ``tied`` names), before its first
+    user.
+
+    A tied parameter then is a value like any other. Buffers, constants and frozen parameters are read where
+    they are used and never travel: their get_attr nodes become local to each user."""
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and not operator.attrgetter(node.target)(root).requires_grad:
+            for user in list(node.users):
+                with graph.inserting_before(user):
+                    local = graph.get_attr(node.target)
+                local.meta["local"] = True
+                user.replace_input_with(node, local)
+            graph.erase_node(node)
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    lifted: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
+    for key, uses in _parameter_uses(root, graph).items():
+        shared = key in names and (names[key] in tied or len({node for node, _ in uses}) > 1)
+        if not shared:
+            continue
+        with graph.inserting_before(uses[0][0]):
+            layer = graph.get_attr(names[key])
+        for node, name in uses:
+            if name is None:
+                node.replace_all_uses_with(layer)
+                graph.erase_node(node)
+            else:
+                lifted.setdefault(node, []).append((name, layer))
+    return lifted
