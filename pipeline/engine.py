@@ -123,7 +123,7 @@ class Engine:
         self.began = time.perf_counter()
         self.waited, self.failed = 0.0, ""
         self.reports = {index: StageReport() for index in self.stages}
-        self.tied: dict[tuple[int, int], Any] = {}
+        self.tied: dict[tuple[int, str], Any] = {}
         for stage in self.stages.values():
             stage.begin(mode)
         self.transport.begin(self.itinerary)
@@ -187,8 +187,9 @@ class Engine:
         record, route = self.itinerary.records[index], self.itinerary.routes[index][stage]
         received = {message.value: self._receive(message) for message in self.itinerary.receives[instruction]}
         for number, _ in route.receives:
-            if record.values[number].parameter:
-                received[number] = self.tied.setdefault((stage, number), received.get(number))
+            value = record.values[number]  # its number may differ between micro-batches of other sizes
+            if value.parameter:
+                received[number] = self.tied.setdefault((stage, value.name), received.get(number))
         if stage == 0:
             starts = [i for i, value in enumerate(record.values) if value.producer < 0]
             received |= dict(zip(starts, inputs, strict=True))

@@ -105,7 +105,7 @@ def test_one_sample_micro_batches_change_identities_and_not_the_bits():
         def forward(self, x):
             y = self.a(x).view(-1, 2, 3).transpose(0, 1)
             z = y.contiguous()  # does nothing for one sample
-            rows = torch.tanh(z).transpose(0, 1).reshape(-1, 6)
+            rows = self.b(torch.tanh(z).transpose(0, 1).reshape(-1, 6))  # tied: its value gets another number
             return self.c(rows + self.b(y.transpose(0, 1).reshape(-1, 6)))
 
     torch.manual_seed(1)
@@ -113,7 +113,7 @@ def test_one_sample_micro_batches_change_identities_and_not_the_bits():
     plain = copy.deepcopy(model)
     example = (torch.randn(2, 6),)
     profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
-    plan = penstock.partition(profile, cuts=["contiguous", "tanh"], micro_batches=3)
+    plan = penstock.partition(profile, cuts=["contiguous", "tanh", "b"], micro_batches=3)
     pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"])
     batch = torch.randn(4, 6), torch.randint(3, (4,))  # 2, 1, 1
     expected = next(
