@@ -24,6 +24,7 @@ from .verify import smallest_window, verify
 
 Inputs = Sequence[Sequence[torch.Tensor]]
 Step = tuple[Itinerary, list[Instruction]]
+KEPT = 256  # plans of steps; texts of varying length would make ever more
 
 
 class Steps:
@@ -57,6 +58,8 @@ class Steps:
             raise PlanError(self.refusal)
         key = mode, tuple(tuple((x.shape, x.stride(), x.dtype) for x in batch) for batch in inputs)
         if key not in self.known:
+            if len(self.known) == KEPT:
+                del self.known[next(iter(self.known))]
             self.known[key] = self._plan(mode, inputs)
         return self.known[key]
 

@@ -17,6 +17,8 @@ from .graph import LayerGraph
 from .layers import Traced, parts_of
 from .probe import Probe, probe
 
+KEPT = 256  # records; texts of varying length would make ever more
+
 
 class Shapes:
     """Records of both traces at any micro-batch size; that of the example comes from the real run."""
@@ -46,6 +48,8 @@ class Shapes:
                     f"model's shapes cannot be told without running it ({self.trusted[mode]}); use equal "
                     "micro-batches of the example's size"
                 )
+            if len(self.known) == KEPT:
+                del self.known[next(iter(self.known))]
             self.known[mode, key] = dataclasses.replace(self._run(mode, key), random=self.real[mode].random)
         return self.known[mode, key]
 

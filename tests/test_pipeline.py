@@ -279,3 +279,12 @@ def test_a_step_leaves_the_random_state_alone():
 
 def test_layer_seed_is_the_documented_number():
     assert penstock.layer_seed(0, 0, 0, "dropout") == 12995183463595033382
+
+
+def test_plans_of_steps_are_forgotten_in_the_end(monkeypatch):
+    monkeypatch.setattr("penstock.pipeline.steps.KEPT", 2)
+    monkeypatch.setattr("penstock.stages.shapes.KEPT", 2)
+    pipe, _, _ = made("mlp", cuts=2)
+    for samples in (6, 7, 8, 9, 6):
+        pipe.step(torch.randn(samples, 3, 8, 8), torch.randint(10, (samples,)))
+    assert (len(pipe.steps.known), len(pipe.steps.shapes.known)) == (2, 2)
