@@ -52,7 +52,7 @@ def refuse_changes(before: State, root: nn.Module, *, buffers: bool) -> None:
     """Refuse a forward that changes its modules: torch.fx runs that once and loses it.
 
     ``buffers``: whether registered buffers must stand still too (while tracing, not while running)."""
-    after, registered = state_of(root), {name for name, _ in root.named_buffers()}
+    after, registered = state_of(root), {name for name, _ in root.named_buffers(remove_duplicate=False)}
     made = {name: (None, None) for name, (item, _) in after.items() if buffers and item is None}
     for name, (item, version) in (made | before).items():
         now = after.get(name)

@@ -181,6 +181,19 @@ def test_a_cut_between_two_tensors_of_a_mutated_storage_is_refused():
     assert not cut_reason(View(), "linear", torch.randn(3, 20))
 
 
+def test_a_buffer_that_two_modules_share_is_a_buffer_under_both_names():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.one, self.other = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+            self.other.num_batches_tracked = self.one.num_batches_tracked
+
+        def forward(self, x):
+            return self.other(self.linear(self.one(x)))
+
+    assert "num_batches_tracked" in cut_reason(Shared(), "linear", torch.randn(3, 4))
+
+
 def test_a_cut_through_a_batchnorm_that_is_called_twice_is_refused():
     class Again(nn.Module):
         def __init__(self):
