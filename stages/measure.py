@@ -11,7 +11,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -223,8 +223,7 @@ def _saved_bytes(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> list[in
             saved[-1] += storage.nbytes()
         return tensor
 
-    unpack: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # noqa: E731
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for layer in graph.train.layers:
             saved.append(0)
             env[layer.node] = run_layer(layer, env, parts)

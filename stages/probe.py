@@ -162,11 +162,9 @@ def _record_layer(
     changed = [
         t for t, before in zip((*tensors, *buffers.values()), versions, strict=True) if t._version != before
     ]
-    for buffer, content in zip(
-        buffers.values(), contents, strict=True
-    ):  # batch_norm writes without a new version
-        if content is not None and not same_bits(buffer, content):
-            changed.append(buffer)
+    # batch_norm writes its statistics without giving them a new version
+    pairs = zip(buffers.values(), contents, strict=True)
+    changed += [buffer for buffer, content in pairs if content is not None and not same_bits(buffer, content)]
     recorder.mutated |= {t.untyped_storage()._cdata for t in changed}
     recorder.written |= {id(t) for t in changed}
     for name, buffer in buffers.items():

@@ -121,8 +121,8 @@ def images(size, samples=11, steps=3, channels=3):
 
 def text(length=16, vocabulary=61, samples=11, steps=3):
     generator = torch.Generator().manual_seed(3)
-    make = lambda: torch.randint(vocabulary, (samples, length), generator=generator)  # noqa: E731
-    return [(make(), make()) for _ in range(steps)]
+    tokens = torch.randint(vocabulary, (steps, 2, samples, length), generator=generator)
+    return [(inputs.clone(), targets.clone()) for inputs, targets in tokens]
 
 
 def mlp():
