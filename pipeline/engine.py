@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,9 @@ class MicroBatch:
 
 
 class Engine:
-    """Runs this process's programs over its stages."""
+    """Runs this process's programs over its stages.
+
+    Args:    parameters: id() of every parameter of the model, which no loss may read beside the outputs."""
 
     def __init__(
         self,
@@ -51,10 +53,11 @@ class Engine:
         codec: str,
         loss: Loss,
         update: Update,
+        parameters: Collection[int],
         seed: int,
     ) -> None:
         self.rank, self.stages, self.transport, self.codec = rank, stages, transport, codec
-        self.loss, self.update, self.seed = loss, update, seed
+        self.loss, self.update, self.parameters, self.seed = loss, update, parameters, seed
         self.run = {Op.F: self._forward, Op.B: self._backward, Op.U: self._update}
         self.spans: list[Span] = []
         self.failed = ""
@@ -166,7 +169,7 @@ class Engine:
     def _lose(self, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:
         mean = mean_loss(self.loss, outputs, batch.targets, autocast=stage.autocast)
         if index == 0:
-            refuse_side_ways(mean, outputs, self.update.identities)
+            refuse_side_ways(mean, outputs, self.parameters)
         stage.lose(index, mean * batch.share)
         self.losses[index] = mean.detach()
 

@@ -108,7 +108,6 @@ class Pipeline:
             optimizer=optimizer,
             scheduler=scheduler,
             clip=clip,
-            identities={id(parameter) for parameter in model.parameters()},
         )
         self.engine = Engine(
             rank=self.rank,
@@ -117,6 +116,7 @@ class Pipeline:
             codec=plan.codec,
             loss=loss,
             update=self.update,
+            parameters={id(parameter) for parameter in model.parameters()},
             seed=seed,
         )
 

@@ -45,7 +45,9 @@ class Steps:
     def layers(self, mode: str, stage: int) -> tuple[Traced, list[Layer]]:
         """The trace of a mode, and the layers of one stage in it."""
         traced = self.shapes.traced[mode]
-        pairs = zip(traced.layers, self.stage_of.get(mode, ()), strict=mode in self.stage_of)
+        if mode not in self.stage_of:
+            return traced, []
+        pairs = zip(traced.layers, self.stage_of[mode], strict=True)
         return traced, [layer for layer, place in pairs if place == stage]
 
     def step(self, mode: str, inputs: Inputs) -> Step:

@@ -102,7 +102,6 @@ class GlooTransport:
         self.pool = self.local.pool
         self.channels: dict[int, _Channel] = {}
         self.sending: deque[tuple[dist.Work, torch.Tensor, Message]] = deque()
-        self.numbers: dict[Message, int] = {}
 
     def begin(self, itinerary: Itinerary) -> None:
         """Post the first receives of every channel, before anything is sent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,9 +21,7 @@ class Update:
     Args:    parameters: per stage its (name, parameter) pairs.
              dtypes: the dtype of every parameter of the model by name, in the model's own order.
              owner: the rank that owns each of them.
-             clip: largest global L2 norm of the gradients, or None.
-             identities: id() of every parameter of the model; those of other ranks are gone and stand for
-             nothing."""
+             clip: largest global L2 norm of the gradients, or None."""
 
     def __init__(
         self,
@@ -34,10 +32,9 @@ class Update:
         optimizer: Callable[[Named], Optimizer],
         scheduler: Callable[[Optimizer], LRScheduler] | None,
         clip: float | None,
-        identities: Collection[int],
     ) -> None:
-        self.identities = identities
         self.named = {name: parameter for named in parameters.values() for name, parameter in named}
+        self.names = {id(parameter): name for name, parameter in self.named.items()}
         self.dtypes, self.owner, self.clip = dtypes, owner, clip
         self.optimizers = {
             stage: made for stage, named in parameters.items() if (made := _make(optimizer, named))
@@ -83,12 +80,11 @@ class Update:
     def state(self) -> dict[str, dict[str, Any]]:
         """Per parameter name: the optimizer's state of it, and the hyper-parameters of its group."""
         found: dict[str, dict[str, Any]] = {}
-        names = {id(parameter): name for name, parameter in self.named.items()}
         for optimizer in self.optimizers.values():
             for settings in optimizer.param_groups:
                 hyper = {k: v for k, v in settings.items() if k not in ("params", "param_names")}
                 for parameter in settings["params"]:
-                    found[names[id(parameter)]] = {
+                    found[self.names[id(parameter)]] = {
                         "state": dict(optimizer.state.get(parameter, {})),
                         "group": hyper,
                     }
@@ -112,7 +108,7 @@ class Update:
         for optimizer in self.optimizers.values():
             for settings in optimizer.param_groups:
                 for parameter in settings["params"]:
-                    kept = state.get(next(name for name, p in self.named.items() if p is parameter))
+                    kept = state.get(self.names[id(parameter)])
                     if kept is None:
                         continue
                     settings.update(kept["group"])

@@ -154,7 +154,7 @@ class Stage:
     ) -> dict[int, torch.Tensor | None]:
         """From the gradients of the values that ``micro_batch`` sent to those of the values it received."""
         running = self.running.pop(micro_batch)
-        roots = [] if running.loss is None or not running.loss.requires_grad else [running.loss]
+        roots = [] if running.loss is None else [running.loss]
         grads: list[torch.Tensor | None] = [None] * len(roots)
         for number, tensor in running.roots.items():
             if gradients[number] is not None:
