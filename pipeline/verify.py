@@ -5,6 +5,7 @@ A step that would deadlock or change a bit is refused before any rank starts, wh
 A frame travels on the channel of its ordered pair of ranks. The model of a channel is pessimistic: a rank
 goes on only when receives are posted for all it sent, and a receiver has `window` receives posted beyond
 those it consumed, in the order of the sender's program (an instruction sends to the nearest stage first).
+A window counts instructions: where one sends several values, the transport posts a receive for each.
 """
 
 from collections import Counter, defaultdict
