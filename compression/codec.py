@@ -19,6 +19,7 @@ from .dtypes import DTYPE_NUMBERS
 from .errors import CodecError
 from .frame import (
     ALIGNMENT,
+    MASKED,
     Header,
     check_memory,
     header_bytes,
@@ -40,12 +41,16 @@ class Codec(Protocol):
         """Room that ``pack`` needs at ``out``, in bytes."""
         ...
 
+    def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
+        """Whether a payload of ``num_bytes`` can hold these words; asked before memory is taken."""
+        ...
+
     def pack(self, words: Words, out: int) -> Packed:
         """Write the payload of ``words`` to the address ``out``, never longer than the words themselves."""
         ...
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Read a payload of a length that its header allows; CodecError if it contradicts itself."""
+        """Read a payload of a length that ``fits``; CodecError if it contradicts itself, and nothing else."""
         ...
 
 
@@ -114,7 +119,8 @@ def pack_into(
     if geo.order != "dense":
         tensor = gather(tensor, geo)
         geo = geo if geo.travels else contiguous(geo.sizes, geo.item_bytes)
-    packed = chosen.pack(Words(tensor.data_ptr(), geo.num_words, geo.word_bits), buffer.data_ptr() + start)
+    words = Words(tensor.data_ptr(), geo.num_words, geo.word_bits, dtype)
+    packed = chosen.pack(words, buffer.data_ptr() + start)
     header = Header(
         codec=packed.codec,
         dtype=dtype,
@@ -153,14 +159,19 @@ def decode_received(buffer: Tensor) -> Tensor | None:
 def _unpack(frame: Tensor, header: Header, buffer: Tensor | None) -> Tensor | None:
     if header.dtype is None:
         return None
-    start, geo = header_bytes(len(header.sizes)), header.geometry
+    if header.flags & MASKED:
+        raise CodecError("this frame has values alone; decode it with the bitmap that it was made with")
+    start, geo, codec = header_bytes(len(header.sizes)), header.geometry, codec_named(header.codec)
+    if not codec.fits(geo.num_words, geo.word_bits, header.payload_bytes):
+        found = f"{header.payload_bytes} bytes for {geo.num_stored} elements of {geo.item_bytes}"
+        raise CodecError(f"a {header.codec} payload suits its elements, found {found}; it is damaged")
     needed = header.address + geo.span * geo.item_bytes
     storage, base = _memory(needed) if buffer is None else _lent(buffer, needed, geo.item_bytes)
     first = base + header.address
     words = None if geo.order == "dense" else _bytes(geo.num_words * geo.word_bits // 8)
     address = storage.data_ptr() + first if words is None else words.data_ptr()
-    out = Words(address, geo.num_words, geo.word_bits)
-    codec_named(header.codec).unpack(frame.data_ptr() + start, header.payload_bytes, out)
+    out = Words(address, geo.num_words, geo.word_bits, header.dtype)
+    codec.unpack(frame.data_ptr() + start, header.payload_bytes, out)
     if words is not None:
         scatter(words, storage, first, geo)
     if header.dtype.is_complex:  # torch.empty warns of the experimental ones, which the sender chose

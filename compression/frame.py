@@ -35,7 +35,13 @@ MAGIC, VERSION = b"PNST", 1
 ALIGNMENT = 64
 BLOCK = 4096  # words per block of a zero_value payload
 NO_TENSOR = 1  # flag: this frame stands for None, as where there is no gradient
-CODEC_NAMES = ("raw", "zero_value")  # a codec's number in the header is its place here: append, never reorder
+MASKED = 2  # flag: values alone, at the set bits of a bitmap that the reader has; its checksum is the frame's
+MAX_RATIO = 4096  # raw bytes per payload byte: a few bytes must not ask for a machine's memory
+# A codec's number in the header is its place here: append, never reorder.
+CODEC_NAMES = (
+    "raw", "zero_value", "zero_value+lz4", "exponent", "zero_value+exponent", "byte_plane",
+    "zero_value+byte_plane", "narrow", "bf16", "fp8", "int8",
+)  # fmt: skip
 
 _START = struct.Struct("<4sHBBBBBB")
 _FIXED_BYTES = _START.size + 4 + 16
@@ -158,8 +164,8 @@ def read_header(buffer: Tensor) -> Header:
     if zlib.crc32(rest, zlib.crc32(start)).to_bytes(4, "little") != crc:
         raise CodecError("the header of a frame matches its CRC32, this one does not; it was damaged")
     payload, checksum, *dims, padding = _rest(num_dims).unpack(rest)
-    unknown = codec >= len(CODEC_NAMES) or (number and number not in DTYPES) or flags > NO_TENSOR
-    if unknown or requires_grad > 1 or checksum or padding.strip(b"\0"):
+    unknown = codec >= len(CODEC_NAMES) or (number and number not in DTYPES) or flags > MASKED
+    if unknown or requires_grad > 1 or bool(checksum) != (flags == MASKED) or padding.strip(b"\0"):
         found = f"codec {codec}, dtype {number}, flags {flags}, {requires_grad=}, {checksum=}"
         raise CodecError(f"a header names what this release knows, found {found}; use the sender's release")
     sizes, strides = tuple(dims[:num_dims]), tuple(dims[num_dims:])
@@ -184,12 +190,11 @@ def _check(header: Header) -> None:
     if header.address >= ALIGNMENT or header.address % geo.item_bytes:
         found = f"{header.address} for elements of {geo.item_bytes} bytes"
         raise CodecError(f"an address mod {ALIGNMENT} suits its elements, found {found}; it is damaged")
-    raw, fits = geo.num_stored * geo.item_bytes, True
+    raw = geo.num_stored * geo.item_bytes
     if header.codec == "raw":
-        fits = payload == raw
-    elif header.codec == "zero_value":
-        values = sections(geo.num_words).values
-        fits = values <= payload < raw and (payload - values) * 8 % geo.word_bits == 0
+        fits = payload == raw and not header.flags
+    else:
+        fits = payload < raw and (header.flags == MASKED or raw <= payload * MAX_RATIO)
     if not fits:
         found = f"{payload} bytes for {geo.num_stored} elements of {geo.item_bytes}"
         raise CodecError(f"a {header.codec} payload suits its elements, found {found}; it is damaged")

@@ -30,6 +30,7 @@ class Words(NamedTuple):
     address: int
     num_words: int
     bits: int
+    dtype: torch.dtype  # of the elements: what a word means
 
     @property
     def num_bytes(self) -> int:

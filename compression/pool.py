@@ -5,6 +5,8 @@ Packing into a fresh buffer is six times slower than into a kept one, because of
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -14,10 +16,11 @@ _PAGE = 4096
 
 
 class Pool:
-    """Buffers that are lent and come back; for one thread. Nothing is freed before the pool is."""
+    """Buffers that are lent and come back, from any thread. Nothing is freed before the pool is."""
 
     def __init__(self) -> None:
         """Start empty."""
+        self._lock = threading.Lock()
         self._idle: dict[int, list[Tensor]] = {}
         self._lent: set[int] = set()
         self._num_bytes = 0
@@ -30,16 +33,18 @@ class Pool:
     def take(self, num_bytes: int) -> Tensor:
         """Lend a 1-D uint8 tensor of at least ``num_bytes`` bytes at a multiple of 64, not cleared."""
         size = size_class(num_bytes)
-        idle = self._idle.get(size)
-        buffer = idle.pop() if idle else self._new(size)
-        self._lent.add(buffer.data_ptr())
+        with self._lock:
+            idle = self._idle.get(size)
+            buffer = idle.pop() if idle else self._new(size)
+            self._lent.add(buffer.data_ptr())
         return buffer
 
     def give(self, buffer: Tensor) -> None:
         """Take back what ``take`` lent, itself and not a part of it."""
-        assert buffer.data_ptr() in self._lent, "a buffer comes back once, to the pool that lent it"
-        self._lent.remove(buffer.data_ptr())
-        self._idle.setdefault(buffer.numel(), []).append(buffer)
+        with self._lock:
+            assert buffer.data_ptr() in self._lent, "a buffer comes back once, to the pool that lent it"
+            self._lent.remove(buffer.data_ptr())
+            self._idle.setdefault(buffer.numel(), []).append(buffer)
 
     def _new(self, size: int) -> Tensor:
         whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
@@ -47,6 +52,50 @@ class Pool:
         self._num_bytes += size
         start = -whole.data_ptr() % ALIGNMENT
         return whole[start : start + size]
+
+
+class Frame:
+    """A packed tensor in a lent buffer: the wire, the next stage and the store hold one and the same.
+
+    Made with one holder; the last ``release`` gives the buffer back to its pool.
+    """
+
+    __slots__ = ("_holders", "_lock", "buffer", "num_bytes", "pool")
+
+    def __init__(self, buffer: Tensor, num_bytes: int, pool: Pool) -> None:
+        """Hold ``buffer``, lent by ``pool``, whose first ``num_bytes`` bytes are the frame."""
+        self.buffer, self.num_bytes, self.pool = buffer, num_bytes, pool
+        self._holders, self._lock = 1, threading.Lock()
+
+    def hold(self) -> Frame:
+        """Keep the frame for one holder more; returns it."""
+        with self._lock:
+            assert self._holders, "a released frame is gone"
+            self._holders += 1
+        return self
+
+    def release(self) -> None:
+        """Let go of the frame, once per holder."""
+        with self._lock:
+            assert self._holders, "a frame is released once per holder"
+            self._holders -= 1
+            last = not self._holders
+        if last:
+            self.pool.give(self.buffer)
+
+
+class Scratch(threading.local):
+    """Memory of a thread for what lies between two steps of a codec; it grows and is never given back."""
+
+    def __init__(self) -> None:
+        """Start without memory."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def address(self, num_bytes: int) -> int:
+        """Where this thread has ``num_bytes`` bytes, at a multiple of 64, until it asks again."""
+        if self._buffer.numel() < num_bytes + ALIGNMENT:
+            self._buffer = torch.empty(size_class(num_bytes + ALIGNMENT), dtype=torch.uint8)
+        return -(-self._buffer.data_ptr() // ALIGNMENT) * ALIGNMENT
 
 
 def size_class(num_bytes: int) -> int:

@@ -24,6 +24,10 @@ class Raw:
         """Room that ``pack`` needs, in bytes."""
         return num_words * bits // 8
 
+    def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
+        """Whether a payload of ``num_bytes`` can hold these words."""
+        return num_bytes == num_words * bits // 8
+
     def pack(self, words: Words, out: int) -> Packed:
         """Copy ``words`` to the address ``out``."""
         ctypes.memmove(out, words.address, words.num_bytes)

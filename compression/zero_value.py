@@ -44,6 +44,11 @@ class ZeroValue:
         """Room that ``pack`` needs, in bytes: that of no zeros at all, and a vector."""
         return sections(num_words).values + num_words * bits // 8 + SLACK
 
+    def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
+        """Whether a payload of ``num_bytes`` can hold these words."""
+        values = sections(num_words).values
+        return values <= num_bytes < num_words * bits // 8 and (num_bytes - values) * 8 % bits == 0
+
     def pack(self, words: Words, out: int) -> Packed:
         """Pack ``words`` to the address ``out``."""
         parts = sections(words.num_words)

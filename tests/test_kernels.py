@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from guarded import guarded
 
 from penstock.compression.errors import CodecError
@@ -129,7 +130,7 @@ def test_last_block_may_be_partial(kernels: Kernels, bits: int, num_words: int) 
         words = memory(random_words(num_words, bits, density))
         out = guarded(codec.max_bytes(num_words, bits)).numpy()
         out[:] = 255
-        packed = codec.pack(Words(at(words), num_words, bits), at(out))
+        packed = codec.pack(Words(at(words), num_words, bits, torch.int64), at(out))
         if packed.codec == "raw":
             assert parts.values + (words != 0).sum() * bits // 8 >= words.nbytes == packed.num_bytes
             continue
@@ -141,7 +142,7 @@ def test_last_block_may_be_partial(kernels: Kernels, bits: int, num_words: int) 
         expected[parts.values :] = values.view(np.uint8)
         np.testing.assert_array_equal(out[: packed.num_bytes], expected)
         payload, back = memory(expected), guarded(words.nbytes).numpy()
-        codec.unpack(at(payload), len(payload), Words(at(back), num_words, bits))
+        codec.unpack(at(payload), len(payload), Words(at(back), num_words, bits, torch.int64))
         np.testing.assert_array_equal(back.view(words.dtype), words)
 
 
@@ -151,7 +152,7 @@ def test_damaged_payloads_stay_within_their_memory(kernels: Kernels, seed: int) 
     bits, num_words = int(rng.choice(BITS)), int(rng.integers(600, 9000))
     words = memory(random_words(num_words, bits, 0.4, seed))
     room = guarded(codec.max_bytes(num_words, bits)).numpy()
-    packed = codec.pack(Words(at(words), num_words, bits), at(room))
+    packed = codec.pack(Words(at(words), num_words, bits, torch.int64), at(room))
     payload, back = memory(room[: packed.num_bytes]), guarded(words.nbytes).numpy()
     refused, head = 0, sections(num_words).values
     for _ in range(60):
@@ -159,7 +160,7 @@ def test_damaged_payloads_stay_within_their_memory(kernels: Kernels, seed: int) 
         kept = payload.copy()
         payload[place : min(head, place + rng.integers(1, 30))] = rng.integers(0, 256, dtype=np.uint8)
         try:
-            codec.unpack(at(payload), len(payload), Words(at(back), num_words, bits))
+            codec.unpack(at(payload), len(payload), Words(at(back), num_words, bits, torch.int64))
         except CodecError:
             refused += 1
         payload[:] = kept
@@ -170,23 +171,23 @@ def test_bits_beyond_the_last_word_are_refused(kernels: Kernels) -> None:
     codec, words = ZeroValue(kernels), np.zeros(1003, np.int32)
     words[7] = 5
     out, back = np.zeros(codec.max_bytes(1003, 32), np.uint8), np.zeros(1003, np.int32)
-    length = codec.pack(Words(at(words), 1003, 32), at(out)).num_bytes
+    length = codec.pack(Words(at(words), 1003, 32, torch.int64), at(out)).num_bytes
     out[1003 // 8] |= 128  # bit 7 of the last byte would be word 1007 ...
     out[0] = 0  # ... in exchange for word 7, so that the count is right
     with pytest.raises(CodecError, match="bitmap and offsets"):
-        codec.unpack(at(out), length, Words(at(back), 1003, 32))
+        codec.unpack(at(out), length, Words(at(back), 1003, 32, torch.int64))
 
 
 def test_streaming_stores_restore_a_large_tensor(kernels: Kernels) -> None:
     num_words = STREAM_BYTES // 4 + 1001
     words, codec = random_words(num_words, 32, 0.3), ZeroValue(kernels)
     out = np.zeros(codec.max_bytes(num_words, 32), np.uint8)
-    packed = codec.pack(Words(at(words), num_words, 32), at(out))
+    packed = codec.pack(Words(at(words), num_words, 32, torch.int64), at(out))
     room = np.zeros(words.nbytes + 128, np.uint8)
     for first in (-at(room) % 64, -at(room) % 64 + 4):  # streamed, and not aligned for it
         back = room[first : first + words.nbytes]
         back[:] = 9
-        codec.unpack(at(out), packed.num_bytes, Words(at(back), num_words, 32))
+        codec.unpack(at(out), packed.num_bytes, Words(at(back), num_words, 32, torch.int64))
         np.testing.assert_array_equal(back.view(np.uint32), words)
 
 
@@ -194,13 +195,13 @@ def test_streaming_stores_restore_a_large_tensor(kernels: Kernels) -> None:
 def test_a_sample_of_blocks_decides_for_raw(kernels: Kernels, density: float, codec: str) -> None:
     words = random_words(70 * BLOCK, 32, density)
     out = np.zeros(ZeroValue(kernels).max_bytes(len(words), 32), np.uint8)
-    assert ZeroValue(kernels).pack(Words(at(words), len(words), 32), at(out)).codec == codec
+    assert ZeroValue(kernels).pack(Words(at(words), len(words), 32, torch.int64), at(out)).codec == codec
 
 
 def test_a_part_that_misleads_costs_time_but_no_bytes(kernels: Kernels) -> None:
     def packed(words: np.ndarray) -> Packed:
         out = np.zeros(ZeroValue(kernels).max_bytes(len(words), 32), np.uint8)
-        return ZeroValue(kernels).pack(Words(at(words), len(words), 32), at(out))
+        return ZeroValue(kernels).pack(Words(at(words), len(words), 32, torch.int64), at(out))
 
     words = random_words(80 * BLOCK, 32, 1)
     words[: 2 * BLOCK : 2] = 0  # half zeros in the part that is packed first, none behind it
