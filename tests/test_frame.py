@@ -13,7 +13,6 @@ import torch
 
 from penstock.compression.codec import decode, encode
 from penstock.compression.dtypes import DTYPE_NUMBERS, DTYPES
-from penstock.compression.codec import decode
 from penstock.compression.errors import CodecError
 from penstock.compression.frame import (
     Header,
