@@ -1,21 +1,15 @@
-"""The zero-value kernels as callables, built once per process by LLVM's JIT.
-
-Calls go through ctypes, which gives up the interpreter lock, so a packing thread does not stop the others.
-"""
+"""The zero-value kernels as callables, built once per process by LLVM's JIT."""
 
 from __future__ import annotations
 
 import ctypes
-import platform
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import llvmlite.binding as llvm
-
 from ..errors import CodecError
-from . import ir
+from . import ir, jit
 from .isa import Avx512, InstructionSet, Portable
 
 _ISAS: dict[str, type[InstructionSet]] = {"avx512": Avx512, "portable": Portable}
@@ -38,13 +32,8 @@ class Kernels:
 
 
 def host_isa() -> str:
-    """The fastest instruction set of this machine; avx512 needs VBMI2 for words of 8 and 16 bits."""
-    try:
-        features = llvm.get_host_cpu_features()
-    except RuntimeError:  # LLVM cannot tell on this system
-        return "portable"
-    needed = ("avx512f", "avx512bw", "avx512vl", "avx512vbmi2", "popcnt")
-    return "avx512" if all(features.get(name) for name in needed) else "portable"
+    """The fastest instruction set of this machine that there are kernels for."""
+    return next(isa for isa in jit.host_isas() if isa in _ISAS)
 
 
 def build(isa: str | None = None) -> Kernels:
@@ -52,11 +41,9 @@ def build(isa: str | None = None) -> Kernels:
 
     Raises: CodecError: no such instruction set, or not on this machine.
     """
-    host = host_isa()
-    isa = isa or host
-    if isa not in _ISAS or (isa != host and isa != "portable"):
-        known = ", ".join(sorted({host, "portable"}))
-        raise CodecError(f"kernels for this machine are {known}, found {isa!r}; leave it to build()")
+    isa = isa or host_isa()
+    if isa not in _ISAS:
+        raise CodecError(f"instruction sets are {', '.join(_ISAS)}, found {isa!r}; leave it to build()")
     with _lock:
         if isa not in _built:
             _built[isa] = _compile(isa)
@@ -64,26 +51,12 @@ def build(isa: str | None = None) -> Kernels:
 
 
 def _compile(isa: str) -> Kernels:
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
     text, names = ir.module(_ISAS[isa])
-    cpu, features = "x86-64" if platform.machine().lower() in ("x86_64", "amd64") else "generic", ""
-    if isa == "avx512":
-        cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    target = llvm.Target.from_default_triple()
-    machine = target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
-    jit = llvm.create_lljit_compiler(machine)
-    module = llvm.parse_assembly(text)
-    module.verify()
-    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
-    passes.getModulePassManager().run(module, passes)
-    library = llvm.JITLibraryBuilder().add_ir(module)
-    for name in names:
-        library = library.export_symbol(name)
-    tracker = library.add_current_process().link(jit, f"zero_value_{isa}")
+    code = jit.compiled(text, names, isa=isa, label="zero_value")
 
     def kernels(verb: str, kind: Callable[[int], Callable[..., int]]) -> dict[int, Callable[..., int]]:
-        return {bits: kind(tracker[f"{verb}{bits}"]) for bits in (8, 16, 32, 64) if f"{verb}{bits}" in names}
+        found = {bits: code.addresses.get(f"{verb}{bits}") for bits in (8, 16, 32, 64)}
+        return {bits: kind(address) for bits, address in found.items() if address is not None}
 
     unpack = kernels("unpack", _UNPACK)
     return Kernels(
@@ -91,5 +64,5 @@ def _compile(isa: str) -> Kernels:
         pack=kernels("pack", _PACK),
         unpack=unpack,
         stream=kernels("stream", _UNPACK) or unpack,
-        engine=(jit, tracker),
+        engine=code.engine,
     )
