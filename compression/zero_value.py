@@ -18,10 +18,9 @@ from .raw import Packed, Raw
 
 SLACK = 64  # pack stores whole vectors
 STREAM_BYTES = 16 << 20  # outputs from here on would only push others out of the cache
-_MASK_BYTES = BLOCK // 8
 # Of a long tensor one part in 32 is packed first; if that did not shrink, a sample decides whether to go on.
 _LONG, _PART, _MOST = 64, 32, 32  # blocks
-_SCRATCH = ctypes.c_char * (_MASK_BYTES + BLOCK * 8 + SLACK)  # a bitmap and words of one block
+_MASK_BYTES = BLOCK // 8
 
 
 class ZeroValue:
@@ -51,36 +50,34 @@ class ZeroValue:
 
     def pack(self, words: Words, out: int) -> Packed:
         """Pack ``words`` to the address ``out``."""
-        parts = sections(words.num_words)
-        num_bytes = parts.values + self._pack(words, parts, out) * words.bits // 8
-        if num_bytes < words.num_bytes:
-            return Packed(self.name, num_bytes)
-        return Raw().pack(words, out)
+        start = sections(words.num_words).values
+        count = self.pack_apart(words, out, out + start)
+        if count is None:
+            return Raw().pack(words, out)
+        return Packed(self.name, start + count * words.bits // 8)
 
-    def _pack(self, words: Words, parts: Sections, out: int) -> int:
-        """Write all sections and return the number of values; that of all words if it gave up."""
-        pack, word_bytes = self.kernels.pack[words.bits], words.bits // 8
-        whole, rest = divmod(words.num_words, BLOCK)
-        offsets, values, count = out + parts.offsets, out + parts.values, 0
-        head = min(whole // _PART, _MOST) if whole >= _LONG else 0
-        if head:
-            count = pack(words.address, head, out, offsets, values, 0)
-            scratch = values + count * word_bytes
-            if self._full(count, head, words, parts) and self._sampled_full(words, parts, scratch):
-                return words.num_words
-        if whole:
-            source = words.address + head * BLOCK * word_bytes
-            count = pack(source, whole - head, out + head * _MASK_BYTES, offsets + 8 * head, values, count)
-        if rest:
-            scratch = _SCRATCH()
-            mask = ctypes.addressof(scratch)
-            source = words.address + whole * BLOCK * word_bytes
-            ctypes.memmove(mask + _MASK_BYTES, source, rest * word_bytes)
-            count = pack(mask + _MASK_BYTES, 1, mask, offsets + 8 * whole, values, count)
-            ctypes.memmove(out + whole * _MASK_BYTES, mask, parts.offsets - whole * _MASK_BYTES)
+    def pack_apart(self, words: Words, out: int, values: int) -> int | None:
+        """Write bitmap and offsets to the address ``out``, as in a payload, and the values to ``values``.
+
+        Args:    values: where there is room for all words and ``SLACK`` bytes.
+        Returns: the number of values; None: the payload would not be shorter, what was written means nothing.
+        """
+        address, num_words, bits, _ = words
+        parts = sections(num_words)
+        if parts.values >= num_words * bits // 8:
+            return None
+        offsets, pack = out + parts.offsets, self.kernels.pack[bits]
+        head = min(num_words // BLOCK // _PART, _MOST) if num_words >= _LONG * BLOCK else 0
+        done = head * BLOCK
+        count = pack(address, done, out, offsets, values, 0) if head else 0
+        if head and self._full(count, head, words, parts):
+            if self._sampled_full(words, parts, values + count * bits // 8):
+                return None
+        address += done * bits // 8
+        count = pack(address, num_words - done, out + done // 8, offsets + 8 * head, values, count)
         if (end := parts.offsets + 8 * parts.num_blocks) < parts.values:
             ctypes.memset(out + end, 0, parts.values - end)
-        return count
+        return count if parts.values + count * bits // 8 < words.num_bytes else None
 
     def _full(self, count: int, num_blocks: int, words: Words, parts: Sections) -> bool:
         """Whether words would not shrink if all had as many values as ``num_blocks`` of their blocks."""
@@ -93,7 +90,7 @@ class ZeroValue:
         num_samples = min(whole // _PART, _MOST // 2)
         for i in range(num_samples):
             source = words.address + (2 * i + 1) * whole // (2 * num_samples) * BLOCK * words.bits // 8
-            count += pack(source, 1, scratch, scratch + _MASK_BYTES, scratch + _MASK_BYTES + 8, 0)
+            count += pack(source, BLOCK, scratch, scratch + _MASK_BYTES, scratch + _MASK_BYTES + 8, 0)
         return self._full(count, num_samples, words, parts)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
@@ -101,22 +98,67 @@ class ZeroValue:
 
         Raises: CodecError: bitmap, offsets and length disagree.
         """
-        parts, word_bytes = sections(out.num_words), out.bits // 8
-        offsets, values = payload + parts.offsets, payload + parts.values
-        count = (num_bytes - parts.values) // word_bytes
-        whole, rest = divmod(out.num_words, BLOCK)
-        stream = out.address % 64 == 0 and out.num_bytes >= STREAM_BYTES
-        kernel, end = (self.kernels.stream if stream else self.kernels.unpack)[out.bits], 0
-        if whole:
-            end = kernel(payload, offsets, values, 0, count, whole, out.address)
-        if rest and end >= 0:
-            scratch = _SCRATCH()
-            mask, used = ctypes.addressof(scratch), (rest + 7) // 8
-            ctypes.memmove(mask, payload + whole * _MASK_BYTES, used)
-            beyond = rest % 8 and scratch[used - 1][0] >> rest % 8
-            kernel, room = self.kernels.unpack[out.bits], mask + _MASK_BYTES
-            end = -1 if beyond else kernel(mask, offsets + 8 * whole, values, end, count, 1, room)
-            ctypes.memmove(out.address + whole * BLOCK * word_bytes, room, rest * word_bytes)
-        if end != count:
-            rule = f"bitmap and offsets of a zero_value frame agree with its {count} values"
+        start = sections(out.num_words).values
+        self.unpack_apart(payload, payload + start, (num_bytes - start) * 8 // out.bits, out)
+
+    def unpack_apart(self, payload: int, values: int, num_values: int, out: Words) -> None:
+        """Undo ``pack_apart``: ``payload`` has bitmap and offsets, ``values`` so many values.
+
+        Nothing else is read or written, whatever they hold.
+
+        Raises: CodecError: bitmap, offsets and number of values disagree.
+        """
+        address, num_words, bits, _ = out
+        stream = num_words * bits >= 8 * STREAM_BYTES and address % 64 == 0
+        unpack = (self.kernels.stream if stream else self.kernels.unpack)[bits]
+        offsets, end = payload + sections(num_words).offsets, 0
+        if num_words:
+            end = unpack(payload, offsets, values, 0, num_values, num_words, address)
+        if end != num_values:
+            rule = f"bitmap and offsets of a zero_value frame agree with its {num_values} values"
             raise CodecError(f"{rule}, these do not; it was damaged")
+
+    def pack_masked(self, words: Words, mask: int, out: int) -> int:
+        """Write the words at the set bits of another tensor's bitmap, zeros included, and drop the others.
+
+        Args:    mask: the address of a zero_value payload (bitmap and offsets) of as many words.
+                 out: where there is room for all words and ``SLACK`` bytes.
+        Returns: the number of values.
+        Raises:  CodecError: bitmap and offsets disagree.
+        """
+        address, num_words, bits, _ = words
+        count = self.kernels.pack_masked[bits](address, num_words, mask, out, 0) if num_words else 0
+        if count != (expected := self.num_values(mask, num_words)):
+            rule = f"the bitmap of a mask has the {expected} bits that its offsets say"
+            raise CodecError(f"{rule}, found {count}; it was damaged")
+        return count
+
+    def unpack_masked(self, payload: int, num_bytes: int, mask: int, out: Words) -> None:
+        """Undo ``pack_masked``: the values to their places, zeros to all others.
+
+        Args:    payload: the address of the values alone, ``num_bytes`` bytes.
+                 mask: as ``pack_masked``; nothing else is read, whatever it holds.
+        Raises:  CodecError: the values are not those of the mask, or its bitmap and offsets disagree.
+        """
+        if num_bytes * 8 % out.bits:
+            raise CodecError(f"values have {out.bits} bits each, found {num_bytes} bytes; they were damaged")
+        self.unpack_apart(mask, payload, num_bytes * 8 // out.bits, out)
+
+    def num_values(self, mask: int, num_words: int) -> int:
+        """The values of a payload of ``num_words`` words at the address ``mask``, from its last offset."""
+        if not num_words:
+            return 0
+        parts = sections(num_words)
+        return ctypes.c_uint64.from_address(mask + parts.offsets + 8 * parts.num_blocks - 8).value
+
+    def bitmap_checksum(self, mask: int, num_words: int) -> int:
+        """What tells the bitmap of ``num_words`` words at the address ``mask`` from another: a u64, never 0.
+
+        The bitmap as little-endian u64 words w[i], zeros behind its last bit up to a whole one::
+
+            mix(x)    x ^= x >> 32;  x *= 0xD6E8FEB86659FD93;  x ^= x >> 32             modulo 2^64
+            checksum  sum over i of mix(w[i] + (i + 1) * 0x9E3779B97F4A7C15), 1 for 0   modulo 2^64
+
+        A sum, so that it can be taken in any order, with the place in every term. No defence against malice.
+        """
+        return self.kernels.checksum(mask, num_words)

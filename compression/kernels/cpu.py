@@ -10,12 +10,15 @@ from typing import Any
 
 from ..errors import CodecError
 from . import ir, jit
+from .avx2 import Avx2
 from .isa import Avx512, InstructionSet, Portable
 
-_ISAS: dict[str, type[InstructionSet]] = {"avx512": Avx512, "portable": Portable}
+_ISAS: dict[str, type[InstructionSet]] = {kind.name: kind for kind in (Avx512, Avx2, Portable)}
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _PACK = ctypes.CFUNCTYPE(_COUNT, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER, _COUNT)
+_PACK_MASKED = ctypes.CFUNCTYPE(_COUNT, _POINTER, _COUNT, _POINTER, _POINTER, _COUNT)
 _UNPACK = ctypes.CFUNCTYPE(_COUNT, _POINTER, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT, _POINTER)
+_CHECKSUM = ctypes.CFUNCTYPE(ctypes.c_uint64, _POINTER, _COUNT)
 _lock = threading.Lock()
 _built: dict[str, Kernels] = {}
 
@@ -26,8 +29,10 @@ class Kernels:
 
     isa: str
     pack: Mapping[int, Callable[..., int]]
+    pack_masked: Mapping[int, Callable[..., int]]
     unpack: Mapping[int, Callable[..., int]]
     stream: Mapping[int, Callable[..., int]]  # unpack past the cache; unpack itself where nothing does that
+    checksum: Callable[..., int]
     engine: Any  # owns the machine code: without it the callables dangle
 
 
@@ -62,7 +67,9 @@ def _compile(isa: str) -> Kernels:
     return Kernels(
         isa=isa,
         pack=kernels("pack", _PACK),
+        pack_masked=kernels("packm", _PACK_MASKED),
         unpack=unpack,
         stream=kernels("stream", _UNPACK) or unpack,
+        checksum=_CHECKSUM(code.addresses["checksum"]),
         engine=code.engine,
     )

@@ -19,16 +19,19 @@ class InstructionSet(Protocol):
 
     def __init__(self, bits: int) -> None: ...
 
-    def declarations(self) -> list[str]:
-        """The intrinsics that its steps call."""
+    def globals(self) -> list[str]:
+        """The intrinsics that its steps call, and their tables."""
         ...
 
-    def pack_step(self) -> str:
-        """Words from %from to %at, defining %mask and %next, the number of values so far."""
+    def pack_step(self, *, masked: bool) -> str:
+        """Words from %plain to %packed: those at the bits of %mask, or those not zero, which define %mask.
+
+        Defines %next: the number of values %k and those of this step. May write 64 bytes from %packed on.
+        """
         ...
 
-    def unpack_step(self, t: str, *, exact: bool, store: str) -> str:
-        """Values from %{t}at by %{t}mask to %{t}to; ``exact`` reads no more than the mask has."""
+    def unpack_step(self, *, stream: bool) -> str:
+        """Values from %packed by %mask to %plain; defines %next. May read a value for every lane."""
         ...
 
 
@@ -42,41 +45,38 @@ class Avx512:
     def __init__(self, bits: int) -> None:
         self.bits, self.lanes = bits, 512 // bits
         self.vector, self.bools = f"<{self.lanes} x i{bits}>", f"<{self.lanes} x i1>"
+        self.shape = f"v{self.lanes}i{bits}"
 
-    def declarations(self) -> list[str]:
+    def globals(self) -> list[str]:
         """Compress and expand."""
-        vector, bools, shape = self.vector, self.bools, f"v{self.lanes}i{self.bits}"
+        vector, bools = self.vector, self.bools
         return [
-            f"declare {vector} @llvm.x86.avx512.mask.compress.{shape}({vector}, {vector}, {bools})",
-            f"declare {vector} @llvm.x86.avx512.mask.expand.{shape}({vector}, {vector}, {bools})",
-            f"declare {vector} @llvm.masked.expandload.{shape}(ptr, {bools}, {vector})",
+            f"declare {vector} @llvm.x86.avx512.mask.{verb}.{self.shape}({vector}, {vector}, {bools})"
+            for verb in ("compress", "expand")
         ]
 
-    def pack_step(self) -> str:
+    def pack_step(self, *, masked: bool) -> str:
         """The full register is stored, hence the slack behind the values."""
-        v, b, m, shape = self.vector, self.bools, f"i{self.lanes}", f"v{self.lanes}i{self.bits}"
+        v, b, m = self.vector, self.bools, f"i{self.lanes}"
+        test = f"%set = icmp ne {v} %x, zeroinitializer\n  %mask = bitcast {b} %set to {m}"
         return f"""
-  %x = load {v}, ptr %from, align 1
-  %set = icmp ne {v} %x, zeroinitializer
-  %mask = bitcast {b} %set to {m}
-  %y = call {v} @llvm.x86.avx512.mask.compress.{shape}({v} %x, {v} zeroinitializer, {b} %set)
-  store {v} %y, ptr %at, align 1
-{count(self.lanes, "mask", "ones")}
+  %x = load {v}, ptr %plain, align 1
+  {f"%set = bitcast {m} %mask to {b}" if masked else test}
+  %y = call {v} @llvm.x86.avx512.mask.compress.{self.shape}({v} %x, {v} zeroinitializer, {b} %set)
+  store {v} %y, ptr %packed, align 1
+{count("mask", self.lanes, "ones")}
   %next = add i64 %k, %ones"""
 
-    def unpack_step(self, t: str, *, exact: bool, store: str) -> str:
-        """A register is loaded and expanded; ``exact`` expands while loading and touches no value more."""
-        v, b, m, shape = self.vector, self.bools, f"i{self.lanes}", f"v{self.lanes}i{self.bits}"
-        bits, zeros = f"{b} %{t}set", f"{v} zeroinitializer"
-        load = f"%{t}x = load {v}, ptr %{t}at, align 1"
-        expand = f"@llvm.x86.avx512.mask.expand.{shape}({v} %{t}x, {zeros}, {bits})"
-        if exact:
-            load, expand = "", f"@llvm.masked.expandload.{shape}(ptr %{t}at, {bits}, {zeros})"
+    def unpack_step(self, *, stream: bool) -> str:
+        """A register is loaded and expanded."""
+        v, b, m = self.vector, self.bools, f"i{self.lanes}"
         return f"""
-  %{t}set = bitcast {m} %{t}mask to {b}
-  {load}
-  %{t}y = call {v} {expand}
-  store {v} %{t}y, ptr %{t}to, {store}"""
+  %set = bitcast {m} %mask to {b}
+  %x = load {v}, ptr %packed, align 1
+  %y = call {v} @llvm.x86.avx512.mask.expand.{self.shape}({v} %x, {v} zeroinitializer, {b} %set)
+  store {v} %y, ptr %plain, {place(64, stream=stream)}
+{count("mask", self.lanes, "ones")}
+  %next = add i64 %k, %ones"""
 
 
 class Portable:
@@ -90,53 +90,63 @@ class Portable:
     def __init__(self, bits: int) -> None:
         self.bits = bits
 
-    def declarations(self) -> list[str]:
+    def globals(self) -> list[str]:
         """None."""
         return []
 
-    def pack_step(self) -> str:
-        """Every word is stored, and the place moves on only if it was not zero."""
-        word, text, k = f"i{self.bits}", "  %m0 = add i64 0, 0", "%k"
+    def pack_step(self, *, masked: bool) -> str:
+        """Every word is stored, and the place moves on only if its bit is set.
+
+        Volatile, or LLVM takes the words out of the register that was compared, which is slower.
+        """
+        word, vector = f"i{self.bits}", f"<8 x i{self.bits}>"
+        text = (
+            ""
+            if masked
+            else f"""
+  %x = load {vector}, ptr %plain, align 1
+  %set = icmp ne {vector} %x, zeroinitializer
+  %mask = bitcast <8 x i1> %set to i8"""
+        )
+        text += "\n  %m = zext i8 %mask to i64\n  %n0 = add i64 0, 0"
         for j in range(8):
-            k, before = "%next" if j == 7 else f"%k{j}", k
             text += f"""
-  %from{j} = getelementptr {word}, ptr %from, i64 {j}
-  %x{j} = load {word}, ptr %from{j}, align 1
-  %at{j} = getelementptr {word}, ptr %values, i64 {before}
-  store {word} %x{j}, ptr %at{j}, align 1
-  %set{j} = icmp ne {word} %x{j}, 0
-  %one{j} = zext i1 %set{j} to i64
-  {k} = add i64 {before}, %one{j}
-  %bit{j} = shl i64 %one{j}, {j}
-  %m{j + 1} = or i64 %m{j}, %bit{j}"""
-        return text + "\n  %mask = trunc i64 %m8 to i8"
+  %plain{j} = getelementptr {word}, ptr %plain, i64 {j}
+  %x{j} = load volatile {word}, ptr %plain{j}, align 1
+  %packed{j} = getelementptr {word}, ptr %packed, i64 %n{j}
+  store {word} %x{j}, ptr %packed{j}, align 1
+  %bit{j} = lshr i64 %m, {j}
+  %one{j} = and i64 %bit{j}, 1
+  %n{j + 1} = add i64 %n{j}, %one{j}"""
+        return text + "\n  %next = add i64 %k, %n8"
 
-    def unpack_step(self, t: str, *, exact: bool, store: str) -> str:
-        """The next value is read for every word and cleared where there is no bit; or %nothing is read."""
-        word, text, k = f"i{self.bits}", f"  %{t}m = zext i8 %{t}mask to i64", f"%{t}k"
-        narrow = "or" if self.bits == 64 else "trunc"
+    def unpack_step(self, *, stream: bool) -> str:
+        """The next value is read for every word and cleared where there is no bit; a choice would jump."""
+        assert not stream, "these stores go through the cache"
+        word = f"i{self.bits}"
+        text = "  %m = zext i8 %mask to i64\n  %n0 = add i64 0, 0"
         for j in range(8):
-            source = f"getelementptr i8, ptr %{t}at{j}, i64 0"
-            if exact:
-                source = f"select i1 %{t}set{j}, ptr %{t}at{j}, ptr %nothing"
+            narrow = f"trunc i64 %one{j} to {word}" if self.bits < 64 else f"or i64 %one{j}, 0"
             text += f"""
-  %{t}m{j} = lshr i64 %{t}m, {j}
-  %{t}one{j} = and i64 %{t}m{j}, 1
-  %{t}set{j} = trunc i64 %{t}m{j} to i1
-  %{t}bit{j} = {narrow} i64 %{t}one{j}{", 0" if self.bits == 64 else f" to {word}"}
-  %{t}wide{j} = sub {word} 0, %{t}bit{j}
-  %{t}at{j} = getelementptr {word}, ptr %values, i64 {k}
-  %{t}source{j} = {source}
-  %{t}x{j} = load {word}, ptr %{t}source{j}, align 1
-  %{t}y{j} = and {word} %{t}x{j}, %{t}wide{j}
-  %{t}to{j} = getelementptr {word}, ptr %{t}to, i64 {j}
-  store {word} %{t}y{j}, ptr %{t}to{j}, align 1
-  %{t}k{j} = add i64 {k}, %{t}one{j}"""
-            k = f"%{t}k{j}"
-        return text
+  %bit{j} = lshr i64 %m, {j}
+  %one{j} = and i64 %bit{j}, 1
+  %narrow{j} = {narrow}
+  %wide{j} = sub {word} 0, %narrow{j}
+  %packed{j} = getelementptr {word}, ptr %packed, i64 %n{j}
+  %x{j} = load {word}, ptr %packed{j}, align 1
+  %y{j} = and {word} %x{j}, %wide{j}
+  %plain{j} = getelementptr {word}, ptr %plain, i64 {j}
+  store {word} %y{j}, ptr %plain{j}, align 1
+  %n{j + 1} = add i64 %n{j}, %one{j}"""
+        return text + "\n  %next = add i64 %k, %n8"
 
 
-def count(lanes: int, mask: str, ones: str) -> str:
+def count(mask: str, lanes: int, ones: str) -> str:
     """%{ones} = the bits set in %{mask}, as i64."""
     widen = f"or i64 %{mask}, 0" if lanes == 64 else f"zext i{lanes} %{mask} to i64"
     return f"  %{ones}.wide = {widen}\n  %{ones} = call i64 @llvm.ctpop.i64(i64 %{ones}.wide)"
+
+
+def place(num_bytes: int, *, stream: bool) -> str:
+    """How a store of ``num_bytes`` goes: past the cache, to a multiple of them, or anywhere."""
+    return f"align {num_bytes}, !nontemporal !0" if stream else "align 1"
