@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,33 +27,13 @@ from .frame import (
     write_header,
 )
 from .geometry import Geometry, Words, contiguous, gather, geometry, scatter
-from .raw import Packed, Raw
+from .masked import bitmap_for, bitmap_of, has_bitmap, pack_masked, unpack_masked
+from .memory import lent, memory, new_bytes
+from .raw import Codec, Raw
 from .zero_value import ZeroValue
 
-
-class Codec(Protocol):
-    """One way to write words; addresses are integers."""
-
-    name: str
-
-    def max_bytes(self, num_words: int, bits: int) -> int:
-        """Room that ``pack`` needs at ``out``, in bytes."""
-        ...
-
-    def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Whether a payload of ``num_bytes`` can hold these words; asked before memory is taken."""
-        ...
-
-    def pack(self, words: Words, out: int) -> Packed:
-        """Write the payload of ``words`` to the address ``out``, never longer than the words themselves."""
-        ...
-
-    def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Read a payload of a length that ``fits``; CodecError if it contradicts itself, and nothing else."""
-        ...
-
-
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw(), ZeroValue())}
+ZERO_VALUE = ZeroValue()
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw(), ZERO_VALUE)}
 
 
 def codec_named(name: str) -> Codec:
@@ -67,12 +46,14 @@ def codec_named(name: str) -> Codec:
     return CODECS[name]
 
 
-def encode(tensor: Tensor | None, codec: str = "zero_value") -> Tensor:
+def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | None = None) -> Tensor:
     """Pack ``tensor`` into a frame; ``decode`` restores it bit for bit (NaN, -0.0 and empty included).
 
     Args:    tensor: any shape, dense dtype and strides, on the CPU; one whose elements overlap or span more
              than 64 times their number is made contiguous first. None gives a frame that decodes to None.
              codec: a name in ``CODECS``.
+             mask: a frame of the same sizes and strides; where its tensor is zero, ``tensor`` is left out,
+             and ``decode`` with the same mask gives zeros there.
     Returns: 1-D uint8 tensor, exactly the frame, no longer than ``tensor.nbytes`` and the header.
     Raises:  CodecError: the tensor is sparse, quantised, nested or not on the CPU, or no such codec.
     Source:  Rhu et al., Compressing DMA Engine, HPCA 2018, section 4.
@@ -81,10 +62,11 @@ def encode(tensor: Tensor | None, codec: str = "zero_value") -> Tensor:
     most = header_bytes(0)
     if tensor is not None:
         most = header_bytes(tensor.dim()) + _room(_geometry_of(tensor), chosen)
-    frame = _bytes(most)
-    length = pack_into(tensor, frame, codec=codec, requires_grad=tensor is not None and tensor.requires_grad)
+    frame = new_bytes(most)
+    requires_grad = tensor is not None and tensor.requires_grad
+    length = pack_into(tensor, frame, codec=codec, requires_grad=requires_grad, mask=mask)
     if length * 9 < most * 8:  # the memory that was saved is given back
-        whole, frame = frame, _bytes(length)
+        whole, frame = frame, new_bytes(length)
         ctypes.memmove(frame.data_ptr(), whole.data_ptr(), length)
     return frame[:length]
 
@@ -96,12 +78,18 @@ def buffer_bytes(sizes: Sequence[int], dtype: torch.dtype, codec: str) -> int:
 
 
 def pack_into(
-    tensor: Tensor | None, buffer: Tensor, *, codec: str = "zero_value", requires_grad: bool = False
+    tensor: Tensor | None,
+    buffer: Tensor,
+    *,
+    codec: str = "zero_value",
+    requires_grad: bool = False,
+    mask: Tensor | None = None,
 ) -> int:
     """Write the frame of ``tensor`` at the start of ``buffer``; a kept buffer spares the page faults.
 
     Args:    buffer: 1-D uint8 tensor of at least ``buffer_bytes``, from a ``Pool``.
              requires_grad: what the header says; autograd itself is left out.
+             mask: as ``encode``; not used where the frame has no bitmap for this tensor and codec.
     Returns: the exact length of the frame in bytes.
     Raises:  CodecError: as ``encode``, or the buffer is too short.
     """
@@ -120,7 +108,11 @@ def pack_into(
         tensor = gather(tensor, geo)
         geo = geo if geo.travels else contiguous(geo.sizes, geo.item_bytes)
     words = Words(tensor.data_ptr(), geo.num_words, geo.word_bits, dtype)
-    packed = chosen.pack(words, buffer.data_ptr() + start)
+    bitmap = None if mask is None or not has_bitmap(codec) else bitmap_of(mask, ZERO_VALUE)
+    if bitmap is None or not bitmap.suits(dtype, geo):
+        bitmap, packed = None, chosen.pack(words, buffer.data_ptr() + start)
+    else:
+        packed = pack_masked(words, bitmap, buffer.data_ptr() + start, ZERO_VALUE, _inner(codec))
     header = Header(
         codec=packed.codec,
         dtype=dtype,
@@ -129,49 +121,58 @@ def pack_into(
         payload_bytes=packed.num_bytes,
         address=0 if address % geo.item_bytes else address,
         requires_grad=requires_grad,
+        flags=MASKED if bitmap else 0,
+        checksum=bitmap.checksum if bitmap else 0,
     )
     return write_header(buffer, header) + packed.num_bytes
 
 
-def decode(frame: Tensor, buffer: Tensor | None = None) -> Tensor | None:
+def decode(frame: Tensor, buffer: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor | None:
     """Unpack a frame: same bits, shape, strides and address mod 64, outside autograd.
 
     Args:    frame: 1-D uint8 tensor of the frame's exact length.
              buffer: memory for the tensor, 1-D uint8 at a multiple of 64 and of at least
              ``decoded_bytes(header)`` bytes; default: new memory.
+             mask: the frame that ``encode`` was given as mask; needed if it was used.
     Returns: the tensor, or None for the frame of None.
     Raises:  CodecError: the frame is truncated or damaged, or the buffer does not fit; nothing else ever.
     """
     header = read_header(frame)
     if frame.numel() != (length := header_bytes(len(header.sizes)) + header.payload_bytes):
         raise CodecError(f"this frame has {length} bytes, found {frame.numel()}; cut off what follows it")
-    return _unpack(frame, header, buffer)
+    return _unpack(frame, header, buffer, mask)
 
 
-def decode_received(buffer: Tensor) -> Tensor | None:
+def decode_received(buffer: Tensor, *, mask: Tensor | None = None) -> tuple[Tensor | None, int]:
     """Unpack the frame at the start of ``buffer``, which was posted before anybody knew how long it would be.
 
+    Returns: the tensor as ``decode``, and the length of the frame in bytes.
     Raises:  CodecError: as ``decode``.
     """
-    return _unpack(buffer, read_header(buffer), None)
+    header = read_header(buffer)
+    return _unpack(buffer, header, None, mask), header_bytes(len(header.sizes)) + header.payload_bytes
 
 
-def _unpack(frame: Tensor, header: Header, buffer: Tensor | None) -> Tensor | None:
+def _unpack(frame: Tensor, header: Header, buffer: Tensor | None, mask: Tensor | None) -> Tensor | None:
     if header.dtype is None:
         return None
-    if header.flags & MASKED:
-        raise CodecError("this frame has values alone; decode it with the bitmap that it was made with")
     start, geo, codec = header_bytes(len(header.sizes)), header.geometry, codec_named(header.codec)
-    if not codec.fits(geo.num_words, geo.word_bits, header.payload_bytes):
+    masked = bool(header.flags & MASKED)
+    bitmap = bitmap_for(header, mask, ZERO_VALUE) if masked else None
+    if not masked and not codec.fits(geo.num_words, geo.word_bits, header.payload_bytes):
         found = f"{header.payload_bytes} bytes for {geo.num_stored} elements of {geo.item_bytes}"
         raise CodecError(f"a {header.codec} payload suits its elements, found {found}; it is damaged")
     needed = header.address + geo.span * geo.item_bytes
-    storage, base = _memory(needed) if buffer is None else _lent(buffer, needed, geo.item_bytes)
+    storage, base = memory(needed) if buffer is None else lent(buffer, needed, geo.item_bytes)
     first = base + header.address
-    words = None if geo.order == "dense" else _bytes(geo.num_words * geo.word_bits // 8)
+    words = None if geo.order == "dense" else new_bytes(geo.num_words * geo.word_bits // 8)
     address = storage.data_ptr() + first if words is None else words.data_ptr()
     out = Words(address, geo.num_words, geo.word_bits, header.dtype)
-    codec.unpack(frame.data_ptr() + start, header.payload_bytes, out)
+    if bitmap is None:
+        codec.unpack(frame.data_ptr() + start, header.payload_bytes, out)
+    else:
+        inner = _inner(header.codec)
+        unpack_masked(frame.data_ptr() + start, header.payload_bytes, bitmap, out, ZERO_VALUE, inner)
     if words is not None:
         scatter(words, storage, first, geo)
     if header.dtype.is_complex:  # torch.empty warns of the experimental ones, which the sender chose
@@ -179,6 +180,11 @@ def _unpack(frame: Tensor, header: Header, buffer: Tensor | None) -> Tensor | No
     else:
         tensor = torch.empty(0, dtype=header.dtype)
     return tensor.set_(storage, first // geo.item_bytes, geo.sizes, geo.strides)
+
+
+def _inner(codec: str) -> Codec | None:
+    """The codec that a combination packs the values with."""
+    return CODECS.get(codec.partition("+")[2])
 
 
 def _geometry_of(tensor: Tensor) -> Geometry:
@@ -210,30 +216,3 @@ def _check_room(buffer: Tensor, needed: int) -> None:
     if buffer.numel() < needed:
         found = buffer.numel()
         raise CodecError(f"this tensor needs a buffer of {needed} bytes, found {found}; ask buffer_bytes")
-
-
-def _lent(buffer: Tensor, needed: int, item_bytes: int) -> tuple[torch.UntypedStorage, int]:
-    """The caller's memory for a tensor: a storage, and where in it the buffer begins."""
-    check_memory(buffer)
-    first = int(buffer.storage_offset())
-    if buffer.numel() < needed or buffer.data_ptr() % ALIGNMENT or first % item_bytes:
-        found = f"{buffer.numel()} bytes at {buffer.data_ptr() % ALIGNMENT} mod {ALIGNMENT}"
-        raise CodecError(f"this tensor needs {needed} bytes at a multiple of {ALIGNMENT}, found {found}")
-    return buffer.untyped_storage(), first
-
-
-def _memory(num_bytes: int) -> tuple[torch.UntypedStorage, int]:
-    """New memory, and where in it a multiple of 64 is.
-
-    A storage is left as it is where deterministic algorithms would fill ``torch.empty``.
-    """
-    try:
-        storage = torch.UntypedStorage(num_bytes + ALIGNMENT)
-    except RuntimeError as error:
-        raise CodecError(f"a frame needs {num_bytes} bytes of memory, there is none: {error}") from error
-    return storage, -storage.data_ptr() % ALIGNMENT
-
-
-def _bytes(num_bytes: int) -> Tensor:
-    storage, first = _memory(num_bytes)
-    return torch.empty(0, dtype=torch.uint8).set_(storage, first, (num_bytes,), (1,))

@@ -63,7 +63,7 @@ class Frame:
     __slots__ = ("_holders", "_lock", "buffer", "num_bytes", "pool")
 
     def __init__(self, buffer: Tensor, num_bytes: int, pool: Pool) -> None:
-        """Hold ``buffer``, lent by ``pool``, whose first ``num_bytes`` bytes are the frame."""
+        """Hold ``buffer``, lent by ``pool``, whose first ``num_bytes`` bytes are the frame (0: not read)."""
         self.buffer, self.num_bytes, self.pool = buffer, num_bytes, pool
         self._holders, self._lock = 1, threading.Lock()
 

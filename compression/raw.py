@@ -1,9 +1,9 @@
-"""The codec that copies: for what does not shrink, and to compare the others with."""
+"""What a codec is, and the one that copies: for what does not shrink, and to compare the others with."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from .geometry import Words
 
@@ -13,6 +13,28 @@ class Packed(NamedTuple):
 
     codec: str
     num_bytes: int
+
+
+class Codec(Protocol):
+    """One way to write words; addresses are integers."""
+
+    name: str
+
+    def max_bytes(self, num_words: int, bits: int) -> int:
+        """Room that ``pack`` needs at ``out``, in bytes."""
+        ...
+
+    def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
+        """Whether a payload of ``num_bytes`` can hold these words; asked before memory is taken."""
+        ...
+
+    def pack(self, words: Words, out: int) -> Packed:
+        """Write the payload of ``words`` to the address ``out``, never longer than the words themselves."""
+        ...
+
+    def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
+        """Read a payload of a length that ``fits``; CodecError if it contradicts itself, and nothing else."""
+        ...
 
 
 class Raw:

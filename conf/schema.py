@@ -49,7 +49,7 @@ class PlanConfig:
         stages: pipeline stages; null: one per rank, or one more than cuts
         cuts: cut after these layers or modules, by hand: cuts=[layer2,layer3.0]
         schedule: order of forwards and backwards: 1f1b or gpipe
-        codec: how tensors are packed between stages: zero_value or raw
+        codec: how tensors are packed between stages: auto measures and chooses; or the name of a codec
         batch_size: samples in one step
         micro_batches: parts of a batch, which follow each other through the stages
         extra_in_flight: micro-batches in flight beyond plain 1f1b, to hide a slow link
@@ -67,7 +67,7 @@ class PlanConfig:
     stages: int | None = None
     cuts: list[str] | None = None
     schedule: str = "1f1b"
-    codec: str = "zero_value"
+    codec: str = "auto"
     batch_size: int = 128
     micro_batches: int = 8
     extra_in_flight: int = 0

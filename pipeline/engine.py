@@ -1,7 +1,7 @@
 """Engine.step: run every instruction of the program. No schedule is known here, no byte of a frame.
 
-    1F3   transport.receive -> decode -> Stage.forward  -> encode -> transport.send
-    1B3   transport.receive -> decode -> Stage.backward -> encode -> transport.send
+    1F3   Frames.receive -> Stage.forward  -> Frames.send
+    1B3   Frames.receive -> Stage.backward -> Frames.send
     1U    clip -> optimizer.step
 Source: claims A2-A4 of CN115016937A (forward and backward channels, micro-batches that stream in without
         pause)."""
@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from ..compression.codec import buffer_bytes, decode_received, pack_into
 from ..compression.errors import PenstockError, StageError, TransportError
-from ..compression.geometry import geometry
-from ..stages.probe import Value
 from ..stages.stage import Stage, layer_seed
+from .choice import Policy
+from .frames import Frames
 from .instruction import Instruction, Op
 from .loss import Loss, mean_loss, refuse_side_ways
-from .messages import Itinerary, Message
+from .messages import Itinerary
 from .report import StageReport
 from .timeline import Span
 from .transport import GlooTransport, Transport
@@ -50,13 +49,14 @@ class Engine:
         rank: int,
         stages: Mapping[int, Stage],
         transport: Transport,
-        codec: str,
+        policy: Policy,
         loss: Loss,
         update: Update,
         parameters: Collection[int],
         seed: int,
     ) -> None:
-        self.rank, self.stages, self.transport, self.codec = rank, stages, transport, codec
+        self.rank, self.stages, self.transport = rank, stages, transport
+        self.frames = Frames(transport, policy=policy)
         self.loss, self.update, self.parameters, self.seed = loss, update, parameters, seed
         self.run = {Op.F: self._forward, Op.B: self._backward, Op.U: self._update}
         self.spans: list[Span] = []
@@ -96,6 +96,7 @@ class Engine:
                     route = itinerary.routes[0][stage.index]
                     sent, outputs = stage.evaluate(received, record=itinerary.records[0], route=route)
                     self._leave(instruction, sent)
+                    self.frames.let_go(stage.index, itinerary.receives[instruction])
             self.transport.end()
         return outputs
 
@@ -124,21 +125,21 @@ class Engine:
 
     def _begin(self, mode: str) -> None:
         self.began = time.perf_counter()
-        self.waited, self.failed = 0.0, ""
+        self.failed = ""
         self.reports = {index: StageReport() for index in self.stages}
         self.tied: dict[tuple[int, str], Any] = {}
         for stage in self.stages.values():
             stage.begin(mode)
-        self.transport.begin(self.itinerary)
+        self.frames.begin(self.itinerary, training=mode == "train")
 
     def _timed(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
-        start, self.waited = time.perf_counter(), 0.0
+        start, self.frames.waited, self.frames.packing = time.perf_counter(), 0.0, 0.0
         what = {Op.F: "forward", Op.B: "backward", Op.U: "update"}[instruction.op]
         of = "" if instruction.micro_batch is None else f" of micro-batch {instruction.micro_batch}"
         with self._told(f"stage {instruction.stage}, {what}{of}, step {self.number}"):
             run(instruction)
-        end = time.perf_counter()
-        self._count(instruction.stage, compute_seconds=end - start - self.waited, waiting_seconds=self.waited)
+        end, waited = time.perf_counter(), self.frames.waited
+        self._count(instruction.stage, compute_seconds=end - start - waited, waiting_seconds=waited)
         self.spans.append(
             Span(
                 rank=self.rank,
@@ -146,7 +147,8 @@ class Engine:
                 op=instruction.op.value,
                 micro_batch=instruction.micro_batch,
                 start=start - self.began,
-                waiting=self.waited,
+                waiting=waited,
+                packing=self.frames.packing,
                 end=end - self.began,
             )
         )
@@ -163,6 +165,7 @@ class Engine:
             seed=lambda name: layer_seed(self.seed, self.number, index, name),
         )
         self._leave(instruction, sent)
+        self.frames.let_go(stage.index, [m for m in self.itinerary.receives[instruction] if not m.masked])
         if stage.last:
             self._lose(stage, index, outputs, batch)
 
@@ -176,10 +179,10 @@ class Engine:
     def _backward(self, instruction: Instruction) -> None:
         index = instruction.micro_batch
         assert index is not None
-        gradients = {
-            message.value: self._receive(message) for message in self.itinerary.receives[instruction]
-        }
+        came, back = self.itinerary.receives[instruction], self.itinerary.sends[instruction]
+        gradients = {message.value: self.frames.receive(message) for message in came}
         self._leave(instruction, self.stages[instruction.stage].backward(index, gradients))
+        self.frames.let_go(instruction.stage, [message.downstream for message in (*came, *back)])
 
     def _update(self, instruction: Instruction) -> None:
         self.update.step(instruction.stage)
@@ -188,7 +191,9 @@ class Engine:
         """What a forward works on: received values, tied parameters of this step, the model's inputs."""
         stage, index = instruction.stage, instruction.micro_batch or 0
         record, route = self.itinerary.records[index], self.itinerary.routes[index][stage]
-        received = {message.value: self._receive(message) for message in self.itinerary.receives[instruction]}
+        received = {
+            message.value: self.frames.receive(message) for message in self.itinerary.receives[instruction]
+        }
         for number, _ in route.receives:
             value = record.values[number]  # its number may differ between micro-batches of other sizes
             if value.parameter:
@@ -198,45 +203,15 @@ class Engine:
             received |= dict(zip(starts, inputs, strict=True))
         return received
 
-    def _receive(self, message: Message) -> Any:
-        began = time.perf_counter()
-        buffer = self.transport.receive(message)
-        self.waited += time.perf_counter() - began
-        item = decode_received(buffer)
-        self.transport.pool.give(buffer)
-        number = self.itinerary.value(message).number
-        return item if number is None or item is None else number(item.item())
-
     def _leave(self, instruction: Instruction, items: Mapping[int, Any]) -> None:
-        """Pack and send what an instruction made."""
+        """Send what an instruction made."""
         for message in self.itinerary.sends[instruction]:
-            value, item = self.itinerary.value(message), items[message.value]
-            if value.number is not None:
-                item = torch.tensor(item, dtype=value.dtype)
-            elif item is not None:
-                _check_tensor(message, value, item)
-            buffer = self.transport.pool.take(buffer_bytes(value.shape, value.dtype, self.codec))
-            num_bytes = pack_into(item, buffer, codec=self.codec, requires_grad=value.requires_grad)
-            raw = 0 if item is None else item.numel() * item.element_size()
+            raw, sent = self.frames.send(message, items[message.value])
             way = "forward" if message.op is Op.F else "backward"
-            self._count(message.source, **{f"{way}_raw": raw, f"{way}_sent": num_bytes})
-            self.transport.send(message, buffer, num_bytes)
+            self._count(message.source, **{f"{way}_raw": raw, f"{way}_sent": sent})
 
     def _count(self, stage: int, **more: float) -> None:
         report = self.reports[stage]
         self.reports[stage] = dataclasses.replace(
             report, **{name: getattr(report, name) + n for name, n in more.items()}
-        )
-
-
-def _check_tensor(message: Message, value: Value, tensor: torch.Tensor) -> None:
-    """Refuse what the receiver does not expect, or would get in another geometry than it has here."""
-    if (tuple(tensor.shape), tensor.dtype) != (value.shape, value.dtype):
-        found = f"{tuple(tensor.shape)} {tensor.dtype}"
-        raise StageError(f"{value.name} was {value.shape} {value.dtype} when it was traced, found {found}")
-    if not geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).travels:
-        what = "the gradient of " if message.op is Op.B else ""
-        raise StageError(
-            f"{what}{value.name} has strides {tensor.stride()} for shape {value.shape}, which no frame "
-            "keeps, and others would change the bits; cut elsewhere"
         )

@@ -16,21 +16,36 @@ from .instruction import Instruction, Op
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
-    """One frame on its way: a value of a micro-batch downstream (F), or its gradient upstream (B)."""
+    """One frame on its way: a value of a micro-batch downstream (F), or its gradient upstream (B).
+
+    ``masked``: zeros of the value, as it goes down, stop its gradient, which needs the values' bitmap only.
+    """
 
     op: Op
     micro_batch: int
     value: int
     source: int
     target: int
+    masked: bool = False
+
+    @property
+    def upstream(self) -> Message:
+        """The message that brings up the gradient of the value that this one brings down."""
+        return dataclasses.replace(self, op=Op.B, source=self.target, target=self.source)
+
+    @property
+    def downstream(self) -> Message:
+        """The message that brought down the value whose gradient this one brings up."""
+        return dataclasses.replace(self, op=Op.F, source=self.target, target=self.source)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Itinerary:
     """All messages of a step by the instruction that receives or sends them, and what they came from.
 
-    ``programs`` has one list per rank; ``records`` and ``routes`` one entry per micro-batch; ``window``
-    receives are posted ahead on every channel."""
+    ``programs`` has one list per rank; ``records`` and ``routes`` one entry per micro-batch; ``passes`` says
+    in which message a value came that is sent on as it is; ``window`` receives are posted ahead on every
+    channel."""
 
     programs: tuple[tuple[Instruction, ...], ...]
     rank_of: tuple[int, ...]
@@ -38,6 +53,7 @@ class Itinerary:
     routes: tuple[tuple[Route, ...], ...]
     receives: Mapping[Instruction, tuple[Message, ...]]
     sends: Mapping[Instruction, tuple[Message, ...]]
+    passes: Mapping[Message, Message]
     window: int
 
     def value(self, message: Message) -> Value:
@@ -69,31 +85,27 @@ def itinerary(
     own."""
     receives: dict[Instruction, tuple[Message, ...]] = {}
     sends: dict[Instruction, tuple[Message, ...]] = {}
+    passes: dict[Message, Message] = {}
     for instruction in (i for program in programs for i in program):
         stage, op, index = instruction.stage, instruction.op, instruction.micro_batch
         if index is None:
             continue
         values, route = records[index].values, routes[index][stage]
+        down = [
+            Message(Op.F, index, n, source, stage, _masked(values[n], n, routes[index][source]))
+            for n, source in route.receives
+        ]
+        further = [
+            Message(Op.F, index, n, stage, target, _masked(values[n], n, route)) for n, target in route.sends
+        ]
         if op is Op.F:  # a parameter goes down the chain once a step, with the first micro-batch
-            receives[instruction] = tuple(
-                Message(op, index, n, source, stage)
-                for n, source in route.receives
-                if not (index and values[n].parameter)
-            )
-            sends[instruction] = tuple(
-                Message(op, index, n, stage, target)
-                for n, target in route.sends
-                if not (index and values[n].parameter)
-            )
+            receives[instruction] = tuple(m for m in down if not (index and values[m.value].parameter))
+            sends[instruction] = tuple(m for m in further if not (index and values[m.value].parameter))
+            arrived = {message.value: message for message in down}
+            passes |= {m: arrived[m.value] for m in further if m.value in route.passes}
         else:
-            receives[instruction] = tuple(
-                Message(op, index, n, target, stage) for n, target in route.sends if values[n].requires_grad
-            )
-            back = [
-                Message(op, index, n, stage, source)
-                for n, source in route.receives
-                if values[n].requires_grad
-            ]
+            receives[instruction] = tuple(m.upstream for m in further if values[m.value].requires_grad)
+            back = [m.upstream for m in down if values[m.value].requires_grad]
             sends[instruction] = tuple(sorted(back, key=lambda message: (-message.target, message.value)))
     counts = [Counter(rank_of[message.target] for message in sent) for sent in sends.values()]
     most = max((number for count in counts for number in count.values()), default=1)
@@ -104,5 +116,10 @@ def itinerary(
         routes=tuple(routes),
         receives=receives,
         sends=sends,
+        passes=passes,
         window=window * most,
     )
+
+
+def _masked(value: Value, number: int, source: Route) -> bool:
+    return value.requires_grad and number in source.stops

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..compression.codec import codec_named
 from ..compression.errors import PlanError
 from ..stages.graph import fingerprint, trace
 from ..stages.measure import owned_parameters
@@ -24,7 +23,9 @@ from ..stages.stage import Stage
 from . import group
 from .arguments import check_arguments, check_gradients, check_layers, check_ranks
 from .batches import example_of, micro_batches, positional
+from .choice import policy_named
 from .engine import Engine, MicroBatch
+from .prices import Flow
 from .report import Report, StageReport
 from .state import State
 from .steps import Steps
@@ -78,7 +79,6 @@ class Pipeline:
         check_arguments(model, plan, optimizer, clip, autocast, deadline)
         check_gradients()
         check_ranks(plan)
-        codec_named(plan.codec)
         if not model.training:
             model.train()
         if plan.fingerprint != fingerprint(model):
@@ -109,11 +109,12 @@ class Pipeline:
             scheduler=scheduler,
             clip=clip,
         )
+        self.policy = policy_named(plan.codec, deadline=deadline)
         self.engine = Engine(
             rank=self.rank,
             stages=self.stages,
             transport=GlooTransport(deadline=deadline) if group.joined() else LocalTransport(),
-            codec=plan.codec,
+            policy=self.policy,
             loss=loss,
             update=self.update,
             parameters={id(parameter) for parameter in model.parameters()},
@@ -144,6 +145,7 @@ class Pipeline:
         itinerary, program = self.steps.step("train", [batch.inputs for batch in batches])
         losses = self.engine.step(self.num_steps, program, itinerary, batches)
         report = self._report(batches, losses, began)
+        self.policy.end(self.engine.spans, report.seconds)
         self.num_steps += 1
         return report
 
@@ -169,6 +171,14 @@ class Pipeline:
             [[getattr(span, name) for name in Span.__slots__] for span in self.engine.spans]
         )
         return [Span(**dict(zip(Span.__slots__, fields, strict=True))) for row in rows for fields in row]
+
+    def flows(self) -> list[dict[str, Any]]:
+        """Every value and gradient that travels: its stages, codec, bytes raw and sent; collective."""
+        rows = group.gather_json([[*flow, *total] for flow, total in self.engine.frames.totals.items()])
+        names = (*Flow._fields, "bytes_raw", "bytes_sent")
+        found = [dict(zip(names, fields, strict=True)) for row in rows for fields in row]
+        codecs = [self.policy.codec(Flow(*(flow[name] for name in Flow._fields))) for flow in found]
+        return [flow | {"codec": codec} for flow, codec in zip(found, codecs, strict=True)]
 
     def close(self) -> None:
         """Leave the group of ranks; after a failure the others may not answer, and the group ends with the

@@ -22,7 +22,9 @@ ROW = 0.8  # height of a box; the rows are 1 apart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One instruction as it ran, in seconds since the step began; first it waited for ``waiting`` seconds."""
+    """One instruction as it ran, in seconds since the step began; first it waited for ``waiting`` seconds.
+
+    ``packing``: seconds of it in which frames were packed and unpacked."""
 
     rank: int
     stage: int
@@ -31,6 +33,7 @@ class Span:
     start: float
     waiting: float
     end: float
+    packing: float = 0.0
 
 
 def draw(spans: Sequence[Span], path: str | Path, *, title: str) -> None:

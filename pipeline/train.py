@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..compression.codec import codec_named
+from ..compression.choose import check_name
 from ..compression.errors import ConfigError, PlanError
 from ..conf.schema import PlanConfig, TrainConfig
 from ..stages.graph import trace
@@ -74,7 +74,7 @@ def prepare(config: PlanConfig) -> Samples:
     Raises: PenstockError: the schedule or the codec is not known, or the data cannot be had.
     """
     schedule_named(config.schedule)
-    codec_named(config.codec)
+    check_name(config.codec)
     config.threads = config.threads or threads_per_rank(config.ranks)
     torch.set_num_threads(config.threads)
     # The same switch as use_deterministic_algorithms, which also loads the compiler: 1.6 s in every process.

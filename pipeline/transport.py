@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 from ..compression.errors import TransportError
 from ..compression.frame import frame_bytes
-from ..compression.pool import Pool
+from ..compression.pool import Frame, Pool
 from . import group
 from .messages import Itinerary, Message
 
 
 class Transport(Protocol):
-    """Passes frames: 1-D uint8 buffers that begin with a frame and belong to ``pool``."""
+    """Passes frames in buffers of its ``pool``."""
 
     pool: Pool
 
@@ -32,13 +32,12 @@ class Transport(Protocol):
         """Get ready for a step whose messages are these."""
         ...
 
-    def send(self, message: Message, buffer: torch.Tensor, num_bytes: int) -> None:
-        """Pass the first ``num_bytes`` of ``buffer`` on; the buffer belongs to the transport from now on.
-        Never waits."""
+    def send(self, message: Message, frame: Frame) -> None:
+        """Pass ``frame`` on and let go of it once it has left; the caller holds it no more. Never waits."""
         ...
 
-    def receive(self, message: Message) -> torch.Tensor:
-        """Wait for the frame of ``message``; the caller gives the buffer back to the pool."""
+    def receive(self, message: Message) -> Frame:
+        """Wait for the frame of ``message``, which the caller holds; how long it is, its header says."""
         ...
 
     def end(self) -> None:
@@ -55,19 +54,19 @@ class LocalTransport:
 
     def __init__(self) -> None:
         self.pool = Pool()
-        self.waiting: dict[Message, torch.Tensor] = {}
+        self.waiting: dict[Message, Frame] = {}
 
     def begin(self, itinerary: Itinerary) -> None:
         """Take back the frames of a step that failed."""
-        for buffer in self.waiting.values():
-            self.pool.give(buffer)
+        for frame in self.waiting.values():
+            frame.release()
         self.waiting.clear()
 
-    def send(self, message: Message, buffer: torch.Tensor, num_bytes: int) -> None:
+    def send(self, message: Message, frame: Frame) -> None:
         """Keep the frame."""
-        self.waiting[message] = buffer
+        self.waiting[message] = frame
 
-    def receive(self, message: Message) -> torch.Tensor:
+    def receive(self, message: Message) -> Frame:
         """Hand the frame over."""
         return self.waiting.pop(message)
 
@@ -101,7 +100,7 @@ class GlooTransport:
         self.local = LocalTransport()
         self.pool = self.local.pool
         self.channels: dict[int, _Channel] = {}
-        self.sending: deque[tuple[dist.Work, torch.Tensor, Message]] = deque()
+        self.sending: deque[tuple[dist.Work, Frame, Message]] = deque()
 
     def begin(self, itinerary: Itinerary) -> None:
         """Post the first receives of every channel, before anything is sent."""
@@ -116,22 +115,24 @@ class GlooTransport:
             for _ in range(itinerary.window):
                 self._post(channel)
 
-    def send(self, message: Message, buffer: torch.Tensor, num_bytes: int) -> None:
+    def send(self, message: Message, frame: Frame) -> None:
         """Hand the frame to gloo's own thread."""
         target = self.itinerary.rank_of[message.target]
         if target == self.rank:
-            return self.local.send(message, buffer, num_bytes)
+            return self.local.send(message, frame)
         number = self.sent_to[target] = self.sent_to.get(target, -1) + 1
         try:
-            work = dist.isend(buffer[:num_bytes], target, tag=number)
+            work = dist.isend(frame.buffer[: frame.num_bytes], target, tag=number)
         except RuntimeError as error:
             raise self._lost(f"{self._name(message)} could not be sent to rank {target}", error) from error
         assert work is not None
-        self.sending.append((work, buffer, message))
-        while len(self.sending) > 1 and sum(sent.numel() for _, sent, _ in self.sending) > self.max_in_flight:
+        self.sending.append((work, frame, message))
+        while (
+            len(self.sending) > 1 and sum(sent.num_bytes for _, sent, _ in self.sending) > self.max_in_flight
+        ):
             self._finish_oldest()
 
-    def receive(self, message: Message) -> torch.Tensor:
+    def receive(self, message: Message) -> Frame:
         """Wait for the frame, and post the channel's next receive in its place."""
         source = self.itinerary.rank_of[message.source]
         if source == self.rank:
@@ -145,7 +146,7 @@ class GlooTransport:
         except RuntimeError as error:
             raise self._lost(f"{self._name(message)} did not arrive from rank {source}", error) from error
         self._post(channel)
-        return buffer
+        return Frame(buffer, 0, self.pool)
 
     def end(self) -> None:
         """Wait for the sends that are still under way."""
@@ -174,13 +175,13 @@ class GlooTransport:
         channel.posted[message] = work, buffer
 
     def _finish_oldest(self) -> None:
-        work, buffer, message = self.sending.popleft()
+        work, frame, message = self.sending.popleft()
         try:
             work.wait(self.deadline)
         except RuntimeError as error:
             target = self.itinerary.rank_of[message.target]
             raise self._lost(f"{self._name(message)} was not taken by rank {target}", error) from error
-        self.pool.give(buffer)
+        frame.release()
 
     def _lost(self, what: str, error: RuntimeError) -> TransportError:
         """The error of a failed wait: the deadline and why, in the words of the rank that failed."""

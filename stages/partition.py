@@ -9,7 +9,7 @@ Source: the min-max recurrence of PipeDream (Narayanan et al., SOSP 2019, sectio
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ..compression.codec import codec_named
+from ..compression.choose import check_name
 from ..compression.errors import PlanError
 from .costs import Costs, with_margin
 from .cuts import allowed_cuts, named_cuts
@@ -28,7 +28,7 @@ def partition(
     schedule: str = "1f1b",
     micro_batches: int = 8,
     extra_in_flight: int = 0,
-    codec: str = "zero_value",
+    codec: str = "auto",
     link: float | str | None = None,
     memory: int | str | None = None,
 ) -> Plan:
@@ -47,7 +47,7 @@ def partition(
         PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
         CodecError: the codec is not known.
     """
-    codec_named(codec)
+    check_name(codec)
     _check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
     if extra_in_flight < 0:
         raise PlanError(

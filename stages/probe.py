@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..compression.errors import PlanError
 from ..compression.geometry import geometry
 from .compare import same_bits
 from .layers import Layer, Parts, Traced, is_local, run_layer
+from .proof import zeros_that_stop
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -30,7 +31,8 @@ class Value:
     ``users`` (the model's output reads last: it counts as one more layer).
 
     ``refused`` says why it must not cross a cut, "" if it may. ``parameter``: a (tied) parameter, sent once a
-    step."""
+    step. ``writers``: the layers that wrote to its memory, ascending, each with whether it left zeros that
+    stop every gradient (``proof.py``)."""
 
     name: str
     producer: int
@@ -41,6 +43,11 @@ class Value:
     requires_grad: bool
     parameter: bool
     refused: str
+    writers: tuple[tuple[int, bool], ...]
+
+    def stops(self, layer: int) -> bool:
+        """Whether a zero of this value, as it is after ``layer``, makes its gradient irrelevant."""
+        return next((stops for writer, stops in reversed(self.writers) if writer <= layer), False)
 
     @property
     def num_bytes(self) -> int:
@@ -84,6 +91,7 @@ class _Recorder:
         self.mutated: set[int] = set()
         self.accesses: dict[int, tuple[str, set[int]]] = {}
         self.written: set[int] = set()
+        self.writes: dict[int, list[int]] = {}
 
     def add(self, node: fx.Node, index: int, result: Any) -> None:
         leaves, spec = tree_flatten(result)
@@ -114,6 +122,16 @@ class _Recorder:
             else:
                 yield from outputs.values
 
+    def writers(self, number: int) -> list[int]:
+        """The layers that wrote to the memory of a value, ascending, its producer first."""
+        item = self.objects[number]
+        writes = self.writes.get(item.untyped_storage()._cdata, []) if isinstance(item, torch.Tensor) else []
+        return sorted({self.producers[number], *writes})
+
+    def last_writer(self, number: int, reader: int) -> int:
+        """The layer that wrote last to the memory of a value before the layer ``reader`` runs."""
+        return max(writer for writer in self.writers(number) if writer < reader)
+
     def storages(self, numbers: Sequence[int]) -> dict[int, int]:
         """Identity of the tensors' storages (on the meta device all addresses are zero)."""
         return {
@@ -135,7 +153,8 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
     for name, buffer in _local(traced.output, parts).items():
         key = buffer.untyped_storage()._cdata
         recorder.accesses.setdefault(key, (name, set()))[1].add(len(traced.layers))
-    values = tuple(_value(recorder, i) for i in range(len(recorder.objects)))
+    stops = zeros_that_stop(traced, parts, recorder.outputs, recorder.last_writer)
+    values = tuple(_value(recorder, i, stops) for i in range(len(recorder.objects)))
     record = Probe(values=values, outputs=recorder.outputs, random=frozenset(recorder.random), refused={})
     for cut in range(len(traced.layers) - 1):
         if reason := _refusal(recorder, record, cut):
@@ -165,7 +184,9 @@ def _record_layer(
     # batch_norm writes its statistics without giving them a new version
     pairs = zip(buffers.values(), contents, strict=True)
     changed += [buffer for buffer, content in pairs if content is not None and not same_bits(buffer, content)]
-    recorder.mutated |= {t.untyped_storage()._cdata for t in changed}
+    for storage in {t.untyped_storage()._cdata for t in changed}:
+        recorder.mutated.add(storage)
+        recorder.writes.setdefault(storage, []).append(index)
     recorder.written |= {id(t) for t in changed}
     for name, buffer in buffers.items():
         recorder.accesses.setdefault(buffer.untyped_storage()._cdata, (name, set()))[1].add(index)
@@ -198,7 +219,7 @@ def _refuse_written_constants(recorder: _Recorder, layer: Layer, traced: Traced,
             )
 
 
-def _value(recorder: _Recorder, number: int) -> Value:
+def _value(recorder: _Recorder, number: int, stops: Collection[tuple[int, int]]) -> Value:
     leaf = recorder.objects[number]
     tensor = leaf if isinstance(leaf, torch.Tensor) else None
     refused = ""
@@ -218,6 +239,7 @@ def _value(recorder: _Recorder, number: int) -> Value:
         requires_grad=tensor is not None and tensor.requires_grad,
         parameter=isinstance(tensor, nn.Parameter),
         refused=refused,
+        writers=tuple((writer, (writer, number) in stops) for writer in recorder.writers(number)),
     )
 
 

@@ -22,13 +22,17 @@ class Route:
     """One stage of a run: its layers; (value, source) it receives and (value, target) it sends.
 
     ``done``: after each layer, the nodes and values that nothing on this stage needs any more.
-    ``foreign`` are the nodes of earlier stages (and the model's inputs) whose results its layers read."""
+    ``foreign`` are the nodes of earlier stages (and the model's inputs) whose results its layers read.
+    ``passes``: received values that are sent on as they came. ``stops``: values whose zeros, as they are
+    sent, stop their gradient: it may travel without them."""
 
     layers: tuple[Layer, ...]
     foreign: tuple[fx.Node, ...]
     receives: tuple[tuple[int, int], ...]
     sends: tuple[tuple[int, int], ...]
     done: tuple[tuple[tuple[fx.Node, ...], tuple[int, ...]], ...]
+    passes: frozenset[int]
+    stops: frozenset[int]
 
 
 def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages: int) -> tuple[Route, ...]:
@@ -53,6 +57,9 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages
     made = []
     for stage in range(num_stages):
         output = traced.output if stage == num_stages - 1 else None
+        own = [index for index, place in enumerate(stage_of) if place == stage]
+        sent = {number: record.values[number] for number, _ in sends[stage]}
+        written = {n for n, value in sent.items() if any(writer in own for writer, _ in value.writers)}
         foreign = _foreign(layers[stage], output)
         made.append(
             Route(
@@ -62,7 +69,9 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages
                 sends=tuple(
                     sorted(sends[stage], key=lambda send: (send[1], send[0]))
                 ),  # to the nearest stage first
-                done=_done(layers[stage], foreign, record, {n for n, _ in sends[stage]}, output),
+                done=_done(layers[stage], foreign, record, set(sent), output),
+                passes=frozenset({n for n, _ in receives[stage]} & set(sent) - written),
+                stops=frozenset(n for n, value in sent.items() if own and value.stops(own[-1])),
             )
         )
     return tuple(made)

@@ -80,12 +80,8 @@ class Shapes:
             if outputs != meta.outputs[node]:
                 return f"the results of {node.name} differ on the meta device"
         for value, other in zip(real.values, meta.values, strict=True):
-            if (value.shape, value.dtype, value.users, value.number) != (
-                other.shape,
-                other.dtype,
-                other.users,
-                other.number,
-            ):
+            facts = ("shape", "dtype", "users", "number", "writers")
+            if any(getattr(value, fact) != getattr(other, fact) for fact in facts):
                 return f"the value {value.name} differs on the meta device"
         return ""
 

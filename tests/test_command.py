@@ -39,7 +39,6 @@ def penstock(typed, capfd):
         ("ranks=99", "ranks=99 is more than"),
         ("schedule=2f2b", "2f2b"),
         ("codec=zip", "zip"),
-        ("codec=auto", "auto"),
         ("data=fashion_mnist data.root=/nowhere", "/nowhere"),
         ("micro_batches=0", "micro_batches=0"),
         ("stages=1000", "1000"),

@@ -75,7 +75,7 @@ def test_what_fits_together_is_accepted(given):
 def test_the_defaults_are_the_published_ones():
     config = TrainConfig()
     assert (config.ranks, config.stages, config.batch_size, config.micro_batches) == (2, None, 128, 8)
-    assert (config.schedule, config.codec, config.extra_in_flight) == ("1f1b", "zero_value", 0)
+    assert (config.schedule, config.codec, config.extra_in_flight) == ("1f1b", "auto", 0)
     assert config.deterministic
     assert config.deadline == 60.0
 

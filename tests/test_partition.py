@@ -141,7 +141,7 @@ def test_predictions_of_a_stage():
     assert first.memory_bytes == 3 * 1200
     assert (first.bytes_forward, first.bytes_backward) == (1000, 1000)
     assert (second.bytes_forward, second.bytes_backward) == (0, 0)
-    assert (plan.fingerprint, plan.input_shapes, plan.codec) == ("ab12", ((16, 8),), "zero_value")
+    assert (plan.fingerprint, plan.input_shapes, plan.codec) == ("ab12", ((16, 8),), "auto")
 
 
 def test_saved_bytes_count_for_every_micro_batch_in_flight():

@@ -10,6 +10,7 @@ from law import Case, pipeline_of, plan_of
 from zoo import build
 
 import penstock
+from penstock.compression.pool import Frame
 from penstock.pipeline import group
 from penstock.pipeline.instruction import Op
 from penstock.pipeline.messages import Message
@@ -21,9 +22,9 @@ CASE = Case(model="resnet18", cuts=["layer1_0_conv2", "layer2_1_relu"], micro_ba
 def test_frames_of_one_process_wait_for_their_stage():
     transport = LocalTransport()
     first, second = (Message(Op.F, 0, value, 0, 1) for value in (3, 4))
-    one, other = transport.pool.take(64), transport.pool.take(64)
-    transport.send(first, one, 64)
-    transport.send(second, other, 64)
+    one, other = (Frame(transport.pool.take(64), 64, transport.pool) for _ in range(2))
+    transport.send(first, one)
+    transport.send(second, other)
     assert transport.receive(second) is other
     with pytest.raises(AssertionError, match="no stage asked for"):
         transport.end()
@@ -71,8 +72,8 @@ def losses_with_a_narrow_pipe(plan_path, max_in_flight):
     most = []
     send = transport.send
 
-    def watch(message, buffer, num_bytes):
-        send(message, buffer, num_bytes)
+    def watch(message, frame):
+        send(message, frame)
         most.append(len(transport.sending))
 
     transport.send = watch

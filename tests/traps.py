@@ -154,6 +154,43 @@ class Negative(Base):
         return self.end(-torch.relu(self.a(x.flatten(1) + self.shift * self.zero)))
 
 
+class Wide(nn.Module):
+    """Wide enough for frames to shrink, so that gradients travel at the bitmap of their values."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.end = nn.Linear(192, 576), nn.Linear(576, 576), nn.Linear(576, 10)
+
+
+class InfiniteAtZero(Wide):
+    """Where the output of a ReLU is zero its gradient is infinite; NaN where the one after it is zero."""
+
+    def forward(self, x):
+        y = torch.sqrt(F.relu(self.a(x.flatten(1))))
+        return self.end(self.b(y).clamp(-1, 1) * y)
+
+
+class ReluOfManyUsers(Wide):
+    """The output of a ReLU is read by several stages, its gradient comes back along the chain."""
+
+    def forward(self, x):
+        y = F.relu6(self.a(x.flatten(1)))
+        return self.end(torch.tanh(self.b(y)) * y) + y[:, :10] + F.relu_(self.b(y) + y)[:, -10:]
+
+
+class PoolOfRelu(nn.Module):
+    """Overlapping windows of a max-pool over a ReLU, and of one over dropout, which proves nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.end = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 1), nn.Linear(288, 10)
+        self.drop = nn.Dropout()
+
+    def forward(self, x):
+        y = F.max_pool2d(F.relu(self.a(x)), 3, 2, 1)
+        return self.end(F.max_pool2d(self.drop(F.relu(self.b(y) + 0.5)), 2, 1).flatten(1))
+
+
 TRAPS = {
     kind.__name__: kind
     for kind in (
@@ -170,5 +207,8 @@ TRAPS = {
         ReadThrice,
         CalledFourTimes,
         Negative,
+        InfiniteAtZero,
+        ReluOfManyUsers,
+        PoolOfRelu,
     )
 }

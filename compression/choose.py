@@ -1,0 +1,76 @@
+"""What each codec would cost on a tensor: its bytes and seconds, tried on a sample of the tensor itself.
+
+No codec pays everywhere: zeros, dense floats and integers want different ones, and a fast link wants none.
+Source: DESIGN idea "bypass by measurement"; Rhu et al., HPCA 2018 (densities differ by layer and over time).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .codec import CODECS, buffer_bytes, decode, pack_into
+from .errors import CodecError
+from .frame import header_bytes
+from .pool import Pool
+
+AUTO = "auto"
+SAMPLE_BYTES = 1 << 20
+_FLOATS = ("zero_value", "exponent", "zero_value+exponent", "byte_plane", "zero_value+byte_plane")
+_OTHERS = ("zero_value", "narrow", "byte_plane")
+
+
+def check_name(codec: str) -> None:
+    """Raise CodecError unless ``codec`` is "auto" or the name of a codec; the message lists them."""
+    if codec != AUTO and codec not in CODECS:
+        known = ", ".join((AUTO, *CODECS))
+        raise CodecError(f"codec is one of {known}, found {codec!r}; choose one of these")
+
+
+class Cost(NamedTuple):
+    """What sending a tensor with one codec costs: bytes of the frame, seconds to pack and to unpack."""
+
+    num_bytes: float
+    pack_seconds: float
+    unpack_seconds: float
+
+
+def candidates(dtype: torch.dtype) -> list[str]:
+    """The lossless codecs that may pay for a dtype, ``raw`` first."""
+    return ["raw", *(name for name in (_FLOATS if dtype.is_floating_point else _OTHERS) if name in CODECS)]
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """The first rows of ``tensor``, about a mebibyte: samples of a batch resemble each other."""
+    if tensor.dim() == 0 or tensor.nbytes <= SAMPLE_BYTES:
+        return tensor
+    rows = max(1, len(tensor) * SAMPLE_BYTES // tensor.nbytes)
+    return tensor.narrow(0, 0, rows)
+
+
+def trial(tensor: Tensor, codec: str, pool: Pool, *, num_bytes: int, mask: Tensor | None = None) -> Cost:
+    """Pack and unpack a sample with one codec and scale to ``num_bytes``, the size of the whole tensor.
+
+    Args:    mask: a frame of the sample's shape whose bitmap says where it matters, as for ``encode``.
+    """
+    buffer = pool.take(buffer_bytes(tensor.shape, tensor.dtype, codec))
+    length, packing = _fastest(lambda: pack_into(tensor, buffer, codec=codec, mask=mask))
+    _, unpacking = _fastest(lambda: decode(buffer[:length], mask=mask))
+    pool.give(buffer)
+    header, scale = header_bytes(tensor.dim()), num_bytes / max(1, tensor.nbytes)
+    return Cost(header + (length - header) * scale, packing * scale, unpacking * scale)
+
+
+def _fastest(run: Callable[[], Any]) -> tuple[Any, float]:
+    """What ``run`` returns, and the seconds of its faster run of two."""
+    seconds = []
+    result = None
+    for _ in range(2):
+        began = time.perf_counter()
+        result = run()
+        seconds.append(time.perf_counter() - began)
+    return result, min(seconds)

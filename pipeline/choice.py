@@ -1,0 +1,239 @@
+"""``codec=auto``: the first steps try every codec on the tensors that really travel; the shortest step wins.
+
+Trials on samples (never of step 0 alone: a zero-initialised head makes all its gradients zero) and the speed
+of the links give prices; the choice they predict then runs against plain frames and against zero_value, step
+by step in turn, and the measurement decides. Now and then all of it is repeated, since densities drift."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..compression.choose import AUTO, Cost, candidates, check_name, sample, trial
+from ..compression.codec import encode
+from ..compression.masked import has_bitmap
+from ..compression.pool import Pool
+from . import group
+from .instruction import Op
+from .links import measured_rates
+from .messages import Itinerary, Message
+from .prices import Choice, Flow, Prices, choose, flow_of, predict
+from .timeline import Span
+
+START = "zero_value"  # until there is a choice
+TRIALS = (1, 2)  # steps in which codecs are tried first
+EVERY = 100  # steps between later trials
+ROUNDS = 3  # steps that each contender runs
+WORTH = 0.97  # of the seconds of what runs: less is worth a change
+
+
+class Policy(Protocol):
+    """Says with which codec a flow is packed; looks at what travels, and at the steps, to find out.
+
+    ``predicted`` and ``measured``: seconds of a step under the choice that runs, None where none was made.
+    """
+
+    predicted: float | None
+    measured: float | None
+
+    def codec(self, flow: Flow) -> str:
+        """The codec for the frames of ``flow``."""
+        ...
+
+    def begin(self, itinerary: Itinerary, *, training: bool) -> None:
+        """A step or an evaluation begins."""
+        ...
+
+    def sees(self, message: Message) -> bool:
+        """Whether ``arriving`` and ``leaving`` are to be told of ``message`` in this step."""
+        ...
+
+    def arriving(self, message: Message, item: torch.Tensor) -> None:
+        """A value has arrived."""
+        ...
+
+    def leaving(self, message: Message, item: torch.Tensor) -> None:
+        """A value or gradient is about to be packed."""
+        ...
+
+    def end(self, spans: Sequence[Span], seconds: float) -> None:
+        """A step has ended; every rank calls this after every step."""
+        ...
+
+
+def policy_named(codec: str, *, deadline: float) -> Policy:
+    """The policy for ``codec``, the name of one or "auto".
+
+    Raises: CodecError: there is none of this name.
+    """
+    check_name(codec)
+    return Auto(deadline=deadline) if codec == AUTO else Fixed(codec)
+
+
+class Fixed:
+    """One codec for everything."""
+
+    def __init__(self, codec: str) -> None:
+        self.name = codec
+        self.predicted: float | None = None
+        self.measured: float | None = None
+
+    def codec(self, flow: Flow) -> str:
+        """Always the same."""
+        return self.name
+
+    def begin(self, itinerary: Itinerary, *, training: bool) -> None:
+        """Nothing to prepare."""
+
+    def sees(self, message: Message) -> bool:
+        """Nothing to find out."""
+        return False
+
+    def arriving(self, message: Message, item: torch.Tensor) -> None:
+        """Nothing to find out."""
+
+    def leaving(self, message: Message, item: torch.Tensor) -> None:
+        """Nothing to find out."""
+
+    def end(self, spans: Sequence[Span], seconds: float) -> None:
+        """Nothing to decide."""
+
+
+class Auto:
+    """The codec of every flow by measurement.
+
+    Args:    deadline: seconds that a wait for another rank may take.
+    """
+
+    def __init__(self, *, deadline: float) -> None:
+        self.deadline = deadline
+        self.pool = Pool()
+        self.number = 0
+        self.chosen: Choice | None = None  # None: START for everything
+        self.contenders: list[Choice] = []
+        self.predicted: float | None = None
+        self.measured: float | None = None
+        self.rates: dict[tuple[int, int], float] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.costs: dict[Flow, dict[str, list[Cost]]] = defaultdict(lambda: defaultdict(list))
+        self.masked: dict[Flow, dict[str, list[Cost]]] = defaultdict(lambda: defaultdict(list))
+        self.work: dict[tuple[int, str], list[float]] = defaultdict(list)
+        self.masks: dict[Message, torch.Tensor] = {}
+        self.seconds: list[list[float]] = []
+
+    @property
+    def trying(self) -> bool:
+        """Whether this step tries codecs."""
+        return self.number in TRIALS or (self.number > 0 and self.number % EVERY == 0)
+
+    @property
+    def running(self) -> Choice | None:
+        """The choice of this step: contenders take turns."""
+        turn = sum(map(len, self.seconds))
+        return self.contenders[turn % len(self.contenders)] if self.contenders else self.chosen
+
+    def codec(self, flow: Flow) -> str:
+        """That of the choice which runs."""
+        return START if self.running is None else self.running.get(flow, START)
+
+    def begin(self, itinerary: Itinerary, *, training: bool) -> None:
+        """Learn what will travel."""
+        self.itinerary, self.training = itinerary, training
+
+    def sees(self, message: Message) -> bool:
+        """The tensors of one micro-batch in a step of trials."""
+        value = self.itinerary.value(message)
+        return self.training and self.trying and message.micro_batch == 0 and value.number is None
+
+    def arriving(self, message: Message, item: torch.Tensor) -> None:
+        """Keep the bitmap of a value's sample for the trial of its gradient."""
+        if message.masked:
+            self.masks[message.upstream] = encode(sample(item.detach()))
+
+    def leaving(self, message: Message, item: torch.Tensor) -> None:
+        """Try every codec on a sample."""
+        flow, part, mask = flow_of(message, self.itinerary), sample(item.detach()), None
+        if message.op is Op.B:
+            mask = self.masks.pop(message, None)
+        for codec in candidates(item.dtype):
+            cost = trial(part, codec, self.pool, num_bytes=item.nbytes)
+            self.costs[flow][codec].append(cost)
+            if mask is not None and has_bitmap(codec):
+                cost = trial(part, codec, self.pool, num_bytes=item.nbytes, mask=mask)
+                self.masked[flow][codec].append(cost)
+
+    def end(self, spans: Sequence[Span], seconds: float) -> None:
+        """Note what the step took, and decide where that is due; every rank decides the same."""
+        if self.trying:
+            for span in spans:
+                self.work[span.stage, span.op].append(span.end - span.start - span.waiting - span.packing)
+            if self.number not in TRIALS[:-1]:
+                self._contend()
+        elif self.contenders:
+            self._note(seconds)
+        self.number += 1
+
+    def _contend(self) -> None:
+        """Put all ranks' prices together; what they predict runs against what is known to be safe."""
+        prices = self._prices()
+        self._forget()
+        start = {flow: START for flow in prices.costs}
+        best = choose(self.itinerary, prices, start=self.chosen or start)
+        contenders = [self.chosen, best] if self.chosen else [best, start, dict.fromkeys(start, "raw")]
+        self.contenders = [c for i, c in enumerate(contenders) if c not in contenders[:i]]
+        self.predictions = [predict(self.itinerary, prices, choice) for choice in self.contenders]
+        self.seconds = [[] for _ in self.contenders]
+
+    def _note(self, seconds: float) -> None:
+        """Note a contender's step; after the last, the first stays unless another is clearly faster."""
+        turn = sum(map(len, self.seconds)) % len(self.contenders)
+        self.seconds[turn].append(seconds)
+        if sum(map(len, self.seconds)) < ROUNDS * len(self.contenders):
+            return
+        mine = [statistics.median(column) for column in self.seconds]
+        medians = [max(column) for column in zip(*group.gather_json(mine), strict=True)]
+        fastest = min(range(len(medians)), key=lambda i: medians[i] if i == 0 else medians[i] / WORTH)
+        self.chosen, self.contenders = self.contenders[fastest], []
+        self.predicted, self.measured = self.predictions[fastest], medians[fastest]
+
+    def _prices(self) -> Prices:
+        """What all ranks measured, the same on each."""
+        if self.rates is None:
+            self.rates = self._rates()
+        mine = [
+            [[[*flow], _means(table)] for flow, table in costs.items()] for costs in (self.costs, self.masked)
+        ]
+        work = [[*place, statistics.mean(seconds)] for place, seconds in self.work.items()]
+        rows = group.gather_json([*mine, work])
+        costs, masked = ({Flow(*f): _costs(t) for row in rows for f, t in row[i]} for i in range(2))
+        seconds = {(stage, op): mean for row in rows for stage, op, mean in row[2]}
+        return Prices(costs=costs, masked=masked, work=seconds, rates=self.rates, parallel=group.joined())
+
+    def _rates(self) -> dict[tuple[int, int], float]:
+        ranks = self.itinerary.rank_of
+        messages = [m for sent in self.itinerary.sends.values() for m in sent]
+        links = {(ranks[m.source], ranks[m.target]) for m in messages}
+        links = sorted(link for link in links if link[0] != link[1])
+        return measured_rates(links, deadline=self.deadline) if group.joined() else {}
+
+
+def _means(table: dict[str, list[Cost]]) -> dict[str, list[float]]:
+    """Bytes on average, seconds at best."""
+    return {
+        codec: [
+            statistics.mean(cost.num_bytes for cost in costs),
+            min(cost.pack_seconds for cost in costs),
+            min(cost.unpack_seconds for cost in costs),
+        ]
+        for codec, costs in table.items()
+    }
+
+
+def _costs(table: dict[str, Any]) -> dict[str, Cost]:
+    return {codec: Cost(*cost) for codec, cost in table.items()}

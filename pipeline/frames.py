@@ -1,0 +1,122 @@
+"""Frames of this process's stages: a tensor is packed once, and its frame kept while anybody needs it again.
+
+The frame that goes downstream, the one that the next user of the value gets, and the one whose bitmap the
+gradient reuses on its way back are the same bytes in the same storage.
+Source: claims A7-A10 of CN115016937A (one module packs on every path out of a stage, and unpacks once)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..compression.codec import buffer_bytes, decode_received, pack_into
+from ..compression.errors import StageError
+from ..compression.geometry import geometry
+from ..compression.pool import Frame
+from ..stages.probe import Value
+from .choice import Policy
+from .instruction import Op
+from .messages import Itinerary, Message
+from .prices import Flow, flow_of
+from .transport import Transport
+
+
+class Frames:
+    """Packs what leaves a stage and unpacks what arrives.
+
+    ``waited`` and ``packing`` count the seconds without a frame and those of packing and unpacking,
+    ``totals`` the bytes of every flow, unpacked and packed."""
+
+    def __init__(self, transport: Transport, *, policy: Policy) -> None:
+        self.transport, self.policy = transport, policy
+        self.kept: dict[tuple[int, Message], Frame] = {}
+        self.waited = self.packing = 0.0
+        self.totals: dict[Flow, tuple[int, int]] = {}
+
+    def begin(self, itinerary: Itinerary, *, training: bool) -> None:
+        """Get ready for a step whose messages are these; let go of what a failed step kept."""
+        self.itinerary = itinerary
+        self.policy.begin(itinerary, training=training)
+        for frame in self.kept.values():
+            frame.release()
+        self.kept.clear()
+        self.transport.begin(itinerary)
+
+    def receive(self, message: Message) -> Any:
+        """Wait for a frame and unpack it; a value's frame is kept as it came until ``let_go``."""
+        began = time.perf_counter()
+        frame = self.transport.receive(message)
+        came = time.perf_counter()
+        mask = self._mask(message, message.target)
+        item, frame.num_bytes = decode_received(frame.buffer, mask=mask)
+        if item is not None and message.op is Op.F and self.policy.sees(message):
+            self.policy.arriving(message, item)
+        self.waited += came - began
+        self.packing += time.perf_counter() - came
+        if message.op is Op.F:
+            self.kept[message.target, message] = frame
+        else:
+            frame.release()
+        number = self.itinerary.value(message).number
+        return item if number is None or item is None else number(item.item())
+
+    def send(self, message: Message, item: Any) -> tuple[int, int]:
+        """Send a value or gradient, in the frame in which it came if it did; returns bytes raw and packed."""
+        value = self.itinerary.value(message)
+        came = self.itinerary.passes.get(message)
+        if came is None:
+            frame = self._pack(message, value, item)
+        else:
+            frame = self.kept[message.source, came].hold()
+        if message.op is Op.F and message.masked:
+            self.kept[message.source, message] = frame.hold()
+        raw, sent = 0 if item is None else value.num_bytes, frame.num_bytes
+        flow = flow_of(message, self.itinerary)
+        before = self.totals.get(flow, (0, 0))
+        self.totals[flow] = before[0] + raw, before[1] + sent
+        self.transport.send(message, frame)
+        return raw, sent
+
+    def let_go(self, stage: int, values: Iterable[Message]) -> None:
+        """Release what ``stage`` kept of these values, sent or received."""
+        for message in values:
+            if frame := self.kept.pop((stage, message), None):
+                frame.release()
+
+    def _pack(self, message: Message, value: Value, item: Any) -> Frame:
+        if value.number is not None:
+            item = torch.tensor(item, dtype=value.dtype)
+        elif item is not None:
+            _check_tensor(message, value, item)
+        began = time.perf_counter()
+        if item is not None and self.policy.sees(message):
+            self.policy.leaving(message, item)
+        codec = "raw" if value.number else self.policy.codec(flow_of(message, self.itinerary))
+        pool, mask = self.transport.pool, self._mask(message, message.source)
+        buffer = pool.take(buffer_bytes(value.shape, value.dtype, codec))
+        num_bytes = pack_into(item, buffer, codec=codec, requires_grad=value.requires_grad, mask=mask)
+        self.packing += time.perf_counter() - began
+        return Frame(buffer, num_bytes, pool)
+
+    def _mask(self, message: Message, stage: int) -> torch.Tensor | None:
+        """The frame whose bitmap says where the gradient ``message`` matters."""
+        if message.op is Op.F or not message.masked:
+            return None
+        frame = self.kept[stage, message.downstream]
+        return frame.buffer[: frame.num_bytes]
+
+
+def _check_tensor(message: Message, value: Value, tensor: torch.Tensor) -> None:
+    """Refuse what the receiver does not expect, or would get in another geometry than it has here."""
+    if (tuple(tensor.shape), tensor.dtype) != (value.shape, value.dtype):
+        found = f"{tuple(tensor.shape)} {tensor.dtype}"
+        raise StageError(f"{value.name} was {value.shape} {value.dtype} when it was traced, found {found}")
+    if not geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).travels:
+        what = "the gradient of " if message.op is Op.B else ""
+        raise StageError(
+            f"{what}{value.name} has strides {tensor.stride()} for shape {value.shape}, which no frame "
+            "keeps, and others would change the bits; cut elsewhere"
+        )

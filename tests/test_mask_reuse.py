@@ -1,0 +1,174 @@
+"""Mask reuse: gradients without what a ReLU upstream would zero anyway; proven by the graph, never assumed."""
+
+import pytest
+import torch
+from law import Case, pipeline_of, plan_of
+from reference import same_bits
+from torch import nn
+from torch.nn import functional as F
+from zoo import build
+
+import penstock
+from penstock.compression.frame import MASKED, read_header
+
+SPECIAL = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-42, -1e-42, 6.0, 7.0, 1.0, -1.0])
+
+
+def special(num_elements, seed, *, share=0.5, mean=0.0):
+    """Every bit pattern that a mask could get wrong, among random ones."""
+    source = torch.Generator().manual_seed(seed)
+    values = torch.randn(num_elements, generator=source) + mean
+    chosen = torch.randint(len(SPECIAL), (num_elements,), generator=source)
+    return torch.where(torch.rand(num_elements, generator=source) < share, SPECIAL[chosen], values)
+
+
+class Pooled(nn.Module):
+    def forward(self, x):
+        return F.max_pool2d(F.relu(x), 3, 2, 1)
+
+
+STOPPING = {
+    "relu": F.relu,
+    "in place": lambda x: F.relu_(x * 1),
+    "relu6": F.relu6,
+    "relu6 in place": lambda x: F.relu6(x * 1, inplace=True),
+    "pooled": Pooled(),
+    "pooled, dilated": lambda x: F.max_pool2d(F.relu(x), 2, 1, dilation=2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("layer", STOPPING.values(), ids=STOPPING)
+def test_the_rest_of_a_gradient_changes_no_bit_behind_a_relu(layer, dtype):
+    x = special(2 * 3 * 40 * 40, 1, share=0.1, mean=-1.5).view(2, 3, 40, 40).to(dtype).requires_grad_()
+    value = layer(x)
+    gradient = special(value.numel(), 2).view(value.shape).to(dtype)
+    mask = penstock.encode(value)
+    frame = penstock.encode(gradient, mask=mask)
+    assert read_header(frame).flags == MASKED
+    (expected,) = torch.autograd.grad(value, x, gradient, retain_graph=True)
+    (found,) = torch.autograd.grad(value, x, penstock.decode(frame, mask=mask))
+    assert same_bits(expected, found)
+
+
+def test_another_bitmap_is_refused():
+    value, gradient = F.relu(special(5000, 3)), special(5000, 4)
+    mask = penstock.encode(value)
+    frame = penstock.encode(gradient, mask=mask)
+    moved, wider = value.roll(1), F.relu(special(5000, 3)).double()
+    others = [None, penstock.encode(moved), penstock.encode(wider), penstock.encode(value, "raw"), frame]
+    for other in [*others, penstock.encode(value.view(50, 100))]:
+        with pytest.raises(penstock.CodecError, match="mask="):
+            penstock.decode(frame, mask=other)
+    assert penstock.decode(frame, mask=mask).count_nonzero() <= value.count_nonzero()
+
+
+def test_a_mask_that_does_not_fit_is_not_used():
+    gradient = special(6000, 5).view(2, 30, 100)
+    value = F.relu(gradient)
+    for mask in (value.transpose(1, 2).contiguous(), value.double(), value[:, :29]):
+        frame = penstock.encode(gradient, mask=penstock.encode(mask))
+        assert same_bits(penstock.decode(frame), gradient)
+
+
+class Own(nn.ReLU):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def hooked():
+    relu = nn.ReLU()
+    relu.register_full_backward_hook(lambda *_: None)
+    return relu
+
+
+PROVEN = {
+    "relu": (nn.ReLU(), True),
+    "relu in place": (nn.ReLU(inplace=True), True),
+    "relu6": (nn.ReLU6(), True),
+    "pool of one": (nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)), True),
+    "pool of a pool": (nn.Sequential(nn.ReLU(), nn.MaxPool2d(2), nn.MaxPool2d(2)), True),
+    "pool alone": (nn.Sequential(nn.BatchNorm2d(3), nn.MaxPool2d(2)), False),
+    "average pool": (nn.Sequential(nn.ReLU(), nn.AvgPool2d(2)), False),
+    "dropout": (nn.Sequential(nn.ReLU(), nn.Dropout()), False),
+    "leaky": (nn.LeakyReLU(), False),
+    "gelu": (nn.GELU(), False),
+    "hardtanh": (nn.Hardtanh(-1.0, 1.0), False),
+    "a subclass": (Own(), True),
+    "watched by a hook": (hooked(), False),
+    "a view of one": (nn.Sequential(nn.ReLU(), nn.Flatten()), False),
+    "written to afterwards": (nn.Sequential(nn.ReLU6(), nn.Dropout(inplace=True)), False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+@pytest.mark.parametrize(("layers", "proven"), PROVEN.values(), ids=PROVEN)
+def test_only_what_the_graph_proves_is_left_out(layers, proven):
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), layers, nn.Flatten())
+    record = penstock.trace(model, (torch.randn(2, 3, 8, 8),)).train_probe
+    last_but_one = len(record.outputs) - 3  # without the input, before flatten
+    (value,) = (record.values[i] for i in record.crossing(last_but_one))
+    assert value.stops(last_but_one) is proven
+
+
+def test_a_value_before_its_relu_in_place_proves_nothing():
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True), nn.Flatten())
+    record = penstock.trace(model, (torch.randn(2, 3, 8, 8),)).train_probe
+    (value,) = (record.values[i] for i in record.crossing(0))
+    assert not value.stops(0)
+    assert value.stops(1)
+
+
+class Listening:
+    """Wraps a transport and notes every frame that passes."""
+
+    def __init__(self, inner):
+        self.inner, self.pool, self.seen = inner, inner.pool, []
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def send(self, message, frame):
+        header = read_header(frame.buffer[: frame.num_bytes])
+        self.seen.append((message, frame.buffer.data_ptr(), frame.num_bytes, header))
+        self.inner.send(message, frame)
+
+
+def seen_in_a_step(case):
+    """What a step of ``case`` sends in one process, and how often it packs."""
+    plan, _ = plan_of(case)
+    model, batches = build(case.model, case.dtype, case.steps)
+    pipe = pipeline_of(case, plan, model)
+    frames = pipe.engine.frames
+    frames.transport = pipe.engine.transport = Listening(frames.transport)
+    packs, pack = [], frames._pack
+    frames._pack = lambda message, *rest: packs.append(message) or pack(message, *rest)
+    pipe.step(*batches[0])
+    assert not frames.kept, "frames that nobody let go"
+    return frames.transport.seen, packs
+
+
+def test_gradients_behind_a_relu_travel_without_zeros():
+    seen, _ = seen_in_a_step(Case(model="resnet18", cuts=["relu", "layer1_0_bn1", "layer2_0_relu"]))
+    sent = {}
+    for message, _, num_bytes, header in seen:
+        masked = bool(header.flags & MASKED)
+        sent.setdefault((message.op.value, message.source), []).append((masked, num_bytes))
+    forward, back = sent["F", 0], sent["B", 1]
+    assert all(masked for masked, _ in back), "behind a relu"
+    assert sum(n for _, n in back) < sum(n for _, n in forward), "no bitmap"
+    assert not any(masked for masked, _ in sent["B", 2]), "between a norm and its relu in place"
+
+
+def test_a_tensor_is_packed_once_and_sent_on_in_the_same_storage():
+    seen, packs = seen_in_a_step(Case(model="gated", cuts="every", micro_batches=2))
+    assert len(packs) == len(set(packs))
+    by_value = {}
+    for message, address, _, _ in seen:
+        if message.op.value == "F":
+            by_value.setdefault((message.micro_batch, message.value), []).append(address)
+    chains = [addresses for addresses in by_value.values() if len(addresses) > 1]
+    assert chains, "no value passes a stage"
+    assert all(len(set(addresses)) == 1 for addresses in chains)
+    forward = [message for message in packs if message.op.value == "F"]
+    assert len(forward) == len(by_value)
