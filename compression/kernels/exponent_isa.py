@@ -1,0 +1,279 @@
+"""What the exponent kernels do with 64 exponents at once, one instruction set per class, as textual LLVM IR.
+
+The common parts are shifts, masks and comparisons of whole vectors, which LLVM turns into what any CPU has;
+a class replaces those that its instructions do better. ``exponent_ir`` has the loops around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+BYTES = "<64 x i8>"
+_WORDS = "<8 x i64>"
+_BOOLS = "<64 x i1>"
+
+
+class Portable:
+    """Any little-endian CPU: a table is a few comparisons, escapes are moved one by one."""
+
+    name = "portable"
+    streams = False
+    x86 = False
+    book_bytes = 16  # of one level's table as ``encode`` wants it
+
+    def declarations(self) -> str:
+        """What its steps call."""
+        return ""
+
+    def helpers(self) -> str:
+        """Loops over the set bits of a mask; the escapes are few."""
+        return f"{_each_set_bit('gather', to='%n', source='%bit')}\n{_each_set_bit('spread', to='%bit', source='%n')}"
+
+    def books(self, k: int) -> str:
+        """%books from %tables: 16 bytes per level, code -> exponent."""
+        return "  %books = getelementptr i8, ptr %tables, i64 0"
+
+    def load_book(self, k: int) -> str:
+        """What ``encode`` needs of the level's book at %book, before the loop."""
+        return "\n".join(f"{_entry('%book', j)}\n{splat(f'book{j}')}" for j in range(escape(k)))
+
+    def load_table(self, k: int) -> str:
+        """What ``decode`` needs of the level's table at %table, before the loop."""
+        return "\n".join(f"{_entry('%table', j, 'book')}\n{splat(f'book{j}')}" for j in range(escape(k)))
+
+    def encode(self, k: int) -> str:
+        """Exponents %e to codes %c: the escape's bits, those of the table's code taken away."""
+        text, found = "", "zeroinitializer"
+        for j in range(escape(k)):
+            text += f"""
+  %is{j} = icmp eq {BYTES} %e, %book{j}
+  %all{j} = sext {_BOOLS} %is{j} to {BYTES}
+  %one{j} = and {BYTES} %all{j}, {same("i8", escape(k) ^ j, 64)}
+  %found{j} = or {BYTES} {found}, %one{j}"""
+            found = f"%found{j}"
+        return f"{text}\n  %c = xor {BYTES} {found}, {same('i8', escape(k), 64)}"
+
+    def decode(self, k: int) -> str:
+        """Codes %c to exponents %known, those of escapes 0."""
+        text, found = "", "zeroinitializer"
+        for j in range(escape(k)):
+            last = "known" if j + 1 == escape(k) else f"found{j}"
+            text += f"""
+  %is{j} = icmp eq {BYTES} %c, {same("i8", j, 64)}
+  %all{j} = sext {_BOOLS} %is{j} to {BYTES}
+  %one{j} = and {BYTES} %all{j}, %book{j}
+  %{last} = or {BYTES} {found}, %one{j}"""
+            found = f"%{last}"
+        return text
+
+    def join_codes(self, k: int) -> str:
+        """Codes %c to %joined, eight words whose lowest 8 k bits are codes."""
+        text, words = f"  %j = bitcast {BYTES} %c to {_WORDS}", "%j"
+        for step, (shift, joined, _) in enumerate(_folds(k)):
+            last = "%joined" if step == 2 else f"%j{step}"
+            text += f"""
+  %js{step} = lshr {_WORDS} {words}, {same("i64", shift, 8)}
+  %jo{step} = or {_WORDS} %js{step}, {words}
+  {last} = and {_WORDS} %jo{step}, {same("i64", joined, 8)}"""
+            words = last
+        return text
+
+    def part_codes(self, k: int) -> str:
+        """Undo ``join_codes``: %joined to %c."""
+        text, words = "", "%joined"
+        for step, (shift, _, parted) in enumerate(reversed(_folds(k))):
+            text += f"""
+  %ps{step} = shl {_WORDS} {words}, {same("i64", shift, 8)}
+  %po{step} = or {_WORDS} %ps{step}, {words}
+  %p{step} = and {_WORDS} %po{step}, {same("i64", parted, 8)}"""
+            words = f"%p{step}"
+        return f"{text}\n  %c = bitcast {_WORDS} {words} to {BYTES}"
+
+    def gather(self) -> str:
+        """The escapes among %e, which are set in %escapes and %mask, to %to; up to 64 bytes are written."""
+        return "  call void @gather(ptr %from, i64 %mask, ptr %to)"
+
+    def spread(self) -> str:
+        """%known to the 64 bytes at %to, escapes filled up from %from, where 64 bytes can be read."""
+        return f"  store {BYTES} %known, ptr %to, align 1\n  call void @spread(ptr %from, i64 %mask, ptr %to)"
+
+
+class Avx2(Portable):
+    """A table is a shuffle."""
+
+    name = "avx2"
+    streams = True
+    x86 = True
+
+    def declarations(self) -> str:
+        """The shuffle."""
+        return "declare <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8>, <32 x i8>)"
+
+    def load_table(self, k: int) -> str:
+        """The table twice: the shuffle sees 16 bytes at a time."""
+        return f"""
+  %table16 = load <16 x i8>, ptr %table, align 1
+  %table32 = shufflevector <16 x i8> %table16, <16 x i8> poison, <32 x i32> {vector("i32", [*range(16)] * 2)}"""
+
+    def decode(self, k: int) -> str:
+        """Halves are shuffled and joined again."""
+        text = ""
+        for half in (0, 1):
+            places = vector("i32", range(32 * half, 32 * half + 32))
+            text += f"""
+  %c{half} = shufflevector {BYTES} %c, {BYTES} poison, <32 x i32> {places}
+  %e{half} = call <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8> %table32, <32 x i8> %c{half})"""
+        return f"{text}\n  %known = shufflevector <32 x i8> %e0, <32 x i8> %e1, <64 x i32> {vector('i32', range(64))}"
+
+
+class Avx512(Portable):
+    """A table of 256 bytes is two shuffles, escapes are compressed in a register."""
+
+    name = "avx512"
+    streams = True
+    x86 = True
+    book_bytes = 256
+
+    def declarations(self) -> str:
+        """Shuffles, compress and expand."""
+        name = "@llvm.x86.avx512"
+        return f"""
+declare {BYTES} {name}.vpermi2var.qi.512({BYTES}, {BYTES}, {BYTES})
+declare {BYTES} {name}.pshuf.b.512({BYTES}, {BYTES})
+declare {BYTES} {name}.pmultishift.qb.512({BYTES}, {BYTES})
+declare {BYTES} {name}.mask.compress.v64i8({BYTES}, {BYTES}, {_BOOLS})
+declare {BYTES} {name}.mask.expand.v64i8({BYTES}, {BYTES}, {_BOOLS})"""
+
+    def helpers(self) -> str:
+        """None."""
+        return ""
+
+    def books(self, k: int) -> str:
+        """The other way round: 256 bytes per level, exponent -> code."""
+        text = f"  %books = alloca [{3 * 256} x i8], align 64"
+        for place in range(0, 3 * 256, 64):
+            text += f"\n  %books{place} = getelementptr i8, ptr %books, i64 {place}"
+            text += f"\n  store {BYTES} {same('i8', escape(k), 64)}, ptr %books{place}"
+        for level in range(3):
+            for j in range(escape(k)):
+                name = f"{level}.{j}"
+                text += f"""
+  %entry.at{name} = getelementptr i8, ptr %tables, i64 {16 * level + j}
+  %entry{name} = load i8, ptr %entry.at{name}
+  %entry.wide{name} = zext i8 %entry{name} to i64
+  %code.at{name} = getelementptr i8, ptr %books{256 * level}, i64 %entry.wide{name}
+  store i8 {j}, ptr %code.at{name}"""
+        return text
+
+    def load_book(self, k: int) -> str:
+        """Four registers."""
+        text = ""
+        for j in range(4):
+            text += f"\n  %book.at{j} = getelementptr i8, ptr %book, i64 {64 * j}"
+            text += f"\n  %book{j} = load {BYTES}, ptr %book.at{j}"
+        return text
+
+    def load_table(self, k: int) -> str:
+        """The table four times: the shuffle sees 16 bytes at a time."""
+        return f"""
+  %table16 = load <16 x i8>, ptr %table, align 1
+  %table64 = shufflevector <16 x i8> %table16, <16 x i8> poison, <64 x i32> {vector("i32", [*range(16)] * 4)}"""
+
+    def encode(self, k: int) -> str:
+        """One shuffle per half of the table; the exponent's highest bit chooses between them."""
+        lookup = f"call {BYTES} @llvm.x86.avx512.vpermi2var.qi.512"
+        return f"""
+  %low = {lookup}({BYTES} %book0, {BYTES} %e, {BYTES} %book1)
+  %high = {lookup}({BYTES} %book2, {BYTES} %e, {BYTES} %book3)
+  %upper = icmp slt {BYTES} %e, zeroinitializer
+  %c = select {_BOOLS} %upper, {BYTES} %high, {BYTES} %low"""
+
+    def decode(self, k: int) -> str:
+        """One shuffle."""
+        return f"  %known = call {BYTES} @llvm.x86.avx512.pshuf.b.512({BYTES} %table64, {BYTES} %c)"
+
+    def part_codes(self, k: int) -> str:
+        """One instruction takes eight bits from any eight places of a word."""
+        places = vector("i8", [k * j for j in range(8)] * 8)
+        return f"""
+  %words = bitcast {_WORDS} %joined to {BYTES}
+  %parted = call {BYTES} @llvm.x86.avx512.pmultishift.qb.512({BYTES} {places}, {BYTES} %words)
+  %c = and {BYTES} %parted, {same("i8", escape(k), 64)}"""
+
+    def gather(self) -> str:
+        """In a register, and the whole of it stored: to memory it is microcoded on Zen 4."""
+        compress = f"@llvm.x86.avx512.mask.compress.v64i8({BYTES} %e, {BYTES} zeroinitializer, {_BOOLS} %escapes)"
+        return f"  %gathered = call {BYTES} {compress}\n  store {BYTES} %gathered, ptr %to, align 1"
+
+    def spread(self) -> str:
+        """The other way round."""
+        expand = f"@llvm.x86.avx512.mask.expand.v64i8({BYTES} %next, {BYTES} %known, {_BOOLS} %escapes)"
+        return f"""
+  %next = load {BYTES}, ptr %from, align 1
+  %spread = call {BYTES} {expand}
+  store {BYTES} %spread, ptr %to, align 1"""
+
+
+ISAS: dict[str, type[Portable]] = {isa.name: isa for isa in (Avx512, Avx2, Portable)}
+
+
+def escape(k: int) -> int:
+    """The code of ``k`` bits that stands for no exponent."""
+    return (1 << k) - 1
+
+
+def vector(kind: str, values: Iterable[int]) -> str:
+    """A constant vector."""
+    return "<" + ", ".join(f"{kind} {value}" for value in values) + ">"
+
+
+def same(kind: str, value: int, lanes: int) -> str:
+    """A constant vector of one value."""
+    return vector(kind, [value] * lanes)
+
+
+def splat(name: str) -> str:
+    """%{name}, 64 times the byte %{name}.byte."""
+    return f"""  %{name}.one = insertelement {BYTES} poison, i8 %{name}.byte, i64 0
+  %{name} = shufflevector {BYTES} %{name}.one, {BYTES} poison, <64 x i32> zeroinitializer"""
+
+
+def _entry(table: str, j: int, name: str = "book") -> str:
+    return f"  %{name}.at{j} = getelementptr i8, ptr {table}, i64 {j}\n  %{name}{j}.byte = load i8, ptr %{name}.at{j}"
+
+
+def _folds(k: int) -> list[tuple[int, int, int]]:
+    """How codes of ``k`` bits come together: by how much the second of each two groups moves, and the mask
+    of the groups afterwards and before."""
+    return [(n * (8 - k), _every(16 * n, 2 * n * k), _every(8 * n, n * k)) for n in (1, 2, 4)]
+
+
+def _every(period: int, bits: int) -> int:
+    """A word with the lowest ``bits`` bits of each ``period`` set."""
+    return sum(((1 << bits) - 1) << place for place in range(0, 64, period))
+
+
+def _each_set_bit(name: str, *, to: str, source: str) -> str:
+    """A byte moves for each bit that is set in a mask: %n counts them, %bit is the bit's place."""
+    return f"""
+define internal void @{name}(ptr %source, i64 %mask, ptr %out) {{
+entry:
+  br label %more
+more:
+  %left = phi i64 [%mask, %entry], [%rest, %move]
+  %n = phi i64 [0, %entry], [%n.next, %move]
+  %none = icmp eq i64 %left, 0
+  br i1 %none, label %done, label %move
+move:
+  %bit = call i64 @llvm.cttz.i64(i64 %left, i1 true)
+  %from = getelementptr i8, ptr %source, i64 {source}
+  %byte = load i8, ptr %from
+  %to = getelementptr i8, ptr %out, i64 {to}
+  store i8 %byte, ptr %to
+  %less = sub i64 %left, 1
+  %rest = and i64 %left, %less
+  %n.next = add i64 %n, 1
+  br label %more
+done:
+  ret void
+}}"""
