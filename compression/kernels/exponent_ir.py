@@ -138,6 +138,8 @@ declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 !0 = !{i32 1}
+!1 = distinct !{!1, !2}
+!2 = !{!"llvm.loop.unroll.disable"}
 
 define internal i64 @groups(i64 %num) {
   %more = add i64 %num, 63

@@ -7,9 +7,9 @@ a class replaces those that its instructions do better. ``exponent_ir`` has the 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-BYTES = "<64 x i8>"
-_WORDS = "<8 x i64>"
+BYTES, FOURS, EIGHTS = "<64 x i8>", "<16 x i32>", "<8 x i64>"
 _BOOLS = "<64 x i1>"
 
 
@@ -66,28 +66,28 @@ class Portable:
             found = f"%{last}"
         return text
 
-    def join_codes(self, k: int) -> str:
-        """Codes %c to %joined, eight words whose lowest 8 k bits are codes."""
-        text, words = f"  %j = bitcast {BYTES} %c to {_WORDS}", "%j"
-        for step, (shift, joined, _) in enumerate(_folds(k)):
-            last = "%joined" if step == 2 else f"%j{step}"
+    def fours(self, k: int) -> str:
+        """Codes %c to %fours, sixteen words of four codes, zeros above."""
+        text, codes = f"  %c.words = bitcast {BYTES} %c to {FOURS}", "%c.words"
+        for n, fold in enumerate(_folds(k)[:2]):
+            last = "%fours" if n else "%pairs"
             text += f"""
-  %js{step} = lshr {_WORDS} {words}, {same("i64", shift, 8)}
-  %jo{step} = or {_WORDS} %js{step}, {words}
-  {last} = and {_WORDS} %jo{step}, {same("i64", joined, 8)}"""
-            words = last
+  %moved{n} = lshr {FOURS} {codes}, {same("i32", fold.shift, 16)}
+  %folded{n} = or {FOURS} %moved{n}, {codes}
+  {last} = and {FOURS} %folded{n}, {same("i32", fold.together & 0xFFFFFFFF, 16)}"""
+            codes = last
         return text
 
-    def part_codes(self, k: int) -> str:
-        """Undo ``join_codes``: %joined to %c."""
-        text, words = "", "%joined"
-        for step, (shift, _, parted) in enumerate(reversed(_folds(k))):
+    def codes(self, k: int) -> str:
+        """Eight words of eight codes, %eights, zeros above, to codes %c."""
+        text, codes = "", "%eights"
+        for n, fold in enumerate(reversed(_folds(k))):
             text += f"""
-  %ps{step} = shl {_WORDS} {words}, {same("i64", shift, 8)}
-  %po{step} = or {_WORDS} %ps{step}, {words}
-  %p{step} = and {_WORDS} %po{step}, {same("i64", parted, 8)}"""
-            words = f"%p{step}"
-        return f"{text}\n  %c = bitcast {_WORDS} {words} to {BYTES}"
+  %moved{n} = shl {EIGHTS} {codes}, {same("i64", fold.shift, 8)}
+  %folded{n} = or {EIGHTS} %moved{n}, {codes}
+  %apart{n} = and {EIGHTS} %folded{n}, {same("i64", fold.apart, 8)}"""
+            codes = f"%apart{n}"
+        return f"{text}\n  %c = bitcast {EIGHTS} {codes} to {BYTES}"
 
     def gather(self) -> str:
         """The escapes among %e, which are set in %escapes and %mask, to %to; up to 64 bytes are written."""
@@ -140,6 +140,8 @@ class Avx512(Portable):
         return f"""
 declare {BYTES} {name}.vpermi2var.qi.512({BYTES}, {BYTES}, {BYTES})
 declare {BYTES} {name}.pshuf.b.512({BYTES}, {BYTES})
+declare <32 x i16> {name}.pmaddubs.w.512({BYTES}, {BYTES})
+declare {FOURS} {name}.pmaddw.d.512(<32 x i16>, <32 x i16>)
 declare {BYTES} {name}.pmultishift.qb.512({BYTES}, {BYTES})
 declare {BYTES} {name}.mask.compress.v64i8({BYTES}, {BYTES}, {_BOOLS})
 declare {BYTES} {name}.mask.expand.v64i8({BYTES}, {BYTES}, {_BOOLS})"""
@@ -192,13 +194,20 @@ declare {BYTES} {name}.mask.expand.v64i8({BYTES}, {BYTES}, {_BOOLS})"""
         """One shuffle."""
         return f"  %known = call {BYTES} @llvm.x86.avx512.pshuf.b.512({BYTES} %table64, {BYTES} %c)"
 
-    def part_codes(self, k: int) -> str:
+    def fours(self, k: int) -> str:
+        """Sums of neighbours, of which the second is multiplied by the place that it takes."""
+        pairs, fours = vector("i8", [1, 1 << k] * 32), vector("i16", [1, 1 << 2 * k] * 16)
+        return f"""
+  %pairs = call <32 x i16> @llvm.x86.avx512.pmaddubs.w.512({BYTES} %c, {BYTES} {pairs})
+  %fours = call {FOURS} @llvm.x86.avx512.pmaddw.d.512(<32 x i16> %pairs, <32 x i16> {fours})"""
+
+    def codes(self, k: int) -> str:
         """One instruction takes eight bits from any eight places of a word."""
         places = vector("i8", [k * j for j in range(8)] * 8)
         return f"""
-  %words = bitcast {_WORDS} %joined to {BYTES}
-  %parted = call {BYTES} @llvm.x86.avx512.pmultishift.qb.512({BYTES} {places}, {BYTES} %words)
-  %c = and {BYTES} %parted, {same("i8", escape(k), 64)}"""
+  %bytes = bitcast {EIGHTS} %eights to {BYTES}
+  %apart = call {BYTES} @llvm.x86.avx512.pmultishift.qb.512({BYTES} {places}, {BYTES} %bytes)
+  %c = and {BYTES} %apart, {same("i8", escape(k), 64)}"""
 
     def gather(self) -> str:
         """In a register, and the whole of it stored: to memory it is microcoded on Zen 4."""
@@ -242,14 +251,21 @@ def _entry(table: str, j: int, name: str = "book") -> str:
     return f"  %{name}.at{j} = getelementptr i8, ptr {table}, i64 {j}\n  %{name}{j}.byte = load i8, ptr %{name}.at{j}"
 
 
-def _folds(k: int) -> list[tuple[int, int, int]]:
-    """How codes of ``k`` bits come together: by how much the second of each two groups moves, and the mask
-    of the groups afterwards and before."""
-    return [(n * (8 - k), _every(16 * n, 2 * n * k), _every(8 * n, n * k)) for n in (1, 2, 4)]
+class _Fold(NamedTuple):
+    """Two neighbours come together: how far the second moves, and the bits of all of them, then and before."""
+
+    shift: int
+    together: int
+    apart: int
+
+
+def _folds(k: int) -> list[_Fold]:
+    """From codes of ``k`` bits in a byte each to pairs, fours and eights."""
+    return [_Fold(n * (8 - k), _every(16 * n, 2 * n * k), _every(8 * n, n * k)) for n in (1, 2, 4)]
 
 
 def _every(period: int, bits: int) -> int:
-    """A word with the lowest ``bits`` bits of each ``period`` set."""
+    """A word of 64 bits with the lowest ``bits`` of each ``period`` set."""
     return sum(((1 << bits) - 1) << place for place in range(0, 64, period))
 
 

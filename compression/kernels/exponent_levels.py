@@ -5,7 +5,7 @@ Every level is the same loop, around the steps of an instruction set, over bytes
 
 from __future__ import annotations
 
-from .exponent_isa import BYTES, Portable, escape, same, vector
+from .exponent_isa import BYTES, EIGHTS, FOURS, Portable, escape, same, vector
 from .exponent_words import GROUP
 
 NUM_LEVELS = 3
@@ -14,7 +14,7 @@ NUM_LEVELS = 3
 def shorten(isa: Portable, k: int) -> str:
     """One level: ``num`` exponents to codes; the escapes among them come to the front, and are counted."""
     return f"""
-define internal i64 @shorten{k}(ptr %exponents, i64 %num, ptr noalias %codes, ptr %table, ptr %book) {{
+define internal i64 @shorten{k}(ptr %exponents, i64 %num, ptr noalias %codes, ptr %table, ptr %book) noinline {{
 entry:
   %none = icmp eq i64 %num, 0
   br i1 %none, label %done, label %ready
@@ -30,7 +30,7 @@ step:
   %from = getelementptr {BYTES}, ptr %exponents, i64 %i
   %e = load {BYTES}, ptr %from, align 64
 {isa.encode(k)}
-{isa.join_codes(k)}
+{isa.fours(k)}
   %codes.to = getelementptr [{8 * k} x i8], ptr %codes, i64 %i
 {_store_codes(k)}
 {_escapes(k)}
@@ -40,7 +40,7 @@ step:
   %i.next = add i64 %i, 1
   %groups = call i64 @groups(i64 %num)
   %all = icmp eq i64 %i.next, %groups
-  br i1 %all, label %done, label %step
+  br i1 %all, label %done, label %step, !llvm.loop !1
 done:
   %found = phi i64 [0, %entry], [%n.next, %step]
   ret i64 %found
@@ -51,7 +51,7 @@ def restore(isa: Portable, k: int) -> str:
     """Undo ``shorten`` and return the escapes; of more than ``num_escapes`` the bytes mean nothing."""
     return f"""
 define internal i64 @restore{k}(ptr noalias %codes, ptr noalias %source, i64 %num_escapes, i64 %num,
-                                ptr noalias %table, ptr noalias %exponents) {{
+                                ptr noalias %table, ptr noalias %exponents) noinline {{
 entry:
   %none = icmp eq i64 %num, 0
   br i1 %none, label %done, label %ready
@@ -63,7 +63,7 @@ step:
   %n = phi i64 [0, %ready], [%n.next, %step]
   %codes.from = getelementptr [{8 * k} x i8], ptr %codes, i64 %i
 {_load_codes(k)}
-{isa.part_codes(k)}
+{isa.codes(k)}
 {_escapes(k)}
 {isa.decode(k)}
   %place = call i64 @llvm.umin.i64(i64 %n, i64 %num_escapes)
@@ -74,7 +74,7 @@ step:
   %i.next = add i64 %i, 1
   %groups = call i64 @groups(i64 %num)
   %all = icmp eq i64 %i.next, %groups
-  br i1 %all, label %done, label %step
+  br i1 %all, label %done, label %step, !llvm.loop !1
 done:
   %found = phi i64 [0, %entry], [%n.next, %step]
   ret i64 %found
@@ -89,29 +89,32 @@ def _escapes(k: int) -> str:
 
 
 def _store_codes(k: int) -> str:
-    """The lowest 8 k bits of the eight words %joined, one after another."""
+    """The lowest 4 k bits of the words %fours, one after another."""
     if k != 3:
         return f"""
-  %dense = trunc <8 x i64> %joined to <8 x i{8 * k}>
-  store <8 x i{8 * k}> %dense, ptr %codes.to, align 1"""
+  %dense = trunc {FOURS} %fours to <16 x i{4 * k}>
+  store <16 x i{4 * k}> %dense, ptr %codes.to, align 1"""
     places = vector("i32", [8 * word + byte for word in range(8) for byte in range(3)])
     return f"""
-  %joined.bytes = bitcast <8 x i64> %joined to {BYTES}
-  %dense = shufflevector {BYTES} %joined.bytes, {BYTES} poison, <24 x i32> {places}
+  %halves = bitcast {FOURS} %fours to {EIGHTS}
+  %second = lshr {EIGHTS} %halves, {same("i64", 32 - 4 * k, 8)}
+  %eights = or {EIGHTS} %halves, %second
+  %eights.bytes = bitcast {EIGHTS} %eights to {BYTES}
+  %dense = shufflevector {BYTES} %eights.bytes, {BYTES} poison, <24 x i32> {places}
   store <24 x i8> %dense, ptr %codes.to, align 1"""
 
 
 def _load_codes(k: int) -> str:
-    """Undo ``_store_codes``."""
+    """8 k bits each to the words %eights."""
     if k != 3:
         return f"""
   %dense = load <8 x i{8 * k}>, ptr %codes.from, align 1
-  %joined = zext <8 x i{8 * k}> %dense to <8 x i64>"""
+  %eights = zext <8 x i{8 * k}> %dense to {EIGHTS}"""
     places = vector("i32", [3 * word + byte if byte < 3 else 24 for word in range(8) for byte in range(8)])
     return f"""
   %dense = load <24 x i8>, ptr %codes.from, align 1
-  %joined.bytes = shufflevector <24 x i8> %dense, <24 x i8> zeroinitializer, <64 x i32> {places}
-  %joined = bitcast {BYTES} %joined.bytes to <8 x i64>"""
+  %eights.bytes = shufflevector <24 x i8> %dense, <24 x i8> zeroinitializer, <64 x i32> {places}
+  %eights = bitcast {BYTES} %eights.bytes to {EIGHTS}"""
 
 
 def shorten_block(isa: Portable, k: int) -> str:
@@ -119,7 +122,7 @@ def shorten_block(isa: Portable, k: int) -> str:
     codes, book = f"[{8 * k} x i8]", isa.book_bytes
     return f"""
 define internal i64 @shorten_block{k}(ptr %exponents, i64 %num, ptr noalias %codes, ptr noalias %tail,
-                                      ptr noalias %tables, ptr noalias %books) {{
+                                      ptr noalias %tables, ptr noalias %books) noinline {{
   %table2 = getelementptr i8, ptr %tables, i64 16
   %table3 = getelementptr i8, ptr %tables, i64 32
   %book2 = getelementptr i8, ptr %books, i64 {book}
@@ -148,7 +151,7 @@ def restore_block(isa: Portable, k: int) -> str:
     codes = f"[{8 * k} x i8]"
     return f"""
 define internal i1 @restore_block{k}(ptr noalias %codes, ptr noalias %tail, i64 %size, i64 %num,
-                                     ptr noalias %tables, ptr noalias %exponents, ptr noalias %other) {{
+                                     ptr noalias %tables, ptr noalias %exponents, ptr noalias %other) noinline {{
 entry:
   %head = load i64, ptr %tail, align 1
   %n1 = and i64 %head, 65535

@@ -50,7 +50,7 @@ step:
 {body}
   %i.next = add i64 %i, 1
   %all = icmp eq i64 %i.next, %groups
-  br i1 %all, label %done, label %step
+  br i1 %all, label %done, label %step, !llvm.loop !1
 done:
   ret void
 }}"""
@@ -69,7 +69,7 @@ def split(bits: int, *, stream: bool) -> str:
   store {_HALVES} %low, ptr %to, {store}"""
     return f"""
 define internal void @split{bits}{"s" if stream else ""}(ptr noalias %words, i64 %groups, ptr noalias %exponents,
-                                                         ptr noalias %remainders) {{{_loop(f'''
+                                                         ptr noalias %remainders) noinline {{{_loop(f'''
   %from = getelementptr {kind}, ptr %words, i64 %i
 {_prefetch("%from", GROUP * bits // 8)}
   %x = load {kind}, ptr %from, align 1
@@ -97,7 +97,7 @@ def join(bits: int, *, stream: bool) -> str:
   %turned = bitcast <{2 * GROUP} x i16> %quarters to {kind}"""
     return f"""
 define internal void @join{bits}{"s" if stream else ""}(ptr noalias %exponents, ptr noalias %remainders,
-                                                        i64 %groups, ptr noalias %out) {{{_loop(f'''
+                                                        i64 %groups, ptr noalias %out) noinline {{{_loop(f'''
   %e.from = getelementptr {BYTES}, ptr %exponents, i64 %i
   %e = load {BYTES}, ptr %e.from, align 64
   %from = getelementptr [{rest} x i8], ptr %remainders, i64 %i
