@@ -52,12 +52,13 @@ go:
   %last = add i64 %first, %here
   %num = mul i64 %here, {GROUP}
   %words.at = getelementptr [{GROUP} x i{bits}], ptr %words, i64 %first
+  %words.ahead = getelementptr [{BLOCK} x i{bits}], ptr %words.at, i64 1
   %codes.at = getelementptr [{8 * k} x i8], ptr %codes, i64 %first
   %remainders.at = getelementptr [{rest} x i8], ptr %remainders, i64 %first
   %tail.at = getelementptr i8, ptr %tail, i64 %begin
   call void @split{bits}{s}(ptr %words.at, i64 %here, ptr %exponents, ptr %remainders.at)
   %length = call i64 @shorten_block{k}(ptr %exponents, i64 %num, ptr %codes.at, ptr %tail.at, ptr %tables,
-                                       ptr %books)
+                                       ptr %books, ptr %words.ahead)
   %end = add i64 %begin, %length
   %offset = getelementptr i64, ptr %offsets, i64 %b
   store i64 %end, ptr %offset, align 1
@@ -106,7 +107,7 @@ go:
   %tail.at = getelementptr i8, ptr %tail, i64 %begin
   %out.at = getelementptr [{GROUP} x i{bits}], ptr %out, i64 %first
   %agrees = call i1 @restore_block{k}(ptr %codes.at, ptr %tail.at, i64 %size, i64 %num, ptr %tables,
-                                      ptr %other, ptr %exponents)
+                                      ptr %other, ptr %exponents, ptr %remainders.at)
   br i1 %agrees, label %right, label %bad
 right:
   call void @join{bits}{s}(ptr %exponents, ptr %remainders.at, i64 %here, ptr %out.at)

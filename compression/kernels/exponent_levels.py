@@ -6,15 +6,18 @@ Every level is the same loop, around the steps of an instruction set, over bytes
 from __future__ import annotations
 
 from .exponent_isa import BYTES, EIGHTS, FOURS, Portable, escape, same, vector
-from .exponent_words import GROUP
+from .exponent_words import GROUP, prefetch
 
 NUM_LEVELS = 3
+
+_AHEAD = 128  # bytes to prefetch per step: what the words need meanwhile
 
 
 def shorten(isa: Portable, k: int) -> str:
     """One level: ``num`` exponents to codes; the escapes among them come to the front, and are counted."""
     return f"""
-define internal i64 @shorten{k}(ptr %exponents, i64 %num, ptr noalias %codes, ptr %table, ptr %book) noinline {{
+define internal i64 @shorten{k}(ptr %exponents, i64 %num, ptr noalias %codes, ptr %table, ptr %book,
+                               ptr %ahead) noinline {{
 entry:
   %none = icmp eq i64 %num, 0
   br i1 %none, label %done, label %ready
@@ -28,6 +31,7 @@ step:
   %i = phi i64 [0, %ready], [%i.next, %step]
   %n = phi i64 [0, %ready], [%n.next, %step]
   %from = getelementptr {BYTES}, ptr %exponents, i64 %i
+{prefetch("%ahead", _AHEAD)}
   %e = load {BYTES}, ptr %from, align 64
 {isa.encode(k)}
 {isa.fours(k)}
@@ -51,7 +55,7 @@ def restore(isa: Portable, k: int) -> str:
     """Undo ``shorten`` and return the escapes; of more than ``num_escapes`` the bytes mean nothing."""
     return f"""
 define internal i64 @restore{k}(ptr noalias %codes, ptr noalias %source, i64 %num_escapes, i64 %num,
-                                ptr noalias %table, ptr noalias %exponents) noinline {{
+                                ptr noalias %table, ptr noalias %exponents, ptr %ahead) noinline {{
 entry:
   %none = icmp eq i64 %num, 0
   br i1 %none, label %done, label %ready
@@ -61,6 +65,7 @@ ready:
 step:
   %i = phi i64 [0, %ready], [%i.next, %step]
   %n = phi i64 [0, %ready], [%n.next, %step]
+{prefetch("%ahead", _AHEAD)}
   %codes.from = getelementptr [{8 * k} x i8], ptr %codes, i64 %i
 {_load_codes(k)}
 {isa.codes(k)}
@@ -122,17 +127,17 @@ def shorten_block(isa: Portable, k: int) -> str:
     codes, book = f"[{8 * k} x i8]", isa.book_bytes
     return f"""
 define internal i64 @shorten_block{k}(ptr %exponents, i64 %num, ptr noalias %codes, ptr noalias %tail,
-                                      ptr noalias %tables, ptr noalias %books) noinline {{
+                                      ptr noalias %tables, ptr noalias %books, ptr %ahead) noinline {{
   %table2 = getelementptr i8, ptr %tables, i64 16
   %table3 = getelementptr i8, ptr %tables, i64 32
   %book2 = getelementptr i8, ptr %books, i64 {book}
   %book3 = getelementptr i8, ptr %books, i64 {2 * book}
-  %n1 = call i64 @shorten{k}(ptr %exponents, i64 %num, ptr %codes, ptr %tables, ptr %books)
+  %n1 = call i64 @shorten{k}(ptr %exponents, i64 %num, ptr %codes, ptr %tables, ptr %books, ptr %ahead)
   %codes2 = getelementptr i8, ptr %tail, i64 8
-  %n2 = call i64 @shorten{k}(ptr %exponents, i64 %n1, ptr %codes2, ptr %table2, ptr %book2)
+  %n2 = call i64 @shorten{k}(ptr %exponents, i64 %n1, ptr %codes2, ptr %table2, ptr %book2, ptr %ahead)
   %groups2 = call i64 @groups(i64 %n1)
   %codes3 = getelementptr {codes}, ptr %codes2, i64 %groups2
-  %n3 = call i64 @shorten{k}(ptr %exponents, i64 %n2, ptr %codes3, ptr %table3, ptr %book3)
+  %n3 = call i64 @shorten{k}(ptr %exponents, i64 %n2, ptr %codes3, ptr %table3, ptr %book3, ptr %ahead)
   %groups3 = call i64 @groups(i64 %n2)
   %plain = getelementptr {codes}, ptr %codes3, i64 %groups3
   call void @llvm.memcpy.p0.p0.i64(ptr %plain, ptr %exponents, i64 %n3, i1 false)
@@ -151,7 +156,7 @@ def restore_block(isa: Portable, k: int) -> str:
     codes = f"[{8 * k} x i8]"
     return f"""
 define internal i1 @restore_block{k}(ptr noalias %codes, ptr noalias %tail, i64 %size, i64 %num,
-                                     ptr noalias %tables, ptr noalias %exponents, ptr noalias %other) noinline {{
+                                     ptr noalias %tables, ptr noalias %exponents, ptr noalias %other, ptr %ahead) noinline {{
 entry:
   %head = load i64, ptr %tail, align 1
   %n1 = and i64 %head, 65535
@@ -176,9 +181,9 @@ levels:
   %table2 = getelementptr i8, ptr %tables, i64 16
   %table3 = getelementptr i8, ptr %tables, i64 32
   call void @llvm.memcpy.p0.p0.i64(ptr %exponents, ptr %plain, i64 %n3, i1 false)
-  %found3 = call i64 @restore{k}(ptr %codes3, ptr %exponents, i64 %n3, i64 %n2, ptr %table3, ptr %other)
-  %found2 = call i64 @restore{k}(ptr %codes2, ptr %other, i64 %n2, i64 %n1, ptr %table2, ptr %exponents)
-  %found1 = call i64 @restore{k}(ptr %codes, ptr %exponents, i64 %n1, i64 %num, ptr %tables, ptr %other)
+  %found3 = call i64 @restore{k}(ptr %codes3, ptr %exponents, i64 %n3, i64 %n2, ptr %table3, ptr %other, ptr %ahead)
+  %found2 = call i64 @restore{k}(ptr %codes2, ptr %other, i64 %n2, i64 %n1, ptr %table2, ptr %exponents, ptr %ahead)
+  %found1 = call i64 @restore{k}(ptr %codes, ptr %exponents, i64 %n1, i64 %num, ptr %tables, ptr %other, ptr %ahead)
   %same3 = icmp eq i64 %found3, %n3
   %same2 = icmp eq i64 %found2, %n2
   %same1 = icmp eq i64 %found1, %n1

@@ -30,12 +30,13 @@ def _unpair(kind: str, pairs: str, first: str, second: str) -> str:
     return "\n".join(text)
 
 
-def _prefetch(address: str, num_bytes: int) -> str:
-    text = ""
+def prefetch(address: str, num_bytes: int) -> str:
+    """``num_bytes`` bytes for each step %i, from ``address`` on."""
+    text = f"  {address}.i = getelementptr [{num_bytes} x i8], ptr {address}, i64 %i"
     for place in range(0, num_bytes, 64):
-        name = f"{address}.ahead{place}"
+        name = f"{address}.i{place}"
         text += f"""
-  {name} = getelementptr i8, ptr {address}, i64 {_AHEAD + place}
+  {name} = getelementptr i8, ptr {address}.i, i64 {place}
   call void @llvm.prefetch.p0(ptr {name}, i32 0, i32 3, i32 1)"""
     return text
 
@@ -71,7 +72,8 @@ def split(bits: int, *, stream: bool) -> str:
 define internal void @split{bits}{"s" if stream else ""}(ptr noalias %words, i64 %groups, ptr noalias %exponents,
                                                          ptr noalias %remainders) noinline {{{_loop(f'''
   %from = getelementptr {kind}, ptr %words, i64 %i
-{_prefetch("%from", GROUP * bits // 8)}
+  %ahead = getelementptr i8, ptr %words, i64 {_AHEAD}
+{prefetch("%ahead", GROUP * bits // 8)}
   %x = load {kind}, ptr %from, align 1
   %turned = call {kind} @llvm.fshl.v{GROUP}i{bits}({kind} %x, {kind} %x, {kind} {same(f"i{bits}", 1, GROUP)})
   %to = getelementptr [{rest} x i8], ptr %remainders, i64 %i
@@ -101,7 +103,8 @@ define internal void @join{bits}{"s" if stream else ""}(ptr noalias %exponents, 
   %e.from = getelementptr {BYTES}, ptr %exponents, i64 %i
   %e = load {BYTES}, ptr %e.from, align 64
   %from = getelementptr [{rest} x i8], ptr %remainders, i64 %i
-{_prefetch("%from", rest)}
+  %ahead = getelementptr i8, ptr %remainders, i64 {_AHEAD}
+{prefetch("%ahead", rest)}
   %r.from = getelementptr i8, ptr %from, i64 {rest - GROUP}
   %r = load {BYTES}, ptr %r.from, align 1
 {_pairs(BYTES, "r", "e", "pairs")}
