@@ -99,15 +99,26 @@ class Portable:
 
 
 class Avx2(Portable):
-    """A table is a shuffle."""
+    """A table is a shuffle, and so is moving the escapes among eight bytes."""
 
     name = "avx2"
     streams = True
     x86 = True
 
     def declarations(self) -> str:
-        """The shuffle."""
-        return "declare <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8>, <32 x i8>)"
+        """Shuffles, and the places of set bits for every mask of eight."""
+        places = [[j for j in range(8) if mask >> j & 1] for mask in range(256)]
+        gathers = [row + [128] * (8 - len(row)) for row in places]
+        spreads = [[row.index(j) if j in row else 128 for j in range(8)] for row in places]
+        return f"""
+declare <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8>, <32 x i8>)
+declare <16 x i8> @llvm.x86.ssse3.pshuf.b.128(<16 x i8>, <16 x i8>)
+{_orders("gathers", gathers)}
+{_orders("spreads", spreads)}"""
+
+    def helpers(self) -> str:
+        """None."""
+        return ""
 
     def load_table(self, k: int) -> str:
         """The table twice: the shuffle sees 16 bytes at a time."""
@@ -123,7 +134,37 @@ class Avx2(Portable):
             text += f"""
   %c{half} = shufflevector {BYTES} %c, {BYTES} poison, <32 x i32> {places}
   %e{half} = call <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8> %table32, <32 x i8> %c{half})"""
-        return f"{text}\n  %known = shufflevector <32 x i8> %e0, <32 x i8> %e1, <64 x i32> {vector('i32', range(64))}"
+        places = vector("i32", range(64))
+        return f"""{text}
+  %looked.up = shufflevector <32 x i8> %e0, <32 x i8> %e1, <64 x i32> {places}
+  %known = select {_BOOLS} %escapes, {BYTES} zeroinitializer, {BYTES} %looked.up"""
+
+    def gather(self) -> str:
+        """Eight bytes a step: each writes eight, over none that is still needed."""
+        text = ""
+        for j in range(8):
+            at = "%to" if j == 0 else f"%at{j}"
+            text += f"""
+  %chunk.at{j} = getelementptr i8, ptr %from, i64 {8 * j}
+{_move("gathers", j)}
+  store <8 x i8> %sorted{j}, ptr {at}, align 1
+  %at{j + 1} = getelementptr i8, ptr {at}, i64 %ones{j}"""
+        return text
+
+    def spread(self) -> str:
+        """The other way round, into the zeros of %known."""
+        text = ""
+        for j in range(8):
+            at = "%from" if j == 0 else f"%at{j}"
+            text += f"""
+  %chunk.at{j} = getelementptr i8, ptr {at}, i64 0
+{_move("spreads", j)}
+  %known{j} = shufflevector {BYTES} %known, {BYTES} poison, <8 x i32> {vector("i32", range(8 * j, 8 * j + 8))}
+  %both{j} = or <8 x i8> %sorted{j}, %known{j}
+  %to{j} = getelementptr i8, ptr %to, i64 {8 * j}
+  store <8 x i8> %both{j}, ptr %to{j}
+  %at{j + 1} = getelementptr i8, ptr {at}, i64 %ones{j}"""
+        return text
 
 
 class Avx512(Portable):
@@ -267,6 +308,28 @@ def _folds(k: int) -> list[_Fold]:
 def _every(period: int, bits: int) -> int:
     """A word of 64 bits with the lowest ``bits`` of each ``period`` set."""
     return sum(((1 << bits) - 1) << place for place in range(0, 64, period))
+
+
+def _orders(name: str, orders: list[list[int]]) -> str:
+    """A table of shuffles of eight bytes."""
+    rows = ", ".join(f"<8 x i8> {vector('i8', order)}" for order in orders)
+    return f"@{name} = internal constant [{len(orders)} x <8 x i8>] [{rows}], align 64"
+
+
+def _move(orders: str, j: int) -> str:
+    """Eight bytes at %chunk.at{j} to %sorted{j}, as byte j of %mask wants it; %ones{j} of its bits are set."""
+    wide, narrow = vector("i32", [*range(8)] * 2), vector("i32", range(8))
+    return f"""
+  %chunk{j} = load <8 x i8>, ptr %chunk.at{j}, align 1
+  %chunk.wide{j} = shufflevector <8 x i8> %chunk{j}, <8 x i8> poison, <16 x i32> {wide}
+  %rest{j} = lshr i64 %mask, {8 * j}
+  %byte{j} = and i64 %rest{j}, 255
+  %ones{j} = call i64 @llvm.ctpop.i64(i64 %byte{j})
+  %order.at{j} = getelementptr <8 x i8>, ptr @{orders}, i64 %byte{j}
+  %order{j} = load <8 x i8>, ptr %order.at{j}
+  %order.wide{j} = shufflevector <8 x i8> %order{j}, <8 x i8> poison, <16 x i32> {wide}
+  %sorted.wide{j} = call <16 x i8> @llvm.x86.ssse3.pshuf.b.128(<16 x i8> %chunk.wide{j}, <16 x i8> %order.wide{j})
+  %sorted{j} = shufflevector <16 x i8> %sorted.wide{j}, <16 x i8> poison, <8 x i32> {narrow}"""
 
 
 def _each_set_bit(name: str, *, to: str, source: str) -> str:
