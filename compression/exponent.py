@@ -1,10 +1,10 @@
-"""Exponent compression: dense floats use few exponents, so most travel as a code of 2 to 4 bits.
+"""Exponent compression: dense floats use few exponents, so most travel as codes of 2, 3 or 4 bits.
 
-Trained tensors without zeros still shrink by a quarter to a third (bfloat16) at the speed of a copy. Sign and
-mantissa travel as they are; the frequent exponents get codes of k bits, the code of k ones stands for the
-others (escapes), whose frequent ones get codes again, and so on: three levels, then plain bytes. Three times
-2, 3 or 4 bits come within a few per cent of the order-0 entropy of the exponents. Little-endian, every section
-at a multiple of 64 bytes, zeros between sections; n words are padded to N, a multiple of 64::
+Tensors without zeros still shrink by a third (bfloat16) or a sixth (float32), at the speed of a copy. Sign
+and mantissa travel as they are. Frequent exponents get a code of k bits; the code of k ones stands for all
+others, the escapes. The frequent ones of these get codes of k bits again, and once more, and the rest are plain
+bytes: that is within a few per cent of the order-0 entropy of the exponents, and 64 are coded at once.
+Little-endian, every section at a multiple of 64 bytes, zeros between, n words padded to N, a multiple of 64::
 
     plan        u8 k, 15 zeros, 3 x 16 bytes: the exponent of each code of a level, the rest zeros
     codes       N x k bits, least significant first
@@ -30,14 +30,13 @@ from .errors import CodecError
 from .frame import ALIGNMENT, BLOCK, aligned
 from .geometry import Words
 from .kernels import exponent_cpu
-from .kernels.exponent_ir import BLOCK_TAIL_BYTES, CODE_BITS, NUM_LEVELS
-from .kernels.exponent_isa import escape
-from .kernels.exponent_words import GROUP
+from .kernels.exponent_ir import BLOCK_TAIL_BYTES, CODE_BITS
+from .kernels.exponent_isa import GROUP, NUM_LEVELS, TABLE_BYTES, escape
 from .raw import Packed, Raw
 from .zero_value import STREAM_BYTES
 
 _DTYPES = {torch.bfloat16: 16, torch.float32: 32}
-_PLAN_BYTES, _TABLES, _TABLE_BYTES = 64, 16, 16
+_PLAN_BYTES, _TABLES = 64, 16  # in bytes: the plan section, and where in it the tables are
 _GROUPS = BLOCK // GROUP
 _SHORTEST = 1024  # words; what is shorter does not pay
 _RUNS = 128  # of 64 words each are counted
@@ -153,7 +152,9 @@ class Exponent:
         bits, k = out.bits, ctypes.string_at(payload, 1)[0]
         if k not in CODE_BITS or _DTYPES.get(out.dtype) != bits:
             found = f"codes of {k} bits for {out.dtype}"
-            raise CodecError(f"an exponent frame has codes of {CODE_BITS} bits for floats, found {found}; {_WAY}")
+            raise CodecError(
+                f"an exponent frame has codes of {CODE_BITS} bits for floats, found {found}; {_WAY}"
+            )
         parts = layout(out.num_words, bits, k)
         count, end = num_bytes - parts.tail, 0
         stream = out.address % ALIGNMENT == 0 and out.num_bytes >= STREAM_BYTES
@@ -164,7 +165,11 @@ class Exponent:
             end = kernel(*at, 0, count, whole * _GROUPS, payload + _TABLES, out.address)
         if rest and count >= 0 and end >= 0:
             block, at = _SCRATCH(), _sections(payload, parts, whole)
-            kernel, room, used = self.kernels.unpack[bits, k, False], ctypes.addressof(block), rest * bits // 8
+            kernel, room, used = (
+                self.kernels.unpack[bits, k, False],
+                ctypes.addressof(block),
+                rest * bits // 8,
+            )
             end = kernel(*at, end, count, -(-rest // GROUP), payload + _TABLES, room)
             ctypes.memmove(out.address + out.num_bytes - used, room, used)
         if end != count:
@@ -196,5 +201,5 @@ def plan_section(counts: np.ndarray, bits: int) -> bytes:
     k = min(CODE_BITS, key=cost)
     pays = 100 * up_to[-1] * bits >= _LEAST_PERCENT * (up_to[-1] * (bits - 8) + cost(k))
     text, num = ranked.astype(np.uint8).tobytes(), escape(k)
-    tables = [text[level * num : (level + 1) * num].ljust(_TABLE_BYTES, b"\0") for level in range(NUM_LEVELS)]
+    tables = [text[level * num : (level + 1) * num].ljust(TABLE_BYTES, b"\0") for level in range(NUM_LEVELS)]
     return bytes([k if pays else 0]).ljust(_TABLES, b"\0") + b"".join(tables)

@@ -1,4 +1,4 @@
-"""The exponent codec's loops for every instruction set: the same bytes as their slow twin, at unreadable pages."""
+"""The exponent codec's loops, for every instruction set, against their slow twin and at unreadable pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.compression.geometry import Words
 from penstock.compression.kernels import exponent_cpu, jit
 from penstock.compression.kernels.exponent_cpu import Kernels
 from penstock.compression.kernels.exponent_ir import BLOCK_TAIL_BYTES, CODE_BITS
-from penstock.compression.kernels.exponent_levels import NUM_LEVELS
+from penstock.compression.kernels.exponent_isa import NUM_LEVELS
 
 BITS = (16, 32)
 DTYPES = {16: torch.bfloat16, 32: torch.float32}
@@ -146,7 +146,9 @@ def test_count_is_that_of_its_runs(kernels: Kernels, bits: int) -> None:
     kernels.count[bits](at(words), len(words) - 63, 20, at(counts))
     for run in range(20):
         place = (run * 0x9E3779B97F4A7C15 % (1 << 64)) * (len(words) - 63) >> 64
-        expected += np.bincount(words[place : place + 64] >> (bits - 9) & 255, minlength=256).astype(np.uint32)
+        expected += np.bincount(words[place : place + 64] >> (bits - 9) & 255, minlength=256).astype(
+            np.uint32
+        )
     np.testing.assert_array_equal(counts.sum(axis=0), expected)
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 from . import exponent_ir, jit
 from .exponent_ir import CODE_BITS, WORD_BITS
-from .exponent_isa import ISAS
+from .exponent_isa import Portable
+from .exponent_x86 import Avx2, Avx512
 
+_ISAS: dict[str, type[Portable]] = {isa.name: isa for isa in (Avx512, Avx2, Portable)}
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _KINDS = {
     "pack": ctypes.CFUNCTYPE(_COUNT, _POINTER, _COUNT, *[_POINTER] * 5, _COUNT, _COUNT),
@@ -49,7 +51,7 @@ def build(isa: str | None = None) -> Kernels:
 
 
 def _compile(isa: str) -> Kernels:
-    kind = ISAS.get(isa, ISAS["portable"])()  # an unknown one is refused by jit
+    kind = _ISAS.get(isa, Portable)()  # what is unknown is refused below
     text, names = exponent_ir.module(kind)
     code = jit.compiled(text, names, isa=isa, label="exponent")
 

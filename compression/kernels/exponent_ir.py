@@ -6,21 +6,22 @@
                    or -1: codes, tail and offsets disagree, or pass ``count``
     count{N}       (words, places, runs, counts) -> 0: adds up the exponents of ``runs`` runs of 64 words
 
-N is the bits of a word, k those of a code; ``compression.exponent`` has the layout. ``start`` is where the tail
-begins, ``count`` its length, ``groups`` how many times 64 words there are, at least one; only the last block
-has less than 64 of them. ``packs`` and ``unpacks`` (same arguments) store past the cache, where there is
-something to do it with: remainders or out at a multiple of 64. Other addresses need no alignment. Nothing is read
-or written outside the sections, whatever they hold: a block writes up to ``BLOCK_TAIL_BYTES`` of tail.
-
-A block's exponents lie in the cache as bytes, and every level is the same loop over them.
+N is the bits of a word, k those of a code; ``compression.exponent`` has the layout, with one address per
+section. ``groups`` is how many times 64 words there are, at least one; all blocks but the last have 64 such
+groups. ``start`` is where in the tail the first block begins, ``count`` is the length of the whole tail.
+``packs`` and ``unpacks`` take the same and store past the cache, with remainders and out at a multiple of 64;
+other addresses need no alignment. pack writes up to ``BLOCK_TAIL_BYTES`` behind ``limit``. Nothing outside
+the sections is read or written, whatever they hold.
 """
 
 from __future__ import annotations
 
+from itertools import product
+
 from ..frame import BLOCK
-from .exponent_isa import Portable
-from .exponent_levels import NUM_LEVELS, restore, restore_block, shorten, shorten_block
-from .exponent_words import GROUP, count, join, split
+from .exponent_isa import GROUP, NUM_LEVELS, Portable
+from .exponent_levels import restore, restore_block, shorten, shorten_block
+from .exponent_words import count, join, split
 
 CODE_BITS = (2, 3, 4)
 WORD_BITS = (16, 32)
@@ -66,15 +67,15 @@ go:
   %all = icmp eq i64 %last, %groups
   br i1 %all, label %done, label %block
 done:
-  {_fence(isa, stream)}
+  {_fence(stream)}
   ret i64 %end
 bad:
-  {_fence(isa, stream)}
+  {_fence(stream)}
   ret i64 -1
 }}"""
 
 
-def _unpack(isa: Portable, bits: int, k: int, *, stream: bool) -> str:
+def _unpack(bits: int, k: int, *, stream: bool) -> str:
     rest, s = GROUP * (bits // 8 - 1), "s" if stream else ""
     return f"""
 define i64 @unpack{s}{bits}_{k}(ptr noalias %codes, ptr noalias %remainders, ptr noalias %offsets,
@@ -115,29 +116,29 @@ right:
   %all = icmp eq i64 %last, %groups
   br i1 %all, label %done, label %block
 done:
-  {_fence(isa, stream)}
+  {_fence(stream)}
   ret i64 %end
 bad:
-  {_fence(isa, stream)}
+  {_fence(stream)}
   ret i64 -1
 }}"""
 
 
-def _fence(isa: Portable, stream: bool) -> str:
-    return "call void @llvm.x86.sse.sfence()" if stream and isa.x86 else ""
+def _fence(stream: bool) -> str:
+    return "call void @llvm.x86.sse.sfence()" if stream else ""
 
 
 _SHARED = """
 declare i64 @llvm.ctpop.i64(i64)
 declare i64 @llvm.cttz.i64(i64, i1)
 declare i64 @llvm.umin.i64(i64, i64)
-declare <64 x i16> @llvm.fshl.v64i16(<64 x i16>, <64 x i16>, <64 x i16>)
-declare <64 x i32> @llvm.fshl.v64i32(<64 x i32>, <64 x i32>, <64 x i32>)
-declare <64 x i16> @llvm.fshr.v64i16(<64 x i16>, <64 x i16>, <64 x i16>)
-declare <64 x i32> @llvm.fshr.v64i32(<64 x i32>, <64 x i32>, <64 x i32>)
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+declare <64 x i16> @llvm.fshl.v64i16(<64 x i16>, <64 x i16>, <64 x i16>)
+declare <64 x i16> @llvm.fshr.v64i16(<64 x i16>, <64 x i16>, <64 x i16>)
+declare <64 x i32> @llvm.fshl.v64i32(<64 x i32>, <64 x i32>, <64 x i32>)
+declare <64 x i32> @llvm.fshr.v64i32(<64 x i32>, <64 x i32>, <64 x i32>)
 !0 = !{i32 1}
 !1 = distinct !{!1, !2}
 !2 = !{!"llvm.loop.unroll.disable"}
@@ -151,18 +152,17 @@ define internal i64 @groups(i64 %num) {
 
 def module(isa: Portable) -> tuple[str, list[str]]:
     """The text of all kernels of an instruction set, and their names."""
-    text, names = [_SHARED, isa.declarations(), isa.helpers()], []
-    streams = (False, True) if isa.streams else (False,)
-    if isa.x86:
+    text, names = [_SHARED, isa.shared()], []
+    if isa.streams:
         text.append("declare void @llvm.x86.sse.sfence()")
     for k in CODE_BITS:
         text += [shorten(isa, k), restore(isa, k), shorten_block(isa, k), restore_block(isa, k)]
     for bits in WORD_BITS:
         text.append(count(bits))
         names.append(f"count{bits}")
-        for stream in streams:
-            text += [split(bits, stream=stream), join(bits, stream=stream)]
-            for k in CODE_BITS:
-                text += [_pack(isa, bits, k, stream=stream), _unpack(isa, bits, k, stream=stream)]
-                names += [f"{verb}{'s' if stream else ''}{bits}_{k}" for verb in ("pack", "unpack")]
+    for bits, stream in product(WORD_BITS, (False, True) if isa.streams else (False,)):
+        text += [split(bits, stream=stream), join(bits, stream=stream)]
+        for k in CODE_BITS:
+            text += [_pack(isa, bits, k, stream=stream), _unpack(bits, k, stream=stream)]
+            names += [f"{verb}{'s' if stream else ''}{bits}_{k}" for verb in ("pack", "unpack")]
     return "\n".join(text), names

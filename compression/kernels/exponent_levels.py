@@ -5,16 +5,17 @@ Every level is the same loop, around the steps of an instruction set, over bytes
 
 from __future__ import annotations
 
-from .exponent_isa import BYTES, EIGHTS, FOURS, Portable, escape, same, vector
-from .exponent_words import GROUP, prefetch
-
-NUM_LEVELS = 3
+from .exponent_isa import BYTES, EIGHTS, FOURS, GROUP, TABLE_BYTES, Portable, escape, same, vector
+from .exponent_words import prefetch
 
 _AHEAD = 128  # bytes to prefetch per step: what the words need meanwhile
 
 
 def shorten(isa: Portable, k: int) -> str:
-    """One level: ``num`` exponents to codes; the escapes among them come to the front, and are counted."""
+    """One level: ``num`` exponents to codes; their escapes come to the front, and are counted.
+
+    Behind them, where the first level has none and the others have room, the padding of the codes is written.
+    """
     return f"""
 define internal i64 @shorten{k}(ptr %exponents, i64 %num, ptr noalias %codes, ptr %table, ptr %book,
                                ptr %ahead) noinline {{
@@ -25,7 +26,7 @@ ready:
   %common = load i8, ptr %table
   %end = getelementptr i8, ptr %exponents, i64 %num
   call void @llvm.memset.p0.i64(ptr %end, i8 %common, i64 {GROUP}, i1 false)
-{isa.load_book(k)}
+{isa.encoder(k)}
   br label %step
 step:
   %i = phi i64 [0, %ready], [%i.next, %step]
@@ -60,7 +61,7 @@ entry:
   %none = icmp eq i64 %num, 0
   br i1 %none, label %done, label %ready
 ready:
-{isa.load_table(k)}
+{isa.decoder(k)}
   br label %step
 step:
   %i = phi i64 [0, %ready], [%i.next, %step]
@@ -128,8 +129,8 @@ def shorten_block(isa: Portable, k: int) -> str:
     return f"""
 define internal i64 @shorten_block{k}(ptr %exponents, i64 %num, ptr noalias %codes, ptr noalias %tail,
                                       ptr noalias %tables, ptr noalias %books, ptr %ahead) noinline {{
-  %table2 = getelementptr i8, ptr %tables, i64 16
-  %table3 = getelementptr i8, ptr %tables, i64 32
+  %table2 = getelementptr i8, ptr %tables, i64 {TABLE_BYTES}
+  %table3 = getelementptr i8, ptr %tables, i64 {2 * TABLE_BYTES}
   %book2 = getelementptr i8, ptr %books, i64 {book}
   %book3 = getelementptr i8, ptr %books, i64 {2 * book}
   %n1 = call i64 @shorten{k}(ptr %exponents, i64 %num, ptr %codes, ptr %tables, ptr %books, ptr %ahead)
@@ -156,7 +157,8 @@ def restore_block(isa: Portable, k: int) -> str:
     codes = f"[{8 * k} x i8]"
     return f"""
 define internal i1 @restore_block{k}(ptr noalias %codes, ptr noalias %tail, i64 %size, i64 %num,
-                                     ptr noalias %tables, ptr noalias %exponents, ptr noalias %other, ptr %ahead) noinline {{
+                                     ptr noalias %tables, ptr noalias %exponents, ptr noalias %other,
+                                     ptr %ahead) noinline {{
 entry:
   %head = load i64, ptr %tail, align 1
   %n1 = and i64 %head, 65535
@@ -178,12 +180,15 @@ entry:
   %sound = and i1 %less, %exact
   br i1 %sound, label %levels, label %bad
 levels:
-  %table2 = getelementptr i8, ptr %tables, i64 16
-  %table3 = getelementptr i8, ptr %tables, i64 32
+  %table2 = getelementptr i8, ptr %tables, i64 {TABLE_BYTES}
+  %table3 = getelementptr i8, ptr %tables, i64 {2 * TABLE_BYTES}
   call void @llvm.memcpy.p0.p0.i64(ptr %exponents, ptr %plain, i64 %n3, i1 false)
-  %found3 = call i64 @restore{k}(ptr %codes3, ptr %exponents, i64 %n3, i64 %n2, ptr %table3, ptr %other, ptr %ahead)
-  %found2 = call i64 @restore{k}(ptr %codes2, ptr %other, i64 %n2, i64 %n1, ptr %table2, ptr %exponents, ptr %ahead)
-  %found1 = call i64 @restore{k}(ptr %codes, ptr %exponents, i64 %n1, i64 %num, ptr %tables, ptr %other, ptr %ahead)
+  %found3 = call i64 @restore{k}(ptr %codes3, ptr %exponents, i64 %n3, i64 %n2,
+                               ptr %table3, ptr %other, ptr %ahead)
+  %found2 = call i64 @restore{k}(ptr %codes2, ptr %other, i64 %n2, i64 %n1,
+                               ptr %table2, ptr %exponents, ptr %ahead)
+  %found1 = call i64 @restore{k}(ptr %codes, ptr %exponents, i64 %n1, i64 %num,
+                               ptr %tables, ptr %other, ptr %ahead)
   %same3 = icmp eq i64 %found3, %n3
   %same2 = icmp eq i64 %found2, %n2
   %same1 = icmp eq i64 %found1, %n1

@@ -6,23 +6,21 @@ exponent is a byte and what remains, the mantissa and the sign, are whole bytes 
 
 from __future__ import annotations
 
-from .exponent_isa import BYTES, same, vector
-
-GROUP = 64  # words per step
+from .exponent_isa import BYTES, GROUP, same, vector
 
 _AHEAD = 2048  # bytes to prefetch ahead
 _GOLDEN = 0x9E3779B97F4A7C15  # of 2^64: its multiples fall evenly, and with no pattern of a tensor
 _HALVES = f"<{GROUP} x i16>"
 
 
-def _pairs(kind: str, first: str, second: str, out: str) -> str:
+def _pair(kind: str, first: str, second: str, out: str) -> str:
     """Two vectors of 64 to one of 128, in turns."""
     places = vector("i32", [lane + GROUP * side for lane in range(GROUP) for side in (0, 1)])
     return f"  %{out} = shufflevector {kind} %{first}, {kind} %{second}, <{2 * GROUP} x i32> {places}"
 
 
 def _unpair(kind: str, pairs: str, first: str, second: str) -> str:
-    """Undo ``_pairs``."""
+    """Undo ``_pair``."""
     text, wide = [], f"<{2 * GROUP} x {kind}>"
     for side, name in enumerate((first, second)):
         places = vector("i32", range(side, 2 * GROUP, 2))
@@ -41,77 +39,85 @@ def prefetch(address: str, num_bytes: int) -> str:
     return text
 
 
-def _loop(body: str, more: str = "") -> str:
-    """``body`` for every group %i of %groups."""
+def _each_group(body: str) -> str:
+    """A loop over the groups %i of %groups."""
     return f"""
 entry:
   br label %step
 step:
-  %i = phi i64 [0, %entry], [%i.next, %step]{more}
+  %i = phi i64 [0, %entry], [%i.next, %step]
 {body}
   %i.next = add i64 %i, 1
   %all = icmp eq i64 %i.next, %groups
   br i1 %all, label %done, label %step, !llvm.loop !1
 done:
-  ret void
-}}"""
+  ret void"""
 
 
 def split(bits: int, *, stream: bool) -> str:
-    """Words to exponents and remainders: turned by one bit, the exponent is the highest byte."""
-    store = "align 64, !nontemporal !0" if stream else "align 1"
-    kind, rest = f"<{GROUP} x i{bits}>", GROUP * (bits // 8 - 1)
-    low, halves = "", "%turned"
+    """Words to ``exponents``, and to remainders."""
+    kind, rest, low, high = f"<{GROUP} x i{bits}>", GROUP * (bits // 8 - 1), "", "%turned"
     if bits == 32:
-        halves = "%high"
+        high = "%high"
         low = f"""
-  %quarters = bitcast {kind} %turned to <{2 * GROUP} x i16>
-{_unpair("i16", "quarters", "low", "high")}
-  store {_HALVES} %low, ptr %to, {store}"""
-    return f"""
-define internal void @split{bits}{"s" if stream else ""}(ptr noalias %words, i64 %groups, ptr noalias %exponents,
-                                                         ptr noalias %remainders) noinline {{{_loop(f'''
+  %halves = bitcast {kind} %turned to <{2 * GROUP} x i16>
+{_unpair("i16", "halves", "low", "high")}
+  store {_HALVES} %low, ptr %to, {_store(stream)}"""
+    ones = same(f"i{bits}", 1, GROUP)
+    body = f"""
   %from = getelementptr {kind}, ptr %words, i64 %i
   %ahead = getelementptr i8, ptr %words, i64 {_AHEAD}
 {prefetch("%ahead", GROUP * bits // 8)}
   %x = load {kind}, ptr %from, align 1
-  %turned = call {kind} @llvm.fshl.v{GROUP}i{bits}({kind} %x, {kind} %x, {kind} {same(f"i{bits}", 1, GROUP)})
+  %turned = call {kind} @llvm.fshl.v{GROUP}i{bits}({kind} %x, {kind} %x, {kind} {ones})
   %to = getelementptr [{rest} x i8], ptr %remainders, i64 %i
 {low}
-  %pairs = bitcast {_HALVES} {halves} to <{2 * GROUP} x i8>
+  %pairs = bitcast {_HALVES} {high} to <{2 * GROUP} x i8>
 {_unpair("i8", "pairs", "r", "e")}
   %r.to = getelementptr i8, ptr %to, i64 {rest - GROUP}
-  store {BYTES} %r, ptr %r.to, {store}
+  store {BYTES} %r, ptr %r.to, {_store(stream)}
   %e.to = getelementptr {BYTES}, ptr %exponents, i64 %i
-  store {BYTES} %e, ptr %e.to, align 64''')}"""
+  store {BYTES} %e, ptr %e.to"""
+    return f"""
+define internal void @split{bits}{"s" if stream else ""}(ptr noalias %words, i64 %groups,
+                                       ptr noalias %exponents, ptr noalias %remainders) noinline {{
+{_each_group(body)}
+}}"""
 
 
 def join(bits: int, *, stream: bool) -> str:
-    """Undo ``_split``."""
-    store = "align 64, !nontemporal !0" if stream else "align 1"
+    """Undo ``split``."""
     kind, rest = f"<{GROUP} x i{bits}>", GROUP * (bits // 8 - 1)
     low = f"  %turned = bitcast <{2 * GROUP} x i8> %pairs to {kind}"
     if bits == 32:
         low = f"""
   %high = bitcast <{2 * GROUP} x i8> %pairs to {_HALVES}
   %low = load {_HALVES}, ptr %from, align 1
-{_pairs(_HALVES, "low", "high", "quarters")}
-  %turned = bitcast <{2 * GROUP} x i16> %quarters to {kind}"""
-    return f"""
-define internal void @join{bits}{"s" if stream else ""}(ptr noalias %exponents, ptr noalias %remainders,
-                                                        i64 %groups, ptr noalias %out) noinline {{{_loop(f'''
+{_pair(_HALVES, "low", "high", "halves")}
+  %turned = bitcast <{2 * GROUP} x i16> %halves to {kind}"""
+    ones = same(f"i{bits}", 1, GROUP)
+    body = f"""
   %e.from = getelementptr {BYTES}, ptr %exponents, i64 %i
-  %e = load {BYTES}, ptr %e.from, align 64
+  %e = load {BYTES}, ptr %e.from
   %from = getelementptr [{rest} x i8], ptr %remainders, i64 %i
   %ahead = getelementptr i8, ptr %remainders, i64 {_AHEAD}
 {prefetch("%ahead", rest)}
   %r.from = getelementptr i8, ptr %from, i64 {rest - GROUP}
   %r = load {BYTES}, ptr %r.from, align 1
-{_pairs(BYTES, "r", "e", "pairs")}
+{_pair(BYTES, "r", "e", "pairs")}
 {low}
-  %x = call {kind} @llvm.fshr.v{GROUP}i{bits}({kind} %turned, {kind} %turned, {kind} {same(f"i{bits}", 1, GROUP)})
-  %to = getelementptr {kind}, ptr %out, i64 %i
-  store {kind} %x, ptr %to, {store}''')}"""
+  %x = call {kind} @llvm.fshr.v{GROUP}i{bits}({kind} %turned, {kind} %turned, {kind} {ones})
+  %to = getelementptr {kind}, ptr %words, i64 %i
+  store {kind} %x, ptr %to, {_store(stream)}"""
+    return f"""
+define internal void @join{bits}{"s" if stream else ""}(ptr noalias %exponents, ptr noalias %remainders,
+                                      i64 %groups, ptr noalias %words) noinline {{
+{_each_group(body)}
+}}"""
+
+
+def _store(stream: bool) -> str:
+    return "align 64, !nontemporal !0" if stream else "align 1"
 
 
 def count(bits: int) -> str:
