@@ -1,0 +1,205 @@
+"""Exponent compression: dense floats use few exponents, so most travel as codes of 2, 3 or 4 bits.
+
+Tensors without zeros still shrink by a third (bfloat16) or a sixth (float32), at the speed of a copy. Sign
+and mantissa travel as they are. Frequent exponents get a code of k bits; the code of k ones stands for all
+others, the escapes. The frequent ones of these get codes of k bits again, and once more, and the rest are plain
+bytes: that is within a few per cent of the order-0 entropy of the exponents, and 64 are coded at once.
+Little-endian, every section at a multiple of 64 bytes, zeros between, n words padded to N, a multiple of 64::
+
+    plan        u8 k, 15 zeros, 3 x 16 bytes: the exponent of each code of a level, the rest zeros
+    codes       N x k bits, least significant first
+    remainders  per 64 words: in float32 64 x u16, the lower mantissa; 64 x u8, upper mantissa << 1 | sign
+                (a word turned left by one bit is exponent, u8, u16, from the highest bit)
+    offsets     u64 per block of 4,096 words: where the block's tail ends, from the first one's begin
+    tail        per block: u16 escapes of levels 1, 2 and 3, and 0; codes of level 2, padded with code 0 to a
+                multiple of 64; codes of level 3 likewise; the escapes of level 3, a byte each
+
+The padding has the exponent of code 0, and otherwise zeros.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from .errors import CodecError
+from .frame import ALIGNMENT, BLOCK, aligned
+from .geometry import Words
+from .kernels import exponent_cpu
+from .kernels.exponent_ir import BLOCK_TAIL_BYTES, CODE_BITS
+from .kernels.exponent_isa import GROUP, NUM_LEVELS, TABLE_BYTES, escape
+from .raw import Packed, Raw
+from .zero_value import STREAM_BYTES
+
+_DTYPES = {torch.bfloat16: 16, torch.float32: 32}
+_PLAN_BYTES, _TABLES = 64, 16  # in bytes: the plan section, and where in it the tables are
+_GROUPS = BLOCK // GROUP
+_SHORTEST = 1024  # words; what is shorter does not pay
+_RUNS = 128  # of 64 words each are counted
+_LEAST_PERCENT = 102  # of before / after in the words counted; else all travel raw
+_SCRATCH = ctypes.c_char * ((BLOCK + GROUP) * 4)  # words of a block and their padding
+_WAY = "it was damaged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the sections of a payload begin and end, in bytes from its start."""
+
+    codes_per_group: int  # bytes for 64 words
+    remainders_per_group: int
+    codes_end: int
+    remainders: int
+    offsets: int
+    offsets_end: int
+    tail: int
+
+
+@lru_cache(maxsize=1024)
+def layout(num_words: int, bits: int, k: int) -> Layout:
+    """The sections of ``num_words`` words of ``bits`` bits under codes of ``k`` bits."""
+    num_groups = -(-num_words // GROUP)
+    codes, rest = k * GROUP // 8, (bits // 8 - 1) * GROUP
+    codes_end = _PLAN_BYTES + num_groups * codes
+    offsets = aligned(codes_end) + num_groups * rest
+    offsets_end = offsets + 8 * -(-num_words // BLOCK)
+    return Layout(
+        codes_per_group=codes,
+        remainders_per_group=rest,
+        codes_end=codes_end,
+        remainders=aligned(codes_end),
+        offsets=offsets,
+        offsets_end=offsets_end,
+        tail=aligned(offsets_end),
+    )
+
+
+class Exponent:
+    """Codes, remainders and tail as above for float32 and bfloat16; raw where that would not be shorter."""
+
+    name = "exponent"
+
+    def __init__(self, kernels: exponent_cpu.Kernels | None = None) -> None:
+        """Use ``kernels``; default: the host's best, built at the first use."""
+        self._kernels = kernels
+
+    @property
+    def kernels(self) -> exponent_cpu.Kernels:
+        """The compiled loops."""
+        if self._kernels is None:
+            self._kernels = exponent_cpu.build()
+        return self._kernels
+
+    def max_bytes(self, num_words: int, bits: int) -> int:
+        """Room that ``pack`` needs, in bytes: a block's tail more than the words themselves."""
+        return num_words * bits // 8 + (BLOCK_TAIL_BYTES if num_words >= _SHORTEST else 0)
+
+    def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
+        """Whether a payload of ``num_bytes`` can hold these words."""
+        if bits not in _DTYPES.values() or not num_words:
+            return False
+        return layout(num_words, bits, min(CODE_BITS)).tail < num_bytes < num_words * bits // 8
+
+    def pack(self, words: Words, out: int) -> Packed:
+        """Pack ``words`` to the address ``out``."""
+        if words.dtype in _DTYPES and words.num_words >= _SHORTEST:
+            num_bytes = self._pack(words, out)
+            if num_bytes < words.num_bytes:
+                return Packed(self.name, num_bytes)
+        return Raw().pack(words, out)
+
+    def _pack(self, words: Words, out: int) -> int:
+        """Write all sections and return their length; that of the words if it gave up."""
+        bits, plan = words.bits, self._plan(words)
+        k, parts = plan[0], layout(words.num_words, bits, plan[0])
+        if not k or parts.tail >= words.num_bytes:
+            return words.num_bytes
+        ctypes.memmove(out, plan, len(plan))
+        ctypes.memset(out + parts.codes_end, 0, parts.remainders - parts.codes_end)
+        ctypes.memset(out + parts.offsets_end, 0, parts.tail - parts.offsets_end)
+        stream = out % ALIGNMENT == 0 and words.num_bytes >= STREAM_BYTES
+        whole, rest = divmod(words.num_words, BLOCK)
+        limit, end = words.num_bytes - parts.tail, 0
+        if whole:
+            at = _sections(out, parts, 0)
+            kernel = self.kernels.pack[bits, k, stream]
+            end = kernel(words.address, whole * _GROUPS, out + _TABLES, *at, end, limit)
+        if rest and end >= 0:
+            padding = (plan[_TABLES] << bits - 9).to_bytes(bits // 8, "little") * (-rest % GROUP)
+            block, num_bytes = ctypes.addressof(scratch := _SCRATCH()), rest * bits // 8
+            ctypes.memmove(block, words.address + words.num_bytes - num_bytes, num_bytes)
+            ctypes.memmove(block + num_bytes, padding, len(padding))
+            at = _sections(out, parts, whole)
+            kernel = self.kernels.pack[bits, k, False]
+            end = kernel(block, -(-rest // GROUP), out + _TABLES, *at, end, limit)
+            del scratch
+        return parts.tail + end if end >= 0 else words.num_bytes
+
+    def _plan(self, words: Words) -> bytes:
+        """The plan for ``words``, from a sample of them."""
+        lanes, runs = np.zeros((4, 256), np.uint32), min(_RUNS, words.num_words // GROUP)
+        self.kernels.count[words.bits](words.address, words.num_words - GROUP + 1, runs, lanes.ctypes.data)
+        return plan_section(lanes.sum(axis=0, dtype=np.int64), words.bits)
+
+    def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
+        """Unpack the ``num_bytes`` bytes at the address ``payload`` to ``out``, and touch nothing else.
+
+        Raises: CodecError: plan, codes, tail, offsets and length disagree.
+        """
+        bits, k = out.bits, ctypes.string_at(payload, 1)[0]
+        if k not in CODE_BITS or _DTYPES.get(out.dtype) != bits:
+            found = f"codes of {k} bits for {out.dtype}"
+            raise CodecError(
+                f"an exponent frame has codes of {CODE_BITS} bits for floats, found {found}; {_WAY}"
+            )
+        parts = layout(out.num_words, bits, k)
+        count, end = num_bytes - parts.tail, 0
+        stream = out.address % ALIGNMENT == 0 and out.num_bytes >= STREAM_BYTES
+        whole, rest = divmod(out.num_words, BLOCK)
+        if whole and count >= 0:
+            at = _sections(payload, parts, 0)
+            kernel = self.kernels.unpack[bits, k, stream]
+            end = kernel(*at, 0, count, whole * _GROUPS, payload + _TABLES, out.address)
+        if rest and count >= 0 and end >= 0:
+            block, at = _SCRATCH(), _sections(payload, parts, whole)
+            kernel, room, used = (
+                self.kernels.unpack[bits, k, False],
+                ctypes.addressof(block),
+                rest * bits // 8,
+            )
+            end = kernel(*at, end, count, -(-rest // GROUP), payload + _TABLES, room)
+            ctypes.memmove(out.address + out.num_bytes - used, room, used)
+        if end != count:
+            rule = f"codes, offsets and tail of an exponent frame agree with its {num_bytes} bytes"
+            raise CodecError(f"{rule}, these do not; {_WAY}")
+
+
+def _sections(payload: int, parts: Layout, num_blocks: int) -> tuple[int, int, int, int]:
+    """Addresses of codes, remainders and offsets behind ``num_blocks`` blocks, and of the tail."""
+    num_groups = num_blocks * _GROUPS
+    codes = payload + _PLAN_BYTES + num_groups * parts.codes_per_group
+    remainders = payload + parts.remainders + num_groups * parts.remainders_per_group
+    return codes, remainders, payload + parts.offsets + 8 * num_blocks, payload + parts.tail
+
+
+def plan_section(counts: np.ndarray, bits: int) -> bytes:
+    """The plan that shortens words of ``bits`` bits most, by how often each exponent was counted.
+
+    Returns: the section; its first byte, the bits of a code, is 0 where no plan pays.
+    """
+    ranked = np.argsort(-counts, kind="stable")
+    up_to = counts[ranked].cumsum().tolist()  # how many the first exponents cover
+
+    def cost(k: int) -> int:
+        """Bits of all exponents counted."""
+        left = [up_to[-1] - up_to[level * escape(k) - 1] for level in range(1, NUM_LEVELS + 1)]
+        return k * (up_to[-1] + sum(left[:-1])) + 8 * left[-1]
+
+    k = min(CODE_BITS, key=cost)
+    pays = 100 * up_to[-1] * bits >= _LEAST_PERCENT * (up_to[-1] * (bits - 8) + cost(k))
+    text, num = ranked.astype(np.uint8).tobytes(), escape(k)
+    tables = [text[level * num : (level + 1) * num].ljust(TABLE_BYTES, b"\0") for level in range(NUM_LEVELS)]
+    return bytes([k if pays else 0]).ljust(_TABLES, b"\0") + b"".join(tables)

@@ -1,0 +1,67 @@
+"""The exponent kernels as callables, built once per process by LLVM's JIT."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import exponent_ir, jit
+from .exponent_ir import CODE_BITS, WORD_BITS
+from .exponent_isa import Portable
+from .exponent_x86 import Avx2, Avx512
+
+_ISAS: dict[str, type[Portable]] = {isa.name: isa for isa in (Avx512, Avx2, Portable)}
+_POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
+_KINDS = {
+    "pack": ctypes.CFUNCTYPE(_COUNT, _POINTER, _COUNT, *[_POINTER] * 5, _COUNT, _COUNT),
+    "unpack": ctypes.CFUNCTYPE(_COUNT, *[_POINTER] * 4, *[_COUNT] * 3, _POINTER, _POINTER),
+    "count": ctypes.CFUNCTYPE(_COUNT, _POINTER, _COUNT, _COUNT, _POINTER),
+}
+_lock = threading.Lock()
+_built: dict[str, Kernels] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """The kernels of one instruction set; ``exponent_ir`` says what the arguments are.
+
+    By (bits of a word, bits of a code, whether to store past the cache), and ``count`` by bits of a word.
+    """
+
+    isa: str
+    pack: Mapping[tuple[int, int, bool], Callable[..., int]]
+    unpack: Mapping[tuple[int, int, bool], Callable[..., int]]
+    count: Mapping[int, Callable[..., int]]
+    engine: Any  # owns the machine code: without it the callables dangle
+
+
+def build(isa: str | None = None) -> Kernels:
+    """The kernels of ``isa`` (default: the host's best), compiled at the first call and kept.
+
+    Raises: CodecError: no such instruction set, or not on this machine.
+    """
+    isa = isa or jit.host_isas()[0]
+    with _lock:
+        if isa not in _built:
+            _built[isa] = _compile(isa)
+        return _built[isa]
+
+
+def _compile(isa: str) -> Kernels:
+    kind = _ISAS.get(isa, Portable)()  # what is unknown is refused below
+    text, names = exponent_ir.module(kind)
+    code = jit.compiled(text, names, isa=isa, label="exponent")
+
+    def kernels(verb: str) -> dict[tuple[int, int, bool], Callable[..., int]]:
+        every = [(bits, k, stream) for bits in WORD_BITS for k in CODE_BITS for stream in (False, True)]
+        past_cache = {False: "", True: "s" if kind.streams else ""}
+        return {
+            (bits, k, stream): _KINDS[verb](code.addresses[f"{verb}{past_cache[stream]}{bits}_{k}"])
+            for bits, k, stream in every
+        }
+
+    counts = {bits: _KINDS["count"](code.addresses[f"count{bits}"]) for bits in WORD_BITS}
+    return Kernels(isa=isa, pack=kernels("pack"), unpack=kernels("unpack"), count=counts, engine=code.engine)

@@ -1,0 +1,86 @@
+"""The slow twin of the exponent codec: its payload written and read by numpy, a block at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCK, GROUP = 4096, 64
+
+
+def to_bits(codes: np.ndarray, k: int) -> bytes:
+    return np.packbits((codes[:, None] >> np.arange(k)) & 1, bitorder="little").tobytes()
+
+
+def from_bits(payload: np.ndarray, num: int, k: int) -> np.ndarray:
+    return np.unpackbits(payload[: num * k // 8], bitorder="little").reshape(num, k) @ (1 << np.arange(k))
+
+
+def zeros_to(num_bytes: int, section: bytes) -> bytes:
+    return section + b"\0" * (-(num_bytes + len(section)) % 64)
+
+
+def coded(exponents: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes, padded to whole groups, and the escapes."""
+    codes = np.full(256, len(table), np.uint8)
+    codes[table] = np.arange(len(table))
+    found = codes[exponents]
+    return np.pad(found, (0, -len(found) % GROUP)), exponents[found == len(table)]
+
+
+def encode(words: np.ndarray, plan: bytes) -> bytes:
+    """The payload of ``words`` (u16 or u32) under a plan section."""
+    k, bits = plan[0], 8 * words.itemsize
+    tables = [np.frombuffer(plan[16 * level :][: (1 << k) - 1], np.uint8) for level in (1, 2, 3)]
+    padding = np.full(-len(words) % GROUP, int(tables[0][0]) << (bits - 9), words.dtype)
+    words = np.concatenate([words, padding])
+    turned = (words << 1) | (words >> (bits - 1))
+    exponents = (turned >> (bits - 8)).astype(np.uint8)
+    upper, lower = (turned >> (bits - 16) & 255).astype(np.uint8), turned.astype(np.uint16)
+    rest = b"".join(
+        (lower[i : i + GROUP].tobytes() if bits == 32 else b"") + upper[i : i + GROUP].tobytes()
+        for i in range(0, len(words), GROUP)
+    )
+    codes, ends, tail = b"", [], b""
+    for first in range(0, len(words), BLOCK):
+        found, left = coded(exponents[first : first + BLOCK], tables[0])
+        codes, counts, body = codes + to_bits(found, k), [len(left)], b""
+        for table in tables[1:]:
+            found, left = coded(left, table)
+            counts, body = [*counts, len(left)], body + to_bits(found, k)
+        tail += np.array([*counts, 0], "<u2").tobytes() + body + left.tobytes()
+        ends.append(len(tail))
+    text = b""
+    for section in (plan, codes, rest, np.array(ends, "<u8").tobytes()):
+        text += zeros_to(len(text), section)
+    return text + tail
+
+
+def decode(payload: np.ndarray, num_words: int, bits: int) -> np.ndarray:
+    """The words of a sound payload."""
+    k, num = int(payload[0]), -(-num_words // GROUP) * GROUP
+    escape = (1 << k) - 1
+    tables = payload[16:64].reshape(3, 16)
+    remainders = -(-(64 + num * k // 8) // 64) * 64
+    offsets = remainders + num * (bits // 8 - 1)
+    tail = payload[-(-(offsets + 8 * -(-num_words // BLOCK)) // 64) * 64 :]
+    exponents = np.empty(num, np.uint8)
+    for first in range(0, num, BLOCK):
+        here, at = min(BLOCK, num - first), 8
+        counts = tail[:8].view("<u2")
+        levels = [from_bits(payload[64 + first * k // 8 :], here, k)]
+        for count in counts[:2]:
+            levels.append(from_bits(tail[at:], -(-int(count) // GROUP) * GROUP, k)[:count])
+            at += -(-int(count) // GROUP) * GROUP * k // 8
+        left = tail[at : at + int(counts[2])]
+        for table, codes in zip(tables[::-1], levels[::-1], strict=True):
+            known = table[codes]
+            known[codes == escape] = left
+            left = known
+        exponents[first : first + here] = left
+        tail = tail[at + int(counts[2]) :]
+    groups = payload[remainders:offsets].reshape(-1, GROUP * (bits // 8 - 1))
+    turned = groups[:, -GROUP:].reshape(-1).astype(np.uint32) | exponents.astype(np.uint32) << 8
+    if bits == 32:
+        turned = turned << 16 | np.ascontiguousarray(groups[:, :-GROUP]).view("<u2").reshape(-1)
+    words = (turned >> 1 | (turned & 1) << (bits - 1)).astype(f"u{bits // 8}")
+    return words[:num_words]

@@ -1,0 +1,171 @@
+"""The exponent codec: any floats, any number of them, anywhere in memory, come back bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from exponent_twin import BLOCK, encode
+from guarded import guarded
+
+from penstock.compression.errors import CodecError
+from penstock.compression.exponent import Exponent
+from penstock.compression.geometry import Words
+from penstock.compression.kernels import exponent_cpu, jit
+from penstock.compression.raw import Packed
+from penstock.compression.zero_value import STREAM_BYTES
+
+BITS = {torch.bfloat16: 16, torch.float32: 32}
+
+
+@pytest.fixture(params=jit.host_isas())
+def codec(request: pytest.FixtureRequest) -> Exponent:
+    return Exponent(exponent_cpu.build(request.param))
+
+
+def normal(num_words: int, dtype: torch.dtype) -> np.ndarray:
+    """Normally distributed floats as integers."""
+    floats = np.random.default_rng(0).standard_normal(num_words, dtype=np.float32)
+    return as_words(floats, dtype)
+
+
+def as_words(floats: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """The bits of float32 numbers in another dtype, cut off."""
+    return (floats.view(np.uint32) >> (32 - BITS[dtype])).astype(f"u{dtype.itemsize}")
+
+
+def placed(data: np.ndarray, before: int = 0) -> np.ndarray:
+    """The same data, ending at an unreadable page or ``before`` bytes in front of it."""
+    room = guarded(data.nbytes + before).numpy()[: data.nbytes]
+    room[:] = data.view(np.uint8)
+    return room
+
+
+def words_at(array: np.ndarray, num_words: int, dtype: torch.dtype) -> Words:
+    return Words(array.ctypes.data, num_words, BITS.get(dtype, 8 * dtype.itemsize), dtype)
+
+
+def pack(
+    codec: Exponent, words: np.ndarray, dtype: torch.dtype, before: int = 0
+) -> tuple[Packed, np.ndarray]:
+    """Pack ``words``, bytes at any address, into just the room that the codec asks for."""
+    num_words = len(words) // dtype.itemsize
+    room = guarded(codec.max_bytes(num_words, 8 * dtype.itemsize) + before).numpy()
+    room = room[: len(room) - before]
+    room[:] = 255
+    packed = codec.pack(words_at(words, num_words, dtype), room.ctypes.data)
+    return packed, room[: packed.num_bytes]
+
+
+def unpack(
+    codec: Exponent, payload: np.ndarray, num_words: int, dtype: torch.dtype, before: int = 0
+) -> np.ndarray:
+    back = placed(np.full(num_words * dtype.itemsize, 9, np.uint8), before)
+    codec.unpack(payload.ctypes.data, len(payload), words_at(back, num_words, dtype))
+    return back
+
+
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("num_words", [0, 1, 65, 1023, 1024, 1025, 1501, BLOCK - 1, BLOCK, BLOCK + 1, 16421])
+def test_any_number_of_words_anywhere(codec: Exponent, dtype: torch.dtype, num_words: int) -> None:
+    """From and to odd addresses; the payload has the bytes of the twin under the plan that was chosen."""
+    data = normal(num_words, dtype)
+    for before in (0, 1, 7, 60):
+        words = placed(data, before)
+        packed, payload = pack(codec, words, dtype, before)
+        if num_words < 1024:
+            assert packed == Packed("raw", len(words))
+            np.testing.assert_array_equal(payload, words)
+            continue
+        assert packed.codec == "exponent"
+        assert payload.tobytes() == encode(data, payload[:64].tobytes())
+        assert codec.fits(num_words, BITS[dtype], packed.num_bytes)
+        back = unpack(codec, placed(payload, before), num_words, dtype, before)
+        np.testing.assert_array_equal(back, words)
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_all_instruction_sets_choose_the_same_plan(dtype: torch.dtype) -> None:
+    data = placed(normal(100_000, dtype))
+    payloads = {pack(Exponent(exponent_cpu.build(isa)), data, dtype)[1].tobytes() for isa in jit.host_isas()}
+    assert len(payloads) == 1
+
+
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("num_words", [60_000, 1_000_000])
+def test_the_ratio_is_near_the_entropy_bound(dtype: torch.dtype, num_words: int) -> None:
+    """97 % of the order-0 entropy of the exponents, narrow and wide."""
+    rng, bits = np.random.default_rng(0), BITS[dtype]
+    narrow, spread = rng.standard_normal((2, num_words), dtype=np.float32)
+    for floats in (narrow, narrow**3, narrow * np.exp(2 * spread)):
+        words = as_words(floats, dtype)
+        share = np.bincount(words >> (bits - 9) & 255) / num_words
+        share = share[share > 0]
+        bound = bits / (bits - 8 - share @ np.log2(share))
+        packed, _ = pack(Exponent(), placed(words), dtype)
+        assert words.nbytes / packed.num_bytes > 0.97 * bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.int16, torch.uint8, torch.complex64])
+def test_other_dtypes_travel_raw(dtype: torch.dtype) -> None:
+    data = placed(np.zeros(4096 * dtype.itemsize, np.uint8))
+    assert pack(Exponent(), data, dtype)[0] == Packed("raw", len(data))
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_what_does_not_shrink_travels_raw(codec: Exponent, dtype: torch.dtype) -> None:
+    """Any bits; and bits whose sample misleads, found out on the way and within the room."""
+    noise = np.random.default_rng(0).integers(0, 256, 1 << 19, dtype=np.uint8)
+    assert pack(codec, placed(noise), dtype)[0] == Packed("raw", len(noise))
+    words, num_words = noise.view(f"u{dtype.itemsize}"), len(noise) // dtype.itemsize
+    for run in range(128):
+        place = (run * 0x9E3779B97F4A7C15 % (1 << 64)) * (num_words - 63) >> 64
+        words[place : place + 64] = 1
+    packed, payload = pack(codec, placed(words), dtype)
+    assert packed == Packed("raw", words.nbytes)
+    np.testing.assert_array_equal(payload, words.view(np.uint8))
+
+
+def test_large_tensors_are_streamed(codec: Exponent) -> None:
+    """Aligned, so past the cache, and not."""
+    dtype, num_words = torch.bfloat16, STREAM_BYTES // 2 + 1001
+    words, payloads = normal(num_words, dtype), []
+    for before in (0, 4):
+        room = np.zeros(codec.max_bytes(num_words, 16) + 192, np.uint8)
+        out = room[-room.ctypes.data % 64 + before :]
+        packed = codec.pack(words_at(words, num_words, dtype), out.ctypes.data)
+        room = np.zeros(words.nbytes + 192, np.uint8)
+        back = room[-room.ctypes.data % 64 + before :]
+        codec.unpack(out.ctypes.data, packed.num_bytes, words_at(back, num_words, dtype))
+        np.testing.assert_array_equal(back[: words.nbytes].view(np.uint16), words)
+        payloads.append(out[: packed.num_bytes])
+    np.testing.assert_array_equal(*payloads)
+
+
+def test_a_payload_that_contradicts_itself_is_refused() -> None:
+    codec, num_words = Exponent(), 3000
+    _, payload = pack(codec, placed(normal(num_words, torch.bfloat16)), torch.bfloat16)
+    payload = payload.copy()
+
+    def refused(match: str, data: np.ndarray = payload, dtype: torch.dtype = torch.bfloat16) -> None:
+        with pytest.raises(CodecError, match=match):
+            unpack(codec, placed(data), num_words, dtype)
+
+    refused("codes of 2 bits for torch.float16", dtype=torch.float16)
+    refused("agree", payload[:-1])
+    refused("agree", np.append(payload, np.uint8(0)))
+    refused("agree", payload[:1])
+    refused("agree", payload, torch.float32)
+    payload[64] ^= 0xFF
+    refused("agree")
+    payload[0] = 5
+    refused("codes of 5 bits")
+
+
+def test_payloads_are_bounded_before_memory_is_taken() -> None:
+    codec = Exponent()
+    assert not codec.fits(0, 16, 0)
+    assert not codec.fits(1 << 40, 16, 1 << 20)
+    assert not codec.fits(4096, 16, 8192)
+    assert not codec.fits(4096, 64, 5000)
+    assert codec.fits(4096, 16, 5600)

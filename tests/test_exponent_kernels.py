@@ -1,0 +1,197 @@
+"""The exponent codec's loops, for every instruction set, against their slow twin and at unreadable pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from exponent_twin import BLOCK, decode, encode
+from guarded import guarded
+
+from penstock.compression.errors import CodecError
+from penstock.compression.exponent import Exponent, layout, plan_section
+from penstock.compression.geometry import Words
+from penstock.compression.kernels import exponent_cpu, jit
+from penstock.compression.kernels.exponent_cpu import Kernels
+from penstock.compression.kernels.exponent_ir import BLOCK_TAIL_BYTES, CODE_BITS
+from penstock.compression.kernels.exponent_isa import NUM_LEVELS
+
+BITS = (16, 32)
+DTYPES = {16: torch.bfloat16, 32: torch.float32}
+KINDS = ("normal", "wide", "any bits", "constant", "zeros", "special", "half zeros")
+
+
+@pytest.fixture(params=jit.host_isas())
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return exponent_cpu.build(request.param)
+
+
+def floats(num_words: int, bits: int, kind: str, seed: int = 0) -> np.ndarray:
+    """Words of a dtype, as integers; "special" has -0.0, infinities, NaN payloads and denormals."""
+    rng = np.random.default_rng(seed)
+    dtype, normal = f"u{bits // 8}", rng.standard_normal(num_words, dtype=np.float32)
+    if kind == "any bits":
+        return rng.integers(0, 256, num_words * bits // 8, dtype=np.uint8).view(dtype)
+    if kind == "wide":
+        normal *= np.exp(4 * rng.standard_normal(num_words, dtype=np.float32))
+    elif kind == "constant":
+        normal[:] = 1.5
+    elif kind != "normal":
+        normal[rng.random(num_words) < (0.5 if kind == "half zeros" else 1)] = 0
+    words = (normal.view(np.uint32) >> (32 - bits)).astype(dtype)
+    if kind == "special":
+        sign, payload = rng.integers(0, 2, (2, num_words), dtype=np.uint32)
+        exponent = rng.choice(np.array([0, 255, 127], np.uint32), num_words) << (bits - 9)
+        words[:] = sign << (bits - 1) | exponent | payload * rng.integers(0, 1 << 7, dtype=np.uint32)
+    return words
+
+
+def memory(data: np.ndarray | bytes) -> np.ndarray:
+    """The same data, ending at an unreadable page."""
+    data = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
+    copy = guarded(data.nbytes).numpy()
+    copy[:] = data.view(np.uint8)
+    return copy.view(data.dtype)
+
+
+def at(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+def plan_of(words: np.ndarray, k: int, rarest: bool = False) -> bytes:
+    """A plan section with the exponents of ``words``, the most frequent or the rarest first."""
+    bits = 8 * words.itemsize
+    counts = np.bincount(words >> (bits - 9) & 255, minlength=256)
+    ranked = np.argsort(counts if rarest else -counts, kind="stable").astype(np.uint8).tobytes()
+    num = (1 << k) - 1
+    tables = [ranked[level * num : level * num + num].ljust(16, b"\0") for level in range(NUM_LEVELS)]
+    return bytes([k]).ljust(16, b"\0") + b"".join(tables)
+
+
+def pack(kernels: Kernels, words: np.ndarray, plan: bytes, *, stream: bool) -> np.ndarray:
+    """The payload of whole groups by a kernel alone, with room to the byte in front of an unreadable page."""
+    bits, k = 8 * words.itemsize, plan[0]
+    parts, twin = layout(len(words), bits, k), encode(words, plan)
+    room = guarded(-(-(parts.tail + BLOCK_TAIL_BYTES * -(-len(words) // BLOCK)) // 64) * 64).numpy()
+    room[:64] = np.frombuffer(plan, np.uint8)
+    sections = (at(room) + place for place in (16, 64, parts.remainders, parts.offsets, parts.tail))
+    kernel = kernels.pack[bits, k, stream]
+    end = kernel(at(words), len(words) // 64, *sections, 0, len(twin))
+    assert end == len(twin) - parts.tail
+    return room[: len(twin)]
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_write_what_their_twin_writes(kernels: Kernels, bits: int, kind: str) -> None:
+    """Escapes few or all over, in cache or past it, last block whole or not; and the twin reads it back."""
+    for k in CODE_BITS:
+        for rarest in (False, True):
+            words = memory(floats(2 * BLOCK + 64 * k, bits, kind))
+            plan = plan_of(words, k, rarest)
+            twin = encode(words, plan)
+            for stream in (False, True):
+                np.testing.assert_array_equal(
+                    pack(kernels, words, plan, stream=stream), np.frombuffer(twin, np.uint8)
+                )
+            np.testing.assert_array_equal(decode(np.frombuffer(twin, np.uint8), len(words), bits), words)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_read_what_their_twin_writes(kernels: Kernels, bits: int, kind: str) -> None:
+    for k in CODE_BITS:
+        for rarest in (False, True):
+            words = floats(2 * BLOCK + 64 * k, bits, kind)
+            payload, parts = memory(encode(words, plan_of(words, k, rarest))), layout(len(words), bits, k)
+            sections = [at(payload) + place for place in (64, parts.remainders, parts.offsets, parts.tail)]
+            count = len(payload) - parts.tail
+            for stream in (False, True):
+                back = guarded(words.nbytes).numpy()
+                kernel = kernels.unpack[bits, k, stream]
+                end = kernel(*sections, 0, count, len(words) // 64, at(payload) + 16, at(back))
+                assert end == count
+                np.testing.assert_array_equal(back.view(words.dtype), words)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_blocks_are_packed_and_unpacked_alone(kernels: Kernels, bits: int) -> None:
+    """Block 2 of 4, as a second thread would do it."""
+    words = floats(4 * BLOCK, bits, "normal")
+    payload, parts = memory(encode(words, plan_of(words, 2))), layout(len(words), bits, 2)
+    ends = payload[parts.offsets :][:32].view(np.uint64)
+    codes = at(payload) + 64 + 2 * 64 * parts.codes_per_group
+    remainders = at(payload) + parts.remainders + 2 * 64 * parts.remainders_per_group
+    sections = (codes, remainders, at(payload) + parts.offsets + 16, at(payload) + parts.tail)
+    kernel, back = kernels.unpack[bits, 2, False], guarded(BLOCK * bits // 8).numpy()
+    end = kernel(*sections, int(ends[1]), len(payload) - parts.tail, 64, at(payload) + 16, at(back))
+    assert end == ends[2]
+    np.testing.assert_array_equal(back.view(words.dtype), words[2 * BLOCK : 3 * BLOCK])
+
+
+def test_pack_gives_up_at_its_limit(kernels: Kernels) -> None:
+    words = memory(floats(3 * BLOCK, 16, "any bits"))
+    room, ends = guarded(64 * 1024).numpy(), np.zeros(3, np.uint64)
+    kernel, plan = kernels.pack[16, 2, False], np.frombuffer(plan_of(words, 2), np.uint8)
+    sections = (at(plan[16:]), at(room), at(room[16384:]), at(ends), at(room[32768:]))
+    assert kernel(at(words), 192, *sections, 0, 1 << 20) == ends[2]
+    assert kernel(at(words), 192, *sections, 0, int(ends[1])) == ends[2]
+    assert kernel(at(words), 192, *sections, 0, int(ends[1]) - 1) == -1
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_count_is_that_of_its_runs(kernels: Kernels, bits: int) -> None:
+    words = memory(floats(1001, bits, "wide"))
+    counts, expected = np.zeros((4, 256), np.uint32), np.zeros(256, np.uint32)
+    kernels.count[bits](at(words), len(words) - 63, 20, at(counts))
+    for run in range(20):
+        place = (run * 0x9E3779B97F4A7C15 % (1 << 64)) * (len(words) - 63) >> 64
+        expected += np.bincount(words[place : place + 64] >> (bits - 9) & 255, minlength=256).astype(
+            np.uint32
+        )
+    np.testing.assert_array_equal(counts.sum(axis=0), expected)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kind", ["normal", "wide", "special"])
+def test_damage_is_never_followed(kernels: Kernels, bits: int, kind: str) -> None:
+    """Any byte of the payload, and its length: CodecError or words, and no page beyond is touched."""
+    rng, num_words = np.random.default_rng(bits), 2 * BLOCK + 1000
+    words, codec = floats(num_words, bits, kind), Exponent(kernels)
+    room = np.zeros(codec.max_bytes(num_words, bits), np.uint8)
+    packed = codec.pack(Words(at(words), num_words, bits, DTYPES[bits]), at(room))
+    assert packed.codec == "exponent"
+    payload, tail = memory(room[: packed.num_bytes]), layout(num_words, bits, int(room[0])).tail
+    back, refused = guarded(words.nbytes).numpy(), 0
+    for trial in range(300):
+        kept = payload.copy()
+        first = (0, 64, tail - 64, tail)[trial % 4]
+        place = rng.integers(first, (64, tail, tail, len(payload))[trial % 4])
+        payload[place : place + rng.integers(1, 40)] ^= rng.integers(1, 256, dtype=np.uint8)
+        short = memory(payload[: rng.integers(1, len(payload))]) if trial % 7 == 0 else payload
+        try:
+            codec.unpack(at(short), len(short), Words(at(back), num_words, bits, DTYPES[bits]))
+        except CodecError:
+            refused += 1
+        payload[:] = kept
+    assert refused > 100
+    codec.unpack(at(payload), len(payload), Words(at(back), num_words, bits, DTYPES[bits]))
+    np.testing.assert_array_equal(back.view(words.dtype), words)
+
+
+def test_plans_are_the_cheapest() -> None:
+    counts = np.zeros(256, np.int64)
+    counts[[120, 121, 122]] = 5, 7, 5
+    plan = plan_section(counts, 16)
+    assert plan[0] == 2
+    assert list(plan[16:20]) == [121, 120, 122, 0]  # ties by the exponent
+    counts[100:130] = 9
+    assert plan_section(counts, 16)[0] == 4
+    counts[:] = 1
+    assert plan_section(counts, 16)[0] == 0
+    assert len(plan) == 64
+
+
+def test_an_instruction_set_that_is_not_here_is_refused() -> None:
+    with pytest.raises(CodecError, match=r"portable.*found 'mmx'"):
+        exponent_cpu.build("mmx")
