@@ -1,12 +1,12 @@
 """Planes of bytes, those that pay through zstd: for slow links, where bytes are worth more than time.
 
-The exponents of dense floats, and the high bytes of integers, are alike; beside the noise of the other bytes no
-LZ stage finds them, in a plane of their own it does.
+The exponents of dense floats, and the high bytes of integers, are alike; beside the noise of the other bytes
+no LZ stage finds them, in a plane of their own it does.
 
 A payload, little-endian::
 
     head     u64 per plane: its bytes here (those of the plane itself: it is stored); zeros up to 64 bytes
-    planes   one after another, least significant byte first, zeros behind them where the frame would be too short
+    planes   one after another, least significant byte first; zeros where a payload must not be so short
 
 Words are those of ``kernels/planes_ir.py``: floats are rotated left by one bit; halves of a complex number
 are words of their own.
@@ -145,17 +145,16 @@ class BytePlane:
 
 
 def _decompressed(packed: memoryview, num_bytes: int) -> bytes:
-    """What zstd finds in ``packed``, if its frame says that this is ``num_bytes`` bytes: memory is taken for no others.
+    """What zstd finds in ``packed``; memory is taken for ``num_bytes`` bytes or not at all.
 
     Raises: CodecError: it is not one zstd frame of that size.
     """
     try:
-        found = zstandard.get_frame_parameters(packed).content_size
+        found, plain = zstandard.get_frame_parameters(packed).content_size, b""
         if found == num_bytes:
             plain = zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False)
-            found = len(plain)
-        if found == num_bytes:
-            return plain
     except (zstandard.ZstdError, MemoryError) as error:
         raise CodecError(f"a plane is one zstd frame, this one is not: {error}; it was damaged") from error
-    raise CodecError(f"a plane of this frame has {num_bytes} bytes, found {found}; it was damaged")
+    if len(plain) != num_bytes:
+        raise CodecError(f"a plane of this frame has {num_bytes} bytes, found {found}; it was damaged")
+    return plain

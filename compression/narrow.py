@@ -5,8 +5,8 @@ Indices of pooling, tokens and labels are 64 bits wide and hold 4 to 17; this ru
 A payload, little-endian::
 
     head     u64 width in bits, u64 the least word, zeros up to 64 bytes
-    rows     word minus least, ``width`` bits each, as ``kernels/narrow_ir.py`` lays them out: lane l of a row of
-             64 bytes takes the words l, l + lanes, l + 2 lanes, ... one after another, least significant bit first
+    rows     word minus least, ``width`` bits each, as ``kernels/narrow_ir.py`` lays them out: lane l of a row
+             of 64 bytes takes the words l, l + lanes, l + 2 lanes, ..., least significant bit first
 
 The width is the least that holds the range and at least 1, so the bytes are the same on every machine.
 """
@@ -77,12 +77,14 @@ class Narrow:
         return Packed(self.name, num_bytes)
 
     def _range(self, words: Words) -> tuple[int, int]:
-        """The least word, as an unsigned number, and the width of the range; all bits as soon as it is known."""
+        """The least word, as an unsigned number, and the width of the range (or all bits, known early)."""
         kernel, word_bytes = self._kernel("range", words.bits), words.bits // 8
         bias = 1 << (words.bits - 1) if words.dtype in _SIGNED else 0
         found = (ctypes.c_char * (2 * word_bytes))()
         whole, rest = divmod(words.num_bytes, ROW_BYTES)
-        row = ctypes.create_string_buffer(ctypes.string_at(words.address + whole * ROW_BYTES, rest), ROW_BYTES)
+        row = ctypes.create_string_buffer(
+            ctypes.string_at(words.address + whole * ROW_BYTES, rest), ROW_BYTES
+        )
         if rest:  # filled up with a word that it has anyway
             row.raw = row.raw[:rest] + row.raw[:word_bytes] * ((ROW_BYTES - rest) // word_bytes)
         head, least, most = whole // _PART, (1 << words.bits) - 1, 0
@@ -91,7 +93,7 @@ class Narrow:
             (words.address + head * ROW_BYTES, whole - head),
             (ctypes.addressof(row), 1 if rest else 0),
         ):
-            if num_rows and (most - least).bit_length() < words.bits:
+            if num_rows and max(0, most - least).bit_length() < words.bits:
                 kernel(address, num_rows, bias, ctypes.addressof(found))
                 least = min(least, int.from_bytes(found.raw[:word_bytes], "little"))
                 most = max(most, int.from_bytes(found.raw[word_bytes:], "little"))
@@ -120,8 +122,8 @@ class Narrow:
         width, least, padding = _HEAD.unpack(ctypes.string_at(payload, HEAD_BYTES))
         sound = 0 < width < out.bits and not least >> out.bits and not padding.strip(b"\0")
         if not sound or num_bytes != _payload_bytes(out.num_words, out.bits, width):
-            rule = f"the width of a narrow frame gives {num_bytes} bytes for {out.num_words} words of {out.bits}"
-            raise CodecError(f"{rule} bits, found {width} and {least} as the least; it was damaged")
+            rule = f"a narrow frame of {out.num_words} words of {out.bits} bits has the length of its width"
+            raise CodecError(f"{rule}, found {width}, {least} and {num_bytes} bytes; it was damaged")
         rows, last = payload + HEAD_BYTES, (num_bytes - HEAD_BYTES) // ROW_BYTES - 1
         group = out.bits * ROW_BYTES
         stream = out.address % ROW_BYTES == 0 and out.num_bytes >= _STREAM_BYTES

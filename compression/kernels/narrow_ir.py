@@ -1,18 +1,20 @@
 """The kernels of ``narrow`` as textual LLVM IR: the range of words, and words of any width bit-packed.
 
-A row is a vector of 512 bits, whose lanes are words; lane ``l`` of all rows is a stream of bits of its own, least
-significant first, so that nothing ever crosses a lane: the shifts are the same for the whole vector, and a
-GPU's thread takes a lane.
+A row is a vector of 512 bits, whose lanes are words; lane ``l`` of all rows is a stream of bits of its own,
+least significant first. So nothing crosses a lane: the shifts are the same for the whole vector, any width
+runs through the same loop, and on a GPU a thread takes a lane.
 
     range{N}   (source, rows, bias, out): the least and the largest word, compared as ``word ^ bias``, to out
     pack{N}    (source, rows, width, base, out): the low ``width`` bits of ``word - base``
     unpack{N}  (payload, rows, width, base, last, out): undoes it; ``last`` is the payload's last row
     stream{N}  unpack with stores past the cache; out at a multiple of 64
 
-N is the bits of a word, 1 <= width < N. ``pack`` writes ceil(rows * width / N) rows, after which a payload can go
-on only if ``rows`` was a multiple of N. Nothing is read or written beyond rows; addresses need no alignment.
+N is the bits of a word, 1 <= width < N. ``pack`` writes ceil(rows * width / N) rows; only where ``rows`` is a
+multiple of N is the last one full, so that another call can go on behind it. Nothing is read or written
+beyond the rows; addresses need no alignment.
 
-Source: Lemire and Boytsov, Decoding billions of integers per second through vectorization, 2015 (vertical layout).
+Source: Lemire and Boytsov, Decoding billions of integers per second through vectorization, Software: Practice
+and Experience 45, 2015 (vertical layout).
 """
 
 from __future__ import annotations
@@ -117,7 +119,8 @@ def _unpack(bits: int, *, stream: bool) -> str:
     name, store = ("stream", "align 64, !nontemporal !0") if stream else ("unpack", "align 1")
     fence = "fence seq_cst" if stream else ""
     return f"""
-define void @{name}{bits}(ptr noalias %payload, i64 %rows, i64 %width, i64 %base, i64 %last, ptr noalias %out) {{
+define void @{name}{bits}(ptr noalias %payload, i64 %rows, i64 %width, i64 %base, i64 %last,
+                          ptr noalias %out) {{
 entry:
 {_splat("least", "%base", bits)}
   %blank = sub i64 {bits}, %width

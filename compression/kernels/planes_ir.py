@@ -6,8 +6,8 @@ fp64) and the sign joins the mantissa, which nothing compresses anyway.
     split{N}  (source, words, rotate, planes): byte k of every word to the plane k
     join{N}   (planes, words, rotate, out): undoes it
 
-N is the bits of a word, ``rotate`` 0 or 1, ``planes`` the addresses of N / 8 planes, least significant byte first.
-Nothing is read or written beyond the words; addresses need no alignment.
+N is the bits of a word, ``rotate`` 0 or 1, ``planes`` the addresses of N / 8 planes, least significant byte
+first. Nothing is read or written beyond the words; addresses need no alignment.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def _loop(name: str, body: str, start: str, end: str, back: str, step: int) -> s
 def _turned(t: str, source: str, vector: str, bits: int, lanes: int, *, left: bool) -> str:
     """``%{t}.turned``: the words ``source`` rotated by %rotate."""
     cut = f"  %{t}.r = trunc i64 %rotate to i{bits}\n" if bits < 64 else f"  %{t}.r = add i64 %rotate, 0\n"
-    kind = "fshl" if left else "fshr"
+    turn = f"call {vector} @llvm.{'fshl' if left else 'fshr'}.v{lanes}i{bits}"
     return f"""{cut}  %{t}.one = insertelement {vector} poison, i{bits} %{t}.r, i64 0
   %{t}.by = shufflevector {vector} %{t}.one, {vector} poison, <{lanes} x i32> zeroinitializer
-  %{t}.turned = call {vector} @llvm.{kind}.v{lanes}i{bits}({vector} {source}, {vector} {source}, {vector} %{t}.by)"""
+  %{t}.turned = {turn}({vector} {source}, {vector} {source}, {vector} %{t}.by)"""
 
 
 def _split(t: str, bits: int, lanes: int) -> str:
