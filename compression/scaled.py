@@ -101,9 +101,7 @@ class Scaled(ABC):
         lengths = [min(block_bytes, out.num_bytes - block * block_bytes) for block in plain]
         sound = scales.isnan() | ((scales >= _LEAST_SCALE) & scales.isfinite())
         if not sound.all() or end + sum(lengths) != num_bytes:
-            rule = (
-                f"a {self.name} frame of {num_bytes} bytes has a positive scale or the words of every block"
-            )
+            rule = f"a {self.name} frame of {num_bytes} bytes has a scale or the words of every block"
             raise CodecError(f"{rule}, found {len(plain)} blocks without a scale; it was damaged")
         target, most = _bytes(out.address, out.num_bytes), torch.finfo(out.dtype).max
         for chunk, part in chunks(out):
@@ -122,7 +120,7 @@ class Fp8(Scaled):
 
     The scale is the least power of two from 2**-126 on that brings the block's largest word to at most 448.
 
-    Error: at most 2**-4 of the word (for float64 2**-24 of it more) or 2**-10 of the scale, whichever is more;
+    Error: at most 2**-4 of the word (float64: 2**-24 of it more) or 2**-10 of the scale, whichever is more;
     the scale is at most 1/224 of the block's largest word, or 2**-126; then the word is rounded to its dtype.
     Zeros keep their sign. A block with an infinity, a NaN, or a word beyond 448 * 2**127 travels as it is.
     """
