@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -48,6 +49,14 @@ def _view(address: int, num_bytes: int) -> memoryview:
     return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
 
 
+class _Zstd(threading.local):
+    """A thread's contexts, kept: to make one takes longer than to pack a short plane."""
+
+    def __init__(self) -> None:
+        self.compress = zstandard.ZstdCompressor(level=_LEVEL).compress
+        self.decompress = zstandard.ZstdDecompressor().decompress
+
+
 class BytePlane:
     """Planes of bytes, through zstd where that gains 2 %; raw where none does."""
 
@@ -56,7 +65,7 @@ class BytePlane:
     def __init__(self, isa: str | None = None) -> None:
         """Use the kernels of ``isa``; default: the host's best. They are built at the first use."""
         self._isa = isa
-        self._scratch = Scratch()
+        self._scratch, self._zstd = Scratch(), _Zstd()
 
     def max_bytes(self, num_words: int, bits: int) -> int:
         """Room that ``pack`` needs, in bytes: that of planes that are all stored."""
@@ -76,7 +85,7 @@ class BytePlane:
         for plane, pays in zip(self._split(parts, rotate), paying, strict=True):
             length = size
             if pays:
-                packed = zstandard.ZstdCompressor(level=_LEVEL).compress(_view(plane, size))
+                packed = self._zstd.compress(_view(plane, size))
                 if len(packed) <= size * _GAIN:
                     length = len(packed)
                     ctypes.memmove(out + end, packed, length)
@@ -101,7 +110,7 @@ class BytePlane:
             address = words.address + first * words.bits // 8
             sample = Words(address, _SAMPLE_WORDS, words.bits, words.dtype)
             for k, plane in enumerate(self._split(sample, rotate)):
-                sizes[k] += len(zstandard.ZstdCompressor(level=_LEVEL).compress(_view(plane, _SAMPLE_WORDS)))
+                sizes[k] += len(self._zstd.compress(_view(plane, _SAMPLE_WORDS)))
         return [size <= _GAIN * _NUM_SAMPLES * _SAMPLE_WORDS for size in sizes]
 
     def _split(self, words: Words, rotate: int) -> list[int]:
@@ -131,7 +140,7 @@ class BytePlane:
         for length in lengths:
             planes.append(payload + end)
             if length < parts.num_words:
-                kept.append(_decompressed(_view(payload + end, length), parts.num_words))
+                kept.append(self._plane(_view(payload + end, length), parts.num_words))
                 planes[-1] = np.frombuffer(kept[-1], np.uint8).ctypes.data
             end += length
         if num_planes == 1:
@@ -140,21 +149,20 @@ class BytePlane:
         at = (ctypes.c_uint64 * num_planes)(*planes)
         self._kernel("join", parts.bits)(ctypes.addressof(at), parts.num_words, rotate, out.address)
 
+    def _plane(self, packed: memoryview, num_bytes: int) -> bytes:
+        """What zstd finds in ``packed``; memory is taken for ``num_bytes`` bytes alone.
+
+        Raises: CodecError: it is not one zstd frame of that size.
+        """
+        try:
+            found, plain = zstandard.get_frame_parameters(packed).content_size, b""
+            if found == num_bytes:
+                plain = self._zstd.decompress(packed, allow_extra_data=False)
+        except (zstandard.ZstdError, MemoryError) as error:
+            raise CodecError(f"a plane is one zstd frame, found {error}; it was damaged") from error
+        if len(plain) != num_bytes:
+            raise CodecError(f"a plane of this frame has {num_bytes} bytes, found {found}; it was damaged")
+        return plain
+
     def _kernel(self, verb: str, bits: int) -> Callable[..., None]:
         return loops.build("planes", self._isa).call[f"{verb}{bits}"]
-
-
-def _decompressed(packed: memoryview, num_bytes: int) -> bytes:
-    """What zstd finds in ``packed``; memory is taken for ``num_bytes`` bytes or not at all.
-
-    Raises: CodecError: it is not one zstd frame of that size.
-    """
-    try:
-        found, plain = zstandard.get_frame_parameters(packed).content_size, b""
-        if found == num_bytes:
-            plain = zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False)
-    except (zstandard.ZstdError, MemoryError) as error:
-        raise CodecError(f"a plane is one zstd frame, this one is not: {error}; it was damaged") from error
-    if len(plain) != num_bytes:
-        raise CodecError(f"a plane of this frame has {num_bytes} bytes, found {found}; it was damaged")
-    return plain

@@ -97,10 +97,8 @@ class ZeroValueLz4:
         start = len(bitmap).to_bytes(8, "little").ljust(HEAD_BYTES, b"\0")
         pieces, name = [memoryview(start), offsets, bitmap, rest], self.name
         if sum(map(len, pieces)) >= plain:
-            pieces, name = (
-                [_view(head, parts.values), _view(values, count * word_bytes)],
-                self._zero_value.name,
-            )
+            name = self._zero_value.name
+            pieces = [_view(head, parts.values), _view(values, count * word_bytes)]
         end = out
         for piece in pieces:
             if piece:
@@ -114,10 +112,8 @@ class ZeroValueLz4:
         Raises: CodecError: head, bitmap, offsets, values and length disagree, or a section is no lz4 block.
         """
         parts = sections(out.num_words)
-        length, padding = (
-            int.from_bytes(ctypes.string_at(payload, 8), "little"),
-            ctypes.string_at(payload + 8, 56),
-        )
+        start = ctypes.string_at(payload, HEAD_BYTES)
+        length, padding = int.from_bytes(start[:8], "little"), start[8:]
         first = HEAD_BYTES + parts.values - parts.offsets
         if padding.strip(b"\0") or not length or length > min(parts.offsets, num_bytes - first):
             rule = f"a bitmap of {parts.offsets} bytes fits into a {self.name} frame"

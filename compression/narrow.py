@@ -32,7 +32,6 @@ _PART = 32  # of long words one part in 32 is looked at first: words of all widt
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 _UNSIGNED = (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _HEAD = struct.Struct("<QQ48s")
-_ROW = ctypes.c_char * ROW_BYTES
 
 
 def _num_rows(num_words: int, bits: int) -> int:
@@ -82,11 +81,9 @@ class Narrow:
         bias = 1 << (words.bits - 1) if words.dtype in _SIGNED else 0
         found = (ctypes.c_char * (2 * word_bytes))()
         whole, rest = divmod(words.num_bytes, ROW_BYTES)
-        row = ctypes.create_string_buffer(
-            ctypes.string_at(words.address + whole * ROW_BYTES, rest), ROW_BYTES
-        )
-        if rest:  # filled up with a word that it has anyway
-            row.raw = row.raw[:rest] + row.raw[:word_bytes] * ((ROW_BYTES - rest) // word_bytes)
+        tail = ctypes.string_at(words.address + whole * ROW_BYTES, rest)
+        tail += tail[:word_bytes] * ((ROW_BYTES - rest) // word_bytes)  # filled up with a word that it has
+        row = ctypes.create_string_buffer(tail)
         head, least, most = whole // _PART, (1 << words.bits) - 1, 0
         for address, num_rows in (
             (words.address, head),
@@ -107,10 +104,9 @@ class Narrow:
             kernel(words.address, num_groups * words.bits, width, least, out)
         if rest:
             word_bytes, num_rows = words.bits // 8, -(-rest // ROW_BYTES)
-            copy = ctypes.create_string_buffer(
-                ctypes.string_at(words.address + num_groups * group, rest)
-                + least.to_bytes(word_bytes, "little") * ((num_rows * ROW_BYTES - rest) // word_bytes)
-            )
+            tail = ctypes.string_at(words.address + num_groups * group, rest)
+            tail += least.to_bytes(word_bytes, "little") * ((num_rows * ROW_BYTES - rest) // word_bytes)
+            copy = ctypes.create_string_buffer(tail)
             to = out + num_groups * width * ROW_BYTES
             kernel(ctypes.addressof(copy), num_rows, width, least, to)
 

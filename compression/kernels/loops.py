@@ -14,7 +14,7 @@ from . import jit, narrow_ir, planes_ir
 
 _TEXTS = {"narrow": narrow_ir.module, "planes": planes_ir.module}
 _lock = threading.Lock()
-_built: dict[tuple[str, str], Loops] = {}
+_built: dict[tuple[str, str | None], Loops] = {}  # None: the host's best
 
 
 class Loops(NamedTuple):
@@ -30,14 +30,20 @@ def build(label: str, isa: str | None = None) -> Loops:
 
     Raises: CodecError: this machine has no such instruction set.
     """
-    isa = isa or jit.host_isas()[0]
     with _lock:
         if (label, isa) not in _built:
-            text, num_arguments = _TEXTS[label]()
-            code = jit.compiled(text, list(num_arguments), isa=isa, label=label)
-            call = {
-                name: ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * num_arguments[name])(address)
-                for name, address in code.addresses.items()
-            }
-            _built[label, isa] = Loops(isa, call, code.engine)
+            chosen = isa or jit.host_isas()[0]
+            if (label, chosen) not in _built:
+                _built[label, chosen] = _compiled(label, chosen)
+            _built[label, isa] = _built[label, chosen]
         return _built[label, isa]
+
+
+def _compiled(label: str, isa: str) -> Loops:
+    text, num_arguments = _TEXTS[label]()
+    code = jit.compiled(text, list(num_arguments), isa=isa, label=label)
+    call = {
+        name: ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * num_arguments[name])(address)
+        for name, address in code.addresses.items()
+    }
+    return Loops(isa, call, code.engine)
