@@ -1,0 +1,128 @@
+"""Zero-value compression with lz4 on the bitmap and on the values.
+
+Where zeros come in runs, and values repeat, both shrink again at the speed of lz4.
+
+A payload, little-endian, the sections of zero_value as laid out in ``frame``::
+
+    head     u64 bytes of the bitmap here; zeros up to 64 bytes
+    offsets  as they are
+    bitmap   an lz4 block, or as it is where that is not shorter
+    values   the rest: an lz4 block, or as they are where that is not shorter
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import lz4.block
+import numpy as np
+
+from .combined import num_values_at, pack_apart, unpack_apart
+from .errors import CodecError
+from .frame import sections
+from .geometry import Words
+from .pool import Scratch
+from .raw import Packed, Raw
+from .zero_value import SLACK, ZeroValue
+
+HEAD_BYTES = 64
+_MOST = 0x7E000000  # what lz4 takes in one block, in bytes
+
+
+def _view(address: int, num_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * num_bytes).from_address(address))
+
+
+def _shorter(address: int, num_bytes: int) -> memoryview:
+    """Those bytes as an lz4 block, or themselves."""
+    plain = _view(address, num_bytes)
+    if not 0 < num_bytes <= _MOST:
+        return plain
+    packed = lz4.block.compress(plain, store_size=False)
+    return memoryview(packed) if len(packed) < num_bytes else plain
+
+
+def _restored(address: int, length: int, num_bytes: int) -> memoryview:
+    """Undo ``_shorter``, whose result has ``length`` bytes; memory is taken for ``num_bytes``.
+
+    Raises: CodecError: they are no lz4 block of that many bytes.
+    """
+    found = _view(address, length)
+    if length == num_bytes:
+        return found
+    try:
+        if length < num_bytes <= _MOST:
+            found = memoryview(lz4.block.decompress(found, uncompressed_size=num_bytes))
+    except (lz4.block.LZ4BlockError, MemoryError) as error:
+        raise CodecError(f"a section of this frame is an lz4 block, found {error}; it was damaged") from error
+    if len(found) != num_bytes:
+        rule = f"a section of this frame has {num_bytes} bytes"
+        raise CodecError(f"{rule}, found {len(found)}; it was damaged")
+    return found
+
+
+def _at(view: memoryview) -> int:
+    return np.frombuffer(view, np.uint8).ctypes.data
+
+
+class ZeroValueLz4:
+    """Bitmap and values through lz4, each where it shrinks; zero_value where neither does."""
+
+    def __init__(self, zero_value: ZeroValue) -> None:
+        """Pack by ``zero_value`` first."""
+        self.name = f"{zero_value.name}+lz4"
+        self._zero_value = zero_value
+        self._head, self._values = Scratch(), Scratch()
+
+    def max_bytes(self, num_words: int, bits: int) -> int:
+        """Room that ``pack`` needs, in bytes."""
+        return num_words * bits // 8
+
+    def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
+        """Whether a payload of ``num_bytes`` can hold these words."""
+        parts = sections(num_words)
+        return HEAD_BYTES + parts.values - parts.offsets < num_bytes < num_words * bits // 8
+
+    def pack(self, words: Words, out: int) -> Packed:
+        """Pack ``words`` to the address ``out``."""
+        parts, word_bytes = sections(words.num_words), words.bits // 8
+        head = self._head.address(parts.values)
+        values = self._values.address(words.num_bytes + SLACK)
+        count = pack_apart(self._zero_value, words, head, values)
+        if count is None:
+            return Raw().pack(words, out)
+        plain = parts.values + count * word_bytes
+        bitmap, rest = _shorter(head, parts.offsets), _shorter(values, count * word_bytes)
+        offsets = _view(head + parts.offsets, parts.values - parts.offsets)
+        start = len(bitmap).to_bytes(8, "little").ljust(HEAD_BYTES, b"\0")
+        pieces, name = [memoryview(start), offsets, bitmap, rest], self.name
+        if sum(map(len, pieces)) >= plain:
+            name = self._zero_value.name
+            pieces = [_view(head, parts.values), _view(values, count * word_bytes)]
+        end = out
+        for piece in pieces:
+            if piece:
+                ctypes.memmove(end, _at(piece), len(piece))
+            end += len(piece)
+        return Packed(name, end - out)
+
+    def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
+        """Unpack the ``num_bytes`` bytes at the address ``payload`` to ``out``, and touch nothing else.
+
+        Raises: CodecError: head, bitmap, offsets, values and length disagree, or a section is no lz4 block.
+        """
+        parts = sections(out.num_words)
+        start = ctypes.string_at(payload, HEAD_BYTES)
+        length, padding = int.from_bytes(start[:8], "little"), start[8:]
+        first = HEAD_BYTES + parts.values - parts.offsets
+        if padding.strip(b"\0") or not length or length > min(parts.offsets, num_bytes - first):
+            rule = f"a bitmap of {parts.offsets} bytes fits into a {self.name} frame"
+            raise CodecError(f"{rule} of {num_bytes}, found {length}; it was damaged")
+        count = num_values_at(payload + HEAD_BYTES, out.num_words)
+        bitmap = _restored(payload + first, length, parts.offsets)
+        first += length
+        values = _restored(payload + first, num_bytes - first, count * out.bits // 8)
+        head = self._head.address(parts.values)
+        ctypes.memmove(head, _at(bitmap), parts.offsets)
+        ctypes.memmove(head + parts.offsets, payload + HEAD_BYTES, parts.values - parts.offsets)
+        unpack_apart(self._zero_value, head, _at(values) if count else payload, count, out)

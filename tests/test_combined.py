@@ -1,0 +1,126 @@
+"""Combinations behind zero_value: the laws, who falls back to whom, and offsets that disagree."""
+
+from __future__ import annotations
+
+import lz4.block
+import pytest
+import torch
+from payloads import (
+    DTYPES,
+    SIZES,
+    check_damage,
+    check_lossless,
+    numbers,
+    packed,
+    random_bits,
+    unpacked,
+    with_number,
+)
+
+from penstock.compression.byte_plane import BytePlane
+from penstock.compression.codec import Codec
+from penstock.compression.combined import Combined
+from penstock.compression.errors import CodecError
+from penstock.compression.frame import sections
+from penstock.compression.lz import HEAD_BYTES, ZeroValueLz4
+from penstock.compression.narrow import Narrow
+from penstock.compression.zero_value import ZeroValue
+
+ALONE: dict[str, Codec] = {codec.name: codec for codec in (ZeroValue(), BytePlane(), Narrow())}
+CODECS: dict[str, Codec] = {
+    "zero_value+byte_plane": Combined(ZeroValue(), BytePlane()),
+    "zero_value+narrow": Combined(ZeroValue(), Narrow()),
+    "zero_value+lz4": ZeroValueLz4(ZeroValue()),
+}
+TOKENS, THIRDS = torch.arange(50_000) % 50, torch.arange(50_000) % 3 == 0
+NOISE = torch.randint(-(1 << 63), (1 << 63) - 1, (50_000,), generator=torch.Generator().manual_seed(0))
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex.* support is experimental")
+
+
+@pytest.fixture(params=CODECS)
+def codec(request: pytest.FixtureRequest) -> Codec:
+    return CODECS[request.param]
+
+
+def relu(size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).relu().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back(codec: Codec, dtype: torch.dtype) -> None:
+    for size in SIZES:
+        for density in (0, 0.4, 1):
+            check_lossless(codec, ALONE, random_bits(dtype, size, density=density))
+
+
+def test_the_payload_is_the_head_of_zero_value_and_the_values_of_the_other() -> None:
+    tensor = relu(50_000)
+    found, payload = packed(CODECS["zero_value+byte_plane"], tensor)
+    assert found.codec == "zero_value+byte_plane"
+    head = sections(len(tensor)).values
+    assert torch.equal(payload[:head], packed(ZeroValue(), tensor)[1][:head])
+    assert torch.equal(payload[head:], packed(BytePlane(), tensor[tensor != 0])[1])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "codec", "chosen"),
+    [
+        (torch.zeros(50_000), "zero_value+byte_plane", "zero_value"),
+        (torch.randn(50_000) + 9, "zero_value+byte_plane", "byte_plane"),
+        (relu(50_000), "zero_value+byte_plane", "zero_value+byte_plane"),
+        (NOISE, "zero_value+byte_plane", "raw"),
+        (relu(50_000), "zero_value+narrow", "zero_value"),
+        (TOKENS + 1, "zero_value+narrow", "narrow"),
+        (TOKENS * THIRDS, "zero_value+narrow", "zero_value+narrow"),
+        (torch.randn(50_000) + 9, "zero_value+lz4", "raw"),
+        (relu(50_000), "zero_value+lz4", "zero_value"),
+        (torch.zeros(50_000), "zero_value+lz4", "zero_value+lz4"),
+        (torch.cat([relu(5_000), torch.zeros(50_000)]), "zero_value+lz4", "zero_value+lz4"),
+    ],
+)
+def test_a_codec_that_does_not_pay_is_left_out(tensor: torch.Tensor, codec: str, chosen: str) -> None:
+    assert check_lossless(CODECS[codec], ALONE, tensor).codec == chosen
+
+
+def test_lz4_shortens_bitmap_and_values_each_for_itself() -> None:
+    ones = torch.zeros(50_000)
+    ones[torch.rand(50_000, generator=torch.Generator().manual_seed(0)) < 0.5] = 1.5
+    noise = torch.cat([torch.randn(5_000), torch.zeros(50_000)])
+    for tensor in (ones, noise):
+        payload, plain = packed(CODECS["zero_value+lz4"], tensor)[1], packed(ZeroValue(), tensor)[1]
+        parts = sections(len(tensor))
+        bitmap, values = plain[: parts.offsets].numpy(), plain[parts.values :].numpy()
+        short = min(lz4.block.compress(bitmap, store_size=False), bitmap.tobytes(), key=len)
+        rest = min(lz4.block.compress(values, store_size=False), values.tobytes(), key=len)
+        assert numbers(payload, 1) == [len(short)]
+        assert payload[HEAD_BYTES + parts.values - parts.offsets :].numpy().tobytes() == short + rest
+        assert (len(short) < len(bitmap)) == (tensor is noise)
+        assert (len(rest) < len(values)) == (tensor is ones)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8], ids=str)
+def test_damage_stays_within_its_memory(codec: Codec, dtype: torch.dtype) -> None:
+    tensor = (torch.arange(9000) % 90 * (torch.arange(9000) // 700 % 2)).to(dtype)
+    if codec.name == "zero_value+narrow" and dtype is torch.float32:
+        return
+    head = sections(len(tensor)).values if codec.name != "zero_value+lz4" else HEAD_BYTES + 64
+    assert check_damage(codec, tensor, trials=300, first=head) > 150
+
+
+def test_more_values_than_words_are_refused_before_they_are_read(codec: Codec) -> None:
+    tensor = (torch.arange(9000) % 90 * (torch.arange(9000) // 700 % 2)).to(torch.int64)
+    _, payload = packed(codec, tensor)
+    first = sections(len(tensor)).offsets if codec.name != "zero_value+lz4" else HEAD_BYTES
+    [count] = numbers(payload, 1, first + 16)
+    assert count == (tensor != 0).sum()
+    for bad in (9001, 1 << 62, -1, count - 1, count + 1, 0):
+        with pytest.raises(CodecError):
+            unpacked(codec, with_number(payload, first + 16, bad), tensor)
+
+
+@pytest.mark.parametrize("length", [0, 1, 1125, 1 << 40])
+def test_a_bitmap_of_another_length_is_refused(length: int) -> None:
+    tensor = torch.cat([relu(500), torch.zeros(8500)])
+    _, payload = packed(CODECS["zero_value+lz4"], tensor)
+    with pytest.raises(CodecError):
+        unpacked(CODECS["zero_value+lz4"], with_number(payload, 0, length), tensor)
