@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .compression.codec import CODECS as CODECS
+    from .compression.codec import LOSSY_CODECS as LOSSY_CODECS
     from .compression.codec import decode as decode
     from .compression.codec import encode as encode
     from .compression.errors import CodecError as CodecError
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CODECS": "compression.codec",
+    "LOSSY_CODECS": "compression.codec",
     "decode": "compression.codec",
     "encode": "compression.codec",
     "header_bytes": "compression.frame",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .codec import CODECS, buffer_bytes, decode, pack_into
+from .codec import CODECS, LOSSY_CODECS, buffer_bytes, decode, pack_into
 from .errors import CodecError
 from .frame import header_bytes
 from .pool import Pool
@@ -26,8 +26,8 @@ _OTHERS = ("zero_value", "narrow", "byte_plane")
 
 def check_name(codec: str) -> None:
     """Raise CodecError unless ``codec`` is "auto" or the name of a codec; the message lists them."""
-    if codec != AUTO and codec not in CODECS:
-        known = ", ".join((AUTO, *CODECS))
+    if codec not in (AUTO, *CODECS, *LOSSY_CODECS):
+        known = f"{', '.join((AUTO, *CODECS))}, or lossy: {', '.join(LOSSY_CODECS)}"
         raise CodecError(f"codec is one of {known}, found {codec!r}; choose one of these")
 
 

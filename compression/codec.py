@@ -1,4 +1,4 @@
-"""Tensors to frames and back: the codecs by name, ``encode``, ``decode``, and ``pack_into`` for kept buffers.
+"""Tensors to frames and back: ``encode``, ``decode``, and ``pack_into`` for kept buffers.
 
 One place decides what may be packed and in which memory it comes back; the codecs only see words.
 
@@ -29,21 +29,10 @@ from .frame import (
 from .geometry import Geometry, Words, contiguous, gather, geometry, scatter
 from .masked import bitmap_for, bitmap_of, has_bitmap, pack_masked, unpack_masked
 from .memory import lent, memory, new_bytes
-from .raw import Codec, Raw
-from .zero_value import ZeroValue
-
-ZERO_VALUE = ZeroValue()
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw(), ZERO_VALUE)}
-
-
-def codec_named(name: str) -> Codec:
-    """The codec called ``name``.
-
-    Raises: CodecError: there is none; the message lists those there are.
-    """
-    if name not in CODECS:
-        raise CodecError(f"codec is one of {', '.join(CODECS)}, found {name!r}; choose one of these")
-    return CODECS[name]
+from .raw import Codec
+from .registry import CODECS as CODECS
+from .registry import LOSSY_CODECS as LOSSY_CODECS
+from .registry import ZERO_VALUE, codec_named
 
 
 def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | None = None) -> Tensor:

@@ -9,46 +9,13 @@ them.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
 
 from .errors import CodecError
 from .frame import sections
 from .geometry import Words
 from .pool import Scratch
-from .raw import Packed
+from .raw import Codec, Packed
 from .zero_value import SLACK, ZeroValue
-
-if TYPE_CHECKING:
-    from .codec import Codec
-
-_scratch = Scratch()
-
-
-def pack_apart(zero_value: ZeroValue, words: Words, out: int, values: int) -> int | None:
-    """Write bitmap and offsets to ``out`` and the values to ``values``.
-
-    Returns: the number of values; None if all of that together would not be shorter than ``words``.
-    """
-    head = sections(words.num_words).values
-    plain = _scratch.address(zero_value.max_bytes(words.num_words, words.bits))
-    packed = zero_value.pack(words, plain)
-    if packed.codec != zero_value.name:
-        return None
-    ctypes.memmove(out, plain, head)
-    ctypes.memmove(values, plain + head, packed.num_bytes - head)
-    return (packed.num_bytes - head) * 8 // words.bits
-
-
-def unpack_apart(zero_value: ZeroValue, payload: int, values: int, num_values: int, out: Words) -> None:
-    """Unpack to ``out`` what ``pack_apart`` wrote to two places.
-
-    Raises: CodecError: bitmap, offsets and number of values disagree.
-    """
-    head, rest = sections(out.num_words).values, num_values * out.bits // 8
-    plain = _scratch.address(head + rest)
-    ctypes.memmove(plain, payload, head)
-    ctypes.memmove(plain + head, values, rest)
-    zero_value.unpack(plain, head + rest, out)
 
 
 def num_values_at(offsets: int, num_words: int) -> int:
@@ -83,7 +50,7 @@ class Combined:
     def pack(self, words: Words, out: int) -> Packed:
         """Pack ``words`` to the address ``out``."""
         head, values = sections(words.num_words).values, self._values.address(words.num_bytes + SLACK)
-        count = pack_apart(self._zero_value, words, out, values)
+        count = self._zero_value.pack_apart(words, out, values)
         if count is None:
             return self._inner.pack(words, out)
         codec, num_bytes = self._inner.pack(words._replace(address=values, num_words=count), out + head)
@@ -103,4 +70,4 @@ class Combined:
         values = self._values.address(out.num_bytes + SLACK)
         inner = out._replace(address=values, num_words=count)
         self._inner.unpack(payload + parts.values, rest, inner)
-        unpack_apart(self._zero_value, payload, values, count, out)
+        self._zero_value.unpack_apart(payload, values, count, out)

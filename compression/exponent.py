@@ -2,8 +2,8 @@
 
 Tensors without zeros still shrink by a third (bfloat16) or a sixth (float32), at the speed of a copy. Sign
 and mantissa travel as they are. Frequent exponents get a code of k bits; the code of k ones stands for all
-others, the escapes. The frequent ones of these get codes of k bits again, and once more, and the rest are plain
-bytes: that is within a few per cent of the order-0 entropy of the exponents, and 64 are coded at once.
+others, the escapes. The frequent ones of these get codes of k bits again, and once more, and the rest are
+plain bytes: that is within a few per cent of the order-0 entropy of the exponents, and 64 are coded at once.
 Little-endian, every section at a multiple of 64 bytes, zeros between, n words padded to N, a multiple of 64::
 
     plan        u8 k, 15 zeros, 3 x 16 bytes: the exponent of each code of a level, the rest zeros

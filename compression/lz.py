@@ -17,7 +17,7 @@ import ctypes
 import lz4.block
 import numpy as np
 
-from .combined import num_values_at, pack_apart, unpack_apart
+from .combined import num_values_at
 from .errors import CodecError
 from .frame import sections
 from .geometry import Words
@@ -88,7 +88,7 @@ class ZeroValueLz4:
         parts, word_bytes = sections(words.num_words), words.bits // 8
         head = self._head.address(parts.values)
         values = self._values.address(words.num_bytes + SLACK)
-        count = pack_apart(self._zero_value, words, head, values)
+        count = self._zero_value.pack_apart(words, head, values)
         if count is None:
             return Raw().pack(words, out)
         plain = parts.values + count * word_bytes
@@ -125,4 +125,4 @@ class ZeroValueLz4:
         head = self._head.address(parts.values)
         ctypes.memmove(head, _at(bitmap), parts.offsets)
         ctypes.memmove(head + parts.offsets, payload + HEAD_BYTES, parts.values - parts.offsets)
-        unpack_apart(self._zero_value, head, _at(values) if count else payload, count, out)
+        self._zero_value.unpack_apart(head, _at(values) if count else payload, count, out)

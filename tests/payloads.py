@@ -7,12 +7,11 @@ import torch
 from guarded import guarded
 from torch import Tensor
 
-from penstock.compression.codec import Codec
 from penstock.compression.dtypes import DTYPE_NUMBERS
 from penstock.compression.errors import CodecError
 from penstock.compression.frame import MAX_RATIO
 from penstock.compression.geometry import Words
-from penstock.compression.raw import Packed
+from penstock.compression.raw import Codec, Packed
 
 DTYPES = sorted(DTYPE_NUMBERS, key=str)
 SIZES = (0, 1, 2, 63, 64, 500, 4095, 4096, 4097, 20_001)

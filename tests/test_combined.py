@@ -18,12 +18,12 @@ from payloads import (
 )
 
 from penstock.compression.byte_plane import BytePlane
-from penstock.compression.codec import Codec
 from penstock.compression.combined import Combined
 from penstock.compression.errors import CodecError
 from penstock.compression.frame import sections
 from penstock.compression.lz import HEAD_BYTES, ZeroValueLz4
 from penstock.compression.narrow import Narrow
+from penstock.compression.raw import Codec
 from penstock.compression.zero_value import ZeroValue
 
 ALONE: dict[str, Codec] = {codec.name: codec for codec in (ZeroValue(), BytePlane(), Narrow())}

@@ -74,7 +74,7 @@ def test_a_mask_that_does_not_fit_is_not_used():
 
 
 class Own(nn.ReLU):
-    def forward(self, input):  # noqa: A002 (torch's name)
+    def forward(self, input):
         return super().forward(input)
 
 
