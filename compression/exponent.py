@@ -2,9 +2,9 @@
 
 Tensors without zeros still shrink by a third (bfloat16) or a sixth (float32), at the speed of a copy. Sign
 and mantissa travel as they are. Frequent exponents get a code of k bits; the code of k ones stands for all
-others, the escapes. The frequent ones of these get codes of k bits again, and once more, and the rest are
-plain bytes: that is within a few per cent of the order-0 entropy of the exponents, and 64 are coded at once.
-Little-endian, every section at a multiple of 64 bytes, zeros between, n words padded to N, a multiple of 64::
+others, the escapes. The frequent ones of these get codes of k bits again, once more, and the rest are plain
+bytes. That is within a few per cent of the order-0 entropy of the exponents, and 64 are coded at once.
+Little-endian, sections at multiples of 64 bytes, zeros between, n words padded to N, a multiple of 64::
 
     plan        u8 k, 15 zeros, 3 x 16 bytes: the exponent of each code of a level, the rest zeros
     codes       N x k bits, least significant first
@@ -140,9 +140,9 @@ class Exponent:
 
     def _plan(self, words: Words) -> bytes:
         """The plan for ``words``, from a sample of them."""
-        lanes, runs = np.zeros((4, 256), np.uint32), min(_RUNS, words.num_words // GROUP)
-        self.kernels.count[words.bits](words.address, words.num_words - GROUP + 1, runs, lanes.ctypes.data)
-        return plan_section(lanes.sum(axis=0, dtype=np.int64), words.bits)
+        counts, runs = np.zeros(256, np.int64), min(_RUNS, words.num_words // GROUP)
+        self.kernels.count[words.bits](words.address, words.num_words - GROUP + 1, runs, counts.ctypes.data)
+        return plan_section(counts, words.bits)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
         """Unpack the ``num_bytes`` bytes at the address ``payload`` to ``out``, and touch nothing else.

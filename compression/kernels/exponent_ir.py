@@ -4,7 +4,8 @@
                    or -1: a block would begin behind ``limit``
     unpack{N}_{k}  (codes, remainders, offsets, tail, start, count, groups, tables, out) -> end of the tail,
                    or -1: codes, tail and offsets disagree, or pass ``count``
-    count{N}       (words, places, runs, counts) -> 0: adds up the exponents of ``runs`` runs of 64 words
+    count{N}       (words, places, runs, counts) -> 0: adds the exponents of so many runs of 64 words to 256
+                   u64; a run begins at one of the first ``places`` words
 
 N is the bits of a word, k those of a code; ``compression.exponent`` has the layout, with one address per
 section. ``groups`` is how many times 64 words there are, at least one; all blocks but the last have 64 such

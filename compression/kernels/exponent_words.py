@@ -121,7 +121,7 @@ def _store(stream: bool) -> str:
 
 
 def count(bits: int) -> str:
-    """Exponents of runs of 64 words, at places that no regular tensor can meet; four tables, for speed."""
+    """Exponents of runs of 64 words, at places that no regular tensor can meet."""
     return f"""
 define i64 @count{bits}(ptr noalias %words, i64 %places, i64 %runs, ptr noalias %counts) {{
 entry:
@@ -143,11 +143,10 @@ word:
   %unsigned = shl i{bits} %x, 1
   %e = lshr i{bits} %unsigned, {bits - 8}
   %e.wide = zext i{bits} %e to i64
-  %lane = and i64 %i, 3
-  %slot = getelementptr [256 x i32], ptr %counts, i64 %lane, i64 %e.wide
-  %before = load i32, ptr %slot
-  %after = add i32 %before, 1
-  store i32 %after, ptr %slot
+  %slot = getelementptr i64, ptr %counts, i64 %e.wide
+  %before = load i64, ptr %slot
+  %after = add i64 %before, 1
+  store i64 %after, ptr %slot
   %i.next = add i64 %i, 1
   %full = icmp eq i64 %i.next, {GROUP}
   br i1 %full, label %counted, label %word
