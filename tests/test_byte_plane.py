@@ -123,6 +123,14 @@ def test_a_zstd_frame_of_another_size_is_refused(plane: bytes) -> None:
         unpacked(BytePlane(), payload, like)
 
 
+def test_a_frame_that_claims_another_size_is_not_decompressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plane, codec = zstandard.ZstdCompressor().compress(bytes(1 << 20)), BytePlane()
+    monkeypatch.setattr(codec._zstd, "decompress", None)
+    payload = bytearray(len(plane).to_bytes(8, "little").ljust(HEAD_BYTES, b"\0") + plane)
+    with pytest.raises(CodecError, match="1000 bytes, found 1048576"):
+        unpacked(codec, torch.frombuffer(payload, dtype=torch.uint8), torch.ones(1000, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize("lengths", [[500, 1001, 0, 0], [1 << 63, 1 << 63, 500, 1], [1000] * 4, [1000, 1000]])
 def test_lengths_that_do_not_fill_the_payload_are_refused(lengths: list[int]) -> None:
     head = b"".join(n.to_bytes(8, "little") for n in lengths).ljust(HEAD_BYTES, b"\0")
