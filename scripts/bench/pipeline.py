@@ -39,7 +39,7 @@ def check(config: BenchPipelineConfig) -> list[Link]:
     shaped = [link.name for link in links if link.rate is not None]
     if shaped and config.ranks != 2:
         raise ConfigError(
-            f"ranks={config.ranks}: a shaped link joins 2 ranks; leave {', '.join(shaped)} out or take ranks=2"
+            f"ranks={config.ranks}: a shaped link joins 2; leave {', '.join(shaped)} out or take ranks=2"
         )
     if config.cuts is not None and len(config.cuts) != config.ranks - 1:
         raise ConfigError(

@@ -18,7 +18,7 @@ from .links import Link
 PORT = 29400
 """Where rank 0 listens in a network of its own, which has every port free."""
 
-_LAST_WORDS_SECONDS = 5.0
+_LAST_WORDS_SECONDS = 3.0
 """How long the others may take to say what they were waiting for, once a rank has failed."""
 
 
@@ -64,11 +64,11 @@ def _surroundings(link: Link, *, rank: int, ranks: int, port: int) -> dict[str, 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     """Wait for all ranks, or a moment longer than the first failure; return their exit codes, 0 if alive."""
     until = float("inf")
-    while any(process.poll() is None for process in ranks) and time.monotonic() < until:
-        if until == float("inf") and any(process.returncode for process in ranks):
-            until = time.monotonic() + _LAST_WORDS_SECONDS
+    while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < until:
+        if any(codes):
+            until = min(until, time.monotonic() + _LAST_WORDS_SECONDS)
         time.sleep(0.05)
-    return [process.returncode or 0 for process in ranks]
+    return [code or 0 for code in codes]
 
 
 def _free_port() -> int:
