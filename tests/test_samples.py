@@ -202,8 +202,9 @@ def test_fake_images_differ_from_each_other_by_seed_and_split() -> None:
     first = SAMPLES["fake"](num_samples=400, size=8, channels=1)
     other = SAMPLES["fake"](num_samples=400, size=8, channels=1, seed=1)
     images = [
-        next(samples.batches(split, batch_size=100, shuffle=False))[0]
-        for samples, split in ((first, "train"), (first, "test"), (other, "train"))
+        next(first.batches("train", batch_size=100, shuffle=False))[0],
+        next(first.batches("test", batch_size=100, shuffle=False))[0],
+        next(other.batches("train", batch_size=100, shuffle=False))[0],
     ]
     assert len(torch.cat(images).flatten(1).unique(dim=0)) == 300
     assert abs(images[0].mean().item()) < 0.05
