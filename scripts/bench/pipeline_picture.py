@@ -31,7 +31,7 @@ def figure(results: Mapping[str, Any]) -> Figure:
 
     links = list(dict.fromkeys(row["link"] for row in results["rows"]))
     sides = list(dict.fromkeys(map(_side, results["rows"])))
-    made = Figure(figsize=(2.5 + 2.1 * max(2, len(links)), 4.6), layout="constrained")
+    made = Figure(figsize=(4.5 + 2.2 * len(links), 4.6), layout="constrained")
     axes = made.add_subplot()
     for row in results["rows"]:
         _bar(axes, row, group=links.index(row["link"]), sides=sides)

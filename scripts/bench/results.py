@@ -5,6 +5,7 @@ A run is compared with its siblings: the same job with another codec, another sc
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -57,7 +58,12 @@ def penstock(*arguments: str) -> None:
     Raises: subprocess.CalledProcessError: it refused, for the reason it printed.
     """
     command = [sys.executable, "-m", "penstock.scripts.command", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    # A notebook asks programs for colours and bars that redraw themselves; lines read better below a cell.
+    plain = {
+        name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "CLICOLOR_FORCE")
+    }
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, env=plain, check=False, **pipes)
     print(done.stdout, end="")
     done.check_returncode()
 
@@ -124,6 +130,8 @@ def ratios_per_value(run: Run, codecs: Sequence[str], *, num_steps: int) -> dict
 
 def draw_speeds(runs: Sequence[Run]) -> Figure:
     """Samples per second: step by step on the left, medians on the right."""
+    from matplotlib.ticker import MaxNLocator
+
     made, (steps, medians) = _panels(2, size=(11, 3.8), widths=(2, 1))
     for number, run in enumerate(runs):
         first = len(run.steps) - len(run.samples_per_second)
@@ -137,9 +145,10 @@ def draw_speeds(runs: Sequence[Run]) -> Figure:
     steps.legend(frameon=False)
     _name(steps, "Speed, step by step (the first step is left out)", x="step", y="samples per second")
     _name(medians, "Median of the steps", y="samples per second")
+    steps.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (steps, medians):
-        axes.set_ylim(bottom=0)
         axes.margins(y=0.15)
+        axes.set_ylim(bottom=0)
     return made
 
 
