@@ -224,14 +224,19 @@ def test_two_sides_that_do_not_train_the_same_are_refused():
 
 
 class Residual(nn.Module):
-    def __init__(self):
+    """Values that skip over layers, a buffer, and perhaps one layer that is used twice."""
+
+    def __init__(self, *, tied: bool = False):
         super().__init__()
         self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        if tied:
+            self.third = self.first
+        self.register_buffer("shift", torch.randn(4))
 
     def forward(self, x):
-        x = self.first(x)
+        x = self.first(x + self.shift)
         y = self.second(x).relu()
-        return self.third(x + y) * x
+        return self.third(x + y) * x + self.shift
 
 
 def plan_of(model, cuts, x):
@@ -239,14 +244,25 @@ def plan_of(model, cuts, x):
     return penstock.partition(profile, cuts=cuts, micro_batches=2)
 
 
-def test_torchs_stages_have_the_layers_of_the_plan_and_the_bits_of_the_model():
+@pytest.mark.parametrize("cuts", [["first"], ["second"], ["relu"], ["first", "relu", "third"]])
+def test_torchs_stages_have_the_layers_of_the_plan_and_the_bits_of_the_model(cuts):
     model, x = Residual(), torch.randn(3, 4)
+    stages = stages_of(model, plan := plan_of(model, cuts, x))
+    names = [[node.name for node in stage.graph.nodes] for stage in stages]  # pyright: ignore[reportAttributeAccessIssue,reportGeneralTypeIssues]
+    for given, made in zip(plan.stages, names, strict=True):
+        assert [name for name in made if name in given.layers] == list(given.layers)
     values = x
-    for stage in stages_of(model, plan_of(model, ["second"], x)):
+    for stage in stages:
         values = stage(*values) if isinstance(values, tuple) else stage(values)
     assert torch.equal(values.view(torch.int32), model(x).view(torch.int32))
-    with pytest.raises(PlanError, match="torch's stages pass their outputs to the next one alone"):
-        stages_of(model, plan_of(model, ["first", "relu", "third"], x))
+    of_stages = [id(parameter) for stage in stages for parameter in stage.parameters()]
+    assert sorted(of_stages) == sorted(map(id, model.parameters()))
+
+
+def test_a_parameter_of_two_stages_is_refused_on_torchs_side():
+    model, x = Residual(tied=True), torch.randn(3, 4)
+    with pytest.raises(PlanError, match=r"share no parameter, and first\.weight is used"):
+        stages_of(model, plan_of(model, ["relu"], x))
 
 
 # Rows

@@ -4,14 +4,12 @@ Its stages are made from the same trace and hold the same layers as ours, so onl
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.passes.split_module import split_module
+from torch.fx.node import map_arg
 
 from ...compression.errors import PlanError
 from ...pipeline import group
@@ -53,30 +51,54 @@ class Torch1F1B:
 def stages_of(model: nn.Module, plan: Plan) -> list[nn.Module]:
     """Split ``model`` as ``plan`` does, into modules whose outputs are the inputs of the next.
 
-    Raises: PlanError: a stage needs what the one before it does not return, which torch's stages cannot.
+    Args:    model: in train mode; its parameters are not copied.
+    Raises:  PlanError: two stages would share a parameter, whose gradients torch's stages do not add up.
     """
-    stage_of = {layer: number for number, stage in enumerate(plan.stages) for layer in stage.layers}
     traced = fx.symbolic_trace(model)
-    whole = split_module(traced, model, lambda node: stage_of[node.name])
-    calls = [node for node in whole.graph.nodes if node.op == "call_module"]
-    for before, after in pairwise(calls):
-        if [_source(argument) for argument in after.args] != _outputs(whole, before):
-            raise PlanError(
-                f"torch's stages pass their outputs to the next one alone, and the stage behind "
-                f"{plan.cuts[calls.index(before)]} takes others; name another cut with cuts="
-            )
-    return [whole.get_submodule(str(node.target)) for node in calls]
+    stage_of = {layer: number for number, stage in enumerate(plan.stages) for layer in stage.layers}
+    at = {node: stage_of.get(node.name, 0) for node in traced.graph.nodes if node.op != "get_attr"}
+    at[_output(traced)] = plan.num_stages - 1
+    stages = [fx.GraphModule(model, _part(traced, at, number)) for number in range(plan.num_stages)]
+    owner: dict[int, int] = {}
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            if owner.setdefault(id(parameter), number) != number:
+                raise PlanError(
+                    f"torch's stages share no parameter, and {name} is used in stages "
+                    f"{owner[id(parameter)]} and {number}; race with another cut or model"
+                )
+    return list(stages)
 
 
-def _source(argument: Any) -> tuple[fx.Node, int]:
-    """The stage that made an argument, and which of its outputs it is."""
-    if argument.target is operator.getitem:
-        return argument.args[0], argument.args[1]
-    return argument, 0
+def _part(traced: fx.GraphModule, at: Mapping[fx.Node, int], stage: int) -> fx.Graph:
+    """The layers of one stage; what they read of the model itself is read in every stage that needs it."""
+    graph, ours = fx.Graph(), {}
+    for node in _entering(traced, at, stage):
+        ours[node] = graph.placeholder(node.name)
+    for node in traced.graph.nodes:
+        needed = node.op == "get_attr" and any(at[user] == stage for user in node.users)
+        layer = node.op not in ("get_attr", "placeholder", "output") and at[node] == stage
+        if needed or layer:
+            ours[node] = graph.node_copy(node, ours.__getitem__)
+    output = _output(traced)
+    if at[output] == stage:
+        graph.output(map_arg(output.args[0], ours.__getitem__))
+    else:
+        leaving = [ours[node] for node in _entering(traced, at, stage + 1)]
+        graph.output(leaving[0] if len(leaving) == 1 else tuple(leaving))
+    return graph
 
 
-def _outputs(whole: fx.GraphModule, call: fx.Node) -> list[tuple[fx.Node, int]]:
-    inner = whole.get_submodule(str(call.target))
-    assert isinstance(inner, fx.GraphModule), "split_module makes graph modules"
-    returned = next(iter(reversed(inner.graph.nodes))).args[0]
-    return [(call, index) for index in range(len(returned) if isinstance(returned, tuple) else 1)]
+def _entering(traced: fx.GraphModule, at: Mapping[fx.Node, int], stage: int) -> list[fx.Node]:
+    """What a stage receives: made before it and used in it or behind it; the first one takes the inputs."""
+    if stage == 0:
+        return [node for node in traced.graph.nodes if node.op == "placeholder"]
+    return [
+        node
+        for node, made in at.items()
+        if made < stage and any(at[user] >= stage for user in node.users if user in at)
+    ]
+
+
+def _output(traced: fx.GraphModule) -> fx.Node:
+    return next(iter(reversed(traced.graph.nodes)))
