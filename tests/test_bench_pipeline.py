@@ -244,7 +244,7 @@ def plan_of(model, cuts, x):
     return penstock.partition(profile, cuts=cuts, micro_batches=2)
 
 
-@pytest.mark.parametrize("cuts", [["first"], ["second"], ["relu"], ["first", "relu", "third"]])
+@pytest.mark.parametrize("cuts", [["first"], ["second"], ["relu"], ["first", "second", "relu", "third"]])
 def test_torchs_stages_have_the_layers_of_the_plan_and_the_bits_of_the_model(cuts):
     model, x = Residual(), torch.randn(3, 4)
     stages = stages_of(model, plan := plan_of(model, cuts, x))
@@ -395,8 +395,10 @@ def test_every_option_has_its_meaning_in_the_help(capfd):
 
 
 @pytest.mark.ranks
-def test_a_tiny_race_leaves_its_results_and_a_picture(somewhere_else, capfd):
-    link = "loopback" if links.why_not(SHAPED) else "100Mbit"
+@pytest.mark.parametrize("link", ["loopback", pytest.param("100Mbit", marks=pytest.mark.slow)])
+def test_a_tiny_race_leaves_its_results_and_a_picture(link, somewhere_else, capfd):
+    if link != "loopback":
+        shaped_or_skip()
     job = f"model=mlp model.hidden=[16] data=fake data.size=4 data.num_samples=32 links=[{link}] codecs=[raw]"
     job += " extra_in_flight=[1] batch_size=8 micro_batches=2 warmup=1 steps=1 repeats=2 hydra.run.dir=run"
     assert command.run(["bench", "pipeline", *job.split()]) == 0
@@ -417,6 +419,7 @@ def test_a_tiny_race_leaves_its_results_and_a_picture(somewhere_else, capfd):
     for way in ("forward", "backward"):
         assert ours[f"bytes_raw_{way}"] == theirs[f"bytes_raw_{way}"] == theirs[f"bytes_sent_{way}"] > 0
     facts = found["links"][0]
+    assert (facts["link"], facts["shaped"]) == (link, link != "loopback")
     assert abs(facts["first_loss_torch"] - facts["first_loss_penstock"]) < 1e-5
     assert (somewhere_else / "run" / "results.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(os.listdir(somewhere_else / "run")) == ["plan.json", "results.json", "results.png"]

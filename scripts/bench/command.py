@@ -97,7 +97,7 @@ def pipeline(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str
     screen = console.screen(width_of_a_log=WIDTH_OF_A_RACE)
     screen.print(f"{console.short(folder.path)}: {str(plan).splitlines()[0]}", highlight=False)
     results = circumstances("pipeline", typed) | {"threads": config.threads, "job": _job(config, plan)}
-    results |= {"links": [], "rows": []}
+    results |= {"load_before": os.getloadavg(), "links": [], "rows": []}
     for found in bench_pipeline(config, plan, links, folder=folder.path):
         results["links"].append(found["link"])
         results["rows"] += found["rows"]
