@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any
@@ -24,8 +25,14 @@ def wanted(arguments: Sequence[str]) -> bool:
 def text(command: str, schema: type[Any]) -> str:
     """Return the help of a command whose options are the dataclass ``schema``."""
     lines = [f"penstock {command} [KEY=VALUE ...]", ""]
-    lines += [f"{head:<25} {meaning}" for head, meaning in _options(schema)]
+    lines += [_wrapped(f"{head:<25} {meaning}") for head, meaning in _options(schema)]
     return "\n".join([*lines, "", FOOT])
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(
+        line, 118, subsequent_indent=26 * " ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def choices(group: str) -> list[str]:

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from PIL import Image
 from torch.utils.data import TensorDataset
 
 import penstock.conf
 from penstock import ConfigError
 from penstock.pipeline.samples import SAMPLES, Description, Samples, digits
+from penstock.pipeline.samples.image_folder import DEVIATION, MEAN
 from penstock.pipeline.samples.images import Images
 
 
@@ -178,3 +180,96 @@ def test_every_data_set_is_a_choice_of_the_command_line() -> None:
     files = [file for file in folder.glob("*.yaml") if file.stem != "own"]
     chosen = {file.stem: OmegaConf.select(OmegaConf.load(file), "_target_") for file in files}
     assert chosen == {name: f"{load.__module__}.{load.__name__}" for name, load in SAMPLES.items()}
+
+
+def test_fake_images_are_drawn_one_by_one_from_their_numbers() -> None:
+    samples = SAMPLES["fake"](num_samples=9, num_classes=3, size=5, channels=2, seed=4)
+    assert (samples.num_samples("train"), samples.num_samples("test")) == (9, 3)
+    assert samples.describe == Description(num_classes=3, input_shape=(2, 5, 5))
+    inputs, targets = next(samples.batches("train", batch_size=9, shuffle=False))
+    assert (inputs.shape, inputs.dtype, targets.dtype) == ((9, 2, 5, 5), torch.float32, torch.int64)
+    assert set(targets.tolist()) <= {0, 1, 2}
+    torch.manual_seed(99)
+    more = SAMPLES["fake"](num_samples=20, num_classes=3, size=5, channels=2, seed=4)
+    for index in (0, 8):  # however many there are, and whatever else was drawn
+        alone, target = more.train[index]  # pyright: ignore[reportIndexIssue]
+        assert torch.equal(alone.view(torch.int32), inputs[index].view(torch.int32))
+        assert target == targets[index]
+    assert torch.equal(torch.get_rng_state(), torch.manual_seed(99).get_state())
+
+
+def test_fake_images_differ_from_each_other_by_seed_and_split() -> None:
+    first = SAMPLES["fake"](num_samples=400, size=8, channels=1)
+    other = SAMPLES["fake"](num_samples=400, size=8, channels=1, seed=1)
+    images = [
+        next(first.batches("train", batch_size=100, shuffle=False))[0],
+        next(first.batches("test", batch_size=100, shuffle=False))[0],
+        next(other.batches("train", batch_size=100, shuffle=False))[0],
+    ]
+    assert len(torch.cat(images).flatten(1).unique(dim=0)) == 300
+    assert abs(images[0].mean().item()) < 0.05
+    assert abs(images[0].std().item() - 1) < 0.05
+
+
+@pytest.mark.parametrize("option", ["num_samples", "num_classes", "size", "channels", "seed"])
+def test_fake_images_of_no_size_are_refused(option: str) -> None:
+    for value in ("big", 1.5, *([0] if option != "seed" else [])):
+        with pytest.raises(ConfigError, match=f"data.{option}={value} "):
+            SAMPLES["fake"](**{option: value})
+
+
+def image_folder(root: Path, *, test: str = "test") -> Path:
+    """Write three images of two classes for either split: red in cats, blue in dogs."""
+    for split in ("train", test):
+        for name, colour in (("cats/1.png", (255, 0, 0)), ("dogs/1.jpg", (0, 0, 255)), ("dogs/2.png", 0)):
+            file = root / split / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB" if colour else "L", (7, 5), colour).save(file)
+    return root
+
+
+@pytest.mark.parametrize("test", ["test", "val"])
+def test_an_image_folder_is_read_class_by_class(tmp_path: Path, test: str) -> None:
+    samples = SAMPLES["image_folder"](root=str(image_folder(tmp_path, test=test)), size=4)
+    assert samples.describe == Description(num_classes=2, input_shape=(3, 4, 4))
+    for split in ("train", "test"):
+        inputs, targets = next(samples.batches(split, batch_size=3, shuffle=False))
+        assert (inputs.shape, inputs.dtype, inputs.is_contiguous()) == ((3, 3, 4, 4), torch.float32, True)
+        assert (targets.tolist(), targets.dtype) == ([0, 1, 1], torch.int64)
+        mean = torch.tensor(MEAN).view(3, 1, 1)
+        pixels = inputs * torch.tensor(DEVIATION).view(3, 1, 1) + mean
+        assert torch.allclose(pixels[0, :, 0, 0], torch.tensor([1.0, 0.0, 0.0]), atol=1e-6)
+        assert torch.allclose(pixels[1, :, 0, 0], torch.tensor([0.0, 0.0, 1.0]), atol=0.02)  # jpg
+    grey = SAMPLES["image_folder"](root=str(tmp_path), size=2, channels=1)
+    assert next(grey.batches("test", batch_size=2))[0].shape == (2, 1, 2, 2)
+
+
+def test_an_image_folder_that_is_none_says_what_it_must_hold(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.root=/nowhere must hold train/CLASS/\*.png"):
+        SAMPLES["image_folder"](root="/nowhere")
+    root = image_folder(tmp_path)
+    for name, told in (
+        ("train/birds/none.txt", "birds"),  # a class without images
+        ("test/birds/1.txt", "birds"),
+    ):
+        (root / name).parent.mkdir()
+        (root / name).touch()
+        with pytest.raises(ConfigError, match=f"data.root={root} must hold .*{told}") as refused:
+            SAMPLES["image_folder"](root=str(root))
+        assert "\n" not in str(refused.value)
+        (root / name).unlink()
+        (root / name).parent.rmdir()
+    (root / "test" / "dogs").rename(root / "test" / "wolves")
+    with pytest.raises(ConfigError, match="the class dogs in one split only"):
+        SAMPLES["image_folder"](root=str(root))
+    for option, value in (("size", 0), ("channels", 2)):
+        with pytest.raises(ConfigError, match=f"data.{option}={value}"):
+            SAMPLES["image_folder"](root=str(root), **{option: value})
+
+
+@pytest.mark.parametrize("damage", [b"", b"no image", b"\x89PNG\r\n\x1a\n"])
+def test_an_image_that_cannot_be_decoded_is_refused_by_name(tmp_path: Path, damage: bytes) -> None:
+    root = image_folder(tmp_path)
+    (root / "train" / "cats" / "1.png").write_bytes(damage)
+    with pytest.raises(ConfigError, match=f"{root}/train/cats/1.png is not an image that can be read"):
+        next(SAMPLES["image_folder"](root=str(root)).batches("train", batch_size=3))

@@ -10,16 +10,22 @@ import os
 import platform
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ... import __version__
 from ...compression.errors import ConfigError
+from ...conf.bench import BenchPipelineConfig
 from ...conf.schema import BenchCodecsConfig
-from ...pipeline.run_folder import RunFolder, save_json
+from ...pipeline.run_folder import RunFolder, save_json, writing
 from .. import usage
 
+if TYPE_CHECKING:
+    from ...stages.plan import Plan
+
 WIDTH = 140
+WIDTH_OF_A_RACE = 150
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8")
 
 
@@ -37,11 +43,11 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{found}; known are {', '.join(TOPICS)}")
     rest = [argument for argument in arguments if argument != topic]
     if usage.wanted(rest):
-        print(usage.text(f"bench {topic}", BenchCodecsConfig))
+        print(usage.text(f"bench {topic}", TOPICS[topic].schema))
         return 0
     from ..application import run
 
-    return run(f"bench_{topic}", BenchCodecsConfig, TOPICS[topic], arguments=rest)
+    return run(f"bench_{topic}", TOPICS[topic].schema, TOPICS[topic].task, arguments=rest)
 
 
 def codecs(config: BenchCodecsConfig, folder: RunFolder, typed: Sequence[str]) -> None:
@@ -72,17 +78,50 @@ def codecs(config: BenchCodecsConfig, folder: RunFolder, typed: Sequence[str]) -
         repeats=config.repeats,
     )
     results = folder.path / "results.json"
-    save_json(results, circumstances(typed) | {"threads": torch.get_num_threads(), "rows": rows})
+    save_json(results, circumstances("codecs", typed) | {"threads": torch.get_num_threads(), "rows": rows})
     console.screen(width_of_a_log=WIDTH).print(table(rows))
     print(console.short(results))
 
 
-def circumstances(typed: Sequence[str]) -> dict[str, Any]:
+def pipeline(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str]) -> None:
+    """Race our pipeline against torch's own 1F1B over every link; what is done is kept, link by link."""
+    from ...pipeline import console
+    from .pipeline import bench_pipeline, check, plan_of
+    from .pipeline_picture import draw
+    from .pipeline_rows import describe, table
+
+    folder.claim()
+    links = check(config)
+    plan = plan_of(config)
+    plan.save(folder.plan)
+    screen = console.screen(width_of_a_log=WIDTH_OF_A_RACE)
+    screen.print(f"{console.short(folder.path)}: {str(plan).splitlines()[0]}", highlight=False)
+    results = circumstances("pipeline", typed) | {"threads": config.threads, "job": _job(config, plan)}
+    results |= {"load_before": os.getloadavg(), "links": [], "rows": []}
+    for found in bench_pipeline(config, plan, links, folder=folder.path):
+        results["links"].append(found["link"])
+        results["rows"] += found["rows"]
+        save_json(folder.path / "results.json", results)
+        screen.print(describe(found["link"]), highlight=False, soft_wrap=True)
+    with writing(folder.path / "results.png"):
+        draw(results, folder.path / "results.png")
+    screen.print(table(results))
+    for name in ("results.json", "results.png"):
+        print(console.short(folder.path / name))
+
+
+def _job(config: BenchPipelineConfig, plan: Plan) -> dict[str, Any]:
+    model = config.model.get("name") or config.model["_target_"].rpartition(".")[2]
+    names = ("ranks", "batch_size", "micro_batches", "warmup", "repeats", "steps", "seconds", "seed")
+    return {"model": model, "cuts": list(plan.cuts), **{name: getattr(config, name) for name in names}}
+
+
+def circumstances(topic: str, typed: Sequence[str]) -> dict[str, Any]:
     """Return what a number needs beside it: command, hardware, versions, date."""
     import torch
 
     return {
-        "command": shlex.join(["penstock", "bench", "codecs", *typed]),
+        "command": shlex.join(["penstock", "bench", topic, *typed]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "machine": platform.machine()},
         "versions": {
@@ -102,4 +141,15 @@ def _cpu() -> str:
     return next(names, platform.processor() or "unknown")
 
 
-TOPICS: dict[str, Callable[[BenchCodecsConfig, RunFolder, Sequence[str]], None]] = {"codecs": codecs}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topic:
+    """One subject: its options, and what measures it."""
+
+    schema: type[Any]
+    task: Callable[[Any, RunFolder, Sequence[str]], None]
+
+
+TOPICS = {
+    "codecs": Topic(schema=BenchCodecsConfig, task=codecs),
+    "pipeline": Topic(schema=BenchPipelineConfig, task=pipeline),
+}

@@ -1,0 +1,95 @@
+"""Images in folders, one folder a class, as torchvision's ImageFolder reads them: one's own data set.
+
+Files are listed once and decoded when asked for, so a data set may be larger than the memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...compression.errors import ConfigError
+from ..options import check_count, check_known
+from .samples import Description, Samples
+
+if TYPE_CHECKING:
+    from torchvision.datasets import ImageFolder
+
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Of ImageNet's pixels, red, green and blue: what published weights expect."""
+
+_GREY_MEAN, _GREY_DEVIATION = 0.449, 0.226  # the mean of the three
+_TEST_FOLDERS = ("val", "test")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """One split: the files that torchvision listed, decoded, resized and normalised when asked for."""
+
+    folder: ImageFolder
+    size: int
+    channels: int
+
+    def __len__(self) -> int:
+        return len(self.folder)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        path, target = self.folder.samples[index]
+        return self._read(path), torch.tensor(target)
+
+    def _read(self, path: str) -> Tensor:
+        import numpy as np
+        from PIL import Image
+
+        try:
+            with Image.open(path) as file:
+                image = file.convert("RGB" if self.channels == 3 else "L")
+                image = image.resize((self.size, self.size), Image.Resampling.BILINEAR)
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{path} is not an image that can be read ({reason}); remove it") from error
+        pixels = torch.from_numpy(np.array(image)).view(self.size, self.size, self.channels)
+        colour = self.channels == 3
+        mean = torch.tensor(MEAN if colour else [_GREY_MEAN]).view(-1, 1, 1)
+        deviation = torch.tensor(DEVIATION if colour else [_GREY_DEVIATION]).view(-1, 1, 1)
+        return (pixels.permute(2, 0, 1).float() / 255 - mean).div(deviation).contiguous()
+
+
+def load(*, root: str, size: int = 64, channels: int = 3) -> Samples:
+    """Return the images in ``root/train/CLASS`` and ``root/val/CLASS`` (or ``root/test/CLASS``).
+
+    Args:   size: height and width that every image is stretched to; channels: 3 for colours, 1 for grey.
+    Raises: ConfigError: a folder is missing or has no images, or the splits have other classes. When an
+            image is asked for: it cannot be decoded.
+    """
+    check_count(data__size=size)
+    check_known("data.channels", channels, (1, 3))
+    folder = Path(str(root))
+    train = _listed(folder / "train", root=root)
+    names = [name for name in _TEST_FOLDERS if (folder / name).is_dir()]
+    test = _listed(folder / (names or _TEST_FOLDERS)[0], root=root)
+    if train.classes != test.classes:
+        odd = sorted({*train.classes} ^ {*test.classes})
+        raise ConfigError(
+            f"data.root={root} has the class {odd[0]} in one split only; give both splits its images"
+        )
+    return Samples(
+        train=Files(folder=train, size=size, channels=channels),
+        test=Files(folder=test, size=size, channels=channels),
+        describe=Description(num_classes=len(train.classes), input_shape=(channels, size, size)),
+    )
+
+
+def _listed(folder: Path, *, root: str) -> ImageFolder:
+    from torchvision.datasets import ImageFolder
+
+    try:
+        return ImageFolder(str(folder))
+    except OSError as error:  # torchvision's for no folder, no class, a class without images
+        raise ConfigError(
+            f"data.root={root} must hold train/CLASS/*.png and val/CLASS/*.png (or test/), jpg and others as "
+            f"well; {folder} has none: {str(error).splitlines()[0]}"
+        ) from error

@@ -1,0 +1,112 @@
+"""``penstock bench pipeline``: our pipeline against torch's own 1F1B, over loopback and over shaped links.
+
+Same model, cut, micro-batches and optimizer on both sides; only ratios of neighbouring runs are compared,
+since the speed of a machine differs from minute to minute."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...compression.codec import codec_named
+from ...compression.errors import ConfigError, TransportError
+from ...conf.bench import BenchPipelineConfig
+from ...pipeline.launch import check_ranks
+from ...pipeline.train import decide, prepare
+from ...stages.plan import Plan
+from . import race
+from .links import LOOPBACK, Link, joined, parse_link, why_not
+from .pipeline_rows import Measured, link_facts, rows_of
+from .race import Race
+from .start import run_ranks
+from .torch_1f1b import stages_of
+
+AUTO = "auto"
+"""The codec that chooses for itself; what it chooses from has a name of its own."""
+
+
+def check(config: BenchPipelineConfig) -> list[Link]:
+    """Return the links to race on.
+
+    Raises: PenstockError: a codec or a link is not known, or the ranks do not suit them.
+    """
+    for name in config.codecs:
+        if name != AUTO:
+            codec_named(name)
+    links = [parse_link(link, burst=config.burst, delay=config.delay) for link in config.links]
+    shaped = [link.name for link in links if link.rate is not None]
+    if shaped and config.ranks != 2:
+        raise ConfigError(
+            f"ranks={config.ranks}: a shaped link joins 2; leave {', '.join(shaped)} out or take ranks=2"
+        )
+    if config.cuts is not None and len(config.cuts) != config.ranks - 1:
+        raise ConfigError(
+            f"torch's 1F1B runs one stage on each rank: ranks={config.ranks} needs {config.ranks - 1} cuts, "
+            f"found {len(config.cuts)}"
+        )
+    check_ranks(config.ranks)
+    return links
+
+
+def plan_of(config: BenchPipelineConfig) -> Plan:
+    """Make the plan that both sides follow, and fill in the threads of ``config``.
+
+    Raises: PenstockError: the job cannot be planned, or torch's stages cannot be cut so.
+    """
+    from ...pipeline import build
+
+    job = config.job()
+    samples = prepare(job)
+    config.threads = job.threads
+    plan = decide(job, samples)
+    stages_of(build.model(config.model, describe=samples.describe, seed=config.seed), plan)
+    return plan
+
+
+def bench_pipeline(
+    config: BenchPipelineConfig, plan: Plan, links: Sequence[Link], *, folder: Path
+) -> Iterator[dict[str, Any]]:
+    """Race on each of ``links``; yield, link after link, ``{"link": its facts, "rows": its rows}``.
+
+    The loopback device always comes first: without a link that holds it back, raw frames show what the
+    computation alone allows, and every row has this bound beside it. ``folder`` holds ``plan.json``.
+
+    Raises: PenstockError: a rank failed.
+    """
+    contestants = [(codec, extra) for codec in config.codecs for extra in config.extra_in_flight]
+    reference = ("raw", config.extra_in_flight[0])
+    on_loopback = contestants if any(link.rate is None for link in links) else []
+    free = Race(
+        config=config,
+        link=Link(name=LOOPBACK),
+        contestants=list(dict.fromkeys([*on_loopback, reference])),
+    )
+    found = _race(free, folder)
+    bound = found.run(*reference).samples_per_second(config.batch_size)
+    for link in links:
+        if link.rate is None:
+            measured = found
+        elif reason := why_not(link):
+            yield {"link": link_facts(link, why_not=reason), "rows": []}
+            continue
+        else:
+            measured = _race(Race(config=config, link=link, contestants=contestants), folder)
+        rows = rows_of(link.name, measured, contestants, plan=plan, batch_size=config.batch_size, bound=bound)
+        yield {"link": link_facts(link, measured=measured.facts), "rows": rows}
+
+
+def _race(job: Race, folder: Path) -> Measured:
+    """Start the ranks on one link, wait for them, and return what they measured."""
+    told, measured = folder / "race.json", folder / "measured.json"
+    job.save(told)
+    try:
+        with joined(job.link, ranks=job.config.ranks) as ends:
+            run_ranks(race.__name__, [str(folder)], link=job.link, ends=ends, errors=folder / "errors")
+        if not measured.exists():
+            raise TransportError("the ranks ended without a result; look at their output above")
+        return Measured.of(json.loads(measured.read_text()))
+    finally:
+        told.unlink(missing_ok=True)
+        measured.unlink(missing_ok=True)

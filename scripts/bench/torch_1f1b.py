@@ -1,0 +1,104 @@
+"""The other side of the race: torch's own ``PipelineStage`` and ``Schedule1F1B`` on the very same cut.
+
+Its stages are made from the same trace and hold the same layers as ours, so only the pipelines differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
+
+from ...compression.errors import PlanError
+from ...pipeline import group
+from ...stages.plan import Plan
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+class Torch1F1B:
+    """One rank's stage in torch's 1F1B; every rank passes the same arguments and the same batches."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        optimizer: Callable[[Named], torch.optim.Optimizer],
+    ) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        self.rank, self.last = group.rank(), plan.num_ranks - 1
+        module = stages_of(model, plan)[self.rank]
+        stage = PipelineStage(module, self.rank, plan.num_ranks, torch.device("cpu"))
+        self.schedule = Schedule1F1B(stage, plan.micro_batches, loss_fn=loss)
+        self.optimizer = optimizer(module.named_parameters())
+
+    def step(self, inputs: Tensor, targets: Tensor) -> float | None:
+        """Train on one batch; return the mean of its micro-batches' losses on the last rank, else None."""
+        losses: list[Tensor] = []
+        self.optimizer.zero_grad()
+        given = (inputs,) if self.rank == 0 else ()
+        wanted: dict[str, Any] = {"target": targets, "losses": losses} if self.rank == self.last else {}
+        self.schedule.step(*given, **wanted)
+        self.optimizer.step()
+        return float(torch.stack(losses).detach().mean()) if losses else None
+
+
+def stages_of(model: nn.Module, plan: Plan) -> list[nn.Module]:
+    """Split ``model`` as ``plan`` does, into modules whose outputs are the inputs of the next.
+
+    Args:    model: in train mode; its parameters are not copied.
+    Raises:  PlanError: two stages would share a parameter, whose gradients torch's stages do not add up.
+    """
+    traced = fx.symbolic_trace(model)
+    stage_of = {layer: number for number, stage in enumerate(plan.stages) for layer in stage.layers}
+    at = {node: stage_of.get(node.name, 0) for node in traced.graph.nodes if node.op != "get_attr"}
+    at[_output(traced)] = plan.num_stages - 1
+    stages = [fx.GraphModule(model, _part(traced, at, number)) for number in range(plan.num_stages)]
+    owner: dict[int, int] = {}
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            if owner.setdefault(id(parameter), number) != number:
+                raise PlanError(
+                    f"torch's stages share no parameter, and {name} is used in stages "
+                    f"{owner[id(parameter)]} and {number}; race with another cut or model"
+                )
+    return list(stages)
+
+
+def _part(traced: fx.GraphModule, at: Mapping[fx.Node, int], stage: int) -> fx.Graph:
+    """The layers of one stage; what they read of the model itself is read in every stage that needs it."""
+    graph, ours = fx.Graph(), {}
+    for node in _entering(traced, at, stage):
+        ours[node] = graph.placeholder(node.name)
+    for node in traced.graph.nodes:
+        needed = node.op == "get_attr" and any(at[user] == stage for user in node.users)
+        layer = node.op not in ("get_attr", "placeholder", "output") and at[node] == stage
+        if needed or layer:
+            ours[node] = graph.node_copy(node, ours.__getitem__)
+    output = _output(traced)
+    if at[output] == stage:
+        graph.output(map_arg(output.args[0], ours.__getitem__))
+    else:
+        leaving = [ours[node] for node in _entering(traced, at, stage + 1)]
+        graph.output(leaving[0] if len(leaving) == 1 else tuple(leaving))
+    return graph
+
+
+def _entering(traced: fx.GraphModule, at: Mapping[fx.Node, int], stage: int) -> list[fx.Node]:
+    """What a stage receives: made before it and used in it or behind it; the first one takes the inputs."""
+    if stage == 0:
+        return [node for node in traced.graph.nodes if node.op == "placeholder"]
+    return [
+        node
+        for node, made in at.items()
+        if made < stage and any(at[user] >= stage for user in node.users if user in at)
+    ]
+
+
+def _output(traced: fx.GraphModule) -> fx.Node:
+    return next(iter(reversed(traced.graph.nodes)))
