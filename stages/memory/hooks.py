@@ -54,10 +54,8 @@ class Weights:
             return True
         if tensor.untyped_storage()._cdata in self._storages:
             return True
-        if base.is_leaf:  # under autocast, frozen weights are cast outside the graph
-            device = tensor.device.type
-            cast = torch.is_autocast_enabled(device) and tensor.dtype is torch.get_autocast_dtype(device)
-            return cast and tuple(base.shape) in self._shapes
+        if base.is_leaf:  # autocast casts frozen weights outside the graph
+            return tensor.dtype in (torch.bfloat16, torch.float16) and tuple(base.shape) in self._shapes
         return _comes_from_leaf(tensor)
 
 
@@ -125,7 +123,6 @@ class Hooks:
             held = Held(tensor, keeper=self._keeper, before=self._latest())
             record = held.add(tensor, self._layer())
             self._helds[storage._cdata], self._latest = held, weakref.ref(held)
-        self._keeper.offered(held)
         self._took(held)
         return record
 

@@ -1,8 +1,7 @@
 """Host memory as a tier, and the lanes on which bytes come and go beside the computation.
 
 On a GPU a lane is a stream of its own: the computation never waits for what leaves, and for what comes back
-only where it was asked for too late. On a CPU, host memory is where the tensors are: the frames stay where they
-were packed.
+only where it was asked for too late. On a CPU, host memory is where the tensors are: the frames stay.
 Source: claims A6, A9 and A10 of CN115016937A (node to CPU memory and back, packed on the way).
 """
 
@@ -96,7 +95,7 @@ class Slabs(Pool):
 class HostStore(PackedStore):
     """Frames in host memory; those made on a GPU are copied into pinned slabs, and back when asked for.
 
-    Called on a lane (``Lane.aside``), which orders the copies: a slab is written again only after it was read.
+    Called on a lane (``Lane.aside``), which orders the copies: a slab is read before it is written again.
     """
 
     def __init__(self) -> None:

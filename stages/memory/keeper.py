@@ -28,8 +28,9 @@ _WORTH = 16 / 15  # raw bytes per byte of frame from which on it is worth to unp
 class Keeper:
     """One store with its codec, thread and counters.
 
-    ``bytes_raw`` counts the storages that were offered, ``bytes_kept`` what of them stayed in memory (frames,
-    and storages that did not shrink or found no room), ``num_packs`` and ``num_unpacks`` the work done.
+    ``bytes_raw`` counts the storages that were to leave and whose graph still lived when it was their turn,
+    ``bytes_kept`` what of them stayed (frames, and storages that did not shrink or found no room),
+    ``num_packs`` and ``num_unpacks`` the work done.
     """
 
     def __init__(
@@ -58,11 +59,6 @@ class Keeper:
             self._lanes[device] = CudaLane(device) if device.type == "cuda" else CpuLane()
         return self._lanes[device]
 
-    def offered(self, held: Held) -> None:
-        """Count ``held`` as a storage that is to leave."""
-        with self._counting:
-            self.bytes_raw += held.num_bytes
-
     def pack(self, held: Held, frame: Frame | None = None, shrunk: Shrunk | None = None) -> None:
         """Move ``held`` to the store, as ``frame`` if that holds it already, as ``shrunk`` if it is known."""
         flat = held.flat()
@@ -75,8 +71,7 @@ class Keeper:
                 frame = frame.release()
             if frame is None:
                 return self.stays(held)
-            with self._counting:
-                self.bytes_kept += frame.num_bytes
+            self._count(held, frame.num_bytes)
             held.expand = None if shrunk is None else shrunk.expand
             self.store.put(held.key, frame)
         held.leave()
@@ -85,8 +80,7 @@ class Keeper:
 
     def stays(self, held: Held) -> None:
         """Count ``held`` as a storage that stays as it is."""
-        with self._counting:
-            self.bytes_kept += held.num_bytes
+        self._count(held, held.num_bytes)
 
     def unpack(self, held: Held) -> Bytes:
         """Decode the frame of ``held``; the store keeps it, so that a graph can be walked once more."""
@@ -135,6 +129,11 @@ class Keeper:
         buffer = self.pool.take(num_bytes)
         ctypes.memmove(buffer.data_ptr(), self._scratch.data_ptr(), num_bytes)
         return Frame(buffer, num_bytes, self.pool)
+
+    def _count(self, held: Held, kept: int) -> None:
+        with self._counting:
+            self.bytes_raw += held.num_bytes
+            self.bytes_kept += kept
 
     def _fits(self, frame: Frame) -> bool:
         return self.budget is None or self.store.num_bytes + frame.num_bytes <= self.budget

@@ -79,7 +79,7 @@ def offload(
 
     ``with penstock.offload() as saved: loss = model(x).sum()``, then ``loss.backward()`` as ever: also twice
     with retain_graph, and for gradients of gradients. Each storage leaves once, whatever views of it were
-    saved; parameters, casts of them and small tensors stay. Packing runs in a thread of its own, on a GPU also
+    saved; parameters, casts of them and small tensors stay. Packing runs in a thread of its own, and on a GPU
     on a stream of its own.
 
     Args:    tier: "packed" leaves the frames where they were made, and what does not shrink as it is; "host"

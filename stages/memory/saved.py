@@ -1,7 +1,7 @@
 """What a stage's forward saved leaves when the micro-batch has gone on, and is back before its backward.
 
-The program says when: after the forward ``leave``, ahead of the backward ``fetch``, before it ``ready``, after
-it ``drop``. What was packed for the wire, or came packed, is not packed again.
+The program says when: after the forward ``leave``, ahead of the backward ``fetch``, before it ``ready``,
+after it ``drop``. What was packed for the wire, or came packed, is not packed again.
 Source: claims A5, A6 and A8-A10 of CN115016937A (unload after the forward, fetch before the backward).
 """
 
