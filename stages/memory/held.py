@@ -57,6 +57,12 @@ def look(tensor: Tensor, layer: Layer | None) -> Look:
     return Look(layer, tensor.dtype, tuple(tensor.size()), tensor.stride(), start)
 
 
+def place(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor lies: the address of its first element, and the bytes from there to its last."""
+    span = geometry(tuple(tensor.size()), tensor.stride(), tensor.itemsize).span
+    return tensor.data_ptr(), span * tensor.itemsize
+
+
 def empty(dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """No elements; torch.empty itself warns of the complex dtypes that it calls experimental."""
     return torch.empty(0, dtype=torch.uint8, device=device).view(dtype)

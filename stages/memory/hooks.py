@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ...compression.dtypes import DTYPE_NUMBERS
-from ...compression.geometry import geometry
 from ..layers import Layer
-from .held import Held, Record, Untouched
+from .held import Held, Record, Untouched, place
 from .keeper import Keeper
 
 _PART = 8  # a tensor that looks into less than this part of its storage leaves it where it is
@@ -30,12 +29,6 @@ _PASSED_ON = frozenset(
     )
     for number in range(2)
 )  # fmt: skip
-
-
-def place(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor lies: the address of its first element, and the bytes from there to its last."""
-    span = geometry(tuple(tensor.size()), tensor.stride(), tensor.itemsize).span
-    return tensor.data_ptr(), span * tensor.itemsize
 
 
 class Weights:

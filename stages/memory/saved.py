@@ -50,6 +50,9 @@ class Resident:
     def drop(self, micro_batch: int) -> None:
         """Autograd drops it."""
 
+    def wait(self) -> None:
+        """Nothing is on its way."""
+
     def close(self) -> None:
         """There is no thread."""
 
