@@ -448,3 +448,16 @@ def test_a_small_part_of_a_large_storage_does_not_take_it_along():
 def test_wrong_settings_are_refused(settings, error, words):
     with pytest.raises(error, match=words):
         offload(**settings)
+
+
+def example():
+    from penstock.scripts.examples.pipeline_stage import compare
+
+    saved = compare()
+    return saved.bytes_raw, saved.bytes_kept
+
+
+@pytest.mark.ranks
+def test_the_example_with_torch_s_own_pipeline(ranks):
+    for raw, kept in ranks.run(example, ranks=2):
+        assert raw > kept > 0
