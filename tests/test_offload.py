@@ -450,6 +450,36 @@ def test_wrong_settings_are_refused(settings, error, words):
         offload(**settings)
 
 
+def test_a_block_inside_itself_is_refused_another_one_is_not():
+    x = zeros_and_ones(1 << 16)
+    with offload() as outer, offload() as inner:
+        y = (x * 2).square()
+        with pytest.raises(StageError, match="entered once at a time"):
+            outer.__enter__()
+    y.sum().backward()
+    assert (outer.num_packs, inner.num_packs) == (0, 1)
+    with outer:
+        y = (x * 2).square()
+    assert outer.num_packs == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("codec", ["raw", "zero_value"])
+@pytest.mark.parametrize("tier", ["packed", "host"])
+def test_on_a_gpu(tier, codec):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(6)]).cuda()
+    x, found = torch.randn(512, 512, device="cuda"), []
+    for block in (contextlib.nullcontext(), offload(tier, codec=codec)):
+        for _ in range(3):
+            model.zero_grad()
+            with block:
+                loss = model(x).square().sum()
+            loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
 def example():
     from penstock.scripts.examples.pipeline_stage import compare
 

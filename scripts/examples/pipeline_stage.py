@@ -8,7 +8,9 @@ the saved tensors of every micro-batch packed until its backward, and compares a
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -37,8 +39,13 @@ def gradients(
     """One step of 1F1B: the gradients of this rank's stage; ``saved`` is entered around every forward."""
     rank = dist.get_rank()
     stage = PipelineStage(module, rank, dist.get_world_size(), torch.device("cpu"))
-    if saved is not None:
-        stage.register_forward_context(lambda info: saved)
+
+    @contextlib.contextmanager
+    def packed(info: object) -> Iterator[None]:
+        with saved or contextlib.nullcontext():
+            yield
+
+    stage.register_forward_context(packed)
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=nn.functional.cross_entropy)
     if rank == 0:
         schedule.step(images)

@@ -182,24 +182,29 @@ class Held:
         return Look(None, dtype, (self.num_bytes // dtype.itemsize,), (1,), 0).into(found)
 
     def leave(self) -> None:
-        """Let go of the bytes: a frame in the store has them."""
+        """Let go of the bytes, unless they are asked for again: a frame in the store has them."""
         with self._lock:
-            self.left, self.bytes = True, None
+            self.left = True
+            if not self.expected:
+                self.bytes = None
 
     def bring(self) -> Bytes:
         """The bytes, in memory until every tensor that looks into them was asked for once more."""
         with self._lock:
-            if self.bytes is None:
-                self.bytes = self._again() or self.keeper.unpack(self)
-                self._last = StorageWeakRef(self.bytes.storage), self.bytes.origin
-            return self.bytes
+            return self._bring()
+
+    def bring_ahead(self) -> None:
+        """The same where they are still expected: they may have been used and let go of meanwhile."""
+        with self._lock:
+            if self.expected:
+                self._bring()
 
     def ask(self, number: int) -> Tensor:
         """The saved tensor ``number``; what was saved shortly before is brought back meanwhile."""
         if self.dropped:
             raise StageError("a micro-batch has one backward, its saved tensors were dropped after it")
-        found = self.bring()
         self.keeper.ahead(self)
+        found = self.bring()
         with self._lock:
             self.expected = False
             self._wanted.discard(number)
@@ -209,6 +214,12 @@ class Held:
         tensor = self.looks[number].into(found)
         self.keeper.lane(tensor.device).use(tensor)
         return tensor
+
+    def _bring(self) -> Bytes:
+        if self.bytes is None:
+            self.bytes = self._again() or self.keeper.unpack(self)
+            self._last = StorageWeakRef(self.bytes.storage), self.bytes.origin
+        return self.bytes
 
     def _again(self) -> Bytes | None:
         """The bytes as they were last in memory, if anybody still has them."""

@@ -25,7 +25,7 @@ _PASSED_ON = frozenset(
     f"{name}Backward{number}"
     for name in (
         "ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided",
-        "Expand", "Squeeze", "Unsqueeze", "Slice", "Select", "Split", "Unbind", "Unflatten",
+        "Expand", "Squeeze", "Unsqueeze", "Slice", "Select", "Split", "SplitWithSizes", "Unbind", "Unflatten",
     )
     for number in range(2)
 )  # fmt: skip

@@ -141,5 +141,5 @@ class Keeper:
 
 def _bring(reference: weakref.ref[Held]) -> None:
     held = reference()
-    if held is not None and held.expected:
-        held.bring()
+    if held is not None:
+        held.bring_ahead()

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from torch import Tensor, nn
 
-from ...compression.errors import ConfigError
+from ...compression.errors import ConfigError, StageError
 from ..units import parse_bytes
 from .held import Held
 from .hooks import Hooks, Weights
@@ -29,18 +29,25 @@ class Offload:
     def __init__(self, keeper: Keeper, hooks: Hooks) -> None:
         """Made by ``offload``."""
         self._keeper, self._hooks = keeper, hooks
-        self._blocks = contextlib.ExitStack()
+        self._block: contextlib.AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Offload:
         """From here on, what autograd saves leaves; one block at a time."""
-        self._blocks.enter_context(self._hooks.entered())
+        if self._block is not None:
+            raise StageError(
+                "an offload is entered once at a time, found it entered; make another one inside"
+            )
+        self._block = self._hooks.entered()
+        self._block.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Wait until all of it has left, and end the thread; raises what the thread raised."""
-        self._blocks.close()
+        assert self._block is not None, "a block is left after it was entered"
+        block, self._block = self._block, None
+        block.__exit__(kind, error, trace)
         self._keeper.close()
         if error is None:
             self._keeper.worker.check()

@@ -109,6 +109,7 @@ class Saved:
         """
         self.layer: Layer | None = None  # which runs now: set before each
         self._keep, self._min_bytes, self._known = list(keep), min_bytes, Known(modules)
+        self._weights = Weights(self._keep)
         self._keeper = Keeper(store, codec=codec, pool=Pool(), num_ahead=0)
         self._forwards: dict[int, _Forward] = {}
 
@@ -122,7 +123,8 @@ class Saved:
                  no layer wrote to.
                  keep: tied parameters of other stages among them."""
         run = self._forwards[micro_batch] = _Forward(entered)
-        weights = Weights([*self._keep, *keep])
+        more = list(keep)
+        weights = Weights([*self._keep, *more]) if more else self._weights
         hooks = Hooks(
             self._keeper,
             weights=weights,
@@ -156,13 +158,16 @@ class Saved:
 
     def fetch(self, micro_batch: int) -> None:
         """Begin to bring back what ``micro_batch`` saved, last saved first; returns at once."""
-        for held in reversed(self._forwards[micro_batch].alive()):
+        for held in self._forwards[micro_batch].alive():
             held.expected = True
         self._keeper.worker.urge(functools.partial(self._bring, micro_batch))
 
     def ready(self, micro_batch: int) -> None:
         """Wait until everything that ``micro_batch`` saved is in memory; raises what the thread raised."""
-        for held in reversed(self._forwards[micro_batch].alive()):
+        helds = self._forwards[micro_batch].alive()
+        for held in helds:
+            held.expected = True  # what has not left yet need not
+        for held in reversed(helds):
             held.bring()
         self._keeper.worker.check()
 
@@ -224,8 +229,7 @@ class Saved:
     def _bring(self, micro_batch: int) -> None:
         run = self._forwards.get(micro_batch)
         for held in reversed(run.alive() if run is not None else []):
-            if held.expected:  # else it was used and let go of meanwhile
-                held.bring()
+            held.bring_ahead()
 
 
 def _is_whole(frame: Frame) -> bool:
