@@ -1,0 +1,1 @@
+"""Short programs that use Penstock's parts in other people's loops."""

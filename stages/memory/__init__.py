@@ -1,0 +1,1 @@
+"""What a stage keeps between a forward and its backward, and where."""

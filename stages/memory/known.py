@@ -1,0 +1,243 @@
+"""What the graph knows of a saved storage that its bytes do not tell: who will read it, and how much of it.
+
+From the set of layers that saved a storage follows what their backwards read. Every form is lossless for
+those readers, and off wherever the layers do not prove it:
+
+    saved by ReLU (its result) and max-pools (their input, for its shape)    one bit per element
+    saved by max-pools alone                                                 nothing
+    indices of a max-pool                   places inside the window, 2 or 4 bits; checked exactly
+    noise of a dropout                      two words and one bit per element; checked exactly
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from ...compression.geometry import geometry
+from ..layers import Layer
+from .held import Bytes, Look, new_bytes
+
+_MODULES: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.MaxPool2d: "pool", nn.Dropout: "dropout"}
+_CALLS: dict[Any, str] = {
+    F.relu: "relu", torch.relu: "relu", torch.relu_: "relu", "relu": "relu", "relu_": "relu",
+    F.max_pool2d: "pool", torch.max_pool2d: "pool",
+    F.dropout: "dropout", torch.dropout: "dropout",
+}  # fmt: skip
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Shrunk(NamedTuple):
+    """What stands for a storage: one row of fewer bytes, and how they become the storage again."""
+
+    tensor: Tensor
+    expand: Callable[[Tensor], Bytes]
+
+
+class Window(NamedTuple):
+    """The window of a max-pool: (height, width) each."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+
+class Known:
+    """What the layers of one stage prove; ``modules`` are those that its layers call, by their path."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        """Nothing is looked up before a layer saves something."""
+        self._modules = modules
+
+    def kind(self, layer: Layer | None) -> str:
+        """``"relu"``, ``"pool"``, ``"dropout"``, or "" where a layer proves nothing."""
+        if layer is None or layer.node.op == "get_attr":
+            return ""
+        if layer.node.op != "call_module":
+            return _CALLS.get(layer.node.target, "")
+        module = self._modules[str(layer.node.target)]
+        return "" if _hooked(module) else _MODULES.get(type(module), "")
+
+    def shrink(
+        self, flat: Tensor, looks: Sequence[Look], inputs: Mapping[fx.Node, tuple[int, ...]]
+    ) -> Shrunk | None:
+        """A smaller form of the storage ``flat`` that ``looks`` see, or None.
+
+        Args:    flat: the whole storage, in the dtype of its first look.
+                 inputs: what size the input of a max-pool had, by the pool's node."""
+        kinds = {self.kind(look.layer) for look in looks}
+        if not flat.is_cpu or not flat.numel() or {look.dtype for look in looks} != {flat.dtype}:
+            return None
+        if kinds == {"pool"} and flat.dtype is torch.int64:
+            return self._window_local(flat, looks, inputs)
+        if not flat.is_floating_point():
+            return None
+        if kinds == {"pool"}:
+            return shape_alone(flat)
+        if "relu" in kinds and kinds <= {"relu", "pool"}:
+            return signs(flat)
+        return two_words(flat) if kinds == {"dropout"} else None
+
+    def _window_local(
+        self, flat: Tensor, looks: Sequence[Look], inputs: Mapping[fx.Node, tuple[int, ...]]
+    ) -> Shrunk | None:
+        layer = looks[0].layer
+        assert layer is not None, "only a layer is a pool"
+        same = {look.layer.node for look in looks if look.layer is not None} == {layer.node}
+        window = window_of(layer, self._modules)
+        if not same or window is None or layer.node not in inputs:
+            return None
+        return window_local(flat, looks[0], window, inputs[layer.node][-1])
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether other code runs when ``module`` does, which may save what the module's own class does not."""
+    everywhere = nn.modules.module
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+    )
+
+
+def window_of(layer: Layer, modules: Mapping[str, nn.Module]) -> Window | None:
+    """The window of a max-pool layer; None where it is not written down as plain numbers."""
+    names = ("kernel_size", "stride", "padding", "dilation")
+    if layer.node.op == "call_module":
+        module = modules[str(layer.node.target)]
+        found = {name: getattr(module, name) for name in names}
+    else:
+        found = {"stride": None, "padding": 0, "dilation": 1}
+        found |= dict(zip(names, layer.node.args[1:5], strict=False))
+        found |= {name: layer.node.kwargs[name] for name in names if name in layer.node.kwargs}
+    found["stride"] = found.get("stride") or found.get(
+        "kernel_size"
+    )  # torch takes None and () for the kernel
+    pairs = [(n, n) if isinstance(n := found.get(name), int) else n for name in names]
+    plain = all(
+        isinstance(p, tuple | list) and len(p) in (1, 2) and all(type(n) is int for n in p) for p in pairs
+    )
+    return Window(*((p[0], p[-1]) for p in pairs)) if plain else None  # type: ignore[index]
+
+
+def signs(flat: Tensor) -> Shrunk:
+    """One bit per element: whether ReLU's backward lets the gradient through: not (x <= 0), so NaN does."""
+    bits = torch.from_numpy(np.packbits((flat <= 0).logical_not_().numpy(), bitorder="little"))
+    expand = functools.partial(_from_signs, flat.numel(), flat.dtype, flat.data_ptr() % 64)
+    return Shrunk(bits, expand)
+
+
+def _from_signs(num_elements: int, dtype: torch.dtype, address: int, bits: Tensor) -> Bytes:
+    """1.0 for every set bit, 0.0 for the others."""
+    found, flat = _row(num_elements, dtype, address)
+    flat.copy_(_unpacked(bits, num_elements))
+    return found
+
+
+def shape_alone(flat: Tensor) -> Shrunk:
+    """Nothing: a max-pool's backward goes by its indices, and reads no value of its input."""
+    return Shrunk(flat[:0].view(torch.uint8), functools.partial(_zeros, flat.nbytes, flat.data_ptr() % 64))
+
+
+def _zeros(num_bytes: int, address: int, nothing: Tensor) -> Bytes:
+    """Zeros, in pages that the system gives out when they are first touched: never."""
+    storage = torch.zeros(num_bytes + 64, dtype=torch.uint8).untyped_storage()
+    return Bytes(storage, (address - storage.data_ptr()) % 64)
+
+
+def two_words(flat: Tensor) -> Shrunk | None:
+    """Two different words and which of them stands where; None if there are more."""
+    words = flat.view(_WORDS[flat.itemsize])
+    low, high = words.aminmax()
+    is_high = words == high
+    if not (is_high | (words == low)).all():
+        return None
+    bits = torch.from_numpy(np.packbits(is_high.numpy(), bitorder="little"))
+    pair = (low.clone(), high.clone(), flat.data_ptr() % 64)
+    return Shrunk(bits, functools.partial(_from_two_words, flat.numel(), *pair))
+
+
+def _from_two_words(num_elements: int, low: Tensor, high: Tensor, address: int, bits: Tensor) -> Bytes:
+    found, words = _row(num_elements, low.dtype, address)
+    words.copy_(torch.where(_unpacked(bits, num_elements).view(torch.bool), high, low))
+    return found
+
+
+def window_local(indices: Tensor, look: Look, window: Window, width: int) -> Shrunk | None:
+    """Places inside the window for the int64 ``indices`` of a max-pool over rows of ``width`` elements.
+
+    Returns: 2 bits per index for up to 4 places, 4 bits for up to 16, else 8; None unless they come back
+             exactly (checked), and the indices fill their storage."""
+    geo = geometry(look.size, look.stride, look.dtype.itemsize)
+    num_places = window.kernel[0] * window.kernel[1]
+    if look.start or geo.num_elements != indices.numel() or geo.order != "dense" or num_places > 255:
+        return None
+    bits = next(bits for bits in (2, 4, 8) if num_places <= 1 << bits)
+    corners, steps = _corners(look.size, window, width), _steps(window, width)
+    from_corner = indices.as_strided(look.size, look.stride) - corners
+    least, most = (int(n) for n in from_corner.aminmax())
+    if least < 0 or most > int(steps.max()):
+        return None
+    table = torch.zeros(int(steps.max()) + 1, dtype=torch.uint8)
+    table[steps] = torch.arange(num_places, dtype=torch.uint8)
+    places = torch.empty_strided(look.size, look.stride, dtype=torch.uint8)
+    places.copy_(table[from_corner])
+    packed = _nibbles(places.as_strided(indices.shape, (1,)), bits)
+    expand = functools.partial(_from_places, look, window, width, bits, indices.data_ptr() % 64)
+    found = expand(packed)
+    again = look._replace(size=tuple(indices.shape), stride=(1,)).into(found)
+    return Shrunk(packed, expand) if torch.equal(again, indices) else None
+
+
+def _corners(size: Sequence[int], window: Window, width: int) -> Tensor:
+    """The index where the window of every output begins, shape (height, width) of the output."""
+    rows = torch.arange(size[-2]) * window.stride[0] - window.padding[0]
+    columns = torch.arange(size[-1]) * window.stride[1] - window.padding[1]
+    return rows[:, None] * width + columns
+
+
+def _steps(window: Window, width: int) -> Tensor:
+    """From the corner of a window to each of its places, in index steps."""
+    rows = torch.arange(window.kernel[0]) * window.dilation[0] * width
+    return (rows[:, None] + torch.arange(window.kernel[1]) * window.dilation[1]).flatten()
+
+
+def _from_places(look: Look, window: Window, width: int, bits: int, address: int, packed: Tensor) -> Bytes:
+    num_elements = torch.Size(look.size).numel()
+    places = _from_nibbles(packed, bits, num_elements).as_strided(look.size, look.stride)
+    found = new_bytes(num_elements * 8, address)
+    look.into(found).copy_(_steps(window, width)[places.int()] + _corners(look.size, window, width))
+    return found
+
+
+def _nibbles(places: Tensor, bits: int) -> Tensor:
+    """Bytes that hold 8 / ``bits`` of the small numbers ``places`` each, the first one lowest."""
+    per_byte = 8 // bits
+    rows = F.pad(places, (0, -places.numel() % per_byte)).view(-1, per_byte)
+    packed = rows[:, 0].clone()
+    for k in range(1, per_byte):
+        packed |= rows[:, k] << (bits * k)
+    return packed
+
+
+def _from_nibbles(packed: Tensor, bits: int, num_places: int) -> Tensor:
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    return ((packed[:, None] >> shifts) & ((1 << bits) - 1)).flatten()[:num_places]
+
+
+def _unpacked(bits: Tensor, num_elements: int) -> Tensor:
+    return torch.from_numpy(np.unpackbits(bits.numpy(), count=num_elements, bitorder="little"))
+
+
+def _row(num_elements: int, dtype: torch.dtype, address: int) -> tuple[Bytes, Tensor]:
+    """New memory for a row of elements that begins at ``address`` mod 64."""
+    found = new_bytes(num_elements * dtype.itemsize, address)
+    return found, Look(None, dtype, (num_elements,), (1,), 0).into(found)

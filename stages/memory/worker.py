@@ -1,0 +1,94 @@
+"""One named thread that packs and brings back, in the order in which it was asked.
+
+The training thread goes on with the next layer meanwhile; the codecs' kernels run without Python's lock.
+Source: claim 2 of CN110032450B (a training thread and a memory thread that share one queue).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+Task = Callable[[], None]
+
+
+class Worker:
+    """A thread that starts with the first task and ends when it was idle for a while, or by ``close``.
+
+    A backward may come long after its forward, or never: nobody would be there to end a thread that waits.
+    """
+
+    def __init__(self, name: str, *, depth: int = 8, idle_seconds: float = 0.1) -> None:
+        """At most ``depth`` tasks wait; what they are about is still held, so the queue bounds memory too."""
+        self.name, self._depth, self._idle_seconds = name, depth, idle_seconds
+        self._changed = threading.Condition()
+        self._tasks: deque[Task] = deque()
+        self._thread: threading.Thread | None = None
+        self._busy = self._closing = False
+        self._error: BaseException | None = None
+
+    def submit(self, task: Task) -> None:
+        """Queue ``task``; waits while the queue is full."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._tasks) < self._depth)
+            self._put(task)
+
+    def offer(self, task: Task) -> None:
+        """Queue ``task`` if there is room: for what is only done ahead of its time."""
+        with self._changed:
+            if len(self._tasks) < self._depth:
+                self._put(task)
+
+    def urge(self, task: Task) -> None:
+        """Put ``task`` before all others, whether there is room or not."""
+        with self._changed:
+            self._put(task, first=True)
+
+    def check(self) -> None:
+        """Raise again what a task raised."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def drain(self) -> None:
+        """Wait until nothing is queued or running, then ``check``."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._tasks and not self._busy)
+        self.check()
+
+    def close(self) -> None:
+        """Do what is queued, and end the thread; a later task starts another."""
+        with self._changed:
+            thread, self._closing = self._thread, True
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join()
+        with self._changed:
+            self._closing = False
+
+    def _put(self, task: Task, *, first: bool = False) -> None:
+        self._tasks.insert(0 if first else len(self._tasks), task)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self.name)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _next(self) -> Task | None:
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._tasks or self._closing, timeout=self._idle_seconds)
+            if not self._tasks:
+                self._thread = None
+                return None
+            self._busy = True
+            return self._tasks.popleft()
+
+    def _work(self) -> None:
+        while (task := self._next()) is not None:
+            try:
+                task()
+            except BaseException as error:  # raised again by whoever waits
+                self._error = self._error or error
+            del task  # it holds what it was about

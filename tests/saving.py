@@ -1,0 +1,61 @@
+"""A stage reduced to what its saved tensors need: layers that run one by one, and nothing else."""
+
+import torch
+from torch import fx
+
+from penstock.stages.layers import Layer, Parts, run_layer
+from penstock.stages.memory.saved import Resident, Saved
+from penstock.stages.memory.store import PackedStore
+
+
+class Net:
+    """A traced model as layers; ``run`` forgets every value with its last reader, as a stage does."""
+
+    def __init__(self, model):
+        self.model, self.trace = model, fx.symbolic_trace(model)
+        self.parts = Parts(dict(self.trace.named_modules()), dict(self.trace.named_parameters()))
+        nodes = list(self.trace.graph.nodes)
+        self.input, self.output = nodes[0], nodes[-1].args[0]
+        self.layers = [Layer(node=node, module="") for node in nodes[1:-1]]
+
+    def run(self, x, saved, *, knows=True):
+        env = {self.input: x}
+        del x
+        last = {node: layer.node for layer in self.layers for node in layer.node.all_input_nodes}
+        for layer in self.layers:
+            saved.layer = layer if knows else None
+            env[layer.node] = run_layer(layer, env, self.parts)
+            for node in [node for node in env if last.get(node) is layer.node]:
+                del env[node]
+        return env[self.output]
+
+
+def saved_for(net, *, store=None, codec="zero_value", min_bytes=1):
+    """What keeps the saved tensors of ``net``."""
+    return Saved(
+        PackedStore() if store is None else store,
+        keep=[*net.model.parameters(), *net.model.buffers()],
+        codec=codec,
+        min_bytes=min_bytes,
+        modules=net.parts.modules,
+    )
+
+
+def gradients(net, x, settings, *, knows=True):
+    """One forward and backward: output and gradients, and what kept the saved tensors (None: autograd)."""
+    saved = Resident() if settings is None else saved_for(net, **settings)
+    net.model.zero_grad()
+    torch.manual_seed(7)
+    with saved.forward(0, [x]):
+        out = net.run(x.clone(), saved, knows=knows)
+    saved.leave(0, {})
+    saved.wait()
+    edge, result = torch.autograd.graph.get_gradient_edge(out), out.detach().clone()
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    del out
+    saved.fetch(0)
+    saved.ready(0)
+    torch.autograd.backward([edge], [weight])
+    saved.drop(0)
+    saved.close()
+    return [result, *(p.grad.clone() for p in net.model.parameters())], saved

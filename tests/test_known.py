@@ -1,0 +1,197 @@
+"""What the graph knows: one-bit ReLUs, window-local pool indices, dropout masks; the same gradients."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import same_bits
+from saving import Net, gradients
+from torch import nn
+
+from penstock.stages.memory import known
+from penstock.stages.memory.held import Look, look
+from penstock.stages.memory.known import Window, signs, two_words, window_local
+
+
+class Planted(nn.Module):
+    """Multiplies by a weight per element, so that every NaN and zero of its input meets the next layer."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        weight = torch.randn(shape)
+        flat = weight.view(-1)
+        for k, value in enumerate((0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-42, -1e-42)):
+            flat[k::29] = value
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def bn_net():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, 1),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.4),
+        nn.Flatten(),
+        nn.Linear(8 * 16, 32),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Linear(32, 5),
+    )
+
+
+def planted_net():
+    return nn.Sequential(
+        Planted(3, 18, 18),
+        nn.ReLU(),
+        nn.MaxPool2d(2, 2),
+        Planted(3, 9, 9),
+        nn.ReLU(),
+        Planted(3, 9, 9),
+        nn.MaxPool2d((2, 3), (1, 2), (1, 0), (2, 1), ceil_mode=True),
+        nn.ReLU(),
+        nn.Flatten(),
+    )
+
+
+class Functions(nn.Module):
+    """The same layers called as functions and methods; a ReLU whose result has another reader."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.conv(x))
+        x = F.max_pool2d(x, kernel_size=2, stride=1)
+        y = x.relu()
+        x = F.dropout(F.relu(y * 2), 0.5, True)
+        return torch.max_pool2d(x, 3) + F.avg_pool2d(y, 3, padding=1)[..., :4, :4]
+
+
+NETS = {"bn": (bn_net, 16), "planted": (planted_net, 18), "functions": (Functions, 16)}
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("setting", ["plain", "channels_last", "bfloat16"])
+def test_the_gradients_are_the_same(name, setting):
+    make, side = NETS[name]
+    x = torch.randn(4, 3, side, side)
+    model = make()
+    if setting == "channels_last":
+        x, model = x.to(memory_format=torch.channels_last), model.to(memory_format=torch.channels_last)
+    if setting == "bfloat16":
+        x, model = x.bfloat16(), model.bfloat16()
+    expected, _ = gradients(Net(model), x, None)
+    for knows in (True, False):
+        found, saved = gradients(Net(model), x, {}, knows=knows)
+        assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
+        assert saved.num_unpacks > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "most"),
+    [
+        ([nn.ReLU()], 1 / 32),
+        ([nn.ReLU(), nn.MaxPool2d(2)], 1 / 32 + 2 / 32 / 4),
+        ([nn.MaxPool2d(2)], 2 / 32 / 4),
+        ([nn.MaxPool2d(3, 1, 1)], 4 / 32),
+        ([nn.Dropout(0.5)], 1 / 32),
+    ],
+    ids=str,
+)
+def test_what_each_form_keeps(model, most):
+    """Of the float32 input of 4,096 x 16 bytes each, headers of 128 bytes aside."""
+    net = Net(nn.Sequential(Planted(1, 64, 64), *model))
+    _, saved = gradients(net, torch.randn(16, 1, 64, 64), {})
+    first = 16 * 64 * 64 * 4  # the input itself, saved for the weight
+    assert saved.bytes_kept - first <= most * first + 5 * 192
+
+
+def test_nothing_is_known_where_another_layer_reads():
+    class Square(nn.Module):
+        def forward(self, x):
+            return x * x
+
+    _, alone = gradients(Net(nn.Sequential(Planted(64, 64), nn.ReLU())), torch.ones(4, 64, 64), {})
+    _, read = gradients(Net(nn.Sequential(Planted(64, 64), nn.ReLU(), Square())), torch.ones(4, 64, 64), {})
+    assert read.bytes_kept > alone.bytes_kept + 4 * 64 * 64
+
+
+def test_a_hooked_layer_proves_nothing():
+    def net(hook):
+        torch.manual_seed(1)
+        model = nn.Sequential(Planted(64, 64), nn.ReLU())
+        model[1].register_forward_hook(hook)
+        return Net(model)
+
+    x = torch.randn(4, 64, 64)
+    expected, _ = gradients(net(lambda _, args, y: y * y), x, None)
+    found, _ = gradients(net(lambda _, args, y: y * y), x, {})
+    assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "padding"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), ((2, 3), 1), (4, (1, 2)), (5, 2)]
+)
+@pytest.mark.parametrize("stride", [1, 2, (3, 1)])
+@pytest.mark.parametrize("dilation", [1, (2, 1)])
+def test_window_local_indices_come_back(kernel, stride, padding, dilation):
+    pool = nn.MaxPool2d(kernel, stride, padding, dilation, return_indices=True)
+    window = Window(*((n, n) if isinstance(n, int) else n for n in (kernel, stride, padding, dilation)))
+    for ceil, layout in itertools.product((False, True), (torch.contiguous_format, torch.channels_last)):
+        pool.ceil_mode = ceil
+        _, indices = pool(torch.randn(2, 3, 13, 11).to(memory_format=layout))
+        flat = indices.as_strided((indices.numel(),), (1,))
+        shrunk = window_local(flat, look(indices, None), window, 11)
+        assert shrunk is not None
+        bits = 2 if window.kernel[0] * window.kernel[1] <= 4 else 4 if kernel != 5 else 8
+        assert shrunk.tensor.nbytes == -(-indices.numel() * bits // 8)
+        assert same_bits(look(indices, None).into(shrunk.expand(shrunk.tensor)), indices)
+
+
+def test_indices_of_another_width_are_not_taken():
+    indices = F.max_pool2d_with_indices(torch.randn(2, 3, 12, 12), 2)[1]
+    window = Window((2, 2), (2, 2), (0, 0), (1, 1))
+    assert window_local(indices.view(-1), look(indices, None), window, 11) is None
+    indices[0, 0, 0, 0] += 2
+    assert window_local(indices.view(-1), look(indices, None), window, 12) is None
+
+
+def slow_signs(flat):
+    return torch.tensor([0.0 if value <= 0 else 1.0 for value in flat.tolist()], dtype=flat.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [1, 7, 8, 65])
+def test_one_bit_per_element_is_what_its_slow_twin_says(dtype, count):
+    special = torch.tensor([0.0, -0.0, 1.0, -1.0, float("nan"), float("inf"), -float("inf"), 1e-42, -1e-42])
+    flat = special.to(dtype).repeat(8)[:count]
+    shrunk = signs(flat)
+    assert shrunk.tensor.nbytes == -(-count // 8)
+    row = Look(None, dtype, (count,), (1,), 0)
+    assert same_bits(row.into(shrunk.expand(shrunk.tensor)), slow_signs(flat))
+
+
+def test_two_words_come_back_and_three_are_not_taken():
+    for a, b, dtype in ((0.0, 2.5, torch.float32), (-0.0, 0.0, torch.float64), (1.0, 1.0, torch.bfloat16)):
+        flat = torch.where(torch.randn(77) > 0, a, b).to(dtype)
+        shrunk = two_words(flat)
+        assert same_bits(look(flat, None).into(shrunk.expand(shrunk.tensor)), flat)
+    assert two_words(torch.tensor([0.0, 1.0, 2.0])) is None
+    assert two_words(torch.tensor([0.0, -0.0, 1.0])) is None
+
+
+def test_a_call_with_a_window_that_is_no_number_proves_nothing():
+    net = Net(nn.Sequential(nn.MaxPool2d(2)))
+    layer = net.layers[0]
+    assert known.window_of(layer, net.parts.modules) == Window((2, 2), (2, 2), (0, 0), (1, 1))
+    net.parts.modules["0"].kernel_size = "2"
+    assert known.window_of(layer, net.parts.modules) is None

@@ -1,0 +1,493 @@
+"""penstock.offload: every bit of losses and gradients, and what memory, threads and errors do meanwhile."""
+
+import contextlib
+import functools
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from reference import same_bits
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.compression.errors import CodecError, ConfigError, PlanError, StageError
+from penstock.stages.memory.keeper import STORES
+from penstock.stages.memory.offload import offload
+from penstock.stages.memory.store import PackedStore
+
+everything = functools.partial(offload, min_bytes=1)
+
+
+def gradients(model, loss, *, more=()):
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters()), *(x.grad for x in more)]
+
+
+def mlp(block):
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 5))
+    with block():
+        loss = nn.functional.cross_entropy(model(torch.randn(16, 20)), torch.arange(16) % 5)
+    return gradients(model, loss)
+
+
+class Block(nn.Module):
+    def __init__(self, width, inplace):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=inplace)
+
+    def forward(self, x):
+        return self.relu(self.norm(self.conv(x)) + x)
+
+
+def resnet(block, inplace=False, channels_last=False):
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        Block(8, inplace),
+        nn.MaxPool2d(3, 2, 1),
+        Block(8, inplace),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
+    x = torch.randn(4, 3, 12, 12)
+    if channels_last:
+        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    with block():
+        loss = model(x).square().sum()
+    return [*gradients(model, loss), *model.buffers()]
+
+
+def dropout(block):
+    model = nn.Sequential(nn.Linear(20, 64), nn.Dropout(0.3), nn.Linear(64, 5), nn.Dropout(0.5))
+    torch.manual_seed(3)
+    with block():
+        loss = model(torch.randn(16, 20)).sum()
+    return gradients(model, loss)
+
+
+def attention(block):
+    model = nn.MultiheadAttention(16, 4, batch_first=True)
+    x = torch.randn(2, 9, 16, requires_grad=True)
+    with block():
+        loss = model(x, x, x)[0].square().mean()
+    return gradients(model, loss, more=[x])
+
+
+def checkpointed(block):
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
+    with block():
+        x = model[0](torch.randn(16, 20)).relu()
+        loss = checkpoint(model[2], x * 2, use_reentrant=False).exp().sum()
+    return gradients(model, loss)
+
+
+def autocast(block):
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 32), nn.Linear(32, 4)
+    )
+    with block(), torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(4, 3, 8, 8)).float().square().sum()
+    return gradients(model, loss)
+
+
+def views(block):
+    x = torch.randn(6, 12, requires_grad=True)
+    with block():
+        y = x.exp()
+        a, b, c = y.chunk(3, dim=1)
+        d, e = y.t().split([5, 7])
+        f = y[1:3, 4:5].expand(2, 9)
+        loss = (a * b * c).sum() + (d.t() @ e[:5].expand(5, 6)).sum() + (f * f.flip(0)).sum()
+        loss = loss + (y.as_strided((4, 5), (1, 3), 7) ** 3).sum() + y.unbind(1)[3].prod()
+    loss.backward()
+    return [loss.detach(), x.grad]
+
+
+def second_derivative(block):
+    x = torch.randn(30, requires_grad=True)
+    with block():
+        loss = (x.exp() * x.sin()).pow(3).sum()
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        outside = first.square().sum()
+    outside.backward()
+    return [loss.detach(), first.detach(), x.grad]
+
+
+def twice(block):
+    model = nn.Sequential(nn.Linear(20, 64), nn.Sigmoid(), nn.Linear(64, 5), nn.Softmax(-1))
+    with block():
+        loss = model(torch.randn(16, 20)).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    return gradients(model, loss)
+
+
+def two_forwards(block):
+    model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 5))
+    with block():
+        one = model(torch.randn(16, 20)).exp().sum()
+        two = model(torch.randn(16, 20)).exp().sum()
+        one.backward()
+    return gradients(model, two)
+
+
+def same_buffer(block):
+    """The network's input is one tensor that each batch is copied into: a storage with several contents."""
+    model, x = nn.Linear(20, 5), torch.empty(16, 20)
+    with block():
+        for value in (1.0, 2.0):
+            x.fill_(value)
+            model(x).exp().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def alias_with_its_own_count(block):
+    """Two tensors over one storage, whose writes torch counts apart."""
+    y = torch.ones(100, requires_grad=True)
+    x = torch.full((100,), 2.0)
+    with block():
+        a = (x * y).sum()
+        alias = x.data
+        alias.add_(1)  # torch does not see it for x either
+        b = (alias * y).sum()
+    del x, alias
+    b.backward()
+    return [a.detach(), b.detach(), y.grad]
+
+
+def kinds(block):
+    x = torch.randn(50, dtype=torch.float64, requires_grad=True)
+    with block():
+        z = torch.fft.rfft(x)
+        loss = (z * z.conj()).real.sum() + x.half().exp().sum() + x[torch.randperm(50)].cumsum(0).prod()
+        loss = (
+            loss
+            + torch.where(x > 0, x, x * 2).sum()
+            + nn.functional.embedding(torch.arange(3), x[:, None]).sum()
+        )
+    loss.backward()
+    return [loss.detach(), x.grad]
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        mlp, resnet, dropout, attention, checkpointed, autocast, views, second_derivative, twice,
+        two_forwards, same_buffer, alias_with_its_own_count, kinds,
+    )
+}  # fmt: skip
+CASES["inplace"] = functools.partial(resnet, inplace=True)
+CASES["channels_last"] = functools.partial(resnet, channels_last=True)
+
+
+class Away(PackedStore):
+    """Takes every frame, smaller or not, as the memory of another device would."""
+
+    def takes_away(self, device):
+        return True
+
+
+SETTINGS = [
+    {},
+    {"tier": "away"},
+    {"tier": "away", "ahead": 0, "codec": "raw"},
+    {"tier": "host", "codec": "raw"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_are_those_without_it(name, settings, monkeypatch):
+    monkeypatch.setitem(STORES, "away", Away)
+    made, expected, found = [], [], []
+
+    def block():
+        made.append(everything(**settings))
+        return made[-1]
+
+    for bits, how in ((expected, contextlib.nullcontext), (found, block)):
+        torch.manual_seed(1)
+        bits += CASES[name](how)
+    assert len(expected) == len(found) > 1
+    assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
+    if settings.get("tier") == "away":
+        assert made[0].num_unpacks > 0 or name == "same_buffer"  # whose storage is never gone
+
+
+def zeros_and_ones(num_elements):
+    """Half of it zeros: it shrinks."""
+    return (torch.arange(num_elements) % 2).float().requires_grad_()
+
+
+def test_memory_goes_down_and_comes_back():
+    x = zeros_and_ones(1 << 18)
+    with offload() as saved:
+        h = x * 2
+        y = h * h
+    there = weakref.ref(h.untyped_storage())
+    del h
+    assert there() is None
+    assert saved.bytes_raw == 1 << 20
+    assert saved.bytes_kept < 0.6 * saved.bytes_raw
+    assert (saved.num_packs, saved.num_unpacks) == (1, 0)
+    y.sum().backward()
+    assert torch.equal(x.grad, 8 * x)
+    assert saved.num_unpacks == 1
+
+
+def test_what_does_not_shrink_stays_without_a_copy():
+    x = torch.randn(1 << 16, requires_grad=True)
+    with offload() as saved:
+        h = x.exp()
+        place = h.data_ptr()
+        y = h.sum()
+    assert saved.bytes_kept == saved.bytes_raw == h.nbytes
+    assert saved.num_packs == 0
+    node = h.grad_fn
+    del h
+    assert node._saved_result.data_ptr() == place
+    y.backward()
+
+
+class Keep(torch.autograd.Function):
+    """Saves what it gets, and shows it when it is back."""
+
+    @staticmethod
+    def forward(ctx, seen, first, *others):
+        ctx.seen = seen
+        ctx.save_for_backward(first, *others)
+        return first.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append(ctx.saved_tensors)
+        return None, ctx.saved_tensors[0] * grad, *[None] * (len(ctx.saved_tensors) - 1)
+
+
+def test_views_share_one_frame_and_lie_as_they_lay():
+    def views_of(x):
+        base = (x * 1).as_strided((70, 90), (90, 1), 3)  # begins at 12 mod 64
+        return [base, base.t()[3:], base[::2, 5:], base[:1].expand(40, 90), base.view(-1)[::7], base[4, 4]]
+
+    x = zeros_and_ones(70 * 90 + 200)
+    expected = [(v.clone(), v.stride(), v.storage_offset(), v.data_ptr() % 64) for v in views_of(x)]
+    seen = []
+    with offload(min_bytes="1KiB") as saved:
+        out = Keep.apply(seen, *views_of(x))
+    out.backward()
+    (back,) = seen
+    assert (saved.num_packs, saved.num_unpacks) == (1, 1)
+    assert len({v.untyped_storage().data_ptr() for v in back}) == 1
+    for v, (content, stride, offset, address) in zip(back, expected, strict=True):
+        assert same_bits(v, content)
+        assert (v.stride(), v.data_ptr() % 64) == (stride, address)
+        assert v.data_ptr() - back[0].data_ptr() == 4 * (offset - 3)
+
+
+def test_each_frame_is_decoded_once_a_pass_in_the_reverse_order():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(5)])
+    x = zeros_and_ones(64 * 64).view(64, 64)
+    for ahead in (0, 2):
+        with offload(min_bytes=1, ahead=ahead) as saved:
+            y = model(x).sum()
+        packs = saved.num_packs
+        assert packs == 5  # of each ReLU: saved as its result, and as the next layer's input
+        for times in (1, 2, 3):
+            y.backward(retain_graph=True)
+            assert saved.num_unpacks == packs * times
+
+
+def test_weights_casts_of_them_and_small_tensors_stay():
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    with offload(min_bytes=1) as saved:
+        y = model[2](model[0](torch.ones(1, 256)))
+    assert saved.bytes_raw == 2 * 1024  # the inputs of the layers: no weight, no view of one
+    with offload(min_bytes=1) as saved, torch.autocast("cpu", torch.bfloat16):
+        y = model[2](model[0](torch.ones(1, 256)))
+    assert saved.bytes_raw == 2 * 512
+    del y
+    with offload() as saved:
+        model(torch.ones(4, 256)).sum().backward()
+    assert saved.bytes_raw == 0
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_frozen_weights_stay_if_the_model_is_named(autocast):
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).requires_grad_(False)
+    x = torch.ones(1, 256, requires_grad=True)
+    for keep, moved in ((model, 0), (model.parameters(), 0), ((), 2 * 256 * 256 * (2 if autocast else 4))):
+        with (
+            offload(min_bytes=1, keep=keep) as saved,
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
+            y = model(x)
+        assert saved.bytes_raw == moved
+        del y
+
+
+@pytest.mark.parametrize("when", ["before the thread", "behind it"])
+@pytest.mark.parametrize("large", [True, False])
+def test_a_write_to_what_was_saved_is_found(large, when):
+    x = zeros_and_ones(1 << 16 if large else 8)
+    with offload() as saved:
+        y = x * 2
+        loss = y.exp().mul(y).sum()
+        if when == "before the thread":
+            y.detach().view(-1).add_(1)
+    if when == "behind it":
+        y.detach().view(-1).add_(1)
+    assert saved.num_packs == (1 if large else 0) or when == "before the thread"
+    del y
+    with pytest.raises(StageError, match=r"must not be written to.*at version 1 that was saved at version 0"):
+        loss.backward()
+
+
+def test_a_weight_that_the_optimizer_moved_is_found():
+    model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+    with offload():
+        loss = model(torch.randn(4, 20)).sum()
+    with torch.no_grad():
+        model[1].weight.add_(1)
+    with pytest.raises(StageError, match="must not be written to"):
+        loss.backward()
+
+
+def test_a_forward_without_a_backward_leaves_nothing_behind():
+    x = zeros_and_ones(1 << 18)
+    with offload() as saved:
+        h = x * 2
+        y = h * h
+        there = weakref.ref(h.untyped_storage())
+        del h
+    store = saved._keeper.store
+    assert store.num_bytes > 0
+    assert threading.active_count() == 1
+    del y
+    assert there() is None
+    assert store.num_bytes == 0
+
+
+def test_the_thread_of_a_backward_ends_by_itself():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.ReLU()) for _ in range(5)])
+    with offload(min_bytes=1):
+        y = model(torch.randn(128, 128)).sum()
+    y.backward()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_the_thread_raises_is_raised_when_the_block_ends(monkeypatch):
+    class Full(PackedStore):
+        def put(self, key, frame):
+            raise OSError("no space left")
+
+    monkeypatch.setitem(STORES, "full", Full)
+    x = zeros_and_ones(1 << 16)
+    h = x * 2
+    with pytest.raises(OSError, match="no space left"), offload("full"):
+        y = h.square()
+
+    def fail():
+        with offload("full"):
+            z = h.square()
+            raise ValueError(f"not enough of {z.numel()}")
+
+    with pytest.raises(ValueError, match="not enough"):
+        fail()
+    y.sum().backward()  # what did not leave is still there
+    assert threading.active_count() == 1
+
+
+def test_the_budget_bounds_the_frames():
+    x = zeros_and_ones(1 << 16)
+    with offload(budget="400KiB") as saved:
+        hs = [x * n for n in range(1, 6)]
+        y = sum((h * h).sum() for h in hs)
+        del hs
+    assert saved.bytes_raw == 5 << 18
+    assert 2 * saved._keeper.store.num_bytes > 400 * 1024 / 2
+    assert saved._keeper.store.num_bytes <= 400 * 1024
+    y.backward()
+    assert torch.equal(x.grad, 2 * 55 * x)
+
+
+def test_what_is_no_plain_tensor_passes_through():
+    values = zeros_and_ones(600)
+    sparse = torch.eye(600).to_sparse()
+    with offload(min_bytes=1) as saved:
+        y = torch.sparse.mm(sparse, values[:, None]).sum()
+        nested = torch.nested.nested_tensor([values[:100], values[100:]], layout=torch.jagged)
+        z = (nested * nested).values().sum()
+        w = torch.view_as_complex(values.view(300, 2)).conj().exp().abs().sum()
+    assert saved.bytes_raw < 20_000
+    (y + z + w).backward()
+
+
+def test_a_small_part_of_a_large_storage_does_not_take_it_along():
+    data = zeros_and_ones(1 << 18).detach()
+    model = nn.Linear(256, 4)
+    with offload(min_bytes=1) as saved:
+        model(data.view(-1, 256)[:16]).sum().backward()
+    assert saved.bytes_raw == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"tier": "disk"}, ConfigError, "tier is one of packed, host, found 'disk'"),
+        ({"codec": "zip"}, CodecError, "codec is one of raw, zero_value"),
+        ({"min_bytes": "much"}, PlanError, "min_bytes=much is not a size"),
+        ({"budget": "-1"}, PlanError, "budget=-1 is not a size"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, error, words):
+    with pytest.raises(error, match=words):
+        offload(**settings)
+
+
+def test_a_block_inside_itself_is_refused_another_one_is_not():
+    x = zeros_and_ones(1 << 16)
+    with offload() as outer, offload() as inner:
+        y = (x * 2).square()
+        with pytest.raises(StageError, match="entered once at a time"):
+            outer.__enter__()
+    y.sum().backward()
+    assert (outer.num_packs, inner.num_packs) == (0, 1)
+    with outer:
+        y = (x * 2).square()
+    assert outer.num_packs == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("codec", ["raw", "zero_value"])
+@pytest.mark.parametrize("tier", ["packed", "host"])
+def test_on_a_gpu(tier, codec):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(6)]).cuda()
+    x, found = torch.randn(512, 512, device="cuda"), []
+    for block in (contextlib.nullcontext(), offload(tier, codec=codec)):
+        for _ in range(3):
+            model.zero_grad()
+            with block:
+                loss = model(x).square().sum()
+            loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
+def example():
+    from penstock.scripts.examples.pipeline_stage import compare
+
+    saved = compare()
+    return saved.bytes_raw, saved.bytes_kept
+
+
+@pytest.mark.ranks
+def test_the_example_with_torch_s_own_pipeline(ranks):
+    for raw, kept in ranks.run(example, ranks=2):
+        assert raw > kept > 0

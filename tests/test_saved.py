@@ -1,0 +1,282 @@
+"""Saved: what a stage saved leaves after a forward, is back before its backward; packed once, same bits."""
+
+import threading
+
+import pytest
+import torch
+from reference import same_bits
+from saving import Net, gradients, saved_for
+from torch import nn
+
+from penstock.compression.codec import buffer_bytes, pack_into
+from penstock.compression.errors import CodecError, StageError
+from penstock.compression.frame import MASKED, read_header, write_header
+from penstock.compression.pool import Frame, Pool
+from penstock.stages.memory.held import place
+from penstock.stages.memory.host import HostStore
+from penstock.stages.memory.saved import Resident, Saved
+from penstock.stages.memory.store import PackedStore
+
+
+def net():
+    torch.manual_seed(1)
+    return Net(
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 8, 3),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(200, 9),
+        )
+    )
+
+
+def batches(count):
+    return [torch.randn(4, 3, 16, 16).relu() for _ in range(count)]
+
+
+def run_program(program, store, xs):
+    """Run ``F0 F1 B0 ...``, fetching for the next backward; outputs and gradients, what kept the tensors."""
+    model = net()
+    saved = Resident() if store is None else saved_for(model, store=store)
+    outs, results, steps = {}, [], program.split()
+    for place_in_program, step in enumerate(steps):
+        index = int(step[1:])
+        following = [s for s in steps[place_in_program + 1 :] if s[0] == "B"]
+        if step[0] == "F":
+            with saved.forward(index, [xs[index]]):
+                out = model.run(xs[index].clone(), saved)
+            results.append(out.detach().clone())
+            outs[index] = torch.autograd.graph.get_gradient_edge(out)
+            del out
+            saved.leave(index, {})
+            continue
+        saved.ready(index)
+        if following and int(following[0][1:]) in outs:
+            saved.fetch(int(following[0][1:]))
+        torch.autograd.backward([outs.pop(index)], [results[0] * 0.5])
+        saved.drop(index)
+    saved.close()
+    return [*results, *(p.grad for p in model.model.parameters())], saved
+
+
+@pytest.mark.parametrize("store", [PackedStore, HostStore])
+@pytest.mark.parametrize(
+    "program", ["F0 B0", "F0 F1 F2 B0 B1 B2", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F0 F1 B0 B1"]
+)
+def test_the_bits_and_the_store_after_any_program(program, store):
+    xs, kept = batches(4), store()
+    expected, _ = run_program(program, None, xs)
+    found, saved = run_program(program, kept, xs)
+    assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
+    assert kept.num_bytes == 0
+    assert threading.active_count() == 1
+    assert saved.bytes_kept <= saved.bytes_raw
+
+
+def test_what_left_is_gone_until_it_is_fetched():
+    model = net()
+    store = PackedStore()
+    saved = saved_for(model, store=store)
+    with saved.forward(0, []):
+        out = model.run(batches(1)[0], saved)
+    saved.leave(0, {})
+    saved.wait()
+    assert saved.bytes_raw > 3 * saved.bytes_kept > 0
+    assert store.num_bytes <= saved.bytes_kept
+    assert saved.num_unpacks == 0
+    saved.fetch(0)
+    saved.ready(0)
+    fetched = saved.num_unpacks
+    assert fetched == saved.num_packs > 3
+    out.sum().backward()
+    assert saved.num_unpacks == fetched  # each of them once
+    saved.drop(0)
+    saved.close()
+    assert store.num_bytes == 0
+
+
+def frame_of(tensor, pool, codec="zero_value"):
+    buffer = pool.take(buffer_bytes(tensor.shape, tensor.dtype, codec))
+    return Frame(buffer, pack_into(tensor, buffer, codec=codec), pool)
+
+
+def test_a_frame_of_the_wire_is_kept_as_it_came():
+    """The first layer's input came packed, the last one's output goes packed: neither is packed again."""
+    model, store, pool = Net(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sigmoid())), PackedStore(), Pool()
+    x = batches(1)[0]
+    expected, _ = gradients(model, x, None)
+    model.model.zero_grad()
+    saved = saved_for(model, store=store)
+    received, lent = x.clone(), frame_of(x, pool)
+    places = {place(received): lent}
+    with saved.forward(0, [received]):
+        out = model.run(received, saved)
+    places[place(out)] = frame_of(out, pool)
+    result, edge = out.detach().clone(), torch.autograd.graph.get_gradient_edge(out)
+    del out, received
+    saved.leave(0, places)
+    saved.wait()
+    assert saved.num_packs == 0
+    assert {f.buffer.data_ptr() for f in store._frames.values()} == {
+        f.buffer.data_ptr() for f in places.values()
+    }
+    for frame in places.values():
+        frame.release()
+    saved.ready(0)
+    weight = torch.linspace(-1, 1, result.numel()).view(result.shape)
+    torch.autograd.backward([edge], [weight])
+    saved.drop(0)
+    saved.close()
+    assert not pool._lent
+    found = [result, *(p.grad for p in model.model.parameters())]
+    assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x):
+        return self.conv(torch.relu_(x))
+
+
+@pytest.mark.parametrize(
+    "what", ["what was saved", "a layer wrote to it", "it has gaps", "it is lossy", "it has values alone"]
+)
+def test_only_a_frame_of_what_was_saved_is_taken(what):
+    model, store, pool = (
+        Net(InPlace() if what == "a layer wrote to it" else nn.Conv2d(3, 8, 3)),
+        PackedStore(),
+        Pool(),
+    )
+    wide = batches(1)[0].repeat(1, 1, 1, 2)
+    received = wide[..., :16] if what == "it has gaps" else wide[..., :16].contiguous()
+    frame = frame_of(received, pool)
+    header = read_header(frame.buffer)
+    if what == "it is lossy":
+        write_header(frame.buffer, header._replace(codec="bf16"))
+    if what == "it has values alone":
+        write_header(frame.buffer, header._replace(flags=MASKED, checksum=1))
+    saved = saved_for(model, store=store)
+    with saved.forward(0, [received]):
+        out = model.run(received, saved)
+    saved.leave(0, {place(received): frame})
+    saved.wait()
+    assert any(kept is frame for kept in store._frames.values()) == (what == "what was saved")
+    frame.release()
+    assert bool(pool._lent) == (what == "what was saved")
+    saved.drop(0)
+    assert not pool._lent
+    saved.close()
+    del out
+
+
+def test_what_is_fetched_before_it_left_stays():
+    model, xs = net(), batches(1)
+    saved = saved_for(model)
+    with saved.forward(0, []):
+        out = model.run(xs[0], saved)
+    gate = threading.Event()
+    saved._keeper.worker.submit(gate.wait)
+    saved.leave(0, {})
+    saved.fetch(0)
+    gate.set()
+    saved.ready(0)
+    saved.wait()
+    assert saved.num_packs == saved.num_unpacks == 0
+    assert saved.bytes_kept == saved.bytes_raw > 0
+    out.sum().backward()
+    saved.drop(0)
+    saved.close()
+
+
+def test_a_second_backward_after_the_drop_is_refused():
+    model = net()
+    saved = saved_for(model)
+    with saved.forward(0, []):
+        out = model.run(batches(1)[0], saved)
+    saved.leave(0, {})
+    saved.ready(0)
+    out.sum().backward(retain_graph=True)
+    saved.drop(0)
+    with pytest.raises(StageError, match="has one backward"):
+        out.sum().backward()
+    saved.close()
+
+
+class Full(PackedStore):
+    def put(self, key, frame):
+        raise OSError("no space left")
+
+
+def test_what_the_thread_raises_is_raised_by_ready():
+    model = net()
+    saved = saved_for(model, store=Full())
+    with saved.forward(0, []):
+        out = model.run(batches(1)[0], saved)
+    saved.leave(0, {})
+    with pytest.raises(OSError, match="no space left"):
+        saved.wait()
+    saved._keeper.worker.check()  # once
+    del out
+    saved.close()
+    assert threading.active_count() == 1
+
+
+def test_a_failed_step_leaves_nothing():
+    model, store = net(), PackedStore()
+    saved = saved_for(model, store=store)
+
+    def fail():
+        with saved.forward(1, []):
+            model.run(batches(1)[0], saved)
+            raise ValueError("in a layer")
+
+    with saved.forward(0, []):
+        out = model.run(batches(1)[0], saved)
+    saved.leave(0, {})
+    with pytest.raises(ValueError, match="in a layer"):
+        fail()
+    assert saved.layer is None
+    saved.close()
+    assert store.num_bytes == 0
+    assert out.grad_fn is not None
+
+
+def test_a_frame_that_was_damaged_in_the_store_is_told():
+    model, store = net(), PackedStore()
+    saved = saved_for(model, store=store)
+    with saved.forward(0, []):
+        out = model.run(batches(1)[0], saved)
+    saved.leave(0, {})
+    saved.wait()
+    for frame in store._frames.values():
+        frame.buffer[0] = 0
+    with pytest.raises(CodecError, match="it is damaged"):
+        saved.ready(0)
+    saved.drop(0)
+    saved.close()
+    del out
+
+
+def test_codecs_are_checked_at_once():
+    with pytest.raises(CodecError, match="codec is one of"):
+        saved_for(net(), codec="zip")
+
+
+def test_resident_has_every_method_of_saved():
+    assert {n for n in dir(Saved) if not n.startswith("_")} <= {
+        n for n in dir(Resident) if not n.startswith("_")
+    }
+    resident = Resident()
+    with resident.forward(0, []):
+        resident.layer = None
+    resident.leave(0, {})
+    resident.fetch(0)
+    resident.ready(0)
+    resident.drop(0)
+    resident.close()
