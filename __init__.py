@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from .stages.graph import trace as trace
     from .stages.measure import Profile as Profile
     from .stages.measure import measure as measure
+    from .stages.memory.offload import offload as offload
     from .stages.partition import partition as partition
     from .stages.plan import Plan as Plan
-    from .stages.stage import layer_seed as layer_seed
+    from .stages.seeds import layer_seed as layer_seed
 
 __version__ = "0.1.0"
 
@@ -53,7 +54,8 @@ _HOMES = {
     "Profile": "stages.measure",
     "partition": "stages.partition",
     "Plan": "stages.plan",
-    "layer_seed": "stages.stage",
+    "layer_seed": "stages.seeds",
+    "offload": "stages.memory.offload",
     "Pipeline": "pipeline.pipeline",
     "Report": "pipeline.report",
     "init": "pipeline.launch",

@@ -11,16 +11,24 @@ from typing import Any
 
 from ..compression.errors import ConfigError
 
+TIERS = ("device", "packed", "host")
+
 
 @dataclass
 class MemoryConfig:
-    """How much memory the planner may count on.
+    """How much memory there is, and where saved tensors wait for their backward.
 
     Attributes:
-        device: largest memory of a rank, for example 2GiB; null: unlimited
+        device: largest memory of a rank, for the planner, for example 2GiB; null: unlimited
+        tier: where what a forward saves stays until its backward: device, packed or host
     """
 
     device: Any = None
+    tier: str = "device"
+
+    def __post_init__(self) -> None:
+        if self.tier not in TIERS:
+            raise ConfigError(f"memory.tier={self.tier} is not known; known are {', '.join(TIERS)}")
 
 
 @dataclass

@@ -12,12 +12,14 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from ..compression.errors import PenstockError, StageError, TransportError
-from ..stages.stage import Stage, layer_seed
+from ..stages.seeds import layer_seed
+from ..stages.stage import Stage
 from .choice import Policy
 from .frames import Frames
 from .instruction import Instruction, Op
@@ -60,6 +62,7 @@ class Engine:
         self.loss, self.update, self.parameters, self.seed = loss, update, parameters, seed
         self.run = {Op.F: self._forward, Op.B: self._backward, Op.U: self._update}
         self.spans: list[Span] = []
+        self.saved: dict[int, tuple[int, int]] = {}
         self.failed = ""
 
     def step(
@@ -76,9 +79,16 @@ class Engine:
         with self._told(f"step {number}"):
             self._begin("train")
             self.update.begin()
-            for instruction in program:
+            for instruction, following in zip_longest(program, program[1:]):
+                if following is not None and following.op is Op.B:
+                    self.stages[following.stage].fetch(following.micro_batch)  # while this one runs
                 self._timed(instruction, self.run[instruction.op])
             self.transport.end()
+        for index, stage in self.stages.items():
+            raw, kept = stage.saved.bytes_raw, stage.saved.bytes_kept
+            before = self.saved.get(index, (0, 0))
+            self._count(index, saved_raw=raw - before[0], saved_kept=kept - before[1])
+            self.saved[index] = raw, kept
         return self.losses
 
     def evaluate(
@@ -120,7 +130,7 @@ class Engine:
                 self.transport.fail(sentence)
             self.failed = sentence
             for stage in self.stages.values():
-                stage.running.clear()
+                stage.stop()
             raise kind(sentence) from error
 
     def _begin(self, mode: str) -> None:
@@ -133,7 +143,8 @@ class Engine:
         self.frames.begin(self.itinerary, training=mode == "train")
 
     def _timed(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
-        start, self.frames.waited, self.frames.packing = time.perf_counter(), 0.0, 0.0
+        start = time.perf_counter()
+        self.frames.start()
         what = {Op.F: "forward", Op.B: "backward", Op.U: "update"}[instruction.op]
         of = "" if instruction.micro_batch is None else f" of micro-batch {instruction.micro_batch}"
         with self._told(f"stage {instruction.stage}, {what}{of}, step {self.number}"):
@@ -165,6 +176,7 @@ class Engine:
             seed=lambda name: layer_seed(self.seed, self.number, index, name),
         )
         self._leave(instruction, sent)
+        stage.leave(index, self.frames.placed)
         self.frames.let_go(stage.index, [m for m in self.itinerary.receives[instruction] if not m.masked])
         if stage.last:
             self._lose(stage, index, outputs, batch)

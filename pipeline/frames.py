@@ -16,6 +16,7 @@ from ..compression.codec import buffer_bytes, decode_received, pack_into
 from ..compression.errors import StageError
 from ..compression.geometry import geometry
 from ..compression.pool import Frame
+from ..stages.memory.held import place
 from ..stages.probe import Value
 from .choice import Policy
 from .instruction import Op
@@ -27,13 +28,15 @@ from .transport import Transport
 class Frames:
     """Packs what leaves a stage and unpacks what arrives.
 
+    ``placed`` has the frames of an instruction's values by where these lie (``memory.held.place``),
     ``waited`` and ``packing`` count the seconds without a frame and those of packing and unpacking,
     ``totals`` the bytes of every flow, unpacked and packed."""
 
     def __init__(self, transport: Transport, *, policy: Policy) -> None:
         self.transport, self.policy = transport, policy
         self.kept: dict[tuple[int, Message], Frame] = {}
-        self.waited = self.packing = 0.0
+        self.placed: dict[tuple[int, int], Frame] = {}
+        self.start()
         self.totals: dict[Flow, tuple[int, int]] = {}
 
     def begin(self, itinerary: Itinerary, *, training: bool) -> None:
@@ -44,6 +47,13 @@ class Frames:
             frame.release()
         self.kept.clear()
         self.transport.begin(itinerary)
+
+    def start(self) -> None:
+        """Begin to count, and to note where the tensors lie whose frames pass, for the next instruction."""
+        self.waited = self.packing = 0.0
+        for frame in self.placed.values():
+            frame.release()
+        self.placed.clear()
 
     def receive(self, message: Message) -> Any:
         """Wait for a frame and unpack it; a value's frame is kept as it came until ``let_go``."""
@@ -58,6 +68,7 @@ class Frames:
         self.packing += time.perf_counter() - came
         if message.op is Op.F:
             self.kept[message.target, message] = frame
+            self._note(item, frame)
         else:
             frame.release()
         number = self.itinerary.value(message).number
@@ -73,6 +84,8 @@ class Frames:
             frame = self.kept[message.source, came].hold()
         if message.op is Op.F and message.masked:
             self.kept[message.source, message] = frame.hold()
+        if message.op is Op.F:
+            self._note(item, frame)
         raw, sent = 0 if item is None else value.num_bytes, frame.num_bytes
         flow = flow_of(message, self.itinerary)
         before = self.totals.get(flow, (0, 0))
@@ -85,6 +98,11 @@ class Frames:
         for message in values:
             if frame := self.kept.pop((stage, message), None):
                 frame.release()
+
+    def _note(self, item: Any, frame: Frame) -> None:
+        """Note where a value lies, so that who saves it need not pack it again."""
+        if isinstance(item, torch.Tensor) and place(item) not in self.placed:
+            self.placed[place(item)] = frame.hold()
 
     def _pack(self, message: Message, value: Value, item: Any) -> Frame:
         if value.number is not None:

@@ -15,9 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..compression.choose import AUTO
 from ..compression.errors import PlanError
 from ..stages.graph import fingerprint, trace
 from ..stages.measure import owned_parameters
+from ..stages.memory.keeper import STORES
 from ..stages.plan import Plan
 from ..stages.stage import Stage
 from . import group
@@ -32,6 +34,8 @@ from .steps import Steps
 from .timeline import Span
 from .transport import GlooTransport, LocalTransport
 from .update import Named, Update
+
+SAVED = "zero_value+exponent"  # for saved tensors under codec=auto: at memory speed, with and without zeros
 
 
 class Pipeline:
@@ -183,6 +187,8 @@ class Pipeline:
     def close(self) -> None:
         """Leave the group of ranks; after a failure the others may not answer, and the group ends with the
         process."""
+        for stage in self.stages.values():
+            stage.saved.close()
         if not self.engine.failed:
             group.close()
 
@@ -194,6 +200,8 @@ class Pipeline:
             evaluation=self.steps.layers("eval", index),
             last=index == self.plan.num_stages - 1,
             autocast=autocast,
+            store=None if self.plan.tier == "device" else STORES[self.plan.tier](),
+            codec=SAVED if self.plan.codec == AUTO else self.plan.codec,
         )
 
     def _report(self, batches: Sequence[MicroBatch], losses: dict[int, torch.Tensor], began: float) -> Report:
@@ -211,7 +219,7 @@ class Pipeline:
             seconds=time.perf_counter() - began,
             num_samples=sum(len(batch.inputs[0]) for batch in batches),
             stages=tuple(
-                StageReport(**dict(zip(fields, (*map(int, row[:4]), *row[4:]), strict=True))) for row in rows
+                StageReport(**dict(zip(fields, (*map(int, row[:6]), *row[6:]), strict=True))) for row in rows
             ),
         )
 

@@ -9,12 +9,15 @@ from ..stages.units import show_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageReport:
-    """One stage in one step: bytes it sent downstream and upstream, unpacked and packed; seconds."""
+    """One stage in one step: bytes it sent downstream and upstream, unpacked and packed; bytes that its
+    forwards saved and a store kept for the backwards; seconds."""
 
     forward_raw: int = 0
     forward_sent: int = 0
     backward_raw: int = 0
     backward_sent: int = 0
+    saved_raw: int = 0
+    saved_kept: int = 0
     compute_seconds: float = 0.0
     waiting_seconds: float = 0.0
 

@@ -102,6 +102,7 @@ def decide(config: PlanConfig, samples: Samples) -> Plan:
         codec=config.codec,
         link=config.link,
         memory=config.memory.device,
+        tier=config.memory.tier,
     )
 
 

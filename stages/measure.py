@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..compression.errors import PlanError
 from .graph import LayerGraph
 from .layers import Layer, Parts, parts_of, run_layer
+from .receive import Receive
 from .record import load_json, read
-from .stage import Receive
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

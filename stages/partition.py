@@ -31,6 +31,7 @@ def partition(
     codec: str = "auto",
     link: float | str | None = None,
     memory: int | str | None = None,
+    tier: str = "device",
 ) -> Plan:
     """Cut a measured model into stages, exactly: the costliest rank is as cheap as any legal cut makes it.
 
@@ -42,6 +43,8 @@ def partition(
         cuts: layer names or module paths to cut behind, instead of a search.
         ranks: number of processes; default: one per stage.
         link: bits per second between ranks (``"1Gbit"``); None: free.
+        codec: name of a codec, or "auto": measured while it trains.
+        tier: where what a forward saves waits for its backward: "device" as it is, "packed", or "host".
         memory: bytes of each rank (``"2GiB"``), kept with a margin of 5 %; None: unlimited.
     Raises:
         PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
@@ -79,6 +82,7 @@ def partition(
         micro_batches=micro_batches,
         extra_in_flight=extra_in_flight,
         codec=codec,
+        tier=tier,
         fingerprint=profile.fingerprint,
         input_shapes=profile.input_shapes,
         input_dtypes=profile.input_dtypes,

@@ -13,6 +13,7 @@ from .record import load_json, read, shortened
 from .units import show_bytes, show_count, show_rate, show_seconds
 
 VERSION = 1
+TIERS = ("device", "packed", "host")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class PlanStage:
 class Plan:
     """What ``partition`` decides and ``Pipeline`` runs; ``ranks`` holds the rank of each stage.
 
+    ``tier``: where saved tensors wait for their backward (``TIERS``).
     ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
     Raises:  PlanError: the fields contradict each other.
     """
@@ -47,6 +49,7 @@ class Plan:
     micro_batches: int
     extra_in_flight: int
     codec: str
+    tier: str
     fingerprint: str
     input_shapes: tuple[tuple[int, ...], ...]
     input_dtypes: tuple[str, ...]
@@ -65,6 +68,8 @@ class Plan:
                 f"a plan gives each of its {self.num_stages} stages a rank, ascending from 0, found ranks "
                 f"{list(self.ranks)}"
             )
+        if self.tier not in TIERS:
+            raise PlanError(f"tier is one of {', '.join(TIERS)}, found {self.tier!r}; choose one of these")
         if self.micro_batches < 1:
             raise PlanError(
                 f"a step needs at least one micro-batch, found micro_batches={self.micro_batches}"
@@ -137,6 +142,8 @@ def _title(plan: Plan) -> str:
     parts = [plan.schedule, f"{plan.micro_batches} micro-batches", f"codec {plan.codec}"]
     if plan.extra_in_flight:
         parts.insert(1, f"{plan.extra_in_flight} extra in flight")
+    if plan.tier != "device":
+        parts.append(f"saved tensors {plan.tier}")
     if plan.link is not None:
         parts.append(f"link {show_rate(plan.link)}")
     if plan.memory is not None:

@@ -7,65 +7,25 @@ Source: claims A1-A3 of CN115016937A (a node computes only its partition)."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..compression.errors import StageError
+from ..compression.pool import Frame
 from .layers import Layer, Traced, casting, parts_of, run_layer, run_output
+from .memory.saved import Resident, Saved
+from .memory.store import Store
 from .probe import Probe
+from .receive import Receive
 from .route import Route
+from .seeds import seeded
 
-
-def layer_seed(seed: int, step: int, micro_batch: int, name: str) -> int:
-    """What the generator is seeded with before the random layer ``name`` (steps, micro-batches from 0)."""
-    text = f"{seed}/{step}/{micro_batch}/{name}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Run a random layer from ``seed`` and put the generator's state back afterwards."""
-    generator = torch.default_generator
-    before = generator.get_state()
-    generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        generator.set_state(before)
-
-
-class Receive(torch.autograd.Function):
-    """Brings a received tensor into the graph as neither leaf nor view; ``slot`` catches its gradient raw.
-
-    A leaf would lay its gradient out anew, refuse to be written in place, and have its casts cached.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        """(anchor that asks for a gradient, tensor, slot) -> another tensor over the same memory."""
-        _, tensor, ctx.slot = args
-        ctx.set_materialize_grads(False)
-        return _same_memory(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
-        """Keep the gradient, if there is one, and end the stage's backward here."""
-        if gradients[0] is not None:
-            ctx.slot["gradient"] = gradients[0]
-        return None, None, None
-
-
-def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor object over the same memory that is no view of ``tensor`` for autograd."""
-    return tensor.new_empty(0).set_(
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-    )
+LEAST_SAVED = 1 << 14  # bytes of a saved tensor from which on packing it is worth a call
 
 
 class _Running:
@@ -74,7 +34,7 @@ class _Running:
     __slots__ = ("loss", "roots", "slots")
 
     def __init__(self) -> None:
-        self.roots: dict[int, torch.Tensor] = {}
+        self.roots: dict[int, GradientEdge] = {}  # not the tensors: only autograd knows who needs those
         self.slots: dict[int, dict[str, torch.Tensor]] = {}
         self.loss: torch.Tensor | None = None
 
@@ -91,7 +51,10 @@ class Stage:
         evaluation: tuple[Traced, Sequence[Layer]],
         last: bool,
         autocast: torch.dtype | None = None,
+        store: Store | None = None,
+        codec: str = "raw",
     ) -> None:
+        """``store`` keeps saved tensors until their backward, packed with ``codec``; None: nothing does."""
         self.index, self.last = index, last
         self.traced = {"train": train[0], "eval": evaluation[0]}
         self.parts = {
@@ -107,22 +70,40 @@ class Stage:
         self.anchor = torch.zeros((), requires_grad=True)
         self.autocast = autocast
         self.running: dict[int, _Running] = {}
+        self.saved: Saved | Resident = Resident()
+        if store is not None:
+            self.saved = Saved(
+                store,
+                keep=self._tensors(),
+                codec=codec,
+                min_bytes=LEAST_SAVED,
+                modules=self.parts["train"].modules,
+            )
 
     @property
     def held(self) -> set[int]:
         """The identities of all parameters and buffers that the layers name, in both modes."""
+        return {id(tensor) for tensor in self._tensors()}
+
+    def _tensors(self) -> list[torch.Tensor]:
         tensors = [t for parts in self.parts.values() for t in parts.tensors.values()]
         for module in (m for parts in self.parts.values() for m in parts.modules.values()):
             tensors += [*module.parameters(), *module.buffers()]
-        return {id(tensor) for tensor in tensors}
+        return tensors
 
     def begin(self, mode: str) -> None:
         """Set the training flags for a step (``mode`` "train") or an evaluation ("eval")."""
-        self.running.clear()
+        self.stop()
         for module, training in self.modules.items():
             wanted = training and mode == "train"
             if module.training != wanted:
                 module.training = wanted
+
+    def stop(self) -> None:
+        """Forget every micro-batch between forward and backward."""
+        for micro_batch in self.running:
+            self.saved.drop(micro_batch)
+        self.running.clear()
 
     def forward(
         self,
@@ -139,11 +120,22 @@ class Stage:
                  else None."""
         running = self.running[micro_batch] = _Running()
         values = {number: self._enter(running, number, item, record) for number, item in received.items()}
-        with casting(self.autocast):
+        tied = [t for n, t in values.items() if n in received and record.values[n].parameter]
+        with casting(self.autocast), self.saved.forward(micro_batch, values.values(), tied):
             env = self._layers("train", values, record, route, seed)
         sent = {number: values[number] for number, _ in route.sends}
-        running.roots = {n: t for n, t in sent.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+        tensors = {n: t for n, t in sent.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+        running.roots = {n: get_gradient_edge(t) for n, t in tensors.items()}
         return sent, run_output(self.traced["train"], env, self.parts["train"]) if self.last else None
+
+    def leave(self, micro_batch: int, frames: Mapping[tuple[int, int], Frame]) -> None:
+        """After ``forward``: what it saved may leave; ``frames`` by place are those of the values."""
+        self.saved.leave(micro_batch, frames)
+
+    def fetch(self, micro_batch: int | None) -> None:
+        """Ahead of ``backward``: begin to bring back what the forward saved."""
+        if micro_batch in self.running:
+            self.saved.fetch(micro_batch)
 
     def lose(self, micro_batch: int, weighted_loss: torch.Tensor) -> None:
         """On the last stage: where the backward of ``micro_batch`` begins, its loss times its share."""
@@ -154,17 +146,20 @@ class Stage:
     ) -> dict[int, torch.Tensor | None]:
         """From the gradients of the values that ``micro_batch`` sent to those of the values it received."""
         running = self.running.pop(micro_batch)
-        roots = [] if running.loss is None else [running.loss]
+        roots: list[torch.Tensor | GradientEdge] = [] if running.loss is None else [running.loss]
         grads: list[torch.Tensor | None] = [None] * len(roots)
-        for number, tensor in running.roots.items():
+        for number, root in running.roots.items():
             if gradients[number] is not None:
-                roots.append(tensor)
+                roots.append(root)
                 grads.append(gradients[number])
         try:
+            self.saved.ready(micro_batch)
             if roots:
-                torch.autograd.backward(roots, grads)
+                torch.autograd.backward(roots, grads)  # pyright: ignore[reportArgumentType] (a mixed list)
         except Exception as error:
             raise StageError(f"backward: {type(error).__name__}: {error}") from error
+        finally:
+            self.saved.drop(micro_batch)
         return {number: slot.get("gradient") for number, slot in running.slots.items()}
 
     def evaluate(
@@ -205,6 +200,7 @@ class Stage:
         tied = {node: tensor for node, tensor in env.items() if node.op == "get_attr"}
         numbers = {id(tensor): number for number, tensor in values.items()}
         for layer, (nodes, dead) in zip(route.layers, route.done, strict=True):
+            self.saved.layer = layer
             try:
                 if seed is not None and layer.name in record.random:
                     with seeded(seed(layer.name)):

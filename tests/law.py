@@ -33,6 +33,7 @@ class Case:
     dtype: torch.dtype | None = None
     steps: int = 3
     scheduler: bool = False
+    tier: str = "device"
 
     def __str__(self):
         shown = [
@@ -59,6 +60,7 @@ def plan_of(case):
         "codec": case.codec,
         "micro_batches": case.micro_batches,
         "extra_in_flight": case.extra_in_flight,
+        "tier": case.tier,
         "ranks": case.ranks,
     }
     if isinstance(case.cuts, int):

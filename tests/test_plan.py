@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 
 from penstock.compression.errors import PlanError
-from penstock.stages.plan import Plan, PlanStage
+from penstock.stages.plan import TIERS, Plan, PlanStage
 from penstock.stages.plan_picture import figure
 
 
@@ -30,6 +30,7 @@ PLAN = Plan(
     micro_batches=8,
     extra_in_flight=1,
     codec="zero_value",
+    tier="device",
     fingerprint="ab12",
     input_shapes=((16, 1, 8, 8),),
     input_dtypes=("torch.float32",),
@@ -67,6 +68,7 @@ def plans(draw):
         micro_batches=draw(st.integers(1, 100)),
         extra_in_flight=draw(st.integers(0, 3)),
         codec=draw(names),
+        tier=draw(st.sampled_from(TIERS)),
         fingerprint=draw(st.text(max_size=8)),
         input_shapes=tuple(map(tuple, draw(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=3)))),
         input_dtypes=tuple(draw(st.lists(names, max_size=3))),

@@ -39,6 +39,13 @@ CASES = [
     ),
     *(Case(model=f"dag{i}", cuts="every", steps=2) for i in range(6)),
     *(Case(model=name, cuts="every", steps=2) for name in TRAPS),
+    *(Case(model=name, cuts="every", steps=2, tier="packed", codec="auto") for name in TRAPS),
+    Case(model="resnet18", cuts=RESIDUAL, tier="packed", steps=2),
+    Case(model="resnet18_channels_last", cuts=3, tier="host", steps=2, codec="zero_value+byte_plane"),
+    Case(model="gpt_gelu_dropout", cuts=3, tier="packed", codec="exponent", extra_in_flight=1),
+    Case(model="gpt_tied", cuts="every", tier="packed", codec="zero_value+exponent", dtype=torch.bfloat16),
+    Case(model="densenet", cuts=DENSE, tier="packed", codec="zero_value+lz4", steps=1),
+    Case(model="squeezenet", cuts=3, tier="packed", codec="byte_plane", steps=2),
 ]
 
 

@@ -149,6 +149,7 @@ ZOO = {
         lambda: channels_last(images(32)),
     ),
     "mobilenet": (lambda: models.mobilenet_v3_small(num_classes=10), lambda: images(32)),
+    "squeezenet": (lambda: models.squeezenet1_1(num_classes=10), lambda: images(48)),
     "densenet": (lambda: models.densenet121(num_classes=10), lambda: images(32)),
     "gpt_gelu_dropout": (lambda: gpt(activation="gelu", dropout=0.1, tied=False), text),
     "gpt_relu": (lambda: gpt(activation="relu", dropout=0.0, tied=False), text),

@@ -1,0 +1,35 @@
+"""How a received tensor enters the graph of a stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Receive(torch.autograd.Function):
+    """Brings a received tensor into the graph as neither leaf nor view; ``slot`` catches its gradient raw.
+
+    A leaf would lay its gradient out anew, refuse to be written in place, and have its casts cached.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        """(anchor that asks for a gradient, tensor, slot) -> another tensor over the same memory."""
+        _, tensor, ctx.slot = args
+        ctx.set_materialize_grads(False)
+        return _same_memory(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+        """Keep the gradient, if there is one, and end the stage's backward here."""
+        if gradients[0] is not None:
+            ctx.slot["gradient"] = gradients[0]
+        return None, None, None
+
+
+def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor object over the same memory that is no view of ``tensor`` for autograd."""
+    return tensor.new_empty(0).set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
