@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_LINES = 10.0
 WIDTH_OF_A_LOG = WIDTH_OF_RAW_BYTES = 110
+MOST_FLOWS = 4  # in the closing lines; summary.json has all
 _SMOOTHING = 0.1
 
 
@@ -140,6 +141,10 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
     lines = []
     if summary["bytes_sent"]:
         lines.append(f"sent between stages: {packed(summary['bytes_raw'], summary['bytes_sent'])}")
+    if summary["bytes_saved_raw"]:
+        kept = packed(summary["bytes_saved_raw"], summary["bytes_saved_kept"])
+        lines.append(f"saved for the backward: {kept}")
+    lines += _codecs(summary)
     lines.append(
         f"{summary['steps']} step{'s' * (summary['steps'] != 1)}, {summary['samples']:,} samples in "
         f"{clock(summary['seconds'])}: {_number(summary['samples_per_second'], '.0f')} samples/s, "
@@ -151,6 +156,21 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
             f"{_number(summary['test_loss'], '.4f')}"
         )
     return lines
+
+
+def _codecs(summary: Mapping[str, Any]) -> list[str]:
+    """The codec of the largest values and gradients, and how the choice ran against others."""
+    if not summary["turns"]:
+        return []
+    flows = sorted(summary["flows"], key=lambda flow: -flow["bytes_raw"])[:MOST_FLOWS]
+    ways = {"F": "down", "B": "up"}
+    shown = [f"{flow['value']} {ways[flow['way']]} {flow['codec']}" for flow in flows]
+    turns = [
+        f"{turn['name']} {turn['measured']:.3f} s a step (predicted {turn['predicted']:.3f})"
+        + ("" if turn["stayed"] else ", switched off")
+        for turn in summary["turns"]
+    ]
+    return [f"codec=auto: {'; '.join(shown)}", f"codec=auto: {'; '.join(turns)}"]
 
 
 def refuse(error: BaseException) -> None:

@@ -20,11 +20,11 @@ import torch
 from ..compression.errors import PenstockError, StageError, TransportError
 from ..stages.seeds import layer_seed
 from ..stages.stage import Stage
-from .choice import Policy
 from .frames import Frames
 from .instruction import Instruction, Op
 from .loss import Loss, mean_loss, refuse_side_ways
 from .messages import Itinerary
+from .policy import Policy
 from .report import StageReport
 from .timeline import Span
 from .transport import GlooTransport, Transport

@@ -18,9 +18,9 @@ from ..compression.geometry import geometry
 from ..compression.pool import Frame
 from ..stages.memory.held import place
 from ..stages.probe import Value
-from .choice import Policy
 from .instruction import Op
 from .messages import Itinerary, Message
+from .policy import Policy
 from .prices import Flow, flow_of
 from .transport import Transport
 

@@ -51,6 +51,7 @@ class Totals:
         self.seconds = 0.0
         self.loss: float | None = None
         names = [f"bytes_{kind}_{direction}" for kind in ("raw", "sent") for direction in DIRECTIONS]
+        names += [f"bytes_saved_{kind}" for kind in ("raw", "kept")]
         self.stages: list[dict[str, Any]] = [
             dict.fromkeys(names, 0) | {"compute_seconds": 0.0, "waiting_seconds": 0.0}
             for _ in range(num_stages)
@@ -66,6 +67,8 @@ class Totals:
             for direction in DIRECTIONS:
                 total[f"bytes_raw_{direction}"] += getattr(stage, f"{direction}_raw")
                 total[f"bytes_sent_{direction}"] += getattr(stage, f"{direction}_sent")
+            total["bytes_saved_raw"] += stage.saved_raw
+            total["bytes_saved_kept"] += stage.saved_kept
             total["compute_seconds"] += stage.compute_seconds
             total["waiting_seconds"] += stage.waiting_seconds
 
@@ -110,6 +113,8 @@ def summarise(
         by_direction = {way: sum(entry[f"bytes_{kind}_{way}"] for entry in stages) for way in DIRECTIONS}
         together[f"bytes_{kind}"] = sum(by_direction.values())
         together |= {f"bytes_{kind}_{way}": num_bytes for way, num_bytes in by_direction.items()}
+    for kind in ("raw", "kept"):
+        together[f"bytes_saved_{kind}"] = sum(entry[f"bytes_saved_{kind}"] for entry in stages)
     return {
         **{f"test_{name}": _finite(value) for name, value in test.items()},
         "loss": totals.loss,

@@ -24,8 +24,8 @@ from ..stages.plan import Plan
 from ..stages.stage import Stage
 from . import group
 from .arguments import check_arguments, check_gradients, check_layers, check_ranks
+from .auto import policy_named
 from .batches import example_of, micro_batches, positional
-from .choice import policy_named
 from .engine import Engine, MicroBatch
 from .prices import Flow
 from .report import Report, StageReport

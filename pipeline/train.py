@@ -10,6 +10,7 @@ Below this file nothing knows of a configuration: functions take values."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -187,14 +188,15 @@ def train_rank(folder: RunFolder) -> None:
         console.Training(num_steps, shown=first) as progress,
     ):
         test = run_epochs(pipe, plan, config, samples, see=[metrics.add, progress.step], note=progress.note)
-    weights, spans = pipe.state_dict()["model"], pipe.timeline()
+    weights, spans, flows = pipe.state_dict()["model"], pipe.timeline(), pipe.flows()
     pipe.close()
     if first:
         save_model(folder.model, weights)
         with writing(folder.timeline):
             draw(spans, folder.timeline, title=_title(config, plan, step=num_steps - 1))
         sizes = {name: weight.numel() for name, weight in weights.items()}
-        facts = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores()}
+        facts = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
+        facts |= {"flows": flows, "turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns]}
         save_json(folder.summary, summarise(metrics.totals, plan, sizes=sizes, test=test, **facts))
 
 

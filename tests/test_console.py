@@ -28,7 +28,7 @@ def summary(**more):
         totals.add(report(step))
     sizes = {"a.weight": 1500, "b.weight": 6, "c.weight": 7}
     test = {"accuracy": 0.9653, "loss": 0.1234}
-    return summarise(totals, PLAN, sizes=sizes, test=test, ranks=2, threads=1) | more
+    return summarise(totals, PLAN, sizes=sizes, test=test, ranks=2, threads=1, turns=[], flows=[]) | more
 
 
 def test_the_closing_table(tmp_path, monkeypatch):
@@ -116,3 +116,22 @@ def test_an_error_is_one_line_on_standard_error(capsys):
 )
 def test_clock(seconds, shown):
     assert console.clock(seconds) == shown
+
+
+def test_the_codecs_that_were_chosen_and_those_switched_off_are_said():
+    flow = {"value": "relu", "way": "F", "source": 0, "target": 1, "bytes_raw": 9, "bytes_sent": 5}
+    turn = {"name": "by price", "predicted": 0.5, "measured": 0.512, "stayed": True}
+    lines = console.totals(
+        summary(
+            flows=[flow | {"codec": "exponent"}, flow | {"way": "B", "codec": "raw", "bytes_raw": 8}],
+            turns=[turn, turn | {"name": "raw", "measured": 0.75, "stayed": False}],
+            bytes_saved_raw=2048,
+            bytes_saved_kept=1024,
+        )
+    )
+    assert "saved for the backward: 2 KiB -> 1 KiB (2.00x)" in lines
+    assert "codec=auto: relu down exponent; relu up raw" in lines
+    assert (
+        "codec=auto: by price 0.512 s a step (predicted 0.500); raw 0.750 s a step (predicted 0.500), "
+        "switched off" in lines
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from . import group
 from .instruction import Op
 from .links import measured_rates
 from .messages import Itinerary, Message
+from .policy import Fixed, Policy, Turn
 from .prices import Choice, Flow, Prices, choose, flow_of, predict
 from .timeline import Span
 
@@ -31,40 +32,6 @@ ROUNDS = 3  # steps that each contender runs
 WORTH = 0.97  # of the seconds of what runs: less is worth a change
 
 
-class Policy(Protocol):
-    """Says with which codec a flow is packed; looks at what travels, and at the steps, to find out.
-
-    ``predicted`` and ``measured``: seconds of a step under the choice that runs, None where none was made.
-    """
-
-    predicted: float | None
-    measured: float | None
-
-    def codec(self, flow: Flow) -> str:
-        """The codec for the frames of ``flow``."""
-        ...
-
-    def begin(self, itinerary: Itinerary, *, training: bool) -> None:
-        """A step or an evaluation begins."""
-        ...
-
-    def sees(self, message: Message) -> bool:
-        """Whether ``arriving`` and ``leaving`` are to be told of ``message`` in this step."""
-        ...
-
-    def arriving(self, message: Message, item: torch.Tensor) -> None:
-        """A value has arrived."""
-        ...
-
-    def leaving(self, message: Message, item: torch.Tensor) -> None:
-        """A value or gradient is about to be packed."""
-        ...
-
-    def end(self, spans: Sequence[Span], seconds: float) -> None:
-        """A step has ended; every rank calls this after every step."""
-        ...
-
-
 def policy_named(codec: str, *, deadline: float) -> Policy:
     """The policy for ``codec``, the name of one or "auto".
 
@@ -72,35 +39,6 @@ def policy_named(codec: str, *, deadline: float) -> Policy:
     """
     check_name(codec)
     return Auto(deadline=deadline) if codec == AUTO else Fixed(codec)
-
-
-class Fixed:
-    """One codec for everything."""
-
-    def __init__(self, codec: str) -> None:
-        self.name = codec
-        self.predicted: float | None = None
-        self.measured: float | None = None
-
-    def codec(self, flow: Flow) -> str:
-        """Always the same."""
-        return self.name
-
-    def begin(self, itinerary: Itinerary, *, training: bool) -> None:
-        """Nothing to prepare."""
-
-    def sees(self, message: Message) -> bool:
-        """Nothing to find out."""
-        return False
-
-    def arriving(self, message: Message, item: torch.Tensor) -> None:
-        """Nothing to find out."""
-
-    def leaving(self, message: Message, item: torch.Tensor) -> None:
-        """Nothing to find out."""
-
-    def end(self, spans: Sequence[Span], seconds: float) -> None:
-        """Nothing to decide."""
 
 
 class Auto:
@@ -114,9 +52,8 @@ class Auto:
         self.pool = Pool()
         self.number = 0
         self.chosen: Choice | None = None  # None: START for everything
-        self.contenders: list[Choice] = []
-        self.predicted: float | None = None
-        self.measured: float | None = None
+        self.contenders: dict[str, Choice] = {}
+        self.turns: tuple[Turn, ...] = ()
         self.rates: dict[tuple[int, int], float] | None = None
         self._forget()
 
@@ -135,8 +72,11 @@ class Auto:
     @property
     def running(self) -> Choice | None:
         """The choice of this step: contenders take turns."""
-        turn = sum(map(len, self.seconds))
-        return self.contenders[turn % len(self.contenders)] if self.contenders else self.chosen
+        return [*self.contenders.values()][self._turn] if self.contenders else self.chosen
+
+    @property
+    def _turn(self) -> int:
+        return sum(map(len, self.seconds)) % len(self.contenders)
 
     def codec(self, flow: Flow) -> str:
         """That of the choice which runs."""
@@ -185,22 +125,30 @@ class Auto:
         self._forget()
         start = {flow: START for flow in prices.costs}
         best = choose(self.itinerary, prices, start=self.chosen or start)
-        contenders = [self.chosen, best] if self.chosen else [best, start, dict.fromkeys(start, "raw")]
-        self.contenders = [c for i, c in enumerate(contenders) if c not in contenders[:i]]
-        self.predictions = [predict(self.itinerary, prices, choice) for choice in self.contenders]
+        named = {"as before": self.chosen} if self.chosen else {}
+        named |= {"by price": best}
+        named |= {} if self.chosen else {codec: dict.fromkeys(start, codec) for codec in (START, "raw")}
+        self.contenders = {}
+        for name, choice in named.items():
+            if choice not in self.contenders.values():
+                self.contenders[name] = choice
+        self.predictions = [predict(self.itinerary, prices, choice) for choice in self.contenders.values()]
         self.seconds = [[] for _ in self.contenders]
 
     def _note(self, seconds: float) -> None:
         """Note a contender's step; after the last, the first stays unless another is clearly faster."""
-        turn = sum(map(len, self.seconds)) % len(self.contenders)
-        self.seconds[turn].append(seconds)
+        self.seconds[self._turn].append(seconds)
         if sum(map(len, self.seconds)) < ROUNDS * len(self.contenders):
             return
         mine = [statistics.median(column) for column in self.seconds]
         medians = [max(column) for column in zip(*group.gather_json(mine), strict=True)]
         fastest = min(range(len(medians)), key=lambda i: medians[i] if i == 0 else medians[i] / WORTH)
-        self.chosen, self.contenders = self.contenders[fastest], []
-        self.predicted, self.measured = self.predictions[fastest], medians[fastest]
+        rows = zip(self.contenders, self.predictions, medians, strict=True)
+        self.turns = tuple(
+            Turn(name=name, predicted=predicted, measured=measured, stayed=i == fastest)
+            for i, (name, predicted, measured) in enumerate(rows)
+        )
+        self.chosen, self.contenders = [*self.contenders.values()][fastest], {}
 
     def _prices(self) -> Prices:
         """What all ranks measured, the same on each."""

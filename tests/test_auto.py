@@ -13,7 +13,8 @@ from zoo import build
 import penstock
 from penstock.compression.choose import SAMPLE_BYTES, Cost, candidates, sample, trial
 from penstock.compression.pool import Pool
-from penstock.pipeline.choice import ROUNDS, START, TRIALS, Auto, Fixed, policy_named
+from penstock.pipeline.auto import ROUNDS, START, TRIALS, Auto, policy_named
+from penstock.pipeline.policy import Fixed
 from penstock.pipeline.prices import Flow, Prices, choose, predict
 
 DOWN, UP = Flow("v", "F", 0, 1), Flow("v", "B", 1, 0)
@@ -80,7 +81,8 @@ def deciding(contenders):
     auto = Auto(deadline=1.0)
     auto.begin(itinerary(), training=True)
     auto.number = 10
-    auto.contenders, auto.predictions = list(contenders), [1.0] * len(contenders)
+    auto.contenders = {str(i): choice for i, choice in enumerate(contenders)}
+    auto.predictions = [1.0] * len(contenders)
     auto.seconds = [[] for _ in contenders]
     return auto
 
@@ -94,7 +96,8 @@ def test_the_first_contender_stays_unless_another_is_clearly_faster(other, stays
             assert auto.codec(DOWN) == codec, "they take turns"
             auto.end([], seconds)
     assert auto.chosen == contenders[stays]
-    assert auto.measured == min(1.0, (1.0, other)[stays])
+    assert [turn.stayed for turn in auto.turns] == [i == stays for i in range(2)]
+    assert [turn.measured for turn in auto.turns] == [1.0, other]
 
 
 def test_names_become_policies():
@@ -131,8 +134,8 @@ def chosen_after(case):
 
 def test_auto_decides_in_a_training_run_and_says_so():
     pipe = chosen_after(Case(model="mlp", cuts=3, codec="auto"))
-    assert (pipe.policy.measured or 0) > 0
-    assert (pipe.policy.predicted or 0) > 0
+    assert sum(turn.stayed for turn in pipe.policy.turns) == 1
+    assert min(min(turn.predicted, turn.measured) for turn in pipe.policy.turns) > 0
     flows = pipe.flows()
     assert {flow["way"] for flow in flows} == {"F", "B"}
     assert all(flow["codec"] in penstock.CODECS for flow in flows)

@@ -1,0 +1,84 @@
+"""Who says with which codec a message is packed: one codec for everything, or ``auto.Auto``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from .messages import Itinerary, Message
+from .prices import Flow
+from .timeline import Span
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A choice that ran for some steps: seconds of a step, predicted and measured, and whether it stayed."""
+
+    name: str
+    predicted: float
+    measured: float
+    stayed: bool
+
+
+class Policy(Protocol):
+    """Says with which codec a flow is packed; looks at what travels, and at the steps, to find out.
+
+    ``turns``: the last choices that ran against each other; none where there was nothing to choose.
+    """
+
+    turns: tuple[Turn, ...]
+
+    def codec(self, flow: Flow) -> str:
+        """The codec for the frames of ``flow``."""
+        ...
+
+    def begin(self, itinerary: Itinerary, *, training: bool) -> None:
+        """A step or an evaluation begins."""
+        ...
+
+    def sees(self, message: Message) -> bool:
+        """Whether ``arriving`` and ``leaving`` are to be told of ``message`` in this step."""
+        ...
+
+    def arriving(self, message: Message, item: torch.Tensor) -> None:
+        """A value has arrived."""
+        ...
+
+    def leaving(self, message: Message, item: torch.Tensor) -> None:
+        """A value or gradient is about to be packed."""
+        ...
+
+    def end(self, spans: Sequence[Span], seconds: float) -> None:
+        """A step has ended; every rank calls this after every step."""
+        ...
+
+
+class Fixed:
+    """One codec for everything."""
+
+    def __init__(self, codec: str) -> None:
+        self.name = codec
+        self.turns: tuple[Turn, ...] = ()
+
+    def codec(self, flow: Flow) -> str:
+        """Always the same."""
+        return self.name
+
+    def begin(self, itinerary: Itinerary, *, training: bool) -> None:
+        """Nothing to prepare."""
+
+    def sees(self, message: Message) -> bool:
+        """Nothing to find out."""
+        return False
+
+    def arriving(self, message: Message, item: torch.Tensor) -> None:
+        """Nothing to find out."""
+
+    def leaving(self, message: Message, item: torch.Tensor) -> None:
+        """Nothing to find out."""
+
+    def end(self, spans: Sequence[Span], seconds: float) -> None:
+        """Nothing to decide."""
