@@ -37,12 +37,10 @@ from .zero_value import STREAM_BYTES
 
 _DTYPES = {torch.bfloat16: 16, torch.float32: 32}
 _PLAN_BYTES, _TABLES = 64, 16  # in bytes: the plan section, and where in it the tables are
-_GROUPS = BLOCK // GROUP
 _SHORTEST = 1024  # words; what is shorter does not pay
 _RUNS = 128  # of 64 words each are counted
 _LEAST_PERCENT = 102  # of before / after in the words counted; else all travel raw
 _SCRATCH = ctypes.c_char * ((BLOCK + GROUP) * 4)  # words of a block and their padding
-_WAY = "it was damaged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,22 +118,24 @@ class Exponent:
         ctypes.memmove(out, plan, len(plan))
         ctypes.memset(out + parts.codes_end, 0, parts.remainders - parts.codes_end)
         ctypes.memset(out + parts.offsets_end, 0, parts.tail - parts.offsets_end)
-        stream = out % ALIGNMENT == 0 and words.num_bytes >= STREAM_BYTES
-        whole, rest = divmod(words.num_words, BLOCK)
-        limit, end = words.num_bytes - parts.tail, 0
+        limit = words.num_bytes - parts.tail
+
+        def blocks(source: int, num_words: int, first: int, start: int, *, stream: bool = False) -> int:
+            """Pack from block ``first`` on, whose tail starts at ``start``; where the last one's ends."""
+            kernel, at = self.kernels.pack[bits, k, stream], _sections(out, parts, first)
+            return kernel(source, -(-num_words // GROUP), out + _TABLES, *at, start, limit)
+
+        (whole, rest), end = divmod(words.num_words, BLOCK), 0
         if whole:
-            at = _sections(out, parts, 0)
-            kernel = self.kernels.pack[bits, k, stream]
-            end = kernel(words.address, whole * _GROUPS, out + _TABLES, *at, end, limit)
+            stream = out % ALIGNMENT == 0 and words.num_bytes >= STREAM_BYTES
+            end = blocks(words.address, whole * BLOCK, 0, 0, stream=stream)
         if rest and end >= 0:
-            padding = (plan[_TABLES] << bits - 9).to_bytes(bits // 8, "little") * (-rest % GROUP)
-            block, num_bytes = ctypes.addressof(scratch := _SCRATCH()), rest * bits // 8
-            ctypes.memmove(block, words.address + words.num_bytes - num_bytes, num_bytes)
-            ctypes.memmove(block + num_bytes, padding, len(padding))
-            at = _sections(out, parts, whole)
-            kernel = self.kernels.pack[bits, k, False]
-            end = kernel(block, -(-rest // GROUP), out + _TABLES, *at, end, limit)
-            del scratch
+            scratch, used = _SCRATCH(), rest * bits // 8
+            padding = (plan[_TABLES] << (bits - 9)).to_bytes(bits // 8, "little") * (-rest % GROUP)
+            room = ctypes.addressof(scratch)
+            ctypes.memmove(room, words.address + words.num_bytes - used, used)
+            ctypes.memmove(room + used, padding, len(padding))
+            end = blocks(room, rest, whole, end)
         return parts.tail + end if end >= 0 else words.num_bytes
 
     def _plan(self, words: Words) -> bytes:
@@ -151,35 +151,37 @@ class Exponent:
         """
         bits, k = out.bits, ctypes.string_at(payload, 1)[0]
         if k not in CODE_BITS or _DTYPES.get(out.dtype) != bits:
-            found = f"codes of {k} bits for {out.dtype}"
-            raise CodecError(
-                f"an exponent frame has codes of {CODE_BITS} bits for floats, found {found}; {_WAY}"
-            )
+            rule = f"an exponent frame has floats and codes of {', '.join(map(str, CODE_BITS))} bits"
+            raise CodecError(f"{rule}, found {out.dtype} and {k}; it was damaged")
         parts = layout(out.num_words, bits, k)
-        count, end = num_bytes - parts.tail, 0
-        stream = out.address % ALIGNMENT == 0 and out.num_bytes >= STREAM_BYTES
-        whole, rest = divmod(out.num_words, BLOCK)
-        if whole and count >= 0:
-            at = _sections(payload, parts, 0)
-            kernel = self.kernels.unpack[bits, k, stream]
-            end = kernel(*at, 0, count, whole * _GROUPS, payload + _TABLES, out.address)
-        if rest and count >= 0 and end >= 0:
-            block, at = _SCRATCH(), _sections(payload, parts, whole)
-            kernel, room, used = (
-                self.kernels.unpack[bits, k, False],
-                ctypes.addressof(block),
-                rest * bits // 8,
-            )
-            end = kernel(*at, end, count, -(-rest // GROUP), payload + _TABLES, room)
-            ctypes.memmove(out.address + out.num_bytes - used, room, used)
-        if end != count:
+        count = num_bytes - parts.tail
+        if count < 0 or self._unpack(payload, parts, k, count, out) != count:
             rule = f"codes, offsets and tail of an exponent frame agree with its {num_bytes} bytes"
-            raise CodecError(f"{rule}, these do not; {_WAY}")
+            raise CodecError(f"{rule}, these do not; it was damaged")
+
+    def _unpack(self, payload: int, parts: Layout, k: int, count: int, out: Words) -> int:
+        """Read all blocks, whose tails have ``count`` bytes; where the last one ends, or -1."""
+
+        def blocks(to: int, num_words: int, first: int, start: int, *, stream: bool = False) -> int:
+            """Unpack from block ``first`` on, whose tail starts at ``start``."""
+            kernel, at = self.kernels.unpack[out.bits, k, stream], _sections(payload, parts, first)
+            return kernel(*at, start, count, -(-num_words // GROUP), payload + _TABLES, to)
+
+        (whole, rest), end = divmod(out.num_words, BLOCK), 0
+        if whole:
+            stream = out.address % ALIGNMENT == 0 and out.num_bytes >= STREAM_BYTES
+            end = blocks(out.address, whole * BLOCK, 0, 0, stream=stream)
+        if rest and end >= 0:
+            scratch, used = _SCRATCH(), rest * out.bits // 8
+            room = ctypes.addressof(scratch)
+            end = blocks(room, rest, whole, end)
+            ctypes.memmove(out.address + out.num_bytes - used, room, used)
+        return end
 
 
 def _sections(payload: int, parts: Layout, num_blocks: int) -> tuple[int, int, int, int]:
     """Addresses of codes, remainders and offsets behind ``num_blocks`` blocks, and of the tail."""
-    num_groups = num_blocks * _GROUPS
+    num_groups = num_blocks * BLOCK // GROUP
     codes = payload + _PLAN_BYTES + num_groups * parts.codes_per_group
     remainders = payload + parts.remainders + num_groups * parts.remainders_per_group
     return codes, remainders, payload + parts.offsets + 8 * num_blocks, payload + parts.tail

@@ -151,7 +151,7 @@ def test_a_payload_that_contradicts_itself_is_refused() -> None:
         with pytest.raises(CodecError, match=match):
             unpack(codec, placed(data), num_words, dtype)
 
-    refused("codes of 2 bits for torch.float16", dtype=torch.float16)
+    refused("torch.float16 and 2", dtype=torch.float16)
     refused("agree", payload[:-1])
     refused("agree", np.append(payload, np.uint8(0)))
     refused("agree", payload[:1])
@@ -159,7 +159,7 @@ def test_a_payload_that_contradicts_itself_is_refused() -> None:
     payload[64] ^= 0xFF
     refused("agree")
     payload[0] = 5
-    refused("codes of 5 bits")
+    refused("codes of 2, 3, 4 bits, found torch.bfloat16 and 5")
 
 
 def test_payloads_are_bounded_before_memory_is_taken() -> None:

@@ -177,17 +177,41 @@ def test_damage_is_never_followed(kernels: Kernels, bits: int, kind: str) -> Non
     np.testing.assert_array_equal(back.view(words.dtype), words)
 
 
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_tail_is_as_long_as_its_numbers_say(kernels: Kernels, change: int) -> None:
+    """The last block's tail, cut off by a byte at an unreadable page or with one more; its offset agrees."""
+    codec, words = Exponent(kernels), floats(3000, 16, "wide")
+    room = np.zeros(codec.max_bytes(3000, 16), np.uint8)
+    length = codec.pack(Words(at(words), 3000, 16, torch.bfloat16), at(room)).num_bytes
+    parts, back = layout(3000, 16, int(room[0])), np.zeros(3000, np.uint16)
+    head = room[parts.tail :][:8].view(np.uint16)
+    assert head[2] > 0  # plain bytes, of which one is missing
+    payload = memory(room[: length + change])
+    payload[parts.offsets :][:8].view(np.uint64)[:] = length + change - parts.tail
+    with pytest.raises(CodecError, match="agree"):
+        codec.unpack(at(payload), len(payload), Words(at(back), 3000, 16, torch.bfloat16))
+
+
 def test_plans_are_the_cheapest() -> None:
     counts = np.zeros(256, np.int64)
     counts[[120, 121, 122]] = 5, 7, 5
-    plan = plan_section(counts, 16)
-    assert plan[0] == 2
-    assert list(plan[16:20]) == [121, 120, 122, 0]  # ties by the exponent
+    assert plan_section(counts, 16)[0] == 2
     counts[100:130] = 9
     assert plan_section(counts, 16)[0] == 4
     counts[:] = 1
-    assert plan_section(counts, 16)[0] == 0
+    assert plan_section(counts, 16)[0] == 0  # none pays
+
+
+def test_plans_rank_exponents_by_number_then_by_size() -> None:
+    """So that every machine makes the same."""
+    counts = np.random.default_rng(0).integers(0, 3, 256)
+    counts[50:80] += 100
+    plan = plan_section(counts, 32)
+    ranked, num = sorted(range(256), key=lambda e: (-counts[e], e)), (1 << plan[0]) - 1
     assert len(plan) == 64
+    for level in range(NUM_LEVELS):
+        table = plan[16 * (level + 1) : 16 * (level + 2)]
+        assert list(table) == ranked[level * num : (level + 1) * num] + [0] * (16 - num)
 
 
 def test_an_instruction_set_that_is_not_here_is_refused() -> None:

@@ -75,14 +75,14 @@ class Portable:
         return _select("%c", codes, [f"%splat{j}" for j in range(escape(k))], "%known")
 
     def gather(self) -> str:
-        """The exponents at %from (also %e) that %mask (also %escapes) names to %to, not behind %from.
+        """The escapes of %mask (also %escapes) among those at %from (also %e) to %to, not behind %from.
 
         It may write 64 bytes, whatever the mask.
         """
         return "  call void @gather(ptr %from, i64 %mask, ptr %to)"
 
     def spread(self) -> str:
-        """%known to %to, with those that %mask (also %escapes) names from %from.
+        """%known to %to, and the escapes of %mask (also %escapes) from %from.
 
         It may read 64 bytes, whatever the mask.
         """

@@ -8,13 +8,13 @@ from __future__ import annotations
 from .exponent_isa import BYTES, EIGHTS, FOURS, GROUP, TABLE_BYTES, Portable, escape, same, vector
 from .exponent_words import prefetch
 
-_AHEAD = 128  # bytes to prefetch per step: what the words need meanwhile
+_AHEAD = 128  # bytes to prefetch per step: memory would else rest while the levels work in the cache
 
 
 def shorten(isa: Portable, k: int) -> str:
-    """One level: ``num`` exponents to codes; their escapes come to the front, and are counted.
+    """One level: ``num`` exponents to codes, padded to a multiple of 64 with the table's first exponent.
 
-    Behind them, where the first level has none and the others have room, the padding of the codes is written.
+    The escapes come to the front of the exponents and are counted.
     """
     return f"""
 define internal i64 @shorten{k}(ptr %exponents, i64 %num, ptr noalias %codes, ptr %table, ptr %book,

@@ -154,7 +154,7 @@ declare {BYTES} {name}.mask.expand.v64i8({BYTES}, {BYTES}, {BOOLS})"""
         return _repeated_table(4)
 
     def decode(self, k: int) -> str:
-        """One shuffle; what it finds for escapes is replaced by all that ``spread`` does."""
+        """One shuffle; what it finds for escapes is replaced by ``spread``."""
         return f"  %known = call {BYTES} @llvm.x86.avx512.pshuf.b.512({BYTES} %repeated, {BYTES} %c)"
 
     def gather(self) -> str:
