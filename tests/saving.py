@@ -1,11 +1,27 @@
 """A stage reduced to what its saved tensors need: layers that run one by one, and nothing else."""
 
+import threading
+import time
+
 import torch
 from torch import fx
 
 from penstock.stages.layers import Layer, Parts, run_layer
 from penstock.stages.memory.saved import Resident, Saved
 from penstock.stages.memory.store import PackedStore
+
+
+def memory_threads():
+    """The threads that pack, of this test or of one that has just ended."""
+    return [thread for thread in threading.enumerate() if thread.name == "penstock-memory"]
+
+
+def settle():
+    """Wait until none is left: one that a backward started ends by itself."""
+    deadline = time.monotonic() + 5
+    while memory_threads():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Net:

@@ -161,7 +161,7 @@ def test_indices_of_another_width_are_not_taken():
     indices = F.max_pool2d_with_indices(torch.randn(2, 3, 12, 12), 2)[1]
     window = Window((2, 2), (2, 2), (0, 0), (1, 1))
     assert window_local(indices.view(-1), look(indices, None), window, 11) is None
-    indices[0, 0, 0, 0] += 2
+    indices[0, 0, 0, 0] = 5  # between two places of the window: 0, 1, 12, 13
     assert window_local(indices.view(-1), look(indices, None), window, 12) is None
 
 
@@ -195,3 +195,17 @@ def test_a_call_with_a_window_that_is_no_number_proves_nothing():
     assert known.window_of(layer, net.parts.modules) == Window((2, 2), (2, 2), (0, 0), (1, 1))
     net.parts.modules["0"].kernel_size = "2"
     assert known.window_of(layer, net.parts.modules) is None
+
+
+def test_layers_are_known_however_they_are_called():
+    net = Net(Functions())
+    proven = known.Known(net.parts.modules)
+    assert [proven.kind(layer) for layer in net.layers if proven.kind(layer)] == [
+        "relu",
+        "pool",
+        "relu",
+        "relu",
+        "dropout",
+        "pool",
+    ]
+    assert known.window_of(net.layers[2], {}) == Window((2, 2), (1, 1), (0, 0), (1, 1))
