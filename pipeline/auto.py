@@ -29,6 +29,7 @@ START = "zero_value"  # until there is a choice
 TRIALS = (1, 2)  # steps in which codecs are tried first
 EVERY = 100  # steps between later trials
 ROUNDS = 3  # steps that each contender runs
+HOPELESS = 1.5  # times the seconds that the best is predicted to take: not even tried
 WORTH = 0.97  # of the seconds of what runs: less is worth a change
 
 
@@ -63,6 +64,11 @@ class Auto:
         self.work: dict[tuple[int, str], list[float]] = defaultdict(list)
         self.masks: dict[Message, torch.Tensor] = {}
         self.seconds: list[list[float]] = []
+
+    @property
+    def settled(self) -> bool:
+        """Whether a choice has won."""
+        return self.chosen is not None
 
     @property
     def trying(self) -> bool:
@@ -128,11 +134,13 @@ class Auto:
         named = {"as before": self.chosen} if self.chosen else {}
         named |= {"by price": best}
         named |= {} if self.chosen else {codec: dict.fromkeys(start, codec) for codec in (START, "raw")}
-        self.contenders = {}
+        self.contenders, self.predictions = {}, []
         for name, choice in named.items():
-            if choice not in self.contenders.values():
+            seconds = predict(self.itinerary, prices, choice)
+            hopeless = seconds > HOPELESS * min([seconds, *self.predictions])
+            if choice not in self.contenders.values() and not hopeless:
                 self.contenders[name] = choice
-        self.predictions = [predict(self.itinerary, prices, choice) for choice in self.contenders.values()]
+                self.predictions.append(seconds)
         self.seconds = [[] for _ in self.contenders]
 
     def _note(self, seconds: float) -> None:

@@ -31,6 +31,11 @@ class Policy(Protocol):
 
     turns: tuple[Turn, ...]
 
+    @property
+    def settled(self) -> bool:
+        """Whether this is not one of the first steps, in which choices are still tried."""
+        ...
+
     def codec(self, flow: Flow) -> str:
         """The codec for the frames of ``flow``."""
         ...
@@ -62,6 +67,11 @@ class Fixed:
     def __init__(self, codec: str) -> None:
         self.name = codec
         self.turns: tuple[Turn, ...] = ()
+
+    @property
+    def settled(self) -> bool:
+        """From the start."""
+        return True
 
     def codec(self, flow: Flow) -> str:
         """Always the same."""

@@ -10,6 +10,7 @@ from zoo import build
 
 import penstock
 from penstock.compression.frame import MASKED, read_header
+from penstock.stages.memory.saved import Saved
 
 SPECIAL = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-42, -1e-42, 6.0, 7.0, 1.0, -1.0])
 
@@ -176,3 +177,25 @@ def test_a_tensor_is_packed_once_and_sent_on_in_the_same_storage():
     assert all(len(set(addresses)) == 1 for addresses in chains)
     forward = [message for message in packs if message.op.value == "F"]
     assert len(forward) == len(by_value)
+
+
+def test_the_store_holds_the_frames_of_the_wire_and_packs_nothing_twice():
+    cuts = ["relu", "layer1_0_relu_1"]
+    case = Case(model="resnet18", cuts=cuts, tier="packed", micro_batches=2, schedule="gpipe")
+    plan, _ = plan_of(case)
+    model, batches = build(case.model, case.dtype, 1)
+    pipe = pipeline_of(case, plan, model)
+    middle = pipe.stages[1].saved
+    assert isinstance(middle, Saved)
+    kept, put, leave = [], middle._keeper.store.put, middle.leave
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(middle._keeper.store, "put", lambda key, frame: kept.append(frame) or put(key, frame))
+        patch.setattr(middle, "leave", lambda *args: (leave(*args), middle.wait()))
+        listening = Listening(pipe.engine.frames.transport)
+        patch.setattr(pipe.engine.frames, "transport", listening)
+        pipe.step(*batches[0])
+    down = {address for message, address, _, _ in listening.seen if message.op.value == "F"}
+    shared = [frame for frame in kept if frame.buffer.data_ptr() in down]
+    assert len(shared) == 2 * case.micro_batches, "what came in, for the pool, and what goes out"
+    assert middle.num_packs == len(kept) - len(shared)
+    pipe.close()
