@@ -6,15 +6,15 @@ others, the escapes. The frequent ones of these get codes of k bits again, once 
 bytes. That is within a few per cent of the order-0 entropy of the exponents, and 64 are coded at once.
 Little-endian, sections at multiples of 64 bytes, zeros between, n words padded to N, a multiple of 64::
 
-    plan        u8 k of levels 1, 2 and 3, 13 zeros, 3 x 16 bytes: exponent of each code of a level, zeros
-    codes       N x k bits, least significant first
-    remainders  per 64 words: in float32 64 x u16, the lower mantissa; 64 x u8, upper mantissa << 1 | sign
-                (a word turned left by one bit is exponent, u8, u16, from the highest bit)
-    offsets     u64 per block of 4,096 words: where the block's tail ends, from the first one's begin
-    tail        per block: u16 escapes of levels 1, 2 and 3, and 0; codes of level 2, padded with code 0 to a
-                multiple of 64; codes of level 3 likewise; the escapes of level 3, a byte each
+    plan        u8 k of levels 1, 2 and 3, 13 zeros; per level 16 bytes: the exponent of each code, zeros
+    codes       of level 1, N x k bits, least significant first
+    remainders  of words turned left by a bit, whose highest byte is the exponent; per 64 words: in float32
+                64 x u16, the lower mantissa; 64 x u8, the upper mantissa and, as the lowest bit, the sign
+    offsets     u64 per block of 4,096 words: where the block's tail ends, counted from the first one's begin
+    tail        per block: u16 escapes of levels 1, 2 and 3, and 0; the codes of level 2, with codes 0 up to a
+                multiple of 64; those of level 3 likewise; the escapes of level 3, a byte each
 
-The padding has the exponent of code 0, and otherwise zeros.
+A padding word has the exponent of code 0, and its other bits are zero.
 """
 
 from __future__ import annotations
