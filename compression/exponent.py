@@ -1,4 +1,4 @@
-"""Exponent compression: dense floats use few exponents, so most travel as codes of 2, 3 or 4 bits.
+"""Exponent compression: dense floats use few exponents, so most travel as codes of 1 to 4 bits.
 
 Tensors without zeros still shrink by a third (bfloat16) or a sixth (float32), at the speed of a copy. Sign
 and mantissa travel as they are. Frequent exponents get a code of k bits; the code of k ones stands for all
@@ -6,15 +6,15 @@ others, the escapes. The frequent ones of these get codes of k bits again, once 
 bytes. That is within a few per cent of the order-0 entropy of the exponents, and 64 are coded at once.
 Little-endian, sections at multiples of 64 bytes, zeros between, n words padded to N, a multiple of 64::
 
-    plan        u8 k, 15 zeros, 3 x 16 bytes: the exponent of each code of a level, the rest zeros
-    codes       N x k bits, least significant first
-    remainders  per 64 words: in float32 64 x u16, the lower mantissa; 64 x u8, upper mantissa << 1 | sign
-                (a word turned left by one bit is exponent, u8, u16, from the highest bit)
-    offsets     u64 per block of 4,096 words: where the block's tail ends, from the first one's begin
-    tail        per block: u16 escapes of levels 1, 2 and 3, and 0; codes of level 2, padded with code 0 to a
-                multiple of 64; codes of level 3 likewise; the escapes of level 3, a byte each
+    plan        u8 k of levels 1, 2 and 3, 13 zeros; per level 16 bytes: the exponent of each code, zeros
+    codes       of level 1, N x k bits, least significant first
+    remainders  of words turned left by a bit, whose highest byte is the exponent; per 64 words: in float32
+                64 x u16, the lower mantissa; 64 x u8, the upper mantissa and, as the lowest bit, the sign
+    offsets     u64 per block of 4,096 words: where the block's tail ends, counted from the first one's begin
+    tail        per block: u16 escapes of levels 1, 2 and 3, and 0; the codes of level 2, with codes 0 up to a
+                multiple of 64; those of level 3 likewise; the escapes of level 3, a byte each
 
-The padding has the exponent of code 0, and otherwise zeros.
+A padding word has the exponent of code 0, and its other bits are zero.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .errors import CodecError
 from .frame import ALIGNMENT, BLOCK, aligned
 from .geometry import Words
 from .kernels import exponent_cpu
-from .kernels.exponent_ir import BLOCK_TAIL_BYTES, CODE_BITS
-from .kernels.exponent_isa import GROUP, NUM_LEVELS, TABLE_BYTES, escape
+from .kernels.exponent_ir import BLOCK_TAIL_BYTES
+from .kernels.exponent_isa import GROUP, NUM_LEVELS, PLANS, TABLE_BYTES, escape
 from .raw import Packed, Raw
 from .zero_value import STREAM_BYTES
 
@@ -58,7 +58,7 @@ class Layout:
 
 @lru_cache(maxsize=1024)
 def layout(num_words: int, bits: int, k: int) -> Layout:
-    """The sections of ``num_words`` words of ``bits`` bits under codes of ``k`` bits."""
+    """The sections of ``num_words`` words of ``bits`` bits whose first codes have ``k`` bits."""
     num_groups = -(-num_words // GROUP)
     codes, rest = k * GROUP // 8, (bits // 8 - 1) * GROUP
     codes_end = _PLAN_BYTES + num_groups * codes
@@ -99,7 +99,7 @@ class Exponent:
         """Whether a payload of ``num_bytes`` can hold these words."""
         if bits not in _DTYPES.values() or not num_words:
             return False
-        return layout(num_words, bits, min(CODE_BITS)).tail < num_bytes < num_words * bits // 8
+        return layout(num_words, bits, min(PLANS)[0]).tail < num_bytes < num_words * bits // 8
 
     def pack(self, words: Words, out: int) -> Packed:
         """Pack ``words`` to the address ``out``."""
@@ -111,18 +111,19 @@ class Exponent:
 
     def _pack(self, words: Words, out: int) -> int:
         """Write all sections and return their length; that of the words if it gave up."""
-        bits, plan = words.bits, self._plan(words)
-        k, parts = plan[0], layout(words.num_words, bits, plan[0])
-        if not k or parts.tail >= words.num_bytes:
+        bits, section = words.bits, self._plan(words)
+        plan = tuple(section[:NUM_LEVELS])
+        parts = layout(words.num_words, bits, plan[0])
+        if plan not in PLANS or parts.tail >= words.num_bytes:
             return words.num_bytes
-        ctypes.memmove(out, plan, len(plan))
+        ctypes.memmove(out, section, len(section))
         ctypes.memset(out + parts.codes_end, 0, parts.remainders - parts.codes_end)
         ctypes.memset(out + parts.offsets_end, 0, parts.tail - parts.offsets_end)
         limit = words.num_bytes - parts.tail
 
         def blocks(source: int, num_words: int, first: int, start: int, *, stream: bool = False) -> int:
             """Pack from block ``first`` on, whose tail starts at ``start``; where the last one's ends."""
-            kernel, at = self.kernels.pack[bits, k, stream], _sections(out, parts, first)
+            kernel, at = self.kernels.pack[bits, plan, stream], _sections(out, parts, first)
             return kernel(source, -(-num_words // GROUP), out + _TABLES, *at, start, limit)
 
         (whole, rest), end = divmod(words.num_words, BLOCK), 0
@@ -131,7 +132,7 @@ class Exponent:
             end = blocks(words.address, whole * BLOCK, 0, 0, stream=stream)
         if rest and end >= 0:
             scratch, used = _SCRATCH(), rest * bits // 8
-            padding = (plan[_TABLES] << (bits - 9)).to_bytes(bits // 8, "little") * (-rest % GROUP)
+            padding = (section[_TABLES] << (bits - 9)).to_bytes(bits // 8, "little") * (-rest % GROUP)
             room = ctypes.addressof(scratch)
             ctypes.memmove(room, words.address + words.num_bytes - used, used)
             ctypes.memmove(room + used, padding, len(padding))
@@ -149,22 +150,22 @@ class Exponent:
 
         Raises: CodecError: plan, codes, tail, offsets and length disagree.
         """
-        bits, k = out.bits, ctypes.string_at(payload, 1)[0]
-        if k not in CODE_BITS or _DTYPES.get(out.dtype) != bits:
-            rule = f"an exponent frame has floats and codes of {', '.join(map(str, CODE_BITS))} bits"
-            raise CodecError(f"{rule}, found {out.dtype} and {k}; it was damaged")
-        parts = layout(out.num_words, bits, k)
+        plan = tuple(ctypes.string_at(payload, min(num_bytes, NUM_LEVELS)))
+        if plan not in PLANS or _DTYPES.get(out.dtype) != out.bits:
+            rule = f"an exponent frame has floats and codes of {', '.join(map(str, PLANS))} bits"
+            raise CodecError(f"{rule}, found {out.dtype} and {plan}; it was damaged")
+        parts = layout(out.num_words, out.bits, plan[0])
         count = num_bytes - parts.tail
-        if count < 0 or self._unpack(payload, parts, k, count, out) != count:
+        if count < 0 or self._unpack(payload, parts, plan, count, out) != count:
             rule = f"codes, offsets and tail of an exponent frame agree with its {num_bytes} bytes"
             raise CodecError(f"{rule}, these do not; it was damaged")
 
-    def _unpack(self, payload: int, parts: Layout, k: int, count: int, out: Words) -> int:
+    def _unpack(self, payload: int, parts: Layout, plan: tuple[int, ...], count: int, out: Words) -> int:
         """Read all blocks, whose tails have ``count`` bytes; where the last one ends, or -1."""
 
         def blocks(to: int, num_words: int, first: int, start: int, *, stream: bool = False) -> int:
             """Unpack from block ``first`` on, whose tail starts at ``start``."""
-            kernel, at = self.kernels.unpack[out.bits, k, stream], _sections(payload, parts, first)
+            kernel, at = self.kernels.unpack[out.bits, plan, stream], _sections(payload, parts, first)
             return kernel(*at, start, count, -(-num_words // GROUP), payload + _TABLES, to)
 
         (whole, rest), end = divmod(out.num_words, BLOCK), 0
@@ -190,18 +191,23 @@ def _sections(payload: int, parts: Layout, num_blocks: int) -> tuple[int, int, i
 def plan_section(counts: np.ndarray, bits: int) -> bytes:
     """The plan that shortens words of ``bits`` bits most, by how often each exponent was counted.
 
-    Returns: the section; its first byte, the bits of a code, is 0 where no plan pays.
+    Returns: the section, which starts with zeros where no plan pays.
     """
     ranked = np.argsort(-counts, kind="stable")
     up_to = counts[ranked].cumsum().tolist()  # how many the first exponents cover
 
-    def cost(k: int) -> int:
+    def cost(plan: tuple[int, ...]) -> int:
         """Bits of all exponents counted."""
-        left = [up_to[-1] - up_to[level * escape(k) - 1] for level in range(1, NUM_LEVELS + 1)]
-        return k * (up_to[-1] + sum(left[:-1])) + 8 * left[-1]
+        left, known, num_bits = up_to[-1], 0, 0
+        for k in plan:
+            num_bits, known = num_bits + k * left, known + escape(k)
+            left = up_to[-1] - up_to[known - 1]
+        return num_bits + 8 * left
 
-    k = min(CODE_BITS, key=cost)
-    pays = 100 * up_to[-1] * bits >= _LEAST_PERCENT * (up_to[-1] * (bits - 8) + cost(k))
-    text, num = ranked.astype(np.uint8).tobytes(), escape(k)
-    tables = [text[level * num : (level + 1) * num].ljust(TABLE_BYTES, b"\0") for level in range(NUM_LEVELS)]
-    return bytes([k if pays else 0]).ljust(_TABLES, b"\0") + b"".join(tables)
+    plan, text = min(PLANS, key=cost), ranked.astype(np.uint8).tobytes()
+    pays = 100 * up_to[-1] * bits >= _LEAST_PERCENT * (up_to[-1] * (bits - 8) + cost(plan))
+    section, known = (bytes(plan) if pays else b"").ljust(_TABLES, b"\0"), 0
+    for k in plan:
+        section += text[known : known + escape(k)].ljust(TABLE_BYTES, b"\0")
+        known += escape(k)
+    return section

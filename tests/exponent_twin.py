@@ -29,8 +29,8 @@ def coded(exponents: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def encode(words: np.ndarray, plan: bytes) -> bytes:
     """The payload of ``words`` (u16 or u32) under a plan section."""
-    k, bits = plan[0], 8 * words.itemsize
-    tables = [np.frombuffer(plan[16 * level :][: (1 << k) - 1], np.uint8) for level in (1, 2, 3)]
+    bits = 8 * words.itemsize
+    tables = [np.frombuffer(plan[16 * i + 16 :][: (1 << plan[i]) - 1], np.uint8) for i in range(3)]
     padding = np.full(-len(words) % GROUP, int(tables[0][0]) << (bits - 9), words.dtype)
     words = np.concatenate([words, padding])
     turned = (words << 1) | (words >> (bits - 1))
@@ -43,8 +43,8 @@ def encode(words: np.ndarray, plan: bytes) -> bytes:
     codes, ends, tail = b"", [], b""
     for first in range(0, len(words), BLOCK):
         found, left = coded(exponents[first : first + BLOCK], tables[0])
-        codes, counts, body = codes + to_bits(found, k), [len(left)], b""
-        for table in tables[1:]:
+        codes, counts, body = codes + to_bits(found, plan[0]), [len(left)], b""
+        for table, k in zip(tables[1:], plan[1:3], strict=True):
             found, left = coded(left, table)
             counts, body = [*counts, len(left)], body + to_bits(found, k)
         tail += np.array([*counts, 0], "<u2").tobytes() + body + left.tobytes()
@@ -57,24 +57,23 @@ def encode(words: np.ndarray, plan: bytes) -> bytes:
 
 def decode(payload: np.ndarray, num_words: int, bits: int) -> np.ndarray:
     """The words of a sound payload."""
-    k, num = int(payload[0]), -(-num_words // GROUP) * GROUP
-    escape = (1 << k) - 1
+    plan, num = payload[:3].tolist(), -(-num_words // GROUP) * GROUP
     tables = payload[16:64].reshape(3, 16)
-    remainders = -(-(64 + num * k // 8) // 64) * 64
+    remainders = -(-(64 + num * plan[0] // 8) // 64) * 64
     offsets = remainders + num * (bits // 8 - 1)
     tail = payload[-(-(offsets + 8 * -(-num_words // BLOCK)) // 64) * 64 :]
     exponents = np.empty(num, np.uint8)
     for first in range(0, num, BLOCK):
         here, at = min(BLOCK, num - first), 8
         counts = tail[:8].view("<u2")
-        levels = [from_bits(payload[64 + first * k // 8 :], here, k)]
-        for count in counts[:2]:
+        levels = [from_bits(payload[64 + first * plan[0] // 8 :], here, plan[0])]
+        for count, k in zip(counts[:2], plan[1:], strict=True):
             levels.append(from_bits(tail[at:], -(-int(count) // GROUP) * GROUP, k)[:count])
             at += -(-int(count) // GROUP) * GROUP * k // 8
         left = tail[at : at + int(counts[2])]
-        for table, codes in zip(tables[::-1], levels[::-1], strict=True):
+        for table, codes, k in zip(tables[::-1], levels[::-1], plan[::-1], strict=True):
             known = table[codes]
-            known[codes == escape] = left
+            known[codes == (1 << k) - 1] = left
             left = known
         exponents[first : first + here] = left
         tail = tail[at + int(counts[2]) :]

@@ -13,8 +13,8 @@ from penstock.compression.exponent import Exponent, layout, plan_section
 from penstock.compression.geometry import Words
 from penstock.compression.kernels import exponent_cpu, jit
 from penstock.compression.kernels.exponent_cpu import Kernels
-from penstock.compression.kernels.exponent_ir import BLOCK_TAIL_BYTES, CODE_BITS
-from penstock.compression.kernels.exponent_isa import NUM_LEVELS
+from penstock.compression.kernels.exponent_ir import BLOCK_TAIL_BYTES
+from penstock.compression.kernels.exponent_isa import PLANS
 
 BITS = (16, 32)
 DTYPES = {16: torch.bfloat16, 32: torch.float32}
@@ -58,24 +58,25 @@ def at(array: np.ndarray) -> int:
     return array.ctypes.data
 
 
-def plan_of(words: np.ndarray, k: int, rarest: bool = False) -> bytes:
+def plan_of(words: np.ndarray, plan: tuple[int, ...], rarest: bool = False) -> bytes:
     """A plan section with the exponents of ``words``, the most frequent or the rarest first."""
     bits = 8 * words.itemsize
     counts = np.bincount(words >> (bits - 9) & 255, minlength=256)
     ranked = np.argsort(counts if rarest else -counts, kind="stable").astype(np.uint8).tobytes()
-    num = (1 << k) - 1
-    tables = [ranked[level * num : level * num + num].ljust(16, b"\0") for level in range(NUM_LEVELS)]
-    return bytes([k]).ljust(16, b"\0") + b"".join(tables)
+    section = bytes(plan).ljust(16, b"\0")
+    for k in plan:
+        section, ranked = section + ranked[: (1 << k) - 1].ljust(16, b"\0"), ranked[(1 << k) - 1 :]
+    return section
 
 
-def pack(kernels: Kernels, words: np.ndarray, plan: bytes, *, stream: bool) -> np.ndarray:
+def pack(kernels: Kernels, words: np.ndarray, section: bytes, *, stream: bool) -> np.ndarray:
     """The payload of whole groups by a kernel alone, with room to the byte in front of an unreadable page."""
-    bits, k = 8 * words.itemsize, plan[0]
-    parts, twin = layout(len(words), bits, k), encode(words, plan)
+    bits, plan = 8 * words.itemsize, tuple(section[:3])
+    parts, twin = layout(len(words), bits, plan[0]), encode(words, section)
     room = guarded(-(-(parts.tail + BLOCK_TAIL_BYTES * -(-len(words) // BLOCK)) // 64) * 64).numpy()
-    room[:64] = np.frombuffer(plan, np.uint8)
+    room[:64] = np.frombuffer(section, np.uint8)
     sections = (at(room) + place for place in (16, 64, parts.remainders, parts.offsets, parts.tail))
-    kernel = kernels.pack[bits, k, stream]
+    kernel = kernels.pack[bits, plan, stream]
     end = kernel(at(words), len(words) // 64, *sections, 0, len(twin))
     assert end == len(twin) - parts.tail
     return room[: len(twin)]
@@ -85,14 +86,14 @@ def pack(kernels: Kernels, words: np.ndarray, plan: bytes, *, stream: bool) -> n
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_write_what_their_twin_writes(kernels: Kernels, bits: int, kind: str) -> None:
     """Escapes few or all over, in cache or past it, last block whole or not; and the twin reads it back."""
-    for k in CODE_BITS:
+    for plan in PLANS:
         for rarest in (False, True):
-            words = memory(floats(2 * BLOCK + 64 * k, bits, kind))
-            plan = plan_of(words, k, rarest)
-            twin = encode(words, plan)
+            words = memory(floats(2 * BLOCK + 64 * plan[0], bits, kind))
+            section = plan_of(words, plan, rarest)
+            twin = encode(words, section)
             for stream in (False, True):
                 np.testing.assert_array_equal(
-                    pack(kernels, words, plan, stream=stream), np.frombuffer(twin, np.uint8)
+                    pack(kernels, words, section, stream=stream), np.frombuffer(twin, np.uint8)
                 )
             np.testing.assert_array_equal(decode(np.frombuffer(twin, np.uint8), len(words), bits), words)
 
@@ -100,15 +101,16 @@ def test_kernels_write_what_their_twin_writes(kernels: Kernels, bits: int, kind:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_read_what_their_twin_writes(kernels: Kernels, bits: int, kind: str) -> None:
-    for k in CODE_BITS:
+    for plan in PLANS:
         for rarest in (False, True):
-            words = floats(2 * BLOCK + 64 * k, bits, kind)
-            payload, parts = memory(encode(words, plan_of(words, k, rarest))), layout(len(words), bits, k)
+            words = floats(2 * BLOCK + 64 * plan[0], bits, kind)
+            payload = memory(encode(words, plan_of(words, plan, rarest)))
+            parts = layout(len(words), bits, plan[0])
             sections = [at(payload) + place for place in (64, parts.remainders, parts.offsets, parts.tail)]
             count = len(payload) - parts.tail
             for stream in (False, True):
                 back = guarded(words.nbytes).numpy()
-                kernel = kernels.unpack[bits, k, stream]
+                kernel = kernels.unpack[bits, plan, stream]
                 end = kernel(*sections, 0, count, len(words) // 64, at(payload) + 16, at(back))
                 assert end == count
                 np.testing.assert_array_equal(back.view(words.dtype), words)
@@ -118,12 +120,12 @@ def test_kernels_read_what_their_twin_writes(kernels: Kernels, bits: int, kind: 
 def test_blocks_are_packed_and_unpacked_alone(kernels: Kernels, bits: int) -> None:
     """Block 2 of 4, as a second thread would do it."""
     words = floats(4 * BLOCK, bits, "normal")
-    payload, parts = memory(encode(words, plan_of(words, 2))), layout(len(words), bits, 2)
+    payload, parts = memory(encode(words, plan_of(words, PLANS[1]))), layout(len(words), bits, 2)
     ends = payload[parts.offsets :][:32].view(np.uint64)
     codes = at(payload) + 64 + 2 * 64 * parts.codes_per_group
     remainders = at(payload) + parts.remainders + 2 * 64 * parts.remainders_per_group
     sections = (codes, remainders, at(payload) + parts.offsets + 16, at(payload) + parts.tail)
-    kernel, back = kernels.unpack[bits, 2, False], guarded(BLOCK * bits // 8).numpy()
+    kernel, back = kernels.unpack[bits, PLANS[1], False], guarded(BLOCK * bits // 8).numpy()
     end = kernel(*sections, int(ends[1]), len(payload) - parts.tail, 64, at(payload) + 16, at(back))
     assert end == ends[2]
     np.testing.assert_array_equal(back.view(words.dtype), words[2 * BLOCK : 3 * BLOCK])
@@ -132,7 +134,7 @@ def test_blocks_are_packed_and_unpacked_alone(kernels: Kernels, bits: int) -> No
 def test_pack_gives_up_at_its_limit(kernels: Kernels) -> None:
     words = memory(floats(3 * BLOCK, 16, "any bits"))
     room, ends = guarded(64 * 1024).numpy(), np.zeros(3, np.uint64)
-    kernel, plan = kernels.pack[16, 2, False], np.frombuffer(plan_of(words, 2), np.uint8)
+    kernel, plan = kernels.pack[16, PLANS[1], False], np.frombuffer(plan_of(words, PLANS[1]), np.uint8)
     sections = (at(plan[16:]), at(room), at(room[16384:]), at(ends), at(room[32768:]))
     assert kernel(at(words), 192, *sections, 0, 1 << 20) == ends[2]
     assert kernel(at(words), 192, *sections, 0, int(ends[1])) == ends[2]
@@ -195,9 +197,11 @@ def test_a_tail_is_as_long_as_its_numbers_say(kernels: Kernels, change: int) -> 
 def test_plans_are_the_cheapest() -> None:
     counts = np.zeros(256, np.int64)
     counts[[120, 121, 122]] = 5, 7, 5
-    assert plan_section(counts, 16)[0] == 2
+    assert tuple(plan_section(counts, 16)[:3]) == (2, 2, 2)
+    counts[121] = 70
+    assert tuple(plan_section(counts, 16)[:3]) == (1, 2, 2)
     counts[100:130] = 9
-    assert plan_section(counts, 16)[0] == 4
+    assert tuple(plan_section(counts, 16)[:3]) == (4, 4, 4)
     counts[:] = 1
     assert plan_section(counts, 16)[0] == 0  # none pays
 
@@ -206,12 +210,11 @@ def test_plans_rank_exponents_by_number_then_by_size() -> None:
     """So that every machine makes the same."""
     counts = np.random.default_rng(0).integers(0, 3, 256)
     counts[50:80] += 100
-    plan = plan_section(counts, 32)
-    ranked, num = sorted(range(256), key=lambda e: (-counts[e], e)), (1 << plan[0]) - 1
-    assert len(plan) == 64
-    for level in range(NUM_LEVELS):
-        table = plan[16 * (level + 1) : 16 * (level + 2)]
-        assert list(table) == ranked[level * num : (level + 1) * num] + [0] * (16 - num)
+    section, ranked = plan_section(counts, 32), sorted(range(256), key=lambda e: (-counts[e], e))
+    assert len(section) == 64
+    for level, k in enumerate(section[:3]):
+        table, ranked = ranked[: (1 << k) - 1], ranked[(1 << k) - 1 :]
+        assert list(section[16 * level + 16 :][:16]) == table + [0] * (16 - len(table))
 
 
 def test_an_instruction_set_that_is_not_here_is_refused() -> None:

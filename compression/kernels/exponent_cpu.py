@@ -6,14 +6,16 @@ import ctypes
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from . import exponent_ir, jit
-from .exponent_ir import CODE_BITS, WORD_BITS
-from .exponent_isa import Portable
+from .exponent_ir import WORD_BITS
+from .exponent_isa import PLANS, Portable, plan_name
 from .exponent_x86 import Avx2, Avx512
 
 _ISAS: dict[str, type[Portable]] = {isa.name: isa for isa in (Avx512, Avx2, Portable)}
+_Which = tuple[int, tuple[int, ...], bool]
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _KINDS = {
     "pack": ctypes.CFUNCTYPE(_COUNT, _POINTER, _COUNT, *[_POINTER] * 5, _COUNT, _COUNT),
@@ -28,12 +30,12 @@ _built: dict[str, Kernels] = {}
 class Kernels:
     """The kernels of one instruction set; ``exponent_ir`` says what the arguments are.
 
-    By (bits of a word, bits of a code, whether to store past the cache), and ``count`` by bits of a word.
+    By (bits of a word, plan, whether to store past the cache), and ``count`` by bits of a word.
     """
 
     isa: str
-    pack: Mapping[tuple[int, int, bool], Callable[..., int]]
-    unpack: Mapping[tuple[int, int, bool], Callable[..., int]]
+    pack: Mapping[_Which, Callable[..., int]]
+    unpack: Mapping[_Which, Callable[..., int]]
     count: Mapping[int, Callable[..., int]]
     engine: Any  # owns the machine code: without it the callables dangle
 
@@ -55,13 +57,12 @@ def _compile(isa: str) -> Kernels:
     text, names = exponent_ir.module(kind)
     code = jit.compiled(text, names, isa=isa, label="exponent")
 
-    def kernels(verb: str) -> dict[tuple[int, int, bool], Callable[..., int]]:
-        every = [(bits, k, stream) for bits in WORD_BITS for k in CODE_BITS for stream in (False, True)]
-        past_cache = {False: "", True: "s" if kind.streams else ""}
-        return {
-            (bits, k, stream): _KINDS[verb](code.addresses[f"{verb}{past_cache[stream]}{bits}_{k}"])
-            for bits, k, stream in every
-        }
+    def kernels(verb: str) -> dict[_Which, Callable[..., int]]:
+        found = {}
+        for bits, plan, stream in product(WORD_BITS, PLANS, (False, True)):
+            name = f"{verb}{'s' if stream and kind.streams else ''}{bits}_{plan_name(plan)}"
+            found[bits, plan, stream] = _KINDS[verb](code.addresses[name])
+        return found
 
     counts = {bits: _KINDS["count"](code.addresses[f"count{bits}"]) for bits in WORD_BITS}
     return Kernels(isa=isa, pack=kernels("pack"), unpack=kernels("unpack"), count=counts, engine=code.engine)

@@ -1,18 +1,18 @@
 """The exponent kernels as textual LLVM IR: loops over blocks around the steps of an instruction set.
 
-    pack{N}_{k}    (words, groups, tables, codes, remainders, offsets, tail, start, limit) -> end of the tail,
+    pack{N}_{P}    (words, groups, tables, codes, remainders, offsets, tail, start, limit) -> end of the tail,
                    or -1: a block would begin behind ``limit``
-    unpack{N}_{k}  (codes, remainders, offsets, tail, start, count, groups, tables, out) -> end of the tail,
+    unpack{N}_{P}  (codes, remainders, offsets, tail, start, count, groups, tables, out) -> end of the tail,
                    or -1: codes, tail and offsets disagree, or pass ``count``
     count{N}       (words, places, runs, counts) -> 0: adds the exponents of so many runs of 64 words to 256
                    u64; a run begins at one of the first ``places`` words
 
-N is the bits of a word, k those of a code; ``compression.exponent`` has the layout, with one address per
-section. ``groups`` is how many times 64 words there are, at least one; all blocks but the last have 64 such
-groups. ``start`` is where in the tail the first block begins, ``count`` is the length of the whole tail.
-``packs`` and ``unpacks`` take the same and store past the cache, with remainders and out at a multiple of 64;
-other addresses need no alignment. pack writes up to ``BLOCK_TAIL_BYTES`` behind ``limit``. Nothing outside
-the sections is read or written, whatever they hold.
+N is the bits of a word, P those of the codes of each level; ``compression.exponent`` has the layout, with
+one address per section. ``groups`` is how many times 64 words there are, at least one; all blocks but the
+last have 64 such groups. ``start`` is where in the tail the first block begins, ``count`` is the length of
+the whole tail. ``packs`` and ``unpacks`` take the same and store past the cache, with remainders and out at a
+multiple of 64; other addresses need no alignment. pack writes up to ``BLOCK_TAIL_BYTES`` behind ``limit``.
+Nothing outside the sections is read or written, whatever they hold.
 """
 
 from __future__ import annotations
@@ -20,27 +20,26 @@ from __future__ import annotations
 from itertools import product
 
 from ..frame import BLOCK
-from .exponent_isa import GROUP, NUM_LEVELS, Portable
+from .exponent_isa import GROUP, PLANS, Portable, plan_name
 from .exponent_levels import restore, restore_block, shorten, shorten_block
 from .exponent_words import count, join, split
 
-CODE_BITS = (2, 3, 4)
 WORD_BITS = (16, 32)
-BLOCK_TAIL_BYTES = 8 + (NUM_LEVELS - 1) * BLOCK * max(CODE_BITS) // 8 + BLOCK
+BLOCK_TAIL_BYTES = 8 + max(sum(plan[1:]) for plan in PLANS) * BLOCK // 8 + BLOCK
 
 _GROUPS = BLOCK // GROUP
 _SCRATCH = f"[{BLOCK + GROUP} x i8]"  # exponents of a block, and what a step writes or reads behind them
 
 
-def _pack(isa: Portable, bits: int, k: int, *, stream: bool) -> str:
-    rest, s = GROUP * (bits // 8 - 1), "s" if stream else ""
+def _pack(isa: Portable, bits: int, plan: tuple[int, ...], *, stream: bool) -> str:
+    rest, s, name = GROUP * (bits // 8 - 1), "s" if stream else "", plan_name(plan)
     return f"""
-define i64 @pack{s}{bits}_{k}(ptr noalias %words, i64 %groups, ptr noalias %tables, ptr noalias %codes,
+define i64 @pack{s}{bits}_{name}(ptr noalias %words, i64 %groups, ptr noalias %tables, ptr noalias %codes,
                               ptr noalias %remainders, ptr noalias %offsets, ptr noalias %tail, i64 %start,
                               i64 %limit) {{
 entry:
   %exponents = alloca {_SCRATCH}, align 64
-{isa.books(k)}
+{isa.books(plan)}
   br label %block
 block:
   %b = phi i64 [0, %entry], [%b.next, %go]
@@ -55,11 +54,11 @@ go:
   %num = mul i64 %here, {GROUP}
   %words.at = getelementptr [{GROUP} x i{bits}], ptr %words, i64 %first
   %words.ahead = getelementptr [{BLOCK} x i{bits}], ptr %words.at, i64 1
-  %codes.at = getelementptr [{8 * k} x i8], ptr %codes, i64 %first
+  %codes.at = getelementptr [{8 * plan[0]} x i8], ptr %codes, i64 %first
   %remainders.at = getelementptr [{rest} x i8], ptr %remainders, i64 %first
   %tail.at = getelementptr i8, ptr %tail, i64 %begin
   call void @split{bits}{s}(ptr %words.at, i64 %here, ptr %exponents, ptr %remainders.at)
-  %length = call i64 @shorten_block{k}(ptr %exponents, i64 %num, ptr %codes.at, ptr %tail.at, ptr %tables,
+  %length = call i64 @shorten_block{name}(ptr %exponents, i64 %num, ptr %codes.at, ptr %tail.at, ptr %tables,
                                        ptr %books, ptr %words.ahead)
   %end = add i64 %begin, %length
   %offset = getelementptr i64, ptr %offsets, i64 %b
@@ -76,10 +75,10 @@ bad:
 }}"""
 
 
-def _unpack(bits: int, k: int, *, stream: bool) -> str:
-    rest, s = GROUP * (bits // 8 - 1), "s" if stream else ""
+def _unpack(bits: int, plan: tuple[int, ...], *, stream: bool) -> str:
+    rest, s, name = GROUP * (bits // 8 - 1), "s" if stream else "", plan_name(plan)
     return f"""
-define i64 @unpack{s}{bits}_{k}(ptr noalias %codes, ptr noalias %remainders, ptr noalias %offsets,
+define i64 @unpack{s}{bits}_{name}(ptr noalias %codes, ptr noalias %remainders, ptr noalias %offsets,
                                 ptr noalias %tail, i64 %start, i64 %count, i64 %groups, ptr noalias %tables,
                                 ptr noalias %out) {{
 entry:
@@ -104,11 +103,11 @@ go:
   %here = call i64 @llvm.umin.i64(i64 %left, i64 {_GROUPS})
   %last = add i64 %first, %here
   %num = mul i64 %here, {GROUP}
-  %codes.at = getelementptr [{8 * k} x i8], ptr %codes, i64 %first
+  %codes.at = getelementptr [{8 * plan[0]} x i8], ptr %codes, i64 %first
   %remainders.at = getelementptr [{rest} x i8], ptr %remainders, i64 %first
   %tail.at = getelementptr i8, ptr %tail, i64 %begin
   %out.at = getelementptr [{GROUP} x i{bits}], ptr %out, i64 %first
-  %agrees = call i1 @restore_block{k}(ptr %codes.at, ptr %tail.at, i64 %size, i64 %num, ptr %tables,
+  %agrees = call i1 @restore_block{name}(ptr %codes.at, ptr %tail.at, i64 %size, i64 %num, ptr %tables,
                                       ptr %other, ptr %exponents, ptr %remainders.at)
   br i1 %agrees, label %right, label %bad
 right:
@@ -156,14 +155,16 @@ def module(isa: Portable) -> tuple[str, list[str]]:
     text, names = [_SHARED, isa.shared()], []
     if isa.streams:
         text.append("declare void @llvm.x86.sse.sfence()")
-    for k in CODE_BITS:
-        text += [shorten(isa, k), restore(isa, k), shorten_block(isa, k), restore_block(isa, k)]
+    for k in sorted({k for plan in PLANS for k in plan}):
+        text += [shorten(isa, k), restore(isa, k)]
+    for plan in PLANS:
+        text += [shorten_block(isa, plan), restore_block(plan)]
     for bits in WORD_BITS:
         text.append(count(bits))
         names.append(f"count{bits}")
     for bits, stream in product(WORD_BITS, (False, True) if isa.streams else (False,)):
         text += [split(bits, stream=stream), join(bits, stream=stream)]
-        for k in CODE_BITS:
-            text += [_pack(isa, bits, k, stream=stream), _unpack(bits, k, stream=stream)]
-            names += [f"{verb}{'s' if stream else ''}{bits}_{k}" for verb in ("pack", "unpack")]
+        for plan in PLANS:
+            text += [_pack(isa, bits, plan, stream=stream), _unpack(bits, plan, stream=stream)]
+            names += [f"{verb}{'s' if stream else ''}{bits}_{plan_name(plan)}" for verb in ("pack", "unpack")]
     return "\n".join(text), names

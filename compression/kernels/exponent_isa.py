@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 GROUP = 64  # exponents per step
+# Bits of a code of each level; they are tried in this order.
+PLANS = ((1, 2, 2), (2, 2, 2), (3, 3, 3), (4, 4, 4))
 NUM_LEVELS = 3
 TABLE_BYTES = 16  # of one level: code to exponent
 BYTES, FOURS, EIGHTS, BOOLS = "<64 x i8>", "<16 x i32>", "<8 x i64>", "<64 x i1>"
@@ -27,7 +29,7 @@ class Portable:
         gather = _each_set_bit("gather", source="%bit", to="%n")
         return gather + _each_set_bit("spread", source="%n", to="%bit")
 
-    def books(self, k: int) -> str:
+    def books(self, plan: tuple[int, ...]) -> str:
         """%books, from which ``encoder`` reads: here they are %tables, 16 bytes a level, code to exponent."""
         return "  %books = getelementptr i8, ptr %tables, i64 0"
 
@@ -87,6 +89,11 @@ class Portable:
         It may read 64 bytes, whatever the mask.
         """
         return f"  store {BYTES} %known, ptr %to\n  call void @spread(ptr %from, i64 %mask, ptr %to)"
+
+
+def plan_name(plan: tuple[int, ...]) -> str:
+    """The bits of a code of each level, as kernels are called."""
+    return "".join(map(str, plan))
 
 
 def escape(k: int) -> int:

@@ -5,7 +5,7 @@ Every level is the same loop, around the steps of an instruction set, over bytes
 
 from __future__ import annotations
 
-from .exponent_isa import BYTES, EIGHTS, FOURS, GROUP, TABLE_BYTES, Portable, escape, same, vector
+from .exponent_isa import BYTES, EIGHTS, FOURS, GROUP, TABLE_BYTES, Portable, escape, plan_name, same, vector
 from .exponent_words import prefetch
 
 _AHEAD = 128  # bytes to prefetch per step: memory would else rest while the levels work in the cache
@@ -96,18 +96,18 @@ def _escapes(k: int) -> str:
 
 def _store_codes(k: int) -> str:
     """The lowest 4 k bits of the words %fours, one after another."""
-    if k != 3:
+    if k % 2 == 0:
         return f"""
   %dense = trunc {FOURS} %fours to <16 x i{4 * k}>
   store <16 x i{4 * k}> %dense, ptr %codes.to, align 1"""
-    places = vector("i32", [8 * word + byte for word in range(8) for byte in range(3)])
+    places = vector("i32", [8 * word + byte for word in range(8) for byte in range(k)])
     return f"""
   %halves = bitcast {FOURS} %fours to {EIGHTS}
   %second = lshr {EIGHTS} %halves, {same("i64", 32 - 4 * k, 8)}
   %eights = or {EIGHTS} %halves, %second
   %eights.bytes = bitcast {EIGHTS} %eights to {BYTES}
-  %dense = shufflevector {BYTES} %eights.bytes, {BYTES} poison, <24 x i32> {places}
-  store <24 x i8> %dense, ptr %codes.to, align 1"""
+  %dense = shufflevector {BYTES} %eights.bytes, {BYTES} poison, <{8 * k} x i32> {places}
+  store <{8 * k} x i8> %dense, ptr %codes.to, align 1"""
 
 
 def _load_codes(k: int) -> str:
@@ -123,24 +123,25 @@ def _load_codes(k: int) -> str:
   %eights = bitcast {BYTES} %eights.bytes to {EIGHTS}"""
 
 
-def shorten_block(isa: Portable, k: int) -> str:
+def shorten_block(isa: Portable, plan: tuple[int, ...]) -> str:
     """A block's exponents to its codes of the first level and its tail, whose length is returned."""
-    codes, book = f"[{8 * k} x i8]", isa.book_bytes
+    (k1, k2, k3), book = plan, isa.book_bytes
     return f"""
-define internal i64 @shorten_block{k}(ptr %exponents, i64 %num, ptr noalias %codes, ptr noalias %tail,
-                                      ptr noalias %tables, ptr noalias %books, ptr %ahead) noinline {{
+define internal i64 @shorten_block{plan_name(plan)}(
+    ptr %exponents, i64 %num, ptr noalias %codes, ptr noalias %tail, ptr noalias %tables, ptr noalias %books,
+    ptr %ahead) noinline {{
   %table2 = getelementptr i8, ptr %tables, i64 {TABLE_BYTES}
   %table3 = getelementptr i8, ptr %tables, i64 {2 * TABLE_BYTES}
   %book2 = getelementptr i8, ptr %books, i64 {book}
   %book3 = getelementptr i8, ptr %books, i64 {2 * book}
-  %n1 = call i64 @shorten{k}(ptr %exponents, i64 %num, ptr %codes, ptr %tables, ptr %books, ptr %ahead)
+  %n1 = call i64 @shorten{k1}(ptr %exponents, i64 %num, ptr %codes, ptr %tables, ptr %books, ptr %ahead)
   %codes2 = getelementptr i8, ptr %tail, i64 8
-  %n2 = call i64 @shorten{k}(ptr %exponents, i64 %n1, ptr %codes2, ptr %table2, ptr %book2, ptr %ahead)
+  %n2 = call i64 @shorten{k2}(ptr %exponents, i64 %n1, ptr %codes2, ptr %table2, ptr %book2, ptr %ahead)
   %groups2 = call i64 @groups(i64 %n1)
-  %codes3 = getelementptr {codes}, ptr %codes2, i64 %groups2
-  %n3 = call i64 @shorten{k}(ptr %exponents, i64 %n2, ptr %codes3, ptr %table3, ptr %book3, ptr %ahead)
+  %codes3 = getelementptr [{8 * k2} x i8], ptr %codes2, i64 %groups2
+  %n3 = call i64 @shorten{k3}(ptr %exponents, i64 %n2, ptr %codes3, ptr %table3, ptr %book3, ptr %ahead)
   %groups3 = call i64 @groups(i64 %n2)
-  %plain = getelementptr {codes}, ptr %codes3, i64 %groups3
+  %plain = getelementptr [{8 * k3} x i8], ptr %codes3, i64 %groups3
   call void @llvm.memcpy.p0.p0.i64(ptr %plain, ptr %exponents, i64 %n3, i1 false)
   %n2.high = shl i64 %n2, 16
   %n3.high = shl i64 %n3, 32
@@ -152,13 +153,13 @@ define internal i64 @shorten_block{k}(ptr %exponents, i64 %num, ptr noalias %cod
 }}"""
 
 
-def restore_block(isa: Portable, k: int) -> str:
+def restore_block(plan: tuple[int, ...]) -> str:
     """Undo ``shorten_block`` and say whether codes, numbers and the tail's ``size``, at least 8, agree."""
-    codes = f"[{8 * k} x i8]"
+    k1, k2, k3 = plan
     return f"""
-define internal i1 @restore_block{k}(ptr noalias %codes, ptr noalias %tail, i64 %size, i64 %num,
-                                     ptr noalias %tables, ptr noalias %exponents, ptr noalias %other,
-                                     ptr %ahead) noinline {{
+define internal i1 @restore_block{plan_name(plan)}(
+    ptr noalias %codes, ptr noalias %tail, i64 %size, i64 %num, ptr noalias %tables, ptr noalias %exponents,
+    ptr noalias %other, ptr %ahead) noinline {{
 entry:
   %head = load i64, ptr %tail, align 1
   %n1 = and i64 %head, 65535
@@ -167,9 +168,9 @@ entry:
   %n3 = lshr i64 %head, 32
   %codes2 = getelementptr i8, ptr %tail, i64 8
   %groups2 = call i64 @groups(i64 %n1)
-  %codes3 = getelementptr {codes}, ptr %codes2, i64 %groups2
+  %codes3 = getelementptr [{8 * k2} x i8], ptr %codes2, i64 %groups2
   %groups3 = call i64 @groups(i64 %n2)
-  %plain = getelementptr {codes}, ptr %codes3, i64 %groups3
+  %plain = getelementptr [{8 * k3} x i8], ptr %codes3, i64 %groups3
 {_tail_length()}
   %less1 = icmp ule i64 %n1, %num
   %less2 = icmp ule i64 %n2, %n1
@@ -183,11 +184,11 @@ levels:
   %table2 = getelementptr i8, ptr %tables, i64 {TABLE_BYTES}
   %table3 = getelementptr i8, ptr %tables, i64 {2 * TABLE_BYTES}
   call void @llvm.memcpy.p0.p0.i64(ptr %exponents, ptr %plain, i64 %n3, i1 false)
-  %found3 = call i64 @restore{k}(ptr %codes3, ptr %exponents, i64 %n3, i64 %n2,
+  %found3 = call i64 @restore{k3}(ptr %codes3, ptr %exponents, i64 %n3, i64 %n2,
                                ptr %table3, ptr %other, ptr %ahead)
-  %found2 = call i64 @restore{k}(ptr %codes2, ptr %other, i64 %n2, i64 %n1,
+  %found2 = call i64 @restore{k2}(ptr %codes2, ptr %other, i64 %n2, i64 %n1,
                                ptr %table2, ptr %exponents, ptr %ahead)
-  %found1 = call i64 @restore{k}(ptr %codes, ptr %exponents, i64 %n1, i64 %num,
+  %found1 = call i64 @restore{k1}(ptr %codes, ptr %exponents, i64 %n1, i64 %num,
                                ptr %tables, ptr %other, ptr %ahead)
   %same3 = icmp eq i64 %found3, %n3
   %same2 = icmp eq i64 %found2, %n2

@@ -99,14 +99,14 @@ declare {BYTES} {name}.pmultishift.qb.512({BYTES}, {BYTES})
 declare {BYTES} {name}.mask.compress.v64i8({BYTES}, {BYTES}, {BOOLS})
 declare {BYTES} {name}.mask.expand.v64i8({BYTES}, {BYTES}, {BOOLS})"""
 
-    def books(self, k: int) -> str:
+    def books(self, plan: tuple[int, ...]) -> str:
         """256 bytes a level, exponent to code."""
         text = f"  %books = alloca [{NUM_LEVELS * _BOOK} x i8], align 64"
         for place in range(0, NUM_LEVELS * _BOOK, GROUP):
             text += f"""
   %books{place} = getelementptr i8, ptr %books, i64 {place}
-  store {BYTES} {same("i8", escape(k), GROUP)}, ptr %books{place}"""
-        for level, j in ((level, j) for level in range(NUM_LEVELS) for j in range(escape(k))):
+  store {BYTES} {same("i8", escape(plan[place // _BOOK]), GROUP)}, ptr %books{place}"""
+        for level, j in ((level, j) for level, k in enumerate(plan) for j in range(escape(k))):
             name = f"{level}.{j}"
             text += f"""
   %entry.at{name} = getelementptr i8, ptr %tables, i64 {TABLE_BYTES * level + j}
