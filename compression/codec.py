@@ -91,7 +91,7 @@ def pack_into(
     _check_room(buffer, start + _room(geo, chosen))
     dtype, address = tensor.dtype, tensor.data_ptr() % ALIGNMENT
     if tensor.is_conj() or tensor.is_neg():
-        tensor = _resolved(tensor, geo)
+        tensor = resolved(tensor, geo)
         geo = geo if geo.travels else _geometry_of(tensor)
     if geo.order != "dense":
         tensor = gather(tensor, geo)
@@ -185,7 +185,7 @@ def _geometry_of(tensor: Tensor) -> Geometry:
     return geometry(tensor.size(), tensor.stride(), tensor.dtype.itemsize)
 
 
-def _resolved(tensor: Tensor, geo: Geometry) -> Tensor:
+def resolved(tensor: Tensor, geo: Geometry) -> Tensor:
     """A lazy conjugate or negation carried out, in memory that lies as before."""
     plain = tensor.detach()
     if not geo.travels:
@@ -193,7 +193,8 @@ def _resolved(tensor: Tensor, geo: Geometry) -> Tensor:
     for d, (size, stride) in enumerate(zip(geo.sizes, geo.strides, strict=True)):
         if size and not stride:
             plain = plain.narrow(d, 0, 1)
-    return torch.empty_strided(plain.size(), geo.strides, dtype=tensor.dtype).copy_(plain)
+    kept = torch.empty_strided(plain.size(), geo.strides, dtype=tensor.dtype, device=tensor.device)
+    return kept.copy_(plain)
 
 
 def _room(geo: Geometry, codec: Codec) -> int:

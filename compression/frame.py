@@ -87,6 +87,9 @@ def header_bytes(num_dims: int) -> int:
     return aligned(_FIXED_BYTES + 16 * num_dims)
 
 
+MAX_HEADER_BYTES = header_bytes(MAX_DIMS)
+
+
 def frame_bytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
     """The longest frame of a tensor of these sizes, in bytes: what a receiver posts."""
     return header_bytes(len(sizes)) + math.prod(sizes) * dtype.itemsize
@@ -135,14 +138,20 @@ def _rest(num_dims: int) -> struct.Struct:
 
 def write_header(buffer: Tensor, header: Header) -> int:
     """Write ``header`` at the start of ``buffer`` (1-D uint8); returns its length in bytes."""
+    text = header_text(header)
+    ctypes.memmove(buffer.data_ptr(), text, len(text))
+    return len(text)
+
+
+def header_text(header: Header) -> bytes:
+    """The bytes of ``header``."""
     num_dims, number = len(header.sizes), DTYPE_NUMBERS[header.dtype] if header.dtype else 0
     codec = CODEC_NAMES.index(header.codec)
     flags, address, requires_grad = header.flags, header.address, header.requires_grad
     start = _START.pack(MAGIC, VERSION, codec, number, flags, num_dims, address, requires_grad)
     rest = _rest(num_dims).pack(header.payload_bytes, header.checksum, *header.sizes, *header.strides, b"")
     crc = zlib.crc32(rest, zlib.crc32(start)).to_bytes(4, "little")
-    ctypes.memmove(buffer.data_ptr(), b"%b%b%b" % (start, crc, rest), header_bytes(num_dims))
-    return header_bytes(num_dims)
+    return b"%b%b%b" % (start, crc, rest)
 
 
 def read_header(buffer: Tensor) -> Header:
@@ -152,9 +161,17 @@ def read_header(buffer: Tensor) -> Header:
     """
     check_memory(buffer)
     length = buffer.numel()
+    return parse_header(ctypes.string_at(buffer.data_ptr(), min(length, MAX_HEADER_BYTES)), length)
+
+
+def parse_header(text: bytes, length: int) -> Header:
+    """Read and check the header in ``text``, the first bytes of a frame (``MAX_HEADER_BYTES`` are enough).
+
+    Args:    length: bytes there are of the frame, which may lie in another memory.
+    Raises:  CodecError: as ``read_header``.
+    """
     if length < header_bytes(0):
         raise CodecError(f"a frame has at least {header_bytes(0)} bytes, found {length}; it was truncated")
-    text = ctypes.string_at(buffer.data_ptr(), min(length, header_bytes(MAX_DIMS)))
     magic, version, codec, number, flags, num_dims, address, requires_grad = _START.unpack_from(text)
     end = header_bytes(num_dims)
     if magic != MAGIC or version != VERSION or num_dims > MAX_DIMS or length < end:

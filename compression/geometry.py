@@ -137,7 +137,8 @@ def _view(
     per_item = geo.words_per_item
     sizes = [size for size, _ in dims] + [per_item]
     strides = [stride * per_item for _, stride in dims] + [1]
-    return torch.empty(0, dtype=_WORDS[geo.word_bits]).set_(storage, first, sizes, strides)
+    empty = torch.empty(0, dtype=_WORDS[geo.word_bits], device=storage.device)
+    return empty.set_(storage, first, sizes, strides)
 
 
 def gather(tensor: Tensor, geo: Geometry) -> Tensor:
