@@ -1,0 +1,272 @@
+"""Tensors on a GPU to frames and back: the same bytes as on the CPU.
+
+Packing never waits: ``pack_on_device`` launches and returns, and whoever sends the frame calls ``finish``,
+which waits for the event behind it and not for what the device computes meanwhile.
+
+Source: patent CN115016937A, claim 7 (one pack and unpack module on every path out of a stage).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import gpu_words
+from .codec import codec_named, resolved
+from .dtypes import DTYPE_NUMBERS
+from .errors import CodecError
+from .frame import (
+    ALIGNMENT,
+    CODEC_NAMES,
+    MASKED,
+    MAX_HEADER_BYTES,
+    Header,
+    header_bytes,
+    header_text,
+    parse_header,
+    sections,
+)
+from .geometry import Geometry, contiguous, gather, geometry, scatter
+
+
+class Packed(NamedTuple):
+    """A payload behind room for its header, perhaps still being written."""
+
+    buffer: Tensor  # uint8 on the device
+    start: int  # bytes of the header
+    facts: Tensor  # on the device, see gpu_words
+    on_host: Tensor  # the same in pinned memory, once ready
+    masked: bool  # whether only the values at the set bits of a mask travel
+    ready: torch.cuda.Event | None  # None: not on a GPU, there is nothing to wait for
+
+    @property
+    def num_bytes(self) -> Tensor:
+        """Bytes of the payload, int64 on the device."""
+        return self.facts[0]
+
+    @property
+    def raw(self) -> Tensor:
+        """Whether the payload is raw, bool on the device."""
+        return self.facts[1] == 0
+
+
+def encode(
+    tensor: Tensor,
+    codec: str = "zero_value",
+    *,
+    requires_grad: bool = False,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Pack a tensor of any strides to a frame on its device, and wait for it; as ``codec.encode``.
+
+    Args:    mask: bitmap of the tensor's words, as in a payload; only the values at its set bits travel.
+    Raises:  CodecError: the tensor is sparse, quantised or nested, the mask does not suit it, or no Triton.
+    """
+    codec_named(codec)
+    geo, header = geometry_of(tensor), header_of(tensor, requires_grad=requires_grad)
+    with torch.cuda.device_of(tensor):
+        plain = tensor.detach()
+        if tensor.is_conj() or tensor.is_neg():
+            plain = resolved(tensor, geo)
+            geo = geo if geo.travels else geometry_of(plain)
+        words = gather(plain, geo) if geo.num_elements else gpu_words.empty(0, geo.word_bits, plain.device)
+        start = header_bytes(len(geo.sizes))
+        room = start + words.nbytes
+        buffer = _as_bytes(*_memory(room, tensor.device), room)
+        frame = finish(_pack(words, buffer, start, codec, tensor.dtype, mask), header)
+        return frame.clone() if frame.numel() * 9 < room * 8 else frame
+
+
+def header_of(tensor: Tensor, *, requires_grad: bool = False) -> Header:
+    """What a frame says about ``tensor``, but for codec and payload, which ``finish`` knows."""
+    geo = geometry_of(tensor)
+    if not geo.travels:
+        geo = contiguous(geo.sizes, geo.item_bytes)
+    address = tensor.data_ptr() % ALIGNMENT
+    address = 0 if address % geo.item_bytes else address
+    return Header("raw", tensor.dtype, geo.sizes, geo.strides, 0, 0, address, requires_grad)
+
+
+def pack_on_device(
+    tensor: Tensor, buffer: Tensor, *, codec: str = "zero_value", mask: Tensor | None = None
+) -> Packed:
+    """Start packing ``tensor`` on the current stream, and never wait.
+
+    Args:    tensor: dense in memory, its dimensions in any order.
+             buffer: uint8 at a multiple of 64 on the same device, of at least ``frame_bytes`` bytes. It is
+             the stream's until ``ready``.
+             codec: "zero_value", "narrow" or "raw"; another one would run on the host.
+             mask: as ``encode``.
+    Raises:  CodecError: the tensor has gaps, buffer or mask do not suit it, or no such kernels.
+    """
+    geo = geometry_of(tensor)
+    if geo.order != "dense" or tensor.is_conj() or tensor.is_neg() or codec not in gpu_words.KERNELS:
+        found = f"sizes {geo.sizes}, strides {geo.strides}, codec {codec}"
+        raise CodecError(
+            f"kernels pack dense tensors by {', '.join(gpu_words.KERNELS)}, found {found}; encode it"
+        )
+    words = gpu_words.empty(0, geo.word_bits, tensor.device)
+    if geo.num_elements:
+        words = gather(tensor.detach(), geo)
+    return _pack(words, buffer, header_bytes(tensor.dim()), codec, tensor.dtype, mask)
+
+
+def finish(packed: Packed, header: Header) -> Tensor:
+    """Wait until ``packed`` is ready and write its header, on the current stream.
+
+    Args:    header: from ``header_of``.
+    Returns: the exact frame: the beginning of ``packed.buffer``.
+    """
+    if packed.ready is not None:
+        packed.ready.synchronize()
+    num_bytes, number, checksum = packed.on_host.tolist()
+    header = header._replace(codec=CODEC_NAMES[number], payload_bytes=num_bytes)
+    if packed.masked and number:
+        header = header._replace(flags=MASKED, checksum=checksum % (1 << 64))
+    text = torch.frombuffer(bytearray(header_text(header)), dtype=torch.uint8)
+    assert len(text) == packed.start, "the header takes the room that was left for it"
+    with torch.cuda.device_of(packed.buffer):
+        # From pinned memory, or the copy would wait for the stream; torch keeps that memory until it is done.
+        text = text.pin_memory() if packed.buffer.is_cuda else text
+        packed.buffer[: len(text)].copy_(text, non_blocking=True)
+    return packed.buffer[: packed.start + num_bytes]
+
+
+def read_header(frame: Tensor) -> Header:
+    """The header of a frame on a device; waits for its first bytes.
+
+    Raises: CodecError: it is malformed or damaged, or the frame is longer or shorter than it says.
+    """
+    if frame.dtype is not torch.uint8 or frame.dim() != 1 or not frame.is_contiguous():
+        found = f"{frame.dim()} dimensions of {frame.dtype}, strides {frame.stride()}"
+        raise CodecError(f"a frame is a contiguous 1-D uint8 tensor, found {found}; convert it")
+    header = parse_header(bytes(frame[:MAX_HEADER_BYTES].tolist()), frame.numel())
+    if frame.numel() != (length := header_bytes(len(header.sizes)) + header.payload_bytes):
+        raise CodecError(f"this frame has {length} bytes, found {frame.numel()}; cut off what follows it")
+    return header
+
+
+def unpack_on_device(header: Header, payload: Tensor, out: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """Start unpacking on the current stream, and never wait if the codec has kernels.
+
+    Args:    payload: uint8, what follows the header; as long as the header says.
+             out: the words, contiguous: all that is written, whatever the payload holds.
+             mask: for a frame of values alone, the bitmap that it was made with.
+    Returns: int32 on the device: not 0 if the payload contradicts itself.
+    Raises:  CodecError: the payload's length or the mask does not suit the words.
+    """
+    _check_payload(header, payload, out, mask)
+    with torch.cuda.device_of(out):
+        if not out.numel():
+            return torch.zeros(1, dtype=torch.int32, device=out.device)
+        return gpu_words.unpack(header.codec, payload, out.view(-1), header.dtype, mask)
+
+
+def decode(frame: Tensor, *, mask: Tensor | None = None) -> Tensor | None:
+    """Unpack a frame to a tensor on its device, and wait for it; as ``codec.decode``.
+
+    Raises:  CodecError: the frame is truncated or damaged, or of another mask; nothing else ever.
+    """
+    with torch.cuda.device_of(frame):
+        header = read_header(frame)
+        if header.dtype is None:
+            return None
+        geo, start = header.geometry, header_bytes(len(header.sizes))
+        if header.flags & MASKED and mask is not None:
+            _check_checksum(header, mask)
+        storage, base = _memory(header.address + geo.span * geo.item_bytes, frame.device)
+        first = base + header.address
+        in_place = geo.order == "dense" and geo.num_words > 0
+        words = gpu_words.empty(0 if in_place else geo.num_words, geo.word_bits, frame.device)
+        if in_place:
+            words.set_(storage, first * 8 // geo.word_bits, (geo.num_words,), (1,))
+        if int(unpack_on_device(header, frame[start:], words, mask=mask)):
+            rule = f"bitmap, offsets and values of a {header.codec} frame agree"
+            raise CodecError(f"{rule}, these do not; it was damaged")
+        if geo.num_words and not in_place:
+            scatter(words, storage, first, geo)
+        kind = torch.uint8 if header.dtype.is_complex else header.dtype  # as codec.decode does
+        tensor = torch.empty(0, dtype=kind, device=frame.device).view(header.dtype)
+        return tensor.set_(storage, first // geo.item_bytes, geo.sizes, geo.strides)
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    """The geometry of a tensor that a frame can carry and kernels can read; CodecError for any other."""
+    plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    if not plain or tensor.dtype not in DTYPE_NUMBERS:
+        found = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
+        raise CodecError(f"a frame carries a dense tensor, found a {found}; convert it first")
+    geo = geometry(tensor.size(), tensor.stride(), tensor.dtype.itemsize)
+    if tensor.data_ptr() % (geo.word_bits // 8):
+        found = f"{tensor.dtype} at {tensor.data_ptr() % ALIGNMENT} mod {ALIGNMENT}"
+        raise CodecError(f"elements on a GPU stand at multiples of their size, found {found}; clone it")
+    return geo
+
+
+def _pack(
+    words: Tensor, buffer: Tensor, start: int, codec: str, dtype: torch.dtype, mask: Tensor | None
+) -> Packed:
+    """Launch the packing of ``words`` behind the first ``start`` bytes of ``buffer``."""
+    needed, words = start + words.nbytes, words.view(-1)
+    flat = buffer.dtype is torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous()
+    if not flat or buffer.numel() < needed or buffer.data_ptr() % ALIGNMENT or buffer.device != words.device:
+        found = f"{tuple(buffer.shape)} of {buffer.dtype} on {buffer.device}"
+        rule = (
+            f"a buffer for this tensor is {needed} bytes of uint8 at a multiple of {ALIGNMENT} on its device"
+        )
+        raise CodecError(f"{rule}, found {found}; ask frame_bytes")
+    if mask is not None:
+        _check_mask(mask, words)
+    with torch.cuda.device_of(words):
+        facts = gpu_words.pack(codec, words, buffer[start:], dtype, mask)
+        on_host, ready = facts.to("cpu", non_blocking=True), None  # pinned: torch asks no stream to wait
+        if words.is_cuda:
+            ready = torch.cuda.Event()
+            ready.record()
+    return Packed(buffer, start, facts, on_host, mask is not None, ready)
+
+
+def _check_mask(mask: Tensor, words: Tensor) -> None:
+    needed = sections(words.numel()).offsets
+    if mask.dtype is not torch.uint8 or mask.shape != (needed,) or mask.device != words.device:
+        found = f"{tuple(mask.shape)} of {mask.dtype} on {mask.device}"
+        rule = f"the mask of {words.numel()} words is a bitmap of {needed} bytes on their device"
+        raise CodecError(f"{rule}, found {found}; take it from the frame of the forward")
+
+
+def _check_payload(header: Header, payload: Tensor, out: Tensor, mask: Tensor | None) -> None:
+    """Whether payload, words and mask have the lengths that kernels rely on."""
+    num_words, bits, num_bytes = out.numel(), 8 * out.element_size(), payload.numel()
+    if header.flags & MASKED:
+        if mask is None:
+            raise CodecError("this frame has values alone; decode it with the bitmap that it was made with")
+        _check_mask(mask, out)
+        fits = num_bytes * 8 % bits == 0 and header.codec == "zero_value"
+    else:
+        fits = codec_named(header.codec).fits(num_words, bits, num_bytes)
+    if not fits or num_bytes != header.payload_bytes:
+        found = f"{num_bytes} bytes for {num_words} words of {bits} bits"
+        raise CodecError(f"a {header.codec} payload suits its elements, found {found}; it is damaged")
+
+
+def _check_checksum(header: Header, mask: Tensor) -> None:
+    found = int(gpu_words.bitmap_checksum(gpu_words.at_64(mask))) % (1 << 64)
+    if found != header.checksum:
+        rule = f"a frame of values alone is decoded with its own bitmap, that of checksum {header.checksum:x}"
+        raise CodecError(f"{rule}, found {found:x}; keep the bitmap of the same micro-batch")
+
+
+def _memory(num_bytes: int, device: torch.device) -> tuple[torch.UntypedStorage, int]:
+    """New memory, and where in it a multiple of 64 is; as ``codec._memory``."""
+    try:
+        storage = torch.UntypedStorage(num_bytes + ALIGNMENT, device=device)
+    except RuntimeError as error:
+        raise CodecError(f"a frame needs {num_bytes} bytes of memory, there is none: {error}") from error
+    return storage, -storage.data_ptr() % ALIGNMENT
+
+
+def _as_bytes(storage: torch.UntypedStorage, first: int, num_bytes: int) -> Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, first, (num_bytes,), (1,))
