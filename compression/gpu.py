@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import gpu_words
+from . import gpu_launch, gpu_words, gpu_zero_value
 from .codec import codec_named, resolved
 from .dtypes import DTYPE_NUMBERS
 from .errors import CodecError
@@ -71,7 +71,7 @@ def encode(
         if tensor.is_conj() or tensor.is_neg():
             plain = resolved(tensor, geo)
             geo = geo if geo.travels else geometry_of(plain)
-        words = gather(plain, geo) if geo.num_elements else gpu_words.empty(0, geo.word_bits, plain.device)
+        words = gather(plain, geo) if geo.num_elements else gpu_launch.empty(0, geo.word_bits, plain.device)
         start = header_bytes(len(geo.sizes))
         room = start + words.nbytes
         buffer = _as_bytes(*_memory(room, tensor.device), room)
@@ -107,7 +107,7 @@ def pack_on_device(
         raise CodecError(
             f"kernels pack dense tensors by {', '.join(gpu_words.KERNELS)}, found {found}; encode it"
         )
-    words = gpu_words.empty(0, geo.word_bits, tensor.device)
+    words = gpu_launch.empty(0, geo.word_bits, tensor.device)
     if geo.num_elements:
         words = gather(tensor.detach(), geo)
     return _pack(words, buffer, header_bytes(tensor.dim()), codec, tensor.dtype, mask)
@@ -159,8 +159,8 @@ def unpack_on_device(header: Header, payload: Tensor, out: Tensor, *, mask: Tens
     """
     _check_payload(header, payload, out, mask)
     with torch.cuda.device_of(out):
-        if not out.numel():
-            return torch.zeros(1, dtype=torch.int32, device=out.device)
+        mask = mask if header.flags & MASKED else None
+        assert header.dtype is not None, "a frame without a tensor has no payload"
         return gpu_words.unpack(header.codec, payload, out.view(-1), header.dtype, mask)
 
 
@@ -179,7 +179,7 @@ def decode(frame: Tensor, *, mask: Tensor | None = None) -> Tensor | None:
         storage, base = _memory(header.address + geo.span * geo.item_bytes, frame.device)
         first = base + header.address
         in_place = geo.order == "dense" and geo.num_words > 0
-        words = gpu_words.empty(0 if in_place else geo.num_words, geo.word_bits, frame.device)
+        words = gpu_launch.empty(0 if in_place else geo.num_words, geo.word_bits, frame.device)
         if in_place:
             words.set_(storage, first * 8 // geo.word_bits, (geo.num_words,), (1,))
         if int(unpack_on_device(header, frame[start:], words, mask=mask)):
@@ -252,7 +252,7 @@ def _check_payload(header: Header, payload: Tensor, out: Tensor, mask: Tensor | 
 
 
 def _check_checksum(header: Header, mask: Tensor) -> None:
-    found = int(gpu_words.bitmap_checksum(gpu_words.at_64(mask))) % (1 << 64)
+    found = int(gpu_zero_value.checksum_of(gpu_launch.at_64(mask))) % (1 << 64)
     if found != header.checksum:
         rule = f"a frame of values alone is decoded with its own bitmap, that of checksum {header.checksum:x}"
         raise CodecError(f"{rule}, found {found:x}; keep the bitmap of the same micro-batch")

@@ -1,0 +1,108 @@
+"""Zero-value payloads on a device, and values selected by a bitmap that both sides have.
+
+Two passes, since a scan of the blocks' counts keeps the values in order: count and write the bitmap, then
+write the values. Whether it pays is decided between them, on the device.
+
+Source: Rhu et al., Compressing DMA Engine, HPCA 2018, section 4.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .frame import BLOCK, CODEC_NAMES, sections
+from .gpu_launch import kernels, new_facts, no_error, options, pack_raw
+from .zero_value import _LONG, _MOST, _PART
+
+# Warps of a program by the bytes of a word: 16 bytes a lane, several loads in flight.
+NUM_WARPS = {1: 4, 2: 4, 4: 8, 8: 8}
+_LOOPS = "gpu_zero_value"
+_NUMBER = CODEC_NAMES.index("zero_value")
+_SUMMED = 4096  # 64-bit words of a bitmap for one program
+
+
+def pack(
+    words: Tensor, payload: Tensor, dtype: torch.dtype | None = None, *, num_warps: int | None = None
+) -> Tensor:
+    """Write bitmap, offsets and values; raw where ``ZeroValue`` goes raw, decided on the device."""
+    parts, num_words, num_bytes = sections(words.numel()), words.numel(), words.nbytes
+    if parts.values >= num_bytes:
+        return pack_raw(words, payload)
+    loops, grid, facts = kernels(_LOOPS), (parts.num_blocks,), new_facts(words.device)
+    launch = options(num_warps or NUM_WARPS[words.element_size()], BLOCK=BLOCK)
+    bitmap = payload[: parts.offsets].view(torch.int32)
+    offsets = payload[parts.offsets : parts.values].view(torch.int64)
+    values = payload[parts.values : num_bytes].view(words.dtype)
+    counts = torch.empty(parts.num_blocks, dtype=torch.int64, device=words.device)
+    loops.count_words[grid](words, bitmap, counts, num_words, len(bitmap), **launch)
+    torch.cumsum(counts, 0, out=offsets[: parts.num_blocks])
+    whole, num_pad = num_words // BLOCK, len(offsets) - parts.num_blocks
+    head = min(whole // _PART, _MOST) if whole >= _LONG else 0
+    num_samples = min(head, _MOST // 2)
+    sizes = (parts.num_blocks, whole, head, num_samples, num_bytes, parts.values, num_pad)
+    constants = options(1, BLOCK=BLOCK, WORD_BYTES=words.element_size(), MOST=_MOST, NUMBER=_NUMBER)
+    loops.decide[(1,)](counts, offsets, facts, *sizes, **constants)
+    as_they_are = payload[:num_bytes].view(words.dtype)
+    loops.compact[grid](words, bitmap, offsets, facts, values, as_they_are, num_words, **launch)
+    return facts
+
+
+def pack_masked(words: Tensor, payload: Tensor, mask: Tensor, *, num_warps: int | None = None) -> Tensor:
+    """Write the words at the set bits of ``mask``, zeros among them; all bits set is raw."""
+    parts, num_words = sections(words.numel()), words.numel()
+    loops, facts = kernels(_LOOPS), new_facts(words.device)
+    bitmap, offsets = mask.view(torch.int32), _ends(mask, words)
+    constants = options(1, WORD_BYTES=words.element_size(), NUMBER=_NUMBER)
+    loops.decide_masked[(1,)](offsets, facts, parts.num_blocks, words.nbytes, **constants)
+    facts[2:].copy_(checksum_of(mask))
+    values = payload[: words.nbytes].view(words.dtype)
+    launch = options(num_warps or NUM_WARPS[words.element_size()], BLOCK=BLOCK)
+    grid = (parts.num_blocks,)
+    loops.compact[grid](words, bitmap, offsets, facts, values, values, num_words, **launch)
+    return facts
+
+
+def unpack(
+    payload: Tensor, out: Tensor, *, mask: Tensor | None = None, num_warps: int | None = None
+) -> Tensor:
+    """Read bitmap, offsets and values, or values alone by ``mask``, whatever their bytes hold.
+
+    Returns: int32 on the device: not 0 if bitmap, offsets and length contradict each other.
+    """
+    num_words, parts = out.numel(), sections(out.numel())
+    if mask is None:
+        bitmap = payload[: parts.offsets].view(torch.int32)
+        offsets = payload[parts.offsets : parts.values].view(torch.int64)
+        values = payload[parts.values :].view(out.dtype)
+    else:
+        bitmap, offsets, values = mask.view(torch.int32), _ends(mask, out), payload.view(out.dtype)
+    error = no_error(out.device)
+    launch = options(num_warps or NUM_WARPS[out.element_size()], BLOCK=BLOCK)
+    sizes = (len(values), num_words, parts.num_blocks)
+    kernels(_LOOPS).expand[(parts.num_blocks,)](bitmap, offsets, values, out, error, *sizes, **launch)
+    return error
+
+
+def checksum_of(bitmap: Tensor) -> Tensor:
+    """A checksum of a bitmap (uint8, padded to a multiple of 64), one int64 on its device, never 0.
+
+    The sum over its 64-bit words w[i] of mix(w[i] + (i + 1) * 0x9E3779B97F4A7C15), mod 2^64: the parts can be
+    summed in any order.
+    """
+    rows = bitmap.view(torch.int64)
+    num_programs = -(-len(rows) // _SUMMED)
+    sums = torch.zeros(max(1, num_programs), dtype=torch.int64, device=bitmap.device)
+    if num_programs:
+        kernels(_LOOPS).checksum[(num_programs,)](rows, sums, len(rows), **options(8, BLOCK=_SUMMED))
+    total = sums.sum()
+    return total + (total == 0)
+
+
+def _ends(mask: Tensor, words: Tensor) -> Tensor:
+    """How many bits of a bitmap are set before the end of each block."""
+    num_words, num_blocks = words.numel(), sections(words.numel()).num_blocks
+    counts = torch.empty(num_blocks, dtype=torch.int64, device=mask.device)
+    rows = mask.view(torch.int32)
+    kernels(_LOOPS).count_bits[(num_blocks,)](rows, counts, num_words, **options(1, BLOCK=BLOCK))
+    return torch.cumsum(counts, 0)
