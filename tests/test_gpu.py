@@ -1,7 +1,8 @@
 """Frames made and read on a GPU: the CPU's bytes, the same bits back, and nothing worse than a CodecError.
 
-Without a GPU the kernels run in Triton's interpreter on CPU tensors. That is chosen before Triton is imported,
-so one test here runs this file again, in a process of its own, where the laws below take CPU tensors.
+Without a GPU the kernels run in Triton's interpreter on CPU tensors. That is chosen before Triton is
+imported, so one test here runs this file again, in a process of its own, where the laws below
+take CPU tensors.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from penstock.compression.errors import CodecError
 from penstock.compression.frame import BLOCK, MASKED, frame_bytes, header_bytes, read_header, sections
 from penstock.compression.geometry import Words
 from penstock.compression.narrow import Narrow
+from penstock.scripts.bench.gpu import ROUTES, main, table
+from penstock.scripts.bench.gpu_cases import case, tensors
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -307,6 +310,32 @@ def test_nothing_waits(device: str) -> None:
         assert int(narrow.num_bytes) == 64 + 64 * 71  # 1,125 rows of 4 bits in rows of 64
 
 
+def test_every_route_of_the_bench_brings_back_its_words(device: str) -> None:
+    dtypes, rows = ["float32", "bfloat16", "int64", "bool"], []
+    for tensor, codec, facts in tensors(dtypes, [1 << 14], [0, 0.5, 1], device):
+        one = case(tensor, codec, None)
+        routes = ("copy", *ROUTES) if codec == "zero_value" else ("copy", *ROUTES[:2])
+        for route in routes:
+            if not route.startswith("pack"):
+                one.out.fill_(1)
+            getattr(one, route)()
+            if not route.startswith("pack"):
+                assert torch.equal(one.out, one.words), route
+        seconds = dict.fromkeys(routes, 2e-6)
+        sizes = {"num_bytes": tensor.nbytes, "num_warps": 8, "ratio": 2.0, "pack_call_host_seconds": 1e-5}
+        least = {route: one.least_bytes(route) for route in routes}
+        moved = {route: one.moved_bytes(route) for route in routes}
+        assert all(moved[route] >= least[route] for route in routes)
+        rows.append(facts | sizes | {"seconds": seconds, "least_bytes": least, "moved_bytes": moved})
+    assert table(rows).row_count == len(rows) >= 6
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_bench_says_that_it_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "needs a GPU" in capsys.readouterr().err
+
+
 def test_without_triton_there_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "penstock.compression.kernels.gpu_zero_value", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -314,6 +343,7 @@ def test_without_triton_there_is_one_clear_sentence(monkeypatch: pytest.MonkeyPa
         gpu.encode(torch.zeros(9000))
 
 
+@pytest.mark.skipif(INTERPRETED, reason="one process more says the same")
 def test_nothing_imports_triton_but_kernels() -> None:
     code = "import sys, penstock.compression.gpu; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
