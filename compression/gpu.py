@@ -15,7 +15,6 @@ from torch import Tensor
 
 from . import gpu_launch, gpu_words, gpu_zero_value
 from .codec import codec_named, resolved
-from .dtypes import DTYPE_NUMBERS
 from .errors import CodecError
 from .frame import (
     ALIGNMENT,
@@ -26,9 +25,9 @@ from .frame import (
     header_bytes,
     header_text,
     parse_header,
-    sections,
 )
-from .geometry import Geometry, contiguous, gather, geometry, scatter
+from .geometry import contiguous, gather, scatter
+from .gpu_checks import check_buffer, check_mask, check_payload, geometry_of
 
 
 class Packed(NamedTuple):
@@ -129,7 +128,9 @@ def finish(packed: Packed, header: Header) -> Tensor:
     assert len(text) == packed.start, "the header takes the room that was left for it"
     with torch.cuda.device_of(packed.buffer):
         # From pinned memory, or the copy would wait for the stream; torch keeps that memory until it is done.
-        text = text.pin_memory() if packed.buffer.is_cuda else text
+        if packed.buffer.is_cuda:
+            text = text.pin_memory()
+            packed.buffer.record_stream(torch.cuda.current_stream())  # which need not be the packer's
         packed.buffer[: len(text)].copy_(text, non_blocking=True)
     return packed.buffer[: packed.start + num_bytes]
 
@@ -142,7 +143,7 @@ def read_header(frame: Tensor) -> Header:
     if frame.dtype is not torch.uint8 or frame.dim() != 1 or not frame.is_contiguous():
         found = f"{frame.dim()} dimensions of {frame.dtype}, strides {frame.stride()}"
         raise CodecError(f"a frame is a contiguous 1-D uint8 tensor, found {found}; convert it")
-    header = parse_header(bytes(frame[:MAX_HEADER_BYTES].tolist()), frame.numel())
+    header = parse_header(frame[:MAX_HEADER_BYTES].cpu().numpy().tobytes(), frame.numel())
     if frame.numel() != (length := header_bytes(len(header.sizes)) + header.payload_bytes):
         raise CodecError(f"this frame has {length} bytes, found {frame.numel()}; cut off what follows it")
     return header
@@ -157,7 +158,7 @@ def unpack_on_device(header: Header, payload: Tensor, out: Tensor, *, mask: Tens
     Returns: int32 on the device: not 0 if the payload contradicts itself.
     Raises:  CodecError: the payload's length or the mask does not suit the words.
     """
-    _check_payload(header, payload, out, mask)
+    check_payload(header, payload, out.numel(), 8 * out.element_size(), mask)
     with torch.cuda.device_of(out):
         mask = mask if header.flags & MASKED else None
         assert header.dtype is not None, "a frame without a tensor has no payload"
@@ -174,6 +175,7 @@ def decode(frame: Tensor, *, mask: Tensor | None = None) -> Tensor | None:
         if header.dtype is None:
             return None
         geo, start = header.geometry, header_bytes(len(header.sizes))
+        check_payload(header, frame[start:], geo.num_words, geo.word_bits, mask)
         if header.flags & MASKED and mask is not None:
             _check_checksum(header, mask)
         storage, base = _memory(header.address + geo.span * geo.item_bytes, frame.device)
@@ -192,63 +194,20 @@ def decode(frame: Tensor, *, mask: Tensor | None = None) -> Tensor | None:
         return tensor.set_(storage, first // geo.item_bytes, geo.sizes, geo.strides)
 
 
-def geometry_of(tensor: Tensor) -> Geometry:
-    """The geometry of a tensor that a frame can carry and kernels can read; CodecError for any other."""
-    plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
-    if not plain or tensor.dtype not in DTYPE_NUMBERS:
-        found = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
-        raise CodecError(f"a frame carries a dense tensor, found a {found}; convert it first")
-    geo = geometry(tensor.size(), tensor.stride(), tensor.dtype.itemsize)
-    if tensor.data_ptr() % (geo.word_bits // 8):
-        found = f"{tensor.dtype} at {tensor.data_ptr() % ALIGNMENT} mod {ALIGNMENT}"
-        raise CodecError(f"elements on a GPU stand at multiples of their size, found {found}; clone it")
-    return geo
-
-
 def _pack(
     words: Tensor, buffer: Tensor, start: int, codec: str, dtype: torch.dtype, mask: Tensor | None
 ) -> Packed:
     """Launch the packing of ``words`` behind the first ``start`` bytes of ``buffer``."""
-    needed, words = start + words.nbytes, words.view(-1)
-    flat = buffer.dtype is torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous()
-    if not flat or buffer.numel() < needed or buffer.data_ptr() % ALIGNMENT or buffer.device != words.device:
-        found = f"{tuple(buffer.shape)} of {buffer.dtype} on {buffer.device}"
-        rule = (
-            f"a buffer for this tensor is {needed} bytes of uint8 at a multiple of {ALIGNMENT} on its device"
-        )
-        raise CodecError(f"{rule}, found {found}; ask frame_bytes")
+    check_buffer(buffer, start + words.nbytes, words.device)
     if mask is not None:
-        _check_mask(mask, words)
+        check_mask(mask, words.numel(), words.device)
     with torch.cuda.device_of(words):
-        facts = gpu_words.pack(codec, words, buffer[start:], dtype, mask)
+        facts = gpu_words.pack(codec, words.view(-1), buffer[start:], dtype, mask)
         on_host, ready = facts.to("cpu", non_blocking=True), None  # pinned: torch asks no stream to wait
         if words.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
     return Packed(buffer, start, facts, on_host, mask is not None, ready)
-
-
-def _check_mask(mask: Tensor, words: Tensor) -> None:
-    needed = sections(words.numel()).offsets
-    if mask.dtype is not torch.uint8 or mask.shape != (needed,) or mask.device != words.device:
-        found = f"{tuple(mask.shape)} of {mask.dtype} on {mask.device}"
-        rule = f"the mask of {words.numel()} words is a bitmap of {needed} bytes on their device"
-        raise CodecError(f"{rule}, found {found}; take it from the frame of the forward")
-
-
-def _check_payload(header: Header, payload: Tensor, out: Tensor, mask: Tensor | None) -> None:
-    """Whether payload, words and mask have the lengths that kernels rely on."""
-    num_words, bits, num_bytes = out.numel(), 8 * out.element_size(), payload.numel()
-    if header.flags & MASKED:
-        if mask is None:
-            raise CodecError("this frame has values alone; decode it with the bitmap that it was made with")
-        _check_mask(mask, out)
-        fits = num_bytes * 8 % bits == 0 and header.codec == "zero_value"
-    else:
-        fits = codec_named(header.codec).fits(num_words, bits, num_bytes)
-    if not fits or num_bytes != header.payload_bytes:
-        found = f"{num_bytes} bytes for {num_words} words of {bits} bits"
-        raise CodecError(f"a {header.codec} payload suits its elements, found {found}; it is damaged")
 
 
 def _check_checksum(header: Header, mask: Tensor) -> None:

@@ -131,7 +131,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
                 shares += [
                     row[bytes_][route] / seconds[route] / copied for bytes_ in ("least_bytes", "moved_bytes")
                 ]
-            cells.append(" | ".join(f"{share:.2f}" for share in shares))
+            cells.append(" ".join(f"{share:.2f}" for share in shares))
         shown.add_row(*cells, f"{row['pack_call_host_seconds'] * 1e6:.0f}")
     return shown
 
