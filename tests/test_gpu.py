@@ -77,13 +77,12 @@ def assert_law(tensor: Tensor, device: str, codec: str = "zero_value") -> None:
 @pytest.mark.parametrize("dtype", WIDTHS, ids=str)
 def test_every_width_length_and_density(dtype: torch.dtype, device: str) -> None:
     for size in LENGTHS:
-        for density in (0, 0.4, 1):
+        for density in (0, 0.4, 1) if size in (33, 4097) else (0.6,):
             assert_law(laid_out(dtype, [size * FEW], [1], first=size % 3, density=density), device)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_pattern_of_16_bits(dtype: torch.dtype, device: str) -> None:
-    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+def test_every_pattern_of_16_bits(device: str) -> None:
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     assert_law(torch.stack([patterns, torch.zeros_like(patterns)], 1), device)
 
 
@@ -168,19 +167,19 @@ def test_a_damaged_head_of_integers_is_refused(device: str) -> None:
 
 def test_a_damaged_payload_is_judged_as_on_the_cpu(device: str) -> None:
     """Frame and words end at unreadable pages, where there are pages."""
-    source, rounds, refused = random.Random(0), 40 * MANY, 0
-    tensor = torch.zeros(4200)
-    tensor[torch.randperm(4200)[:1600]] = 1.0
+    source, rounds, refused = random.Random(0), 30 * MANY, 0
+    tensor = torch.zeros(4203)
+    tensor[torch.randperm(4203)[:1600]] = 1.0
     frame, start = encode(tensor), header_bytes(1)
-    header, parts = read_header(frame), sections(4200)
-    damaged, out = guarded(frame.numel()), guarded(4200 * 4).view(torch.int32)
+    header, parts = read_header(frame), sections(4203)
+    damaged, out = guarded(frame.numel()), guarded(4203 * 4).view(torch.int32)
     assert damaged.data_ptr() % 64 == 0  # or it would be read from a copy
     for i in range(rounds):
         damaged.copy_(frame)
         for _ in range(source.randint(1, 2)):
             end = source.choice([parts.offsets, parts.values, header.payload_bytes])
             damaged[source.randrange(start, start + end)] ^= source.randint(1, 255)
-        words = out if device == "cpu" else torch.empty(4200, dtype=torch.int32, device=device)
+        words = out if device == "cpu" else torch.empty(4203, dtype=torch.int32, device=device)
         wrong = bool(gpu.unpack_on_device(header, damaged[start:].to(device), words))
         refused += wrong
         if not wrong:
@@ -192,6 +191,19 @@ def test_a_damaged_payload_is_judged_as_on_the_cpu(device: str) -> None:
             with pytest.raises(CodecError, match="it was damaged"):
                 read(damaged.to(device) if read is gpu.decode else damaged)
     assert rounds // 3 < refused < rounds
+
+
+def test_bits_and_values_that_nothing_stands_for_are_refused(device: str) -> None:
+    tensor = torch.where(torch.arange(4203) % 3 == 0, 1.0, 0.0)
+    frame = encode(tensor)
+    header, payload = read_header(frame), frame[header_bytes(1) :]
+    out = torch.empty(4203, dtype=torch.int32, device=device)
+    more, beyond, padding = torch.cat([payload, payload[-4:]]), payload.clone(), payload.clone()
+    beyond[4203 // 8] |= 128
+    padding[4203 // 8 + 1] = 255  # as on the CPU, nobody looks there
+    for wrong, expected in ((more, 1), (beyond, 1), (padding, 0)):
+        said = header._replace(payload_bytes=len(wrong))
+        assert gpu.unpack_on_device(said, wrong.to(device), out).item() == expected
 
 
 def test_a_frame_of_another_length_is_refused(device: str) -> None:
@@ -261,6 +273,8 @@ def test_a_mask_that_does_not_fit_is_refused(device: str) -> None:
         gpu.encode(gradient, mask=mask[:-64])
     header, out = read_header(frame.cpu()), torch.empty(5000, dtype=torch.int32, device=device)
     assert gpu.unpack_on_device(header, frame[64:], out, mask=other).item()
+    mask[626] = 255  # beyond the last word: selects nothing
+    assert torch.equal(gpu.encode(gradient, mask=mask)[64:], frame[64:])
     full = bitmap_of(torch.ones(5000)).to(device)
     assert torch.equal(gpu.encode(gradient, mask=full).cpu(), encode(gradient.cpu(), "raw"))
 
@@ -312,7 +326,7 @@ def test_nothing_waits(device: str) -> None:
 
 def test_every_route_of_the_bench_brings_back_its_words(device: str) -> None:
     dtypes, rows = ["float32", "bfloat16", "int64", "bool"], []
-    for tensor, codec, facts in tensors(dtypes, [1 << 14], [0, 0.5, 1], device):
+    for tensor, codec, facts in tensors(dtypes, [1 << 13], [0, 0.5, 1], device):
         one = case(tensor, codec, None)
         routes = ("copy", *ROUTES) if codec == "zero_value" else ("copy", *ROUTES[:2])
         for route in routes:
