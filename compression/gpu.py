@@ -13,21 +13,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import gpu_launch, gpu_words, gpu_zero_value
-from .codec import codec_named, resolved
+from . import gpu_launch, gpu_words
+from .codec import resolved
 from .errors import CodecError
 from .frame import (
     ALIGNMENT,
     CODEC_NAMES,
     MASKED,
-    MAX_HEADER_BYTES,
     Header,
     header_bytes,
     header_text,
-    parse_header,
 )
 from .geometry import contiguous, gather, scatter
-from .gpu_checks import check_buffer, check_mask, check_payload, geometry_of
+from .gpu_checks import (
+    bitmap_for,
+    bitmap_in,
+    check_buffer,
+    check_mask,
+    check_payload,
+    geometry_of,
+    read_header,
+)
+from .masked import has_bitmap
+from .memory import memory, new_bytes
+from .registry import codec_named
 
 
 class Packed(NamedTuple):
@@ -60,8 +69,8 @@ def encode(
 ) -> Tensor:
     """Pack a tensor of any strides to a frame on its device, and wait for it; as ``codec.encode``.
 
-    Args:    mask: bitmap of the tensor's words, as in a payload; only the values at its set bits travel.
-    Raises:  CodecError: the tensor is sparse, quantised or nested, the mask does not suit it, or no Triton.
+    Args:    mask: a frame on the same device, as for ``codec.encode``.
+    Raises:  CodecError: the tensor is sparse, quantised or nested, the mask is damaged, or no Triton.
     """
     codec_named(codec)
     geo, header = geometry_of(tensor), header_of(tensor, requires_grad=requires_grad)
@@ -73,8 +82,10 @@ def encode(
         words = gather(plain, geo) if geo.num_elements else gpu_launch.empty(0, geo.word_bits, plain.device)
         start = header_bytes(len(geo.sizes))
         room = start + words.nbytes
-        buffer = _as_bytes(*_memory(room, tensor.device), room)
-        frame = finish(_pack(words, buffer, start, codec, tensor.dtype, mask), header)
+        buffer, bitmap = new_bytes(room, tensor.device), None
+        if mask is not None and has_bitmap(codec):
+            bitmap = bitmap_in(mask, tensor.dtype, header.geometry)
+        frame = finish(_pack(words, buffer, start, codec, tensor.dtype, bitmap), header)
         return frame.clone() if frame.numel() * 9 < room * 8 else frame
 
 
@@ -97,7 +108,7 @@ def pack_on_device(
              buffer: uint8 at a multiple of 64 on the same device, of at least ``frame_bytes`` bytes. It is
              the stream's until ``ready``.
              codec: "zero_value", "narrow" or "raw"; another one would run on the host.
-             mask: as ``encode``.
+             mask: a bitmap of the tensor's words, as in a payload: only the values at its set bits travel.
     Raises:  CodecError: the tensor has gaps, buffer or mask do not suit it, or no such kernels.
     """
     geo = geometry_of(tensor)
@@ -135,20 +146,6 @@ def finish(packed: Packed, header: Header) -> Tensor:
     return packed.buffer[: packed.start + num_bytes]
 
 
-def read_header(frame: Tensor) -> Header:
-    """The header of a frame on a device; waits for its first bytes.
-
-    Raises: CodecError: it is malformed or damaged, or the frame is longer or shorter than it says.
-    """
-    if frame.dtype is not torch.uint8 or frame.dim() != 1 or not frame.is_contiguous():
-        found = f"{frame.dim()} dimensions of {frame.dtype}, strides {frame.stride()}"
-        raise CodecError(f"a frame is a contiguous 1-D uint8 tensor, found {found}; convert it")
-    header = parse_header(frame[:MAX_HEADER_BYTES].cpu().numpy().tobytes(), frame.numel())
-    if frame.numel() != (length := header_bytes(len(header.sizes)) + header.payload_bytes):
-        raise CodecError(f"this frame has {length} bytes, found {frame.numel()}; cut off what follows it")
-    return header
-
-
 def unpack_on_device(header: Header, payload: Tensor, out: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """Start unpacking on the current stream, and never wait if the codec has kernels.
 
@@ -168,6 +165,7 @@ def unpack_on_device(header: Header, payload: Tensor, out: Tensor, *, mask: Tens
 def decode(frame: Tensor, *, mask: Tensor | None = None) -> Tensor | None:
     """Unpack a frame to a tensor on its device, and wait for it; as ``codec.decode``.
 
+    Args:    mask: the frame that ``encode`` was given as mask; needed if it was used.
     Raises:  CodecError: the frame is truncated or damaged, or of another mask; nothing else ever.
     """
     with torch.cuda.device_of(frame):
@@ -175,16 +173,15 @@ def decode(frame: Tensor, *, mask: Tensor | None = None) -> Tensor | None:
         if header.dtype is None:
             return None
         geo, start = header.geometry, header_bytes(len(header.sizes))
-        check_payload(header, frame[start:], geo.num_words, geo.word_bits, mask)
-        if header.flags & MASKED and mask is not None:
-            _check_checksum(header, mask)
-        storage, base = _memory(header.address + geo.span * geo.item_bytes, frame.device)
+        bitmap = bitmap_for(header, mask) if header.flags & MASKED else None
+        check_payload(header, frame[start:], geo.num_words, geo.word_bits, bitmap)
+        storage, base = memory(header.address + geo.span * geo.item_bytes, frame.device)
         first = base + header.address
         in_place = geo.order == "dense" and geo.num_words > 0
         words = gpu_launch.empty(0 if in_place else geo.num_words, geo.word_bits, frame.device)
         if in_place:
             words.set_(storage, first * 8 // geo.word_bits, (geo.num_words,), (1,))
-        if int(unpack_on_device(header, frame[start:], words, mask=mask)):
+        if int(unpack_on_device(header, frame[start:], words, mask=bitmap)):
             rule = f"bitmap, offsets and values of a {header.codec} frame agree"
             raise CodecError(f"{rule}, these do not; it was damaged")
         if geo.num_words and not in_place:
@@ -208,24 +205,3 @@ def _pack(
             ready = torch.cuda.Event()
             ready.record()
     return Packed(buffer, start, facts, on_host, mask is not None, ready)
-
-
-def _check_checksum(header: Header, mask: Tensor) -> None:
-    found = int(gpu_zero_value.checksum_of(gpu_launch.at_64(mask))) % (1 << 64)
-    if found != header.checksum:
-        rule = f"a frame of values alone is decoded with its own bitmap, that of checksum {header.checksum:x}"
-        raise CodecError(f"{rule}, found {found:x}; keep the bitmap of the same micro-batch")
-
-
-def _memory(num_bytes: int, device: torch.device) -> tuple[torch.UntypedStorage, int]:
-    """New memory, and where in it a multiple of 64 is; as ``codec._memory``."""
-    try:
-        storage = torch.UntypedStorage(num_bytes + ALIGNMENT, device=device)
-    except RuntimeError as error:
-        raise CodecError(f"a frame needs {num_bytes} bytes of memory, there is none: {error}") from error
-    return storage, -storage.data_ptr() % ALIGNMENT
-
-
-def _as_bytes(storage: torch.UntypedStorage, first: int, num_bytes: int) -> Tensor:
-    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, first, (num_bytes,), (1,))

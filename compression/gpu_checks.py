@@ -1,6 +1,6 @@
-"""What tensors, buffers, masks and payloads on a device must be: kernels rely on it and check nothing twice.
+"""What tensors, buffers, masks, frames and payloads on a device must be: kernels rely on it.
 
-All of it is known on the host, so none of it waits.
+Only what looks into a frame waits: for its header, or for the checksum of its bitmap.
 """
 
 from __future__ import annotations
@@ -8,11 +8,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .codec import codec_named
+from . import gpu_zero_value
 from .dtypes import DTYPE_NUMBERS
 from .errors import CodecError
-from .frame import ALIGNMENT, MASKED, Header, sections
+from .frame import (
+    ALIGNMENT,
+    MASKED,
+    MAX_HEADER_BYTES,
+    Header,
+    header_bytes,
+    parse_header,
+    sections,
+)
 from .geometry import Geometry, geometry
+from .gpu_launch import at_64
+from .masked import Bitmap, has_bitmap
+from .registry import codec_named
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
@@ -47,6 +58,51 @@ def check_mask(mask: Tensor, num_words: int, device: torch.device) -> None:
         raise CodecError(f"{rule}, found {found}; take it from the frame of the forward")
 
 
+def read_header(frame: Tensor) -> Header:
+    """The header of a frame on a device; waits for its first bytes.
+
+    Raises: CodecError: it is malformed or damaged, or the frame is longer or shorter than it says.
+    """
+    if frame.dtype is not torch.uint8 or frame.dim() != 1 or not frame.is_contiguous():
+        found = f"{frame.dim()} dimensions of {frame.dtype}, strides {frame.stride()}"
+        raise CodecError(f"a frame is a contiguous 1-D uint8 tensor, found {found}; convert it")
+    header = parse_header(frame[:MAX_HEADER_BYTES].cpu().numpy().tobytes(), frame.numel())
+    if frame.numel() != (length := header_bytes(len(header.sizes)) + header.payload_bytes):
+        raise CodecError(f"this frame has {length} bytes, found {frame.numel()}; cut off what follows it")
+    return header
+
+
+def bitmap_in(frame: Tensor, dtype: torch.dtype, geo: Geometry) -> Tensor | None:
+    """The bitmap of a frame, for a tensor of this dtype and geometry; None if it has none that suits.
+
+    Raises: CodecError: the frame is damaged.
+    """
+    header = read_header(frame)
+    unreadable = not has_bitmap(header.codec) or header.flags
+    if unreadable or not Bitmap(0, header, 0).suits(dtype, geo):
+        return None
+    start = header_bytes(len(header.sizes))
+    return at_64(frame[start : start + sections(geo.num_words).offsets])
+
+
+def bitmap_for(header: Header, mask: Tensor | None) -> Tensor:
+    """The bitmap that the frame of ``header`` was made with, found in the frame ``mask``.
+
+    Raises: CodecError: there is none, or another one.
+    """
+    rule = "this frame has values alone; decode it with mask=, the frame whose bitmap it was made with"
+    if mask is None:
+        raise CodecError(f"{rule}, found none")
+    assert header.dtype is not None, "a frame without a tensor has no values"
+    bitmap = bitmap_in(mask, header.dtype, header.geometry)
+    if bitmap is None:
+        raise CodecError(f"{rule}, found a frame without a bitmap for it")
+    found = int(gpu_zero_value.checksum_of(bitmap, header.geometry.num_words)) % (1 << 64)
+    if found != header.checksum:
+        raise CodecError(f"{rule}, found another bitmap")
+    return bitmap
+
+
 def check_payload(header: Header, payload: Tensor, num_words: int, bits: int, mask: Tensor | None) -> None:
     """Raise CodecError unless payload, words and mask have lengths that suit each other."""
     num_bytes = payload.numel()
@@ -54,7 +110,7 @@ def check_payload(header: Header, payload: Tensor, num_words: int, bits: int, ma
         if mask is None:
             raise CodecError("this frame has values alone; decode it with the bitmap that it was made with")
         check_mask(mask, num_words, payload.device)
-        fits = num_bytes * 8 % bits == 0 and header.codec == "zero_value"
+        fits = has_bitmap(header.codec) and (header.codec != "zero_value" or num_bytes * 8 % bits == 0)
     else:
         fits = codec_named(header.codec).fits(num_words, bits, num_bytes)
     if not fits or num_bytes != header.payload_bytes:

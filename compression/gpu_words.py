@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from . import gpu_narrow, gpu_zero_value
-from .codec import codec_named
+from .errors import CodecError
 from .frame import CODEC_NAMES
 from .geometry import Words
-from .gpu_launch import at_64, no_error, pack_raw, unpack_raw
+from .gpu_launch import at_64, empty, no_error, pack_raw, unpack_raw
+from .registry import codec_named
 
 
 class Kernels(NamedTuple):
@@ -43,7 +44,8 @@ def pack(codec: str, words: Tensor, payload: Tensor, dtype: torch.dtype, mask: T
     if not words.numel():
         return pack_raw(words, payload)
     if mask is not None:
-        return gpu_zero_value.pack_masked(words, payload, at_64(mask))
+        facts = gpu_zero_value.pack_masked(words, payload, at_64(mask))
+        return facts if codec in KERNELS else _pack_values_on_host(codec, facts, words, payload, dtype)
     if codec in KERNELS:
         return KERNELS[codec].pack(words, payload, dtype)
     return _pack_on_host(codec, words, payload, dtype)
@@ -55,6 +57,8 @@ def unpack(codec: str, payload: Tensor, out: Tensor, dtype: torch.dtype, mask: T
     Returns: int32 on the device: not 0 if the payload contradicts itself.
     """
     if mask is not None:
+        if codec not in KERNELS:
+            payload = _unpack_values_on_host(codec, payload, out, dtype, mask)
         return gpu_zero_value.unpack(at_64(payload), out, mask=at_64(mask))
     if codec in KERNELS:
         return KERNELS[codec].unpack(at_64(payload), out)
@@ -75,3 +79,28 @@ def _unpack_on_host(codec: str, payload: Tensor, out: Tensor, dtype: torch.dtype
     words = Words(back.data_ptr(), out.numel(), 8 * out.element_size(), dtype)
     codec_named(codec).unpack(source.data_ptr(), payload.numel(), words)
     out.copy_(back)
+
+
+def _pack_values_on_host(
+    codec: str, facts: Tensor, words: Tensor, payload: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Pack the values at the set bits of a mask, already in ``payload``, by the second half of ``codec``."""
+    first, _, inner = codec.partition("+")
+    values = payload[: int(facts[0])].view(words.dtype)
+    num_bytes, number, _ = _pack_on_host(inner, values, payload, dtype).tolist()
+    name = f"{first}+{CODEC_NAMES[number]}" if number else first
+    return torch.tensor([num_bytes, CODEC_NAMES.index(name), int(facts[2])], device=words.device)
+
+
+def _unpack_values_on_host(
+    codec: str, payload: Tensor, out: Tensor, dtype: torch.dtype, mask: Tensor
+) -> Tensor:
+    """The values at the set bits of ``mask``, as bytes."""
+    inner, bits = codec.partition("+")[2], 8 * out.element_size()
+    num_values = int(gpu_zero_value.num_values(mask, out))
+    if not codec_named(inner).fits(num_values, bits, payload.numel()):
+        found = f"{payload.numel()} bytes for the {num_values} values of its mask"
+        raise CodecError(f"a payload suits its mask, found {found}; it is damaged")
+    values = empty(num_values, bits, out.device)
+    _unpack_on_host(inner, payload, values, dtype)
+    return values.view(torch.uint8)

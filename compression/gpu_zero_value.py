@@ -55,7 +55,7 @@ def pack_masked(words: Tensor, payload: Tensor, mask: Tensor, *, num_warps: int 
     bitmap, offsets = mask.view(torch.int32), _ends(mask, words)
     constants = options(1, WORD_BYTES=words.element_size(), NUMBER=_NUMBER)
     loops.decide_masked[(1,)](offsets, facts, parts.num_blocks, words.nbytes, **constants)
-    facts[2:].copy_(checksum_of(mask))
+    facts[2:].copy_(checksum_of(mask, num_words))
     values = payload[: words.nbytes].view(words.dtype)
     launch = options(num_warps or NUM_WARPS[words.element_size()], BLOCK=BLOCK)
     grid = (parts.num_blocks,)
@@ -84,19 +84,20 @@ def unpack(
     return error
 
 
-def checksum_of(bitmap: Tensor) -> Tensor:
-    """A checksum of a bitmap (uint8, padded to a multiple of 64), one int64 on its device, never 0.
-
-    The sum over its 64-bit words w[i] of mix(w[i] + (i + 1) * 0x9E3779B97F4A7C15), mod 2^64: the parts can be
-    summed in any order.
-    """
-    rows = bitmap.view(torch.int64)
-    num_programs = -(-len(rows) // _SUMMED)
-    sums = torch.zeros(max(1, num_programs), dtype=torch.int64, device=bitmap.device)
-    if num_programs:
-        kernels(_LOOPS).checksum[(num_programs,)](rows, sums, len(rows), **options(8, BLOCK=_SUMMED))
+def checksum_of(bitmap: Tensor, num_words: int) -> Tensor:
+    """``ZeroValue.bitmap_checksum`` of the bitmap of ``num_words`` words, as int64 on its device."""
+    num_rows = -(-num_words // 64)
+    sums = torch.zeros(max(1, -(-num_rows // _SUMMED)), dtype=torch.int64, device=bitmap.device)
+    if num_rows:
+        rows, constants = bitmap.view(torch.int64), options(8, BLOCK=_SUMMED)
+        kernels(_LOOPS).checksum[(len(sums),)](rows, sums, num_words, num_rows, **constants)
     total = sums.sum()
     return total + (total == 0)
+
+
+def num_values(mask: Tensor, words: Tensor) -> Tensor:
+    """The set bits of the bitmap of ``words``, int64 on its device."""
+    return _ends(mask, words)[-1]
 
 
 def _ends(mask: Tensor, words: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from torch import Tensor
 from .errors import CodecError
 from .frame import ALIGNMENT, check_memory
 
+_CPU = torch.device("cpu")
+
 
 def lent(buffer: Tensor, needed: int, item_bytes: int) -> tuple[torch.UntypedStorage, int]:
     """The caller's memory for a tensor: a storage, and where in it the buffer begins."""
@@ -22,19 +24,19 @@ def lent(buffer: Tensor, needed: int, item_bytes: int) -> tuple[torch.UntypedSto
     return buffer.untyped_storage(), first
 
 
-def memory(num_bytes: int) -> tuple[torch.UntypedStorage, int]:
+def memory(num_bytes: int, device: torch.device = _CPU) -> tuple[torch.UntypedStorage, int]:
     """New memory, and where in it a multiple of 64 is.
 
     A storage is left as it is where deterministic algorithms would fill ``torch.empty``.
     """
     try:
-        storage = torch.UntypedStorage(num_bytes + ALIGNMENT)
+        storage = torch.UntypedStorage(num_bytes + ALIGNMENT, device=device)
     except RuntimeError as error:
         raise CodecError(f"a frame needs {num_bytes} bytes of memory, there is none: {error}") from error
     return storage, -storage.data_ptr() % ALIGNMENT
 
 
-def new_bytes(num_bytes: int) -> Tensor:
+def new_bytes(num_bytes: int, device: torch.device = _CPU) -> Tensor:
     """New memory as a 1-D uint8 tensor."""
-    storage, first = memory(num_bytes)
-    return torch.empty(0, dtype=torch.uint8).set_(storage, first, (num_bytes,), (1,))
+    storage, first = memory(num_bytes, device)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, first, (num_bytes,), (1,))

@@ -25,6 +25,7 @@ from penstock.compression.codec import CODECS, decode, encode
 from penstock.compression.errors import CodecError
 from penstock.compression.frame import BLOCK, MASKED, frame_bytes, header_bytes, read_header, sections
 from penstock.compression.geometry import Words
+from penstock.compression.masked import has_bitmap
 from penstock.compression.narrow import Narrow
 from penstock.scripts.bench.gpu import ROUTES, main, table
 from penstock.scripts.bench.gpu_cases import case, tensors
@@ -224,10 +225,12 @@ def bitmap_of(tensor: Tensor) -> Tensor:
     return torch.from_numpy(np.pad(bits, (0, -len(bits) % 64)))
 
 
-def checksum_of(bitmap: Tensor) -> int:
+def checksum_of(bitmap: Tensor, num_words: int) -> int:
     """Slow twin, by Python's integers."""
     mod, total = 1 << 64, 0
-    for i, word in enumerate(np.frombuffer(bitmap.numpy().tobytes(), dtype="<u8").tolist()):
+    words = np.frombuffer(bitmap.numpy().tobytes(), dtype="<u8")[: -(-num_words // 64)].tolist()
+    for i, word in enumerate(words):
+        word %= 1 << min(64, num_words - 64 * i)
         x = (word + (i + 1) * 0x9E3779B97F4A7C15) % mod
         x = ((x ^ x >> 32) * 0xD6E8FEB86659FD93) % mod
         total += x ^ x >> 32
@@ -235,48 +238,56 @@ def checksum_of(bitmap: Tensor) -> int:
 
 
 def test_the_checksum_of_a_bitmap(device: str) -> None:
-    for num_bytes in (0, 64, 4096, 64 * 1025):
-        bitmap = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
-        found = int(gpu_zero_value.checksum_of(bitmap.to(device))) % (1 << 64)
-        assert found == checksum_of(bitmap)
+    for num_words in (0, 1, 64, 65, 512 * 1025 - 3):
+        bitmap = torch.randint(0, 256, (sections(num_words).offsets,), dtype=torch.uint8)
+        found = int(gpu_zero_value.checksum_of(bitmap.to(device), num_words)) % (1 << 64)
+        assert found == checksum_of(bitmap, num_words)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
-def test_values_at_the_set_bits_of_a_mask(dtype: torch.dtype, device: str) -> None:
-    for size in (1, 33, 4096, 9001 * FEW):
-        activation = torch.where(torch.rand(size) < 0.4, 1.0, 0.0)
-        activation[0] = 0.0
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if has_bitmap(codec)])
+def test_values_at_the_set_bits_of_a_mask(codec: str, device: str) -> None:
+    for dtype, size in ((torch.float32, 9001 * FEW), (torch.bfloat16, 4096), (torch.complex128, 333)):
+        mask = encode(torch.where(torch.rand(size) < 0.4, 1.0, 0.0).to(dtype))
         gradient = laid_out(dtype, [size], [1], first=3, density=0.9)
-        mask, kept = bitmap_of(activation).to(device), activation != 0
-        frame = gpu.encode(moved(gradient, device), mask=mask)
-        header = read_header(frame.cpu())
-        assert (header.flags, header.checksum) == (MASKED, checksum_of(mask.cpu()))
-        values = frame[header_bytes(1) :].cpu()
-        assert torch.equal(values, gradient[kept].contiguous().view(torch.uint8))
-        back = gpu.decode(frame, mask=mask)
+        expected, there = encode(gradient, codec, mask=mask), moved(gradient, device)
+        assert read_header(expected).flags == MASKED
+        assert torch.equal(gpu.encode(there, codec, mask=mask.to(device)).cpu(), expected)
+        back, twin = gpu.decode(expected.to(device), mask=mask.to(device)), decode(expected, mask=mask)
         assert back is not None
-        expected = torch.zeros_like(gradient)
-        expected[kept] = gradient[kept]
-        assert_same(moved(back, "cpu"), torch.empty(size + 3, dtype=dtype)[3:].copy_(expected))
+        assert twin is not None
+        assert_same(moved(back, "cpu"), twin)
 
 
 def test_a_mask_that_does_not_fit_is_refused(device: str) -> None:
-    activation, gradient = torch.relu(torch.randn(5000)), torch.randn(5000).to(device)
-    mask = bitmap_of(activation).to(device)
-    frame = gpu.encode(gradient, mask=mask)
-    other = mask.clone()
-    other[9] ^= 4
-    for wrong in (None, other, mask[:-64]):
+    activation, gradient = torch.relu(torch.randn(5000)), torch.randn(5000)
+    mask, raw, other = (encode(x).to(device) for x in (activation, torch.ones(5000), activation.flip(0)))
+    short, there = encode(activation[:4000]).to(device), gradient.to(device)
+    frame = gpu.encode(there, mask=mask)
+    for wrong in (None, other, raw, short, frame, mask[:-1]):
         with pytest.raises(CodecError):
             gpu.decode(frame, mask=wrong)
-    with pytest.raises(CodecError, match="a bitmap of 640 bytes"):
-        gpu.encode(gradient, mask=mask[:-64])
+    for useless in (raw, short, frame):  # has no bitmap for this tensor
+        assert torch.equal(gpu.encode(there, mask=useless).cpu(), encode(gradient))
     header, out = read_header(frame.cpu()), torch.empty(5000, dtype=torch.int32, device=device)
-    assert gpu.unpack_on_device(header, frame[64:], out, mask=other).item()
-    mask[626] = 255  # beyond the last word: selects nothing
-    assert torch.equal(gpu.encode(gradient, mask=mask)[64:], frame[64:])
+    more = torch.cat([frame[64:], frame[64:68]])
+    said = header._replace(payload_bytes=len(more))
+    assert gpu.unpack_on_device(said, more, out, mask=mask[64 : 64 + 640]).item()
+
+
+def test_bits_beyond_the_words_select_nothing(device: str) -> None:
+    gradient, mask = torch.randn(5000).to(device), bitmap_of(torch.relu(torch.randn(5000))).to(device)
+    room = frame_bytes(gradient.shape, gradient.dtype)
+    frames = []
+    for _ in range(2):
+        packed = gpu.pack_on_device(gradient, torch.empty(room, dtype=torch.uint8, device=device), mask=mask)
+        frames.append(gpu.finish(packed, gpu.header_of(gradient)))
+        mask[626] = 255
+    assert torch.equal(*frames)
+    with pytest.raises(CodecError, match="a bitmap of 640 bytes"):
+        gpu.pack_on_device(gradient, torch.empty(room, dtype=torch.uint8, device=device), mask=mask[:-64])
     full = bitmap_of(torch.ones(5000)).to(device)
-    assert torch.equal(gpu.encode(gradient, mask=full).cpu(), encode(gradient.cpu(), "raw"))
+    packed = gpu.pack_on_device(gradient, torch.empty(room, dtype=torch.uint8, device=device), mask=full)
+    assert torch.equal(gpu.finish(packed, gpu.header_of(gradient)).cpu(), encode(gradient.cpu(), "raw"))
 
 
 def test_packing_says_what_it_cannot_take(device: str) -> None:

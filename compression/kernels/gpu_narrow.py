@@ -9,6 +9,9 @@ Only ``compression/gpu_narrow.py`` imports this module, inside functions: Triton
 Source: Lemire and Boytsov, Decoding billions of integers per second through vectorization, 2015.
 """
 
+# Triton's compiler reads these functions; to Python their numbers are of no type.
+# pyright: reportOperatorIssue=false
+
 from __future__ import annotations
 
 import triton

@@ -171,11 +171,13 @@ def expand(bitmap, offsets, values, out, error, num_values, num_words, num_block
 
 
 @triton.jit
-def checksum(bitmap, partial, num_rows, BLOCK: tl.constexpr):
+def checksum(bitmap, partial, num_words, num_rows, BLOCK: tl.constexpr):
     """The sum, mod 2^64, over a part of the 64-bit words of a bitmap, each mixed with its place."""
     program = tl.program_id(0).to(tl.int64)
     i = program * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(bitmap + i, mask=i < num_rows, other=0).to(tl.uint64, bitcast=True)
+    num_beyond = tl.minimum(tl.maximum((i + 1) * 64 - num_words, 0), 63).to(tl.uint64)
+    x = (x << num_beyond) >> num_beyond  # what stands beyond the last word's bit does not count
     x += (i + 1).to(tl.uint64) * GOLDEN
     x ^= x >> 32
     x *= MIX

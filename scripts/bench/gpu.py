@@ -144,7 +144,7 @@ def report(rows: Sequence[Mapping[str, Any]], arguments: Sequence[str], path: Pa
     from ...pipeline.run_folder import save_json
     from .command import circumstances
 
-    about = circumstances([])
+    about = circumstances("gpu", [])
     about["command"] = shlex.join(["python", "-m", "penstock.scripts.bench.gpu", *arguments])
     device = torch.cuda.get_device_properties(0)
     about["hardware"] |= {"gpu": device.name, "gpu_bytes": device.total_memory}
