@@ -335,6 +335,45 @@ def test_nothing_waits(device: str) -> None:
         assert int(narrow.num_bytes) == 64 + 64 * 71  # 1,125 rows of 4 bits in rows of 64
 
 
+KERNELS = {
+    "gpu_zero_value": "count_words count_bits decide decide_masked compact expand checksum",
+    "gpu_narrow": "range_of_words decide_narrow pack_rows unpack_rows",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("module", KERNELS)
+def test_kernels_compile_where_there_is_no_gpu(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For an H100 or H200, as the interpreter takes more than the compiler does."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    loops = gpu_launch.kernels(module)
+    types = dict.fromkeys(("words", "values", "payload", "out", "bitmap", "error"), "*i32")
+    types |= dict.fromkeys(("counts", "offsets", "facts", "partial", "lows", "highs", "head"), "*i64")
+    constants = {"BLOCK": BLOCK, "TILE": 1024, "ROWS": 64, "BITS": 32, "LANES": 16, "FLIP": 0, "MOST": 32}
+    constants |= {"WORD_BYTES": 4, "NUMBER": 1, "WIDE": getattr(loops, "WIDE", {32: None})[32]}
+    for name in KERNELS[module].split():
+        kernel = getattr(loops, name)
+        types["bitmap"] = "*i64" if name == "checksum" else "*i32"
+        if "WORD" in kernel.arg_names:
+            constants["WORD"] = (loops.SIGNED if name == "range_of_words" else loops.UNSIGNED)[32]
+        for size in ("i32", "i64"):
+            kinds = {
+                arg: "constexpr" if arg in constants else types.get(arg, size) for arg in kernel.arg_names
+            }
+            given = {(kernel.arg_names.index(arg),): constants[arg] for arg in kinds if arg in constants}
+            made = triton.compile(
+                ASTSource(kernel, kinds, given), GPUTarget("cuda", 90, 32), gpu_launch.options(4)
+            )
+            assert made.asm["cubin"]
+
+
 def test_every_route_of_the_bench_brings_back_its_words(device: str) -> None:
     dtypes, rows = ["float32", "bfloat16", "int64", "bool"], []
     for tensor, codec, facts in tensors(dtypes, [1 << 13], [0, 0.5, 1], device):

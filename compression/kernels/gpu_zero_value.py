@@ -101,19 +101,19 @@ def full(count, num_blocks, num_bytes, section_bytes, BLOCK: tl.constexpr):
 
 @triton.jit
 def decide(
-    counts, offsets, facts, num_blocks, whole, head, num_samples, num_bytes, section_bytes, pad,
+    counts, offsets, facts, num_blocks, whole, num_first, num_samples, num_bytes, section_bytes, pad,
     BLOCK: tl.constexpr, WORD_BYTES: tl.constexpr, MOST: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """Decide as ``ZeroValue._pack`` does whether the words travel raw; one program.
+    """Decide as ``ZeroValue.pack_apart`` does whether words travel raw; one program.
 
-    Args:    facts: receives the payload's bytes and its codec's number. head, num_samples: blocks looked at
-             first, 0 where the tensor is short. pad: words of padding behind the offsets.
+    Args:    facts: receives the payload's bytes and its codec's number. num_first, num_samples:
+             blocks looked at first, 0 where the tensor is short. pad: words of padding behind the offsets.
     """
     i = tl.arange(0, MOST)
-    first = tl.sum(tl.load(counts + i, mask=i < head, other=0), axis=0)
+    first = tl.sum(tl.load(counts + i, mask=i < num_first, other=0), axis=0)
     sampled = (2 * i + 1).to(tl.int64) * whole // tl.maximum(2 * num_samples, 1)
     sample = tl.sum(tl.load(counts + sampled, mask=i < num_samples, other=0), axis=0)
-    gives_up = (head > 0) & full(first, head, num_bytes, section_bytes, BLOCK)
+    gives_up = (num_first > 0) & full(first, num_first, num_bytes, section_bytes, BLOCK)
     gives_up = gives_up & full(sample, num_samples, num_bytes, section_bytes, BLOCK)
     packed = section_bytes + tl.load(offsets + num_blocks - 1) * WORD_BYTES
     raw = gives_up | (packed >= num_bytes)
