@@ -44,7 +44,7 @@ class Packed(NamedTuple):
 
     buffer: Tensor  # uint8 on the device
     start: int  # bytes of the header
-    facts: Tensor  # on the device, see gpu_words
+    facts: Tensor  # on the device, see gpu_launch
     on_host: Tensor  # the same in pinned memory, once ready
     masked: bool  # whether only the values at the set bits of a mask travel
     ready: torch.cuda.Event | None  # None: not on a GPU, there is nothing to wait for
@@ -114,9 +114,8 @@ def pack_on_device(
     geo = geometry_of(tensor)
     if geo.order != "dense" or tensor.is_conj() or tensor.is_neg() or codec not in gpu_words.KERNELS:
         found = f"sizes {geo.sizes}, strides {geo.strides}, codec {codec}"
-        raise CodecError(
-            f"kernels pack dense tensors by {', '.join(gpu_words.KERNELS)}, found {found}; encode it"
-        )
+        rule = f"kernels pack dense tensors by {', '.join(gpu_words.KERNELS)}"
+        raise CodecError(f"{rule}, found {found}; use encode")
     words = gpu_launch.empty(0, geo.word_bits, tensor.device)
     if geo.num_elements:
         words = gather(tensor.detach(), geo)

@@ -52,7 +52,8 @@ def check_buffer(buffer: Tensor, needed: int, device: torch.device) -> None:
 def check_mask(mask: Tensor, num_words: int, device: torch.device) -> None:
     """Raise CodecError unless ``mask`` is as long as the bitmap of ``num_words`` words."""
     needed = sections(num_words).offsets
-    if mask.dtype is not torch.uint8 or mask.shape != (needed,) or mask.device != device:
+    flat = mask.dtype is torch.uint8 and mask.shape == (needed,) and mask.is_contiguous()
+    if not flat or mask.device != device:
         found = f"{tuple(mask.shape)} of {mask.dtype} on {mask.device}"
         rule = f"the mask of {num_words} words is a bitmap of {needed} bytes on {device}"
         raise CodecError(f"{rule}, found {found}; take it from the frame of the forward")
