@@ -38,16 +38,21 @@ from .registry import ZERO_VALUE, codec_named
 def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | None = None) -> Tensor:
     """Pack ``tensor`` into a frame; ``decode`` restores it bit for bit (NaN, -0.0 and empty included).
 
-    Args:    tensor: any shape, dense dtype and strides, on the CPU; one whose elements overlap or span more
-             than 64 times their number is made contiguous first. None gives a frame that decodes to None.
+    Args:    tensor: any shape, dense dtype and strides, on the CPU or a GPU; one whose elements overlap or span
+             more than 64 times their number is made contiguous first. None gives a frame that decodes to None.
              codec: a name in ``CODECS``.
              mask: a frame of the same sizes and strides; where its tensor is zero, ``tensor`` is left out,
              and ``decode`` with the same mask gives zeros there.
-    Returns: 1-D uint8 tensor, exactly the frame, no longer than ``tensor.nbytes`` and the header.
-    Raises:  CodecError: the tensor is sparse, quantised, nested or not on the CPU, or no such codec.
+    Returns: 1-D uint8 tensor, exactly the frame, no longer than ``tensor.nbytes`` and the header, on the
+             tensor's device.
+    Raises:  CodecError: the tensor is sparse, quantised, nested or on another device, or no such codec.
     Source:  Rhu et al., Compressing DMA Engine, HPCA 2018, section 4.
     """
     chosen = codec_named(codec)
+    if tensor is not None and tensor.is_cuda:
+        from . import gpu  # brings Triton
+
+        return gpu.encode(tensor, codec, requires_grad=tensor.requires_grad, mask=mask)
     most = header_bytes(0)
     if tensor is not None:
         most = header_bytes(tensor.dim()) + _room(_geometry_of(tensor), chosen)
@@ -126,6 +131,10 @@ def decode(frame: Tensor, buffer: Tensor | None = None, *, mask: Tensor | None =
     Returns: the tensor, or None for the frame of None.
     Raises:  CodecError: the frame is truncated or damaged, or the buffer does not fit; nothing else ever.
     """
+    if frame.is_cuda:
+        from . import gpu
+
+        return gpu.decode(frame, mask=mask)
     header = read_header(frame)
     if frame.numel() != (length := header_bytes(len(header.sizes)) + header.payload_bytes):
         raise CodecError(f"this frame has {length} bytes, found {frame.numel()}; cut off what follows it")
