@@ -38,8 +38,8 @@ from .registry import ZERO_VALUE, codec_named
 def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | None = None) -> Tensor:
     """Pack ``tensor`` into a frame; ``decode`` restores it bit for bit (NaN, -0.0 and empty included).
 
-    Args:    tensor: any shape, dense dtype and strides, on the CPU or a GPU; one whose elements overlap or span
-             more than 64 times their number is made contiguous first. None gives a frame that decodes to None.
+    Args:    tensor: any shape, dense dtype and strides, on the CPU or a GPU; one whose elements overlap or
+             span more than 64 times their number is made contiguous first. None gives a frame of None.
              codec: a name in ``CODECS``.
              mask: a frame of the same sizes and strides; where its tensor is zero, ``tensor`` is left out,
              and ``decode`` with the same mask gives zeros there.
