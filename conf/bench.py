@@ -84,9 +84,10 @@ class BenchPipelineConfig:
 
     def job(self) -> PlanConfig:
         """What is planned and trained, in the words of ``penstock plan``."""
-        names = ("model", "data", "ranks", "cuts", "batch_size", "micro_batches", "seed", "threads")
+        names = ("model", "ranks", "cuts", "batch_size", "micro_batches", "seed", "threads")
         return PlanConfig(
             **{name: getattr(self, name) for name in names},
+            data=self.data | {"drop_last": True},  # every batch has the same size
             deterministic=self.deterministic,
             schedule="1f1b",
             codec="raw",  # each contestant brings its own

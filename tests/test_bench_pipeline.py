@@ -371,6 +371,9 @@ def test_the_picture_has_a_bar_for_every_row():
         ("cuts=[a,b]", "ranks=2 needs 1 cuts, found 2"),
         ("codec=raw", "there is no option codec"),
         ("threads=0", "threads=0"),
+        ("model=mlp optimizer.lr=-1", "optimizer.lr=-1"),
+        ("data.num_samples=64", "batch_size=128 leaves no batch"),
+        ("data=image_folder", "data.root= must be given"),
         ("model=mlp cuts=[nowhere]", "nowhere"),
     ],
 )

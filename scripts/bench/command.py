@@ -88,16 +88,16 @@ def pipeline(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str
     from ...pipeline import console
     from .pipeline import bench_pipeline, check, plan_of
     from .pipeline_picture import draw
-    from .pipeline_rows import describe, table
+    from .pipeline_rows import describe, table, title
 
     folder.claim()
     links = check(config)
     plan = plan_of(config)
     plan.save(folder.plan)
     screen = console.screen(width_of_a_log=WIDTH_OF_A_RACE)
-    screen.print(f"{console.short(folder.path)}: {str(plan).splitlines()[0]}", highlight=False)
     results = circumstances("pipeline", typed) | {"threads": config.threads, "job": _job(config, plan)}
     results |= {"load_before": os.getloadavg(), "links": [], "rows": []}
+    screen.print(f"{console.short(folder.path)}: {title(results)}", highlight=False, soft_wrap=True)
     for found in bench_pipeline(config, plan, links, folder=folder.path):
         results["links"].append(found["link"])
         results["rows"] += found["rows"]

@@ -53,13 +53,14 @@ def check(config: BenchPipelineConfig) -> list[Link]:
 def plan_of(config: BenchPipelineConfig) -> Plan:
     """Make the plan that both sides follow, and fill in the threads of ``config``.
 
-    Raises: PenstockError: the job cannot be planned, or torch's stages cannot be cut so.
+    Raises: PenstockError: an option does not fit, or the model cannot be cut so, by us or for torch's side.
     """
     from ...pipeline import build
 
     job = config.job()
     samples = prepare(job)
     config.threads = job.threads
+    build.optimizer(config.optimizer)
     plan = decide(job, samples)
     stages_of(build.model(config.model, describe=samples.describe, seed=config.seed), plan)
     return plan
