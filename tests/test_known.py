@@ -158,7 +158,7 @@ def test_window_local_indices_come_back(kernel, stride, padding, dilation):
 
 
 def test_indices_of_another_width_are_not_taken():
-    indices = F.max_pool2d_with_indices(torch.randn(2, 3, 12, 12), 2)[1]
+    indices = F.max_pool2d_with_indices(torch.randn(2, 3, 12, 12), [2, 2])[1]
     window = Window((2, 2), (2, 2), (0, 0), (1, 1))
     assert window_local(indices.view(-1), look(indices, None), window, 11) is None
     indices[0, 0, 0, 0] = 5  # between two places of the window: 0, 1, 12, 13
@@ -184,6 +184,7 @@ def test_two_words_come_back_and_three_are_not_taken():
     for a, b, dtype in ((0.0, 2.5, torch.float32), (-0.0, 0.0, torch.float64), (1.0, 1.0, torch.bfloat16)):
         flat = torch.where(torch.randn(77) > 0, a, b).to(dtype)
         shrunk = two_words(flat)
+        assert shrunk is not None
         assert same_bits(look(flat, None).into(shrunk.expand(shrunk.tensor)), flat)
     assert two_words(torch.tensor([0.0, 1.0, 2.0])) is None
     assert two_words(torch.tensor([0.0, -0.0, 1.0])) is None
@@ -193,7 +194,7 @@ def test_a_call_with_a_window_that_is_no_number_proves_nothing():
     net = Net(nn.Sequential(nn.MaxPool2d(2)))
     layer = net.layers[0]
     assert known.window_of(layer, net.parts.modules) == Window((2, 2), (2, 2), (0, 0), (1, 1))
-    net.parts.modules["0"].kernel_size = "2"
+    setattr(net.parts.modules["0"], "kernel_size", "2")  # noqa: B010
     assert known.window_of(layer, net.parts.modules) is None
 
 

@@ -234,7 +234,7 @@ def test_memory_goes_down_and_comes_back():
     assert saved.bytes_kept < 0.6 * saved.bytes_raw
     assert (saved.num_packs, saved.num_unpacks) == (1, 0)
     y.sum().backward()
-    assert torch.equal(x.grad, 8 * x)
+    assert same_bits(x.grad, 8 * x.detach())
     assert saved.num_unpacks == 1
 
 
@@ -248,7 +248,7 @@ def test_what_does_not_shrink_stays_without_a_copy():
     assert saved.num_packs == 0
     node = h.grad_fn
     del h
-    assert node._saved_result.data_ptr() == place
+    assert getattr(node, "_saved_result").data_ptr() == place  # noqa: B009
     y.backward()
 
 
@@ -262,7 +262,7 @@ class Keep(torch.autograd.Function):
         return first.sum()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.seen.append(ctx.saved_tensors)
         return None, ctx.saved_tensors[0] * grad, *[None] * (len(ctx.saved_tensors) - 1)
 
@@ -322,14 +322,14 @@ def test_one_storage_with_two_contents_leaves_twice(count, monkeypatch):
         two = (again * y).sum()
     del x, again
     two.backward()
-    assert torch.equal(y.grad, torch.full((1000,), 3.0))
+    assert same_bits(y.grad, torch.full((1000,), 3.0))
     assert saved.num_packs == 2
     if count == "one count of writes":
         with pytest.raises(StageError, match="must not be written to"):
             one.backward()
     else:  # torch does not see that write either; the content was kept before it
         one.backward()
-        assert torch.equal(y.grad, torch.full((1000,), 5.0))
+        assert same_bits(y.grad, torch.full((1000,), 5.0))
 
 
 def test_each_frame_is_decoded_once_a_pass_in_the_reverse_order():
@@ -391,11 +391,12 @@ def test_a_write_to_what_was_saved_is_found(large, when):
 
 
 def test_a_weight_that_the_optimizer_moved_is_found():
-    model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+    second = nn.Linear(20, 20)
+    model = nn.Sequential(nn.Linear(20, 20), second)
     with offload():
         loss = model(torch.randn(4, 20)).sum()
     with torch.no_grad():
-        model[1].weight.add_(1)
+        second.weight.add_(1)
     with pytest.raises(StageError, match="must not be written to"):
         loss.backward()
 
@@ -433,9 +434,9 @@ def test_what_the_thread_raises_is_raised_when_the_block_ends(monkeypatch):
 
     monkeypatch.setitem(STORES, "full", Full)
     x = zeros_and_ones(1 << 16)
-    h = x * 2
+    h, ys = x * 2, []
     with pytest.raises(OSError, match="no space left"), offload("full"):
-        y = h.square()
+        ys.append(h.square())
 
     def fail():
         with offload("full"):
@@ -444,7 +445,7 @@ def test_what_the_thread_raises_is_raised_when_the_block_ends(monkeypatch):
 
     with pytest.raises(ValueError, match="not enough"):
         fail()
-    y.sum().backward()  # what did not leave is still there
+    ys[0].sum().backward()  # what did not leave is still there
     assert memory_threads() == []
 
 
@@ -452,13 +453,13 @@ def test_the_budget_bounds_the_frames():
     x = zeros_and_ones(1 << 16)
     with offload(budget="400KiB") as saved:
         hs = [x * n for n in range(1, 6)]
-        y = sum((h * h).sum() for h in hs)
+        y = torch.stack([(h * h).sum() for h in hs]).sum()
         del hs
     assert saved.bytes_raw == 5 << 18
     assert 2 * saved._keeper.store.num_bytes > 400 * 1024 / 2
     assert saved._keeper.store.num_bytes <= 400 * 1024
     y.backward()
-    assert torch.equal(x.grad, 2 * 55 * x)
+    assert same_bits(x.grad, 2 * 55 * x.detach())
 
 
 def test_what_is_no_plain_tensor_passes_through():
@@ -522,7 +523,7 @@ def test_on_a_gpu(tier, codec):
             with block:
                 loss = model(x).square().sum()
             loss.backward()
-        found.append([p.grad.clone() for p in model.parameters()])
+        found.append([p.grad for p in model.parameters()])
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
 
 

@@ -1,5 +1,6 @@
 """Saved: what a stage saved leaves after a forward, is back before its backward; packed once, same bits."""
 
+import functools
 import threading
 
 import numpy as np
@@ -32,6 +33,11 @@ def net():
             nn.Linear(200, 9),
         )
     )
+
+
+def wait_for(gate):
+    """Keep the thread busy until ``gate`` is set."""
+    gate.wait()
 
 
 def batches(count):
@@ -116,6 +122,7 @@ def test_a_frame_of_the_wire_is_kept_as_it_came():
     saved = saved_for(model, store=store)
     lent = frame_of(x, pool)
     received = decode(lent.buffer[: lent.num_bytes])
+    assert received is not None
     places = {place(received): lent}
     with saved.forward(0, [received]):
         out = model.run(received, saved)
@@ -186,7 +193,7 @@ def test_what_is_fetched_before_it_left_stays():
     with saved.forward(0, []):
         out = model.run(xs[0], saved)
     gate = threading.Event()
-    saved._keeper.worker.submit(gate.wait)
+    saved._keeper.worker.submit(functools.partial(wait_for, gate))
     saved.leave(0, {})
     saved.fetch(0)
     gate.set()
@@ -296,7 +303,7 @@ def test_what_was_used_meanwhile_is_not_brought_back_again():
     saved.leave(0, {})
     saved.wait()
     gate = threading.Event()
-    saved._keeper.worker.submit(gate.wait)
+    saved._keeper.worker.submit(functools.partial(wait_for, gate))
     saved.fetch(0)
     out.sum().backward(retain_graph=True)
     gate.set()

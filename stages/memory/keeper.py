@@ -13,7 +13,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from ...compression.codec import CODECS, buffer_bytes, codec_named, decode, encode, pack_into
+from ...compression.codec import CODECS, buffer_bytes, decode, encode, pack_into
+from ...compression.errors import CodecError
 from ...compression.pool import Frame, Pool
 from .held import Bytes, Held
 from .host import CpuLane, CudaLane, HostStore, Lane
@@ -45,7 +46,9 @@ class Keeper:
         """Pack with ``codec`` into buffers of ``pool``, at most ``budget`` bytes of frames at a time.
 
         Args:    num_ahead: how many storages come back before they are asked for."""
-        codec_named(codec)
+        if codec not in CODECS:
+            found = f"codec is one of {', '.join(CODECS)}, found {codec!r}"
+            raise CodecError(f"{found}; what a backward reads comes back bit for bit")
         self.store, self.codec, self.pool, self.budget = store, codec, pool, budget
         self.worker, self._num_ahead = Worker("penstock-memory"), num_ahead
         self._lanes: dict[torch.device, Lane] = {}
@@ -67,6 +70,7 @@ class Keeper:
             if frame is None:
                 most = held.num_bytes * 2 if self.store.takes_away(held.device) else held.num_bytes // _WORTH
                 frame = self._frame(flat if shrunk is None else shrunk.tensor, int(most))
+                self.num_packs += frame is not None
             if frame is not None and not self._fits(frame):
                 frame = frame.release()
             if frame is None:
@@ -125,7 +129,6 @@ class Keeper:
         num_bytes = pack_into(flat, self._scratch, codec=codec)
         if num_bytes > most:
             return None
-        self.num_packs += 1
         buffer = self.pool.take(num_bytes)
         ctypes.memmove(buffer.data_ptr(), self._scratch.data_ptr(), num_bytes)
         return Frame(buffer, num_bytes, self.pool)
