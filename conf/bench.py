@@ -10,7 +10,7 @@ from typing import Any
 from ..compression.errors import ConfigError
 from .schema import PlanConfig, shown
 
-CODECS = ("raw", "zero_value")
+CODECS = ("raw", "zero_value", "auto")
 """What is raced unless told otherwise."""
 
 

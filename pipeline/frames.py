@@ -30,7 +30,7 @@ class Frames:
 
     ``placed`` has the frames of an instruction's values by where these lie (``memory.held.place``),
     ``waited`` and ``packing`` count the seconds without a frame and those of packing and unpacking,
-    ``totals`` the bytes of every flow, unpacked and packed."""
+    ``totals`` the bytes of every flow in training, unpacked and packed."""
 
     def __init__(self, transport: Transport, *, policy: Policy) -> None:
         self.transport, self.policy = transport, policy
@@ -41,7 +41,7 @@ class Frames:
 
     def begin(self, itinerary: Itinerary, *, training: bool) -> None:
         """Get ready for a step whose messages are these; let go of what a failed step kept."""
-        self.itinerary = itinerary
+        self.itinerary, self.training = itinerary, training
         self.policy.begin(itinerary, training=training)
         for frame in self.kept.values():
             frame.release()
@@ -87,9 +87,10 @@ class Frames:
         if message.op is Op.F:
             self._note(item, frame)
         raw, sent = 0 if item is None else value.num_bytes, frame.num_bytes
-        flow = flow_of(message, self.itinerary)
-        before = self.totals.get(flow, (0, 0))
-        self.totals[flow] = before[0] + raw, before[1] + sent
+        if self.training:
+            flow = flow_of(message, self.itinerary)
+            before = self.totals.get(flow, (0, 0))
+            self.totals[flow] = before[0] + raw, before[1] + sent
         self.transport.send(message, frame)
         return raw, sent
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..compression.choose import AUTO
+from ..compression.codec import CODECS
 from ..compression.errors import PlanError
 from ..stages.graph import fingerprint, trace
 from ..stages.measure import owned_parameters
@@ -34,8 +35,6 @@ from .steps import Steps
 from .timeline import Span
 from .transport import GlooTransport, LocalTransport
 from .update import Named, Update
-
-SAVED = "zero_value+exponent"  # for saved tensors under codec=auto: at memory speed, with and without zeros
 
 
 class Pipeline:
@@ -201,7 +200,7 @@ class Pipeline:
             last=index == self.plan.num_stages - 1,
             autocast=autocast,
             store=None if self.plan.tier == "device" else STORES[self.plan.tier](),
-            codec=SAVED if self.plan.codec == AUTO else self.plan.codec,
+            codec=self.plan.codec if self.plan.codec in CODECS else AUTO,  # lossy ones lose on the wire only
         )
 
     def _report(self, batches: Sequence[MicroBatch], losses: dict[int, torch.Tensor], began: float) -> Report:

@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...compression.codec import CODECS, encode
 from ...compression.errors import ConfigError
-from ...conf.schema import BenchCodecsConfig
 from ...pipeline.metrics import DIRECTIONS
 from ...pipeline.run_folder import RunFolder
 from ...stages.plan import Plan
-from .capture import capture
 from .pipeline_picture import COLOURS, GREY
 
 if TYPE_CHECKING:
@@ -102,29 +99,15 @@ def read_bench(folder: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{folder} holds no results.json; name the folder of a penstock bench") from error
 
 
-def ratios_per_value(run: Run, codecs: Sequence[str], *, num_steps: int) -> dict[str, dict[str, float]]:
-    """Bytes before / after packing of each value that crosses a cut of ``run``, by codec and value.
-
-    The job is repeated in this process for ``num_steps`` steps, with the run's own bits; codecs that only
-    choose among others (``auto``) are left out.
-    """
-    config = run.folder.read_config()
-    job = BenchCodecsConfig(
-        model=config.model,
-        data=config.data,
-        optimizer=config.optimizer,
-        ranks=1,
-        cuts=list(run.plan.cuts),
-        batch_size=config.batch_size,
-        micro_batches=config.micro_batches,
-        seed=config.seed,
-        threads=config.threads,
-    )
-    tensors = capture(job, num_steps=num_steps)
+def ratios_per_value(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
+    """Bytes before / after packing of every value that crossed a cut, and of its gradient, by run."""
+    ways = {"F": "activation", "B": "gradient"}
     return {
-        codec: {name: tensor.nbytes / encode(tensor, codec).numel() for name, tensor in tensors.items()}
-        for codec in codecs
-        if codec in CODECS
+        run.label: {
+            f"{flow['value']} {ways[flow['way']]}": flow["bytes_raw"] / flow["bytes_sent"]
+            for flow in sorted(run.summary["flows"], key=lambda flow: flow["way"], reverse=True)
+        }
+        for run in runs
     }
 
 

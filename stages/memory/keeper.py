@@ -13,6 +13,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from ...compression.choose import AUTO
 from ...compression.codec import CODECS, buffer_bytes, decode, encode, pack_into
 from ...compression.errors import CodecError
 from ...compression.pool import Frame, Pool
@@ -23,6 +24,7 @@ from .store import Fresh, PackedStore, Store
 from .worker import Worker
 
 STORES: dict[str, type[PackedStore]] = {"packed": PackedStore, "host": HostStore}
+FOR_SAVED = "zero_value+exponent"  # "auto": at memory speed, either where a sample says that it pays
 _WORTH = 16 / 15  # raw bytes per byte of frame from which on it is worth to unpack again
 
 
@@ -46,8 +48,9 @@ class Keeper:
         """Pack with ``codec`` into buffers of ``pool``, at most ``budget`` bytes of frames at a time.
 
         Args:    num_ahead: how many storages come back before they are asked for."""
+        codec = FOR_SAVED if codec == AUTO else codec
         if codec not in CODECS:
-            found = f"codec is one of {', '.join(CODECS)}, found {codec!r}"
+            found = f"codec is one of {', '.join((AUTO, *CODECS))}, found {codec!r}"
             raise CodecError(f"{found}; what a backward reads comes back bit for bit")
         self.store, self.codec, self.pool, self.budget = store, codec, pool, budget
         self.worker, self._num_ahead = Worker("penstock-memory"), num_ahead

@@ -76,7 +76,7 @@ class Offload:
 def offload(
     tier: str = "packed",
     *,
-    codec: str = "zero_value",
+    codec: str = "auto",
     min_bytes: int | str = "64KiB",
     budget: int | str | None = None,
     keep: nn.Module | Iterable[Tensor] = (),
@@ -91,7 +91,7 @@ def offload(
 
     Args:    tier: "packed" leaves the frames where they were made, and what does not shrink as it is; "host"
              copies those of a GPU to pinned host memory, and is the same as "packed" on a CPU.
-             codec: a name in ``penstock.CODECS``.
+             codec: a name in ``penstock.CODECS``, or "auto": zeros and exponents, either where it pays.
              min_bytes: storages of fewer bytes stay.
              budget: the most bytes of frames at a time; what finds no room stays as it is. None: no limit.
              keep: a model whose parameters and buffers stay, or such tensors; those that ask for a gradient
