@@ -64,7 +64,7 @@ def test_the_throughput_notebook_runs_and_draws(tmp_path, monkeypatch):
     drawn = [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
     assert len(drawn) == 5  # speeds, bytes, ratios, timelines, the race
     printed = "".join(output.text for output in outputs(notebook) if output.output_type == "stream")
-    assert printed.count("2 steps, 128 samples in ") == 2  # one run of each codec
+    assert printed.count("2 steps, 128 samples in ") == 3  # one run of each codec
 
 
 def outputs(notebook: Any) -> list[Any]:
