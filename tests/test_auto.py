@@ -160,7 +160,7 @@ def decided_on_a_rank(case, plan_path):
 
 @pytest.mark.ranks
 def test_all_ranks_choose_the_same_at_the_speed_of_their_links(ranks, tmp_path):
-    case = Case(model="mlp", cuts=3, codec="auto")
+    case = Case(model="mlp", cuts=["_1", "_3"], codec="auto")
     plan, _ = plan_of(case)
     plan.save(tmp_path / "plan.json")
     (chosen, rates, _), *others = ranks.run(decided_on_a_rank, case, str(tmp_path / "plan.json"), ranks=3)
