@@ -26,7 +26,7 @@ from .codecs_subjects import Subject, subjects
 MEBIBYTE = 1 << 20
 SMALL_BYTES = (1 << 10, 16 << 10, 64 << 10)
 _BATCH_BYTES = 2 * MEBIBYTE  # a small tensor is timed many times over
-_SECONDS = 0.4  # for all runs of one codec on one tensor, but for one run at least
+_SECONDS = 0.25  # for all runs of one codec on one tensor, but for one run at least
 _CALLS = 50
 
 

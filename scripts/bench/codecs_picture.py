@@ -37,11 +37,11 @@ def figure(results: Mapping[str, Any]) -> Figure:
     num_columns = min(_COLUMNS, max(1, len(kinds)))
     num_rows = max(1, ceil(len(kinds) / num_columns))
     made = Figure(figsize=(4.6 * num_columns, 4.0 * num_rows + 1.2), layout="constrained")
-    panels = made.subplots(num_rows, num_columns, squeeze=False).flat
+    panels = list(made.subplots(num_rows, num_columns, squeeze=False).flat)
     for axes, kind in zip(panels, kinds, strict=False):
         _panel(axes, [row for row in rows if row["class"] == kind], styles)
         axes.set_title(kind, loc="left", fontsize=11, fontweight="bold")
-    for axes in list(panels)[len(kinds) :]:
+    for axes in panels[len(kinds) :]:
         axes.set_axis_off()
     handles = {handle.get_label(): handle for axes in made.axes for handle in axes.collections}
     named = [handles[name] for name in styles if name in handles]

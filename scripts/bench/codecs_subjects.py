@@ -22,8 +22,8 @@ from ...stages.units import parse_bytes
 from .capture import capture
 
 _NETWORKS = {  # the modules whose outputs are taken; each ends in a ReLU
-    "resnet18": ("relu", "layer1", "layer2", "layer3", "layer4"),
-    "vgg11": ("features.1", "features.4", "features.7", "features.12", "features.17"),
+    "resnet18": ("relu", "layer1", "layer3"),
+    "vgg11": ("features.1", "features.7", "features.14"),
 }
 _ACTIVATIONS = ("gelu", "relu", "relu2")
 _TRANSFORMER = ("blocks.1.activation", "blocks.1")  # a hidden layer, and the residual stream
