@@ -182,6 +182,8 @@ def test_rows_say_what_was_measured_and_fit_the_page():
         if axes.axison
     ]
     assert [axes.get_title(loc="left") for axes in panels] == ["synthetic", "masks"]
+    five = [dict(tensors[0][0], **{"class": kind}) for kind in "abcde"]
+    assert [axes.axison for axes in codecs_picture.figure({"rows": five}).axes] == [True] * 5 + [False]
     assert all(axes.get_xlabel() and axes.get_ylabel() for axes in panels)
 
 

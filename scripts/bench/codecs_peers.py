@@ -5,6 +5,8 @@ Each packs into new memory of its own, as its users meet it; all of them run on 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +33,15 @@ def missing() -> str:
     if _blosc():
         return ""
     return "Rows of blosc2 are left out: it is not installed; pip install blosc2 adds them."
+
+
+def versions() -> dict[str, str]:
+    """Releases of the packages that are installed."""
+    found = {}
+    for name in ("lz4", "zstandard", "blosc2"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 PEERS = ("lz4", "zstd_1", "blosc2_shuffle", "blosc2_bitshuffle")

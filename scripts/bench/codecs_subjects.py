@@ -131,7 +131,9 @@ def _masks(config: BenchCodecsConfig) -> Iterator[Subject]:
 
 def _job(config: BenchCodecsConfig) -> Iterator[Subject]:
     """What crosses the cuts of the configured job (model=, data=, cuts=, ...), micro-batch by micro-batch."""
-    for name, tensor in capture(config, num_steps=config.capture_steps).items():
+    crossing = capture(config, num_steps=config.capture_steps)
+    torch.set_deterministic_debug_mode("default")  # a job's own setting
+    for name, tensor in crossing.items():
         yield Subject("", name, tensor)
 
 

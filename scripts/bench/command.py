@@ -54,16 +54,23 @@ def codecs(config: BenchCodecsConfig, folder: RunFolder, typed: Sequence[str]) -
     """Measure every codec on every class of tensors; what is done is printed and kept, tensor by tensor."""
     import torch
 
+    from ...compression.kernels import jit
     from ...pipeline import console
     from .codecs import bench_codecs, call_overhead
-    from .codecs_peers import missing
+    from .codecs_peers import missing, versions
     from .codecs_picture import draw
-    from .codecs_table import overhead_table, table
+    from .codecs_table import CAPTION, overhead_table, table
 
     folder.claim()
-    torch.set_num_threads(config.threads or 1)
+    config.threads = config.threads or 1
+    torch.set_num_threads(config.threads)
     screen, results = console.screen(width_of_a_log=WIDTH_OF_CODECS), circumstances("codecs", typed)
-    results |= {"threads": torch.get_num_threads(), "isa": config.isa, "load_before": os.getloadavg()}
+    results |= {
+        "threads": config.threads,
+        "isa": config.isa or jit.host_isas()[0],
+        "load_before": os.getloadavg(),
+    }
+    results["versions"] |= versions()
     results |= {"rows": [], "overhead": []}
     for rows in bench_codecs(config):
         results["rows"] += rows
@@ -72,6 +79,7 @@ def codecs(config: BenchCodecsConfig, folder: RunFolder, typed: Sequence[str]) -
     if config.isa is None:
         results["overhead"] = call_overhead(config)
         screen.print(overhead_table(results["overhead"]))
+    screen.print(CAPTION, highlight=False)
     save_json(folder.path / "results.json", results | {"load_after": os.getloadavg()})
     with writing(folder.path / "results.png"):
         draw(results, folder.path / "results.png")
