@@ -68,6 +68,9 @@ def test_zero_value_reaches_its_bound_and_no_format_passes_its_own(density, dtyp
 def test_bounds_of_what_can_be_counted_by_hand():
     alike = np.full(4096, 0x3F800000, np.uint32)  # 1.0: one exponent, so it costs nothing
     assert bound("exponent", alike, torch.float32) == pytest.approx(32 / 24)
+    signs = alike | np.arange(4096, dtype=np.uint32) << 31  # of 1.0 and -1.0
+    assert bound("exponent", signs, torch.float32) == pytest.approx(32 / 24)
+    assert bound("byte_plane", signs, torch.float32) == pytest.approx(32)
     assert bound("byte_plane", alike, torch.float32) == inf
     assert bound("narrow", np.arange(16, dtype=np.uint64), torch.int64) == 16
     assert bound("narrow", np.array([2**64 - 8, 7], np.uint64), torch.int64) == 16  # from -8 to 7
