@@ -7,7 +7,6 @@ Source: patent CN115016937A, claim 7 (one pack and unpack module on every path o
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 
@@ -28,11 +27,13 @@ from .frame import (
 )
 from .geometry import Geometry, Words, contiguous, gather, geometry, scatter
 from .masked import bitmap_for, bitmap_of, has_bitmap, pack_masked, unpack_masked
-from .memory import lent, memory, new_bytes
+from .memory import SMALL_BYTES, Kept, cut, lent, memory, new_bytes
 from .raw import Codec
 from .registry import CODECS as CODECS
 from .registry import LOSSY_CODECS as LOSSY_CODECS
 from .registry import ZERO_VALUE, codec_named
+
+_kept = Kept()
 
 
 def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | None = None) -> Tensor:
@@ -44,7 +45,7 @@ def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | N
              mask: a frame of the same sizes and strides; where its tensor is zero, ``tensor`` is left out,
              and ``decode`` with the same mask gives zeros there.
     Returns: 1-D uint8 tensor, exactly the frame, no longer than ``tensor.nbytes`` and the header, on the
-             tensor's device.
+             tensor's device. A long one may begin a longer storage, whose other pages take no memory.
     Raises:  CodecError: the tensor is sparse, quantised, nested or on another device, or no such codec.
     Source:  Rhu et al., Compressing DMA Engine, HPCA 2018, section 4.
     """
@@ -56,13 +57,10 @@ def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | N
     most = header_bytes(0)
     if tensor is not None:
         most = header_bytes(tensor.dim()) + _room(_geometry_of(tensor), chosen)
-    frame = new_bytes(most)
+    whole = _kept.buffer if most <= SMALL_BYTES else new_bytes(most)
     requires_grad = tensor is not None and tensor.requires_grad
-    length = pack_into(tensor, frame, codec=codec, requires_grad=requires_grad, mask=mask)
-    if length * 9 < most * 8:  # the memory that was saved is given back
-        whole, frame = frame, new_bytes(length)
-        ctypes.memmove(frame.data_ptr(), whole.data_ptr(), length)
-    return frame[:length]
+    length = pack_into(tensor, whole, codec=codec, requires_grad=requires_grad, mask=mask)
+    return cut(whole, length, of=most)
 
 
 def buffer_bytes(sizes: Sequence[int], dtype: torch.dtype, codec: str) -> int:

@@ -147,23 +147,27 @@ class TrainConfig(PlanConfig):
 
 @dataclass
 class BenchCodecsConfig(PlanConfig):
-    """The options of ``penstock bench codecs``; those of a plan, for the tensors of a real job, and these.
+    """The options of ``penstock bench codecs``; those of a plan, for classes=[job], and these.
 
     Attributes:
-        optimizer: what updates the weights before the real tensors are taken
-        sizes: bytes of the random tensors
+        optimizer: what updates the weights before real tensors are taken
+        classes: tensors measured: synthetic, images, text, integers, masks; job: what crosses this job's cuts
+        codecs: only these, of Penstock's and the others'; null: all that apply
+        sizes: bytes of the synthetic tensors
         densities: shares of their elements that are not zero
-        dtypes: their dtypes
-        capture: also take the activations and gradients at the cut of this job
-        capture_steps: steps the job trains before they are taken
-        repeats: alternating runs of all routes; medians count
+        dtypes: floats that synthetic tensors are made in, and real ones cast to
+        isa: kernels: avx512, avx2 or portable; null: the machine's best, and encode and decode beside them
+        capture_steps: steps a network trains before its tensors are taken
+        repeats: most alternating runs of all routes; medians count
     """
 
     optimizer: dict[str, Any] = field(default_factory=dict)
-    sizes: list[Any] = field(default_factory=lambda: ["1MiB", "4MiB", "32MiB"])
+    classes: list[str] = field(default_factory=lambda: ["synthetic", "images", "text", "integers", "masks"])
+    codecs: list[str] | None = None
+    sizes: list[Any] = field(default_factory=lambda: ["32MiB"])
     densities: list[float] = field(default_factory=lambda: [0.1, 0.5, 0.9, 1.0])
     dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])
-    capture: bool = True
+    isa: str | None = None
     capture_steps: int = 10
     repeats: int = 9
 

@@ -184,16 +184,28 @@ def test_a_sweep_runs_every_value_and_tells_which_was_refused(capfd, tmp_path):
 
 
 def test_the_bench_says_what_it_measured_and_where(capfd, tmp_path):
-    job = "sizes=[4KiB] densities=[0.5] dtypes=[float32] repeats=1 capture_steps=1 model=mlp hydra.run.dir=b"
-    code, out, error = penstock(f"bench codecs {job}", capfd)
+    job = "classes=[synthetic,job] sizes=[4KiB] densities=[0.5] dtypes=[float32] repeats=1 capture_steps=1"
+    code, out, error = penstock(f"bench codecs {job} model=mlp hydra.run.dir=b", capfd)
     assert (code, error) == (0, "")
-    assert out.splitlines()[-1] == "b/results.json"
+    assert out.splitlines()[-2:] == ["b/results.json", "b/results.png"]
     results = OmegaConf.load(tmp_path / "b" / "results.json")
-    assert results.command == shlex.join(["penstock", "bench", "codecs", *job.split()[:-1]])
-    assert results.keys() == {"command", "date", "hardware", "versions", "system", "threads", "rows"}
-    names = [row.tensor for row in results.rows]
-    assert names[0] == "random"
+    assert results.command == shlex.join(["penstock", "bench", "codecs", *job.split(), "model=mlp"])
+    facts = {
+        "command",
+        "date",
+        "hardware",
+        "versions",
+        "system",
+        "threads",
+        "isa",
+        "load_before",
+        "load_after",
+    }
+    assert results.keys() == facts | {"rows", "overhead"}
+    names = list(dict.fromkeys(row.tensor for row in results.rows))
+    assert names[0] == "random, density 0.5"
     assert {name.split()[-1] for name in names[1:]} == {"activation", "gradient"}
+    assert (tmp_path / "b" / "results.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
@@ -202,7 +214,10 @@ def test_the_bench_says_what_it_measured_and_where(capfd, tmp_path):
         ("bench", "known are codecs"),
         ("bench nothing", "nothing is no topic"),
         ("bench codecs dtypes=[float7]", "float7"),
-        ("bench codecs sizes=[big] capture=false", "big"),
+        ("bench codecs sizes=[big]", "big"),
+        ("bench codecs classes=[real]", "real"),
+        ("bench codecs codecs=[zip]", "zip"),
+        ("bench codecs isa=sse", "sse"),
         ("bench codecs densities=[2]", "found 2"),
         ("bench codecs repeats=0", "repeats=0"),
         ("plan epochs=3", "there is no option epochs"),

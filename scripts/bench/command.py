@@ -24,9 +24,9 @@ from .. import usage
 if TYPE_CHECKING:
     from ...stages.plan import Plan
 
-WIDTH = 140
+WIDTH_OF_CODECS = 110
 WIDTH_OF_A_RACE = 150
-DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8")
+RESULTS = ("results.json", "results.png")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,36 +51,40 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def codecs(config: BenchCodecsConfig, folder: RunFolder, typed: Sequence[str]) -> None:
-    """Time the zero-value codec beside a plain copy and the plain torch route."""
+    """Measure every codec on every class of tensors; what is done is printed and kept, tensor by tensor."""
     import torch
 
+    from ...compression.kernels import jit
     from ...pipeline import console
-    from ...stages.units import parse_bytes
-    from .capture import capture
-    from .codecs import bench_codecs, table
+    from .codecs import bench_codecs, call_overhead
+    from .codecs_peers import missing, versions
+    from .codecs_picture import draw
+    from .codecs_table import CAPTION, overhead_table, table
 
     folder.claim()
-    for name in config.dtypes:
-        if name not in DTYPES:
-            raise ConfigError(
-                f"dtypes={config.dtypes} holds {name}, which is not known; known are {', '.join(DTYPES)}"
-            )
     config.threads = config.threads or 1
-    sizes = [parse_bytes(size, name="sizes") for size in config.sizes]
-    captured = capture(config, num_steps=config.capture_steps) if config.capture else {}
-    # Deterministic mode would fill every new tensor and so slow the torch route down.
-    torch.set_deterministic_debug_mode("default")
-    rows = bench_codecs(
-        sizes=sizes,
-        densities=config.densities,
-        dtypes=[getattr(torch, name) for name in config.dtypes],
-        captured=captured,
-        repeats=config.repeats,
-    )
-    results = folder.path / "results.json"
-    save_json(results, circumstances("codecs", typed) | {"threads": torch.get_num_threads(), "rows": rows})
-    console.screen(width_of_a_log=WIDTH).print(table(rows))
-    print(console.short(results))
+    torch.set_num_threads(config.threads)
+    screen, results = console.screen(width_of_a_log=WIDTH_OF_CODECS), circumstances("codecs", typed)
+    results |= {
+        "threads": config.threads,
+        "isa": config.isa or jit.host_isas()[0],
+        "load_before": os.getloadavg(),
+    }
+    results["versions"] |= versions()
+    results |= {"rows": [], "overhead": []}
+    for rows in bench_codecs(config):
+        results["rows"] += rows
+        screen.print(table(rows))
+        save_json(folder.path / "results.json", results)
+    if config.isa is None:
+        results["overhead"] = call_overhead(config)
+        screen.print(overhead_table(results["overhead"]))
+    screen.print(CAPTION, highlight=False)
+    save_json(folder.path / "results.json", results | {"load_after": os.getloadavg()})
+    with writing(folder.path / "results.png"):
+        draw(results, folder.path / "results.png")
+    for line in filter(None, (missing(), *(console.short(folder.path / name) for name in RESULTS))):
+        print(line)
 
 
 def pipeline(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str]) -> None:
@@ -106,7 +110,7 @@ def pipeline(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str
     with writing(folder.path / "results.png"):
         draw(results, folder.path / "results.png")
     screen.print(table(results))
-    for name in ("results.json", "results.png"):
+    for name in RESULTS:
         print(console.short(folder.path / name))
 
 

@@ -1,0 +1,207 @@
+"""The tensors that codecs are measured on, by class: random ones, and those of networks that have trained.
+
+A bench on random numbers says how fast a codec is; only real tensors say what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import cycle, islice
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...compression.codec import encode
+from ...compression.errors import ConfigError
+from ...conf.schema import BenchCodecsConfig
+from ...pipeline import build
+from ...pipeline.samples.samples import Samples
+from ...pipeline.train import loss
+from ...stages.units import parse_bytes
+from .capture import capture
+
+_NETWORKS = {  # the modules whose outputs are taken; each ends in a ReLU
+    "resnet18": ("relu", "layer1", "layer3"),
+    "vgg11": ("features.1", "features.7", "features.14"),
+}
+_ACTIVATIONS = ("gelu", "relu", "relu2")
+_TRANSFORMER = ("blocks.1.activation", "blocks.1")  # a hidden layer, and the residual stream
+_NUM_IMAGES, _NUM_TEXTS = 64, 64  # of a batch
+_FASHION = {"_target_": "penstock.pipeline.samples.fashion_mnist.load"}
+_DIGITS = {"_target_": "penstock.pipeline.samples.digits.load"}
+_TEXT = {"_target_": "penstock.pipeline.samples.text.load"}
+
+
+class Subject(NamedTuple):
+    """A contiguous tensor, and the frame whose bitmap says where it matters, if there is one."""
+
+    kind: str  # the class, a key of ``CLASSES``
+    name: str
+    tensor: Tensor
+    mask: Tensor | None = None
+
+
+def subjects(config: BenchCodecsConfig) -> Iterator[Subject]:
+    """The tensors of all classes that are asked for, one after another, so that few are held at a time.
+
+    Raises: ConfigError: there is no such class or dtype.
+    """
+    _known("classes", config.classes, CLASSES)
+    _known("dtypes", config.dtypes, DTYPES)
+    for kind in config.classes:
+        for subject in CLASSES[kind](config):
+            yield subject._replace(kind=kind, tensor=subject.tensor.detach().contiguous())
+
+
+def _known(option: str, asked: Sequence[str], known: Collection[str]) -> None:
+    for name in asked:
+        if name not in known:
+            found = f"{option}=[{','.join(asked)}] holds {name}, which is not known"
+            raise ConfigError(f"{found}; known are {', '.join(known)}")
+
+
+def _synthetic(config: BenchCodecsConfig) -> Iterator[Subject]:
+    """Normal numbers, and zeros in random places."""
+    source = torch.Generator().manual_seed(config.seed)
+    for dtype in _dtypes(config):
+        for size in config.sizes:
+            for density in config.densities:
+                num_elements = parse_bytes(size, name="sizes") // dtype.itemsize
+                values = torch.randn(num_elements, generator=source).to(dtype)
+                dropped = torch.rand(num_elements, generator=source) >= density
+                yield Subject("", f"random, density {density:g}", values.masked_fill_(dropped, 0))
+
+
+def _images(config: BenchCodecsConfig) -> Iterator[Subject]:
+    """Activations behind ReLUs and their gradients, these with and without the activation's mask."""
+    for network, paths in _NETWORKS.items():
+        samples = _image_samples()
+        options = {"_target_": "penstock.pipeline.models.torchvision", "name": network}
+        kept = trained(config, samples, options, paths, batch_size=_NUM_IMAGES)
+        yield from _with_masks(network, kept, paths, config)
+
+
+def _text(config: BenchCodecsConfig) -> Iterator[Subject]:
+    """Hidden layers and residual streams of small transformers, and their gradients."""
+    samples = build.samples(_TEXT)
+    for activation in _ACTIVATIONS:
+        options = {"_target_": "penstock.pipeline.models.gpt", "activation": activation}
+        kept = trained(config, samples, options, _TRANSFORMER, batch_size=_NUM_TEXTS)
+        masked = _TRANSFORMER[:1] if activation == "relu" else ()
+        yield from _with_masks(f"gpt {activation}", kept, masked, config)
+
+
+def _with_masks(
+    network: str, kept: dict[str, Tensor], masked: Sequence[str], config: BenchCodecsConfig
+) -> Iterator[Subject]:
+    """All tensors in all dtypes; gradients of ``masked`` modules also with the frame of the activation."""
+    for name, tensor in kept.items():
+        path, what = name.rsplit(" ", 1)
+        for dtype in _dtypes(config):
+            cast = tensor.to(dtype)
+            yield Subject("", f"{network} {name}", cast)
+            if what == "gradient" and path in masked:
+                mask = encode(kept[f"{path} activation"].to(dtype))
+                yield Subject("", f"{network} {name}, mask reused", cast, mask)
+
+
+def _integers(config: BenchCodecsConfig) -> Iterator[Subject]:
+    """Indices of a max-pool, tokens and labels, as torch makes them: int64."""
+    samples, text = _image_samples(), build.samples(_TEXT)
+    images, labels = next(_batches(config, samples, batch_size=_NUM_IMAGES))
+    wide = F.relu(_convolved(images, _generator(config)))
+    yield Subject("", "max-pool indices", F.max_pool2d(wide, 2, return_indices=True)[1])
+    yield Subject("", "tokens", next(_batches(config, text, batch_size=512))[0])
+    yield Subject("", "labels", labels)
+
+
+def _convolved(images: Tensor, source: torch.Generator) -> Tensor:
+    return F.conv2d(images, torch.randn(32, images.size(1), 3, 3, generator=source))
+
+
+def _masks(config: BenchCodecsConfig) -> Iterator[Subject]:
+    """Booleans: where a ReLU passes, what a dropout keeps, what a causal attention sees."""
+    images, _ = next(_batches(config, _image_samples(), batch_size=_NUM_IMAGES))
+    source = _generator(config)
+    yield Subject("", "ReLU mask", _convolved(images, source) > 0)
+    yield Subject("", "dropout mask, keeps 0.9", torch.rand(4 << 20, generator=source) < 0.9)
+    yield Subject("", "causal mask", torch.ones(2048, 2048, dtype=torch.bool).tril())
+
+
+def _job(config: BenchCodecsConfig) -> Iterator[Subject]:
+    """What crosses the cuts of the configured job (model=, data=, cuts=, ...), micro-batch by micro-batch."""
+    crossing = capture(config, num_steps=config.capture_steps)
+    torch.set_deterministic_debug_mode("default")  # a job's own setting
+    for name, tensor in crossing.items():
+        yield Subject("", name, tensor)
+
+
+CLASSES: dict[str, Callable[[BenchCodecsConfig], Iterator[Subject]]] = {
+    "synthetic": _synthetic,
+    "images": _images,
+    "text": _text,
+    "integers": _integers,
+    "masks": _masks,
+    "job": _job,
+}
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+
+def trained(
+    config: BenchCodecsConfig,
+    samples: Samples,
+    model: dict[str, str],
+    paths: Sequence[str],
+    *,
+    batch_size: int,
+) -> dict[str, Tensor]:
+    """Train a network for ``config.capture_steps`` steps.
+
+    Returns: outputs of the modules ``paths`` in the last step ("PATH activation"), and what came back to them
+             ("PATH gradient"): (batch, ...) each.
+    """
+    network = build.model(model, describe=samples.describe, seed=config.seed)
+    optimizer = build.optimizer(config.optimizer)(network.named_parameters())
+    batches = cycle(_batches(config, samples, batch_size=batch_size))
+    kept: dict[str, Tensor] = {}
+    for step, (inputs, targets) in enumerate(islice(batches, config.capture_steps), start=1):
+        if step == config.capture_steps:
+            _listen(network, paths, kept)
+        optimizer.zero_grad()
+        loss(network(inputs), targets).backward()
+        optimizer.step()
+    return {f"{path} {what}": kept[f"{path} {what}"] for path in paths for what in ("activation", "gradient")}
+
+
+def _listen(network: nn.Module, paths: Sequence[str], kept: dict[str, Tensor]) -> None:
+    """Keep copies: what follows in place must not change them."""
+
+    def keep(path: str, output: Tensor) -> None:
+        kept[f"{path} activation"] = output.detach().clone()
+        output.register_hook(lambda gradient: kept.update({f"{path} gradient": gradient.detach().clone()}))
+
+    for path in paths:
+        network.get_submodule(path).register_forward_hook(lambda *call, path=path: keep(path, call[-1]))
+
+
+def _image_samples() -> Samples:
+    """Fashion-MNIST where it is installed, else the digits that come with the package; 32 x 32."""
+    try:
+        return build.samples(_FASHION)
+    except ConfigError:
+        return build.samples(_DIGITS)
+
+
+def _batches(
+    config: BenchCodecsConfig, samples: Samples, *, batch_size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    return samples.batches("train", batch_size=batch_size, seed=config.seed)
+
+
+def _generator(config: BenchCodecsConfig) -> torch.Generator:
+    return torch.Generator().manual_seed(config.seed)
+
+
+def _dtypes(config: BenchCodecsConfig) -> list[torch.dtype]:
+    return [getattr(torch, name) for name in config.dtypes]
