@@ -115,7 +115,7 @@ def in_memory(tensor: Tensor, span: int) -> bool:
         there = 0 if fake or not storage.data_ptr() else storage.nbytes()
     except RuntimeError:  # no storage at all
         return False
-    return (tensor.storage_offset() + span) * tensor.element_size() <= there
+    return int(tensor.storage_offset() + span) * tensor.element_size() <= there
 
 
 def _order(walk: Sequence[tuple[int, int]], num_stored: int, span: int) -> str:

@@ -86,6 +86,18 @@ def test_a_plan_comes_back_as_it_was_saved(tmp_path_factory, plan):
     assert json.loads(path.read_text(encoding="utf-8"))["penstock_plan"] == 1
 
 
+def test_a_plan_from_before_the_tiers_keeps_saved_tensors_on_the_device(tmp_path):
+    path = PLAN.save(tmp_path / "plan.json") or tmp_path / "plan.json"
+    old = json.loads(path.read_text(encoding="utf-8"))
+    del old["tier"]
+    path.write_text(json.dumps(old), encoding="utf-8")
+    assert Plan.load(path) == dataclasses.replace(PLAN, tier="device")
+
+
+def test_a_lossy_codec_is_called_lossy():
+    assert "codec fp8 (lossy)" in str(dataclasses.replace(PLAN, codec="fp8"))
+
+
 def test_what_a_plan_knows():
     assert (PLAN.num_stages, PLAN.num_ranks) == (3, 2)
     assert PLAN.stages_of_rank == [[0, 1], [2]]
