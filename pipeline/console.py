@@ -170,7 +170,8 @@ def _lossy(codec: str) -> str:
 def _codecs(summary: Mapping[str, Any]) -> list[str]:
     """The codec of the largest values and gradients, and how the choice ran against others."""
     if not summary["turns"]:
-        return []
+        soon = summary["codec"] == "auto" and summary["bytes_sent"]
+        return ["codec=auto: the run ended before a choice was made"] if soon else []
     flows = sorted(summary["flows"], key=lambda flow: -flow["bytes_raw"])[:MOST_FLOWS]
     ways = {"F": "down", "B": "up"}
     shown = [f"{flow['value']} {ways[flow['way']]} {flow['codec']}" for flow in flows]

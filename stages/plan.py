@@ -142,7 +142,8 @@ _FOOTNOTE = "predicted per micro-batch; memory for all micro-batches in flight; 
 def _title(plan: Plan) -> str:
     from ..compression.choose import show_codec  # brings torch, which a plan is read without
 
-    parts = [plan.schedule, f"{plan.micro_batches} micro-batches", f"codec {show_codec(plan.codec)}"]
+    batches = f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
+    parts = [plan.schedule, batches, f"codec {show_codec(plan.codec)}"]
     if plan.extra_in_flight:
         parts.insert(1, f"{plan.extra_in_flight} extra in flight")
     if plan.tier != "device":

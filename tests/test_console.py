@@ -29,7 +29,7 @@ def summary(**more):
     sizes = {"a.weight": 1500, "b.weight": 6, "c.weight": 7}
     test = {"accuracy": 0.9653, "loss": 0.1234}
     return (
-        summarise(totals, PLAN, sizes=sizes, test=test, ranks=2, threads=1, codec="auto", turns=[], flows=[])
+        summarise(totals, PLAN, sizes=sizes, test=test, ranks=2, threads=1, codec="raw", turns=[], flows=[])
         | more
     )
 
@@ -119,6 +119,13 @@ def test_an_error_is_one_line_on_standard_error(capsys):
 )
 def test_clock(seconds, shown):
     assert console.clock(seconds) == shown
+
+
+def test_a_run_too_short_for_a_choice_says_so():
+    said = "codec=auto: the run ended before a choice was made"
+    assert said in console.totals(summary(codec="auto"))
+    assert said not in console.totals(summary(codec="auto", bytes_raw=0, bytes_sent=0))
+    assert said not in console.totals(summary())
 
 
 def test_a_lossy_codec_is_called_lossy():
