@@ -31,6 +31,11 @@ def check_name(codec: str) -> None:
         raise CodecError(f"codec is one of {known}, found {codec!r}; choose one of these")
 
 
+def show_codec(codec: str) -> str:
+    """The name of a codec for people: a lossy one says so wherever it appears."""
+    return f"{codec} (lossy)" if codec in LOSSY_CODECS else codec
+
+
 class Cost(NamedTuple):
     """What sending a tensor with one codec costs: bytes of the frame, seconds to pack and to unpack."""
 

@@ -25,7 +25,7 @@ from .frame import (
     read_header,
     write_header,
 )
-from .geometry import Geometry, Words, contiguous, gather, geometry, scatter
+from .geometry import Geometry, Words, contiguous, gather, geometry, in_memory, scatter
 from .masked import bitmap_for, bitmap_of, has_bitmap, pack_masked, unpack_masked
 from .memory import SMALL_BYTES, Kept, cut, lent, memory, new_bytes
 from .raw import Codec
@@ -50,6 +50,10 @@ def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | N
     Source:  Rhu et al., Compressing DMA Engine, HPCA 2018, section 4.
     """
     chosen = codec_named(codec)
+    if tensor is not None and not isinstance(tensor, Tensor):
+        raise CodecError(
+            f"a frame carries a tensor or None, found a {type(tensor).__name__}; convert it first"
+        )
     if tensor is not None and tensor.is_cuda:
         from . import gpu  # brings Triton
 
@@ -92,6 +96,7 @@ def pack_into(
     chosen, geo = codec_named(codec), _geometry_of(tensor)
     start = header_bytes(len(geo.sizes))
     _check_room(buffer, start + _room(geo, chosen))
+    _check_elements(tensor, geo)
     dtype, address = tensor.dtype, tensor.data_ptr() % ALIGNMENT
     if tensor.is_conj() or tensor.is_neg():
         tensor = resolved(tensor, geo)
@@ -129,7 +134,7 @@ def decode(frame: Tensor, buffer: Tensor | None = None, *, mask: Tensor | None =
     Returns: the tensor, or None for the frame of None.
     Raises:  CodecError: the frame is truncated or damaged, or the buffer does not fit; nothing else ever.
     """
-    if frame.is_cuda:
+    if isinstance(frame, Tensor) and frame.is_cuda:
         from . import gpu
 
         return gpu.decode(frame, mask=mask)
@@ -190,6 +195,13 @@ def _geometry_of(tensor: Tensor) -> Geometry:
         found = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
         raise CodecError(f"a frame carries a dense tensor on the CPU, found a {found}; convert it first")
     return geometry(tensor.size(), tensor.stride(), tensor.dtype.itemsize)
+
+
+def _check_elements(tensor: Tensor, geo: Geometry) -> None:
+    """Refuse a tensor whose elements are not in its memory, where the kernels would read all the same."""
+    if not in_memory(tensor, geo.span):
+        found = f"a {type(tensor).__name__} of sizes {tuple(geo.sizes)} without it"
+        raise CodecError(f"a frame carries a tensor in memory of its own, found {found}; pass a real tensor")
 
 
 def resolved(tensor: Tensor, geo: Geometry) -> Tensor:

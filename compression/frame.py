@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .dtypes import DTYPE_NUMBERS, DTYPES
 from .errors import CodecError
-from .geometry import MAX_DIMS, MAX_SPREAD, Geometry, geometry
+from .geometry import MAX_DIMS, MAX_SPREAD, Geometry, geometry, in_memory
 
 MAGIC, VERSION = b"PNST", 1
 ALIGNMENT = 64
@@ -123,8 +123,16 @@ def no_tensor() -> Header:
 
 def check_memory(buffer: Tensor) -> None:
     """Raise CodecError unless ``buffer`` is a 1-D uint8 tensor without gaps on the CPU."""
-    if buffer.dtype is torch.uint8 and buffer.dim() == 1 and buffer.is_cpu and buffer.is_contiguous():
+    if not isinstance(buffer, Tensor):
+        raise CodecError(
+            f"a frame or buffer is a tensor of bytes, found a {type(buffer).__name__}; convert it"
+        )
+    plain = buffer.dtype is torch.uint8 and buffer.dim() == 1 and buffer.is_cpu and buffer.is_contiguous()
+    if plain and in_memory(buffer, buffer.numel()):
         return
+    if plain:
+        found = f"a {type(buffer).__name__} without it"
+        raise CodecError(f"a frame or buffer has memory of its own, found {found}; pass a real tensor")
     found = f"{buffer.dim()} dimensions of {buffer.dtype} on {buffer.device}, strides {buffer.stride()}"
     raise CodecError(f"a frame or buffer is a contiguous 1-D uint8 tensor on the CPU, found {found}; move it")
 

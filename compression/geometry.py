@@ -102,6 +102,22 @@ def contiguous(sizes: tuple[int, ...], item_bytes: int) -> Geometry:
     return geometry(sizes, tuple(strides), item_bytes)
 
 
+def in_memory(tensor: Tensor, span: int) -> bool:
+    """Whether the ``span`` elements from the first of ``tensor`` on are really there.
+
+    They are not in a wrapper around other tensors, a fake tensor, or one whose storage was freed.
+    """
+    if not span:
+        return True
+    try:
+        storage = tensor.untyped_storage()
+        fake = storage.device.type == "meta"  # asked first: the address of a fake tensor comes with a warning
+        there = 0 if fake or not storage.data_ptr() else storage.nbytes()
+    except RuntimeError:  # no storage at all
+        return False
+    return int(tensor.storage_offset() + span) * tensor.element_size() <= there
+
+
 def _order(walk: Sequence[tuple[int, int]], num_stored: int, span: int) -> str:
     if num_stored > span:
         return "overlapping"  # more elements than places

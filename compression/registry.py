@@ -36,7 +36,7 @@ def codec_named(name: str) -> Codec:
 
     Raises: CodecError: there is none; the message lists those there are.
     """
-    found = CODECS.get(name) or LOSSY_CODECS.get(name)
+    found = (CODECS.get(name) or LOSSY_CODECS.get(name)) if isinstance(name, str) else None
     if found is None:
         known = f"{', '.join(CODECS)}, or lossy: {', '.join(LOSSY_CODECS)}"
         raise CodecError(f"codec is one of {known}, found {name!r}; choose one of these")

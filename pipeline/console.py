@@ -140,7 +140,8 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
     """Return the lines below the table."""
     lines = []
     if summary["bytes_sent"]:
-        lines.append(f"sent between stages: {packed(summary['bytes_raw'], summary['bytes_sent'])}")
+        sent = packed(summary["bytes_raw"], summary["bytes_sent"])
+        lines.append(f"sent between stages{_lossy(summary['codec'])}: {sent}")
     if summary["bytes_saved_raw"]:
         kept = packed(summary["bytes_saved_raw"], summary["bytes_saved_kept"])
         lines.append(f"saved for the backward: {kept}")
@@ -158,10 +159,19 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _lossy(codec: str) -> str:
+    """What to say of a codec that loses bits; nothing of the others."""
+    from ..compression.choose import show_codec  # brings torch
+
+    shown = show_codec(codec)
+    return "" if shown == codec else f" by {shown}, so not with the bits of the plain loop"
+
+
 def _codecs(summary: Mapping[str, Any]) -> list[str]:
     """The codec of the largest values and gradients, and how the choice ran against others."""
     if not summary["turns"]:
-        return []
+        soon = summary["codec"] == "auto" and summary["bytes_sent"]
+        return ["codec=auto: the run ended before a choice was made"] if soon else []
     flows = sorted(summary["flows"], key=lambda flow: -flow["bytes_raw"])[:MOST_FLOWS]
     ways = {"F": "down", "B": "up"}
     shown = [f"{flow['value']} {ways[flow['way']]} {flow['codec']}" for flow in flows]

@@ -57,6 +57,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def results(self) -> Path:
+        """What a bench measured, in the place of a summary."""
+        return self.path / "results.json"
+
+    @property
     def timeline(self) -> Path:
         """The last step, drawn."""
         return self.path / "timeline.png"
@@ -76,7 +81,7 @@ class RunFolder:
 
         Raises: ConfigError: it holds a finished run, or cannot be written.
         """
-        if self.summary.exists():
+        if self.summary.exists() or self.results.exists():
             raise ConfigError(
                 f"hydra.run.dir={self.path} already holds a finished run; choose another folder or remove it"
             )

@@ -137,11 +137,12 @@ def take_over(config: TrainConfig, typed: Sequence[str]) -> Plan:
             raise ConfigError(f"{key}= is for making a plan, and plan={config.plan} is one; drop either")
     decided: dict[str, Any] = {"ranks": plan.num_ranks, "stages": plan.num_stages}
     decided |= {key: getattr(plan, key) for key in ("schedule", "micro_batches", "extra_in_flight", "codec")}
-    for key, value in decided.items():
-        if key in keys and getattr(config, key) != value:
-            asked = f"{key}={getattr(config, key)}"
+    for key, value in (decided | {"memory.tier": plan.tier}).items():
+        place, name = (config.memory, "tier") if key == "memory.tier" else (config, key)
+        if key in keys and getattr(place, name) != value:
+            asked = f"{key}={getattr(place, name)}"
             raise ConfigError(f"{asked} contradicts plan={config.plan} with {key}={value}; drop either")
-        setattr(config, key, value)
+        setattr(place, name, value)
     return plan
 
 

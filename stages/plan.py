@@ -121,6 +121,7 @@ class Plan:
             raise PlanError(
                 f"plans have version {VERSION} here, found {shortened(version)} in {path}; make the plan anew"
             )
+        data.setdefault("tier", "device")  # a plan made before there were tiers
         return read(cls, data, "plan")
 
     def draw(self, path: str | Path) -> None:
@@ -139,7 +140,10 @@ _FOOTNOTE = "predicted per micro-batch; memory for all micro-batches in flight; 
 
 
 def _title(plan: Plan) -> str:
-    parts = [plan.schedule, f"{plan.micro_batches} micro-batches", f"codec {plan.codec}"]
+    from ..compression.choose import show_codec  # brings torch, which a plan is read without
+
+    batches = f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
+    parts = [plan.schedule, batches, f"codec {show_codec(plan.codec)}"]
     if plan.extra_in_flight:
         parts.insert(1, f"{plan.extra_in_flight} extra in flight")
     if plan.tier != "device":

@@ -351,6 +351,11 @@ def test_the_picture_has_a_bar_for_every_row():
     assert {"torch 1F1B", "raw", "zip, +1 in flight"} <= set(axes.get_legend_handles_labels()[1])
 
 
+def test_a_picture_of_nothing_raced_has_no_legend():
+    (axes,) = pipeline_picture.figure(results() | {"rows": []}).axes
+    assert axes.get_legend() is None
+
+
 # The command
 
 

@@ -12,6 +12,7 @@ import torch
 from guarded import guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.compression.codec import CODECS, buffer_bytes, decode, encode, pack_into
 from penstock.compression.dtypes import DTYPE_NUMBERS
@@ -311,11 +312,65 @@ def test_what_is_not_dense_is_refused(make) -> None:
         encode(tensor)
 
 
+class Wrapper(torch.Tensor):
+    """A tensor around another: sizes and a dtype, but no memory."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        raise AssertionError("a codec only asks where the elements are")
+
+
+def freed(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    tensor.untyped_storage().resize_(num_bytes)
+    return tensor
+
+
+def fake(tensor: torch.Tensor) -> torch.Tensor:
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(tensor)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Wrapper, fake, lambda t: freed(t, 0), lambda t: freed(t, t.nbytes - 1)],
+    ids=["wrapper", "fake", "freed", "shrunk"],
+)
+def test_a_tensor_without_its_memory_is_refused(make) -> None:
+    with pytest.raises(CodecError, match="memory of its own, found a"):
+        encode(make(torch.ones(200)))
+    frame = encode(torch.ones(200))
+    for read in (lambda f: decode(f), lambda f: encode(torch.ones(200), mask=f), lambda f: decode(frame, f)):
+        with pytest.raises(CodecError, match="memory of its own, found a"):
+            read(make(frame.clone()))
+
+
+@pytest.mark.parametrize(
+    "other", ["abc", b"abc", 3, [1.0], torch.ones(3).numpy()], ids=lambda o: type(o).__name__
+)
+def test_what_is_no_tensor_is_refused(other) -> None:
+    frame, found = encode(torch.ones(200)), f"found a {type(other).__name__}; convert"
+    for call in (
+        lambda: encode(other),
+        lambda: decode(other),
+        lambda: decode(frame, other),
+        lambda: encode(torch.ones(200), mask=other),
+        lambda: pack_into(torch.ones(3), other),
+    ):
+        with pytest.raises(CodecError, match=found):
+            call()
+
+
 def test_names_and_buffers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(CodecError, match="lossy: bf16, fp8, int8, found 'zip'"):
         codec_named("zip")
     with pytest.raises(CodecError, match="found 'auto'"):
         encode(torch.ones(3), "auto")
+    with pytest.raises(CodecError, match=r"found \['raw'\]; choose"):
+        encode(torch.ones(3), ["raw"])  # pyright: ignore[reportArgumentType]
     tensor = torch.ones(1000)
     needed = buffer_bytes(tensor.shape, tensor.dtype, "zero_value")
     with pytest.raises(CodecError, match=f"{needed} bytes, found {needed - 1}"):

@@ -157,6 +157,8 @@ def test_a_plan_is_printed_saved_drawn_and_followed(capfd, tmp_path):
         ("ranks=2", "ranks=2 contradicts plan=here/plan.json with ranks=1"),
         ("schedule=gpipe", "schedule=gpipe contradicts plan=here/plan.json with schedule=1f1b"),
         ("micro_batches=8", "micro_batches=8 contradicts plan=here/plan.json with micro_batches=2"),
+        ("codec=raw", "codec=raw contradicts plan=here/plan.json with codec=auto"),
+        ("memory.tier=host", "memory.tier=host contradicts plan=here/plan.json with memory.tier=device"),
         ("link=1Gbit", "link= is for making a plan"),
         ("memory.device=1GiB", "memory.device= is for making a plan"),
         ("model.hidden=[7]", "plan=here/plan.json"),

@@ -28,7 +28,10 @@ def summary(**more):
         totals.add(report(step))
     sizes = {"a.weight": 1500, "b.weight": 6, "c.weight": 7}
     test = {"accuracy": 0.9653, "loss": 0.1234}
-    return summarise(totals, PLAN, sizes=sizes, test=test, ranks=2, threads=1, turns=[], flows=[]) | more
+    return (
+        summarise(totals, PLAN, sizes=sizes, test=test, ranks=2, threads=1, codec="raw", turns=[], flows=[])
+        | more
+    )
 
 
 def test_the_closing_table(tmp_path, monkeypatch):
@@ -116,6 +119,19 @@ def test_an_error_is_one_line_on_standard_error(capsys):
 )
 def test_clock(seconds, shown):
     assert console.clock(seconds) == shown
+
+
+def test_a_run_too_short_for_a_choice_says_so():
+    said = "codec=auto: the run ended before a choice was made"
+    assert said in console.totals(summary(codec="auto"))
+    assert said not in console.totals(summary(codec="auto", bytes_raw=0, bytes_sent=0))
+    assert said not in console.totals(summary())
+
+
+def test_a_lossy_codec_is_called_lossy():
+    lines = console.totals(summary(codec="int8"))
+    assert any(line.startswith("sent between stages by int8 (lossy), so not with the bits") for line in lines)
+    assert not any("lossy" in line for line in console.totals(summary(codec="auto")))
 
 
 def test_the_codecs_that_were_chosen_and_those_switched_off_are_said():

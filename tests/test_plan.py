@@ -86,6 +86,17 @@ def test_a_plan_comes_back_as_it_was_saved(tmp_path_factory, plan):
     assert json.loads(path.read_text(encoding="utf-8"))["penstock_plan"] == 1
 
 
+def test_a_plan_from_before_the_tiers_keeps_saved_tensors_on_the_device(tmp_path):
+    PLAN.save(tmp_path / "plan.json")
+    old = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    del old["tier"]
+    assert load_text(tmp_path, json.dumps(old)) == dataclasses.replace(PLAN, tier="device")
+
+
+def test_a_lossy_codec_is_called_lossy():
+    assert "codec fp8 (lossy)" in str(dataclasses.replace(PLAN, codec="fp8"))
+
+
 def test_what_a_plan_knows():
     assert (PLAN.num_stages, PLAN.num_ranks) == (3, 2)
     assert PLAN.stages_of_rank == [[0, 1], [2]]
@@ -152,7 +163,10 @@ def test_any_replaced_value_is_refused_or_makes_a_valid_plan(tmp_path_factory, p
     assert str(plan)
 
 
-@pytest.mark.parametrize("path", [p for p in places(PLAN_JSON) if p and isinstance(p[-1], str)], ids=str)
+NEEDED = [p for p in places(PLAN_JSON) if p and isinstance(p[-1], str) and p != ("tier",)]
+
+
+@pytest.mark.parametrize("path", NEEDED, ids=str)
 def test_every_key_is_needed(tmp_path, path):
     with pytest.raises(PlanError, match=path[-1]):
         load_text(tmp_path, json.dumps(changed(PLAN_JSON, path, lambda inner, key: inner.pop(key))))

@@ -27,11 +27,12 @@ def test_the_configuration_comes_back_as_it_was_saved(tmp_path):
     assert folder.plan_picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_finished_run_is_not_written_over(tmp_path):
+@pytest.mark.parametrize("name", ["summary.json", "results.json"])
+def test_a_finished_run_is_not_written_over(name, tmp_path):
     folder = RunFolder(path=tmp_path / "run")
     folder.claim()
     folder.claim()  # nothing was finished there
-    save_json(folder.summary, {"steps": 1})
+    save_json(folder.path / name, {"steps": 1})
     with pytest.raises(ConfigError, match=r"run already holds a finished run"):
         folder.claim()
 

@@ -78,4 +78,6 @@ def _bar(axes: Axes, row: Mapping[str, Any], *, group: int, sides: Sequence[str]
 
 
 def _legend(axes: Axes) -> None:
+    if not axes.get_legend_handles_labels()[0]:
+        return  # nothing was raced
     axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -38,7 +38,8 @@ def run_ranks(
             environment = os.environ | _surroundings(link, rank=rank, ranks=len(ends), port=port)
             # -P and PYTHONPATH: the ranks find modules where this process does, the user's own included.
             command = [*prefix, sys.executable, "-P", "-m", module, *arguments]
-            ranks.append(subprocess.Popen(command, env=environment))
+            # In a session of its own, a rank does not hear Ctrl-C and has nothing to say of it; we end it.
+            ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
         codes = _wait(ranks)
     finally:
         for process in ranks:

@@ -49,7 +49,7 @@ class Keeper:
 
         Args:    num_ahead: how many storages come back before they are asked for."""
         codec = FOR_SAVED if codec == AUTO else codec
-        if codec not in CODECS:
+        if codec not in tuple(CODECS):  # a tuple: what was given may have no hash
             found = f"codec is one of {', '.join((AUTO, *CODECS))}, found {codec!r}"
             raise CodecError(f"{found}; what a backward reads comes back bit for bit")
         self.store, self.codec, self.pool, self.budget = store, codec, pool, budget

@@ -97,11 +97,14 @@ def offload(
              keep: a model whose parameters and buffers stay, or such tensors; those that ask for a gradient
              are known without it.
              ahead: how many storages are brought back before they are asked for.
-    Raises:  ConfigError: no such tier. CodecError: no such codec. StageError, in the backward: what was saved
-             was written to since; torch's own check does not reach behind hooks.
+    Raises:  ConfigError: no such tier, or no such ``keep`` or ``ahead``. PlanError: no size in bytes.
+             CodecError: no such codec. StageError, in the backward: what was saved was written to since;
+             torch's own check does not reach behind hooks.
     """
-    if tier not in STORES:
+    if tier not in tuple(STORES):  # a tuple: what was given may have no hash
         raise ConfigError(f"tier is one of {', '.join(STORES)}, found {tier!r}; choose one of these")
+    if not isinstance(ahead, int) or ahead < 0:
+        raise ConfigError(f"ahead counts storages, from 0 on, found {ahead!r}; choose 0, 1, 2 ..")
     keeper = Keeper(
         STORES[tier](),
         codec=codec,
@@ -109,14 +112,28 @@ def offload(
         num_ahead=ahead,
         budget=None if budget is None else parse_bytes(budget, name="budget"),
     )
-    kept = [*keep.parameters(), *keep.buffers()] if isinstance(keep, nn.Module) else keep
     hooks = Hooks(
         keeper,
-        weights=Weights(kept),
+        weights=Weights(_tensors(keep)),
         min_bytes=parse_bytes(min_bytes, name="min_bytes"),
         took=functools.partial(_took, keeper),
     )
     return Offload(keeper, hooks)
+
+
+def _tensors(keep: object) -> list[Tensor]:
+    """Parameters and buffers of a model, or the tensors that were given."""
+    if isinstance(keep, nn.Module):
+        return [*keep.parameters(), *keep.buffers()]
+    if not isinstance(keep, Iterable):
+        found = f"a {type(keep).__name__}"
+        raise ConfigError(f"keep is a model or its tensors, found {found}; pass model, or model.parameters()")
+    kept = list(keep)
+    for other in kept:
+        if not isinstance(other, Tensor):
+            found = f"a {type(other).__name__} among them"
+            raise ConfigError(f"keep is a model or its tensors, found {found}; pass the tensors alone")
+    return kept
 
 
 def _took(keeper: Keeper, held: Held) -> None:
