@@ -37,10 +37,8 @@ class Route:
 
 def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages: int) -> tuple[Route, ...]:
     """The route of every stage; layer i runs on stage ``stage_of[i]``, inputs start on stage 0."""
-    places = (
-        *stage_of,
-        num_stages - 1,
-    )  # the output reads last: the users of a value count it as one more layer
+    # The output reads last: the users of a value count it as one more layer.
+    places = (*stage_of, num_stages - 1)
     receives: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
     sends: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
     for number, value in enumerate(record.values):
@@ -66,9 +64,8 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages
                 layers=layers[stage],
                 foreign=foreign,
                 receives=tuple(receives[stage]),
-                sends=tuple(
-                    sorted(sends[stage], key=lambda send: (send[1], send[0]))
-                ),  # to the nearest stage first
+                # To the nearest stage first.
+                sends=tuple(sorted(sends[stage], key=lambda send: (send[1], send[0]))),
                 done=_done(layers[stage], foreign, record, set(sent), output),
                 passes=frozenset({n for n, _ in receives[stage]} & set(sent) - written),
                 stops=frozenset(n for n, value in sent.items() if own and value.stops(own[-1])),

@@ -92,10 +92,8 @@ class Hooks:
         self._keeper, self._weights, self._min_bytes, self._took = keeper, weights, min_bytes, took
         self._helds: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
         self._latest: Callable[[], Held | None] = lambda: None
-        self._layer, self._lock = (
-            layer,
-            threading.RLock(),
-        )  # a GPU's backward saves, for a second one, in a thread of its own
+        self._layer = layer
+        self._lock = threading.RLock()  # a GPU's backward saves, for a second one, in a thread of its own
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """The block in which autograd saves through these hooks."""

@@ -118,9 +118,8 @@ def window_of(layer: Layer, modules: Mapping[str, nn.Module]) -> Window | None:
         found = {"stride": None, "padding": 0, "dilation": 1}
         found |= dict(zip(names, layer.node.args[1:5], strict=False))
         found |= {name: layer.node.kwargs[name] for name in names if name in layer.node.kwargs}
-    found["stride"] = found.get("stride") or found.get(
-        "kernel_size"
-    )  # torch takes None and () for the kernel
+    # Torch takes None and () for the kernel.
+    found["stride"] = found.get("stride") or found.get("kernel_size")
     pairs = [(n, n) if isinstance(n := found.get(name), int) else n for name in names]
     plain = all(
         isinstance(p, tuple | list) and len(p) in (1, 2) and all(type(n) is int for n in p) for p in pairs
