@@ -22,7 +22,7 @@ from .instruction import Op
 from .links import measured_rates
 from .messages import Itinerary, Message
 from .policy import Fixed, Policy, Turn
-from .prices import Choice, Flow, Prices, choose, flow_of, predict
+from .prices import MASKED, Choice, Flow, Prices, choose, flow_of, predict
 from .timeline import Span
 
 START = "zero_value"  # until there is a choice
@@ -60,7 +60,6 @@ class Auto:
 
     def _forget(self) -> None:
         self.costs: dict[Flow, dict[str, list[Cost]]] = defaultdict(lambda: defaultdict(list))
-        self.masked: dict[Flow, dict[str, list[Cost]]] = defaultdict(lambda: defaultdict(list))
         self.work: dict[tuple[int, str], list[float]] = defaultdict(list)
         self.masks: dict[Message, torch.Tensor] = {}
         self.seconds: list[list[float]] = []
@@ -86,7 +85,7 @@ class Auto:
 
     def codec(self, flow: Flow) -> str:
         """That of the choice which runs."""
-        return START if self.running is None else self.running.get(flow, START)
+        return _start(flow) if self.running is None else self.running.get(flow, _start(flow))
 
     def begin(self, itinerary: Itinerary, *, training: bool) -> None:
         """Learn what will travel."""
@@ -112,7 +111,7 @@ class Auto:
             self.costs[flow][codec].append(cost)
             if mask is not None and has_bitmap(codec):
                 cost = trial(part, codec, self.pool, num_bytes=item.nbytes, mask=mask)
-                self.masked[flow][codec].append(cost)
+                self.costs[flow][MASKED + codec].append(cost)
 
     def end(self, spans: Sequence[Span], seconds: float) -> None:
         """Note what the step took, and decide where that is due; every rank decides the same."""
@@ -129,11 +128,11 @@ class Auto:
         """Put all ranks' prices together; what they predict runs against what is known to be safe."""
         prices = self._prices()
         self._forget()
-        start = {flow: START for flow in prices.costs}
+        start = {flow: _start(flow) for flow in prices.costs}
         best = choose(self.itinerary, prices, start=self.chosen or start)
         named = {"as before": self.chosen} if self.chosen else {}
         named |= {"by price": best}
-        named |= {} if self.chosen else {codec: dict.fromkeys(start, codec) for codec in (START, "raw")}
+        named |= {} if self.chosen else {START: start, "raw": dict.fromkeys(start, "raw")}
         self.contenders, self.predictions = {}, []
         for name, choice in named.items():
             seconds = predict(self.itinerary, prices, choice)
@@ -162,14 +161,12 @@ class Auto:
         """What all ranks measured, the same on each."""
         if self.rates is None:
             self.rates = self._rates()
-        mine = [
-            [[[*flow], _means(table)] for flow, table in costs.items()] for costs in (self.costs, self.masked)
-        ]
+        mine = [[[*flow], _means(table)] for flow, table in self.costs.items()]
         work = [[*place, statistics.mean(seconds)] for place, seconds in self.work.items()]
-        rows = group.gather_json([*mine, work])
-        costs, masked = ({Flow(*f): _costs(t) for row in rows for f, t in row[i]} for i in range(2))
-        seconds = {(stage, op): mean for row in rows for stage, op, mean in row[2]}
-        return Prices(costs=costs, masked=masked, work=seconds, rates=self.rates, parallel=group.joined())
+        rows = group.gather_json([mine, work])
+        costs = {Flow(*f): _costs(table) for row in rows for f, table in row[0]}
+        seconds = {(stage, op): mean for row in rows for stage, op, mean in row[1]}
+        return Prices(costs=costs, work=seconds, rates=self.rates, parallel=group.joined())
 
     def _rates(self) -> dict[tuple[int, int], float]:
         ranks = self.itinerary.rank_of
@@ -177,6 +174,10 @@ class Auto:
         links = {(ranks[m.source], ranks[m.target]) for m in messages}
         links = sorted(link for link in links if link[0] != link[1])
         return measured_rates(links, deadline=self.deadline) if group.joined() else {}
+
+
+def _start(flow: Flow) -> str:
+    return START if flow.way == "F" else MASKED + START
 
 
 def _means(table: dict[str, list[Cost]]) -> dict[str, list[float]]:

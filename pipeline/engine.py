@@ -83,7 +83,7 @@ class Engine:
                 if following is not None and following.op is Op.B:
                     self.stages[following.stage].fetch(following.micro_batch)  # while this one runs
                 self._timed(instruction, self.run[instruction.op])
-            self.transport.end()
+            self.frames.end()
         for index, stage in self.stages.items():
             raw, kept = stage.saved.bytes_raw, stage.saved.bytes_kept
             before = self.saved.get(index, (0, 0))
@@ -107,7 +107,7 @@ class Engine:
                     sent, outputs = stage.evaluate(received, record=itinerary.records[0], route=route)
                     self._leave(instruction, sent)
                     self.frames.let_go(stage.index, itinerary.receives[instruction])
-            self.transport.end()
+            self.frames.end()
         return outputs
 
     def check(self) -> None:

@@ -21,7 +21,7 @@ from ..stages.probe import Value
 from .instruction import Op
 from .messages import Itinerary, Message
 from .policy import Policy
-from .prices import Flow, flow_of
+from .prices import MASKED, Flow, flow_of
 from .transport import Transport
 
 
@@ -47,6 +47,11 @@ class Frames:
             frame.release()
         self.kept.clear()
         self.transport.begin(itinerary)
+
+    def end(self) -> None:
+        """End the step: wait for what was sent, let go of what the last instruction noted."""
+        self.start()
+        self.transport.end()
 
     def start(self) -> None:
         """Begin to count, and to note where the tensors lie whose frames pass, for the next instruction."""
@@ -102,7 +107,9 @@ class Frames:
 
     def _note(self, item: Any, frame: Frame) -> None:
         """Note where a value lies, so that who saves it need not pack it again."""
-        if isinstance(item, torch.Tensor) and place(item) not in self.placed:
+        if not isinstance(item, torch.Tensor) or item.is_conj() or item.is_neg():
+            return  # a frame holds what a lazy conjugate means, its memory what it was made from
+        if place(item) not in self.placed:
             self.placed[place(item)] = frame.hold()
 
     def _pack(self, message: Message, value: Value, item: Any) -> Frame:
@@ -113,8 +120,9 @@ class Frames:
         began = time.perf_counter()
         if item is not None and self.policy.sees(message):
             self.policy.leaving(message, item)
-        codec = "raw" if value.number else self.policy.codec(flow_of(message, self.itinerary))
-        pool, mask = self.transport.pool, self._mask(message, message.source)
+        named = "raw" if value.number else self.policy.codec(flow_of(message, self.itinerary))
+        codec, pool = named.removeprefix(MASKED), self.transport.pool
+        mask = None if codec == named else self._mask(message, message.source)
         buffer = pool.take(buffer_bytes(value.shape, value.dtype, codec))
         num_bytes = pack_into(item, buffer, codec=codec, requires_grad=value.requires_grad, mask=mask)
         self.packing += time.perf_counter() - began

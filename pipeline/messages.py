@@ -122,4 +122,4 @@ def itinerary(
 
 
 def _masked(value: Value, number: int, source: Route) -> bool:
-    return value.requires_grad and number in source.stops
+    return value.requires_grad and not value.parameter and number in source.stops

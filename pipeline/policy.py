@@ -8,8 +8,9 @@ from typing import Protocol
 
 import torch
 
+from ..compression.masked import has_bitmap
 from .messages import Itinerary, Message
-from .prices import Flow
+from .prices import MASKED, Flow
 from .timeline import Span
 
 
@@ -37,7 +38,7 @@ class Policy(Protocol):
         ...
 
     def codec(self, flow: Flow) -> str:
-        """The codec for the frames of ``flow``."""
+        """The codec for the frames of ``flow``, behind ``MASKED`` if they are to use a bitmap."""
         ...
 
     def begin(self, itinerary: Itinerary, *, training: bool) -> None:
@@ -74,8 +75,8 @@ class Fixed:
         return True
 
     def codec(self, flow: Flow) -> str:
-        """Always the same."""
-        return self.name
+        """Always the same; a gradient uses the bitmap where there is one."""
+        return self.name if flow.way == "F" or not has_bitmap(self.name) else MASKED + self.name
 
     def begin(self, itinerary: Itinerary, *, training: bool) -> None:
         """Nothing to prepare."""

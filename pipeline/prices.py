@@ -6,7 +6,7 @@ the step shortest."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import product
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from .messages import Itinerary, Message
 from .simulate import simulate
 
 FREE = Cost(0.0, 0.0, 0.0)
+MASKED = "masked+"  # before a codec: on the words at the set bits of the value's bitmap alone
 LIGHTER = 0.01  # what a second of packing weighs where it lengthens no step: the fans, the neighbours
 
 
@@ -44,22 +45,20 @@ def flow_of(message: Message, itinerary: Itinerary) -> Flow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What was measured: the cost of every codec on every flow (masked: with the values' bitmap), seconds of
-    every stage's F, B and U without packing, bytes per second between ranks (none: no link), and whether the
-    ranks' programs run at the same time."""
+    """What was measured: the cost of every codec on every flow, seconds of every stage's F, B and U without
+    packing, bytes per second between ranks (none: no link), and whether the ranks' programs run at the same
+    time."""
 
     costs: Mapping[Flow, Mapping[str, Cost]]
-    masked: Mapping[Flow, Mapping[str, Cost]]
     work: Mapping[tuple[int, str], float]
     rates: Mapping[tuple[int, int], float]
     parallel: bool = True
 
     def cost(self, flow: Flow, choice: Choice) -> Cost:
-        """What a flow costs under ``choice``; a gradient uses the bitmap if its value's codec has one."""
+        """What a flow costs under ``choice``; a gradient has a bitmap only if its value's codec has one."""
         codec = choice.get(flow, "raw")
-        down = choice.get(flow.downstream, "raw") if flow.way == "B" else "raw"
-        if has_bitmap(down) and codec in self.masked.get(flow, {}):
-            return self.masked[flow][codec]
+        if codec.startswith(MASKED) and not has_bitmap(choice.get(flow.downstream, "raw")):
+            codec = codec.removeprefix(MASKED)
         return self.costs.get(flow, {}).get(codec, FREE)
 
 
@@ -94,8 +93,7 @@ def choose(itinerary: Itinerary, prices: Prices, *, start: Choice) -> dict[Flow,
 
     def burden(choice: Choice) -> float:
         costs = [prices.cost(flow, choice) for flow in prices.costs]
-        seconds = sum(cost.pack_seconds + cost.unpack_seconds for cost in costs)
-        return predict(itinerary, prices, choice) + LIGHTER * seconds
+        return predict(itinerary, prices, choice) + LIGHTER * sum(map(_seconds, costs))
 
     best = {flow: start.get(flow, "raw") for flow in prices.costs}
     least = burden(best)
@@ -114,18 +112,20 @@ def _raw_bytes(flow: Flow, prices: Prices) -> float:
 
 
 def _worth_trying(flow: Flow, prices: Prices) -> list[str]:
-    """The codecs of a flow less those that another one beats in bytes and in seconds at once."""
-    tables = [table for table in (prices.costs[flow], prices.masked.get(flow)) if table]
+    """The codecs of a flow less those that another one, with a bitmap only if they need one too, beats in
+    bytes and in seconds at once."""
+    table = prices.costs[flow]
 
     def beaten(codec: str) -> bool:
-        return all(codec not in table or _is_beaten(table[codec], table.values()) for table in tables)
+        cost = table[codec]
+        return any(
+            other.num_bytes <= cost.num_bytes and _seconds(other) < _seconds(cost)
+            for name, other in table.items()
+            if codec.startswith(MASKED) or not name.startswith(MASKED)
+        )
 
-    return [codec for codec in prices.costs[flow] if not beaten(codec)]
+    return [codec for codec in table if not beaten(codec)]
 
 
-def _is_beaten(cost: Cost, others: Iterable[Cost]) -> bool:
-    seconds = cost.pack_seconds + cost.unpack_seconds
-    return any(
-        other.num_bytes <= cost.num_bytes and other.pack_seconds + other.unpack_seconds < seconds
-        for other in others
-    )
+def _seconds(cost: Cost) -> float:
+    return cost.pack_seconds + cost.unpack_seconds

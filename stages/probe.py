@@ -132,6 +132,11 @@ class _Recorder:
         """The layer that wrote last to the memory of a value before the layer ``reader`` runs."""
         return max(writer for writer in self.writers(number) if writer < reader)
 
+    def watched(self) -> set[int]:
+        """The values whose gradient a hook sees."""
+        tensors = {n: t for n, t in enumerate(self.objects) if isinstance(t, torch.Tensor)}
+        return {number for number, tensor in tensors.items() if tensor._backward_hooks or tensor.retains_grad}
+
     def storages(self, numbers: Sequence[int]) -> dict[int, int]:
         """Identity of the tensors' storages (on the meta device all addresses are zero)."""
         return {
@@ -153,7 +158,7 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
     for name, buffer in _local(traced.output, parts).items():
         key = buffer.untyped_storage()._cdata
         recorder.accesses.setdefault(key, (name, set()))[1].add(len(traced.layers))
-    stops = zeros_that_stop(traced, parts, recorder.outputs, recorder.last_writer)
+    stops = zeros_that_stop(traced, parts, recorder.outputs, recorder.last_writer, recorder.watched())
     values = tuple(_value(recorder, i, stops) for i in range(len(recorder.objects)))
     record = Probe(values=values, outputs=recorder.outputs, random=frozenset(recorder.random), refused={})
     for cut in range(len(traced.layers) - 1):

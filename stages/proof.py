@@ -6,7 +6,7 @@ proves that; dropout does not (a kept element may be zero with a live gradient, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +22,6 @@ RELU_MODULES = (nn.ReLU, nn.ReLU6)
 RELU_CALLS = {F.relu, F.relu_, F.relu6, torch.relu, torch.relu_, "relu", "relu_"}
 POOL_MODULES = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 POOL_CALLS = {F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d}
-
-
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -32,15 +30,17 @@ def zeros_that_stop(
     parts: Parts,
     outputs: Mapping[fx.Node, Outputs],
     last_writer: Callable[[int, int], int],
+    watched: Collection[int],
 ) -> set[tuple[int, int]]:
     """(layer, value) for every layer that left zeros in its only output that stop every gradient there.
 
     ``last_writer(value, reader)``: the layer that wrote last to the value's memory before ``reader`` ran.
+    ``watched``: values with hooks of their own, which see the whole gradient.
     """
     found: set[tuple[int, int]] = set()
     for index, layer in enumerate(traced.layers):
         made = outputs[layer.node].values
-        if len(made) != 1:
+        if len(made) != 1 or made[0] in watched:
             continue
         if is_relu(layer, parts):
             found.add((index, made[0]))
@@ -62,8 +62,16 @@ def is_max_pool(layer: Layer, parts: Parts) -> bool:
 
 
 def _is(layer: Layer, parts: Parts, modules: tuple[type[nn.Module], ...], calls: set[object]) -> bool:
-    if layer.node.op != "call_module":
-        return layer.node.target in calls
+    if layer.node.op != "call_module":  # a parameter may be called "relu"
+        return layer.node.op != "get_attr" and layer.node.target in calls
     module = parts.modules[str(layer.node.target)]
-    plain = type(module) in modules and "forward" not in vars(module) and not getattr(module, "min_val", 0)
-    return plain and not any(getattr(module, hooks) for hooks in HOOKS)
+    return type(module) in modules and is_itself(module) and not getattr(module, "min_val", 0)
+
+
+def is_itself(module: nn.Module) -> bool:
+    """Whether nothing but its class says what a module does: no hooks, no forward of its own."""
+    everywhere = nn.modules.module
+    hooks = [getattr(module, name) for name in HOOKS] + [
+        getattr(everywhere, f"_global{name}") for name in HOOKS
+    ]
+    return not any(hooks) and "forward" not in vars(module)

@@ -85,6 +85,24 @@ def hooked():
     return relu
 
 
+@torch.fx.wrap
+def watched(x):
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient / (gradient.norm() + 1))
+    return x
+
+
+class Watched(nn.Module):
+    def forward(self, x):
+        return watched(F.relu(x))
+
+
+def patched():
+    relu = nn.ReLU()
+    relu.forward = lambda input: F.relu(input) - 1
+    return relu
+
+
 PROVEN = {
     "relu": (nn.ReLU(), True),
     "relu in place": (nn.ReLU(inplace=True), True),
@@ -99,6 +117,8 @@ PROVEN = {
     "hardtanh": (nn.Hardtanh(-1.0, 1.0), False),
     "a subclass": (Own(), True),
     "watched by a hook": (hooked(), False),
+    "watched by a hook on its output": (Watched(), False),
+    "patched": (patched(), False),
     "a view of one": (nn.Sequential(nn.ReLU(), nn.Flatten()), False),
     "written to afterwards": (nn.Sequential(nn.ReLU6(), nn.Dropout(inplace=True)), False),
 }

@@ -191,6 +191,31 @@ class PoolOfRelu(nn.Module):
         return self.end(F.max_pool2d(self.drop(F.relu(self.b(y) + 0.5)), 2, 1).flatten(1))
 
 
+class Conjugate(nn.Module):
+    """A lazy conjugate crosses behind layer conj while the memory that it shares is saved as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.end = nn.Linear(192, 512), nn.Linear(512, 10)
+
+    def forward(self, x):
+        y = torch.view_as_complex(self.a(x.flatten(1)).view(-1, 256, 2))
+        w, z = y * y, y.conj()
+        return self.end(torch.view_as_real((w * z * z).resolve_conj()).flatten(1))
+
+
+class ParameterCalledRelu(Wide):
+    """A shared parameter that is named like a layer: its zeros prove nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.relu = nn.Parameter(torch.randn(576) * (torch.arange(576) % 2))
+
+    def forward(self, x):
+        y = torch.tanh(self.b(self.a(x.flatten(1)) * self.relu)) + self.relu
+        return self.end(torch.tanh(y) * self.relu)
+
+
 TRAPS = {
     kind.__name__: kind
     for kind in (
@@ -210,5 +235,7 @@ TRAPS = {
         InfiniteAtZero,
         ReluOfManyUsers,
         PoolOfRelu,
+        Conjugate,
+        ParameterCalledRelu,
     )
 }

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from ...compression.geometry import geometry
 from ..layers import Layer
+from ..proof import is_itself
 from .held import Bytes, Look, new_bytes
 
 _MODULES: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.MaxPool2d: "pool", nn.Dropout: "dropout"}
@@ -63,7 +64,7 @@ class Known:
         if layer.node.op != "call_module":
             return _CALLS.get(layer.node.target, "")
         module = self._modules[str(layer.node.target)]
-        return "" if _hooked(module) else _MODULES.get(type(module), "")
+        return _MODULES.get(type(module), "") if is_itself(module) else ""
 
     def shrink(
         self, flat: Tensor, looks: Sequence[Look], inputs: Mapping[fx.Node, tuple[int, ...]]
@@ -95,17 +96,6 @@ class Known:
         if not same or window is None or layer.node not in inputs:
             return None
         return window_local(flat, looks[0], window, inputs[layer.node][-1])
-
-
-def _hooked(module: nn.Module) -> bool:
-    """Whether other code runs when ``module`` does, which may save what the module's own class does not."""
-    everywhere = nn.modules.module
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or everywhere._global_forward_hooks
-        or everywhere._global_forward_pre_hooks
-    )
 
 
 def window_of(layer: Layer, modules: Mapping[str, nn.Module]) -> Window | None:
