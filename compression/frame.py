@@ -95,11 +95,6 @@ def frame_bytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
     return header_bytes(len(sizes)) + math.prod(sizes) * dtype.itemsize
 
 
-def raw_bytes(header: Header) -> int:
-    """Bytes of the same tensor unpacked: its elements times their size; 0 for a frame without one."""
-    return math.prod(header.sizes) * header.dtype.itemsize if header.dtype else 0
-
-
 def decoded_bytes(header: Header) -> int:
     """Bytes, from a multiple of 64 on, in which ``decode`` lays out the tensor with gaps and address."""
     if header.dtype is None:

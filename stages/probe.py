@@ -8,19 +8,18 @@ micro-batch size for free."""
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ..compression.errors import PlanError
 from ..compression.geometry import geometry
 from .compare import same_bits
 from .layers import Layer, Parts, Traced, is_local, run_layer
 from .proof import zeros_that_stop
+from .recorder import Outputs, Recorder
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -56,14 +55,6 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Outputs:
-    """What a layer returned: the values of its leaves and the structure around them."""
-
-    values: tuple[int, ...]
-    spec: TreeSpec
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """The record: values by number, outputs of every node, random layers, refused cuts with reasons."""
 
@@ -77,76 +68,9 @@ class Probe:
         return [i for i, v in enumerate(self.values) if v.producer <= cut < max(v.users, default=-1)]
 
 
-class _Recorder:
-    """Gathers values by object identity; keeps every object, so that no identity is used twice."""
-
-    def __init__(self) -> None:
-        self.objects: list[Any] = []
-        self.numbers: dict[int, int] = {}
-        self.names: list[str] = []
-        self.producers: list[int] = []
-        self.users: list[set[int]] = []
-        self.outputs: dict[fx.Node, Outputs] = {}
-        self.random: set[str] = set()
-        self.mutated: set[int] = set()
-        self.accesses: dict[int, tuple[str, set[int]]] = {}
-        self.written: set[int] = set()
-        self.writes: dict[int, list[int]] = {}
-
-    def add(self, node: fx.Node, index: int, result: Any) -> None:
-        leaves, spec = tree_flatten(result)
-        values = []
-        for k, leaf in enumerate(leaves):
-            known = self.numbers.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
-            if known is None:
-                known = len(self.objects)
-                self.objects.append(leaf)
-                self.names.append(node.name if len(leaves) == 1 else f"{node.name}.{k}")
-                self.producers.append(index)
-                self.users.append(set())
-                if isinstance(leaf, torch.Tensor):
-                    self.numbers[id(leaf)] = known
-            values.append(known)
-        self.outputs[node] = Outputs(values=tuple(values), spec=spec)
-
-    def reads(self, node: fx.Node, extra: Sequence[fx.Node] = ()) -> Iterator[int]:
-        """The values that ``node`` reads: of a tuple that is indexed, only what is picked."""
-        for source in (*node.all_input_nodes, *extra):
-            if is_local(source):
-                continue
-            outputs = self.outputs[source]
-            picks = node.args[1] if node.target is operator.getitem and source is node.args[0] else None
-            flat = outputs.spec.num_children == outputs.spec.num_leaves > 0
-            if isinstance(picks, int) and flat:
-                yield outputs.values[picks]
-            else:
-                yield from outputs.values
-
-    def writers(self, number: int) -> list[int]:
-        """The layers that wrote to the memory of a value, ascending, its producer first."""
-        item = self.objects[number]
-        writes = self.writes.get(item.untyped_storage()._cdata, []) if isinstance(item, torch.Tensor) else []
-        return sorted({self.producers[number], *writes})
-
-    def last_writer(self, number: int, reader: int) -> int:
-        """The layer that wrote last to the memory of a value before the layer ``reader`` runs."""
-        return max(writer for writer in self.writers(number) if writer < reader)
-
-    def watched(self) -> set[int]:
-        """The values whose gradient a hook sees."""
-        tensors = {n: t for n, t in enumerate(self.objects) if isinstance(t, torch.Tensor)}
-        return {number for number, tensor in tensors.items() if tensor._backward_hooks or tensor.retains_grad}
-
-    def storages(self, numbers: Sequence[int]) -> dict[int, int]:
-        """Identity of the tensors' storages (on the meta device all addresses are zero)."""
-        return {
-            i: t.untyped_storage()._cdata for i in numbers if isinstance(t := self.objects[i], torch.Tensor)
-        }
-
-
 def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe:
     """Run ``traced`` once on ``inputs`` (both are written to: pass copies) and record what happens."""
-    recorder = _Recorder()
+    recorder = Recorder()
     env: dict[fx.Node, Any] = dict(zip(traced.inputs, inputs, strict=True))
     for node, tensor in env.items():
         recorder.add(node, -1, tensor)
@@ -168,7 +92,7 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
 
 
 def _record_layer(
-    recorder: _Recorder, layer: Layer, index: int, env: dict[fx.Node, Any], parts: Parts
+    recorder: Recorder, layer: Layer, index: int, env: dict[fx.Node, Any], parts: Parts
 ) -> None:
     read = list(recorder.reads(layer.node, [source for _, source in layer.lifted]))
     tensors = [t for i in read if isinstance(t := recorder.objects[i], torch.Tensor)]
@@ -213,7 +137,7 @@ def _local(node: fx.Node, parts: Parts) -> dict[str, torch.Tensor]:
     return {str(n.target): parts.tensors[str(n.target)] for n in node.all_input_nodes if is_local(n)}
 
 
-def _refuse_written_constants(recorder: _Recorder, layer: Layer, traced: Traced, parts: Parts) -> None:
+def _refuse_written_constants(recorder: Recorder, layer: Layer, traced: Traced, parts: Parts) -> None:
     """A tensor made in forward was made once, while tracing: what a layer writes to it would stay for
     ever."""
     for name, tensor in _local(layer.node, parts).items():
@@ -224,7 +148,7 @@ def _refuse_written_constants(recorder: _Recorder, layer: Layer, traced: Traced,
             )
 
 
-def _value(recorder: _Recorder, number: int, stops: Collection[tuple[int, int]]) -> Value:
+def _value(recorder: Recorder, number: int, stops: Collection[tuple[int, int]]) -> Value:
     leaf = recorder.objects[number]
     tensor = leaf if isinstance(leaf, torch.Tensor) else None
     refused = ""
@@ -254,7 +178,7 @@ def _travels(tensor: torch.Tensor) -> bool:
     return dense and geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).travels
 
 
-def _refusal(recorder: _Recorder, record: Probe, cut: int) -> str:
+def _refusal(recorder: Recorder, record: Probe, cut: int) -> str:
     """Why the model must not be cut behind layer ``cut``; "" if it may."""
     alive = record.crossing(cut)
     for number in alive:

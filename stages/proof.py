@@ -7,16 +7,13 @@ proves that; dropout does not (a kept element may be zero with a live gradient, 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
 from .layers import Layer, Parts, Traced
-
-if TYPE_CHECKING:
-    from .probe import Outputs
+from .recorder import Outputs
 
 RELU_MODULES = (nn.ReLU, nn.ReLU6)
 RELU_CALLS = {F.relu, F.relu_, F.relu6, torch.relu, torch.relu_, "relu", "relu_"}

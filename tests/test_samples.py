@@ -273,3 +273,8 @@ def test_an_image_that_cannot_be_decoded_is_refused_by_name(tmp_path: Path, dama
     (root / "train" / "cats" / "1.png").write_bytes(damage)
     with pytest.raises(ConfigError, match=f"{root}/train/cats/1.png is not an image that can be read"):
         next(SAMPLES["image_folder"](root=str(root)).batches("train", batch_size=3))
+
+
+def test_an_image_that_no_memory_holds_is_refused() -> None:
+    with pytest.raises(ConfigError, match="makes an image of more than"):
+        SAMPLES["fake"](size=10**8)

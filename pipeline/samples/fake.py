@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import ConfigError
-from ..options import check_count
+from ..options import check_count, check_image
 from .samples import Description, Samples
 
 
@@ -54,12 +54,8 @@ def load(
 
     Raises: ConfigError: a number is out of its range.
     """
-    check_count(
-        data__num_samples=num_samples,
-        data__num_classes=num_classes,
-        data__size=size,
-        data__channels=channels,
-    )
+    check_count(data__num_samples=num_samples, data__num_classes=num_classes)
+    check_image(size=size, channels=channels)
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ConfigError(f"data.seed={seed} must be a whole number")
     shape = (channels, size, size)

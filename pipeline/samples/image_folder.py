@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import ConfigError
-from ..options import check_count, check_known
+from ..options import check_image, check_known
 from .samples import Description, Samples
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def load(*, root: str, size: int = 64, channels: int = 3) -> Samples:
     Raises: ConfigError: a folder is missing or has no images, or the splits have other classes. When an
             image is asked for: it cannot be decoded.
     """
-    check_count(data__size=size)
+    check_image(size=size)
     check_known("data.channels", channels, (1, 3))
     folder = Path(str(root))
     train = _listed(folder / "train", root=root)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..options import check_count
+from ..options import check_image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Images:
     deviation: float
 
     def __post_init__(self) -> None:
-        check_count(data__size=self.size, data__channels=self.channels)
+        check_image(size=self.size, channels=self.channels)
 
     def __len__(self) -> int:
         return len(self.targets)

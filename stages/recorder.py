@@ -1,0 +1,90 @@
+"""What a recorded run gathers: values by the identity of their objects, who reads and who writes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from .layers import is_local
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """What a layer returned: the values of its leaves and the structure around them."""
+
+    values: tuple[int, ...]
+    spec: TreeSpec
+
+
+class Recorder:
+    """Gathers values by object identity; keeps every object, so that no identity is used twice."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self.numbers: dict[int, int] = {}
+        self.names: list[str] = []
+        self.producers: list[int] = []
+        self.users: list[set[int]] = []
+        self.outputs: dict[fx.Node, Outputs] = {}
+        self.random: set[str] = set()
+        self.mutated: set[int] = set()
+        self.accesses: dict[int, tuple[str, set[int]]] = {}
+        self.written: set[int] = set()
+        self.writes: dict[int, list[int]] = {}
+
+    def add(self, node: fx.Node, index: int, result: Any) -> None:
+        """Note what the layer ``index``, which is ``node``, returned: a known object is a known value."""
+        leaves, spec = tree_flatten(result)
+        values = []
+        for k, leaf in enumerate(leaves):
+            known = self.numbers.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
+            if known is None:
+                known = len(self.objects)
+                self.objects.append(leaf)
+                self.names.append(node.name if len(leaves) == 1 else f"{node.name}.{k}")
+                self.producers.append(index)
+                self.users.append(set())
+                if isinstance(leaf, torch.Tensor):
+                    self.numbers[id(leaf)] = known
+            values.append(known)
+        self.outputs[node] = Outputs(values=tuple(values), spec=spec)
+
+    def reads(self, node: fx.Node, extra: Sequence[fx.Node] = ()) -> Iterator[int]:
+        """The values that ``node`` reads: of a tuple that is indexed, only what is picked."""
+        for source in (*node.all_input_nodes, *extra):
+            if is_local(source):
+                continue
+            outputs = self.outputs[source]
+            picks = node.args[1] if node.target is operator.getitem and source is node.args[0] else None
+            flat = outputs.spec.num_children == outputs.spec.num_leaves > 0
+            if isinstance(picks, int) and flat:
+                yield outputs.values[picks]
+            else:
+                yield from outputs.values
+
+    def writers(self, number: int) -> list[int]:
+        """The layers that wrote to the memory of a value, ascending, its producer first."""
+        item = self.objects[number]
+        writes = self.writes.get(item.untyped_storage()._cdata, []) if isinstance(item, torch.Tensor) else []
+        return sorted({self.producers[number], *writes})
+
+    def last_writer(self, number: int, reader: int) -> int:
+        """The layer that wrote last to the memory of a value before the layer ``reader`` runs."""
+        return max(writer for writer in self.writers(number) if writer < reader)
+
+    def watched(self) -> set[int]:
+        """The values whose gradient a hook sees."""
+        tensors = {n: t for n, t in enumerate(self.objects) if isinstance(t, torch.Tensor)}
+        return {number for number, tensor in tensors.items() if tensor._backward_hooks or tensor.retains_grad}
+
+    def storages(self, numbers: Sequence[int]) -> dict[int, int]:
+        """Identity of the tensors' storages (on the meta device all addresses are zero)."""
+        return {
+            i: t.untyped_storage()._cdata for i in numbers if isinstance(t := self.objects[i], torch.Tensor)
+        }
