@@ -51,7 +51,10 @@ def memory(num_bytes: int, device: torch.device = _CPU) -> tuple[torch.UntypedSt
     A storage is left as it is where deterministic algorithms would fill ``torch.empty``.
     """
     try:
-        storage = torch.UntypedStorage(num_bytes + ALIGNMENT, device=device)
+        # Torch's own memory begins at such a multiple; a size that others ask for too is found again sooner.
+        storage = torch.UntypedStorage(num_bytes or ALIGNMENT, device=device)
+        if storage.data_ptr() % ALIGNMENT:
+            storage = torch.UntypedStorage(num_bytes + ALIGNMENT, device=device)
     except RuntimeError as error:
         raise CodecError(f"a frame needs {num_bytes} bytes of memory, there is none: {error}") from error
     address = storage.data_ptr()
