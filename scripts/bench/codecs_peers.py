@@ -4,6 +4,7 @@ Each packs into new memory of its own, as its users meet it; all of them run on 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -67,12 +68,12 @@ def _zstd() -> Peer:
 def _blosc() -> list[Peer]:
     """With lz4 behind the shuffle, as blosc2's users choose it for speed."""
     try:
-        import blosc2
+        blosc2 = importlib.import_module("blosc2")  # not among the requirements
     except ImportError:
         return []
     blosc2.set_nthreads(1)
 
-    def peer(name: str, kind: blosc2.Filter) -> Peer:
+    def peer(name: str, kind: Any) -> Peer:
         def pack(words: np.ndarray) -> Any:
             return blosc2.compress(words, words.itemsize, _BLOSC_LEVEL, kind, blosc2.Codec.LZ4)
 
