@@ -27,6 +27,7 @@ from .errors import CodecError
 from .frame import MAX_RATIO
 from .geometry import Words
 from .kernels import loops
+from .memory import view_at
 from .pool import Scratch
 from .raw import Packed, Raw
 
@@ -43,10 +44,6 @@ def _parts(words: Words) -> tuple[Words, int]:
     bits = _HALVES.get(words.dtype, words.bits)
     rotate = int(words.dtype in _HALVES or words.dtype in _FLOATS)
     return words._replace(num_words=words.num_bytes * 8 // bits, bits=bits), rotate
-
-
-def _view(address: int, num_bytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
 
 
 class _Zstd(threading.local):
@@ -85,7 +82,7 @@ class BytePlane:
         for plane, pays in zip(self._split(parts, rotate), paying, strict=True):
             length = size
             if pays:
-                packed = self._zstd.compress(_view(plane, size))
+                packed = self._zstd.compress(view_at(plane, size))
                 if len(packed) <= size * _GAIN:
                     length = len(packed)
                     ctypes.memmove(out + end, packed, length)
@@ -110,7 +107,7 @@ class BytePlane:
             address = words.address + first * words.bits // 8
             sample = Words(address, _SAMPLE_WORDS, words.bits, words.dtype)
             for k, plane in enumerate(self._split(sample, rotate)):
-                sizes[k] += len(self._zstd.compress(_view(plane, _SAMPLE_WORDS)))
+                sizes[k] += len(self._zstd.compress(view_at(plane, _SAMPLE_WORDS)))
         return [size <= _GAIN * _NUM_SAMPLES * _SAMPLE_WORDS for size in sizes]
 
     def _split(self, words: Words, rotate: int) -> list[int]:
@@ -140,7 +137,7 @@ class BytePlane:
         for length in lengths:
             planes.append(payload + end)
             if length < parts.num_words:
-                kept.append(self._plane(_view(payload + end, length), parts.num_words))
+                kept.append(self._plane(view_at(payload + end, length), parts.num_words))
                 planes[-1] = np.frombuffer(kept[-1], np.uint8).ctypes.data
             end += length
         if num_planes == 1:

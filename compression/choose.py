@@ -46,7 +46,7 @@ class Cost(NamedTuple):
 
 def candidates(dtype: torch.dtype) -> list[str]:
     """The lossless codecs that may pay for a dtype, ``raw`` first."""
-    return ["raw", *(name for name in (_FLOATS if dtype.is_floating_point else _OTHERS) if name in CODECS)]
+    return ["raw", *(_FLOATS if dtype.is_floating_point else _OTHERS)]
 
 
 def sample(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from .combined import num_values_at
 from .errors import CodecError
 from .frame import sections
 from .geometry import Words
+from .memory import view_at
 from .pool import Scratch
 from .raw import Packed, Raw
 from .zero_value import SLACK, ZeroValue
@@ -29,13 +30,9 @@ HEAD_BYTES = 64
 _MOST = 0x7E000000  # what lz4 takes in one block, in bytes
 
 
-def _view(address: int, num_bytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * num_bytes).from_address(address))
-
-
 def _shorter(address: int, num_bytes: int) -> memoryview:
     """Those bytes as an lz4 block, or themselves."""
-    plain = _view(address, num_bytes)
+    plain = view_at(address, num_bytes)
     if not 0 < num_bytes <= _MOST:
         return plain
     packed = lz4.block.compress(plain, store_size=False)
@@ -47,7 +44,7 @@ def _restored(address: int, length: int, num_bytes: int) -> memoryview:
 
     Raises: CodecError: they are no lz4 block of that many bytes.
     """
-    found = _view(address, length)
+    found = view_at(address, length)
     if length == num_bytes:
         return found
     try:
@@ -93,12 +90,12 @@ class ZeroValueLz4:
             return Raw().pack(words, out)
         plain = parts.values + count * word_bytes
         bitmap, rest = _shorter(head, parts.offsets), _shorter(values, count * word_bytes)
-        offsets = _view(head + parts.offsets, parts.values - parts.offsets)
+        offsets = view_at(head + parts.offsets, parts.values - parts.offsets)
         start = len(bitmap).to_bytes(8, "little").ljust(HEAD_BYTES, b"\0")
         pieces, name = [memoryview(start), offsets, bitmap, rest], self.name
         if sum(map(len, pieces)) >= plain:
             name = self._zero_value.name
-            pieces = [_view(head, parts.values), _view(values, count * word_bytes)]
+            pieces = [view_at(head, parts.values), view_at(values, count * word_bytes)]
         end = out
         for piece in pieces:
             if piece:

@@ -69,6 +69,11 @@ def new_bytes(num_bytes: int, device: torch.device = _CPU) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, first, (num_bytes,), (1,))
 
 
+def view_at(address: int, num_bytes: int) -> memoryview:
+    """The bytes at an address, which somebody else keeps alive."""
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+
+
 def cut(whole: Tensor, length: int, *, of: int) -> Tensor:
     """The first ``length`` bytes of a frame's room of ``of`` bytes, which keep no other memory.
 

@@ -176,7 +176,7 @@ class Pipeline:
         return [Span(**dict(zip(Span.__slots__, fields, strict=True))) for row in rows for fields in row]
 
     def flows(self) -> list[dict[str, Any]]:
-        """Every value and gradient that travels: its stages, codec, bytes raw and sent; collective."""
+        """What travels: values and gradients, their stages, the codec now, bytes raw and sent; collective."""
         rows = group.gather_json([[*flow, *total] for flow, total in self.engine.frames.totals.items()])
         names = (*Flow._fields, "bytes_raw", "bytes_sent")
         found = [dict(zip(names, fields, strict=True)) for row in rows for fields in row]

@@ -21,6 +21,8 @@ CASES = [
     Case(model="gpt_relu", cuts=2, dtype=torch.bfloat16, steps=2),
     Case(model="tied", cuts=("random", 4, 1), dtype=torch.float64),
     Case(model="gated", cuts=("random", 4, 2), schedule="gpipe"),
+    Case(model="gated", cuts=3, codec="auto", tier="packed", steps=14),
+    Case(model="PoolOfRelu", cuts=("random", 3, 1), codec="zero_value+exponent", tier="host"),
     *(
         Case(model=f"dag{i}", cuts=("random", 2 + i % 3, 10 + i), schedule=("gpipe", "1f1b")[i % 2], steps=2)
         for i in range(6)

@@ -1,6 +1,7 @@
 """Small models that hold every trap of an exact cut: name -> (model, batches)."""
 
 import random
+from itertools import cycle, islice
 
 import torch
 from torch import nn
@@ -163,7 +164,7 @@ def build(name, dtype=None, steps=3):
     """The model called ``name``, freshly initialised from a fixed seed, and its batches."""
     torch.manual_seed(7)
     make, batches = ZOO[name]
-    model, pairs = make(), batches()[:steps]
+    model, pairs = make(), [*islice(cycle(batches()), steps)]
     if dtype is not None:
         model = model.to(dtype)
         pairs = [(x.to(dtype) if x.is_floating_point() else x, y) for x, y in pairs]

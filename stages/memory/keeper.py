@@ -121,7 +121,7 @@ class Keeper:
     def _frame(self, flat: Tensor, most: int) -> Frame | None:
         """The frame of ``flat``, unless it is longer than ``most`` bytes."""
         codec = self.codec
-        if not (flat.is_floating_point() or flat.is_complex() or codec == "raw") and "narrow" in CODECS:
+        if not (flat.is_floating_point() or flat.is_complex() or codec == "raw"):
             codec = "narrow"
         if flat.is_cuda:
             packed = encode(flat, codec)

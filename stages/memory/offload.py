@@ -87,7 +87,8 @@ def offload(
     ``with penstock.offload() as saved: loss = model(x).sum()``, then ``loss.backward()`` as ever: also twice
     with retain_graph, and for gradients of gradients. Each storage leaves once, whatever views of it were
     saved; parameters, casts of them and small tensors stay. Packing runs in a thread of its own, and on a GPU
-    on a stream of its own.
+    on a stream of its own. What is written through ``.data`` after it was saved is seen by nobody, and only
+    forwards in the thread that entered the block are meant.
 
     Args:    tier: "packed" leaves the frames where they were made, and what does not shrink as it is; "host"
              copies those of a GPU to pinned host memory, and is the same as "packed" on a CPU.
