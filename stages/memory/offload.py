@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from ...compression.errors import ConfigError, StageError
 from ..units import parse_bytes
+from .counts import Counts
 from .held import Held
 from .hooks import Hooks, Weights
 from .keeper import STORES, Keeper
 from .store import Fresh
 
 
-class Offload:
+class Offload(Counts):
     """One forward or several under saved-tensor hooks; entered by ``with``, counted meanwhile and after."""
 
     def __init__(self, keeper: Keeper, hooks: Hooks) -> None:
@@ -51,26 +52,6 @@ class Offload:
         self._keeper.close()
         if error is None:
             self._keeper.worker.check()
-
-    @property
-    def bytes_raw(self) -> int:
-        """Bytes of the storages that autograd saved, each once: without parameters and small ones."""
-        return self._keeper.bytes_raw
-
-    @property
-    def bytes_kept(self) -> int:
-        """Bytes that stayed in their place: frames, and storages that did not shrink or found no room."""
-        return self._keeper.bytes_kept
-
-    @property
-    def num_packs(self) -> int:
-        """Storages that were packed."""
-        return self._keeper.num_packs
-
-    @property
-    def num_unpacks(self) -> int:
-        """Frames that were unpacked, for the backwards so far."""
-        return self._keeper.num_unpacks
 
 
 def offload(

@@ -19,6 +19,7 @@ from ...compression.codec import CODECS
 from ...compression.frame import read_header
 from ...compression.pool import Frame, Pool
 from ..layers import Layer
+from .counts import Counts
 from .held import Held, Writes
 from .hooks import Hooks, Weights
 from .keeper import Keeper
@@ -89,7 +90,7 @@ class _Forward:
         return None
 
 
-class Saved:
+class Saved(Counts):
     """What the micro-batches of one stage save, on its way to a store and back."""
 
     def __init__(
@@ -190,26 +191,6 @@ class Saved:
     def wait(self) -> None:
         """Wait until everything that was to leave has left, for those who count."""
         self._keeper.worker.drain()
-
-    @property
-    def bytes_raw(self) -> int:
-        """Bytes of the storages that were to leave."""
-        return self._keeper.bytes_raw
-
-    @property
-    def bytes_kept(self) -> int:
-        """Bytes of the frames in their place, and of what did not shrink or was asked for before it left."""
-        return self._keeper.bytes_kept
-
-    @property
-    def num_packs(self) -> int:
-        """Frames that were made here; those of the wire are not."""
-        return self._keeper.num_packs
-
-    @property
-    def num_unpacks(self) -> int:
-        """Frames that were brought back."""
-        return self._keeper.num_unpacks
 
     def _pack(
         self, reference: weakref.ref[Held], frame: Frame | None, inputs: Mapping[fx.Node, tuple[int, ...]]
