@@ -19,8 +19,6 @@ from .raw import Codec, Packed
 from .zero_value import SLACK, ZeroValue
 
 CODECS_WITH_BITMAP = ("zero_value", "zero_value+exponent", "zero_value+byte_plane")
-
-
 _scratch = Scratch()
 
 
@@ -30,11 +28,6 @@ class Bitmap(NamedTuple):
     address: int
     header: Header
     checksum: int
-
-    @property
-    def num_words(self) -> int:
-        """Words that it covers."""
-        return self.header.geometry.num_words
 
     def suits(self, dtype: object, geo: Geometry) -> bool:
         """Whether a tensor of this dtype and geometry has its words in the bitmap's order."""
