@@ -58,7 +58,7 @@ class Engine:
         seed: int,
     ) -> None:
         self.rank, self.stages, self.transport = rank, stages, transport
-        self.frames = Frames(transport, policy=policy)
+        self.frames = Frames(transport, policy=policy, noted=any(stage.stores for stage in stages.values()))
         self.loss, self.update, self.parameters, self.seed = loss, update, parameters, seed
         self.run = {Op.F: self._forward, Op.B: self._backward, Op.U: self._update}
         self.spans: list[Span] = []

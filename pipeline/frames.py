@@ -28,12 +28,13 @@ from .transport import Transport
 class Frames:
     """Packs what leaves a stage and unpacks what arrives.
 
-    ``placed`` has the frames of an instruction's values by where these lie (``memory.held.place``),
-    ``waited`` and ``packing`` count the seconds without a frame and those of packing and unpacking,
-    ``totals`` the bytes of every flow in training, unpacked and packed."""
+    ``placed`` has the frames of an instruction's values by where these lie (``memory.held.place``), if they
+    are to be ``noted`` for a store of saved tensors; ``waited`` and ``packing`` count the seconds without a
+    frame and those of packing and unpacking, ``totals`` the bytes of every flow in training, unpacked and
+    packed."""
 
-    def __init__(self, transport: Transport, *, policy: Policy) -> None:
-        self.transport, self.policy = transport, policy
+    def __init__(self, transport: Transport, *, policy: Policy, noted: bool) -> None:
+        self.transport, self.policy, self.noted = transport, policy, noted
         self.kept: dict[tuple[int, Message], Frame] = {}
         self.placed: dict[tuple[int, int], Frame] = {}
         self.start()
@@ -107,7 +108,7 @@ class Frames:
 
     def _note(self, item: Any, frame: Frame) -> None:
         """Note where a value lies, so that who saves it need not pack it again."""
-        if not isinstance(item, torch.Tensor) or item.is_conj() or item.is_neg():
+        if not self.noted or not isinstance(item, torch.Tensor) or item.is_conj() or item.is_neg():
             return  # a frame holds what a lazy conjugate means, its memory what it was made from
         if place(item) not in self.placed:
             self.placed[place(item)] = frame.hold()

@@ -81,6 +81,11 @@ class Stage:
             )
 
     @property
+    def stores(self) -> bool:
+        """Whether what its forwards save leaves for a store."""
+        return isinstance(self.saved, Saved)
+
+    @property
     def held(self) -> set[int]:
         """The identities of all parameters and buffers that the layers name, in both modes."""
         return {id(tensor) for tensor in self._tensors()}
