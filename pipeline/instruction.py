@@ -12,16 +12,22 @@ from ..compression.errors import ScheduleError
 
 
 class Op(enum.Enum):
-    """What an instruction does: forward, backward, or update of the weights."""
+    """What an instruction does: forward, backward, its two halves (for the inputs, for the weights), update.
+
+    B = I, then W, with the same bits; a schedule may put other work between the halves.
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.
+    """
 
     F = "F"
     B = "B"
+    I = "I"  # noqa: E741 (the field's name for it)
+    W = "W"
     U = "U"
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One piece of work of one stage; ``micro_batch`` is None for U, which belongs to the whole step."""
+    """One piece of work of one stage; ``micro_batch`` is None for U, which takes what gradients are due."""
 
     stage: int
     op: Op
@@ -31,7 +37,7 @@ class Instruction:
         return f"{self.stage}{self.op.value}{'' if self.micro_batch is None else self.micro_batch}"
 
 
-_WRITTEN = re.compile(r"([0-9]+)(?:([FB])([0-9]+)|(U))")
+_WRITTEN = re.compile(r"([0-9]+)(?:([FBIW])([0-9]+)|(U))")
 
 
 def parse(text: str) -> Instruction:
@@ -39,8 +45,8 @@ def parse(text: str) -> Instruction:
     found = _WRITTEN.fullmatch(text)
     if found is None:
         raise ScheduleError(
-            f"an instruction is a stage, F or B and a micro-batch, or a stage and U, found {text!r}; write "
-            "it like 1F3 or 1U"
+            f"an instruction is a stage, F, B, I or W and a micro-batch, or a stage and U, found {text!r}; "
+            "write it like 1F3 or 1U"
         )
     stage, op, micro_batch, update = found.groups()
     if update:

@@ -14,6 +14,7 @@ from .units import show_bytes, show_count, show_rate, show_seconds
 
 VERSION = 1
 TIERS = ("device", "packed", "host")
+WEIGHTS = ("latest", "stashed", "vertical_sync", "double_buffered")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,10 @@ class Plan:
     """What ``partition`` decides and ``Pipeline`` runs; ``ranks`` holds the rank of each stage.
 
     ``tier``: where saved tensors wait for their backward (``TIERS``).
+    ``weights``: which version of the weights a micro-batch sees (``WEIGHTS``); ``weights_tier``: where a
+    version that no instruction reads right now waits (``TIERS``); ``prediction``: forwards run with the
+    weights as they are expected to be at the backward; ``weights_first``: in a backward a layer's weight
+    gradient comes before the gradient of its input. ``program``: a custom schedule, a line for each rank.
     ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
     Raises:  PlanError: the fields contradict each other.
     """
@@ -49,12 +54,17 @@ class Plan:
     micro_batches: int
     extra_in_flight: int
     codec: str
-    tier: str
     fingerprint: str
     input_shapes: tuple[tuple[int, ...], ...]
     input_dtypes: tuple[str, ...]
     memory: int | None
     link: float | None
+    tier: str = "device"
+    weights: str = "latest"
+    weights_tier: str = "device"
+    weights_first: bool = False
+    prediction: bool = False
+    program: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         layers = [layer for stage in self.stages for layer in stage.layers]
@@ -62,14 +72,14 @@ class Plan:
             raise PlanError("a plan has one stage or more, and every stage has a layer")
         if twice := next((layer for layer, other in pairwise(sorted(layers)) if layer == other), None):
             raise PlanError(f"a layer belongs to one stage, the plan has {twice!r} twice")
-        steps = [rank - before for before, rank in pairwise((0, *self.ranks))]
-        if len(self.ranks) != self.num_stages or self.ranks[0] != 0 or not set(steps) <= {0, 1}:
+        if len(self.ranks) != self.num_stages or set(self.ranks) != set(range(self.num_ranks)):
             raise PlanError(
-                f"a plan gives each of its {self.num_stages} stages a rank, ascending from 0, found ranks "
-                f"{list(self.ranks)}"
+                f"a plan gives each of its {self.num_stages} stages a rank, and every rank from 0 on a "
+                f"stage, found ranks {list(self.ranks)}"
             )
-        if self.tier not in TIERS:
-            raise PlanError(f"tier is one of {', '.join(TIERS)}, found {self.tier!r}; choose one of these")
+        for name, known in (("tier", TIERS), ("weights_tier", TIERS), ("weights", WEIGHTS)):
+            if (found := getattr(self, name)) not in known:
+                raise PlanError(f"{name} is one of {', '.join(known)}, found {found!r}; choose one of these")
         if self.micro_batches < 1:
             raise PlanError(
                 f"a step needs at least one micro-batch, found micro_batches={self.micro_batches}"
@@ -91,7 +101,7 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         """Number of processes the plan is made for."""
-        return self.ranks[-1] + 1
+        return max(self.ranks) + 1
 
     @property
     def stages_of_rank(self) -> list[list[int]]:
@@ -121,7 +131,9 @@ class Plan:
             raise PlanError(
                 f"plans have version {VERSION} here, found {shortened(version)} in {path}; make the plan anew"
             )
-        data.setdefault("tier", "device")  # a plan made before there were tiers
+        for field in dataclasses.fields(cls):  # a plan made before there were tiers, or versions
+            if field.default is not dataclasses.MISSING:
+                data.setdefault(field.name, field.default)
         return read(cls, data, "plan")
 
     def draw(self, path: str | Path) -> None:

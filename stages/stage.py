@@ -24,6 +24,7 @@ from .probe import Probe
 from .receive import Receive
 from .route import Route
 from .seeds import seeded
+from .weights import Latest, Weights
 
 LEAST_SAVED = 1 << 14  # bytes of a saved tensor from which on packing it is worth a call
 
@@ -53,8 +54,11 @@ class Stage:
         autocast: torch.dtype | None = None,
         store: Store | None = None,
         codec: str = "raw",
+        weights: Weights | None = None,
     ) -> None:
-        """``store`` keeps saved tensors until their backward, packed with ``codec``; None: nothing does."""
+        """``store`` keeps saved tensors until their backward, packed with ``codec``; None: nothing does.
+
+        ``weights``: which version of its parameters a micro-batch sees; None: there is one."""
         self.index, self.last = index, last
         self.traced = {"train": train[0], "eval": evaluation[0]}
         self.parts = {
@@ -70,6 +74,7 @@ class Stage:
         self.anchor = torch.zeros((), requires_grad=True)
         self.autocast = autocast
         self.running: dict[int, _Running] = {}
+        self.weights: Weights = weights or Latest()
         self.saved: Saved | Resident = Resident()
         if store is not None:
             self.saved = Saved(
@@ -118,17 +123,23 @@ class Stage:
         record: Probe,
         route: Route,
         seed: Callable[[str], int],
+        batch: int = 0,
     ) -> tuple[dict[int, Any], Any]:
         """Run the layers on ``received`` (value number -> tensor or number; on stage 0 the model's inputs).
 
+        Args:    batch: which the micro-batch belongs to, counted since the last drain.
         Returns: the values to send (number -> tensor or number), and the model's outputs on the last stage,
                  else None."""
         running = self.running[micro_batch] = _Running()
         values = {number: self._enter(running, number, item, record) for number, item in received.items()}
         tied = [t for n, t in values.items() if n in received and record.values[n].parameter]
-        with casting(self.autocast), self.saved.forward(micro_batch, values.values(), tied):
+        with (
+            self.weights.forward(micro_batch, batch),
+            casting(self.autocast),
+            self.saved.forward(micro_batch, values.values(), tied),
+        ):
             env = self._layers("train", values, record, route, seed)
-        sent = {number: values[number] for number, _ in route.sends}
+            sent = {number: values[number] for number, _ in route.sends}
         tensors = {n: t for n, t in sent.items() if isinstance(t, torch.Tensor) and t.requires_grad}
         running.roots = {n: get_gradient_edge(t) for n, t in tensors.items()}
         return sent, run_output(self.traced["train"], env, self.parts["train"]) if self.last else None
@@ -141,6 +152,7 @@ class Stage:
         """Ahead of ``backward``: begin to bring back what the forward saved."""
         if micro_batch in self.running:
             self.saved.fetch(micro_batch)
+            self.weights.fetch(micro_batch)
 
     def lose(self, micro_batch: int, weighted_loss: torch.Tensor) -> None:
         """On the last stage: where the backward of ``micro_batch`` begins, its loss times its share."""
@@ -159,12 +171,14 @@ class Stage:
                 grads.append(gradients[number])
         try:
             self.saved.ready(micro_batch)
-            if roots:
-                torch.autograd.backward(roots, grads)  # pyright: ignore[reportArgumentType] (a mixed list)
+            with self.weights.backward(micro_batch):
+                if roots:
+                    torch.autograd.backward(roots, grads)  # pyright: ignore[reportArgumentType] (a mixed list)
         except Exception as error:
             raise StageError(f"backward: {type(error).__name__}: {error}") from error
         finally:
             self.saved.drop(micro_batch)
+            self.weights.done(micro_batch)
         return {number: slot.get("gradient") for number, slot in running.slots.items()}
 
     def evaluate(
