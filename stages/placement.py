@@ -92,6 +92,12 @@ def in_flight(
     return min(micro_batches, most.get(schedule, micro_batches))
 
 
+def old_versions(weights: str, stage: int, *, stages: int) -> int:
+    """Versions of a stage's weights that are kept beside the newest one, at most."""
+    old = {"stashed": stages - 1 - stage, "vertical_sync": stages - 1, "double_buffered": 1}
+    return old.get(weights, 0)
+
+
 def rounds(micro_batches: int, ranks: int) -> list[int]:
     """How many micro-batches ``interleaved`` takes through a rank's stages at a time: as equal as can be.
 

@@ -104,6 +104,11 @@ class Plan:
         return max(self.ranks) + 1
 
     @property
+    def streams(self) -> bool:
+        """Whether batches follow each other without a flush: a step leaves micro-batches in flight."""
+        return self.schedule == "async_1f1b" or self.weights == "double_buffered"
+
+    @property
     def stages_of_rank(self) -> list[list[int]]:
         """The stages of each rank, as the schedules take them."""
         return [[s for s, owner in enumerate(self.ranks) if owner == rank] for rank in range(self.num_ranks)]
