@@ -111,7 +111,7 @@ def _failure(case: Case) -> str:
     return f"{len(found)} differences, first {found[0]}" if found else ""
 
 
-def _some_of(names: Sequence[str], kind: type = str) -> Callable[[str], list]:
+def _some_of(names: Sequence[object], kind: type = str) -> Callable[[str], list]:
     def chosen(text: str) -> list:
         found = [kind(word) for word in text.split(",")]
         if unknown := [name for name in found if name not in names]:
