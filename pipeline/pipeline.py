@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..stages.measure import owned_parameters
 from ..stages.memory.keeper import STORES
 from ..stages.plan import Plan
 from ..stages.stage import Stage
+from ..stages.weights import weights_named
 from . import group
 from .arguments import check_arguments, check_gradients, check_layers, check_ranks
 from .auto import policy_named
@@ -106,14 +107,15 @@ class Pipeline:
 
         self.rank = group.rank()
         here = [s for s in range(plan.num_stages) if not group.joined() or plan.ranks[s] == self.rank]
-        self.stages = {s: self._stage(s, model, autocast) for s in here}
         stage_of = self.steps.stage_of["train"]
         pairs = zip(stage_of, owned_parameters(graph), strict=True)
         owner = {name: stage for stage, names in pairs for name in names}
+        owned = {s: [(n, p) for n, p in model.named_parameters() if owner[n] == s] for s in here}
+        self.stages = {s: self._stage(s, model, [p for _, p in owned[s]], autocast) for s in here}
         rank_of = [plan.ranks[s] if group.joined() else 0 for s in range(plan.num_stages)]
         self.state = State(model, graph, stages=self.stages, owner=owner, stage_of=stage_of, rank_of=rank_of)
         self.update = Update(
-            parameters={s: [(n, p) for n, p in model.named_parameters() if owner[n] == s] for s in here},
+            parameters=owned,
             dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
             owner={name: rank_of[stage] for name, stage in owner.items()},
             optimizer=optimizer,
@@ -225,7 +227,9 @@ class Pipeline:
         if not self.engine.failed:
             group.close()
 
-    def _stage(self, index: int, model: nn.Module, autocast: torch.dtype | None) -> Stage:
+    def _stage(
+        self, index: int, model: nn.Module, parameters: Iterable[nn.Parameter], autocast: torch.dtype | None
+    ) -> Stage:
         return Stage(
             index,
             model=model,
@@ -235,6 +239,15 @@ class Pipeline:
             autocast=autocast,
             store=None if self.plan.tier == "device" else STORES[self.plan.tier](),
             codec=self.plan.codec if self.plan.codec in CODECS else AUTO,  # lossy ones lose on the wire only
+            weights=weights_named(
+                self.plan.weights,
+                parameters=parameters,
+                stage=index,
+                num_stages=self.plan.num_stages,
+                asynchronous=self.plan.schedule == "async_1f1b",
+                prediction=self.plan.prediction,
+                tier=self.plan.weights_tier,
+            ),
         )
 
     def _run(
