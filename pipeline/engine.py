@@ -185,7 +185,7 @@ class Engine:
         mean = mean_loss(self.loss, outputs, batch.targets, autocast=stage.autocast)
         if index == 0:
             refuse_side_ways(mean, outputs, self.parameters)
-        stage.lose(index, mean * batch.share)
+        stage.lose(index, self.update.scale.apply(mean * batch.share))
         self.losses[index] = mean.detach()
 
     def _backward(self, instruction: Instruction) -> None:
