@@ -3,16 +3,20 @@ remedy."""
 
 from __future__ import annotations
 
+import math
 from itertools import zip_longest
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..compression.errors import PlanError
 from ..stages.graph import LayerGraph
 from ..stages.plan import Plan
+from ..stages.rules import STREAM, check_versions
 from . import group
+from .update import SCOPES
 
 
 def check_gradients() -> None:
@@ -43,6 +47,48 @@ def check_arguments(
         )
     if not deadline > 0:
         raise PlanError(f"deadline is a number of seconds above 0, found {deadline}")
+
+
+def check_update(model: nn.Module, plan: Plan, *, clip: object, scope: str, scaler: object) -> None:
+    """What the update of the weights can do with the schedule and the weights of ``plan``."""
+    check_versions(
+        schedule=plan.schedule,
+        weights=plan.weights,
+        prediction=plan.prediction,
+        num_stages=plan.num_stages,
+        micro_batches=plan.micro_batches,
+        extra_in_flight=plan.extra_in_flight,
+    )
+    if scope not in SCOPES:
+        raise PlanError(f"clip_scope is one of {', '.join(SCOPES)}, found {scope!r}; choose one of these")
+    if clip is not None and scope == "global" and plan.schedule == STREAM:
+        raise PlanError(
+            f"with {STREAM} there is no moment at which all stages hold the same step; take "
+            "clip_scope=stage, the norm over each stage's gradients, or clip=None"
+        )
+    _check_scaler(model, plan, scaler)
+
+
+def _check_scaler(model: nn.Module, plan: Plan, scaler: object) -> None:
+    if scaler is None or (isinstance(scaler, GradScaler) and not scaler.is_enabled()):
+        return
+    number = isinstance(scaler, int | float) and not isinstance(scaler, bool) and 0 < scaler < math.inf
+    if not isinstance(scaler, GradScaler) and not number:
+        raise PlanError(
+            f"scaler is a torch.amp.GradScaler, or a number above 0 that stays, found {scaler!r}; give None "
+            "for no loss scale"
+        )
+    if plan.schedule == STREAM and not number:
+        raise PlanError(
+            f"with {STREAM} there is no moment at which all stages hold the same step, to skip it or to move "
+            "its loss scale; give scaler a number, such as 1024.0"
+        )
+    half = next((n for n, p in model.named_parameters() if p.dtype == torch.float16 and p.requires_grad), "")
+    if half:
+        raise PlanError(
+            f"a loss scale cannot be taken off gradients of float16 without losing them, and {half} is "
+            "float16; keep the parameters in float32 and give autocast=torch.float16"
+        )
 
 
 def check_ranks(plan: Plan) -> None:

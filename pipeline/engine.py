@@ -196,7 +196,7 @@ class Engine:
         mean = mean_loss(self.loss, outputs, batch.targets, autocast=stage.autocast)
         if index == self.itinerary.first:
             refuse_side_ways(mean, outputs, self.parameters)
-        stage.lose(index, mean * batch.share)
+        stage.lose(index, self.update.scale.apply(mean * batch.share, batch.batch))
         self.losses[index] = mean.detach()
 
     def _backward(self, instruction: Instruction) -> None:

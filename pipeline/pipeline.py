@@ -23,10 +23,11 @@ from ..stages.graph import fingerprint, trace
 from ..stages.measure import owned_parameters
 from ..stages.memory.keeper import STORES
 from ..stages.plan import Plan
+from ..stages.rules import STREAM
 from ..stages.stage import Stage
 from ..stages.weights import weights_named
 from . import group
-from .arguments import check_arguments, check_gradients, check_layers, check_ranks
+from .arguments import check_arguments, check_gradients, check_layers, check_ranks, check_update
 from .auto import policy_named
 from .batches import MicroBatch, example_of, micro_batches, positional
 from .engine import Engine
@@ -34,6 +35,7 @@ from .instruction import Instruction
 from .messages import Itinerary
 from .prices import Flow
 from .report import Report, StageReport
+from .scale import Scaler
 from .state import State
 from .steps import Steps
 from .stream import Stream
@@ -52,8 +54,11 @@ class Pipeline:
         loss: (outputs, targets) -> mean over the micro-batch, a 0-dim tensor.
         optimizer: list of (name, parameter) -> torch optimizer; called once per stage that has parameters.
         scheduler: optimizer -> learning-rate scheduler, stepped once after every update.
-        clip: largest global L2 norm of the gradients, None for no clipping.
-        scaler: None; a loss scale is not offered yet.
+        clip: largest L2 norm of the gradients, None for no clipping.
+        clip_scope: of all gradients ("global"), or of those of each stage ("stage").
+        scaler: a torch.amp.GradScaler, which a step moves as the plain loop would, on every rank; or a number
+            that the loss is scaled with throughout; None for no loss scale. An overflow anywhere skips the
+            update and the scheduler everywhere (under async_1f1b: of its stage).
         autocast: dtype that forward and loss are cast to by torch.autocast (without its weight cache), None
         for none.
         weight: targets -> over how much the loss is a mean (default: the number of samples).
@@ -73,18 +78,15 @@ class Pipeline:
         optimizer: Callable[[Named], Optimizer],
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         clip: float | None = None,
-        scaler: None = None,
+        clip_scope: str = "global",
+        scaler: Scaler = None,
         autocast: torch.dtype | None = None,
         weight: Callable[[Any], float] | None = None,
         seed: int = 0,
         deadline: float = 60.0,
     ) -> None:
-        if scaler is not None:
-            raise PlanError(
-                "a loss scale is not offered yet; train in bfloat16 or float32, which need none, with "
-                "scaler=None"
-            )
         check_arguments(model, plan, optimizer, clip, autocast, deadline)
+        check_update(model, plan, clip=clip, scope=clip_scope, scaler=scaler)
         check_gradients()
         check_ranks(plan)
         if not model.training:
@@ -118,9 +120,13 @@ class Pipeline:
             parameters=owned,
             dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
             owner={name: rank_of[stage] for name, stage in owner.items()},
+            weights={s: stage.weights for s, stage in self.stages.items()},
             optimizer=optimizer,
             scheduler=scheduler,
             clip=clip,
+            scope=clip_scope,
+            scaler=scaler,
+            together=plan.schedule != STREAM,
         )
         self.policy = policy_named(plan.codec, deadline=deadline)
         self.engine = Engine(
@@ -244,7 +250,7 @@ class Pipeline:
                 parameters=parameters,
                 stage=index,
                 num_stages=self.plan.num_stages,
-                asynchronous=self.plan.schedule == "async_1f1b",
+                asynchronous=self.plan.schedule == STREAM,
                 prediction=self.plan.prediction,
                 tier=self.plan.weights_tier,
             ),
