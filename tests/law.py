@@ -50,7 +50,7 @@ class Case:
         return "-".join(shown).replace(" ", "").replace("torch.", "")
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=8)
 def profile_of(name, dtype, micro_batches, autocast=None):
     model, batches = build(name, dtype)
     example = (batches[0][0].tensor_split(micro_batches)[0].clone(),)
