@@ -289,6 +289,7 @@ class Pipeline:
             if not self.stream.in_flight:
                 for stage in self.stages.values():
                     stage.weights.drained()
+                self.update.begin()
         mine = [self._loss(losses, live)]
         fields = [field.name for field in dataclasses.fields(StageReport)]
         for stage in range(self.plan.num_stages):
