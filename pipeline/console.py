@@ -100,13 +100,13 @@ def begin(plan: Plan, folder: Path, *, console: Console | None = None) -> None:
     )
 
 
-def close(summary: Mapping[str, Any], pictures: Iterable[Path], *, console: Console | None = None) -> None:
-    """Print the closing table, the totals, and where the pictures are."""
+def close(summary: Mapping[str, Any], files: Iterable[Path], *, console: Console | None = None) -> None:
+    """Print the closing table, the totals, and where the pictures and the trace are."""
     console = console or screen()
     console.print(closing_table(summary, wide=console.width >= WIDTH_OF_RAW_BYTES))
     for line in totals(summary):
         console.print(line, highlight=False, soft_wrap=True)
-    for path in pictures:
+    for path in files:
         console.print(short(path), highlight=False, soft_wrap=True)
 
 

@@ -33,10 +33,10 @@ from .launch import check_ranks, cores, init, run_rank, start_ranks, threads_per
 from .metrics import Metrics, summarise
 from .pipeline import Pipeline
 from .report import Report
-from .run_folder import RunFolder, save_json, save_model, writing
+from .run_folder import RunFolder, save_json, save_model
 from .samples.samples import Samples
 from .schedules import schedule_named
-from .timeline import draw
+from .step_files import save_step
 
 
 def train(config: TrainConfig, folder: RunFolder, typed: Sequence[str] = ()) -> None:
@@ -58,7 +58,7 @@ def train(config: TrainConfig, folder: RunFolder, typed: Sequence[str] = ()) -> 
         train_rank(folder)
     else:
         start_ranks(__name__, [str(folder.path)], errors=folder.errors, stages_of_rank=plan.stages_of_rank)
-    console.close(folder.read_summary(), pictures=[folder.plan_picture, folder.timeline])
+    console.close(folder.read_summary(), files=[folder.plan_picture, folder.timeline, folder.trace])
 
 
 def rehearse(config: TrainConfig, plan: Plan, samples: Samples) -> None:
@@ -193,8 +193,7 @@ def train_rank(folder: RunFolder) -> None:
     pipe.close()
     if first:
         save_model(folder.model, weights)
-        with writing(folder.timeline):
-            draw(spans, folder.timeline, title=_title(config, plan, step=num_steps - 1))
+        save_step(folder, spans, title=_title(config, plan, step=num_steps - 1))
         sizes = {name: weight.numel() for name, weight in weights.items()}
         facts = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
         facts |= {"flows": flows, "turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns]}
