@@ -139,8 +139,10 @@ class Stage:
             self.saved.forward(micro_batch, values.values(), tied),
         ):
             env = self._layers("train", values, record, route, seed)
-            sent = {number: values[number] for number, _ in route.sends}
-        tensors = {n: t for n, t in sent.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+            out = {number: values[number] for number, _ in route.sends}
+            # A tied parameter is sent as it is now: behind this block another version may be in its place.
+            sent = {n: item.detach() if record.values[n].parameter else item for n, item in out.items()}
+        tensors = {n: t for n, t in out.items() if isinstance(t, torch.Tensor) and t.requires_grad}
         running.roots = {n: get_gradient_edge(t) for n, t in tensors.items()}
         return sent, run_output(self.traced["train"], env, self.parts["train"]) if self.last else None
 

@@ -15,6 +15,7 @@ from penstock.stages import stage
 
 OPTIMIZERS = {
     "sgd": lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, weight_decay=1e-4),
+    "nesterov": lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, nesterov=True),
     "adamw": lambda named: torch.optim.AdamW(named, lr=1e-3),
 }
 
@@ -44,7 +45,7 @@ class Case:
         return "-".join(shown).replace(" ", "").replace("torch.", "")
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=8)
 def profile_of(name, dtype, micro_batches):
     model, batches = build(name, dtype)
     example = (batches[0][0].tensor_split(micro_batches)[0].clone(),)

@@ -23,7 +23,7 @@ from penstock.conf.bench import BenchPipelineConfig
 from penstock.scripts import command, usage
 from penstock.scripts.bench import links, pipeline_picture, pipeline_rows, race, start
 from penstock.scripts.bench.offload import switch_off
-from penstock.scripts.bench.torch_1f1b import stages_of
+from penstock.scripts.bench.torch_pipelines import stages_of
 
 SHAPED = links.parse_link("20Mbit")
 

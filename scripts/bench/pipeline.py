@@ -21,7 +21,7 @@ from .links import LOOPBACK, Link, joined, parse_link, why_not
 from .pipeline_rows import Measured, link_facts, rows_of
 from .race import Race
 from .start import run_ranks
-from .torch_1f1b import stages_of
+from .torch_pipelines import stages_of
 
 AUTO = "auto"
 """The codec that chooses for itself; what it chooses from has a name of its own."""

@@ -31,7 +31,7 @@ from ...pipeline.train import loss, prepare, training_batches
 from ...stages.plan import Plan
 from .links import Link
 from .offload import switch_off
-from .torch_1f1b import Torch1F1B
+from .torch_pipelines import TorchPipeline
 
 NUM_BATCHES = 4
 """Batches kept in memory and used in turn: enough for training to differ from step to step."""
@@ -141,11 +141,11 @@ def race_rank(folder: Path) -> None:
         common = {"loss": loss, "optimizer": optimizer, "seed": config.seed}
         return Ours(Pipeline(model(), own, **common, deadline=config.deadline))
 
-    torch_side = Side(Torch1F1B(model(), plan, loss=loss, optimizer=optimizer).step, batches)
+    torch_side = Side(TorchPipeline(model(), plan, loss=loss, optimizer=optimizer).step, batches)
     pipes = [ours(codec, extra) for codec, extra in race.contestants]
     sides = [Side(pipe.step, batches) for pipe in pipes]
     # Only the last rank knows torch's loss.
-    expected = group.share(torch_side.warm_up(config) or 0.0, plan.num_ranks - 1)
+    expected = group.share(torch_side.warm_up(config) or 0.0, plan.ranks[-1])
     found = [side.warm_up(config) for side in sides]
     for pipe in pipes:
         pipe.settle(batches)

@@ -1,4 +1,4 @@
-"""The other side of the race: torch's own ``PipelineStage`` and ``Schedule1F1B`` on the very same cut.
+"""The other side of the race: torch's own ``PipelineStage`` and its schedules on the very same cut.
 
 Its stages are made from the same trace and hold the same layers as ours, so only the pipelines differ."""
 
@@ -17,9 +17,21 @@ from ...stages.plan import Plan
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
+CLASSES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zb_h1": "ScheduleInterleavedZeroBubble",  # with one stage on each rank
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+"""The class in ``torch.distributed.pipelining`` that has the schedule which we call so."""
 
-class Torch1F1B:
-    """One rank's stage in torch's 1F1B; every rank passes the same arguments and the same batches."""
+_ONE_STAGE = ("gpipe", "1f1b")  # their classes take a stage, all others a list of them
+
+
+class TorchPipeline:
+    """One rank's stages in torch's schedule; every rank passes the same arguments and the same batches."""
 
     def __init__(
         self,
@@ -29,20 +41,27 @@ class Torch1F1B:
         loss: Callable[[Tensor, Tensor], Tensor],
         optimizer: Callable[[Named], torch.optim.Optimizer],
     ) -> None:
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+        from torch.distributed import pipelining
 
-        self.rank, self.last = group.rank(), plan.num_ranks - 1
-        module = stages_of(model, plan)[self.rank]
-        stage = PipelineStage(module, self.rank, plan.num_ranks, torch.device("cpu"))
-        self.schedule = Schedule1F1B(stage, plan.micro_batches, loss_fn=loss)
-        self.optimizer = optimizer(module.named_parameters())
+        self.own = plan.stages_of_rank[group.rank()]
+        self.last = plan.num_stages - 1
+        parts = stages_of(model, plan)
+        here = torch.device("cpu")
+        stages: Any = [pipelining.PipelineStage(parts[s], s, plan.num_stages, here) for s in self.own]
+        made = getattr(pipelining, CLASSES[plan.schedule])
+        given = stages[0] if plan.schedule in _ONE_STAGE else stages
+        self.schedule = made(given, plan.micro_batches, loss_fn=loss)
+        self.optimizer = optimizer(
+            [(f"{s}.{name}", one) for s in self.own for name, one in parts[s].named_parameters()]
+        )
 
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
-        """Train on one batch; return the mean of its micro-batches' losses on the last rank, else None."""
+        """Train on one batch; return the mean of its micro-batches' losses on the last stage's rank, else
+        None."""
         losses: list[Tensor] = []
         self.optimizer.zero_grad()
-        given = (inputs,) if self.rank == 0 else ()
-        wanted: dict[str, Any] = {"target": targets, "losses": losses} if self.rank == self.last else {}
+        given = (inputs,) if 0 in self.own else ()
+        wanted: dict[str, Any] = {"target": targets, "losses": losses} if self.last in self.own else {}
         self.schedule.step(*given, **wanted)
         self.optimizer.step()
         return float(torch.stack(losses).detach().mean()) if losses else None
