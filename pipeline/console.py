@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from ..stages.units import show_bytes
+from ..stages.units import show_bytes, show_seconds
+from .compare import PREDICTIONS, Comparison
 from .metrics import ratio
 
 if TYPE_CHECKING:
@@ -134,6 +135,37 @@ def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
             sent(stage["bytes_raw_backward"], stage["bytes_sent_backward"]),
         )
     return table
+
+
+def compared(found: Comparison, *, console: Console | None = None) -> None:
+    """Print the schedules side by side, the chosen one marked, and why others were left out."""
+    console = console or screen()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("schedule", "weights", "step", "samples/s", "bubble", "in flight", "versions", "memory", ""):
+        justify = "left" if name in ("schedule", "weights", "") else "right"
+        table.add_column(name, justify=justify, no_wrap=True)
+    for one in found.candidates:
+        mark = "<- chosen" if one is found.chosen else "" if one.fits else "too large"
+        table.add_row(
+            one.plan.schedule,
+            one.plan.weights,
+            show_seconds(one.seconds),
+            f"{found.num_samples / one.seconds:.0f}",
+            f"{one.bubble:.0%}",
+            str(max(one.live_micro_batches)),
+            str(max(one.live_versions)),
+            show_bytes(max(one.memory)),
+            mark,
+        )
+    console.print(table)
+    for name, reason in found.left_out.items():
+        console.print(f"left out: {name}: {reason}", highlight=False, soft_wrap=True)
+    notes = [PREDICTIONS, "memory: of the fullest rank; in flight, versions: of the fullest stage"]
+    if any(one.plan.streams for one in found.candidates):
+        notes.append(
+            "async_1f1b, double_buffered: no flush, other bits than the plain loop; never chosen here"
+        )
+    console.print("\n".join(notes), highlight=False, soft_wrap=True)
 
 
 def totals(summary: Mapping[str, Any]) -> list[str]:

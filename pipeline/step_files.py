@@ -1,9 +1,10 @@
-"""What a run leaves of its last step: a picture for a person, and a trace to zoom into."""
+"""What a run leaves of its steps: pictures for a person, a trace to zoom into, tables for a program."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .compare import Comparison
 from .perfetto import trace
 from .run_folder import RunFolder, save_json, writing
 from .simulate import simulate_spans
@@ -26,3 +27,10 @@ def save_step(folder: RunFolder, spans: Sequence[Span], *, title: str) -> None:
     with writing(folder.timeline):
         draw(panels, folder.timeline, title=title)
     save_json(folder.trace, trace(spans, title=title))
+
+
+def save_comparison(folder: RunFolder, found: Comparison, *, title: str) -> None:
+    """Write ``schedules.json`` and ``schedules.png``: a simulated step of every schedule on the same axis."""
+    save_json(folder.schedules, found.facts())
+    with writing(folder.schedules_picture):
+        draw(found.panels(), folder.schedules_picture, title=title)

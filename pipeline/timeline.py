@@ -27,6 +27,7 @@ WAITING = {"facecolor": "#F1F3F5", "edgecolor": "#B4BAC3", "hatch": "////", "lin
 ROW = 0.84  # height of a rank's row; the rows are 1 apart
 LANE_INCHES = 0.3  # least height of one of several stages in the row of their rank
 ROW_INCHES = 0.65
+MOST_INCHES = 30.0  # of all rows together; more of them get thinner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +63,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One timeline of a picture: its heading, its spans, from ``begin`` to ``end`` seconds."""
+    """One timeline of a picture: its heading, bold if it is ``marked``, and its spans between two moments."""
 
     title: str
     spans: Sequence[Span]
     begin: float = 0.0
     end: float | None = None
+    marked: bool = False
 
     @property
     def seconds(self) -> float:
@@ -80,6 +82,14 @@ class Panel:
         """The stages in the row of every rank, ascending."""
         num_ranks = 1 + max((span.rank for span in self.spans), default=0)
         return [sorted({span.stage for span in self.spans if span.rank == rank}) for rank in range(num_ranks)]
+
+    @property
+    def bubble(self) -> list[float]:
+        """For every rank the share of the panel in which it computes nothing."""
+        busy, last = [0.0] * len(self.stages_of_rank), self.begin + self.seconds
+        for span in self.spans:
+            busy[span.rank] += max(0.0, min(span.end, last) - max(span.start + span.waiting, self.begin))
+        return [1 - one / self.seconds for one in busy]
 
     @property
     def inches(self) -> float:
@@ -107,6 +117,7 @@ def figure(panels: Sequence[Panel], *, title: str) -> "Figure":
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     heights = [panel.inches for panel in panels]
+    heights = [height * min(1.0, MOST_INCHES / sum(heights)) for height in heights]
     size = 13, 1.3 + sum(heights) + 0.42 * len(panels)
     made = Figure(figsize=size, layout=ConstrainedLayoutEngine(hspace=0.02))
     rows = made.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -130,7 +141,8 @@ def _draw_panel(axes: "Axes", panel: Panel, *, end: float) -> None:
             _draw_span(axes, span, panel, end=end, stages=stages_of_rank[span.rank])
     axes.axvline(1e3 * panel.seconds, color="#5B6470", linewidth=1, zorder=0)
     _draw_axes(axes, panel, stages_of_rank, end=end)
-    axes.set_title(panel.title, loc="left", fontsize=10.5, pad=4)
+    weight = "bold" if panel.marked else "normal"
+    axes.set_title(panel.title, loc="left", fontsize=10.5, pad=4, fontweight=weight)
 
 
 def _draw_span(axes: "Axes", span: Span, panel: Panel, *, end: float, stages: list[int]) -> None:
@@ -159,24 +171,15 @@ def _draw_span(axes: "Axes", span: Span, panel: Panel, *, end: float, stages: li
 
 def _draw_axes(axes: "Axes", panel: Panel, stages_of_rank: list[list[int]], *, end: float) -> None:
     """One row per rank, rank 0 on top, with the share of the step in which it computed."""
-    idle = _window_bubbles(panel, num_ranks=len(stages_of_rank))
     names = [
         f"rank {rank}, {_stages(stages)}\n{100 - 100 * share:.0f} % busy"
-        for rank, (stages, share) in enumerate(zip(stages_of_rank, idle, strict=True))
+        for rank, (stages, share) in enumerate(zip(stages_of_rank, panel.bubble, strict=True))
     ]
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(0, 1e3 * end * 1.002)
     axes.tick_params(axis="y", length=0, labelsize=9.5)
     axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _window_bubbles(panel: Panel, *, num_ranks: int) -> list[float]:
-    """Like ``bubbles``, of what the panel shows."""
-    busy, last = [0.0] * num_ranks, panel.begin + panel.seconds
-    for span in panel.spans:
-        busy[span.rank] += max(0.0, min(span.end, last) - max(span.start + span.waiting, panel.begin))
-    return [1 - one / panel.seconds for one in busy]
 
 
 def _stages(stages: Sequence[int]) -> str:
@@ -191,7 +194,7 @@ def _draw_legend(axes: "Axes", spans: Sequence[Span]) -> None:
     from matplotlib.patches import Patch
     from matplotlib.transforms import ScaledTranslation
 
-    used = {span.op for span in spans}
+    used = {span.op for span in spans if span.computing > 0}
     keys = [Patch(facecolor=COLOURS[op], label=NAMES[op]) for op in COLOURS if op in used]
     if any(span.waiting for span in spans):
         keys.append(Patch(label="waiting for a frame", **WAITING))
