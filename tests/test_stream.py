@@ -1,11 +1,11 @@
 """The endless program: slices that end together, in an order that no stage and no channel can break."""
 
 import itertools
-import math
 
 import pytest
 
 from penstock.pipeline.instruction import Instruction, Op, show
+from penstock.pipeline.schedules.async_1f1b import async_1f1b
 from penstock.pipeline.stream import Fed, between
 
 
@@ -15,7 +15,7 @@ def fed(num_stages, sizes, *, each=True):
 
 def whole(num_stages, number, stages=None, **more):
     stages = [[stage] for stage in range(num_stages)] if stages is None else stages
-    return [between(own, fed(num_stages, [number], **more), start=0, end=math.inf) for own in stages]
+    return [between(own, fed(num_stages, [number], **more)) for own in stages]
 
 
 def test_three_stages_three_micro_batches():
@@ -28,16 +28,21 @@ def test_three_stages_three_micro_batches():
 
 def test_one_update_a_batch_waits_for_all_stages():
     two = fed(3, [3, 3], each=False)
-    assert [show(between([stage], two, start=0, end=math.inf)) for stage in range(3)] == [
+    assert [show(between([stage], two)) for stage in range(3)] == [
         "0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0U 0F5 0B3 0B4 0B5 0U",
         "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1F4 1U 1B3 1F5 1B4 1B5 1U",
         "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2U 2F4 2B4 2F5 2B5 2U",
     ]
 
 
+@pytest.mark.parametrize("stages", [[[0]], [[0], [1], [2]], [[0, 1], [2, 3]]])
+def test_the_whole_is_the_schedule_of_that_name(stages):
+    assert whole(1 + stages[-1][-1], 7, stages) == async_1f1b(stages, 7)
+
+
 def test_the_first_step_of_two_stages_leaves_a_backward_for_the_next():
-    steps = [[0, 4], [4, math.inf]]
-    programs = [[show(between([s], fed(2, [2]), start=a, end=b)) for s in range(2)] for a, b in steps]
+    steps = [[0, 4], [4, None]]
+    programs = [[show(between([s], fed(2, [2]), start=a, stop=b)) for s in range(2)] for a, b in steps]
     assert programs == [["0F0 0F1 0B0 0U", "1F0 1B0 1U 1F1"], ["0B1 0U", "1B1 1U"]]
 
 
@@ -48,12 +53,12 @@ def test_the_first_step_of_two_stages_leaves_a_backward_for_the_next():
 )
 def test_slices_are_the_whole_program_and_need_nothing_of_later_ones(stages, sizes, each):
     num_stages = 1 + stages[-1][-1]
-    ends = [0, *(2 * number for number in itertools.accumulate(sizes)), math.inf]
+    ends = [0, *(2 * number for number in itertools.accumulate(sizes)), None]
     done: set[Instruction] = set()
     together = [[] for _ in stages]
     for index, (start, end) in enumerate(itertools.pairwise(ends)):
         now = fed(num_stages, sizes[: index + 1], each=each)
-        slices = [between(own, now, start=start, end=end) for own in stages]
+        slices = [between(own, now, start=start, stop=end) for own in stages]
         here = {instruction for program in slices for instruction in program}
         for instruction in here:
             assert needs(instruction, num_stages) <= done | here
@@ -61,7 +66,7 @@ def test_slices_are_the_whole_program_and_need_nothing_of_later_ones(stages, siz
         for program, part in zip(together, slices, strict=True):
             program += part
     everything = fed(num_stages, sizes, each=each)
-    assert together == [between(own, everything, start=0, end=math.inf) for own in stages]
+    assert together == [between(own, everything) for own in stages]
 
 
 def needs(instruction, num_stages):
@@ -93,7 +98,7 @@ def test_versions_are_those_of_the_closed_form(num_stages):
 def test_a_batch_is_updated_when_all_stages_are_done_and_before_the_one_after_next(num_stages):
     sizes = [num_stages, num_stages + 2, num_stages, 2 * num_stages + 1]
     now = fed(num_stages, sizes, each=False)
-    order = between(range(num_stages), now, start=0, end=math.inf)
+    order = between(range(num_stages), now)
     place = {instruction: index for index, instruction in enumerate(order) if instruction.op is not Op.U}
     starts = [0, *now.ends]
     for stage in range(num_stages):
@@ -108,7 +113,5 @@ def test_a_batch_is_updated_when_all_stages_are_done_and_before_the_one_after_ne
 @pytest.mark.parametrize("start", range(0, 40, 2))
 def test_a_late_slice_is_found_without_the_early_ones(start):
     now = fed(4, [50])
-    slow = [i for i in between([1], now, start=0, end=start + 6)][
-        len(between([1], now, start=0, end=start)) :
-    ]
-    assert between([1], now, start=start, end=start + 6) == slow
+    slow = [i for i in between([1], now, stop=start + 6)][len(between([1], now, stop=start)) :]
+    assert between([1], now, start=start, stop=start + 6) == slow
