@@ -26,7 +26,6 @@ ALL = "all"
 # What a batch's bits allow to choose from, then what has no flush and other bits than the plain loop.
 SYNCHRONOUS = tuple(name for name in SCHEDULES if name not in ("async_1f1b", "custom"))
 ASYNCHRONOUS = (("async_1f1b", "stashed"), ("1f1b", "double_buffered"))
-PREDICTIONS = "simulated from measured layers; I and W take half of a backward each, tensors travel unpacked"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +106,7 @@ class Comparison:
             }
             for one in self.candidates
         ]
-        return {"note": PREDICTIONS, "schedules": rows, "left_out": dict(self.left_out)}
+        return {"schedules": rows, "left_out": dict(self.left_out)}
 
     def panels(self) -> list[Panel]:
         """A timeline for each candidate, the chosen one marked."""
@@ -180,7 +179,7 @@ def _stream(plan: Plan) -> tuple[Programs, Panel]:
     def programs(batches: int) -> Programs:
         ends = tuple(number * (index + 1) for index in range(batches))
         fed = Fed(num_stages=plan.num_stages, each=plan.schedule == "async_1f1b", ends=ends)
-        return [between(own, fed, start=0, end=math.inf) for own in plan.stages_of_rank]
+        return [between(own, fed) for own in plan.stages_of_rank]
 
     longer = programs(filled + 2)
     made, before = simulate_plan(plan, longer), simulate_plan(plan, programs(filled + 1))
