@@ -68,8 +68,8 @@ def trace(
         )
     if is_compiled(model):
         raise PlanError(
-            "a compiled module is one layer, which no cut divides, and the whole model is compiled; compile its "
-            "parts instead: model.layer1 = torch.compile(model.layer1)"
+            "a compiled module is one layer, which no cut divides, and the whole model is compiled; compile "
+            "its parts instead: model.layer1 = torch.compile(model.layer1)"
         )
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), casting(autocast):
         eager, twin = _training_copy(model), _training_copy(model)

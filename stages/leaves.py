@@ -21,8 +21,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def as_written() -> contextlib.AbstractContextManager[Any]:
-    """The block in which compiled pieces run as they were written: their shapes and identities are the same,
-    and none of the few versions that torch keeps of a compiled function is spent on tensors without memory."""
+    """The block in which compiled pieces run as they were written: shapes and identities are the same, and
+    none of the few versions that torch keeps of a compiled function is spent on tensors without memory."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
