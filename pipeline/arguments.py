@@ -4,7 +4,9 @@ remedy."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import nn
@@ -90,6 +92,24 @@ def check_ranks(plan: Plan) -> None:
             f"the plan is made for {plan.num_ranks} ranks, {group.num_ranks()} were started; start as many, "
             "or plan again"
         )
+
+
+def check_versions_of(state: Mapping[str, Any], plan: Plan) -> None:
+    """A state of asynchronous training goes on only where micro-batches see the same versions."""
+    ours, theirs = plan.versions, state.get("versions")
+    if ours != theirs:
+        raise PlanError(
+            "a state goes on with the schedule, weights and cuts that it was made with, "
+            f"{_said(theirs)}, found {_said(ours)}; plan alike, or load only its model, before the Pipeline"
+        )
+
+
+def _said(versions: Mapping[str, Any] | None) -> str:
+    if versions is None:
+        return "a synchronous schedule"
+    predicted = ", prediction=true" if versions["prediction"] else ""
+    cuts = ",".join(versions["cuts"])
+    return f"schedule={versions['schedule']} weights={versions['weights']}{predicted} cuts=[{cuts}]"
 
 
 def check_layers(plan: Plan, graph: LayerGraph) -> None:

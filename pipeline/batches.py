@@ -82,6 +82,16 @@ def micro_batches(
     ]
 
 
+def joined(parts: Sequence[Any]) -> Any:
+    """The outputs of micro-batches as those of one batch: every tensor along dimension 0; None of none."""
+    if not parts:
+        return None
+    leaves, spec = tree_flatten(parts[0])
+    columns = zip(*(tree_flatten(part)[0] for part in parts), strict=True)
+    whole = [torch.cat(c) if isinstance(c[0], torch.Tensor) and c[0].dim() else c[0] for c in columns]
+    return tree_unflatten(whole if leaves else leaves, spec)
+
+
 def _fresh(item: Any) -> Any:
     return item.detach().clone() if isinstance(item, torch.Tensor) else item
 

@@ -16,6 +16,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ..compression.errors import PenstockError, StageError, TransportError
 from ..stages.seeds import layer_seed
@@ -72,6 +73,7 @@ class Engine:
         self.spans: list[Span] = []
         self.saved: dict[int, tuple[int, int]] = {}
         self.failed = ""
+        self.wanted = False  # the outputs of a step
 
     def step(
         self,
@@ -83,6 +85,7 @@ class Engine:
         """Run this process's ``program``; returns the losses by micro-batch where the last stage is."""
         self.number, self.itinerary, self.micro_batches = number, itinerary, micro_batches
         self.losses: dict[int, torch.Tensor] = {}
+        self.outputs: dict[int, Any] = {}
         self.spans = []
         with self._told(f"step {number}"):
             self._begin("train")
@@ -191,6 +194,8 @@ class Engine:
         self.frames.let_go(stage.index, [m for m in self.itinerary.receives[instruction] if not m.masked])
         if stage.last:
             self._lose(stage, index, outputs, batch)
+            if self.wanted:
+                self.outputs[index] = tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
     def _lose(self, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:
         mean = mean_loss(self.loss, outputs, batch.targets, autocast=stage.autocast)

@@ -27,9 +27,16 @@ from ..stages.rules import STREAM
 from ..stages.stage import Stage
 from ..stages.weights import weights_named
 from . import group
-from .arguments import check_arguments, check_gradients, check_layers, check_ranks, check_update
+from .arguments import (
+    check_arguments,
+    check_gradients,
+    check_layers,
+    check_ranks,
+    check_update,
+    check_versions_of,
+)
 from .auto import policy_named
-from .batches import MicroBatch, example_of, micro_batches, positional
+from .batches import MicroBatch, example_of, joined, micro_batches, positional
 from .engine import Engine
 from .instruction import Instruction
 from .messages import Itinerary
@@ -145,12 +152,13 @@ class Pipeline:
         """Whether this process holds the last stage, where losses and outputs are."""
         return self.plan.num_stages - 1 in self.stages
 
-    def step(self, inputs: Any, targets: Any) -> Report:
+    def step(self, inputs: Any, targets: Any, *, outputs: bool = False) -> Report:
         """Train on one batch: micro-batches through the schedule, one update.
 
         Args:    inputs: a tensor, a tuple (positional) or a dict (by name) of tensors; dimension 0 is the
                  batch.
                  targets: a tensor, tuple or dict of tensors, split along dimension 0 like the inputs.
+                 outputs: keep the model's outputs for the report, on the last stage's rank.
         Returns: the Report, on every rank.
         Raises:  StageError: a layer failed; TransportError: a rank did not answer. Both name rank, stage,
                  micro-batch.
@@ -167,9 +175,11 @@ class Pipeline:
         else:
             made, program = self.stream.feed(batches, step=self.num_steps)
             live = self.stream.micro_batches()
-        report = self._run(
-            made, program, live, num_samples=sum(len(b.inputs[0]) for b in batches), began=began
-        )
+        self.engine.wanted = outputs
+        num_samples = sum(len(batch.inputs[0]) for batch in batches)
+        report = self._run(made, program, live, num_samples=num_samples, began=began)
+        if outputs and self.is_last:
+            report = dataclasses.replace(report, outputs=joined(list(self.engine.outputs.values())))
         self.policy.end(self.engine.spans, report.seconds)
         self.num_steps += 1
         return report
@@ -201,13 +211,15 @@ class Pipeline:
         What is in flight is finished first."""
         self.drain()
         self.engine.check()
-        return self.state.gather(self.update, self.num_steps)
+        return self.state.gather(self.update, self.num_steps) | {"versions": self.plan.versions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what ``state_dict`` returned on rank 0, on whatever cut; every rank passes all of it.
 
-        What is in flight is finished first."""
+        What is in flight is finished first. A state of asynchronous training fits the same schedule, policy
+        and cuts only, because they decide which weights a micro-batch sees."""
         self.drain()
+        check_versions_of(state, self.plan)
         self.num_steps = self.state.load(self.update, state)
 
     def timeline(self) -> list[Span]:
@@ -250,7 +262,7 @@ class Pipeline:
                 parameters=parameters,
                 stage=index,
                 num_stages=self.plan.num_stages,
-                asynchronous=self.plan.schedule == "async_1f1b",
+                asynchronous=self.plan.schedule == STREAM,
                 prediction=self.plan.prediction,
                 tier=self.plan.weights_tier,
             ),

@@ -104,7 +104,7 @@ class Steps:
     ) -> tuple[list[list[Instruction]], list[Instruction], int]:
         """Programs per rank, their order in one process, the receives to post ahead; U ends them."""
         stages = self.plan.stages_of_rank
-        schedule = schedule_named(self.plan.schedule)
+        schedule = schedule_named(self.plan.schedule, self.plan.program)
         programs = schedule(stages, number, extra_in_flight=self.plan.extra_in_flight)
         window = smallest_window(programs, num_micro_batches=number, edges=pairs)
         order = verify(programs, num_micro_batches=number, edges=pairs, window=window)

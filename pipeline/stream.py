@@ -10,7 +10,6 @@ Source: Narayanan et al., PipeDream, SOSP 2019, section 3.2; PipeDream-2BW, ICML
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 
 from ..compression.errors import PlanError
@@ -21,11 +20,11 @@ from . import group
 from .batches import MicroBatch
 from .instruction import Instruction, Op
 from .messages import Itinerary, Message, itinerary
+from .schedules.async_1f1b import stream, time_of, with_updates
 from .steps import Inputs, Step, Steps, pairs_of
 from .verify import smallest_window
 
 Live = tuple[MicroBatch, Probe, tuple[Route, ...]]
-Timed = tuple[int, int, int, Instruction]  # time, order at that time, order within it, what happens
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,42 +40,27 @@ class Fed:
 
     @property
     def number(self) -> int:
-        """Micro-batches so far."""
+        """Micro-batches so far; the next would begin at twice this time, where a step ends."""
         return self.ends[-1] if self.ends else 0
 
-    @property
-    def before(self) -> float:
-        """The time at which the next batch would begin: a step ends there."""
-        return 2 * self.number
 
-
-def between(stages: Iterable[int], fed: Fed, *, start: float, end: float) -> list[Instruction]:
-    """What a rank with these stages does from time ``start`` on and before ``end``."""
-    # 3 stages, 3 micro-batches; each:       time      0  1  2  3  4  5   6  7   8  9  10
-    #                                        stage 0   F0    F1    F2 B0U    B1U    B2U
-    #                                        stage 1      F0    F1 B0U F2 B1U   B2U
-    #                                        stage 2         F0 B0U F1 B1U F2 B2U
-    timed = [item for stage in stages for item in _timed(stage, fed, start=start, end=end)]
-    program = []
-    for *_, instruction in sorted(timed, key=lambda item: item[:3]):
-        program.append(instruction)
-        if fed.each and instruction.op is Op.B:
-            program.append(Instruction(instruction.stage, Op.U))
-    return program
-
-
-def _timed(stage: int, fed: Fed, *, start: float, end: float) -> list[Timed]:
-    """What a stage does, with when; at one time an update comes first, then backwards, then forwards."""
-    behind = 2 * fed.num_stages - 1 - stage
-    first = max(0, math.ceil((start - behind) / 2)) if start < math.inf else 0
-    found: list[Timed] = []
-    for m in range(first, fed.number):
-        found.append((2 * m + stage, 2, stage, Instruction(stage, Op.F, m)))
-        found.append((2 * m + behind, 1, -stage, Instruction(stage, Op.B, m)))
-    if not fed.each:
-        ready = 2 * fed.num_stages - 2  # after the last micro-batch began, the first stage is done with it
-        found += [(2 * last + ready, 0, stage, Instruction(stage, Op.U)) for last in fed.ends]
-    return [item for item in found if start <= item[0] < end]
+def between(stages: Iterable[int], fed: Fed, *, start: int = 0, stop: int | None = None) -> list[Instruction]:
+    """What a rank with these stages does from time ``start`` on and before ``stop``; None: to the end."""
+    # 3 stages, 3 micro-batches, an update each:
+    #   time      0  1  2  3  4  5   6  7   8  9   10
+    #   stage 0   F0    F1    F2 B0U    B1U    B2U
+    #   stage 1      F0    F1 B0U F2 B1U   B2U
+    #   stage 2         F0 B0U F1 B1U F2 B2U
+    own = sorted(stages)
+    program = stream(own, num_stages=fed.num_stages, fed=fed.number, start=start, stop=stop)
+    if fed.each:
+        return with_updates(program)
+    # When the first stage is done with a batch, all are; at one time the updates come first.
+    ends = [2 * end + 2 * fed.num_stages - 2 for end in fed.ends]
+    due = [end for end in ends if start <= end and (stop is None or end < stop)]
+    timed = [(end, Instruction(stage, Op.U)) for end in due for stage in own]
+    timed += [(time_of(instruction, fed.num_stages), instruction) for instruction in program]
+    return [instruction for _, instruction in sorted(timed, key=lambda item: item[0])]
 
 
 class Stream:
@@ -92,7 +76,7 @@ class Stream:
     def restart(self) -> None:
         """Forget what is in flight: nothing is any more, or a step failed."""
         self.fed = Fed(num_stages=self.plan.num_stages, each=self.plan.schedule == "async_1f1b")
-        self.clock: float = 0
+        self.clock = 0
         self.live: dict[int, Live] = {}
         self.came: frozenset[Message] = frozenset()
 
@@ -121,11 +105,11 @@ class Stream:
             told = dataclasses.replace(batch, share=share, step=step, batch=number)
             self.live[m] = told, record, route
         self.fed = dataclasses.replace(self.fed, ends=(*self.fed.ends, first + len(batches)))
-        return self._slice(self.fed.before, first=first)
+        return self._slice(2 * self.fed.number, first=first)
 
     def drain(self) -> Step:
         """The slice that ends everything in flight."""
-        return self._slice(math.inf, first=min(self.live))
+        return self._slice(None, first=min(self.live))
 
     def micro_batches(self) -> dict[int, MicroBatch]:
         """Those in flight."""
@@ -142,10 +126,10 @@ class Stream:
         if not self.live:
             self.restart()
 
-    def _slice(self, end: float, *, first: int) -> Step:
-        start, self.clock = self.clock, end
-        programs = [between(own, self.fed, start=start, end=end) for own in self.plan.stages_of_rank]
-        everything = between(range(self.plan.num_stages), self.fed, start=start, end=end)
+    def _slice(self, stop: int | None, *, first: int) -> Step:
+        start, self.clock = self.clock, stop or 0
+        programs = [between(own, self.fed, start=start, stop=stop) for own in self.plan.stages_of_rank]
+        everything = between(range(self.plan.num_stages), self.fed, start=start, stop=stop)
         made = itinerary(
             programs,
             {m: live[1] for m, live in self.live.items()},
@@ -175,6 +159,7 @@ class Stream:
         self.pairs = sorted({*self.pairs, *pairs})
         number = 4 * self.plan.num_stages  # more micro-batches only repeat what these do
         fed = Fed(num_stages=self.plan.num_stages, each=self.fed.each, ends=(number,))
-        programs = [between(own, fed, start=0, end=math.inf) for own in self.plan.stages_of_rank]
-        programs = [[i for i in program if i.op is not Op.U] for program in programs]
-        self.window = smallest_window(programs, num_micro_batches=number, edges=self.pairs)
+        programs = [between(own, fed) for own in self.plan.stages_of_rank]
+        self.window = smallest_window(
+            programs, num_micro_batches=number, edges=self.pairs, asynchronous=self.fed.each
+        )

@@ -2,8 +2,8 @@
 
 The planner weighs both before a program exists; the tests hold them against the programs themselves.
 
-Source: Narayanan et al., Megatron-LM, SC 2021, section 2.2 (loop); Qi et al., Zero Bubble Pipeline Parallelism,
-        ICLR 2024, section 6 (vee).
+Source: Narayanan et al., Megatron-LM, SC 2021, section 2.2 (loop); Qi et al., Zero Bubble, ICLR 2024,
+        section 6 (vee).
 """
 
 import re
@@ -118,7 +118,7 @@ def warm_up(micro_batches: int, *, ranks: int, rank: int, stages: int) -> int:
 
 
 def _interleaved(stage: int, ranks: int, stages: int, micro_batches: int) -> int:
-    """After each F of the stage: the forwards so far, less the backwards among as many turns as have passed."""
+    """After each F of the stage: its forwards so far, less its backwards in the turns since the warm-up."""
     chunk, rank = divmod(stage, ranks)
     sizes = rounds(micro_batches, ranks)
     starts = [0, *accumulate(size * stages for size in sizes)]

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from ..compression.errors import PlanError
 from .record import load_json, read, shortened
@@ -116,6 +117,14 @@ class Plan:
     def streams(self) -> bool:
         """Whether batches follow each other without a flush: a step leaves micro-batches in flight."""
         return streams(self.schedule, self.weights)
+
+    @property
+    def versions(self) -> dict[str, Any] | None:
+        """What decides which weights a micro-batch sees, so that a state fits; None where a flush does."""
+        if not self.streams:
+            return None
+        names = ("schedule", "weights", "prediction")
+        return {name: getattr(self, name) for name in names} | {"cuts": list(self.cuts)}
 
     @property
     def stages_of_rank(self) -> list[list[int]]:
