@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 WIDTH_OF_CODECS = 110
 WIDTH_OF_A_RACE = 150
+WIDTH_OF_SCHEDULES = 130
 RESULTS = ("results.json", "results.png")
 
 
@@ -89,6 +90,9 @@ def codecs(config: BenchCodecsConfig, folder: RunFolder, typed: Sequence[str]) -
 
 def pipeline(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str]) -> None:
     """Race our pipeline against torch's own 1F1B over every link; what is done is kept, link by link."""
+    if config.schedule != "1f1b":
+        schedules(config, folder, typed)
+        return
     from ...pipeline import console
     from .pipeline import bench_pipeline, check, plan_of
     from .pipeline_picture import draw
@@ -110,6 +114,42 @@ def pipeline(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str
     with writing(folder.path / "results.png"):
         draw(results, folder.path / "results.png")
     screen.print(table(results))
+    for name in RESULTS:
+        print(console.short(folder.path / name))
+
+
+def schedules(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str]) -> None:
+    """Race schedules and policies of the weights against torch's and each other."""
+    from ...pipeline import console
+    from .entrants import ALL, left_out
+    from .pipeline_rows import link_facts
+    from .schedules import bench_schedules, check, plans_of
+    from .schedules_picture import draw
+    from .schedules_rows import CAPTION, overhead_lines, rows_of, table, title
+
+    folder.claim()
+    link, chosen = check(config)
+    plans = plans_of(config, chosen)
+    (folder.path / "plans").mkdir(parents=True, exist_ok=True)
+    for name, plan in plans.items():
+        plan.save(folder.path / "plans" / f"{name}.json")
+    screen = console.screen(width_of_a_log=WIDTH_OF_SCHEDULES)
+    job = _job(config, next(iter(plans.values()))) | {"codec": config.codecs[0], "schedules": list(chosen)}
+    results = circumstances("pipeline", typed) | {"threads": config.threads, "job": job}
+    results |= {"load_before": os.getloadavg(), "link": link_facts(link), "rows": [], "overhead": []}
+    screen.print(f"{console.short(folder.path)}: {title(results)}", highlight=False, soft_wrap=True)
+    found = bench_schedules(config, chosen, link, folder=folder.path)
+    results["overhead"] = found["facts"].pop("overhead")
+    results["link"] = link_facts(link, measured=found["facts"])
+    results["rows"] = rows_of(found["rows"], batch_size=config.batch_size)
+    save_json(folder.path / "results.json", results | {"load_after": os.getloadavg()})
+    with writing(folder.path / "results.png"):
+        draw(results, folder.path / "results.png")
+    screen.print(table(results))
+    missing = left_out() if config.schedule == ALL else []
+    told = [f"Left out, for want of the schedule: {', '.join(missing)}."] if missing else []
+    for line in (CAPTION, *told, *overhead_lines(results["overhead"])):
+        screen.print(line, highlight=False, soft_wrap=True)
     for name in RESULTS:
         print(console.short(folder.path / name))
 
