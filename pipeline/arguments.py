@@ -3,16 +3,22 @@ remedy."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..compression.errors import PlanError
 from ..stages.graph import LayerGraph
 from ..stages.plan import Plan
+from ..stages.rules import STREAM, check_versions
 from . import group
+from .update import SCOPES
 
 
 def check_gradients() -> None:
@@ -45,6 +51,48 @@ def check_arguments(
         raise PlanError(f"deadline is a number of seconds above 0, found {deadline}")
 
 
+def check_update(model: nn.Module, plan: Plan, *, clip: object, scope: str, scaler: object) -> None:
+    """What the update of the weights can do with the schedule and the weights of ``plan``."""
+    check_versions(
+        schedule=plan.schedule,
+        weights=plan.weights,
+        prediction=plan.prediction,
+        num_stages=plan.num_stages,
+        micro_batches=plan.micro_batches,
+        extra_in_flight=plan.extra_in_flight,
+    )
+    if scope not in SCOPES:
+        raise PlanError(f"clip_scope is one of {', '.join(SCOPES)}, found {scope!r}; choose one of these")
+    if clip is not None and scope == "global" and plan.schedule == STREAM:
+        raise PlanError(
+            f"with {STREAM} there is no moment at which all stages hold the same step; take "
+            "clip_scope=stage, the norm over each stage's gradients, or clip=None"
+        )
+    _check_scaler(model, plan, scaler)
+
+
+def _check_scaler(model: nn.Module, plan: Plan, scaler: object) -> None:
+    if scaler is None or (isinstance(scaler, GradScaler) and not scaler.is_enabled()):
+        return
+    number = isinstance(scaler, int | float) and not isinstance(scaler, bool) and 0 < scaler < math.inf
+    if not isinstance(scaler, GradScaler) and not number:
+        raise PlanError(
+            f"scaler is a torch.amp.GradScaler, or a number above 0 that stays, found {scaler!r}; give None "
+            "for no loss scale"
+        )
+    if plan.schedule == STREAM and not number:
+        raise PlanError(
+            f"with {STREAM} there is no moment at which all stages hold the same step, to skip it or to move "
+            "its loss scale; give scaler a number, such as 1024.0"
+        )
+    half = next((n for n, p in model.named_parameters() if p.dtype == torch.float16 and p.requires_grad), "")
+    if half:
+        raise PlanError(
+            f"a loss scale cannot be taken off gradients of float16 without losing them, and {half} is "
+            "float16; keep the parameters in float32 and give autocast=torch.float16"
+        )
+
+
 def check_ranks(plan: Plan) -> None:
     """A group of ranks has as many as the plan."""
     if group.joined() and group.num_ranks() != plan.num_ranks:
@@ -52,6 +100,24 @@ def check_ranks(plan: Plan) -> None:
             f"the plan is made for {plan.num_ranks} ranks, {group.num_ranks()} were started; start as many, "
             "or plan again"
         )
+
+
+def check_versions_of(state: Mapping[str, Any], plan: Plan) -> None:
+    """A state of asynchronous training goes on only where micro-batches see the same versions."""
+    ours, theirs = plan.versions, state.get("versions")
+    if ours != theirs:
+        raise PlanError(
+            "a state goes on with the schedule, weights and cuts that it was made with, "
+            f"{_said(theirs)}, found {_said(ours)}; plan alike, or load only its model, before the Pipeline"
+        )
+
+
+def _said(versions: Mapping[str, Any] | None) -> str:
+    if versions is None:
+        return "a synchronous schedule"
+    predicted = ", prediction=true" if versions["prediction"] else ""
+    cuts = ",".join(versions["cuts"])
+    return f"schedule={versions['schedule']} weights={versions['weights']}{predicted} cuts=[{cuts}]"
 
 
 def check_layers(plan: Plan, graph: LayerGraph) -> None:

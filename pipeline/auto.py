@@ -94,7 +94,8 @@ class Auto:
     def sees(self, message: Message) -> bool:
         """The tensors of one micro-batch in a step of trials."""
         value = self.itinerary.value(message)
-        return self.training and self.trying and message.micro_batch == 0 and value.number is None
+        first = message.micro_batch == self.itinerary.first
+        return self.training and self.trying and first and value.number is None
 
     def arriving(self, message: Message, item: torch.Tensor) -> None:
         """Keep the bitmap of a value's sample for the trial of its gradient."""

@@ -5,6 +5,7 @@ into fresh memory, in the plain loop too."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,20 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..compression.errors import PlanError
 from ..stages.plan import Plan
-from .engine import MicroBatch
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What a micro-batch brings from outside: the model's inputs, targets, its share of the batch.
+
+    It is number ``index`` of the batch of ``step``, which is number ``batch`` since the last drain."""
+
+    inputs: tuple[torch.Tensor, ...]
+    targets: Any
+    share: float
+    step: int = 0
+    index: int = 0
+    batch: int = 0
 
 
 def positional(inputs: Any, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
@@ -61,9 +75,21 @@ def micro_batches(
             f"the weights of a batch's micro-batches sum to more than zero, found {total}; see weight="
         )
     return [
-        MicroBatch(inputs=tuple(_fresh(x[i]) for x in split), targets=parts[i], share=weights[i] / total)
+        MicroBatch(
+            inputs=tuple(_fresh(x[i]) for x in split), targets=parts[i], share=weights[i] / total, index=i
+        )
         for i in range(number)
     ]
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """The outputs of micro-batches as those of one batch: every tensor along dimension 0; None of none."""
+    if not parts:
+        return None
+    leaves, spec = tree_flatten(parts[0])
+    columns = zip(*(tree_flatten(part)[0] for part in parts), strict=True)
+    whole = [torch.cat(c) if isinstance(c[0], torch.Tensor) and c[0].dim() else c[0] for c in columns]
+    return tree_unflatten(whole if leaves else leaves, spec)
 
 
 def _fresh(item: Any) -> Any:

@@ -16,10 +16,12 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ..compression.errors import PenstockError, StageError, TransportError
 from ..stages.seeds import layer_seed
 from ..stages.stage import Stage
+from .batches import MicroBatch
 from .frames import Frames
 from .instruction import Instruction, Op
 from .loss import Loss, mean_loss, refuse_side_ways
@@ -30,14 +32,15 @@ from .timeline import Span
 from .transport import GlooTransport, Transport
 from .update import Update
 
+Backward = Callable[[int, Mapping[int, "torch.Tensor | None"]], Mapping[int, "torch.Tensor | None"]]
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """What a micro-batch brings from outside: the model's inputs, targets, its share of the batch."""
-
-    inputs: tuple[torch.Tensor, ...]
-    targets: Any
-    share: float
+WORDS = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "backward for the inputs",
+    Op.W: "backward for the weights",
+    Op.U: "update",
+}
 
 
 class Engine:
@@ -60,27 +63,36 @@ class Engine:
         self.rank, self.stages, self.transport = rank, stages, transport
         self.frames = Frames(transport, policy=policy, noted=any(stage.stores for stage in stages.values()))
         self.loss, self.update, self.parameters, self.seed = loss, update, parameters, seed
-        self.run = {Op.F: self._forward, Op.B: self._backward, Op.U: self._update}
+        self.run = {
+            Op.F: self._forward,
+            Op.B: self._backward,
+            Op.I: self._backward_inputs,
+            Op.W: self._backward_weights,
+            Op.U: self._update,
+        }
         self.spans: list[Span] = []
         self.saved: dict[int, tuple[int, int]] = {}
         self.failed = ""
+        self.wanted = False  # the outputs of a step
 
     def step(
         self,
         number: int,
         program: Sequence[Instruction],
         itinerary: Itinerary,
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: Mapping[int, MicroBatch],
     ) -> dict[int, torch.Tensor]:
         """Run this process's ``program``; returns the losses by micro-batch where the last stage is."""
         self.number, self.itinerary, self.micro_batches = number, itinerary, micro_batches
         self.losses: dict[int, torch.Tensor] = {}
+        self.outputs: dict[int, Any] = {}
         self.spans = []
         with self._told(f"step {number}"):
             self._begin("train")
-            self.update.begin()
+            if not itinerary.goes_on:
+                self.update.begin()
             for instruction, following in zip_longest(program, program[1:]):
-                if following is not None and following.op is Op.B:
+                if following is not None and following.op in (Op.B, Op.I):
                     self.stages[following.stage].fetch(following.micro_batch)  # while this one runs
                 self._timed(instruction, self.run[instruction.op])
             self.frames.end()
@@ -139,13 +151,14 @@ class Engine:
         self.reports = {index: StageReport() for index in self.stages}
         self.tied: dict[tuple[int, str], Any] = {}
         for stage in self.stages.values():
-            stage.begin(mode)
+            if not self.itinerary.goes_on:
+                stage.begin(mode)
         self.frames.begin(self.itinerary, training=mode == "train")
 
     def _timed(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
         start = time.perf_counter()
         self.frames.start()
-        what = {Op.F: "forward", Op.B: "backward", Op.U: "update"}[instruction.op]
+        what = WORDS[instruction.op]
         of = "" if instruction.micro_batch is None else f" of micro-batch {instruction.micro_batch}"
         with self._told(f"stage {instruction.stage}, {what}{of}, step {self.number}"):
             run(instruction)
@@ -173,27 +186,40 @@ class Engine:
             self._arrive(instruction, batch.inputs),
             record=self.itinerary.records[index],
             route=self.itinerary.routes[index][stage.index],
-            seed=lambda name: layer_seed(self.seed, self.number, index, name),
+            seed=lambda name: layer_seed(self.seed, batch.step, batch.index, name),
+            batch=batch.batch,
         )
         self._leave(instruction, sent)
         stage.leave(index, self.frames.placed)
         self.frames.let_go(stage.index, [m for m in self.itinerary.receives[instruction] if not m.masked])
         if stage.last:
             self._lose(stage, index, outputs, batch)
+            if self.wanted:
+                self.outputs[index] = tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
     def _lose(self, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:
         mean = mean_loss(self.loss, outputs, batch.targets, autocast=stage.autocast)
-        if index == 0:
+        if index == self.itinerary.first:
             refuse_side_ways(mean, outputs, self.parameters)
-        stage.lose(index, mean * batch.share)
+        stage.lose(index, self.update.scale.apply(mean * batch.share, batch.batch))
         self.losses[index] = mean.detach()
 
     def _backward(self, instruction: Instruction) -> None:
+        self._send_back(instruction, self.stages[instruction.stage].backward)
+
+    def _backward_inputs(self, instruction: Instruction) -> None:
+        self._send_back(instruction, self.stages[instruction.stage].backward_inputs)
+
+    def _backward_weights(self, instruction: Instruction) -> None:
+        assert instruction.micro_batch is not None
+        self.stages[instruction.stage].backward_weights(instruction.micro_batch)
+
+    def _send_back(self, instruction: Instruction, backward: Backward) -> None:
         index = instruction.micro_batch
         assert index is not None
         came, back = self.itinerary.receives[instruction], self.itinerary.sends[instruction]
         gradients = {message.value: self.frames.receive(message) for message in came}
-        self._leave(instruction, self.stages[instruction.stage].backward(index, gradients))
+        self._leave(instruction, backward(index, gradients))
         self.frames.let_go(instruction.stage, [message.downstream for message in (*came, *back)])
 
     def _update(self, instruction: Instruction) -> None:
@@ -208,8 +234,10 @@ class Engine:
         }
         for number, _ in route.receives:
             value = record.values[number]  # its number may differ between micro-batches of other sizes
-            if value.parameter:
-                received[number] = self.tied.setdefault((stage, value.name), received.get(number))
+            if value.parameter and number in received:
+                self.tied[stage, value.name] = received[number]
+            elif value.parameter:  # it came with the first micro-batch of the step
+                received[number] = self.tied[stage, value.name]
         if stage == 0:
             starts = [i for i, value in enumerate(record.values) if value.producer < 0]
             received |= dict(zip(starts, inputs, strict=True))

@@ -44,9 +44,10 @@ class Frames:
         """Get ready for a step whose messages are these; let go of what a failed step kept."""
         self.itinerary, self.training = itinerary, training
         self.policy.begin(itinerary, training=training)
-        for frame in self.kept.values():
-            frame.release()
-        self.kept.clear()
+        if not itinerary.goes_on:
+            for frame in self.kept.values():
+                frame.release()
+            self.kept.clear()
         self.transport.begin(itinerary)
 
     def end(self) -> None:

@@ -43,18 +43,24 @@ class Message:
 class Itinerary:
     """All messages of a step by the instruction that receives or sends them, and what they came from.
 
-    ``programs`` has one list per rank; ``records`` and ``routes`` one entry per micro-batch; ``passes`` says
-    in which message a value came that is sent on as it is; ``window`` receives are posted ahead on every
-    channel."""
+    ``programs`` has one list per rank; ``records`` and ``routes`` one entry per micro-batch that they speak
+    of, ``first`` is the first one that the step brings; ``passes`` says in which message a value came that is
+    sent on as it is; ``window`` receives are posted ahead on every channel. Of an endless program a step is a
+    slice: it ``goes_on`` if micro-batches are in flight, ``came`` holds the messages that earlier slices sent
+    and none has received, ``open`` those that this one leaves so."""
 
     programs: tuple[tuple[Instruction, ...], ...]
     rank_of: tuple[int, ...]
-    records: tuple[Probe, ...]
-    routes: tuple[tuple[Route, ...], ...]
+    records: Mapping[int, Probe]
+    routes: Mapping[int, tuple[Route, ...]]
     receives: Mapping[Instruction, tuple[Message, ...]]
     sends: Mapping[Instruction, tuple[Message, ...]]
     passes: Mapping[Message, Message]
     window: int
+    first: int = 0
+    goes_on: bool = False
+    came: frozenset[Message] = frozenset()
+    open: frozenset[Message] = frozenset()
 
     def value(self, message: Message) -> Value:
         """What is known of the value that a message carries."""
@@ -73,22 +79,28 @@ class Itinerary:
 
 def itinerary(
     programs: Sequence[Sequence[Instruction]],
-    records: Sequence[Probe],
-    routes: Sequence[tuple[Route, ...]],
+    records: Mapping[int, Probe],
+    routes: Mapping[int, tuple[Route, ...]],
     *,
     rank_of: Sequence[int],
     window: int,
+    stream: bool = False,
+    first: int = 0,
+    goes_on: bool = False,
+    came: frozenset[Message] = frozenset(),
 ) -> Itinerary:
     """Attach to every instruction the messages it waits for and those it sends, nearest stage first.
 
-    ``window`` counts instructions, as ``verify`` does; several messages of one each get a receive of their
-    own."""
+    Args:    window: counts instructions, as ``verify`` does; several messages of one each get a receive of
+             their own.
+             stream: the programs are a slice of an endless one, in which every micro-batch may see other
+             weights; so a tied parameter goes down with each, else once a step, with micro-batch 0."""
     receives: dict[Instruction, tuple[Message, ...]] = {}
     sends: dict[Instruction, tuple[Message, ...]] = {}
     passes: dict[Message, Message] = {}
     for instruction in (i for program in programs for i in program):
         stage, op, index = instruction.stage, instruction.op, instruction.micro_batch
-        if index is None:
+        if index is None or op is Op.W:
             continue
         values, route = records[index].values, routes[index][stage]
         down = [
@@ -98,9 +110,10 @@ def itinerary(
         further = [
             Message(Op.F, index, n, stage, target, _masked(values[n], n, route)) for n, target in route.sends
         ]
-        if op is Op.F:  # a parameter goes down the chain once a step, with the first micro-batch
-            receives[instruction] = tuple(m for m in down if not (index and values[m.value].parameter))
-            sends[instruction] = tuple(m for m in further if not (index and values[m.value].parameter))
+        if op is Op.F:
+            again = index > 0 and not stream
+            receives[instruction] = tuple(m for m in down if not (again and values[m.value].parameter))
+            sends[instruction] = tuple(m for m in further if not (again and values[m.value].parameter))
             arrived = {message.value: message for message in down}
             passes |= {m: arrived[m.value] for m in further if m.value in route.passes}
         else:
@@ -109,15 +122,21 @@ def itinerary(
             sends[instruction] = tuple(sorted(back, key=lambda message: (-message.target, message.value)))
     counts = [Counter(rank_of[message.target] for message in sent) for sent in sends.values()]
     most = max((number for count in counts for number in count.values()), default=1)
+    sent = frozenset(message for messages in sends.values() for message in messages)
+    received = frozenset(message for messages in receives.values() for message in messages)
     return Itinerary(
         programs=tuple(tuple(program) for program in programs),
         rank_of=tuple(rank_of),
-        records=tuple(records),
-        routes=tuple(routes),
+        records=records,
+        routes=routes,
         receives=receives,
         sends=sends,
         passes=passes,
         window=window * most,
+        first=first,
+        goes_on=goes_on,
+        came=came,
+        open=(came | sent) - received,
     )
 
 

@@ -6,8 +6,9 @@ rank keeps its own stages. Either way a step has the bits of the plain loop over
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,16 +23,29 @@ from ..stages.graph import fingerprint, trace
 from ..stages.measure import owned_parameters
 from ..stages.memory.keeper import STORES
 from ..stages.plan import Plan
+from ..stages.rules import STREAM
 from ..stages.stage import Stage
+from ..stages.weights import weights_named
 from . import group
-from .arguments import check_arguments, check_gradients, check_layers, check_ranks
+from .arguments import (
+    check_arguments,
+    check_gradients,
+    check_layers,
+    check_ranks,
+    check_update,
+    check_versions_of,
+)
 from .auto import policy_named
-from .batches import example_of, micro_batches, positional
-from .engine import Engine, MicroBatch
+from .batches import MicroBatch, example_of, joined, micro_batches, positional
+from .engine import Engine
+from .instruction import Instruction
+from .messages import Itinerary
 from .prices import Flow
 from .report import Report, StageReport
+from .scale import Scaler
 from .state import State
 from .steps import Steps
+from .stream import Stream
 from .timeline import Span
 from .transport import GlooTransport, LocalTransport
 from .update import Named, Update
@@ -47,8 +61,11 @@ class Pipeline:
         loss: (outputs, targets) -> mean over the micro-batch, a 0-dim tensor.
         optimizer: list of (name, parameter) -> torch optimizer; called once per stage that has parameters.
         scheduler: optimizer -> learning-rate scheduler, stepped once after every update.
-        clip: largest global L2 norm of the gradients, None for no clipping.
-        scaler: None; a loss scale is not offered yet.
+        clip: largest L2 norm of the gradients, None for no clipping.
+        clip_scope: of all gradients ("global"), or of those of each stage ("stage").
+        scaler: a torch.amp.GradScaler, which a step moves as the plain loop would, on every rank; or a number
+            that the loss is scaled with throughout; None for no loss scale. An overflow anywhere skips the
+            update and the scheduler everywhere (under async_1f1b: of its stage).
         autocast: dtype that forward and loss are cast to by torch.autocast (without its weight cache), None
         for none.
         weight: targets -> over how much the loss is a mean (default: the number of samples).
@@ -68,18 +85,15 @@ class Pipeline:
         optimizer: Callable[[Named], Optimizer],
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         clip: float | None = None,
-        scaler: None = None,
+        clip_scope: str = "global",
+        scaler: Scaler = None,
         autocast: torch.dtype | None = None,
         weight: Callable[[Any], float] | None = None,
         seed: int = 0,
         deadline: float = 60.0,
     ) -> None:
-        if scaler is not None:
-            raise PlanError(
-                "a loss scale is not offered yet; train in bfloat16 or float32, which need none, with "
-                "scaler=None"
-            )
         check_arguments(model, plan, optimizer, clip, autocast, deadline)
+        check_update(model, plan, clip=clip, scope=clip_scope, scaler=scaler)
         check_gradients()
         check_ranks(plan)
         if not model.training:
@@ -94,23 +108,32 @@ class Pipeline:
         self.plan, self.weight, self.num_steps = plan, weight, 0
         self.inputs = [str(node.target) for node in graph.train.inputs]
         self.steps = Steps(plan, graph)
-        self.steps.step("train", [graph.example_inputs] * plan.micro_batches)  # refuse early
+        self.stream = Stream(plan, self.steps) if plan.streams else None
+        if self.stream is None:
+            self.steps.step("train", [graph.example_inputs] * plan.micro_batches)  # refuse early
+        else:
+            self.stream.rehearse([graph.example_inputs] * plan.micro_batches)
 
         self.rank = group.rank()
         here = [s for s in range(plan.num_stages) if not group.joined() or plan.ranks[s] == self.rank]
-        self.stages = {s: self._stage(s, model, autocast) for s in here}
         stage_of = self.steps.stage_of["train"]
         pairs = zip(stage_of, owned_parameters(graph), strict=True)
         owner = {name: stage for stage, names in pairs for name in names}
+        owned = {s: [(n, p) for n, p in model.named_parameters() if owner[n] == s] for s in here}
+        self.stages = {s: self._stage(s, model, [p for _, p in owned[s]], autocast) for s in here}
         rank_of = [plan.ranks[s] if group.joined() else 0 for s in range(plan.num_stages)]
         self.state = State(model, graph, stages=self.stages, owner=owner, stage_of=stage_of, rank_of=rank_of)
         self.update = Update(
-            parameters={s: [(n, p) for n, p in model.named_parameters() if owner[n] == s] for s in here},
+            parameters=owned,
             dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
             owner={name: rank_of[stage] for name, stage in owner.items()},
+            weights={s: stage.weights for s, stage in self.stages.items()},
             optimizer=optimizer,
             scheduler=scheduler,
             clip=clip,
+            scope=clip_scope,
+            scaler=scaler,
+            together=plan.schedule != STREAM,
         )
         self.policy = policy_named(plan.codec, deadline=deadline)
         self.engine = Engine(
@@ -129,12 +152,13 @@ class Pipeline:
         """Whether this process holds the last stage, where losses and outputs are."""
         return self.plan.num_stages - 1 in self.stages
 
-    def step(self, inputs: Any, targets: Any) -> Report:
+    def step(self, inputs: Any, targets: Any, *, outputs: bool = False) -> Report:
         """Train on one batch: micro-batches through the schedule, one update.
 
         Args:    inputs: a tensor, a tuple (positional) or a dict (by name) of tensors; dimension 0 is the
                  batch.
                  targets: a tensor, tuple or dict of tensors, split along dimension 0 like the inputs.
+                 outputs: keep the model's outputs for the report, on the last stage's rank.
         Returns: the Report, on every rank.
         Raises:  StageError: a layer failed; TransportError: a rank did not answer. Both name rank, stage,
                  micro-batch.
@@ -145,27 +169,57 @@ class Pipeline:
         batches = micro_batches(
             positional(inputs, self.inputs), targets, self.plan.micro_batches, self.weight
         )
-        itinerary, program = self.steps.step("train", [batch.inputs for batch in batches])
-        losses = self.engine.step(self.num_steps, program, itinerary, batches)
-        report = self._report(batches, losses, began)
+        if self.stream is None:
+            made, program = self.steps.step("train", [batch.inputs for batch in batches])
+            live = {batch.index: dataclasses.replace(batch, step=self.num_steps) for batch in batches}
+        else:
+            made, program = self.stream.feed(batches, step=self.num_steps)
+            live = self.stream.micro_batches()
+        self.engine.wanted = outputs
+        num_samples = sum(len(batch.inputs[0]) for batch in batches)
+        report = self._run(made, program, live, num_samples=num_samples, began=began)
+        if outputs and self.is_last:
+            report = dataclasses.replace(report, outputs=joined(list(self.engine.outputs.values())))
         self.policy.end(self.engine.spans, report.seconds)
         self.num_steps += 1
         return report
 
+    def drain(self) -> Report | None:
+        """Finish the micro-batches in flight, if the schedule leaves any; count versions from 0 again.
+
+        Returns: the Report of what this took, on every rank; None where nothing was in flight."""
+        if self.stream is None or not self.stream.in_flight:
+            return None
+        began = time.perf_counter()
+        self.engine.check()
+        made, program = self.stream.drain()
+        return self._run(made, program, self.stream.micro_batches(), num_samples=0, began=began)
+
     def evaluate(self, inputs: Any) -> Any:
-        """The plain model in eval mode on all of ``inputs`` at once; on the last stage's rank, else None."""
+        """The plain model in eval mode on all of ``inputs`` at once; on the last stage's rank, else None.
+
+        What is in flight is finished first."""
+        self.drain()
         self.engine.check()
         (batch,) = micro_batches(positional(inputs, self.inputs), None, 1, None)
         itinerary, program = self.steps.step("eval", [batch.inputs])
         return self.engine.evaluate(program, itinerary, batch.inputs)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"model", "optimizer", "step"} under the model's own names; collective, complete on rank 0."""
+        """{"model", "optimizer", "step"} under the model's own names; collective, complete on rank 0.
+
+        What is in flight is finished first."""
+        self.drain()
         self.engine.check()
-        return self.state.gather(self.update, self.num_steps)
+        return self.state.gather(self.update, self.num_steps) | {"versions": self.plan.versions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned on rank 0, on whatever cut; every rank passes all of it."""
+        """Take over what ``state_dict`` returned on rank 0, on whatever cut; every rank passes all of it.
+
+        What is in flight is finished first. A state of asynchronous training fits the same schedule, policy
+        and cuts only, because they decide which weights a micro-batch sees."""
+        self.drain()
+        check_versions_of(state, self.plan)
         self.num_steps = self.state.load(self.update, state)
 
     def timeline(self) -> list[Span]:
@@ -191,7 +245,9 @@ class Pipeline:
         if not self.engine.failed:
             group.close()
 
-    def _stage(self, index: int, model: nn.Module, autocast: torch.dtype | None) -> Stage:
+    def _stage(
+        self, index: int, model: nn.Module, parameters: Iterable[nn.Parameter], autocast: torch.dtype | None
+    ) -> Stage:
         return Stage(
             index,
             model=model,
@@ -201,11 +257,39 @@ class Pipeline:
             autocast=autocast,
             store=None if self.plan.tier == "device" else STORES[self.plan.tier](),
             codec=self.plan.codec if self.plan.codec in CODECS else AUTO,  # lossy ones lose on the wire only
+            weights=weights_named(
+                self.plan.weights,
+                parameters=parameters,
+                stage=index,
+                num_stages=self.plan.num_stages,
+                asynchronous=self.plan.schedule == STREAM,
+                prediction=self.plan.prediction,
+                tier=self.plan.weights_tier,
+            ),
         )
 
-    def _report(self, batches: Sequence[MicroBatch], losses: dict[int, torch.Tensor], began: float) -> Report:
-        """Put everybody's numbers together: the loss, and what each stage did."""
-        mine = [_total(batches, losses) if self.is_last else 0.0]
+    def _run(
+        self,
+        made: Itinerary,
+        program: Sequence[Instruction],
+        live: Mapping[int, MicroBatch],
+        *,
+        num_samples: int,
+        began: float,
+    ) -> Report:
+        """Run a step, or what drains a stream; put together the loss, and what each stage did."""
+        try:
+            losses = self.engine.step(self.num_steps, program, made, live)
+        except BaseException:
+            if self.stream is not None:
+                self.stream.restart()  # what was in flight is lost
+            raise
+        if self.stream is not None:
+            self.stream.ran(made)
+            if not self.stream.in_flight:
+                for stage in self.stages.values():
+                    stage.weights.drained()
+        mine = [self._loss(losses, live)]
         fields = [field.name for field in dataclasses.fields(StageReport)]
         for stage in range(self.plan.num_stages):
             report = self.engine.reports.get(stage, StageReport())
@@ -216,17 +300,22 @@ class Pipeline:
             step=self.num_steps,
             loss=loss,
             seconds=time.perf_counter() - began,
-            num_samples=sum(len(batch.inputs[0]) for batch in batches),
+            num_samples=num_samples,
             stages=tuple(
                 StageReport(**dict(zip(fields, (*map(int, row[:6]), *row[6:]), strict=True))) for row in rows
             ),
         )
 
+    def _loss(self, losses: Mapping[int, torch.Tensor], live: Mapping[int, MicroBatch]) -> float:
+        """The sum of share x loss, ascending, in the loss's dtype, at least float32.
 
-def _total(batches: Sequence[MicroBatch], losses: dict[int, torch.Tensor]) -> float:
-    """The sum of share x loss, ascending, in the loss's dtype, at least float32."""
-    dtype = torch.promote_types(losses[0].dtype, torch.float32)
-    total = torch.zeros((), dtype=dtype)
-    for index, batch in enumerate(batches):
-        total += losses[index].to(dtype) * batch.share
-    return float(total)
+        Of a stream, the mean over those that finished; no number where none did."""
+        if not self.is_last:
+            return 0.0
+        if not losses:
+            return math.nan
+        dtype = torch.promote_types(next(iter(losses.values())).dtype, torch.float32)
+        total = torch.zeros((), dtype=dtype)
+        for index, loss in losses.items():
+            total += loss.to(dtype) * live[index].share
+        return float(total) / (sum(live[index].share for index in losses) if self.stream is not None else 1)

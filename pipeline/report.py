@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from ..stages.units import show_bytes
 
@@ -24,13 +25,15 @@ class StageReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One step; the same on every rank but for ``seconds``, which each rank measures itself."""
+    """One step; the same on every rank but for ``seconds``, which each rank measures itself, and for
+    ``outputs``: the model's on the batch, if they were asked for, where the last stage is."""
 
     step: int
     loss: float
     seconds: float
     num_samples: int
     stages: tuple[StageReport, ...]
+    outputs: Any = None
 
     @property
     def bytes_raw(self) -> int:

@@ -53,7 +53,7 @@ class State:
                 self.held[key] = tensor
 
     def gather(self, update: Update, steps: int) -> dict[str, Any]:
-        """{"model", "optimizer", "scheduler", "step"}: everything on rank 0, this process's part
+        """{"model", "optimizer", "scheduler", "scaler", "step"}: everything on rank 0, this process's part
         elsewhere."""
         mine = [key for key in self.held if self.source[key] == group.rank()]
         optimizer = update.state()
@@ -72,7 +72,7 @@ class State:
         gathered = group.gather_tensors(frames)
         if gathered is None:
             said, gathered = [said[group.rank()]], [frames]
-        return _put_together(said, gathered, self.keys, steps)
+        return _put_together(said, gathered, self.keys, steps) | {"scaler": update.scale.state()}
 
     def load(self, update: Update, state: Mapping[str, Any]) -> int:
         """Copy what ``gather`` returned on rank 0 into this process's tensors; returns the steps done."""
@@ -93,6 +93,7 @@ class State:
                     )
                 tensor.copy_(model[key])
         update.load(state["optimizer"], state.get("scheduler"))
+        update.scale.load(state.get("scaler"))
         return int(state["step"])
 
 

@@ -4,7 +4,7 @@ A step is planned once for every set of micro-batch shapes and then run many tim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -14,7 +14,7 @@ from ..stages.graph import LayerGraph
 from ..stages.layers import Layer, Traced
 from ..stages.plan import Plan
 from ..stages.probe import Probe
-from ..stages.route import edges, follow, routes, stage_of_layers
+from ..stages.route import Route, edges, follow, routes, stage_of_layers
 from ..stages.shapes import Shapes
 from . import group
 from .instruction import Instruction, Op
@@ -41,6 +41,7 @@ class Steps:
         except PlanError as error:  # training does not need it
             self.refusal = str(error)
         self.known: dict[object, Step] = {}
+        self.routes: dict[int, tuple[Probe, tuple[Route, ...]]] = {}
 
     def layers(self, mode: str, stage: int) -> tuple[Traced, list[Layer]]:
         """The trace of a mode, and the layers of one stage in it."""
@@ -65,17 +66,25 @@ class Steps:
             self.known[key] = self._plan(mode, inputs)
         return self.known[key]
 
-    def _plan(self, mode: str, inputs: Inputs) -> Step:
+    def routed(self, mode: str, inputs: Inputs) -> tuple[list[Probe], list[tuple[Route, ...]]]:
+        """For every micro-batch what is known of its values, and the route of every stage.
+
+        Raises: PlanError: a cut would change the bits at these shapes.
+        """
         records = [self.shapes.probe(mode, batch) for batch in inputs]
-        distinct = {id(record): record for record in records}
         traced, stage_of = self.shapes.traced[mode], self.stage_of[mode]
-        for record in distinct.values():
-            _check_cuts(traced, stage_of, record)
-        routed = {
-            key: routes(traced, record, stage_of, num_stages=self.plan.num_stages)
-            for key, record in distinct.items()
-        }
-        pairs = sorted({pair for route in routed.values() for pair in edges(route)})
+        for record in {id(record): record for record in records}.values():
+            if id(record) not in self.routes:
+                if len(self.routes) == KEPT:
+                    del self.routes[next(iter(self.routes))]
+                _check_cuts(traced, stage_of, record)
+                made = routes(traced, record, stage_of, num_stages=self.plan.num_stages)
+                self.routes[id(record)] = record, made  # the record too: an id is one only while it lives
+        return records, [self.routes[id(record)][1] for record in records]
+
+    def _plan(self, mode: str, inputs: Inputs) -> Step:
+        records, routed = self.routed(mode, inputs)
+        pairs = pairs_of(routed)
         if mode == "train":
             programs, order, window = self._training(len(inputs), pairs)
         else:
@@ -83,8 +92,8 @@ class Steps:
             order, window = [Instruction(s, Op.F, 0) for s in range(self.plan.num_stages)], 2
         made = itinerary(
             programs,
-            records,
-            [routed[id(record)] for record in records],
+            dict(enumerate(records)),
+            dict(enumerate(routed)),
             rank_of=self.plan.ranks,
             window=window,
         )
@@ -95,13 +104,19 @@ class Steps:
     ) -> tuple[list[list[Instruction]], list[Instruction], int]:
         """Programs per rank, their order in one process, the receives to post ahead; U ends them."""
         stages = self.plan.stages_of_rank
-        schedule = schedule_named(self.plan.schedule)
+        schedule = schedule_named(self.plan.schedule, self.plan.program)
         programs = schedule(stages, number, extra_in_flight=self.plan.extra_in_flight)
         window = smallest_window(programs, num_micro_batches=number, edges=pairs)
         order = verify(programs, num_micro_batches=number, edges=pairs, window=window)
         updates = [[Instruction(s, Op.U) for s in own] for own in stages]
         programs = [[*program, *update] for program, update in zip(programs, updates, strict=True)]
         return programs, [*order, *(u for update in updates for u in update)], window
+
+
+def pairs_of(routed: Iterable[tuple[Route, ...]]) -> list[tuple[int, int]]:
+    """The (source, target) pairs of stages that some value of some micro-batch travels over."""
+    distinct = {id(route): route for route in routed}
+    return sorted({pair for route in distinct.values() for pair in edges(route)})
 
 
 def _check_cuts(traced: Traced, stage_of: Sequence[int], record: Probe) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -55,9 +56,13 @@ class LocalTransport:
     def __init__(self) -> None:
         self.pool = Pool()
         self.waiting: dict[Message, Frame] = {}
+        self.open: frozenset[Message] = frozenset()
 
     def begin(self, itinerary: Itinerary) -> None:
         """Take back the frames of a step that failed."""
+        self.open = itinerary.open
+        if itinerary.goes_on:
+            return
         for frame in self.waiting.values():
             frame.release()
         self.waiting.clear()
@@ -71,8 +76,9 @@ class LocalTransport:
         return self.waiting.pop(message)
 
     def end(self) -> None:
-        """Check that every frame was asked for."""
-        assert not self.waiting, f"frames that no stage asked for: {list(self.waiting)}"
+        """Check that every frame was asked for, but those for a later slice."""
+        left = self.waiting.keys() - self.open
+        assert not left, f"frames that no stage asked for: {list(left)}"
 
     def fail(self, sentence: str) -> None:
         """Nobody else is there."""
@@ -83,8 +89,14 @@ class _Channel:
     """What one other rank sends to this one: messages not posted yet, receives posted, in its order."""
 
     rank: int
-    ahead: deque[tuple[int, Message]]
+    number: int = 0
+    ahead: deque[tuple[int, Message]] = dataclasses.field(default_factory=deque)
     posted: dict[Message, tuple[dist.Work, torch.Tensor]] = dataclasses.field(default_factory=dict)
+
+    def expect(self, messages: Sequence[Message]) -> None:
+        """More will come: a message is known by its number on the channel."""
+        self.ahead.extend(enumerate(messages, start=self.number))
+        self.number += len(messages)
 
 
 class GlooTransport:
@@ -100,19 +112,19 @@ class GlooTransport:
         self.local = LocalTransport()
         self.pool = self.local.pool
         self.channels: dict[int, _Channel] = {}
+        self.sent_to: dict[int, int] = {}
         self.sending: deque[tuple[dist.Work, Frame, Message]] = deque()
 
     def begin(self, itinerary: Itinerary) -> None:
         """Post the first receives of every channel, before anything is sent."""
         self.local.begin(itinerary)
         self.itinerary = itinerary
-        self.channels = {
-            rank: _Channel(rank, deque(enumerate(messages)))
-            for rank, messages in itinerary.channels(self.rank).items()
-        }
-        self.sent_to: dict[int, int] = {}
+        if not itinerary.goes_on:
+            self.channels, self.sent_to = {}, {}
+        for rank, messages in itinerary.channels(self.rank).items():
+            self.channels.setdefault(rank, _Channel(rank)).expect(messages)
         for channel in self.channels.values():
-            for _ in range(itinerary.window):
+            while len(channel.posted) < itinerary.window and channel.ahead:
                 self._post(channel)
 
     def send(self, message: Message, frame: Frame) -> None:
@@ -149,9 +161,12 @@ class GlooTransport:
         return Frame(buffer, 0, self.pool)
 
     def end(self) -> None:
-        """Wait for the sends that are still under way."""
+        """Wait for the sends under way, but those that no rank receives before a later slice."""
+        later = deque(sent for sent in self.sending if sent[2] in self.itinerary.open)
+        self.sending = deque(sent for sent in self.sending if sent[2] not in self.itinerary.open)
         while self.sending:
             self._finish_oldest()
+        self.sending = later
         self.local.end()
 
     def fail(self, sentence: str) -> None:

@@ -1,8 +1,12 @@
-"""The update of the weights: one optimizer per stage, and clipping by the norm over all stages."""
+"""The update of the weights: one optimizer per stage, and what all stages must agree on before it.
+
+In a round every stage updates once. The first update of a round finds all gradients of its batch, so it takes
+the loss scale off them and clips them by the norm over all stages; where no such moment exists, as without a
+flush, every update is a step of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,18 +14,24 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..compression.errors import PlanError
+from ..stages.weights import Weights
 from . import group
+from .scale import Scaler, scale_of
 
 Named = list[tuple[str, torch.nn.Parameter]]
+SCOPES = ("global", "stage")
 
 
 class Update:
     """Optimizers (and schedulers) of this process's stages.
 
-    Args:    parameters: per stage its (name, parameter) pairs.
+    Args:    parameters: per stage its (name, parameter) pairs, in the model's own order.
              dtypes: the dtype of every parameter of the model by name, in the model's own order.
              owner: the rank that owns each of them.
-             clip: largest global L2 norm of the gradients, or None."""
+             weights: the versions of each stage's parameters.
+             scheduler: stepped after every update of its stage that was not skipped for an overflow.
+             clip: largest L2 norm of the gradients, or None; ``scope``: of all, or of each stage.
+             together: whether the stages update in rounds; else each on its own, whatever others find."""
 
     def __init__(
         self,
@@ -29,36 +39,67 @@ class Update:
         parameters: Mapping[int, Named],
         dtypes: Mapping[str, torch.dtype],
         owner: Mapping[str, int],
+        weights: Mapping[int, Weights],
         optimizer: Callable[[Named], Optimizer],
         scheduler: Callable[[Optimizer], LRScheduler] | None,
         clip: float | None,
+        scope: str = "global",
+        scaler: Scaler = None,
+        together: bool = True,
     ) -> None:
+        self.parameters, self.weights, self.scale = parameters, weights, scale_of(scaler)
         self.named = {name: parameter for named in parameters.values() for name, parameter in named}
         self.names = {id(parameter): name for name, parameter in self.named.items()}
-        self.dtypes, self.owner, self.clip = dtypes, owner, clip
+        self.dtypes, self.owner = dtypes, owner
+        self.clip, self.scope, self.together = clip, scope, together
         self.optimizers = {
             stage: made for stage, named in parameters.items() if (made := _make(optimizer, named))
         }
         self.schedulers = (
             {stage: scheduler(made) for stage, made in self.optimizers.items()} if scheduler else {}
         )
-        self.clipped = False
+        self.begin()
 
     def begin(self) -> None:
-        """Start the gradients from None: sums that start from zeros lose -0.0."""
-        self.clipped = False
+        """Nothing is in flight: gradients start from None (sums that start from zeros lose -0.0), rounds
+        from 0."""
+        self.num_updates = dict.fromkeys(self.weights, 0)
+        self.num_rounds = 0
+        self.skipped = False
+        self.scale.begin()
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
     def step(self, stage: int) -> None:
-        """Update the weights of ``stage``; the first stage of a process clips for all of them."""
-        if self.clip is not None and not self.clipped:
-            self._clip(self.clip)
-            self.clipped = True
-        if stage in self.optimizers:
-            self.optimizers[stage].step()
-        if stage in self.schedulers:
+        """Update the weights of ``stage``; its n-th update belongs to round n, which one stage opens."""
+        self.num_updates[stage] += 1
+        if not self.together:
+            self._ready([stage])
+        elif self.num_updates[stage] > self.num_rounds:
+            self.num_rounds += 1
+            self._ready(list(self.weights))
+        with self.weights[stage].update():
+            if stage in self.optimizers and not self.skipped:
+                self.optimizers[stage].step()
+        if stage in self.schedulers and not self.skipped:
             self.schedulers[stage].step()
+
+    def _ready(self, stages: Sequence[int]) -> None:
+        """Make the gradients of ``stages`` what their optimizers shall see, and decide whether they do."""
+        for stage in stages:
+            self.weights[stage].due()
+        optimizers = [self.optimizers[stage] for stage in stages if stage in self.optimizers]
+        settings = [settings for optimizer in optimizers for settings in optimizer.param_groups]
+        gradients = [p.grad for some in settings for p in some["params"] if p.grad is not None]
+        self.skipped = self.scale.unscale(gradients)
+        if self.scale.checks and self.together:
+            self.skipped = any(overflow for (overflow,) in group.exchange([self.skipped]))
+        self.scale.update(overflow=self.skipped)
+        if self.clip is not None and self.scope == "global":
+            self._clip(self.clip)
+        elif self.clip is not None:
+            for stage in stages:
+                torch.nn.utils.clip_grad_norm_([p for _, p in self.parameters[stage]], self.clip)
 
     def _clip(self, largest: float) -> None:
         """Norms per parameter, put together in the model's own order: the bits of clip_grad_norm_."""

@@ -1,44 +1,49 @@
 """Is a schedule legal: the programs of all ranks are checked, and run once without a device.
 
 A step that would deadlock or change a bit is refused before any rank starts, while the reason can be named.
-
-A frame travels on the channel of its ordered pair of ranks. The model of a channel is pessimistic: a rank
-goes on only when receives are posted for all it sent, and a receiver has `window` receives posted beyond
-those it consumed, in the order of the sender's program (an instruction sends to the nearest stage first).
-A window counts instructions: where one sends several values, the transport posts a receive for each.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ..compression.errors import ScheduleError
 from .instruction import Instruction, Op
+from .waits import CircularWait, Edges, PaperRun, Programs
 
-Edges = Sequence[tuple[int, int]]
-Programs = Sequence[Sequence[Instruction]]
-Channel = tuple[int, int]
-Message = tuple[Instruction, int]  # what one instruction sends to one stage
+_INPUTS = (Op.B, Op.I)  # they take the gradient that came from downstream
+_WEIGHTS = (Op.B, Op.W)  # they add to the gradients of the weights
 
 
-def verify(programs: Programs, *, num_micro_batches: int, edges: Edges, window: int = 2) -> list[Instruction]:
+def verify(
+    programs: Programs, *, num_micro_batches: int, edges: Edges, window: int = 2, asynchronous: bool = False
+) -> list[Instruction]:
     """Check the programs of all ranks and return one legal global order, which one process can run.
 
+    A program cannot name a version of the weights, so none can read one that is gone: what a micro-batch sees
+    follows from the updates before its F, and a stage keeps that version until the micro-batch's B or W.
+
     Args:
-        programs: one list of instructions per rank; U may follow a stage's last B.
+        programs: one list of instructions per rank; a stage and micro-batch has F, and B or I and W.
         num_micro_batches: micro-batches of a step.
         edges: (source stage, target stage) pairs over which values go forward and their gradients come back.
         window: receives a rank has posted ahead on each channel.
+        asynchronous: a stage updates right after each of its backwards; otherwise U may end its step.
     Raises:
         ScheduleError: an instruction is missing, doubled or misplaced, or the programs wait for each other.
     """
     rank_of = _rank_of_stages(programs, edges)
-    _check_instructions(programs, num_micro_batches, rank_of)
-    for rank, program in enumerate(programs):
-        _check_order(program, rank, num_micro_batches)
-    return _Run(programs, edges, rank_of, window).finish()
+    _check_instructions(programs, num_micro_batches, rank_of, asynchronous)
+    for stage, rank in enumerate(rank_of):
+        own = [instruction for instruction in programs[rank] if instruction.stage == stage]
+        _check_order(own, rank)
+        (_check_each_update if asynchronous else _check_last_update)(own, rank)
+    return PaperRun(programs, edges, rank_of, window).finish()
 
 
-def smallest_window(programs: Programs, *, num_micro_batches: int, edges: Edges, least: int = 2) -> int:
+def smallest_window(
+    programs: Programs, *, num_micro_batches: int, edges: Edges, least: int = 2, asynchronous: bool = False
+) -> int:
     """The smallest window from ``least`` up with which ``verify`` accepts the programs.
 
     Two suffice between neighbours. More are needed by an edge over d ranks once d x (1 + extra_in_flight)
@@ -46,18 +51,21 @@ def smallest_window(programs: Programs, *, num_micro_batches: int, edges: Edges,
     Raises ScheduleError where no window helps.
     """
     most = max(least, num_micro_batches * len(edges))
-    for window in range(least, most):
+    for window in range(least, most + 1):
         try:
-            verify(programs, num_micro_batches=num_micro_batches, edges=edges, window=window)
-        except _CircularWait:
+            verify(
+                programs,
+                num_micro_batches=num_micro_batches,
+                edges=edges,
+                window=window,
+                asynchronous=asynchronous,
+            )
+        except CircularWait:
+            if window == most:
+                raise
             continue
         return window
-    verify(programs, num_micro_batches=num_micro_batches, edges=edges, window=most)
-    return most
-
-
-class _CircularWait(ScheduleError):
-    """Ranks wait for each other; a larger window may help."""
+    raise AssertionError("the last window returns or raises")
 
 
 def _rank_of_stages(programs: Programs, edges: Edges) -> list[int]:
@@ -82,143 +90,90 @@ def _rank_of_stages(programs: Programs, edges: Edges) -> list[int]:
     return [rank_of[stage][0] for stage in range(num_stages)]
 
 
-def _check_instructions(programs: Programs, num_micro_batches: int, rank_of: Sequence[int]) -> None:
+def _check_instructions(
+    programs: Programs, num_micro_batches: int, rank_of: Sequence[int], asynchronous: bool
+) -> None:
+    """What a step holds: F once, and B once or I and W once; no more and of no other micro-batch."""
     if num_micro_batches < 1:
         raise ScheduleError(f"a step needs at least one micro-batch, found micro_batches={num_micro_batches}")
     counts = Counter(instruction for program in programs for instruction in program)
-    wanted = {
-        Instruction(stage, op, index): rank
-        for stage, rank in enumerate(rank_of)
-        for op in (Op.F, Op.B)
-        for index in range(num_micro_batches)
-    }
     for instruction, count in counts.items():
-        rank = rank_of[instruction.stage]
-        if count > 1:
+        rank, index = rank_of[instruction.stage], instruction.micro_batch
+        if count > 1 and not (asynchronous and instruction.op is Op.U):
             raise ScheduleError(
                 f"an instruction runs once a step, found {instruction} {count} times on rank {rank}"
             )
-        known = instruction.micro_batch is None if instruction.op is Op.U else instruction in wanted
-        if not known:
+        if (index is None) != (instruction.op is Op.U) or not 0 <= (index or 0) < num_micro_batches:
             raise ScheduleError(
                 f"the micro-batches of the step are 0 to {num_micro_batches - 1}, found {instruction} on "
                 f"rank {rank}"
             )
-    for instruction, rank in wanted.items():
+    for stage, rank in enumerate(rank_of):
+        for index in range(num_micro_batches):
+            _check_complete(counts, stage, index, rank)
+
+
+def _check_complete(counts: Counter[Instruction], stage: int, index: int, rank: int) -> None:
+    whole = Instruction(stage, Op.B, index)
+    halves = [Instruction(stage, op, index) for op in (Op.I, Op.W)]
+    found = [half for half in halves if half in counts]
+    if whole in counts and found:
+        raise ScheduleError(
+            f"a gradient is used once, by B or by I and W, found {whole} and {found[0]} on rank {rank}; "
+            "drop one of them"
+        )
+    wanted = [Instruction(stage, Op.F, index), *(halves if found else [whole])]
+    for instruction in wanted:
         if instruction not in counts:
             raise ScheduleError(
-                f"every stage runs F and B of every micro-batch, {instruction} is missing on rank {rank}"
+                f"every stage runs F and B (or I and W) of every micro-batch, {instruction} is missing on "
+                f"rank {rank}"
             )
 
 
-def _check_order(program: Sequence[Instruction], rank: int, num_micro_batches: int) -> None:
-    """Within a stage: F ascending, B ascending, no B before its F, U last."""
-    last: dict[tuple[int, Op], Instruction] = {}
-    for instruction in program:
-        stage, op, index = instruction.stage, instruction.op, instruction.micro_batch
-        before = last.get((stage, op))
-        update = last.get((stage, Op.U))
-        if update is not None:
-            raise ScheduleError(
-                f"the update ends a stage's step, found {instruction} after {update} on rank {rank}"
-            )
-        if index is None:
-            done = last.get((stage, Op.B))
-            if done is None or done.micro_batch != num_micro_batches - 1:
+def _check_order(own: Sequence[Instruction], rank: int) -> None:
+    """Of one stage: F, then B or I, then W; each of F, of B and I, and of B and W ascending."""
+    for ops in ((Op.F,), _INPUTS, _WEIGHTS):
+        same = [(each.micro_batch, each) for each in own if each.op in ops and each.micro_batch is not None]
+        for (before, first), (after, second) in pairwise(same):
+            if before > after:
                 raise ScheduleError(
-                    f"a stage updates after its last backward, found {instruction} before "
-                    f"{stage}B{num_micro_batches - 1} on rank {rank}"
+                    "a stage takes micro-batches in ascending order (sums of gradients depend on it), found "
+                    f"{second} after {first} on rank {rank}"
                 )
-        elif before is not None and before.micro_batch is not None and before.micro_batch > index:
+    seen: set[Instruction] = set()
+    for instruction in own:
+        first = Op.I if instruction.op is Op.W else Op.F
+        needed = Instruction(instruction.stage, first, instruction.micro_batch)
+        if instruction.op in (Op.B, Op.I, Op.W) and needed not in seen:
+            what = "a backward needs its forward" if first is Op.F else "W needs its I"
+            raise ScheduleError(f"{what} first, found {instruction} before {needed} on rank {rank}")
+        seen.add(instruction)
+
+
+def _check_last_update(own: Sequence[Instruction], rank: int) -> None:
+    """Of one stage of a synchronous step: at most one U, which ends it."""
+    last = [instruction for instruction in own if instruction.op in _WEIGHTS][-1]
+    for number, instruction in enumerate(own):
+        if instruction.op is not Op.U:
+            continue
+        if last in own[number:]:
             raise ScheduleError(
-                "a stage takes micro-batches in ascending order (sums of gradients depend on it), found "
-                f"{instruction} after {before} on rank {rank}"
+                f"a stage updates after its last backward, found {instruction} before {last} on rank {rank}"
             )
-        elif op is Op.B:
-            forward = last.get((stage, Op.F))
-            if forward is None or forward.micro_batch is None or forward.micro_batch < index:
-                raise ScheduleError(
-                    f"a backward needs its forward first, found {instruction} before {stage}F{index} on rank "
-                    f"{rank}"
-                )
-        last[stage, op] = instruction
+        if following := own[number + 1 :]:
+            raise ScheduleError(
+                f"the update ends a stage's step, found {following[0]} after {instruction} on rank {rank}"
+            )
 
 
-class _Run:
-    """One run of all programs in which nothing is computed and every wait is counted."""
-
-    def __init__(self, programs: Programs, edges: Edges, rank_of: Sequence[int], window: int):
-        self.programs, self.rank_of, self.window = programs, rank_of, window
-        self.targets: dict[tuple[int, Op], list[int]] = defaultdict(list)
-        self.sources: dict[tuple[int, Op], list[int]] = defaultdict(list)
-        for source, target in sorted(set(edges), key=lambda edge: edge[1] - edge[0]):  # nearest stage first
-            for sender, receiver, op in ((source, target, Op.F), (target, source, Op.B)):
-                self.targets[sender, op].append(receiver)
-                self.sources[receiver, op].append(sender)
-        self.number: dict[Message, int] = {}  # among the messages of its channel
-        lengths: Counter[Channel] = Counter()
-        for rank, program in enumerate(programs):
-            for instruction in program:
-                for channel, message in self.sends(rank, instruction):
-                    self.number[message] = lengths[channel]
-                    lengths[channel] += 1
-        self.consumed: Counter[Channel] = Counter()
-        self.arrived: set[Message] = set()
-        self.ran: set[Instruction] = set()
-        self.order: list[Instruction] = []
-        self.place = [0] * len(programs)
-
-    def sends(self, rank: int, instruction: Instruction) -> list[tuple[Channel, Message]]:
-        """What leaves the rank after the instruction."""
-        targets = self.targets[instruction.stage, instruction.op]
-        return [((rank, self.rank_of[t]), (instruction, t)) for t in targets if self.rank_of[t] != rank]
-
-    def receives(self, rank: int, instruction: Instruction) -> list[tuple[Channel, Message]]:
-        """What the instruction waits for and does not have yet, its own rank's part included."""
-        sources = self.sources[instruction.stage, instruction.op]
-        sent = [Instruction(source, instruction.op, instruction.micro_batch) for source in sources]
-        messages = [((self.rank_of[i.stage], rank), (i, instruction.stage)) for i in sent]
-        return [(channel, message) for channel, message in messages if message not in self.arrived]
-
-    def posted(self, channel: Channel, message: Message) -> bool:
-        return self.number[message] < self.consumed[channel] + self.window
-
-    def unposted(self, rank: int, instruction: Instruction) -> list[Channel]:
-        """The channels on which the receiver has no receive posted yet for what the instruction sends."""
-        return [
-            channel for channel, message in self.sends(rank, instruction) if not self.posted(channel, message)
-        ]
-
-    def advance(self, rank: int) -> bool:
-        """Take what has arrived, then run the rank's next instruction, then leave it: as far as that goes."""
-        instruction = self.programs[rank][self.place[rank]]
-        before = len(self.arrived), len(self.ran), self.place[rank]
-        for channel, message in self.receives(rank, instruction):
-            if message[0] in self.ran and (channel[0] == rank or self.posted(channel, message)):
-                self.arrived.add(message)
-                self.consumed[channel] += 1
-        if instruction not in self.ran and not self.receives(rank, instruction):
-            self.ran.add(instruction)
-            self.order.append(instruction)
-        if instruction in self.ran and not self.unposted(rank, instruction):
-            self.place[rank] += 1
-        return before != (len(self.arrived), len(self.ran), self.place[rank])
-
-    def finish(self) -> list[Instruction]:
-        """Run to the end; raises where no rank can go on."""
-        while waiting := [
-            rank for rank, program in enumerate(self.programs) if self.place[rank] < len(program)
-        ]:
-            if not any([self.advance(rank) for rank in waiting]):
-                reasons = "; ".join(self.reason(rank) for rank in waiting)
-                raise _CircularWait(
-                    f"the programs wait for each other with {self.window} receives posted ahead: {reasons}"
-                )
-        return self.order
-
-    def reason(self, rank: int) -> str:
-        instruction = self.programs[rank][self.place[rank]]
-        if instruction in self.ran:
-            receiver = self.unposted(rank, instruction)[0][1]
-            return f"rank {rank} cannot send what {instruction} made before rank {receiver} posts a receive"
-        return f"rank {rank} needs {self.receives(rank, instruction)[0][1][0]} for {instruction}"
+def _check_each_update(own: Sequence[Instruction], rank: int) -> None:
+    """Of one stage of an asynchronous program: a U right behind every B or W, and none elsewhere."""
+    for instruction, following in pairwise([None, *own, None]):
+        due = instruction is not None and instruction.op in _WEIGHTS
+        comes = following is not None and following.op is Op.U
+        if due != comes:
+            raise ScheduleError(
+                "an asynchronous stage updates right after each backward, and only there, found "
+                f"{following or 'nothing'} after {instruction or 'nothing'} on rank {rank}"
+            )

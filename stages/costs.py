@@ -24,12 +24,21 @@ def with_margin(num_bytes: int) -> int:
 class Costs:
     """Costs of the layers from one position to another; position p is in front of layer p.
 
-    ``flights`` holds how many micro-batches each rank has in flight, ``rate`` the bits per second of a link,
-    ``budget`` the bytes a rank may use.
+    ``flights`` holds how many micro-batches each rank has in flight, ``versions`` how many old ones of its
+    weights, ``rate`` the bits per second of a link, ``budget`` the bytes a rank may use.
     """
 
-    def __init__(self, profile: Profile, *, flights: Sequence[int], rate: float | None, budget: int | None):
-        self.profile, self.flights, self.budget = profile, flights, budget
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        flights: Sequence[int],
+        versions: Sequence[int] | None = None,
+        rate: float | None,
+        budget: int | None,
+    ):
+        self.profile, self.flights, self.rate, self.budget = profile, flights, rate, budget
+        self.versions = [0] * len(flights) if versions is None else versions
         layers = profile.layers
         self.times = _sums(round((x.forward_seconds + x.backward_seconds) * PICOSECONDS) for x in layers)
         self.parameter_bytes = _sums(x.parameter_bytes for x in layers)
@@ -48,7 +57,8 @@ class Costs:
         """Predicted bytes on a rank."""
         parameters = self.parameter_bytes[end] - self.parameter_bytes[start]
         saved = self.saved_bytes[end] - self.saved_bytes[start]
-        return COPIES_OF_PARAMETERS * parameters + saved * self.flights[rank]
+        copies = COPIES_OF_PARAMETERS + self.versions[rank]
+        return copies * parameters + saved * self.flights[rank]
 
     def of_rank(self, start: int, end: int, rank: int) -> float:
         """Picoseconds per micro-batch; math.inf where the layers do not fit the budget."""

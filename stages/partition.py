@@ -14,6 +14,7 @@ from ..compression.errors import PlanError
 from .costs import Costs, with_margin
 from .cuts import allowed_cuts, named_cuts
 from .measure import Profile
+from .placement import in_flight, layout, old_versions, placed, placement
 from .plan import Plan
 from .split import smallest_limit, split
 from .units import parse_bytes, parse_rate, show_bytes
@@ -32,6 +33,11 @@ def partition(
     link: float | str | None = None,
     memory: int | str | None = None,
     tier: str = "device",
+    weights: str = "latest",
+    weights_tier: str = "device",
+    weights_first: bool = False,
+    prediction: bool = False,
+    program: Sequence[str] = (),
 ) -> Plan:
     """Cut a measured model into stages, exactly: the costliest rank is as cheap as any legal cut makes it.
 
@@ -46,6 +52,12 @@ def partition(
         codec: name of a codec, or "auto": measured while it trains.
         tier: where what a forward saves waits for its backward: "device" as it is, "packed", or "host".
         memory: bytes of each rank (``"2GiB"``), kept with a margin of 5 %; None: unlimited.
+        weights: which version of the weights a micro-batch sees: "latest"; of ``async_1f1b`` "stashed" or
+            "vertical_sync"; of ``1f1b`` "double_buffered".
+        weights_tier: where a version waits that nothing reads right now: "device", "packed" or "host".
+        weights_first: in a backward, a layer's weight gradient comes before the gradient of its input.
+        prediction: of ``async_1f1b``: forwards run with the weights that their backwards are expected to see.
+        program: the lines of ``schedule="custom"``, one per rank; they place the stages.
     Raises:
         PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
         CodecError: the codec is not known.
@@ -57,25 +69,42 @@ def partition(
             f"extra_in_flight counts micro-batches, found extra_in_flight={extra_in_flight}; use 0 or more"
         )
     given = named_cuts(profile, cuts) if cuts else None
+    if layout(schedule) == "custom":
+        stages, ranks = _as_placed(placed(program), stages=stages, ranks=ranks)
     stages = _num_stages(stages, given, ranks)
-    ranks = stages if ranks is None else ranks
+    if ranks is None:
+        ranks = stages // 2 if layout(schedule) in ("loop", "vee") else stages
     if ranks > stages:
         raise PlanError(
             f"every rank runs a stage, found ranks={ranks} for {stages} stages; lower ranks or raise stages"
         )
     places = allowed_cuts(profile) if given is None else given
     _check_places(profile, places, stages)
-    flights = tuple(in_flight(schedule, rank, ranks, micro_batches, extra_in_flight) for rank in range(ranks))
-    budget = None if memory is None else parse_bytes(memory)
-    rate = None if link is None else parse_rate(link)
-    costs = Costs(profile, flights=flights, rate=rate, budget=budget)
-    ends, rank_ends = _choose(
-        costs, [0, *places, len(profile.layers)], stages=stages, ranks=ranks, memory=memory
+    fixed = None
+    if layout(schedule) != "neighbours":
+        fixed = placed(program) if program else placement(schedule, stages=stages, ranks=ranks)
+    place_of = fixed or range(ranks)  # what is in flight is counted per stage, or per rank of neighbours
+    several = stages - len(place_of)  # an endless program runs every stage of a rank at its own time
+    streams = schedule == "async_1f1b" or weights == "double_buffered"
+    flying = {"micro_batches": micro_batches, "extra_in_flight": extra_in_flight, "ranks": place_of}
+    flights = [in_flight("async_1f1b" if streams else schedule, i, **flying) for i in range(len(place_of))]
+    costs = Costs(
+        profile,
+        flights=[number + several * streams for number in flights],
+        versions=[old_versions(weights, i, stages=stages) for i in range(len(place_of))],
+        rate=None if link is None else parse_rate(link),
+        budget=None if memory is None else parse_bytes(memory),
     )
-    rank_of = tuple(sum(end <= start for end in rank_ends[1:]) for start in ends[:-1])
+    points = [0, *places, len(profile.layers)]
+    if fixed:
+        ends, rank_of = _fit(costs, points, fixed, memory=memory), fixed
+    else:
+        ends, rank_ends = _choose(costs, points, stages=stages, ranks=ranks, memory=memory)
+        rank_of = tuple(sum(end <= start for end in rank_ends[1:]) for start in ends[:-1])
+    index_of = range(stages) if fixed else rank_of
     return Plan(
         stages=tuple(
-            costs.stage(start, end, rank) for (start, end), rank in zip(pairwise(ends), rank_of, strict=True)
+            costs.stage(start, end, i) for (start, end), i in zip(pairwise(ends), index_of, strict=True)
         ),
         ranks=rank_of,
         schedule=schedule,
@@ -86,15 +115,14 @@ def partition(
         fingerprint=profile.fingerprint,
         input_shapes=profile.input_shapes,
         input_dtypes=profile.input_dtypes,
-        memory=budget,
-        link=rate,
+        memory=costs.budget,
+        link=costs.rate,
+        weights=weights,
+        weights_tier=weights_tier,
+        weights_first=weights_first,
+        prediction=prediction,
+        program=tuple(program),
     )
-
-
-def in_flight(schedule: str, rank: int, ranks: int, micro_batches: int, extra_in_flight: int) -> int:
-    """The most micro-batches between F and B on a rank; a schedule not known here may keep all of them."""
-    links = ranks - 1 - rank
-    return min(micro_batches, 1 + links * (1 + extra_in_flight)) if schedule == "1f1b" else micro_batches
 
 
 def _check_counts(**counts: int | None) -> None:
@@ -127,6 +155,30 @@ def _check_places(profile: Profile, places: Sequence[int], stages: int) -> None:
         raise PlanError(
             f"{stages} stages need {stages - 1} cuts, the model allows {len(places)} ({reason}); lower stages"
         )
+
+
+def _as_placed(rank_of: Sequence[int], *, stages: int | None, ranks: int | None) -> tuple[int, int]:
+    """The stages and ranks of the lines of a custom schedule; others that were asked for are refused."""
+    found = len(rank_of), max(rank_of) + 1
+    for name, asked, number in zip(("stages", "ranks"), (stages, ranks), found, strict=True):
+        if asked not in (None, number):
+            raise PlanError(f"the lines of the custom schedule have {number} {name}, found {name}={asked}")
+    return found
+
+
+def _fit(costs: Costs, points: list[int], rank_of: Sequence[int], *, memory: int | str | None) -> list[int]:
+    """Ends of the stages where a schedule lays them on ranks: the slowest stage is as fast as it can be."""
+    stages = len(rank_of)
+    ends = split(points, parts=stages, span=costs.of_rank, edge=costs.link_times, weight=costs.cut_bytes)
+    used = [0] * (max(rank_of) + 1)
+    for stage, (start, end) in enumerate(pairwise(ends or ())):
+        used[rank_of[stage]] += costs.memory(start, end, stage)
+    if ends is None or (costs.budget is not None and with_margin(max(used)) > costs.budget):
+        raise PlanError(
+            f"memory={memory} on each of {len(used)} ranks does not hold the {stages} stages that the "
+            "schedule lays on them; raise memory, or take a schedule of neighbours, such as 1f1b"
+        )
+    return ends
 
 
 def _choose(

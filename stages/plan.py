@@ -7,9 +7,11 @@ import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from ..compression.errors import PlanError
 from .record import load_json, read, shortened
+from .rules import check_versions, streams
 from .units import show_bytes, show_count, show_rate, show_seconds
 
 VERSION = 1
@@ -80,6 +82,14 @@ class Plan:
         for name, known in (("tier", TIERS), ("weights_tier", TIERS), ("weights", WEIGHTS)):
             if (found := getattr(self, name)) not in known:
                 raise PlanError(f"{name} is one of {', '.join(known)}, found {found!r}; choose one of these")
+        check_versions(
+            schedule=self.schedule,
+            weights=self.weights,
+            prediction=self.prediction,
+            num_stages=self.num_stages,
+            micro_batches=self.micro_batches,
+            extra_in_flight=self.extra_in_flight,
+        )
         if self.micro_batches < 1:
             raise PlanError(
                 f"a step needs at least one micro-batch, found micro_batches={self.micro_batches}"
@@ -102,6 +112,19 @@ class Plan:
     def num_ranks(self) -> int:
         """Number of processes the plan is made for."""
         return max(self.ranks) + 1
+
+    @property
+    def streams(self) -> bool:
+        """Whether batches follow each other without a flush: a step leaves micro-batches in flight."""
+        return streams(self.schedule, self.weights)
+
+    @property
+    def versions(self) -> dict[str, Any] | None:
+        """What decides which weights a micro-batch sees, so that a state fits; None where a flush does."""
+        if not self.streams:
+            return None
+        names = ("schedule", "weights", "prediction")
+        return {name: getattr(self, name) for name in names} | {"cuts": list(self.cuts)}
 
     @property
     def stages_of_rank(self) -> list[list[int]]:

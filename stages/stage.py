@@ -7,7 +7,8 @@ Source: claims A1-A3 of CN115016937A (a node computes only its partition)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..compression.errors import StageError
 from ..compression.pool import Frame
+from .backward import Root, Split, run
 from .layers import Layer, Traced, casting, parts_of, run_layer, run_output
 from .memory.saved import Resident, Saved
 from .memory.store import Store
@@ -32,12 +34,23 @@ LEAST_SAVED = 1 << 14  # bytes of a saved tensor from which on packing it is wor
 class _Running:
     """One micro-batch between forward and backward: its roots, slots of received gradients, its loss."""
 
-    __slots__ = ("loss", "roots", "slots")
+    __slots__ = ("loss", "roots", "slots", "split")
 
     def __init__(self) -> None:
         self.roots: dict[int, GradientEdge] = {}  # not the tensors: only autograd knows who needs those
         self.slots: dict[int, dict[str, torch.Tensor]] = {}
         self.loss: torch.Tensor | None = None
+        self.split: Split | None = None  # between the halves of its backward
+
+    def begins(self, gradients: Mapping[int, torch.Tensor | None]) -> list[Root]:
+        """Where its backward begins: at its loss, and at what it sent of which a gradient came back."""
+        found: list[Root] = [] if self.loss is None else [(self.loss, None)]
+        found += [(edge, gradients[number]) for number, edge in self.roots.items()]
+        return [root for root in found if root[0] is self.loss or root[1] is not None]
+
+    def ends(self) -> dict[int, torch.Tensor | None]:
+        """The gradients of what it received."""
+        return {number: slot.get("gradient") for number, slot in self.slots.items()}
 
 
 class Stage:
@@ -139,8 +152,10 @@ class Stage:
             self.saved.forward(micro_batch, values.values(), tied),
         ):
             env = self._layers("train", values, record, route, seed)
-            sent = {number: values[number] for number, _ in route.sends}
-        tensors = {n: t for n, t in sent.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+            out = {number: values[number] for number, _ in route.sends}
+            # A tied parameter is sent as it is now: behind this block another version may be in its place.
+            sent = {n: item.detach() if record.values[n].parameter else item for n, item in out.items()}
+        tensors = {n: t for n, t in out.items() if isinstance(t, torch.Tensor) and t.requires_grad}
         running.roots = {n: get_gradient_edge(t) for n, t in tensors.items()}
         return sent, run_output(self.traced["train"], env, self.parts["train"]) if self.last else None
 
@@ -162,24 +177,51 @@ class Stage:
         self, micro_batch: int, gradients: Mapping[int, torch.Tensor | None]
     ) -> dict[int, torch.Tensor | None]:
         """From the gradients of the values that ``micro_batch`` sent to those of the values it received."""
-        running = self.running.pop(micro_batch)
-        roots: list[torch.Tensor | GradientEdge] = [] if running.loss is None else [running.loss]
-        grads: list[torch.Tensor | None] = [None] * len(roots)
-        for number, root in running.roots.items():
-            if gradients[number] is not None:
-                roots.append(root)
-                grads.append(gradients[number])
-        try:
+        with self._ending(micro_batch) as running, self._backward(micro_batch):
             self.saved.ready(micro_batch)
+            run(running.begins(gradients))
+        return running.ends()
+
+    def backward_inputs(
+        self, micro_batch: int, gradients: Mapping[int, torch.Tensor | None]
+    ) -> dict[int, torch.Tensor | None]:
+        """The first half of ``backward``, which returns the same; ``backward_weights`` is the second.
+
+        Where nothing was received whose gradient is asked for, it only keeps ``gradients``."""
+        running = self.running[micro_batch]
+        with self._backward(micro_batch):
+            running.split = Split(running.begins(gradients))
+            if running.slots:
+                self.saved.ready(micro_batch)
+                running.split.inputs(self.anchor)
+        running.loss, running.roots = None, {}
+        return running.ends()
+
+    def backward_weights(self, micro_batch: int) -> None:
+        """The second half: the gradients of the weights that the first left, and the end of both."""
+        with self._ending(micro_batch) as running, self._backward(micro_batch):
+            assert running.split is not None
+            if not running.slots:
+                self.saved.ready(micro_batch)
+            running.split.weights()
+
+    @contextlib.contextmanager
+    def _backward(self, micro_batch: int) -> Iterator[None]:
+        """The block in which a backward or a half of it runs."""
+        try:
             with self.weights.backward(micro_batch):
-                if roots:
-                    torch.autograd.backward(roots, grads)  # pyright: ignore[reportArgumentType] (a mixed list)
+                yield
         except Exception as error:
             raise StageError(f"backward: {type(error).__name__}: {error}") from error
+
+    @contextlib.contextmanager
+    def _ending(self, micro_batch: int) -> Iterator[_Running]:
+        """The block behind which nothing of ``micro_batch`` is left."""
+        try:
+            yield self.running.pop(micro_batch)
         finally:
             self.saved.drop(micro_batch)
             self.weights.done(micro_batch)
-        return {number: slot.get("gradient") for number, slot in running.slots.items()}
 
     def evaluate(
         self, received: Mapping[int, Any], *, record: Probe, route: Route

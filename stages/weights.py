@@ -1,22 +1,39 @@
-"""Which weights a micro-batch sees: the policies of asynchronous training, and the one that does nothing.
+"""Which weights a micro-batch sees: the protocol, the policy that does nothing, and the table of all.
 
 Layers run inside ``forward`` of their micro-batch, its backward inside ``backward``, an optimizer inside
-``update``: what lies between two of them is this file's business.
+``update``: what lies between two of them is the business of these policies. Buffers (the running statistics
+of BatchNorm) have no versions: forwards write them, and every schedule runs those in ascending order.
 Source: claims A4 and A5 of CN115016937A (a node keeps several versions of the weights)."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from ..compression.errors import PlanError
+from .versions import DoubleBuffered, Stashed, VerticalSync
 
 
 class Weights(Protocol):
-    """The versions of one stage's parameters; ``batch`` counts the batches fed since the last drain.
+    """The versions of one stage's parameters; ``batch`` counts the batches fed since the last drain."""
 
-    ``num_live``: distinct versions that are kept now, the newest among them; ``num_bytes``: their bytes."""
+    @property
+    def num_live(self) -> int:
+        """Distinct versions that are kept now, the newest among them."""
+        ...
 
-    num_live: int
-    num_bytes: int
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is kept beside the parameters themselves, which are the newest version."""
+        ...
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """Tell of the optimizer of these parameters; PlanError if it should be predicted and cannot be."""
+        ...
 
     def forward(self, micro_batch: int, batch: int) -> contextlib.AbstractContextManager[None]:
         """The block in which the layers of ``micro_batch`` run, with its weights in place."""
@@ -39,7 +56,10 @@ class Weights(Protocol):
         ...
 
     def update(self) -> contextlib.AbstractContextManager[None]:
-        """The block in which an optimizer writes the parameters: versions still needed are kept first."""
+        """The block in which an optimizer writes the parameters: versions still needed are kept first.
+
+        Behind it ``.grad`` holds what the next batch has gathered so far, None where that is nothing (the
+        policy of synchronous schedules leaves it alone)."""
         ...
 
     def drained(self) -> None:
@@ -51,6 +71,9 @@ class Latest:
     """One version, of which a synchronous schedule reads nothing while it is updated: nothing to do."""
 
     num_live, num_bytes = 1, 0
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """Nothing is predicted."""
 
     def forward(self, micro_batch: int, batch: int) -> contextlib.AbstractContextManager[None]:
         """The weights as they are."""
@@ -75,3 +98,29 @@ class Latest:
 
     def drained(self) -> None:
         """Nothing is counted."""
+
+
+VERSIONED = {"stashed": Stashed, "vertical_sync": VerticalSync, "double_buffered": DoubleBuffered}
+
+
+def weights_named(
+    name: str,
+    *,
+    parameters: Iterable[torch.nn.Parameter],
+    stage: int,
+    num_stages: int,
+    asynchronous: bool = False,
+    prediction: bool = False,
+    tier: str = "device",
+) -> Weights:
+    """The policy ``name`` for the parameters that ``stage`` of ``num_stages`` owns.
+
+    Args:    asynchronous: whether every micro-batch is an update of its own.
+             prediction: forwards run with the weights as they are expected to be at the backward.
+             tier: where a version waits that no instruction reads right now.
+    Raises:  PlanError: there is no such policy, or not with these."""
+    if name == "latest" and not asynchronous:
+        return Latest()
+    if name not in VERSIONED:
+        raise PlanError(f"weights is one of {', '.join(('latest', *VERSIONED))}, found {name!r}")
+    return VERSIONED[name](parameters, stage=stage, num_stages=num_stages)

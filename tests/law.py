@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from reference import plain_loop, same_bits
+from reference import casting, plain_loop, same_bits
 from zoo import build, cross_entropy
 
 import penstock
@@ -15,7 +15,9 @@ from penstock.stages import stage
 
 OPTIMIZERS = {
     "sgd": lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, weight_decay=1e-4),
+    "plain": lambda named: torch.optim.SGD(named, lr=0.05),
     "nesterov": lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": lambda named: torch.optim.Adam(named, lr=1e-3),
     "adamw": lambda named: torch.optim.AdamW(named, lr=1e-3),
 }
 
@@ -37,6 +39,9 @@ class Case:
     steps: int = 3
     scheduler: bool = False
     tier: str = "device"
+    clip_scope: str = "global"
+    scaler: tuple[float, int] | float | None = None  # a GradScaler's initial scale and growth interval
+    autocast: torch.dtype | None = None
 
     def __str__(self):
         shown = [
@@ -46,16 +51,16 @@ class Case:
 
 
 @functools.lru_cache(maxsize=8)
-def profile_of(name, dtype, micro_batches):
+def profile_of(name, dtype, micro_batches, autocast=None):
     model, batches = build(name, dtype)
     example = (batches[0][0].tensor_split(micro_batches)[0].clone(),)
-    graph = penstock.trace(model, example)
+    graph = penstock.trace(model, example, autocast=autocast)
     return penstock.measure(graph, example, repeats=1), graph.train_probe.random
 
 
 def plan_of(case):
     """The plan of a case; the same on every rank but for its predicted seconds."""
-    profile, random_layers = profile_of(case.model, case.dtype, case.micro_batches)
+    profile, random_layers = profile_of(case.model, case.dtype, case.micro_batches, case.autocast)
     names = [layer.name for layer in profile.layers]
     legal = [i for i in range(len(names) - 1) if i not in profile.refused]
     settings = {
@@ -82,12 +87,42 @@ def pipeline_of(case, plan, model):
     return penstock.Pipeline(
         model,
         plan,
-        loss=cross_entropy,
+        loss=loss_of(case),
         optimizer=OPTIMIZERS[case.optimizer],
         scheduler=_schedule if case.scheduler else None,
         clip=case.clip,
+        clip_scope=case.clip_scope,
+        scaler=scaler_of(case),
+        autocast=case.autocast,
         deadline=30,
     )
+
+
+def loss_of(case):
+    """The loss of a case; with a scaler a loud one, so that float32 overflows too."""
+    return cross_entropy if case.scaler is None else loud
+
+
+def loud(outputs, targets):
+    return 32 * cross_entropy(outputs, targets)
+
+
+def scaler_of(case):
+    """What a pipeline is given as ``scaler``: a new GradScaler, a number or None."""
+    if not isinstance(case.scaler, tuple):
+        return case.scaler
+    scale, interval = case.scaler
+    return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
+
+
+def plain_scaler_of(case):
+    """The same for the plain loop, where a number is a GradScaler that neither grows nor shrinks."""
+    if not isinstance(case.scaler, float):
+        return scaler_of(case)
+    scaler = torch.amp.GradScaler("cpu", init_scale=case.scaler)
+    scaler.set_growth_factor(1.0)
+    scaler.set_backoff_factor(1.0)
+    return scaler
 
 
 def _schedule(optimizer):
@@ -99,12 +134,14 @@ def plain_of(case, model, batches, random_layers):
     return plain_loop(
         model,
         batches,
-        loss=cross_entropy,
+        loss=loss_of(case),
         optimizer=OPTIMIZERS[case.optimizer],
         micro_batches=case.micro_batches,
         clip=case.clip,
         scheduler=_schedule if case.scheduler else None,
         random=random_layers,
+        scaler=plain_scaler_of(case),
+        autocast=case.autocast,
     )
 
 
@@ -141,11 +178,17 @@ def _differences(case):
             for n, g in expected["gradients"].items()
             if not same_layout(g, gradients[n])
         ]
-        found += [
-            f"step {step} {what}"
-            for what in state_differences(pipe.state_dict(), plain, expected["optimizer"])
-        ]
+        state = pipe.state_dict()
+        found += [f"step {step} {what}" for what in state_differences(state, plain, expected["optimizer"])]
+        found += scale_differences(case, state, expected)
     return found
+
+
+def scale_differences(case, state, expected):
+    """How a GradScaler of the pipeline, on any rank, differs from that of the plain loop."""
+    if not isinstance(case.scaler, tuple) or state["scaler"] == expected["scaler"]:
+        return []
+    return [f"step {state['step']} scaler {state['scaler']} {expected['scaler']}"]
 
 
 def same_layout(a, b):
@@ -173,7 +216,7 @@ def state_differences(state, plain, optimizer):
 def rank_differences(case, plan_path):
     """The same on this rank of a group: its own gradients, and on rank 0 the gathered state."""
     plan = penstock.Plan.load(plan_path)
-    _, random_layers = profile_of(case.model, case.dtype, case.micro_batches)
+    _, random_layers = profile_of(case.model, case.dtype, case.micro_batches, case.autocast)
     model, batches = build(case.model, case.dtype, case.steps)
     plain = copy.deepcopy(model)
     pipe = pipeline_of(case, plan, model)
@@ -193,6 +236,7 @@ def rank_differences(case, plan_path):
             if not same_layout(expected["gradients"][n], p.grad)
         ]
         state = pipe.state_dict()
+        found += scale_differences(case, state, expected)
         if pipe.rank == 0:
             found += [
                 f"step {report.step} {what}"
@@ -200,6 +244,6 @@ def rank_differences(case, plan_path):
             ]
     outputs = pipe.evaluate(batches[0][0])
     if pipe.is_last:
-        with torch.no_grad():
+        with torch.no_grad(), casting(case.autocast):
             found += [] if same_bits(outputs, plain.eval()(batches[0][0])) else ["outputs of evaluate"]
     return found

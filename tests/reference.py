@@ -2,6 +2,7 @@
 
 Where a model has random layers, the plain loop is run by an interpreter that seeds the same layers."""
 
+import contextlib
 import hashlib
 
 import torch
@@ -36,8 +37,11 @@ def plain_loop(
     random=(),
     seed=0,
     weight=len,
+    scaler=None,
+    autocast=None,
 ):
     """Train ``model`` in place; yields (losses of the micro-batches, the step's loss) after every step."""
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     made = optimizer(list(model.named_parameters()))
     schedule = scheduler(made) if scheduler else None
     seeded = Seeded(model, random) if random else None
@@ -52,18 +56,35 @@ def plain_loop(
         for index, (x, y) in enumerate(parts):
             if seeded:
                 seeded.place = (seed, step, index)
-            value = loss(seeded.run(x) if seeded else model(x), y)
+            with casting(autocast):
+                value = loss(seeded.run(x) if seeded else model(x), y)
             share = weight(y) / total
-            (value * share).backward()
+            scaler.scale(value * share).backward()
             losses.append(value.detach())
             reported = reported + value.detach().to(torch.promote_types(value.dtype, torch.float32)) * share
+        scaler.unscale_(made)
+        overflow = not all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         gradients = {name: p.grad for name, p in model.named_parameters()}
-        made.step()
-        if schedule:
+        scaler.step(made)
+        scaler.update()
+        if schedule and not (overflow and scaler.is_enabled()):
             schedule.step()
-        yield {"losses": losses, "loss": float(reported), "gradients": gradients, "optimizer": made}
+        yield {
+            "losses": losses,
+            "loss": float(reported),
+            "gradients": gradients,
+            "optimizer": made,
+            "scaler": scaler.state_dict(),
+        }
+
+
+def casting(dtype):
+    """Autocast without its cache of weights; None: no cast."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", dtype, cache_enabled=False)
 
 
 def bits(tensor):

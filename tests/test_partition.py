@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from profiles import MS, NET, layer_of, profile_of, profiles, value_of
 
 from penstock.compression.errors import PlanError
-from penstock.pipeline.instruction import Op
-from penstock.pipeline.schedules import SCHEDULES
 from penstock.stages.measure import Profile
-from penstock.stages.partition import in_flight, partition
+from penstock.stages.partition import partition
+from penstock.stages.placement import in_flight
 
 
 def crossing(profile, position):
@@ -74,7 +73,10 @@ def test_the_plan_is_as_good_as_brute_force(
     profile, stages, bytes_per_ms, budget, schedule, micro_batches, extra
 ):
     num_legal = len([p for p in range(1, len(profile.layers)) if p - 1 not in profile.refused])
-    flights = [in_flight(schedule, rank, stages, micro_batches, extra) for rank in range(stages)]
+    flights = [
+        in_flight(schedule, rank, ranks=range(stages), micro_batches=micro_batches, extra_in_flight=extra)
+        for rank in range(stages)
+    ]
     best = brute_force(profile, stages, flights=flights, bytes_per_ms=bytes_per_ms, budget=budget)
     arguments = {
         "stages": stages, "schedule": schedule, "micro_batches": micro_batches, "extra_in_flight": extra,
@@ -107,7 +109,7 @@ def test_several_stages_a_rank_are_as_good_as_brute_force_twice(profile, stages,
     legal = [p for p in range(1, len(profile.layers)) if p - 1 not in profile.refused]
     if not ranks <= stages <= len(legal) + 1:
         return
-    flights = [in_flight("1f1b", rank, ranks, 3, 0) for rank in range(ranks)]
+    flights = [in_flight("1f1b", rank, ranks=range(ranks), micro_batches=3) for rank in range(ranks)]
     best = brute_force(profile, ranks, flights=flights, bytes_per_ms=bytes_per_ms, budget=budget)
     if best is None:
         return
@@ -183,19 +185,6 @@ def test_the_slower_direction_of_a_link_counts():
     assert partition(net, stages=2, link=8 * 3000 / (6 * MS)).cuts == (
         "l1",
     )  # and 6 ms here, as long as two layers
-
-
-@pytest.mark.parametrize("extra", [0, 1, 2])
-@pytest.mark.parametrize("micro_batches", [1, 2, 5, 9])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("schedule", list(SCHEDULES))
-def test_in_flight_is_what_the_schedule_does(schedule, ranks, micro_batches, extra):
-    if schedule == "gpipe" and extra:
-        return
-    programs = SCHEDULES[schedule]([[rank] for rank in range(ranks)], micro_batches, extra_in_flight=extra)
-    for rank, program in enumerate(programs):
-        counts = itertools.accumulate(1 if instruction.op is Op.F else -1 for instruction in program)
-        assert max(counts) == in_flight(schedule, rank, ranks, micro_batches, extra)
 
 
 def test_the_margin_of_five_percent():

@@ -1,22 +1,46 @@
 """Schedules: which rank does what in which order, as pure functions chosen by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from ...compression.errors import ScheduleError
 from ..instruction import Instruction
+from .async_1f1b import async_1f1b
+from .custom import custom
+from .dualpipev import dualpipev
 from .gpipe import gpipe
+from .interleaved import interleaved
 from .one_f_one_b import one_f_one_b
+from .zb_h1 import zb_h1
+from .zbv import zbv
 
 # (stages_of_rank, num_micro_batches, *, extra_in_flight=0) -> one program per rank
 Schedule = Callable[..., list[list[Instruction]]]
 
-SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb_h1": zb_h1,
+    "zbv": zbv,
+    "dualpipev": dualpipev,
+    "async_1f1b": async_1f1b,
+    "custom": custom,
+}
 
 
-def schedule_named(name: str) -> Schedule:
-    """The schedule of that name; raises ScheduleError, which lists the known ones."""
-    try:
+def schedule_named(name: str, program: Sequence[str] = ()) -> Schedule:
+    """The schedule of that name; ``program`` holds the lines of a custom one.
+
+    Raises:  ScheduleError: the name is unknown (the known ones are listed), or lines with another schedule.
+    """
+    if name not in SCHEDULES:
+        raise ScheduleError(f"schedule={name} is not known; the known ones are {', '.join(SCHEDULES)}")
+    if not program:
         return SCHEDULES[name]
-    except KeyError:
-        known = ", ".join(SCHEDULES)
-        raise ScheduleError(f"schedule={name} is not known; the known ones are {known}") from None
+    if name != "custom":
+        raise ScheduleError(
+            f"program= holds the lines of a custom schedule, found {len(program)} with schedule={name}; "
+            "take schedule=custom or leave the lines out"
+        )
+    return partial(custom, program=program)

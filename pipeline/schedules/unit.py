@@ -1,11 +1,13 @@
-"""The stages of one rank as one unit: what every schedule shares.
+"""What schedules share: the stages of a rank as one unit, a rank's work in ascending order, their checks.
 
 Neighbouring stages on one rank run one after another, so a schedule only decides when the unit turns around.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
-from ...compression.errors import ScheduleError
+from ...compression.errors import PlanError, ScheduleError
+from ...stages.placement import placement
 from ..instruction import Instruction, Op
 
 
@@ -14,22 +16,44 @@ def forward(stages: Sequence[int], micro_batch: int) -> list[Instruction]:
     return [Instruction(stage, Op.F, micro_batch) for stage in stages]
 
 
-def backward(stages: Sequence[int], micro_batch: int) -> list[Instruction]:
-    """Backward of a micro-batch through the unit, last stage first: ``1B3 0B3``."""
-    return [Instruction(stage, Op.B, micro_batch) for stage in reversed(stages)]
+def backward(stages: Sequence[int], micro_batch: int, op: Op = Op.B) -> list[Instruction]:
+    """Backward, or a half of it, through the unit, last stage first: ``1B3 0B3``."""
+    return [Instruction(stage, op, micro_batch) for stage in reversed(stages)]
+
+
+class Ascending:
+    """The program of a rank, written as ``take(stage, "FIW")``: each op with the stage's next micro-batch.
+
+    A rule made for many micro-batches holds for fewer: those beyond the last are left out, and nothing that
+    stays depends on them. Where no other rank waits for I, I and W that meet are one B: it costs less.
+    """
+
+    def __init__(self, stages: Sequence[int], num_micro_batches: int) -> None:
+        self.program: list[Instruction] = []
+        self._waited_for = [stage for stage in stages if stage > 0 and stage - 1 not in stages]
+        self._num_micro_batches = num_micro_batches
+        self._taken: Counter[tuple[int, Op]] = Counter()
+
+    def take(self, stage: int, ops: str) -> None:
+        """Append the ops of a stage, one after another; B counts as I and as W."""
+        for op in map(Op, ops):
+            index = self._taken[stage, Op.I if op is Op.B else op]
+            self._taken.update((stage, half) for half in ((Op.I, Op.W) if op is Op.B else (op,)))
+            if index < self._num_micro_batches:
+                self._append(Instruction(stage, op, index))
+
+    def _append(self, instruction: Instruction) -> None:
+        stage, index = instruction.stage, instruction.micro_batch
+        inputs = Instruction(stage, Op.I, index)
+        if instruction.op is Op.W and self.program[-1] == inputs and stage not in self._waited_for:
+            self.program[-1] = Instruction(stage, Op.B, index)
+        else:
+            self.program.append(instruction)
 
 
 def check(stages_of_rank: Sequence[Sequence[int]], num_micro_batches: int, extra_in_flight: int) -> None:
-    """Refuse what no schedule can run; raises ScheduleError naming the value."""
-    if num_micro_batches < 1:
-        raise ScheduleError(
-            f"a step needs at least one micro-batch, found micro_batches={num_micro_batches}; use 1 or more"
-        )
-    if extra_in_flight < 0:
-        raise ScheduleError(
-            f"extra_in_flight counts micro-batches beyond the schedule's own, found "
-            f"extra_in_flight={extra_in_flight}; use 0 or more"
-        )
+    """Refuse what no schedule of neighbours can run; raises ScheduleError naming the value."""
+    check_counts(num_micro_batches, extra_in_flight)
     expected = 0
     for rank, stages in enumerate(stages_of_rank):
         if not stages or list(stages) != list(range(expected, expected + len(stages))):
@@ -39,3 +63,41 @@ def check(stages_of_rank: Sequence[Sequence[int]], num_micro_batches: int, extra
                 "give each rank one or more stages in that order"
             )
         expected += len(stages)
+
+
+def check_counts(num_micro_batches: int, extra_in_flight: int) -> None:
+    """Refuse a step without micro-batches and a negative extra; raises ScheduleError naming the value."""
+    if num_micro_batches < 1:
+        raise ScheduleError(
+            f"a step needs at least one micro-batch, found micro_batches={num_micro_batches}; use 1 or more"
+        )
+    if extra_in_flight < 0:
+        raise ScheduleError(
+            f"extra_in_flight counts micro-batches beyond the schedule's own, found "
+            f"extra_in_flight={extra_in_flight}; use 0 or more"
+        )
+
+
+def check_layout(schedule: str, stages_of_rank: Sequence[Sequence[int]]) -> None:
+    """Refuse stages that do not lie as the schedule needs them (loop, vee); raises ScheduleError."""
+    num_ranks = len(stages_of_rank)
+    try:
+        rank_of = placement(schedule, stages=sum(map(len, stages_of_rank)), ranks=num_ranks)
+    except PlanError as error:
+        raise ScheduleError(str(error)) from None
+    for rank, stages in enumerate(stages_of_rank):
+        wanted = [stage for stage, owner in enumerate(rank_of) if owner == rank]
+        if list(stages) != wanted:
+            raise ScheduleError(
+                f"{schedule} runs stages {wanted} on rank {rank}, found stages {list(stages)} there; "
+                f"give rank {rank} the stages of the schedule"
+            )
+
+
+def check_no_extra(schedule: str, extra_in_flight: int) -> None:
+    """Refuse ``extra_in_flight`` where the order leaves no room for it; raises ScheduleError."""
+    if extra_in_flight:
+        raise ScheduleError(
+            f"the order of {schedule} is fixed by its depth, found extra_in_flight={extra_in_flight}; "
+            "leave it at 0 or take schedule=1f1b"
+        )

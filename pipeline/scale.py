@@ -1,0 +1,168 @@
+"""Loss scales: small gradients of float16 survive when the loss is large, and an overflow skips the update.
+
+The plain loop's GradScaler knows one optimizer; here every stage has one, and ranks that found nothing must
+skip with those that did. So its kernels and its numbers are used, and the verdict is everybody's.
+Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.amp import GradScaler
+
+from ..compression.errors import PlanError
+
+Scaler = GradScaler | float | None
+
+
+class Scale(Protocol):
+    """What the loss is multiplied with, and its gradients are divided by; ``checks``: an overflow counts."""
+
+    checks: bool
+
+    def begin(self) -> None:
+        """Nothing is in flight: count batches and updates from 0."""
+        ...
+
+    def apply(self, weighted_loss: torch.Tensor, batch: int = 0) -> torch.Tensor:
+        """Where the backward of a micro-batch of ``batch`` begins."""
+        ...
+
+    def unscale(self, gradients: Iterable[torch.Tensor]) -> bool:
+        """Divide the gradients of the next update in place; whether one of them is infinite or no number."""
+        ...
+
+    def update(self, *, overflow: bool) -> None:
+        """After an update (with ``overflow``: in its place), on every rank alike."""
+        ...
+
+    def state(self) -> dict[str, Any] | None:
+        """What the scale became by training; None: nothing."""
+        ...
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Take over what ``state`` returned."""
+        ...
+
+
+def scale_of(scaler: Scaler) -> Scale:
+    """The scale that a person asked for; a GradScaler that is switched off stands for none."""
+    if isinstance(scaler, GradScaler):
+        return Dynamic(scaler) if scaler.is_enabled() else Unscaled()
+    return Unscaled() if scaler is None else Static(scaler)
+
+
+class Unscaled:
+    """The loss as it is."""
+
+    checks = False
+
+    def begin(self) -> None:
+        """Nothing is counted."""
+
+    def apply(self, weighted_loss: torch.Tensor, batch: int = 0) -> torch.Tensor:
+        """As it is."""
+        return weighted_loss
+
+    def unscale(self, gradients: Iterable[torch.Tensor]) -> bool:
+        """As they are, infinite ones too."""
+        return False
+
+    def update(self, *, overflow: bool) -> None:
+        """Nothing moves."""
+
+    def state(self) -> dict[str, Any] | None:
+        """None."""
+        return None
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """A scale that others trained with is not needed here."""
+
+
+class Static(Unscaled):
+    """One number for the whole training."""
+
+    checks = True
+
+    def __init__(self, scale: float) -> None:
+        self.scale = torch.tensor(float(scale))
+
+    def apply(self, weighted_loss: torch.Tensor, batch: int = 0) -> torch.Tensor:
+        """Times the number, in float32 at least."""
+        return weighted_loss * self.scale
+
+    def unscale(self, gradients: Iterable[torch.Tensor]) -> bool:
+        """Divided by the number."""
+        return _unscale(gradients, self.scale)
+
+
+class Dynamic:
+    """The scale of ``scaler``, which stays the one that knows it: read before a batch, moved after an update.
+
+    With double-buffered weights a batch begins before the one ahead of it updates: its scale, like its
+    weights, is that after ``batch - 1`` updates, from its first micro-batch to its own update."""
+
+    checks = True
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self.scaler = scaler
+        self.begin()
+
+    def begin(self) -> None:
+        """The scale now is that after 0 updates."""
+        self.num_updates = 0
+        self.after = {0: torch.tensor(self.scaler.get_scale())}
+
+    def apply(self, weighted_loss: torch.Tensor, batch: int = 0) -> torch.Tensor:
+        """Times the scale of its batch, in float32 at least."""
+        return weighted_loss * self.after[max(0, batch - 1)]
+
+    def unscale(self, gradients: Iterable[torch.Tensor]) -> bool:
+        """Divided by the scale of the oldest batch that has not updated."""
+        return _unscale(gradients, self.after[max(0, self.num_updates - 1)])
+
+    def update(self, *, overflow: bool) -> None:
+        """Smaller after an overflow, larger after a long time without one."""
+        state = self.scaler.state_dict()
+        scale = torch.tensor(state["scale"])
+        tracker = torch.tensor(state["_growth_tracker"], dtype=torch.int32)
+        torch._amp_update_scale_(  # pyright: ignore[reportPrivateImportUsage]
+            scale,
+            tracker,
+            torch.tensor(float(overflow)),
+            state["growth_factor"],
+            state["backoff_factor"],
+            state["growth_interval"],
+        )
+        self.scaler.load_state_dict(state | {"scale": float(scale), "_growth_tracker": int(tracker)})
+        self.num_updates += 1
+        self.after[self.num_updates] = scale
+        self.after.pop(self.num_updates - 2, None)
+
+    def state(self) -> dict[str, Any]:
+        """Those of the GradScaler: numbers under its own names."""
+        return self.scaler.state_dict()
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Raises PlanError: the state was made without a GradScaler."""
+        if state is None:
+            raise PlanError(
+                "this pipeline has a GradScaler and the state has none; load it with scaler=None or a number"
+            )
+        self.scaler.load_state_dict(dict(state))
+        self.begin()
+
+
+def _unscale(gradients: Iterable[torch.Tensor], scale: torch.Tensor) -> bool:
+    """GradScaler's own kernel, which wants gradients of one dtype at a time, and its reciprocal."""
+    found, inverse = torch.zeros(()), scale.double().reciprocal().float()
+    same: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        same.setdefault(gradient.dtype, []).append(gradient)
+    for alike in same.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
+            alike, found, inverse
+        )
+    return bool(found)

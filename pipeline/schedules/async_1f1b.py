@@ -1,0 +1,73 @@
+"""Asynchronous 1F1B: every micro-batch is an update of its own, and nothing is ever flushed.
+
+Once the pipeline is full no rank waits; the price is that a gradient meets weights that have moved on, unless
+their versions are kept (stages/weights.py). The order is that of a clock, so it goes on over ends of batches.
+
+Source: Narayanan et al., PipeDream, SOSP 2019, section 3.2.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from ..instruction import Instruction, Op
+from .unit import check, check_no_extra
+
+
+def async_1f1b(
+    stages_of_rank: Sequence[Sequence[int]], num_micro_batches: int, *, extra_in_flight: int = 0
+) -> list[list[Instruction]]:
+    """One program per rank, from an empty pipeline to an empty one, with an update after each backward.
+
+    Raises:  ScheduleError: fewer than one micro-batch, an extra, or stages that are no neighbours.
+    """
+    # rank 0   F0 .. F1 B0 F2 B1 .. B2          half ticks: F of m at 2m + stage
+    # rank 1   .. F0 B0 F1 B1 F2 B2 ..                      B of m at 2m + 2 stages - 1 - stage
+    check(stages_of_rank, num_micro_batches, extra_in_flight)
+    check_no_extra("async_1f1b", extra_in_flight)
+    num_stages = sum(map(len, stages_of_rank))
+    return [
+        with_updates(stream(stages, num_stages=num_stages, fed=num_micro_batches))
+        for stages in stages_of_rank
+    ]
+
+
+def time_of(instruction: Instruction, num_stages: int) -> int:
+    """The half tick of an F or a B, with micro-batches numbered since the pipeline was empty."""
+    assert instruction.micro_batch is not None, "an update has no time of its own"
+    return 2 * instruction.micro_batch + _offset(instruction.stage, instruction.op, num_stages)
+
+
+def stream(
+    stages: Iterable[int], *, num_stages: int, fed: int, start: int = 0, stop: int | None = None
+) -> list[Instruction]:
+    """F and B of these stages with the first ``fed`` micro-batches, by time, from ``start`` up to ``stop``.
+
+    Slices that meet make the whole; ``stop=None`` is the drain. At equal times B comes before F. The work is
+    that of the slice, however long the stream has been.
+    """
+    end = 2 * (fed + num_stages) if stop is None else stop
+    found = [
+        Instruction(stage, op, index)
+        for stage in stages
+        for op in (Op.B, Op.F)
+        for offset in [_offset(stage, op, num_stages)]
+        for index in range(max(0, _half(start - offset)), min(fed, _half(end - offset)))
+    ]
+    return sorted(found, key=lambda each: (time_of(each, num_stages), each.op is Op.F, each.stage))
+
+
+def with_updates(program: Iterable[Instruction]) -> list[Instruction]:
+    """Follow each B by the update of its stage: ``0B0 0U``."""
+    return [
+        step
+        for each in program
+        for step in ([each, Instruction(each.stage, Op.U)] if each.op is Op.B else [each])
+    ]
+
+
+def _offset(stage: int, op: Op, num_stages: int) -> int:
+    return stage if op is Op.F else 2 * num_stages - 1 - stage
+
+
+def _half(ticks: int) -> int:
+    """The first micro-batch that is not before: half, rounded up."""
+    return -(-ticks // 2)

@@ -1,0 +1,44 @@
+"""Interleaved 1F1B: several stages on a rank, laid in a loop, and 1F1B over all of them.
+
+A rank's turn is a part as long as one stage, so ranks start and end earlier: V stages on a rank make the
+bubble V times smaller than 1F1B's, for more micro-batches in flight and V times the messages.
+
+Source: Narayanan et al., Megatron-LM, SC 2021, section 2.2. There micro-batches are a multiple of ranks; here
+        any number is dealt into rounds as equal as can be.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ...stages.placement import rounds, warm_up
+from ..instruction import Instruction
+from .unit import backward, check_counts, check_layout, check_no_extra, forward
+
+
+def interleaved(
+    stages_of_rank: Sequence[Sequence[int]], num_micro_batches: int, *, extra_in_flight: int = 0
+) -> list[list[Instruction]]:
+    """One program per rank, which takes a round of micro-batches through each of its stages in turn.
+
+    Raises:  ScheduleError: fewer than one micro-batch, an extra, or stages that do not lie in a loop.
+    """
+    # rank 0   0F0 0F1 2F0 2F1 ... 2B0 ... 2B1 0B0 0B1
+    # rank 1   ... 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 ...
+    check_counts(num_micro_batches, extra_in_flight)
+    check_layout("interleaved", stages_of_rank)
+    check_no_extra("interleaved", extra_in_flight)
+    num_ranks = len(stages_of_rank)
+    ends = [0]
+    for size in rounds(num_micro_batches, num_ranks):
+        ends.append(ends[-1] + size)
+    programs = []
+    for rank, stages in enumerate(stages_of_rank):
+        turns = [range(*pair) for pair in pairwise(ends)]
+        forwards = [forward([s], m)[0] for turn in turns for s in stages for m in turn]
+        backwards = [backward([s], m)[0] for turn in turns for s in reversed(stages) for m in turn]
+        warm = warm_up(num_micro_batches, ranks=num_ranks, rank=rank, stages=len(stages))
+        program = forwards[:warm]
+        for place, instruction in enumerate(backwards, start=warm):
+            program += [*forwards[place : place + 1], instruction]
+        programs.append(program)
+    return programs

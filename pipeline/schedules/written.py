@@ -1,0 +1,70 @@
+"""Programs as text and as CSV, one line for each rank; CSV files of torch.distributed.pipelining load too.
+
+A schedule can then be kept in a file, compared, edited and taken over from another library.
+
+Source: the format that torch's schedules write and read, torch/distributed/pipelining/schedules.py.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...compression.errors import ScheduleError
+from ..instruction import Instruction, parse, parse_program, show
+
+_TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B")  # torch may run these side by side; here one by one
+_DERIVED = re.compile(  # what the engine does of its own accord
+    r"[0-9]+(?:(?:WAIT_)?SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)[0-9]*"
+)
+
+
+def show_programs(programs: Sequence[Sequence[Instruction]]) -> str:
+    """One line per rank: ``"0F0 0B0\\n1F0 1B0"``; ``parse_programs`` reads it back."""
+    return "\n".join(map(show, programs))
+
+
+def parse_programs(text: str) -> list[list[Instruction]]:
+    """Read lines of instructions; what follows a ``#`` and empty lines are skipped. Raises ScheduleError."""
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    return [parse_program(line) for line in lines if line]
+
+
+def show_csv(programs: Sequence[Sequence[Instruction]]) -> str:
+    """One row per rank, one instruction a cell; ``parse_csv`` and torch read it back (torch knows no U)."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(programs)
+    return text.getvalue()
+
+
+def parse_csv(text: str) -> list[list[Instruction]]:
+    """Read our CSV or torch's: empty cells and actions of communication are skipped, groups taken apart.
+
+    Raises:  ScheduleError: a cell that is none of these.
+    """
+    rows = csv.reader(io.StringIO(text))
+    return [[instruction for cell in row for instruction in _cell(cell.strip())] for row in rows if any(row)]
+
+
+def load_program(path: str | Path) -> tuple[str, ...]:
+    """The lines of a custom schedule, as a plan keeps them, from a ``.csv`` or a text file.
+
+    Raises:  ScheduleError: the file cannot be read or holds something else.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(
+            f"a custom schedule is a file of text or CSV, cannot read {path}: {error}"
+        ) from None
+    programs = parse_csv(text) if Path(path).suffix.lower() == ".csv" else parse_programs(text)
+    return tuple(map(show, programs))
+
+
+def _cell(text: str) -> list[Instruction]:
+    if group := _TOGETHER.fullmatch(text):
+        return [instruction for part in group[1].split(";") for instruction in _cell(part.strip())]
+    if not text or _DERIVED.fullmatch(text):
+        return []
+    return [parse(text)]

@@ -1,0 +1,61 @@
+"""Which policies of the weights suit which schedule: the whole product, held against a list by hand."""
+
+import itertools
+import re
+
+import pytest
+
+from penstock import PlanError
+from penstock.stages.plan import WEIGHTS
+from penstock.stages.rules import check_versions, streams
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev", "async_1f1b", "custom")
+FINE = {"num_stages": 3, "micro_batches": 3, "extra_in_flight": 0}
+
+
+def test_only_these_go_together():
+    accepted = set()
+    for schedule, weights, prediction in itertools.product(SCHEDULES, WEIGHTS, (False, True)):
+        try:
+            check_versions(schedule=schedule, weights=weights, prediction=prediction, **FINE)
+        except PlanError:
+            continue
+        accepted.add((schedule, weights, prediction))
+    assert accepted == {
+        *((schedule, "latest", False) for schedule in SCHEDULES),
+        ("async_1f1b", "stashed", False),
+        ("async_1f1b", "vertical_sync", False),
+        ("async_1f1b", "latest", True),
+        ("async_1f1b", "stashed", True),
+        ("1f1b", "double_buffered", False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"weights": "stashed"}, "weights=stashed is for weights that change .* schedule=1f1b"),
+        ({"prediction": True}, "prediction=true is for weights .* take schedule=async_1f1b"),
+        ({"schedule": "async_1f1b", "weights": "vertical_sync", "prediction": True}, "and so does"),
+        ({"schedule": "gpipe", "weights": "double_buffered"}, "take schedule=1f1b"),
+        ({"weights": "double_buffered", "micro_batches": 2}, "raise micro_batches to 3"),
+        (
+            {"weights": "double_buffered", "extra_in_flight": 1},
+            "^weights=double_buffered .* extra_in_flight=1",
+        ),
+        ({"schedule": "async_1f1b", "extra_in_flight": 2}, "^schedule=async_1f1b .* extra_in_flight=2"),
+    ],
+)
+def test_what_does_not_is_refused_by_name(given, told):
+    with pytest.raises(PlanError) as refused:
+        check_versions(**{"schedule": "1f1b", "weights": "latest", "prediction": False, **FINE, **given})
+    assert re.search(told, str(refused.value))
+
+
+def test_extra_in_flight_stays_for_synchronous_schedules():
+    check_versions(
+        **{"schedule": "1f1b", "weights": "latest", "prediction": False, **FINE, "extra_in_flight": 2}
+    )
+    assert not streams("1f1b", "latest")
+    assert streams("1f1b", "double_buffered")
+    assert streams("async_1f1b", "latest")

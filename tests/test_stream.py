@@ -1,0 +1,117 @@
+"""The endless program: slices that end together, in an order that no stage and no channel can break."""
+
+import itertools
+
+import pytest
+
+from penstock.pipeline.instruction import Instruction, Op, show
+from penstock.pipeline.schedules.async_1f1b import async_1f1b
+from penstock.pipeline.stream import Fed, between
+
+
+def fed(num_stages, sizes, *, each=True):
+    return Fed(num_stages=num_stages, each=each, ends=tuple(itertools.accumulate(sizes)))
+
+
+def whole(num_stages, number, stages=None, **more):
+    stages = [[stage] for stage in range(num_stages)] if stages is None else stages
+    return [between(own, fed(num_stages, [number], **more)) for own in stages]
+
+
+def test_three_stages_three_micro_batches():
+    assert [show(program) for program in whole(3, 3)] == [
+        "0F0 0F1 0F2 0B0 0U 0B1 0U 0B2 0U",
+        "1F0 1F1 1B0 1U 1F2 1B1 1U 1B2 1U",
+        "2F0 2B0 2U 2F1 2B1 2U 2F2 2B2 2U",
+    ]
+
+
+def test_one_update_a_batch_waits_for_all_stages():
+    two = fed(3, [3, 3], each=False)
+    assert [show(between([stage], two)) for stage in range(3)] == [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0U 0F5 0B3 0B4 0B5 0U",
+        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1F4 1U 1B3 1F5 1B4 1B5 1U",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2U 2F4 2B4 2F5 2B5 2U",
+    ]
+
+
+@pytest.mark.parametrize("stages", [[[0]], [[0], [1], [2]], [[0, 1], [2, 3]]])
+def test_the_whole_is_the_schedule_of_that_name(stages):
+    assert whole(1 + stages[-1][-1], 7, stages) == async_1f1b(stages, 7)
+
+
+def test_the_first_step_of_two_stages_leaves_a_backward_for_the_next():
+    steps = [[0, 4], [4, None]]
+    programs = [[show(between([s], fed(2, [2]), start=a, stop=b)) for s in range(2)] for a, b in steps]
+    assert programs == [["0F0 0F1 0B0 0U", "1F0 1B0 1U 1F1"], ["0B1 0U", "1B1 1U"]]
+
+
+@pytest.mark.parametrize("each", [True, False])
+@pytest.mark.parametrize("sizes", [[1, 1, 1, 1], [5], [3, 3, 3], [4, 7, 5]])
+@pytest.mark.parametrize(
+    "stages", [[[0]], [[0], [1]], [[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0], [1, 2, 3]]]
+)
+def test_slices_are_the_whole_program_and_need_nothing_of_later_ones(stages, sizes, each):
+    num_stages = 1 + stages[-1][-1]
+    ends = [0, *(2 * number for number in itertools.accumulate(sizes)), None]
+    done: set[Instruction] = set()
+    together = [[] for _ in stages]
+    for index, (start, end) in enumerate(itertools.pairwise(ends)):
+        now = fed(num_stages, sizes[: index + 1], each=each)
+        slices = [between(own, now, start=start, stop=end) for own in stages]
+        here = {instruction for program in slices for instruction in program}
+        for instruction in here:
+            assert needs(instruction, num_stages) <= done | here
+        done |= here
+        for program, part in zip(together, slices, strict=True):
+            program += part
+    everything = fed(num_stages, sizes, each=each)
+    assert together == [between(own, everything) for own in stages]
+
+
+def needs(instruction, num_stages):
+    """What must have run before, on other stages and on its own."""
+    stage, op, m = instruction.stage, instruction.op, instruction.micro_batch
+    if op is Op.F:
+        return {Instruction(stage - 1, Op.F, m)} if stage else set()
+    if op is Op.B:
+        below = {Instruction(stage + 1, Op.B, m)} if stage + 1 < num_stages else set()
+        return below | {Instruction(stage, Op.F, m)}
+    return set()
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_versions_are_those_of_the_closed_form(num_stages):
+    for stage, program in enumerate(whole(num_stages, 12)):
+        updates, seen = 0, {}
+        for instruction in program:
+            if instruction.op is Op.U:
+                updates += 1
+            elif instruction.op is Op.F:
+                seen[instruction.micro_batch] = updates
+            else:
+                assert updates == instruction.micro_batch
+        assert seen == {m: max(0, m - (num_stages - 1 - stage)) for m in range(12)}
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_a_batch_is_updated_when_all_stages_are_done_and_before_the_one_after_next(num_stages):
+    sizes = [num_stages, num_stages + 2, num_stages, 2 * num_stages + 1]
+    now = fed(num_stages, sizes, each=False)
+    order = between(range(num_stages), now)
+    place = {instruction: index for index, instruction in enumerate(order) if instruction.op is not Op.U}
+    starts = [0, *now.ends]
+    for stage in range(num_stages):
+        updates = [i for i, one in enumerate(order) if one == Instruction(stage, Op.U)]
+        for batch, index in enumerate(updates):
+            last = starts[batch + 1] - 1
+            assert all(place[Instruction(s, Op.B, last)] < index for s in range(num_stages))
+            if batch + 2 < len(sizes):
+                assert index < place[Instruction(stage, Op.F, starts[batch + 2])]
+
+
+@pytest.mark.parametrize("start", range(0, 40, 2))
+def test_a_late_slice_is_found_without_the_early_ones(start):
+    now = fed(4, [50])
+    slow = [i for i in between([1], now, stop=start + 6)][len(between([1], now, stop=start)) :]
+    assert between([1], now, start=start, stop=start + 6) == slow
