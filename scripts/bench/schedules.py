@@ -62,8 +62,6 @@ def plans_of(config: BenchPipelineConfig, chosen: Mapping[str, Entrant]) -> dict
     plans = {}
     for name, entrant in (dict(chosen) | rivals(dict(chosen))).items():
         stages = config.ranks * entrant.stages_per_rank
-        # Only the streams are told of weights: what a plan says of them by itself suits all others.
-        policy = {"weights": entrant.weights} if entrant.stream else {}
         plans[name] = partition(
             profile,
             stages=stages,
@@ -73,7 +71,7 @@ def plans_of(config: BenchPipelineConfig, chosen: Mapping[str, Entrant]) -> dict
             micro_batches=config.micro_batches,
             extra_in_flight=0 if entrant.stream else config.extra_in_flight[0],
             codec=config.codecs[0],
-            **policy,
+            weights=entrant.weights,
         )
         stages_of(model, plans[name])
     return plans

@@ -64,7 +64,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         row["name"],
         str(row["num_stages"]),
         f"{row['samples_per_second']:.1f}",
-        f"torch {row['rival_class'].removeprefix('Schedule')}" if row["rival_class"] else row["rival"],
+        row["rival"],
         f"{row['rival_samples_per_second']:.1f}",
         f"{row['speedup']:.2f}",
         f"{min(pairs):.2f}-{max(pairs):.2f}",

@@ -43,8 +43,8 @@ def peak_versions(pipe: Pipeline, take_steps: Callable[[], object]) -> list[dict
         rows += [(stage, found) for stage, found in of_rank]
     sizes = _parameter_bytes(pipe)
     found = [most | {"parameter_bytes": sizes[stage]} for stage, most in sorted(rows, key=lambda row: row[0])]
-    # Who keeps one version only does not count its bytes.
-    return [one | {"num_bytes": max(one["num_bytes"], one["parameter_bytes"])} for one in found]
+    # Weights count what they keep beside the parameters, which are the newest version.
+    return [one | {"num_bytes": one["num_bytes"] + one["parameter_bytes"]} for one in found]
 
 
 def _parameter_bytes(pipe: Pipeline) -> list[int]:
