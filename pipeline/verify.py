@@ -47,7 +47,8 @@ def smallest_window(
     """The smallest window from ``least`` up with which ``verify`` accepts the programs.
 
     Two suffice between neighbours. More are needed by an edge over d ranks once d x (1 + extra_in_flight)
-    exceeds four, because that many micro-batches lie between its ends, and by edges that share a channel.
+    exceeds four, because that many micro-batches lie between its ends, and by edges that share a channel, as
+    the stages of two ranks in a loop do.
     Raises ScheduleError where no window helps.
     """
     most = max(least, num_micro_batches * len(edges))

@@ -15,7 +15,9 @@ import torch
 from torch.optim import Optimizer
 
 from ..compression.errors import PlanError
-from .versions import DoubleBuffered, Stashed, VerticalSync
+from .double_buffered import DoubleBuffered
+from .prediction import PredictedOverwritten, PredictedStashed
+from .versions import Overwritten, Stashed, VerticalSync
 
 
 class Weights(Protocol):
@@ -100,7 +102,13 @@ class Latest:
         """Nothing is counted."""
 
 
-VERSIONED = {"stashed": Stashed, "vertical_sync": VerticalSync, "double_buffered": DoubleBuffered}
+POLICIES = {
+    "latest": Overwritten,
+    "stashed": Stashed,
+    "vertical_sync": VerticalSync,
+    "double_buffered": DoubleBuffered,
+}
+PREDICTED = {"latest": PredictedOverwritten, "stashed": PredictedStashed}
 
 
 def weights_named(
@@ -109,7 +117,7 @@ def weights_named(
     parameters: Iterable[torch.nn.Parameter],
     stage: int,
     num_stages: int,
-    asynchronous: bool = False,
+    asynchronous: bool,
     prediction: bool = False,
     tier: str = "device",
 ) -> Weights:
@@ -118,9 +126,17 @@ def weights_named(
     Args:    asynchronous: whether every micro-batch is an update of its own.
              prediction: forwards run with the weights as they are expected to be at the backward.
              tier: where a version waits that no instruction reads right now.
-    Raises:  PlanError: there is no such policy, or not with these."""
-    if name == "latest" and not asynchronous:
+    Raises:  PlanError: there is no such policy, or not together with these."""
+    known = PREDICTED if prediction else POLICIES
+    if name not in known:
+        which = "weights with prediction" if prediction else "weights"
+        raise PlanError(f"{which} is one of {', '.join(known)}, found {name!r}; choose one of these")
+    if name == "latest" and not (asynchronous or prediction):
         return Latest()
-    if name not in VERSIONED:
-        raise PlanError(f"weights is one of {', '.join(('latest', *VERSIONED))}, found {name!r}")
-    return VERSIONED[name](parameters, stage=stage, num_stages=num_stages)
+    if asynchronous == (name == "double_buffered"):
+        updates = "whole batches" if name == "double_buffered" else "single micro-batches"
+        raise PlanError(
+            f"weights {name}{' with prediction' * prediction} is for updates by {updates}, the schedule "
+            f"updates by {'single micro-batches' if asynchronous else 'whole batches'}; choose another one"
+        )
+    return known[name](parameters, stage=stage, num_stages=num_stages, tier=tier)

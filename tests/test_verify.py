@@ -1,8 +1,10 @@
 import itertools
 
 import pytest
+from channels import Channels, obeys
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import laid, neighbours
 
 from penstock.compression.errors import ScheduleError
 from penstock.pipeline.instruction import parse, parse_program, show
@@ -12,10 +14,7 @@ from penstock.pipeline.schedules.one_f_one_b import one_f_one_b
 from penstock.pipeline.verify import smallest_window, verify
 
 SKIPS = ((0, 2), (0, 3), (1, 3))
-
-
-def neighbours(num_stages):
-    return [(stage, stage + 1) for stage in range(num_stages - 1)]
+NAMES = [name for name in SCHEDULES if name != "custom"]
 
 
 def with_skips(num_stages):
@@ -36,10 +35,11 @@ def units(num_stages):
 
 def is_legal(order, programs, num_micro_batches, edges):
     """The law without channels: every rank's program in its order, every frame sent before it is used."""
-    assert len(order) == len(set(order)) == sum(map(len, programs))
-    at = {str(instruction): place for place, instruction in enumerate(order)}
     for program in programs:
-        assert [at[str(i)] for i in program] == sorted(at[str(i)] for i in program)
+        stages = {each.stage for each in program}
+        assert [each for each in order if each.stage in stages] == list(program)
+    assert len(order) == sum(map(len, programs))
+    at = {str(instruction).replace("I", "B"): place for place, instruction in enumerate(order)}
     for index in range(num_micro_batches):
         for source, target in edges:
             assert at[f"{source}F{index}"] < at[f"{target}F{index}"]
@@ -77,6 +77,24 @@ def test_every_schedule_is_legal_with_skips_and_the_window_they_need(
         assert window == 2  # one stage a rank and nothing extra in flight: two suffice over these skips
 
 
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_runs_on_any_number_of_ranks(name, num_ranks):
+    asynchronous = name == "async_1f1b"
+    stages_of_rank = laid(name, num_ranks)
+    num_stages = sum(map(len, stages_of_rank))
+    edges = neighbours(num_stages)
+    skips = sorted({*with_skips(num_stages), *([(0, num_stages - 1)] if num_stages > 1 else [])})
+    for number in range(1, 21):
+        programs = SCHEDULES[name](stages_of_rank, number)
+        given = {"num_micro_batches": number, "asynchronous": asynchronous}
+        window = smallest_window(programs, edges=edges, **given) if name == "interleaved" else 2
+        order = verify(programs, edges=edges, window=window, **given)
+        if number in (1, 2, 5, 9, 20):
+            assert is_legal(order, programs, number, edges)
+            smallest_window(programs, edges=skips, **given)
+
+
 def test_the_order_is_one_that_a_single_process_can_run():
     programs = one_f_one_b([[0], [1]], 3)
     order = verify(programs, num_micro_batches=3, edges=[(0, 1)])
@@ -103,6 +121,37 @@ def test_no_window_helps_a_circle():
         smallest_window(programs, num_micro_batches=2, edges=[(0, 1)])
 
 
+def test_halves_meet_whole_backwards_on_other_stages():
+    programs = [parse_program("0F0 0F1 0B0 0B1"), parse_program("1F0 1I0 1F1 1I1 1W0 1W1")]
+    order = verify(programs, num_micro_batches=2, edges=[(0, 1)])
+    assert show(order) == "0F0 1F0 0F1 1I0 0B0 1F1 1I1 0B1 1W0 1W1"
+    programs = [parse_program("0F0 0F1 0I0 0W0 0B1"), parse_program("1F0 1B0 1F1 1I1 1W1")]
+    assert is_legal(verify(programs, num_micro_batches=2, edges=[(0, 1)]), programs, 2, [(0, 1)])
+
+
+def test_an_update_follows_every_backward_of_an_asynchronous_stage():
+    programs = [parse_program("0F0 1F0 0F1 1B0 1U 0B0 0U 1F1 1I1 1W1 1U 0B1 0U")]
+    order = verify(programs, num_micro_batches=2, edges=[(0, 1)], asynchronous=True)
+    assert order == programs[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("0F0 0B0 0F1 0B1 0U", "right after each backward, and only there, found 0F1 after 0B0 on rank 0"),
+        ("0F0 0B0 0U 0F1 0B1", "found nothing after 0B1 on rank 0"),
+        ("0F0 0F1 0B0 0U 0U 0B1", "found 0U after 0U on rank 0"),
+        ("0F0 0B0 0F1 0U 0B1 0U", "found 0F1 after 0B0 on rank 0"),
+        ("0U 0F0 0B0 0U 0F1 0B1 0U", "found 0U after nothing on rank 0"),
+        ("0F0 0I0 0U 0F1 0W0 0U 0B1 0U", "found 0U after 0I0 on rank 0"),
+        ("0F0 0F0 0B0 0U 0F1 0B1 0U", "once a step, found 0F0 2 times"),
+    ],
+)
+def test_a_misplaced_update_of_an_asynchronous_stage_is_refused(text, sentence):
+    with pytest.raises(ScheduleError, match=sentence):
+        verify([parse_program(text)], num_micro_batches=2, edges=[], asynchronous=True)
+
+
 def test_updates_may_end_the_step_of_their_stage():
     programs = [parse_program("0F0 1F0 1B0 1U 0B0 0U"), parse_program("2F0 2B0 2U")]
     assert parse("1U") in verify(programs, num_micro_batches=1, edges=neighbours(3))
@@ -126,6 +175,24 @@ def test_updates_may_end_the_step_of_their_stage():
         (["0F0 0F1 0B0 0U 0B1", "1F0 1B0 1F1 1B1"], "found 0U before 0B1 on rank 0"),
         (["0F0 0F1 0B0 0B1 0U 0U", "1F0 1B0 1F1 1B1"], "found 0U 2 times on rank 0"),
         (["0U 0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], "found 0U before 0B1 on rank 0"),
+        (["0F0 0F1 0B0 0B1 0I1", "1F0 1B0 1F1 1B1"], "is used once, .* found 0B1 and 0I1 on rank 0; drop"),
+        (["0F0 0F1 0B0 0B1 0W1", "1F0 1B0 1F1 1B1"], "is used once, .* found 0B1 and 0W1 on rank 0; drop"),
+        (["0F0 0F1 0B0 0I1 0W1 0W1", "1F0 1B0 1F1 1B1"], "once a step, found 0W1 2 times on rank 0"),
+        (["0F0 0F1 0B0 0I1", "1F0 1B0 1F1 1B1"], "0W1 is missing on rank 0"),
+        (["0F0 0F1 0B0 0W1", "1F0 1B0 1F1 1B1"], "0I1 is missing on rank 0"),
+        (["0F0 0F1 0B0 0W1 0I1", "1F0 1B0 1F1 1B1"], "W needs its I first, found 0W1 before 0I1 on rank 0"),
+        (["0F0 0F1 0I0 0I1 0W1 0W0", "1F0 1B0 1F1 1B1"], "ascending .* found 0W0 after 0W1 on rank 0"),
+        (["0F0 0F1 0I1 0W1 0I0 0W0", "1F0 1B0 1F1 1B1"], "ascending .* found 0I0 after 0I1 on rank 0"),
+        (["0F0 0F1 0I0 0B1 0W0", "1F0 1B0 1F1 1B1"], "ascending .* found 0W0 after 0B1 on rank 0"),
+        (["0I0 0F0 0F1 0B1 0W0", "1F0 1B0 1F1 1B1"], "found 0W0 after 0B1 on rank 0"),
+        (["0I0 0F0 0F1 0W0 0B1", "1F0 1B0 1F1 1B1"], "found 0I0 before 0F0 on rank 0"),
+        (
+            ["0F0 0I0 0F1 0I1 0W0 0W1", "1F0 1F1 1B0 1B1"],
+            "rank 0 needs 1B0 for 0I0; rank 1 needs 0F1 for 1F1",
+        ),
+        (["0F0 0B0 0F1 0B1", "1F0 1F1 1I0 1W0 1B1"], "rank 0 needs 1I0 for 0B0; rank 1 needs 0F1 for 1F1"),
+        (["0F0 0F1 0I0 0I1 0W0 0U 0W1", "1F0 1B0 1F1 1B1"], "found 0U before 0W1 on rank 0"),
+        (["0F0 0F1 0B0 0B1 0U", "1F0 1B0 1U 1F1 1B1"], "found 1U before 1B1 on rank 1"),
     ],
 )
 def test_a_broken_program_is_refused_with_the_instruction(written, sentence):
@@ -160,6 +227,112 @@ def test_any_shuffle_is_refused_or_runs_in_a_legal_order(data, num_stages, num_m
     except ScheduleError:
         return
     assert is_legal(order, shuffled, num_micro_batches, edges)
+
+
+def accepted(programs, num_micro_batches, edges, *, window=2, asynchronous=False):
+    """The verdict of ``verify``, whose every order is a legal one."""
+    try:
+        order = verify(
+            programs,
+            num_micro_batches=num_micro_batches,
+            edges=edges,
+            window=window,
+            asynchronous=asynchronous,
+        )
+    except ScheduleError:
+        return False
+    return is_legal(order, programs, num_micro_batches, edges)
+
+
+def may_run(programs, num_micro_batches, edges, *, window=2, asynchronous=False):
+    """The verdict of the twin: the laws of order, and bounded channels."""
+    return (
+        obeys(programs, num_micro_batches, asynchronous=asynchronous)
+        and Channels(programs, edges, window).runs()
+    )
+
+
+def orders(text):
+    """Every order of these instructions."""
+    return [list(order) for order in itertools.permutations(parse_program(text))]
+
+
+def lawful(stage, num_micro_batches):
+    """Every order of whole instructions of a stage that obeys the laws."""
+    everything = [f"{stage}{op}{index}" for op in "FB" for index in range(num_micro_batches)]
+    places = itertools.combinations(range(len(everything)), num_micro_batches)
+    for chosen in places:
+        forwards, backwards = iter(everything[:num_micro_batches]), iter(everything[num_micro_batches:])
+        words = [next(forwards if place in chosen else backwards) for place in range(len(everything))]
+        program = parse_program(" ".join(words))
+        if obeys([program], num_micro_batches):
+            yield program
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_every_order_of_two_stages_gets_the_verdict_of_all_interleavings(window):
+    edges, verdicts = [(0, 1)], []
+    for programs in itertools.product(orders("0F0 0F1 0B0 0B1"), orders("1F0 1F1 1B0 1B1")):
+        lawful_order = obeys(programs, 2)
+        outcomes = Channels(programs, edges, window).outcomes() if lawful_order else {False}
+        assert outcomes == {accepted(programs, 2, edges, window=window)}
+        verdicts.append(True in outcomes)
+    assert (len(verdicts), sum(verdicts)) == (576, 3)
+
+
+def test_every_order_of_a_split_stage_gets_the_verdict_of_the_twin():
+    verdicts = [
+        (
+            may_run(programs, 2, [(0, 1)]),
+            accepted(programs, 2, [(0, 1)]),
+        )
+        for split in (0, 1)
+        for order in orders(" ".join(f"{split}{word}" for word in "F0 F1 I0 I1 W0 W1".split()))
+        for other in lawful(1 - split, 2)
+        for programs in [[order, other] if split == 0 else [other, order]]
+    ]
+    assert all(ours == twin for ours, twin in verdicts)
+    assert (len(verdicts), sum(ours for ours, _ in verdicts)) == (2880, 15)
+
+
+@pytest.mark.parametrize(
+    ("num_micro_batches", "edges"), [(2, [(0, 1), (1, 2), (0, 2)]), (3, [(0, 1), (1, 2)])]
+)
+def test_every_lawful_program_of_three_stages_gets_the_verdict_of_the_twin(num_micro_batches, edges):
+    ran = 0
+    for programs in itertools.product(*(list(lawful(stage, num_micro_batches)) for stage in range(3))):
+        for window in (1, 2):
+            verdict = may_run(programs, num_micro_batches, edges, window=window)
+            assert accepted(programs, num_micro_batches, edges, window=window) == verdict
+            ran += verdict
+    assert ran > 5
+
+
+@pytest.mark.parametrize("num_micro_batches", range(1, 5))
+@pytest.mark.parametrize("name", NAMES)
+def test_two_neighbouring_instructions_swapped_get_the_verdict_of_the_twin(name, num_micro_batches):
+    verdicts = set()
+    for num_ranks in (1, 2, 3) if len(laid(name, 1)[0]) == 1 else (1, 2):
+        stages_of_rank = laid(name, num_ranks)
+        edges = neighbours(sum(map(len, stages_of_rank)))
+        programs = SCHEDULES[name](stages_of_rank, num_micro_batches)
+        asynchronous = name == "async_1f1b"
+        if not asynchronous:
+            programs = [
+                [*own, *(parse(f"{s}U") for s in stages)]
+                for own, stages in zip(programs, stages_of_rank, strict=True)
+            ]
+        given = {"edges": edges, "asynchronous": asynchronous, "window": 2}
+        assert accepted(programs, num_micro_batches, **given)
+        assert may_run(programs, num_micro_batches, **given)
+        for rank, program in enumerate(programs):
+            for place in range(len(program) - 1):
+                swapped = [*program[:place], program[place + 1], program[place], *program[place + 2 :]]
+                other = [*programs[:rank], swapped, *programs[rank + 1 :]]
+                verdict = may_run(other, num_micro_batches, **given)
+                assert accepted(other, num_micro_batches, **given) == verdict, show(swapped)
+                verdicts.add(verdict)
+    assert False in verdicts
 
 
 @pytest.mark.parametrize(

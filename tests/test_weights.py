@@ -1,0 +1,246 @@
+"""Versions of the weights: a hand-driven chain against the replay, bit for bit, and what is kept for it."""
+
+import contextlib
+
+import pytest
+import torch
+from chain import BATCHES, MICRO_BATCHES, NUM_STAGES, Chain, batches_of, replayed
+from reference import same_bits
+from replay import version_of
+from torch import nn
+
+from penstock import PlanError
+from penstock.compression.errors import StageError
+from penstock.stages.weights import Latest, weights_named
+
+NUM = BATCHES * MICRO_BATCHES
+ASYNCHRONOUS = [(policy, False) for policy in ("latest", "stashed", "vertical_sync", "double_buffered")]
+ASYNCHRONOUS += [("latest", True), ("stashed", True)]
+TIERS = ["device", "packed", "host"]
+
+
+def differences(chain, policy, *, optimizer="sgd", prediction=False, drains=(), scheduler=None):
+    """Train the chain and the replay: names of everything that differs in a bit."""
+    plain, expected = replayed(
+        policy, optimizer=optimizer, prediction=prediction, drains=drains, scheduler=scheduler
+    )
+    pieces = chain.run(batches_of(), drains)
+    chain.close()
+    found = []
+    for piece, (ours, theirs) in enumerate(zip(pieces, expected, strict=True)):
+        pairs = enumerate(zip(ours["losses"], theirs["losses"], strict=True))
+        found += [f"piece {piece} loss {m}" for m, (a, b) in pairs if not same_bits(a, b)]
+        found += [
+            f"piece {piece} gradient {update} of {name}"
+            for update, (a, b) in enumerate(zip(ours["gradients"], theirs["gradients"], strict=True))
+            for name in b
+            if not same_bits(a[name], b[name])
+            or (b[name] is not None and a[name].stride() != b[name].stride())
+        ]
+    state = chain.model.state_dict()
+    found += [name for name, tensor in plain.state_dict().items() if not same_bits(tensor, state[name])]
+    ours, theirs = chain.state(), expected[-1]["state"]
+    found += [f"keys of {name}" for name in theirs if set(ours[name]) != set(theirs[name])]
+    found += [
+        f"{what} of {name}"
+        for name, kept in theirs.items()
+        for what in kept
+        if not same_bits(kept[what], ours[name].get(what))
+    ]
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(("policy", "prediction"), ASYNCHRONOUS)
+def test_a_stream_has_the_bits_of_the_replay(policy, prediction, tier, optimizer):
+    chain = Chain(policy, optimizer=optimizer, prediction=prediction, tier=tier)
+    assert differences(chain, policy, optimizer=optimizer, prediction=prediction) == []
+
+
+@pytest.mark.parametrize(("policy", "prediction"), ASYNCHRONOUS)
+def test_it_has_them_behind_a_drain_and_with_schedules(policy, prediction):
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+
+    chain = Chain(policy, optimizer="nesterov", prediction=prediction, tier="packed", scheduler=scheduler)
+    settings = {"optimizer": "nesterov", "prediction": prediction, "scheduler": scheduler}
+    assert differences(chain, policy, drains=(1, 3), **settings) == []
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(("policy", "prediction"), ASYNCHRONOUS)
+def test_it_has_them_where_saved_tensors_leave_too(policy, prediction, tier):
+    chain = Chain(policy, prediction=prediction, tier=tier, packed=True)
+    assert differences(chain, policy, prediction=prediction) == []
+    assert sum(saved.num_unpacks for saved in chain.saved) > 0
+    plain = Chain("latest", packed=True)  # whose parameters stay where they are
+    plain.run(batches_of())
+    plain.close()
+    assert [saved.bytes_raw for saved in chain.saved] == [saved.bytes_raw for saved in plain.saved]
+
+
+def versions_behind(policy, prediction, s, update):
+    """The versions that live behind update number ``update`` of stage ``s``, from the order of the stream."""
+    if policy == "latest":
+        return {update + 1}
+    if policy == "double_buffered":
+        return {update + 1, update + (update == BATCHES - 1)}
+    lag = NUM_STAGES - 1 - s
+    following = min(NUM, update + lag + 1)  # forwards so far, see replay.py
+    in_flight = range(update + 1, following)
+    live = {version_of(policy, m, stage=s, num_stages=NUM_STAGES) for m in in_flight} | {update + 1}
+    if prediction:
+        return {("ahead", m) if m > lag else 0 for m in in_flight} | {update + 1}
+    if update + 1 <= max(0, following - lag):  # it may go on: the next forward asks for one of these
+        live |= set(range(version_of(policy, following, stage=s, num_stages=NUM_STAGES), update + 1))
+    return live
+
+
+@pytest.mark.parametrize(("policy", "prediction"), ASYNCHRONOUS)
+def test_no_more_versions_live_than_micro_batches_need(policy, prediction):
+    chain = Chain(policy, prediction=prediction)
+    chain.run(batches_of())
+    for (s, update), (num_live, num_bytes) in chain.live.items():
+        size = sum(p.nbytes for p in chain.model[s].parameters() if p.requires_grad)
+        expected = len(versions_behind(policy, prediction, s, update))
+        assert (num_live, num_bytes) == (expected, (expected - 1) * size), (s, update)
+    assert [weights.num_live for weights in chain.weights] == [1] * NUM_STAGES
+    assert [weights.num_bytes for weights in chain.weights] == [0] * NUM_STAGES
+
+
+def test_in_steady_state_a_stage_keeps_a_version_for_each_stage_behind_it():
+    for policy, expected in (("stashed", [4, 3, 2, 1]), ("vertical_sync", [4, 4, 4, 4]), ("latest", [1] * 4)):
+        chain = Chain(policy)
+        chain.run(batches_of())
+        assert [chain.live[s, 8][0] for s in range(NUM_STAGES)] == expected
+
+
+@pytest.mark.parametrize("tier", ["packed", "host"])
+def test_idle_versions_take_fewer_bytes_packed(tier):
+    loose, packed = Chain("stashed"), Chain("stashed", tier=tier)
+    loose.run(batches_of())
+    packed.run(batches_of())
+    (live, raw), (packed_live, kept) = loose.live[1, 8], packed.live[1, 8]
+    assert live == packed_live == 3
+    assert raw / kept > 1.05
+    assert [weights.version.keywords["store"].num_bytes for weights in packed.weights] == [0] * NUM_STAGES
+
+
+def test_copies_lie_as_the_parameters_did():
+    chain = Chain("stashed")
+    before = {name: p.stride() for name, p in chain.model.named_parameters()}
+    chain.run(batches_of())
+    assert {name: p.stride() for name, p in chain.model.named_parameters()} == before
+    assert before["0.0.weight"] == (27, 1, 9, 3)
+    assert {p.data_ptr() % 64 for p in chain.model.parameters()} == {0}
+
+
+def test_gradients_are_none_behind_an_update():
+    for policy in ("latest", "stashed"):
+        chain = Chain(policy)
+        chain.run(batches_of())
+        assert all(p.grad is None for p in chain.model.parameters())
+
+
+def test_memory_that_a_person_may_look_into_is_never_freed():
+    chain = Chain("stashed", tier="packed")
+    seen = [p.detach() for p in chain.model.parameters()]
+    chain.run(batches_of()[:2])
+    seen += [p.detach() for p in chain.model.parameters()]  # as the state after a drain
+    chain.run(batches_of()[2:])
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in seen)
+
+
+@pytest.mark.parametrize(("policy", "prediction"), ASYNCHRONOUS)
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_parameter_is_sent_as_a_copy_made_in_the_block(policy, prediction, tier):
+    sent = {}
+
+    class Sends:
+        def __init__(self, weights, stage):
+            self.weights, self.stage = weights, stage
+
+        def __getattr__(self, name):
+            return getattr(self.weights, name)
+
+        @contextlib.contextmanager
+        def forward(self, micro_batch, batch):
+            with self.weights.forward(micro_batch, batch):
+                parameter = self.weights.parameters[0]
+                sent[self.stage, micro_batch] = parameter.detach().clone(), parameter.tolist()
+                yield
+
+    Chain(policy, prediction=prediction, tier=tier, wrap=Sends).run(batches_of())
+    assert len(sent) == NUM * NUM_STAGES
+    assert all(tensor.tolist() == values for tensor, values in sent.values())
+
+
+class Buggy:
+    """The weights of stage 1 with one planted mistake."""
+
+    def __init__(self, weights, stage, *, bug):
+        self.weights, self.bug = weights, bug if stage == 1 else ""
+        if self.bug == "update in place":
+            weights._needed = lambda version, newest: False
+
+    def __getattr__(self, name):
+        return getattr(self.weights, name)
+
+    def backward(self, micro_batch):
+        if self.bug == "newest in one backward" and micro_batch == 6:
+            return contextlib.nullcontext()
+        if self.bug == "freed early" and micro_batch == 6:
+            self.weights.done(micro_batch)
+        return self.weights.backward(micro_batch)
+
+
+@pytest.mark.parametrize("policy", ["stashed", "vertical_sync"])
+def test_the_replay_sees_the_newest_version_in_one_backward(policy):
+    bug = "newest in one backward"
+    found = differences(Chain(policy, wrap=lambda *of: Buggy(*of, bug=bug)), policy)
+    assert "piece 0 gradient 6 of 0.0.weight" in found
+    assert not any("gradient 5" in what for what in found)
+
+
+@pytest.mark.parametrize("bug", ["freed early", "update in place"])
+@pytest.mark.parametrize("policy", ["stashed", "vertical_sync", "double_buffered"])
+def test_a_version_that_is_gone_is_refused(policy, bug):
+    with pytest.raises((StageError, ValueError), match=r"weights|shorter"):
+        Chain(policy, wrap=lambda *of: Buggy(*of, bug=bug)).run(batches_of())
+
+
+def named(policy, **settings):
+    settings = {"parameters": nn.Linear(2, 2).parameters(), "asynchronous": True} | settings
+    return weights_named(policy, stage=0, num_stages=3, **settings)
+
+
+def test_what_a_policy_makes_impossible_is_refused_by_name():
+    assert isinstance(named("latest", asynchronous=False), Latest)
+    known = "latest, stashed, vertical_sync, double_buffered, found 'newest'"
+    for settings, said in (
+        ({"policy": "newest"}, known),
+        ({"policy": "double_buffered", "prediction": True}, "latest, stashed, found 'double_buffered'"),
+        ({"policy": "stashed", "asynchronous": False}, "single micro-batches"),
+        ({"policy": "latest", "asynchronous": False, "prediction": True}, "single micro-batches"),
+        ({"policy": "double_buffered"}, "whole batches"),
+        ({"policy": "stashed", "parameters": [nn.Parameter(torch.ones(2))] * 2}, "2 in 1 places"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            named(**settings)
+
+
+@pytest.mark.parametrize("policy", ["latest", "stashed"])
+def test_prediction_refuses_optimizers_that_it_does_not_know(policy):
+    layer = nn.Linear(2, 2)
+    weights = named(policy, prediction=True, parameters=layer.parameters())
+    for optimizer, said in (
+        (torch.optim.RMSprop(layer.parameters()), "SGD, Adam, AdamW, found RMSprop"),
+        (torch.optim.SGD(layer.parameters()), "momentum=0"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            weights.bind(optimizer)
+    with weights.forward(0, 0):  # the first forward is on time
+        pass
+    with pytest.raises(StageError, match="bind one"), weights.forward(1, 0):
+        pass
