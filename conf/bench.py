@@ -1,6 +1,7 @@
 """The options of ``penstock bench pipeline``; they follow the rules of ``schema.py``.
 
-They are no ``PlanConfig``: a race takes several codecs, several depths and several links at once."""
+They are no ``PlanConfig``: a race takes several codecs, several depths and several links at once, or several
+schedules."""
 
 from __future__ import annotations
 
@@ -10,8 +11,12 @@ from typing import Any
 from ..compression.errors import ConfigError
 from .schema import PlanConfig, shown
 
-CODECS = ("raw", "zero_value", "auto")
-"""What is raced unless told otherwise."""
+RACED: dict[str, list[Any]] = {
+    "codecs": ["raw", "zero_value", "auto"],
+    "extra_in_flight": [0, 1],
+    "links": ["loopback", "1Gbit", "100Mbit", "20Mbit", "10Mbit"],
+}
+"""What is raced unless told otherwise; of each the first one, where schedules are raced."""
 
 
 @dataclass
@@ -23,12 +28,13 @@ class BenchPipelineConfig:
         data: the samples; data._target_=my.samples for your own
         optimizer: what updates the weights, on both sides
         ranks: processes on this machine, one stage each; shaped links join 2
+        schedule: 1f1b: against torch's, over links; all or a list of names: against torch's and each other
         cuts: cut after these layers or modules, by hand: cuts=[layer2]; null: the planner's choice
         batch_size: samples in one step, a multiple of micro_batches
         micro_batches: parts of a batch, which follow each other through the stages
-        codecs: what Penstock packs with, one contestant each
-        extra_in_flight: micro-batches in flight beyond plain 1f1b, one contestant each
-        links: loopback, or a rate that the link between two ranks is held to
+        codecs: what Penstock packs with, one contestant each; for schedules one, raw
+        extra_in_flight: micro-batches in flight beyond plain 1f1b, one contestant each; for schedules one, 0
+        links: loopback, or a rate that the link between two ranks is held to; for schedules one, loopback
         delay: milliseconds a shaped link adds in each direction; needs netem
         burst: size of a shaped link's token bucket
         warmup: steps of each contestant before anything is timed
@@ -45,12 +51,13 @@ class BenchPipelineConfig:
     data: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     ranks: int = 2
+    schedule: Any = "1f1b"
     cuts: list[str] | None = None
     batch_size: int = 128
     micro_batches: int = 8
-    codecs: list[str] = field(default_factory=lambda: list(CODECS))
-    extra_in_flight: list[int] = field(default_factory=lambda: [0, 1])
-    links: list[Any] = field(default_factory=lambda: ["loopback", "1Gbit", "100Mbit", "20Mbit", "10Mbit"])
+    codecs: list[str] = field(default_factory=lambda: list(RACED["codecs"]))
+    extra_in_flight: list[int] = field(default_factory=lambda: list(RACED["extra_in_flight"]))
+    links: list[Any] = field(default_factory=lambda: list(RACED["links"]))
     delay: float = 0.0
     burst: Any = "64KiB"
     warmup: int = 3
@@ -63,6 +70,8 @@ class BenchPipelineConfig:
     deadline: float = 120.0
 
     def __post_init__(self) -> None:
+        if self.schedule != "1f1b":
+            self._take_one_of_each()
         least = {"ranks": 2, "batch_size": 1, "micro_batches": 1, "warmup": 1, "repeats": 1, "steps": 1}
         for name, fewest in least.items():
             if getattr(self, name) < fewest:
@@ -81,6 +90,14 @@ class BenchPipelineConfig:
                 f"batch_size={self.batch_size} is no multiple of micro_batches={self.micro_batches}, "
                 "and torch's stages take micro-batches of one size; change either"
             )
+
+    def _take_one_of_each(self) -> None:
+        for name, default in RACED.items():
+            if (found := getattr(self, name)) == default:
+                setattr(self, name, default[:1])
+            elif len(found) > 1:
+                listed = shown([*map(str, found)])
+                raise ConfigError(f"schedules are raced on one of {name}, found {name}={listed}; name one")
 
     def job(self) -> PlanConfig:
         """What is planned and trained, in the words of ``penstock plan``."""

@@ -201,6 +201,10 @@ class Pipeline:
         spans = self.engine.spans  # those of a step: a drain is none
         report = self._run(made, program, self.stream.micro_batches(), num_samples=0, began=began)
         self.engine.spans = spans
+        self.stream.restart()
+        for stage in self.stages.values():
+            stage.weights.drained()
+        self.update.begin()
         return report
 
     def evaluate(self, inputs: Any) -> Any:
@@ -295,9 +299,6 @@ class Pipeline:
             raise
         if self.stream is not None:
             self.stream.ran(made)
-            if not self.stream.in_flight:
-                for stage in self.stages.values():
-                    stage.weights.drained()
         reports = self.usage.fill(self.engine.reports, self.engine.spans, rank=self.rank)
         mine = [self._loss(losses, live)]
         for stage in range(self.plan.num_stages):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ... import __version__
 from ...compression.errors import ConfigError
 from ...conf.bench import BenchPipelineConfig
+from ...conf.convergence import BenchConvergenceConfig
 from ...conf.schema import BenchCodecsConfig
 from ...pipeline.run_folder import RunFolder, save_json, writing
 from .. import usage
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 WIDTH_OF_CODECS = 110
 WIDTH_OF_A_RACE = 150
+WIDTH_OF_SCHEDULES = 140
 RESULTS = ("results.json", "results.png")
 
 
@@ -89,6 +91,9 @@ def codecs(config: BenchCodecsConfig, folder: RunFolder, typed: Sequence[str]) -
 
 def pipeline(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str]) -> None:
     """Race our pipeline against torch's own 1F1B over every link; what is done is kept, link by link."""
+    if config.schedule != "1f1b":
+        schedules(config, folder, typed)
+        return
     from ...pipeline import console
     from .pipeline import bench_pipeline, check, plan_of
     from .pipeline_picture import draw
@@ -114,10 +119,80 @@ def pipeline(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str
         print(console.short(folder.path / name))
 
 
+def schedules(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str]) -> None:
+    """Race schedules and policies of the weights against torch's and each other."""
+    from ...pipeline import console
+    from .entrants import ALL, left_out
+    from .pipeline_rows import link_facts
+    from .schedules import bench_schedules, check, plans_of
+    from .schedules_picture import draw
+    from .schedules_rows import CAPTION, overhead_lines, rows_of, table, title
+
+    folder.claim()
+    link, chosen = check(config)
+    plans = plans_of(config, chosen)
+    (folder.path / "plans").mkdir(parents=True, exist_ok=True)
+    for name, plan in plans.items():
+        plan.save(folder.path / "plans" / f"{name}.json")
+    screen = console.screen(width_of_a_log=WIDTH_OF_SCHEDULES)
+    job = _job(config, next(iter(plans.values()))) | {"codec": config.codecs[0], "schedules": list(chosen)}
+    results = circumstances("pipeline", typed) | {"threads": config.threads, "job": job}
+    results |= {"load_before": os.getloadavg(), "link": link_facts(link), "rows": [], "overhead": []}
+    screen.print(f"{console.short(folder.path)}: {title(results)}", highlight=False, soft_wrap=True)
+    found = bench_schedules(config, chosen, link, folder=folder.path)
+    results["overhead"] = found["facts"].pop("overhead")
+    results["link"] = link_facts(link, measured=found["facts"])
+    results["rows"] = rows_of(found["rows"], batch_size=config.batch_size)
+    save_json(folder.path / "results.json", results | {"load_after": os.getloadavg()})
+    with writing(folder.path / "results.png"):
+        draw(results, folder.path / "results.png")
+    screen.print(table(results))
+    missing = left_out() if config.schedule == ALL else []
+    told = [f"Left out, for want of the schedule: {', '.join(missing)}."] if missing else []
+    for line in (CAPTION, *told, *overhead_lines(results["overhead"])):
+        screen.print(line, highlight=False, soft_wrap=True)
+    for name in RESULTS:
+        print(console.short(folder.path / name))
+
+
+def convergence(config: BenchConvergenceConfig, folder: RunFolder, typed: Sequence[str]) -> None:
+    """Train under every policy of the weights; what is done is told and kept, run by run."""
+    from ...pipeline import console
+    from .convergence import bench_convergence, check
+    from .convergence_picture import curves, draw
+
+    folder.claim()
+    runs = check(config)
+    names = ("cuts", "batch_size", "micro_batches", "points", "test_samples", "optimizer", "scheduler")
+    job = {"model": _name(config.model), **{name: getattr(config, name) for name in names}}
+    results = circumstances("convergence", typed) | {"threads": 1, "job": job, "runs": []}
+    for number, found in enumerate(bench_convergence(config, runs), start=1):
+        results["runs"].append(found)
+        save_json(folder.path / "results.json", results)
+        told = f"{found['set']} {found['policy']} seed {found['seed']}: {found['accuracy'][-1]:.2%} after"
+        told += f" {found['updates']} updates from lr {found['lr']:g}, {found['seconds']:.0f} s"
+        print(f"{number}/{len(runs)} {told}", flush=True)
+    with writing(folder.path / "results.png"):
+        draw(results, folder.path / "results.png")
+    for name in config.sets:
+        for policy, curve in curves([run for run in results["runs"] if run["set"] == name]).items():
+            ends = f"{curve['mean'][-1]:.2%} ({curve['least'][-1]:.2%}-{curve['most'][-1]:.2%})"
+            print(f"{name:<15} {policy:<17} {ends}")
+    for name in RESULTS:
+        print(console.short(folder.path / name))
+
+
+def _name(model: dict[str, Any]) -> str:
+    return model.get("name") or model["_target_"].rpartition(".")[2]
+
+
 def _job(config: BenchPipelineConfig, plan: Plan) -> dict[str, Any]:
-    model = config.model.get("name") or config.model["_target_"].rpartition(".")[2]
     names = ("ranks", "batch_size", "micro_batches", "warmup", "repeats", "steps", "seconds", "seed")
-    return {"model": model, "cuts": list(plan.cuts), **{name: getattr(config, name) for name in names}}
+    return {
+        "model": _name(config.model),
+        "cuts": list(plan.cuts),
+        **{name: getattr(config, name) for name in names},
+    }
 
 
 def circumstances(topic: str, typed: Sequence[str]) -> dict[str, Any]:
@@ -155,5 +230,6 @@ class Topic:
 
 TOPICS = {
     "codecs": Topic(schema=BenchCodecsConfig, task=codecs),
+    "convergence": Topic(schema=BenchConvergenceConfig, task=convergence),
     "pipeline": Topic(schema=BenchPipelineConfig, task=pipeline),
 }

@@ -80,18 +80,22 @@ class Side:
 
     def warm_up(self, config: BenchPipelineConfig) -> Any:
         """Take the steps that are not timed, see how many fit into a run; return what the first one told."""
-        first = self._step(*next(self._batches))
+        first = self.take_step()
         self.num_steps = max(1, config.warmup - 1)
         seconds = group.share(self.run(), 0)
         self.num_steps = steps_in(config.seconds, seconds_per_step=seconds, most=config.steps)
         return first
+
+    def take_step(self) -> Any:
+        """Take one step on the next batch."""
+        return self._step(*next(self._batches))
 
     def run(self) -> float:
         """Take the steps of one run, together with the other ranks; return the seconds of one step."""
         dist.barrier()
         began = time.perf_counter()
         for _ in range(self.num_steps):
-            self._step(*next(self._batches))
+            self.take_step()
         dist.barrier()
         return (time.perf_counter() - began) / self.num_steps
 
@@ -149,7 +153,7 @@ def race_rank(folder: Path) -> None:
     found = [side.warm_up(config) for side in sides]
     for pipe in pipes:
         pipe.settle(batches)
-    refuse_other_losses(expected, found, random=_is_random(model()))
+    refuse_other_losses(expected, found, random=is_random(model()))
     for pipe in pipes:
         pipe.totals = Totals(num_stages=plan.num_stages)
     taken = alternate(torch_side.run, [side.run for side in sides], repeats=config.repeats)
@@ -217,7 +221,8 @@ def measured_rate(link: Link) -> float | None:
     return 8 * num_bytes / seconds
 
 
-def _is_random(model: nn.Module) -> bool:
+def is_random(model: nn.Module) -> bool:
+    """Whether a layer draws numbers, which torch's stages draw otherwise than ours."""
     return any(getattr(module, "p", 0) for module in model.modules() if "Drop" in type(module).__name__)
 
 

@@ -1,0 +1,114 @@
+"""``penstock bench pipeline schedule=all``: every schedule and every policy of the weights on one job.
+
+Where the number of stages is the same, so is the cut: rows differ in the order of the work alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...compression.codec import codec_named
+from ...compression.errors import ConfigError, TransportError
+from ...conf.bench import BenchPipelineConfig
+from ...pipeline import build
+from ...pipeline.launch import check_ranks
+from ...pipeline.train import example_inputs, prepare
+from ...stages.graph import trace
+from ...stages.measure import measure
+from ...stages.partition import partition
+from ...stages.plan import Plan
+from . import schedules_race
+from .entrants import Entrant, entrants, rivals
+from .links import Link, joined, parse_link, why_not
+from .overhead import overhead
+from .pipeline import AUTO
+from .schedules_race import Told
+from .start import run_ranks
+from .torch_pipelines import stages_of
+
+STAGES_OF_OVERHEAD = 4
+"""Stages in one process on which the cost of an instruction is measured as well."""
+
+
+def check(config: BenchPipelineConfig) -> tuple[Link, dict[str, Entrant]]:
+    """Return the link to race on, and who races.
+
+    Raises: PenstockError: a schedule, a codec or a link is not known, or the ranks do not suit them.
+    """
+    chosen = entrants(config.schedule)
+    if config.codecs[0] != AUTO:
+        codec_named(config.codecs[0])
+    link = parse_link(config.links[0], burst=config.burst, delay=config.delay)
+    if link.rate is not None and config.ranks != 2:
+        raise ConfigError(f"ranks={config.ranks}: a shaped link joins 2; leave links out or take ranks=2")
+    check_ranks(config.ranks)
+    return link, chosen
+
+
+def plans_of(config: BenchPipelineConfig, chosen: Mapping[str, Entrant]) -> dict[str, Plan]:
+    """Make the plan of every entrant and rival from one measurement, and fill in the threads of ``config``.
+
+    Raises: PenstockError: an option does not fit, or the model cannot be cut so, by us or for torch's side.
+    """
+    job = config.job()
+    samples = prepare(job)
+    config.threads = job.threads
+    build.optimizer(config.optimizer)
+    model = build.model(config.model, describe=samples.describe, seed=config.seed)
+    example = example_inputs(job, samples)
+    profile = measure(trace(model, example), example)
+    plans = {}
+    for name, entrant in (dict(chosen) | rivals(dict(chosen))).items():
+        stages = config.ranks * entrant.stages_per_rank
+        plans[name] = partition(
+            profile,
+            stages=stages,
+            cuts=_cuts(config, stages),
+            ranks=config.ranks,
+            schedule=entrant.schedule,
+            micro_batches=config.micro_batches,
+            extra_in_flight=0 if entrant.stream else config.extra_in_flight[0],
+            codec=config.codecs[0],
+            weights=entrant.weights,
+        )
+        stages_of(model, plans[name])
+    return plans
+
+
+def _cuts(config: BenchPipelineConfig, stages: int) -> list[str] | None:
+    """The given cuts; with one stage on each rank, every second of those for two."""
+    if config.cuts is None or len(config.cuts) == stages - 1:
+        return config.cuts
+    if stages == config.ranks and len(config.cuts) == 2 * config.ranks - 1:
+        return config.cuts[1::2]
+    raise ConfigError(
+        f"{stages} stages need {stages - 1} cuts, found {len(config.cuts)}; give {2 * config.ranks - 1}, of "
+        "which schedules with one stage on each rank take every second, or leave cuts out"
+    )
+
+
+def bench_schedules(
+    config: BenchPipelineConfig, chosen: Mapping[str, Entrant], link: Link, *, folder: Path
+) -> dict[str, Any]:
+    """Race; return what rank 0 measured: ``facts`` and ``rows``. ``folder`` holds ``plans/NAME.json``.
+
+    Raises: PenstockError: a rank failed, or the link cannot be shaped here.
+    """
+    if reason := why_not(link):
+        raise TransportError(f"links=[{link.name}] could not be shaped: {reason}")
+    told, measured = folder / "race.json", folder / "measured.json"
+    Told(config=config, link=link, raced=list(chosen), beside=list(rivals(dict(chosen)))).save(told)
+    try:
+        with joined(link, ranks=config.ranks) as ends:
+            run_ranks(schedules_race.__name__, [str(folder)], link=link, ends=ends, errors=folder / "errors")
+        if not measured.exists():
+            raise TransportError("the ranks ended without a result; look at their output above")
+        found = json.loads(measured.read_text())
+    finally:
+        told.unlink(missing_ok=True)
+        measured.unlink(missing_ok=True)
+    alone = overhead(stages=STAGES_OF_OVERHEAD, micro_batches=config.micro_batches, repeats=config.repeats)
+    found["facts"]["overhead"] = [alone, found["facts"]["overhead"]]
+    return found
