@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from ...pipeline.instruction import Instruction
 from ...pipeline.messages import Itinerary, Message
-from ...pipeline.simulate import simulate
+from ...pipeline.simulate import step_seconds
 from ...pipeline.timeline import Span
 
 Durations = Mapping[tuple[int, str], float]
@@ -37,5 +37,5 @@ def simulated(itinerary: Itinerary, seconds: Durations, *, rate: float | None, s
         return 8 * itinerary.value(message).num_bytes / rate if rate else 0.0
 
     busy = [sum(map(work, program)) for program in itinerary.programs]
-    whole = max(busy) if stream else simulate(itinerary, work=work, transfer=transfer)
+    whole = max(busy) if stream else step_seconds(itinerary, work=work, transfer=transfer)
     return [1 - of_rank / whole for of_rank in busy]
