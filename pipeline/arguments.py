@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..compression.errors import PlanError
 from ..stages.graph import LayerGraph
 from ..stages.plan import Plan
-from ..stages.rules import STREAM, check_versions
+from ..stages.rules import STREAM
 from . import group
 from .update import SCOPES
 
@@ -53,14 +53,6 @@ def check_arguments(
 
 def check_update(model: nn.Module, plan: Plan, *, clip: object, scope: str, scaler: object) -> None:
     """What the update of the weights can do with the schedule and the weights of ``plan``."""
-    check_versions(
-        schedule=plan.schedule,
-        weights=plan.weights,
-        prediction=plan.prediction,
-        num_stages=plan.num_stages,
-        micro_batches=plan.micro_batches,
-        extra_in_flight=plan.extra_in_flight,
-    )
     if scope not in SCOPES:
         raise PlanError(f"clip_scope is one of {', '.join(SCOPES)}, found {scope!r}; choose one of these")
     if clip is not None and scope == "global" and plan.schedule == STREAM:

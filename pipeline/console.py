@@ -17,15 +17,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from ..stages.units import show_bytes
+from . import compare_table
 from .metrics import ratio
 
 if TYPE_CHECKING:
     from ..stages.plan import Plan
+    from .compare import Comparison
     from .report import Report
 
 SECONDS_BETWEEN_LINES = 10.0
 WIDTH_OF_A_LOG = WIDTH_OF_RAW_BYTES = 110
 MOST_FLOWS = 4  # in the closing lines; summary.json has all
+KEY = (
+    "bubble: share of the steps after the first in which the rank computed nothing",
+    "counted: parameters, gradients, optimizer, versions, saved tensors at their most; resident: the process",
+)
 _SMOOTHING = 0.1
 
 
@@ -100,40 +106,53 @@ def begin(plan: Plan, folder: Path, *, console: Console | None = None) -> None:
     )
 
 
-def close(summary: Mapping[str, Any], pictures: Iterable[Path], *, console: Console | None = None) -> None:
-    """Print the closing table, the totals, and where the pictures are."""
+def close(summary: Mapping[str, Any], files: Iterable[Path], *, console: Console | None = None) -> None:
+    """Print the closing table, the totals, and where the pictures and the trace are."""
     console = console or screen()
     console.print(closing_table(summary, wide=console.width >= WIDTH_OF_RAW_BYTES))
-    for line in totals(summary):
+    for line in (*KEY, *totals(summary)):
         console.print(line, highlight=False, soft_wrap=True)
-    for path in pictures:
+    for path in files:
         console.print(short(path), highlight=False, soft_wrap=True)
 
 
 def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
-    """Return one row per stage: what it holds, how long it computed and waited, what it sent each way.
+    """Return one row per stage: how long it computed, what it kept, what it sent each way.
+
+    The stages of a rank share its bubble and its memory, told with the first of them.
 
     Args: wide: also say how much that was before packing.
     """
     sent = packed if wide else _only_sent
     what = "raw -> sent" if wide else "sent"
     table = Table(box=None, pad_edge=False, collapse_padding=not wide, header_style="bold")
-    for name in ("stage", "rank", "layers", "parameters", "compute", "waiting"):
+    for name in ("stage", "rank", "compute", "bubble", "counted", "resident"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("activations", "gradients"):
         table.add_column(f"{name} {what}", justify="right", no_wrap=True)
+    told: set[int] = set()
     for stage in summary["stages"]:
+        first = stage["rank"] not in told
+        told.add(stage["rank"])
         table.add_row(
             str(stage["stage"]),
             str(stage["rank"]),
-            str(stage["layers"]),
-            f"{stage['parameters']:,}",
             f"{stage['compute_seconds']:.1f} s",
-            f"{stage['waiting_seconds']:.1f} s",
+            f"{stage['bubble']:.0%}" if first else "",
+            show_bytes(stage["peak_bytes"]) if stage["peak_bytes"] else "-",
+            (show_bytes(stage["resident_bytes"]) if stage["resident_bytes"] else "-") if first else "",
             sent(stage["bytes_raw_forward"], stage["bytes_sent_forward"]),
             sent(stage["bytes_raw_backward"], stage["bytes_sent_backward"]),
         )
     return table
+
+
+def compared(found: Comparison, *, console: Console | None = None) -> None:
+    """Print the schedules side by side, the chosen one marked, and why others were left out."""
+    console = console or screen()
+    console.print(compare_table.table(found))
+    for line in compare_table.notes(found):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def totals(summary: Mapping[str, Any]) -> list[str]:

@@ -37,7 +37,7 @@ class Instruction:
         return f"{self.stage}{self.op.value}{'' if self.micro_batch is None else self.micro_batch}"
 
 
-_WRITTEN = re.compile(r"([0-9]+)(?:([FBIW])([0-9]+)|(U))")
+_WRITTEN = re.compile(r"([0-9]{1,9})(?:([FBIW])([0-9]{1,9})|(U))")
 
 
 def parse(text: str) -> Instruction:

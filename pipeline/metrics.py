@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .report import Report, bubble
 from .run_folder import writing
 
 if TYPE_CHECKING:
     from ..stages.plan import Plan
-    from .report import Report
 
 DIRECTIONS = ("forward", "backward")
+MOST = ("live_micro_batches", "live_versions", "versions_bytes", "peak_bytes", "resident_bytes")
 
 
 class Metrics:
@@ -44,7 +45,10 @@ class Metrics:
 
 
 class Totals:
-    """Sums over all steps, per stage and together."""
+    """Sums over all steps, per stage and together; of what a stage keeps the most.
+
+    ``busy`` holds the seconds in which each rank computed, of ``steady`` seconds: those of all steps but the
+    first, which is slow for reasons of its own, unless there is no other."""
 
     def __init__(self, *, num_stages: int) -> None:
         self.num_steps = self.num_samples = 0
@@ -52,8 +56,11 @@ class Totals:
         self.loss: float | None = None
         names = [f"bytes_{kind}_{direction}" for kind in ("raw", "sent") for direction in DIRECTIONS]
         names += [f"bytes_saved_{kind}" for kind in ("raw", "kept")]
+        self.ranks = [0] * num_stages  # where the stages ran: in one process all on one
+        self.busy: tuple[float, ...] = ()
+        self.steady = 0.0
         self.stages: list[dict[str, Any]] = [
-            dict.fromkeys(names, 0) | {"compute_seconds": 0.0, "waiting_seconds": 0.0}
+            dict.fromkeys((*names, *MOST), 0) | {"compute_seconds": 0.0, "waiting_seconds": 0.0}
             for _ in range(num_stages)
         ]
 
@@ -63,6 +70,11 @@ class Totals:
         self.num_samples += report.num_samples
         self.seconds += report.seconds
         self.loss = _finite(report.loss)
+        if self.num_steps <= 2:
+            self.busy, self.steady = (0.0,) * len(report.busy_seconds), 0.0
+        self.busy = tuple(map(sum, zip(self.busy, report.busy_seconds, strict=True)))
+        self.steady += report.seconds
+        self.ranks = [stage.rank for stage in report.stages]
         for total, stage in zip(self.stages, report.stages, strict=True):
             for direction in DIRECTIONS:
                 total[f"bytes_raw_{direction}"] += getattr(stage, f"{direction}_raw")
@@ -71,6 +83,12 @@ class Totals:
             total["bytes_saved_kept"] += stage.saved_kept
             total["compute_seconds"] += stage.compute_seconds
             total["waiting_seconds"] += stage.waiting_seconds
+            for name in MOST:
+                total[name] = max(total[name], getattr(stage, name))
+
+    def bubble(self, rank: int) -> float:
+        """The share of the steps in which ``rank`` neither computed nor packed."""
+        return bubble(self.busy[rank], self.steady) if rank < len(self.busy) else 0.0
 
 
 def step_line(report: Report) -> dict[str, Any]:
@@ -82,6 +100,8 @@ def step_line(report: Report) -> dict[str, Any]:
         "samples_per_second": report.num_samples / report.seconds,
         "bytes_raw": report.bytes_raw,
         "bytes_sent": report.bytes_sent,
+        "bubble": report.bubble,
+        "peak_bytes": report.peak_bytes,
     }
     for kind in ("raw", "sent"):
         for direction in DIRECTIONS:
@@ -103,6 +123,7 @@ def summarise(
         entry: dict[str, Any] = {"stage": number, "rank": plan.ranks[number], "layers": len(stage.layers)}
         entry |= {"first_layer": stage.layers[0], "last_layer": stage.layers[-1]}
         entry |= {"parameters": sum(sizes[name] for name in stage.parameters)} | total
+        entry |= {"bubble": totals.bubble(totals.ranks[number]), "predicted_bytes": stage.memory_bytes}
         for direction in DIRECTIONS:
             entry[f"ratio_{direction}"] = ratio(
                 entry[f"bytes_raw_{direction}"], entry[f"bytes_sent_{direction}"]
@@ -124,6 +145,7 @@ def summarise(
         "samples_per_second": totals.num_samples / totals.seconds if totals.seconds else None,
         **together,
         "ratio": ratio(together["bytes_raw"], together["bytes_sent"]),
+        "bubble": bubble(sum(totals.busy), totals.steady * len(totals.busy)),
         **facts,
         "stages": stages,
     }

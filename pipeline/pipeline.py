@@ -193,7 +193,12 @@ class Pipeline:
         began = time.perf_counter()
         self.engine.check()
         made, program = self.stream.drain()
-        return self._run(made, program, self.stream.micro_batches(), num_samples=0, began=began)
+        report = self._run(made, program, self.stream.micro_batches(), num_samples=0, began=began)
+        self.stream.restart()
+        for stage in self.stages.values():
+            stage.weights.drained()
+        self.update.begin()
+        return report
 
     def evaluate(self, inputs: Any) -> Any:
         """The plain model in eval mode on all of ``inputs`` at once; on the last stage's rank, else None.
@@ -286,9 +291,6 @@ class Pipeline:
             raise
         if self.stream is not None:
             self.stream.ran(made)
-            if not self.stream.in_flight:
-                for stage in self.stages.values():
-                    stage.weights.drained()
         mine = [self._loss(losses, live)]
         fields = [field.name for field in dataclasses.fields(StageReport)]
         for stage in range(self.plan.num_stages):

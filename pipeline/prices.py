@@ -14,7 +14,7 @@ from ..compression.choose import Cost
 from ..compression.masked import has_bitmap
 from .instruction import Instruction
 from .messages import Itinerary, Message
-from .simulate import simulate
+from .simulate import step_seconds
 
 FREE = Cost(0.0, 0.0, 0.0)
 MASKED = "masked+"  # before a codec: on the words at the set bits of the value's bitmap alone
@@ -83,7 +83,7 @@ def predict(itinerary: Itinerary, prices: Prices, choice: Choice) -> float:
 
     if not prices.parallel:
         return sum(work(instruction) for program in itinerary.programs for instruction in program)
-    return simulate(itinerary, work=work, transfer=transfer)
+    return step_seconds(itinerary, work=work, transfer=transfer)
 
 
 def choose(itinerary: Itinerary, prices: Prices, *, start: Choice) -> dict[Flow, str]:

@@ -1,8 +1,9 @@
-"""What a step tells: the loss, the seconds, and per stage what it computed, waited for and sent."""
+"""What a step tells: the loss, the seconds, and per stage what it computed, waited for, sent and kept."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from ..stages.units import show_bytes
@@ -11,16 +12,37 @@ from ..stages.units import show_bytes
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageReport:
     """One stage in one step: bytes it sent downstream and upstream, unpacked and packed; bytes that its
-    forwards saved and a store kept for the backwards; seconds."""
+    forwards saved and a store kept for the backwards; the most micro-batches in flight and versions of its
+    weights that it kept, with the bytes of the old ones; seconds.
 
+    ``peak_bytes``: the most that it held, counted: parameters, gradients, state of the optimizer, versions,
+    and what the micro-batches in flight saved. ``resident_bytes``: the most memory of its process so far,
+    above what it had at the start; all stages of ``rank`` share it."""
+
+    rank: int = 0
     forward_raw: int = 0
     forward_sent: int = 0
     backward_raw: int = 0
     backward_sent: int = 0
     saved_raw: int = 0
     saved_kept: int = 0
+    live_micro_batches: int = 0
+    live_versions: int = 0
+    versions_bytes: int = 0
+    peak_bytes: int = 0
+    resident_bytes: int = 0
     compute_seconds: float = 0.0
     waiting_seconds: float = 0.0
+
+    def numbers(self) -> list[float]:
+        """All fields, for a collective that knows only numbers; the sum with a StageReport() is itself."""
+        return [float(getattr(self, field.name)) for field in dataclasses.fields(self)]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> StageReport:
+        """What ``numbers`` came from."""
+        fields = zip(dataclasses.fields(cls), numbers, strict=True)
+        return cls(**{field.name: type(field.default)(number) for field, number in fields})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +67,34 @@ class Report:
         """Bytes of all frames passed between stages, both directions, headers included."""
         return sum(stage.forward_sent + stage.backward_sent for stage in self.stages)
 
+    @property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """For every rank the seconds in which it computed or packed."""
+        busy = [0.0] * (1 + max((stage.rank for stage in self.stages), default=-1))
+        for stage in self.stages:
+            busy[stage.rank] += stage.compute_seconds
+        return tuple(busy)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they neither computed nor packed."""
+        return bubble(sum(self.busy_seconds), self.seconds * len(self.busy_seconds))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Counted bytes of the fullest rank."""
+        held = [0] * len(self.busy_seconds)
+        for stage in self.stages:
+            held[stage.rank] += stage.peak_bytes
+        return max(held, default=0)
+
     def __str__(self) -> str:
         ratio = f" ({self.bytes_raw / self.bytes_sent:.2f}x)" if self.bytes_sent else ""
         work = f"loss {self.loss:.4f}, {self.num_samples} samples in {self.seconds:.3f} s"
         sent = f"{show_bytes(self.bytes_raw)} between stages sent as {show_bytes(self.bytes_sent)}{ratio}"
         return f"step {self.step}: {work}, {sent}"
+
+
+def bubble(busy: float, seconds: float) -> float:
+    """The share of ``seconds`` that is not ``busy``; never negative, as clocks are read one after another."""
+    return max(0.0, 1 - busy / seconds) if seconds else 0.0

@@ -67,6 +67,21 @@ class RunFolder:
         return self.path / "timeline.png"
 
     @property
+    def trace(self) -> Path:
+        """The last step, for ui.perfetto.dev."""
+        return self.path / "timeline.json"
+
+    @property
+    def schedules(self) -> Path:
+        """How the schedules compare; ``schedules_picture`` shows their timelines."""
+        return self.path / "schedules.json"
+
+    @property
+    def schedules_picture(self) -> Path:
+        """The simulated step of every schedule, drawn."""
+        return self.path / "schedules.png"
+
+    @property
     def model(self) -> Path:
         """The trained weights under the plain model's names."""
         return self.path / "model.safetensors"

@@ -83,7 +83,7 @@ class Stream:
     @property
     def in_flight(self) -> bool:
         """Whether there is anything to drain."""
-        return bool(self.live)
+        return self.fed.number > 0
 
     def rehearse(self, inputs: Inputs) -> None:
         """Refuse now what a batch of these micro-batches would be refused for."""
@@ -109,7 +109,7 @@ class Stream:
 
     def drain(self) -> Step:
         """The slice that ends everything in flight."""
-        return self._slice(None, first=min(self.live))
+        return self._slice(None, first=min(self.live, default=self.fed.number))
 
     def micro_batches(self) -> dict[int, MicroBatch]:
         """Those in flight."""
@@ -123,8 +123,6 @@ class Stream:
         for m in over:
             assert m is not None
             del self.live[m]
-        if not self.live:
-            self.restart()
 
     def _slice(self, stop: int | None, *, first: int) -> Step:
         start, self.clock = self.clock, stop or 0

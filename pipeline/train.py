@@ -25,18 +25,19 @@ from ..compression.choose import check_name
 from ..compression.errors import ConfigError, PlanError
 from ..conf.schema import PlanConfig, TrainConfig
 from ..stages.graph import trace
-from ..stages.measure import measure
+from ..stages.measure import Profile, measure
 from ..stages.partition import partition
 from ..stages.plan import Plan
 from . import build, console, group
+from .compare import ALL, SYNCHRONOUS, compare
 from .launch import check_ranks, cores, init, run_rank, start_ranks, threads_per_rank
 from .metrics import Metrics, summarise
 from .pipeline import Pipeline
 from .report import Report
-from .run_folder import RunFolder, save_json, save_model, writing
+from .run_folder import RunFolder, save_json, save_model
 from .samples.samples import Samples
 from .schedules import schedule_named
-from .timeline import draw
+from .step_files import save_comparison, save_step
 
 
 def train(config: TrainConfig, folder: RunFolder, typed: Sequence[str] = ()) -> None:
@@ -58,7 +59,7 @@ def train(config: TrainConfig, folder: RunFolder, typed: Sequence[str] = ()) -> 
         train_rank(folder)
     else:
         start_ranks(__name__, [str(folder.path)], errors=folder.errors, stages_of_rank=plan.stages_of_rank)
-    console.close(folder.read_summary(), pictures=[folder.plan_picture, folder.timeline])
+    console.close(folder.read_summary(), files=[folder.plan_picture, folder.timeline, folder.trace])
 
 
 def rehearse(config: TrainConfig, plan: Plan, samples: Samples) -> None:
@@ -74,6 +75,11 @@ def prepare(config: PlanConfig) -> Samples:
 
     Raises: PenstockError: the schedule or the codec is not known, or the data cannot be had.
     """
+    if config.schedule == ALL:
+        raise ConfigError(
+            "schedule=all compares the schedules, which penstock plan does; run penstock plan schedule=all, "
+            "look, and train with plan=PATH of its plan.json"
+        )
     schedule_named(config.schedule)
     check_name(config.codec)
     config.threads = config.threads or threads_per_rank(config.ranks)
@@ -90,21 +96,46 @@ def decide(config: PlanConfig, samples: Samples) -> Plan:
 
     Raises: PlanError: the model cannot be traced, or cut as asked.
     """
+    return partition(look(config, samples), schedule=config.schedule, **wishes(config))
+
+
+def look(config: PlanConfig, samples: Samples) -> Profile:
+    """Trace and measure the model on one micro-batch.
+
+    Raises: PlanError: the model cannot be traced.
+    """
     model = build.model(config.model, describe=samples.describe, seed=config.seed)
     example = example_inputs(config, samples)
-    return partition(
-        measure(trace(model, example), example),
-        stages=config.stages,
-        cuts=config.cuts,
-        ranks=config.ranks,
-        schedule=config.schedule,
-        micro_batches=config.micro_batches,
-        extra_in_flight=config.extra_in_flight,
-        codec=config.codec,
-        link=config.link,
-        memory=config.memory.device,
-        tier=config.memory.tier,
-    )
+    return measure(trace(model, example), example)
+
+
+def wishes(config: PlanConfig) -> dict[str, Any]:
+    """Return what ``partition`` is asked for beside the schedule."""
+    return {
+        "stages": config.stages,
+        "cuts": config.cuts,
+        "ranks": config.ranks,
+        "micro_batches": config.micro_batches,
+        "extra_in_flight": config.extra_in_flight,
+        "codec": config.codec,
+        "link": config.link,
+        "memory": config.memory.device,
+        "tier": config.memory.tier,
+    }
+
+
+def compare_schedules(config: PlanConfig, folder: RunFolder) -> Plan:
+    """Plan and simulate every schedule for ``config``, show them, and return the plan of the chosen one.
+
+    Raises: PenstockError: nothing can be planned as asked, or nothing fits.
+    """
+    config.schedule = SYNCHRONOUS[0]  # until one is chosen
+    found = compare(look(config, prepare(config)), **wishes(config))
+    config.schedule = found.chosen.plan.schedule
+    console.compared(found)
+    job = f"micro_batches={config.micro_batches} stages={found.chosen.plan.num_stages} ranks={config.ranks}"
+    save_comparison(folder, found, title=f"{_target(config)}, simulated from measured layers: {job}")
+    return found.chosen.plan
 
 
 def assemble(config: TrainConfig, plan: Plan, samples: Samples) -> Pipeline:
@@ -193,8 +224,7 @@ def train_rank(folder: RunFolder) -> None:
     pipe.close()
     if first:
         save_model(folder.model, weights)
-        with writing(folder.timeline):
-            draw(spans, folder.timeline, title=_title(config, plan, step=num_steps - 1))
+        save_step(folder, spans, title=_title(config, plan, step=num_steps - 1))
         sizes = {name: weight.numel() for name, weight in weights.items()}
         facts = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
         facts |= {"flows": flows, "turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns]}

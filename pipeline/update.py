@@ -55,6 +55,8 @@ class Update:
         self.optimizers = {
             stage: made for stage, named in parameters.items() if (made := _make(optimizer, named))
         }
+        for stage, made in self.optimizers.items():
+            weights[stage].bind(made)
         self.schedulers = (
             {stage: scheduler(made) for stage, made in self.optimizers.items()} if scheduler else {}
         )

@@ -1,4 +1,6 @@
-"""``penstock plan``: what ``train`` would do with the same options, as a table, a JSON file and a picture."""
+"""``penstock plan``: what ``train`` would do with the same options, as a table, a JSON file and a picture.
+
+With ``schedule=all`` every schedule is planned and simulated, and the fastest that fits is kept."""
 
 from __future__ import annotations
 
@@ -13,15 +15,18 @@ def main(arguments: Sequence[str]) -> int:
     if usage.wanted(arguments):
         print(usage.text("plan", PlanConfig))
         return 0
+    from ..pipeline.compare import ALL
     from ..pipeline.console import short
     from ..pipeline.run_folder import RunFolder
-    from ..pipeline.train import decide, prepare
+    from ..pipeline.train import compare_schedules, decide, prepare
     from .application import run
 
     def plan(config: PlanConfig, folder: RunFolder, typed: Sequence[str]) -> None:
         folder.claim()
-        made = decide(config, prepare(config))
+        everything = config.schedule == ALL
+        made = compare_schedules(config, folder) if everything else decide(config, prepare(config))
         folder.save(config, made)
-        print(made, short(folder.plan), short(folder.plan_picture), sep="\n")
+        files = [folder.plan, folder.plan_picture, *([folder.schedules_picture] if everything else [])]
+        print(made, *map(short, files), sep="\n")
 
     return run("plan", PlanConfig, plan, arguments=arguments)

@@ -21,6 +21,7 @@ from torch import fx, nn
 from ..compression.errors import PlanError
 from .compare import fresh, observe, refuse_changes, refuse_difference, state_of, undrawn
 from .layers import Layer, Traced, casting, is_local, parts_of, run_all
+from .leaves import Tracer, is_compiled
 from .lift import lift_shared
 from .probe import Probe, probe
 
@@ -64,6 +65,11 @@ def trace(
     if not isinstance(example_inputs, tuple) or not all(isinstance(x, torch.Tensor) for x in example_inputs):
         raise PlanError(
             "example_inputs is a tuple of tensors, one for each input of the model; wrap them: (x,)"
+        )
+    if is_compiled(model):
+        raise PlanError(
+            "a compiled module is one layer, which no cut divides, and the whole model is compiled; compile "
+            "its parts instead: model.layer1 = torch.compile(model.layer1)"
         )
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), casting(autocast):
         eager, twin = _training_copy(model), _training_copy(model)
@@ -149,7 +155,7 @@ def _traced(model: nn.Module, root: nn.Module, num_inputs: int, *, tied: Collect
     defaults = {p.name: p.default for p in parameters[num_inputs:] if p.default is not p.empty}
     try:
         with undrawn():
-            graph = fx.Tracer().trace(root, defaults or None)
+            graph = Tracer(model).trace(root, defaults or None)
     except PlanError:
         raise
     except Exception as error:

@@ -60,13 +60,13 @@ def placed(program: Sequence[str]) -> tuple[int, ...]:
                     f"a stage runs on one rank, found stage {stage} on ranks {rank_of[stage]} and {rank}; "
                     "keep it in one line of the program"
                 )
-    missing = [stage for stage in range(max(rank_of, default=0) + 1) if stage not in rank_of]
-    if missing:
+    missing = next(stage for stage in range(len(rank_of) + 1) if stage not in rank_of)
+    if missing < max(1, len(rank_of)):
         raise PlanError(
-            f"the lines of a custom schedule run every stage from 0 on, stage {missing[0]} is in none of "
+            f"the lines of a custom schedule run every stage from 0 on, stage {missing} is in none of "
             f"{len(program)} lines; add its instructions"
         )
-    return tuple(rank_of[stage] for stage in sorted(rank_of))
+    return tuple(rank_of[stage] for stage in range(missing))
 
 
 def in_flight(

@@ -15,6 +15,7 @@ import torch
 from ..compression.errors import PlanError
 from .graph import LayerGraph
 from .layers import Traced, parts_of
+from .leaves import as_written
 from .probe import Probe, probe
 
 KEPT = 256  # records; texts of varying length would make ever more
@@ -60,7 +61,7 @@ class Shapes:
         ]
         parts = parts_of(self.roots[mode], traced)
         parts.tensors.update({name: t.to("meta") for name, t in parts.tensors.items() if not t.is_meta})
-        with torch.set_grad_enabled(mode == "train"):
+        with torch.set_grad_enabled(mode == "train"), as_written():
             found = probe(traced, parts, inputs)
         real = self.real[mode].values  # autocast knows no meta device; a dtype does not depend on the size
         if len(real) == len(found.values):

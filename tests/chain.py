@@ -2,7 +2,10 @@
 
 The order is the contract's, in half ticks: F of m on stage s of S at 2m + s, B at 2m + 2S - 1 - s."""
 
+import functools
+
 import torch
+from reference import same_bits
 from replay import replay
 from torch import nn
 
@@ -16,6 +19,11 @@ OPTIMIZERS = {
     "nesterov": lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, nesterov=True),
     "adamw": lambda named: torch.optim.AdamW(named, lr=3e-3),
 }
+
+
+def falling(optimizer):
+    """A rate that falls with every update."""
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
 
 
 class Scaled(nn.Module):
@@ -56,6 +64,7 @@ def stages_of(model):
     return [[f"{s}.{name}" for name, _ in stage.named_parameters()] for s, stage in enumerate(model)]
 
 
+@functools.lru_cache
 def replayed(policy, *, optimizer="sgd", drains=(), prediction=False, scheduler=None):
     """The replay of the same training: its model and what happened between the drains."""
     model = model_of()
@@ -181,6 +190,37 @@ class Chain:
             for s, stage in enumerate(self.model)
             for name, p in stage.named_parameters()
         }
+
+
+def differences(chain, policy, *, optimizer="sgd", prediction=False, drains=(), scheduler=None):
+    """Train the chain and the replay: names of everything that differs in a bit."""
+    plain, expected = replayed(
+        policy, optimizer=optimizer, prediction=prediction, drains=drains, scheduler=scheduler
+    )
+    pieces = chain.run(batches_of(), drains)
+    chain.close()
+    found = []
+    for piece, (ours, theirs) in enumerate(zip(pieces, expected, strict=True)):
+        pairs = enumerate(zip(ours["losses"], theirs["losses"], strict=True))
+        found += [f"piece {piece} loss {m}" for m, (a, b) in pairs if not same_bits(a, b)]
+        found += [
+            f"piece {piece} gradient {update} of {name}"
+            for update, (a, b) in enumerate(zip(ours["gradients"], theirs["gradients"], strict=True))
+            for name in b
+            if not same_bits(a[name], b[name])
+            or (b[name] is not None and a[name].stride() != b[name].stride())
+        ]
+    state = chain.model.state_dict()
+    found += [name for name, tensor in plain.state_dict().items() if not same_bits(tensor, state[name])]
+    ours, theirs = chain.state(), expected[-1]["state"]
+    found += [f"keys of {name}" for name in theirs if set(ours[name]) != set(theirs[name])]
+    found += [
+        f"{what} of {name}"
+        for name, kept in theirs.items()
+        for what in kept
+        if not same_bits(kept[what], ours[name].get(what))
+    ]
+    return found
 
 
 def order(num, *, whole):

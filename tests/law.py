@@ -50,6 +50,9 @@ class Case:
         return "-".join(shown).replace(" ", "").replace("torch.", "")
 
 
+VERSIONS = ("weights", "weights_tier", "prediction")
+
+
 @functools.lru_cache(maxsize=8)
 def profile_of(name, dtype, micro_batches, autocast=None):
     model, batches = build(name, dtype)
@@ -71,6 +74,7 @@ def plan_of(case):
         "tier": case.tier,
         "ranks": case.ranks,
     }
+    settings |= {name: getattr(case, name) for name in VERSIONS if hasattr(case, name)}
     if isinstance(case.cuts, int):
         return penstock.partition(profile, stages=case.cuts, **settings), random_layers
     chosen = case.cuts
@@ -155,7 +159,7 @@ def differences(case):
 def _differences(case):
     plan, random_layers = plan_of(case)
     model, batches = build(case.model, case.dtype, case.steps)
-    plain = copy.deepcopy(model)
+    plain, _ = build(case.model, case.dtype)  # not a copy, which may forget that it is compiled
     pipe = pipeline_of(case, plan, model)
     found = []
     for (x, y), expected in zip(batches, plain_of(case, plain, batches, random_layers), strict=True):

@@ -128,7 +128,8 @@ class Replay:
     def _run(self, x, y, share, leaves, *, place):
         if self.runs.seeded:
             self.runs.seeded.place = place
-        named = {f"inner.{name}": leaf for name, leaf in leaves.items()}
+        used = dict(self.runs.named_parameters())  # a trace leaves out what it does not run
+        named = {f"inner.{name}": leaf for name, leaf in leaves.items() if f"inner.{name}" in used}
         value = self.loss(functional_call(self.runs, named, (x,)), y)
         self.losses.append(value.detach())
         if self.policy == "latest":  # what autograd saved of a parameter shows what its stage holds by now

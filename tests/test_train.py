@@ -84,7 +84,7 @@ def test_the_run_folder_holds_what_is_promised_and_nothing_else(capsys):
     penstock(f"{JOB} ranks=1 stages=2 hydra.run.dir=run")
     assert {path.name for path in Path("run").iterdir()} == {
         "config.yaml", "plan.json", "plan.png", "metrics.jsonl", "summary.json", "timeline.png",
-        "model.safetensors",
+        "timeline.json", "model.safetensors",
     }  # fmt: skip
     config = OmegaConf.load("run/config.yaml")
     assert (config.threads, config.stages, config.clip.norm, config.model.hidden) == (1, 2, 0.05, [16, 12])
@@ -99,12 +99,12 @@ def test_the_run_folder_holds_what_is_promised_and_nothing_else(capsys):
         sum(stage["parameters"] for stage in summary["stages"]) == 64 * 16 + 16 + 16 * 12 + 12 + 12 * 10 + 10
     )
     out = capsys.readouterr().out.splitlines()
-    assert out[-2:] == ["run/plan.png", "run/timeline.png"]
+    assert out[-3:] == ["run/plan.png", "run/timeline.png", "run/timeline.json"]
 
 
 def test_the_timeline_shows_every_instruction_of_the_last_step(monkeypatch):
     drawn = []
-    monkeypatch.setattr(train, "draw", lambda spans, path, title: drawn.append((list(spans), title)))
+    monkeypatch.setattr(train, "save_step", lambda folder, spans, title: drawn.append((list(spans), title)))
     penstock(f"{JOB} ranks=1 stages=2")
     ((spans, title),) = drawn
     ops = [(span.stage, span.op) for span in spans]

@@ -15,6 +15,7 @@ from penstock.pipeline.verify import smallest_window, verify
 
 SKIPS = ((0, 2), (0, 3), (1, 3))
 NAMES = [name for name in SCHEDULES if name != "custom"]
+UNITS = [("gpipe", 0), ("1f1b", 0), ("1f1b", 1), ("1f1b", 2), ("zb_h1", 0), ("zb_h1", 1), ("async_1f1b", 0)]
 
 
 def with_skips(num_stages):
@@ -49,20 +50,22 @@ def is_legal(order, programs, num_micro_batches, edges):
 
 
 @pytest.mark.parametrize("num_stages", range(1, 7))
-@pytest.mark.parametrize(("name", "extra"), [("gpipe", 0), ("1f1b", 0), ("1f1b", 1), ("1f1b", 2)])
+@pytest.mark.parametrize(("name", "extra"), UNITS)
 def test_every_schedule_is_legal_between_neighbours(name, extra, num_stages):
     for stages_of_rank in units(num_stages):
-        for num_micro_batches in range(1, 10):
+        for num_micro_batches in (1, 2, 3, 5, 9):
             programs = SCHEDULES[name](stages_of_rank, num_micro_batches, extra_in_flight=extra)
-            edges = neighbours(num_stages)
-            order = verify(programs, num_micro_batches=num_micro_batches, edges=edges)
+            edges, asynchronous = neighbours(num_stages), name == "async_1f1b"
+            order = verify(
+                programs, num_micro_batches=num_micro_batches, edges=edges, asynchronous=asynchronous
+            )
             assert is_legal(order, programs, num_micro_batches, edges)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     st.integers(1, 6).flatmap(lambda num: st.sampled_from(list(units(num)))),
-    st.sampled_from([("gpipe", 0), ("1f1b", 0), ("1f1b", 1), ("1f1b", 2)]),
+    st.sampled_from(UNITS),
     st.integers(1, 9),
 )
 def test_every_schedule_is_legal_with_skips_and_the_window_they_need(
@@ -70,8 +73,13 @@ def test_every_schedule_is_legal_with_skips_and_the_window_they_need(
 ):
     edges = with_skips(1 + stages_of_rank[-1][-1])
     programs = SCHEDULES[schedule[0]](stages_of_rank, num_micro_batches, extra_in_flight=schedule[1])
-    window = smallest_window(programs, num_micro_batches=num_micro_batches, edges=edges)
-    order = verify(programs, num_micro_batches=num_micro_batches, edges=edges, window=window)
+    given = {
+        "num_micro_batches": num_micro_batches,
+        "edges": edges,
+        "asynchronous": schedule[0] == "async_1f1b",
+    }
+    window = smallest_window(programs, **given)
+    order = verify(programs, window=window, **given)
     assert is_legal(order, programs, num_micro_batches, edges)
     if schedule[1] == 0 and all(len(stages) == 1 for stages in stages_of_rank):
         assert window == 2  # one stage a rank and nothing extra in flight: two suffice over these skips

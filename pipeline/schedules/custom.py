@@ -20,8 +20,8 @@ def custom(
 ) -> list[list[Instruction]]:
     """The programs in the lines of ``program``; a step of fewer micro-batches leaves out the others.
 
-    Raises:  ScheduleError: no lines, words that are no instructions, lines for other stages, other ranks or
-             fewer micro-batches, or an extra, which the lines would have to hold themselves.
+    Raises:  ScheduleError: no lines, words that are no instructions, U (each step ends with it), lines for
+             other stages, other ranks or fewer micro-batches; an extra, which is for the lines to hold.
     """
     # "0F0 0F1 0B0 0B1"          rank 0   F0 F1 .. B0 .. B1
     # "1F0 1B0 1F1 1B1"          rank 1   .. F0 B0 F1 B1 ..
@@ -39,14 +39,20 @@ def custom(
             f"a custom schedule places its own stages, found {found} in its lines and "
             f"{[list(stages) for stages in stages_of_rank]} in the plan; make the plan anew with these lines"
         )
-    numbers = [step.micro_batch for line in programs for step in line if step.micro_batch is not None]
-    written = 1 + max(numbers, default=-1)
+    numbers = [_number(instruction) for line in programs for instruction in line]
+    written = 1 + max(numbers)
     if written < num_micro_batches:
         raise ScheduleError(
             f"a custom schedule runs the micro-batches of its lines, found micro_batches={num_micro_batches} "
             f"and {written} in the lines; write more lines or lower micro_batches"
         )
-    return [
-        [step for step in line if step.micro_batch is None or step.micro_batch < num_micro_batches]
-        for line in programs
-    ]
+    return [[each for each in line if _number(each) < num_micro_batches] for line in programs]
+
+
+def _number(instruction: Instruction) -> int:
+    if instruction.micro_batch is None:
+        raise ScheduleError(
+            f"every step of a custom schedule ends with the updates, found {instruction} in its lines; "
+            "leave it out"
+        )
+    return instruction.micro_batch

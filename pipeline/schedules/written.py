@@ -43,8 +43,11 @@ def parse_csv(text: str) -> list[list[Instruction]]:
 
     Raises:  ScheduleError: a cell that is none of these.
     """
-    rows = csv.reader(io.StringIO(text))
-    return [[instruction for cell in row for instruction in _cell(cell.strip())] for row in rows if any(row)]
+    try:
+        rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
+    except csv.Error as error:
+        raise ScheduleError(f"a schedule is a table of instructions, cannot read it: {error}") from None
+    return [[instruction for cell in row for instruction in _cell(cell)] for row in rows if any(row)]
 
 
 def load_program(path: str | Path) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...compression.dtypes import DTYPE_NUMBERS
 from ..layers import Layer
@@ -37,8 +38,16 @@ class Weights:
     def __init__(self, keep: Iterable[Tensor]) -> None:
         """``keep``: tensors that pass through, with everything in their memory and frozen ones' casts."""
         known = [tensor for tensor in keep if tensor.layout is torch.strided]
-        self._storages = {tensor.untyped_storage()._cdata for tensor in known}
+        found = [StorageWeakRef(tensor.untyped_storage()) for tensor in known]
+        self._storages = {reference.cdata: reference for reference in found}  # so no other gets its number
         self._shapes = {tuple(tensor.shape) for tensor in known}
+
+    def also(self, keep: Iterable[Tensor]) -> Weights:
+        """Those and more."""
+        more = Weights(keep)
+        more._storages |= self._storages
+        more._shapes |= self._shapes
+        return more
 
     def hold(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is one of them."""

@@ -109,8 +109,8 @@ class Saved(Counts):
                  modules: those that the stage's layers call, by path: what they prove is used.
         """
         self.layer: Layer | None = None  # which runs now: set before each
-        self._keep, self._min_bytes, self._known = list(keep), min_bytes, Known(modules)
-        self._weights = Weights(self._keep)
+        self._min_bytes, self._known = min_bytes, Known(modules)
+        self._weights = Weights(keep)
         self._keeper = Keeper(store, codec=codec, pool=Pool(), num_ahead=0)
         self._forwards: dict[int, _Forward] = {}
 
@@ -125,7 +125,7 @@ class Saved(Counts):
                  keep: tied parameters of other stages among them."""
         run = self._forwards[micro_batch] = _Forward(entered)
         more = list(keep)
-        weights = Weights([*self._keep, *more]) if more else self._weights
+        weights = self._weights.also(more) if more else self._weights
         hooks = Hooks(
             self._keeper,
             weights=weights,

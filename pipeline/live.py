@@ -1,0 +1,91 @@
+"""What waits on a stage: micro-batches between forward and backward, and the weights that they still need.
+
+Both follow from the order of a program alone, so memory is known before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from .instruction import Instruction, Op
+
+Programs = Sequence[Sequence[Instruction]]
+
+
+def stages_of(programs: Programs) -> dict[int, list[Instruction]]:
+    """The instructions of every stage, in the order of its rank's program; stages ascending."""
+    found: dict[int, list[Instruction]] = {}
+    for program in programs:
+        for instruction in program:
+            found.setdefault(instruction.stage, []).append(instruction)
+    return dict(sorted(found.items()))
+
+
+def live_micro_batches(programs: Programs) -> tuple[int, ...]:
+    """The most micro-batches at once whose F is done, and B (or W) is not, for every stage."""
+    return tuple(max(_live([program])) for program in stages_of(programs).values())
+
+
+def most_saved(programs: Programs, saved: Mapping[int, int]) -> tuple[int, ...]:
+    """The most bytes that wait on every rank at once, if a micro-batch leaves ``saved[stage]`` on a stage."""
+    return tuple(max(_live([program], saved)) for program in programs)
+
+
+def _live(programs: Programs, weight: Mapping[int, int] | None = None) -> Iterator[int]:
+    """What is live at the start, where something may have begun before, and after every instruction."""
+    instructions = [instruction for program in programs for instruction in program]
+    begun = {(i.stage, i.micro_batch) for i in instructions if i.op is Op.F}
+    ended = {(i.stage, i.micro_batch) for i in instructions if i.op in (Op.B, Op.W)}
+
+    def weighed(stage: int) -> int:
+        return 1 if weight is None else weight[stage]
+
+    total = sum(weighed(stage) for stage, _ in ended - begun)
+    yield total
+    for instruction in instructions:
+        if instruction.op is Op.F:
+            total += weighed(instruction.stage)
+        elif instruction.op in (Op.B, Op.W):
+            total -= weighed(instruction.stage)
+        yield total
+
+
+def live_versions(
+    programs: Programs, *, weights: str = "stashed", micro_batches: int | None = None
+) -> tuple[int, ...]:
+    """The most versions of its weights that a stage keeps at once, the newest among them.
+
+    A version is kept from the update that made it to the last backward that needs it. ``weights`` is a policy
+    of a plan; ``micro_batches`` are those of one update under ``double_buffered``. Programs start at a drain.
+    """
+    stages = stages_of(programs)
+    counted = {stage: _versions(program) for stage, program in stages.items()}
+    needs = {
+        "latest": lambda stage: {},
+        "stashed": lambda stage: counted[stage],
+        "vertical_sync": lambda stage: {m: max(0, m - len(stages) + 1) for m in counted[stage]},
+        "double_buffered": lambda stage: {
+            m: max(0, m // (micro_batches or len(counted[stage])) - 1) for m in counted[stage]
+        },
+    }[weights]
+    return tuple(_most_versions(program, needs(stage)) for stage, program in stages.items())
+
+
+def _versions(program: Sequence[Instruction]) -> dict[int, int]:
+    """The version that is the newest when each micro-batch goes forward."""
+    found: dict[int, int] = {}
+    updates = 0
+    for instruction in program:
+        updates += instruction.op is Op.U
+        if instruction.op is Op.F and instruction.micro_batch is not None:
+            found[instruction.micro_batch] = updates
+    return found
+
+
+def _most_versions(program: Sequence[Instruction], needs: Mapping[int, int]) -> int:
+    needed, newest, most = dict(needs), 0, 1
+    for instruction in program:
+        newest += instruction.op is Op.U
+        if instruction.op in (Op.B, Op.W) and instruction.micro_batch is not None:
+            needed.pop(instruction.micro_batch, None)
+        most = max(most, len({newest, *(version for version in needed.values() if version <= newest)}))
+    return most

@@ -1,0 +1,112 @@
+"""Law L2 as one function: asynchronous training and its replay, every loss, gradient and bit of the state."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from law import OPTIMIZERS, Case, plan_of
+from reference import same_bits
+from replay import Replay
+from zoo import build, cross_entropy
+
+import penstock
+from penstock.stages import stage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamCase(Case):
+    """One asynchronous run: ``steps`` batches, a drain, and as many again."""
+
+    schedule: str = "async_1f1b"
+    weights: str = "stashed"
+    weights_tier: str = "device"
+    prediction: bool = False
+    cuts: object = 4
+    steps: int = 6
+    clip: float | None = None
+
+    __str__ = Case.__str__
+
+
+def settings_of(case):
+    """What Pipeline and Replay are both told."""
+    settings = {"loss": cross_entropy, "optimizer": OPTIMIZERS[case.optimizer], "clip": case.clip}
+    if case.scheduler:
+        settings["scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.7)
+    return settings
+
+
+def differences(case):
+    """Names of everything in which a pipeline and the replay of its stages differ."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "LEAST_SAVED", 1)  # else little of these small models leaves
+        plan, random_layers = plan_of(case)
+        return differences_of(case, plan, random_layers)
+
+
+def differences_of(case, plan, random_layers):
+    model, batches = build(case.model, case.dtype, case.steps)
+    plain = copy.deepcopy(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    settings = settings_of(case)
+    scope = "stage" if case.schedule == "async_1f1b" else "global"
+    pipe = penstock.Pipeline(model, plan, **settings, clip_scope=scope, deadline=30)
+    replay = Replay(
+        plain,
+        stages=[stage.parameters for stage in plan.stages],
+        policy=case.weights,
+        micro_batches=case.micro_batches,
+        prediction=case.prediction,
+        random=random_layers,
+        **settings,
+    )
+    updates = {s: [] for s in pipe.update.optimizers}
+    for s, optimizer in pipe.update.optimizers.items():
+        optimizer.register_step_pre_hook(
+            lambda optimizer, *_, s=s: updates[s].append(_gradients(optimizer, names))
+        )
+    found = []
+    for half in ("first", "second"):
+        losses = {}
+        for x, y in batches:
+            report = pipe.step(x, y)
+            losses |= pipe.engine.losses
+            replay.feed(x, y)
+        assert report.seconds > 0
+        pipe.drain()
+        losses |= pipe.engine.losses
+        expected = replay.drain()
+        found += [f"{half}: {what}" for what in _compared(pipe, plain, losses, updates, expected)]
+        updates.update({s: [] for s in updates})
+    return found
+
+
+def _gradients(optimizer, names):
+    return {names[id(p)]: p.grad for group in optimizer.param_groups for p in group["params"]}
+
+
+def _compared(pipe, plain, losses, updates, expected):
+    if pipe.is_last:
+        assert len(losses) == len(expected["losses"])
+        yield from (f"loss {m}" for m, b in enumerate(expected["losses"]) if not same_bits(losses[m], b))
+    for own in updates.values():
+        assert len(own) == len(expected["gradients"])
+        for number, (ours, theirs) in enumerate(zip(own, expected["gradients"], strict=True)):
+            yield from (f"gradient {number} of {n}" for n in ours if not same_bits(ours[n], theirs[n]))
+    state = pipe.state_dict()
+    if pipe.rank == 0:
+        pairs = plain.state_dict().items()
+        yield from (name for name, tensor in pairs if not same_bits(tensor, state["model"][name]))
+        for name, kept in expected["state"].items():
+            ours = state["optimizer"][name]["state"]
+            assert set(ours) == set(kept)
+            yield from (
+                f"optimizer {what} of {name}" for what in kept if not same_bits(kept[what], ours[what])
+            )
+
+
+def rank_differences(case, plan_path):
+    """The same on this rank of a group."""
+    _, random_layers = plan_of(case)
+    return differences_of(case, penstock.Plan.load(plan_path), random_layers)

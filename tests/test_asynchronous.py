@@ -1,0 +1,190 @@
+"""Law L2: asynchronous training equals its replay, bit for bit; and what a person may do with a stream."""
+
+import copy
+import math
+
+import pytest
+import torch
+from law import OPTIMIZERS, plan_of
+from reference import same_bits
+from streams import StreamCase, differences, rank_differences
+from zoo import build, cross_entropy
+
+import penstock
+from penstock.compression.errors import PlanError
+
+TWO = {"schedule": "1f1b", "weights": "double_buffered"}
+CASES = [
+    *(
+        StreamCase(model="mlp", weights=weights, optimizer=optimizer, codec=codec)
+        for weights in ("latest", "stashed", "vertical_sync")
+        for optimizer, codec in (("sgd", "zero_value"), ("adamw", "raw"))
+    ),
+    StreamCase(model="mlp", cuts=1),
+    StreamCase(model="mlp", micro_batches=1, steps=14),
+    StreamCase(model="mlp", cuts=4, ranks=2, micro_batches=5, scheduler=True, clip=0.5),
+    StreamCase(model="mlp", cuts="every", micro_batches=2, weights="vertical_sync"),
+    *(
+        StreamCase(model="mlp", prediction=True, weights=weights, optimizer=optimizer)
+        for weights in ("latest", "stashed")
+        for optimizer in ("nesterov", "adam")
+    ),
+    *(StreamCase(model="mlp", weights_tier=tier, optimizer="adamw") for tier in ("packed", "host")),
+    StreamCase(model="mlp", weights="vertical_sync", weights_tier="packed"),
+    StreamCase(model="mlp", **TWO, micro_batches=4, clip=0.5, scheduler=True),
+    StreamCase(model="mlp", **TWO, micro_batches=5, cuts=2, optimizer="adamw", codec="raw"),
+    StreamCase(model="mlp", **TWO, micro_batches=4, ranks=2, weights_tier="packed"),
+    StreamCase(model="resnet18", cuts=3, steps=2),
+    StreamCase(model="resnet18_channels_last", cuts=3, steps=2, tier="packed", weights_tier="packed"),
+    StreamCase(model="resnet18", **TWO, cuts=3, steps=3, micro_batches=3),
+    StreamCase(model="gpt_tied", optimizer="adamw", steps=4),
+    StreamCase(model="gpt_tied", weights="vertical_sync", steps=4),
+    StreamCase(model="gpt_tied", **TWO, micro_batches=4, steps=4),
+    StreamCase(model="gpt_gelu_dropout", weights="latest", cuts=3, steps=4),
+    StreamCase(model="tied", cuts=("random", 4, 1), steps=4),
+    StreamCase(model="tied", cuts=("random", 4, 2), weights="vertical_sync", steps=4),
+    StreamCase(model="gated", cuts="every", steps=2),
+    StreamCase(model="gated", cuts=3, codec="auto", micro_batches=2, steps=8),
+    *(StreamCase(model=f"dag{i}", cuts=("random", 2 + i % 3, i), steps=3) for i in range(6)),
+    *(StreamCase(model=f"dag{i}", cuts="every", steps=2, weights="vertical_sync") for i in range(3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_asynchronous_training_equals_its_replay(case):
+    assert differences(case) == []
+
+
+RANKS = [
+    StreamCase(model="mlp", cuts=2),
+    StreamCase(model="mlp", cuts=4, micro_batches=2, weights="vertical_sync", optimizer="adamw"),
+    StreamCase(model="mlp", cuts=4, ranks=2, weights_tier="packed"),
+    StreamCase(model="mlp", **TWO, cuts=3, clip=0.5),
+    StreamCase(model="resnet18", cuts=2, steps=2),
+    StreamCase(model="gpt_tied", cuts=3, steps=3),
+    StreamCase(model="densenet", cuts=3, steps=1, micro_batches=4),
+    StreamCase(model="gated", cuts=3, codec="auto", micro_batches=2, steps=8),
+    StreamCase(model="dag1", cuts=("random", 4, 11), steps=3),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", RANKS, ids=str)
+def test_ranks_equal_the_replay(case, ranks, tmp_path):
+    plan, _ = plan_of(case)
+    plan.save(tmp_path / "plan.json")
+    found = ranks.run(rank_differences, case, str(tmp_path / "plan.json"), ranks=plan.num_ranks)
+    assert found == [[]] * plan.num_ranks
+
+
+def stream(**more):
+    case = StreamCase(model="mlp", **{"cuts": 3, **more})
+    plan, _ = plan_of(case)
+    model, batches = build("mlp", None, 6)
+    return pipeline(model, plan), model, batches
+
+
+def pipeline(model, plan):
+    return penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"])
+
+
+def test_a_step_leaves_micro_batches_in_flight_and_a_drain_none():
+    pipe, _, batches = stream()
+    pipe.step(*batches[0])
+    assert [len(stage.running) for stage in pipe.stages.values()] == [2, 1, 1]
+    assert [stage.weights.num_live for stage in pipe.stages.values()] == [3, 2, 1]
+    report = pipe.drain()
+    assert report is not None
+    assert report.num_samples == 0
+    assert not any(stage.running for stage in pipe.stages.values())
+    assert [stage.weights.num_live for stage in pipe.stages.values()] == [1, 1, 1]
+    assert pipe.drain() is None
+
+
+def test_the_loss_of_a_step_is_the_mean_of_those_that_finished():
+    pipe, _, batches = stream(cuts=4, micro_batches=1)
+    assert math.isnan(pipe.step(*batches[0]).loss)  # the last stage has not seen it
+    report = pipe.step(*batches[1])
+    assert report.loss == float(pipe.engine.losses[0])
+    pipe, _, batches = stream(cuts=2, micro_batches=4)
+    report = pipe.step(*batches[0])
+    assert report.loss == pytest.approx(float(torch.stack([*pipe.engine.losses.values()]).mean()))
+
+
+def test_evaluation_and_state_drain_first():
+    pipe, model, batches = stream()
+    pipe.step(*batches[0])
+    plain = copy.deepcopy(model).eval()  # of weights that have not seen all micro-batches yet
+    outputs = pipe.evaluate(batches[0][0])
+    assert not any(stage.running for stage in pipe.stages.values())
+    assert not same_bits(outputs, plain(batches[0][0]).detach())
+    assert same_bits(outputs, copy.deepcopy(model).eval()(batches[0][0]).detach())
+    pipe.step(*batches[1])
+    pipe.state_dict()
+    assert not any(stage.running for stage in pipe.stages.values())
+
+
+@pytest.mark.parametrize("more", [{}, {"weights": "vertical_sync"}, {**TWO, "micro_batches": 4}], ids=str)
+def test_a_state_goes_on_where_it_was_taken(more):
+    pipe, _, batches = stream(**more)
+    other, _, _ = stream(**more)
+    for batch in batches[:3]:
+        pipe.step(*batch)
+    other.load_state_dict(pipe.state_dict())
+    for batch in batches[3:]:
+        assert pipe.step(*batch).loss == other.step(*batch).loss
+    ours, theirs = pipe.state_dict(), other.state_dict()
+    assert all(same_bits(ours["model"][key], theirs["model"][key]) for key in ours["model"])
+
+
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        ({"cuts": 2}, "found schedule=async_1f1b weights=stashed cuts="),
+        ({"weights": "vertical_sync"}, "found schedule=async_1f1b weights=vertical_sync"),
+        ({"prediction": True}, "weights=stashed prediction=true"),
+        ({"schedule": "1f1b", "weights": "latest"}, "found a synchronous schedule"),
+    ],
+)
+def test_a_state_goes_on_nowhere_else(other, found):
+    pipe, _, batches = stream()
+    pipe.step(*batches[0])
+    with pytest.raises(PlanError, match=f"schedule, weights and cuts that it was made with, .*{found}"):
+        stream(**other)[0].load_state_dict(pipe.state_dict())
+
+
+def test_a_synchronous_state_does_not_go_on_asynchronously():
+    pipe, _, _ = stream(schedule="1f1b", weights="latest")
+    with pytest.raises(PlanError, match="a synchronous schedule, found schedule=async_1f1b"):
+        stream()[0].load_state_dict(pipe.state_dict())
+
+
+def test_a_step_that_fails_loses_what_was_in_flight_and_no_more():
+    pipe, model, batches = stream()
+    pipe.step(*batches[0])
+    pipe.drain()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(penstock.PenstockError, match="stage 2"):
+        pipe.step(batches[1][0], batches[1][1] + 1000)  # no such class
+    assert not any(stage.running for stage in pipe.stages.values())
+    assert all(same_bits(p.detach(), before[name]) for name, p in model.named_parameters())
+    pipe.step(*batches[1])
+    pipe.drain()
+
+
+def test_a_batch_with_too_few_samples_for_two_versions_is_refused():
+    pipe, _, batches = stream(**TWO, micro_batches=4)
+    with pytest.raises(PlanError, match=r"at least as many micro-batches .* found 2 for 3 stages"):
+        pipe.step(batches[0][0][:2], batches[0][1][:2])
+    pipe.step(*batches[0])
+
+
+def test_outputs_are_kept_on_request():
+    for more in ({"schedule": "1f1b", "weights": "latest", "cuts": 2}, {"cuts": 2}):
+        pipe, model, batches = stream(**more)
+        plain = copy.deepcopy(model)
+        assert pipe.step(*batches[0], outputs=True).outputs.shape == plain(batches[0][0]).shape
+        assert pipe.step(*batches[1]).outputs is None
+    pipe, model, batches = stream(schedule="1f1b", weights="latest", micro_batches=1)
+    expected = copy.deepcopy(model)(batches[0][0]).detach()
+    assert same_bits(pipe.step(*batches[0], outputs=True).outputs, expected)

@@ -1,0 +1,164 @@
+"""All schedules on paper: the numbers are those of the programs, and the choice is the best of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from profiles import layer_of, profile_of, value_of
+
+from penstock import PlanError, partition
+from penstock.pipeline.compare import SYNCHRONOUS, candidate, compare
+from penstock.pipeline.schedules import SCHEDULES
+from penstock.scripts import command
+
+MIB = 2**20
+
+
+def even(num_layers, *, forward=10, backward=20, size=400, saved=1000):
+    """Equal layers; nothing crosses a cut but 1,000 bytes each way."""
+    layers = [
+        layer_of(f"l{i}", forward=forward, backward=backward, size=size, saved=saved)
+        for i in range(num_layers)
+    ]
+    return profile_of(layers, [value_of(i, [i + 1]) for i in range(num_layers - 1)])
+
+
+def rows(found):
+    return {one.name: one for one in found.candidates}
+
+
+def test_every_schedule_but_a_custom_one_is_compared_where_the_counts_suit_all():
+    found = compare(even(4), stages=4, ranks=2, micro_batches=8)
+    assert set(rows(found)) == set(SYNCHRONOUS) | {"async_1f1b stashed", "1f1b double_buffered"}
+    assert set(SYNCHRONOUS) == set(SCHEDULES) - {"async_1f1b", "custom"}
+    assert not found.left_out
+
+
+def test_what_does_not_suit_is_left_out_with_the_reason():
+    found = compare(even(3), stages=3, ranks=2, micro_batches=2)
+    assert found.left_out.keys() == {"interleaved", "zbv", "dualpipev", "1f1b double_buffered"}
+    assert "take a multiple, such as stages=4" in found.left_out["interleaved"]
+    assert "take stages=4" in found.left_out["zbv"]
+    assert "raise micro_batches to 3" in found.left_out["1f1b double_buffered"]
+
+
+def test_what_suits_nothing_is_refused_in_the_words_of_the_first():
+    with pytest.raises(PlanError, match="2 stages need at least as many layers"):
+        compare(even(1), stages=2, micro_batches=2)
+
+
+# ranks 4, F 10 ms, B 20 ms, 8 micro-batches: (8 + 3) x 30 ms; a stream takes 8 x 30 ms.
+def test_seconds_and_bubbles_of_even_stages_are_the_textbook_ones():
+    found = rows(compare(even(4), stages=4, micro_batches=8))
+    for name in ("gpipe", "1f1b"):
+        assert found[name].seconds == pytest.approx(0.330)
+        assert found[name].bubble == pytest.approx(3 / 11)
+    for name in ("async_1f1b stashed", "1f1b double_buffered"):
+        assert found[name].seconds == pytest.approx(0.240)
+        assert found[name].bubble == pytest.approx(0.0, abs=1e-9)
+    assert found["zb_h1"].seconds < 0.310
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks", "micro_batches"), [(2, 2, 2), (4, 2, 4), (3, 3, 5), (6, 3, 6), (4, 1, 3)]
+)
+def test_a_stream_is_full_whatever_the_counts(stages, ranks, micro_batches):
+    one = rows(compare(even(stages), stages=stages, ranks=ranks, micro_batches=micro_batches))[
+        "async_1f1b stashed"
+    ]
+    slowest = 0.030 * stages / ranks
+    assert one.seconds == pytest.approx(micro_batches * slowest)
+    assert one.bubble == pytest.approx(0.0, abs=1e-9)
+
+
+def test_memory_is_parameters_thrice_old_versions_and_what_is_in_flight():
+    found = rows(compare(even(2), stages=2, micro_batches=6))
+    assert found["gpipe"].memory == (3 * 400 + 6 * 1000, 3 * 400 + 6 * 1000)
+    assert found["1f1b"].memory == (3 * 400 + 2 * 1000, 3 * 400 + 1000)
+    assert found["async_1f1b stashed"].memory == (4 * 400 + 2 * 1000, 3 * 400 + 1000)
+    assert found["1f1b double_buffered"].memory == (4 * 400 + 2 * 1000, 4 * 400 + 1000)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_planned_memory_is_never_below_what_the_programs_need(stages):
+    """The planner weighs memory before there is a program; for one stage a rank both agree."""
+    for one in compare(even(4), stages=stages, ranks=2, micro_batches=8).candidates:
+        planned = [0] * one.plan.num_ranks
+        for stage, rank in zip(one.plan.stages, one.plan.ranks, strict=True):
+            planned[rank] += stage.memory_bytes
+        assert all(mine <= theirs for mine, theirs in zip(one.memory, planned, strict=True)), one.name
+        if stages == 2:
+            assert list(one.memory) == planned, one.name
+
+
+def test_the_fastest_synchronous_schedule_is_chosen_however_fast_a_stream_is():
+    found = compare(even(4), stages=4, micro_batches=8)
+    fastest = min(found.candidates, key=lambda one: one.seconds)
+    assert fastest.plan.streams
+    others = [one for one in found.candidates if not one.plan.streams]
+    assert found.chosen.seconds == pytest.approx(min(one.seconds for one in others))
+    assert not found.chosen.plan.streams
+
+
+def test_of_two_as_fast_the_smaller_is_chosen():
+    found = compare(even(4), stages=4, micro_batches=8)
+    two = tuple(one for one in found.candidates if one.name in ("gpipe", "1f1b"))
+    assert dataclasses.replace(found, candidates=two).chosen.name == "1f1b"
+    assert dataclasses.replace(found, candidates=two[::-1]).chosen.name == "1f1b"
+
+
+def test_what_does_not_fit_is_not_chosen():
+    free = compare(even(4, size=0), stages=4, micro_batches=8)
+    least = min(max(one.memory) for one in free.candidates if not one.plan.streams)
+    tight = compare(even(4, size=0), stages=4, micro_batches=8, memory=least * 105 // 100)
+    assert "gpipe" in tight.left_out
+    assert max(tight.chosen.memory) == least
+    with pytest.raises(PlanError, match="smallest budget"):
+        compare(even(4), stages=4, micro_batches=8, memory=100)
+
+
+def test_a_memory_that_only_the_planner_believes_in_is_told():
+    plan = partition(even(2), stages=2, micro_batches=4, memory=10_000)
+    one = candidate(even(2), plan)
+    assert one.fits
+    assert not dataclasses.replace(one, memory=(9_999, 0)).fits
+
+
+# rank 0   F0 F1 at 0-20, B0 at 80 (F0 arrives at 30, its gradient at 80), F2 B1 F3, B2 at 180, B3 at 210-230
+def test_tensors_take_their_time_on_a_slow_link():
+    found = compare(even(2), stages=2, micro_batches=4, link=400_000)  # 20 ms for 1,000 bytes
+    assert rows(found)["1f1b"].seconds == pytest.approx(0.230)
+
+
+def test_the_facts_are_those_of_the_candidates():
+    found = compare(even(4), stages=4, ranks=2, micro_batches=8)
+    facts = json.loads(json.dumps(found.facts(), allow_nan=False))
+    assert [row["chosen"] for row in facts["schedules"]].count(True) == 1
+    for row, one in zip(facts["schedules"], found.candidates, strict=True):
+        assert row["seconds"] == one.seconds
+        assert row["samples_per_second"] == 8 * 16 / one.seconds
+        assert row["chosen"] == (one is found.chosen)
+
+
+def test_plan_schedule_all_shows_chooses_and_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    job = "model=mlp model.hidden=[16,16,16] data.size=8 data.channels=1 threads=1 batch_size=32"
+    assert (
+        command.run(["plan", *job.split(), "ranks=2", "stages=4", "schedule=all", "hydra.run.dir=run"]) == 0
+    )
+    out = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 110 for line in out[: len(SYNCHRONOUS) + 3])
+    (chosen,) = [line.split()[0] for line in out if line.endswith("<- chosen")]
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["schedule"] == chosen
+    assert f"schedule: {chosen}" in (tmp_path / "run" / "config.yaml").read_text()
+    assert (tmp_path / "run" / "schedules.png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads((tmp_path / "run" / "schedules.json").read_text())["schedules"]
+    assert [row["schedule"] for row in rows if row["chosen"]] == [chosen]
+    assert out[-1] == "run/schedules.png"
+
+
+def test_train_schedule_all_says_where_to_compare(capsys):
+    assert command.run(["train", "model=mlp", "schedule=all"]) == 2
+    assert "penstock plan schedule=all" in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""Compiled pieces: one layer each, and the bits of the plain loop over the same pieces."""
+
+import shutil
+
+import pytest
+import torch
+import zoo
+from law import Case, differences, profile_of
+from torch import nn
+from torchvision.models.resnet import BasicBlock
+
+import penstock
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # torch's own, while it compiles
+)
+AOT = "aot_eager"  # forward and backward are traced ahead of time, and run without a compiler
+
+
+class Net(nn.Module):
+    """A small residual network; pieces are compiled both ways."""
+
+    def __init__(self, backend):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.layer1 = torch.compile(nn.Sequential(BasicBlock(8, 8), nn.ReLU()), backend=backend)
+        self.layer2, self.layer3 = BasicBlock(8, 8), BasicBlock(8, 8)
+        self.head = torch.compile(nn.Linear(8, 10), backend=backend)
+        self.layer2.compile(backend=backend)
+
+    def forward(self, x):
+        x = self.layer1(torch.relu(self.norm(self.stem(x))))
+        return self.head(self.layer3(self.layer2(x)).mean((2, 3)))
+
+
+def mlp(backend):
+    start, middle, end = nn.Linear(192, 33), nn.Sequential(nn.ReLU(), nn.Linear(33, 17)), nn.Linear(17, 10)
+    return nn.Sequential(nn.Flatten(1), start, torch.compile(middle, backend=backend), nn.ReLU(), end)
+
+
+class Tied(nn.Module):
+    """A weight that a compiled piece reads, and a plain one behind it."""
+
+    def __init__(self, backend):
+        super().__init__()
+        self.start, self.tied, self.end = nn.Linear(192, 16), nn.Linear(16, 16), nn.Linear(16, 10)
+        self.piece = torch.compile(nn.Sequential(nn.Tanh(), self.tied), backend=backend)
+
+    def forward(self, x):
+        return self.end(torch.relu(self.tied(self.piece(self.start(x.flatten(1))))))
+
+
+@pytest.fixture(autouse=True)
+def pieces(monkeypatch):
+    """The models by name, for this file only; compiled functions are shared by all, so each test starts
+    anew."""
+    torch._dynamo.reset()
+    profile_of.cache_clear()
+    for name, kind in (("compiled_mlp", mlp), ("compiled_net", Net), ("compiled_tied", Tied)):
+        monkeypatch.setitem(zoo.ZOO, name, (lambda kind=kind: kind(AOT), lambda: zoo.images(8)))
+    monkeypatch.setitem(zoo.ZOO, "inductor_mlp", (lambda: mlp("inductor"), lambda: zoo.images(8)))
+    yield
+    torch._dynamo.reset()
+
+
+CASES = [
+    Case(model="compiled_mlp", cuts=2),
+    Case(model="compiled_mlp", cuts="every", schedule="gpipe", tier="packed", optimizer="adam"),
+    pytest.param(Case(model="compiled_net", cuts=3, micro_batches=4), marks=pytest.mark.slow),
+    Case(model="compiled_net", cuts=["layer1", "layer2"], tier="packed", steps=2),
+    Case(model="compiled_tied", cuts="every"),
+    pytest.param(
+        Case(model="compiled_mlp", cuts=3, autocast=torch.float16, scaler=(2.0**16, 1), steps=4),
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_has_the_bits_of_the_plain_loop_over_the_same_pieces(case):
+    assert differences(case) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend needs a C++ compiler")
+def test_so_it_has_with_the_default_backend():
+    assert differences(Case(model="inductor_mlp", cuts=2, micro_batches=2)) == []
+
+
+def test_a_compiled_module_is_one_layer_under_its_own_names():
+    model, batches = zoo.build("compiled_net")
+    graph = penstock.trace(model, (batches[0][0][:4].clone(),))
+    assert [n for n in graph.layers if n in ("layer1", "layer2", "layer3", "head")] == [
+        "layer1",
+        "layer2",
+        "head",
+    ]
+    assert graph.layers[-2:] == ("mean", "head")
+    assert "layer1._orig_mod.0.conv1.weight" in model.state_dict()
+    assert model.layer2._compiled_call_impl is not None
+
+
+def test_what_runs_in_the_pipeline_is_the_compiled_piece():
+    ran = []
+
+    def backend(graph, _):
+        def run(*inputs):
+            ran.append({x.device.type for x in inputs if isinstance(x, torch.Tensor)})
+            return graph.forward(*inputs)
+
+        return run
+
+    model, batches = mlp(backend), zoo.images(8)
+    example = (batches[0][0][:4].clone(),)
+    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
+    plan = penstock.partition(profile, stages=2, micro_batches=3)
+    pipe = penstock.Pipeline(
+        model, plan, loss=zoo.cross_entropy, optimizer=lambda n: torch.optim.SGD(n, lr=0.1)
+    )
+    before = len(ran)
+    pipe.step(*batches[0])  # 4, 4 and 3 samples: another size is told on the meta device, as it is written
+    assert ran[before:] == [{"cpu"}] * 3
+    assert {"meta"} not in ran
+    assert list(pipe.state_dict()["model"]) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_model_that_is_compiled_as_a_whole_is_refused(in_place):
+    model = mlp(AOT)
+    if in_place:
+        model.compile(backend=AOT)
+    else:
+        model = torch.compile(model, backend=AOT)
+    with pytest.raises(penstock.PlanError, match="compile its parts instead"):
+        penstock.trace(model, (torch.randn(4, 3, 8, 8),))
