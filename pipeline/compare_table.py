@@ -20,7 +20,9 @@ def table(found: Comparison) -> Table:
     """Return one row per schedule that suits, the chosen one marked."""
     made = Table(box=None, pad_edge=False, header_style="bold")
     for name in COLUMNS:
-        made.add_column(name, justify="left" if name in ("schedule", "weights", "") else "right", no_wrap=True)
+        made.add_column(
+            name, justify="left" if name in ("schedule", "weights", "") else "right", no_wrap=True
+        )
     best = found.chosen
     for one in found.candidates:
         made.add_row(
@@ -43,5 +45,7 @@ def notes(found: Comparison) -> list[str]:
     lines.append("simulated from measured layers; I and W: half of a backward each; tensors travel unpacked")
     lines.append("memory: of the fullest rank; in flight, versions: of the fullest stage")
     if any(one.plan.streams for one in found.candidates):
-        lines.append("async_1f1b, double_buffered: no flush, other bits than the plain loop; never chosen here")
+        lines.append(
+            "async_1f1b, double_buffered: no flush, other bits than the plain loop; never chosen here"
+        )
     return lines

@@ -275,9 +275,8 @@ def test_the_picture_has_bars_for_both_sides_and_dots_for_both_bubbles():
     speeds, dots = schedules_picture.figure(results()).axes
     heights = [bar.get_height() for bar in speeds.patches]  # pyright: ignore[reportAttributeAccessIssue]
     assert heights == [4.0, 4.0, 2.0, 8.0]  # ours, torch's, our 1f1b
-    assert [
-        group.get_offsets().tolist()[0][1] for group in dots.collections if len(group.get_offsets()) == 2
-    ] == (pytest.approx([10, 5, 30, 25]))
+    drawn = [torch.as_tensor(group.get_offsets()) for group in dots.collections]  # lines have one offset
+    assert [float(points[0, 1]) for points in drawn if len(points) == 2] == pytest.approx([10, 5, 30, 25])
     assert [label.get_text() for label in dots.get_xticklabels()] == [
         "zb_h1\n2 stages",
         "async_1f1b\nstashed\n2 stages",
