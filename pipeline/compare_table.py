@@ -46,6 +46,6 @@ def notes(found: Comparison) -> list[str]:
     lines.append("memory: of the fullest rank; in flight, versions: of the fullest stage")
     if any(one.plan.streams for one in found.candidates):
         lines.append(
-            "async_1f1b, double_buffered: no flush, other bits than the plain loop; never chosen here"
+            "async_1f1b, double_buffered: no flush, not the bits of the plain loop; never chosen here"
         )
     return lines

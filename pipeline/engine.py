@@ -148,7 +148,7 @@ class Engine:
     def _begin(self, mode: str) -> None:
         self.began = time.perf_counter()
         self.failed = ""
-        self.reports = {index: StageReport() for index in self.stages}
+        self.reports = {index: StageReport(live_versions=1) for index in self.stages}
         self.tied: dict[tuple[int, str], Any] = {}
         for stage in self.stages.values():
             if not self.itinerary.goes_on:
@@ -174,6 +174,9 @@ class Engine:
                 waiting=waited,
                 packing=self.frames.packing,
                 end=end - self.began,
+                bytes_raw=self.frames.bytes_raw,
+                bytes_sent=self.frames.bytes_sent,
+                codec=" ".join(self.frames.codecs),
             )
         )
 
@@ -223,7 +226,14 @@ class Engine:
         self.frames.let_go(instruction.stage, [message.downstream for message in (*came, *back)])
 
     def _update(self, instruction: Instruction) -> None:
-        self.update.step(instruction.stage)
+        stage = instruction.stage
+        self.update.step(stage)
+        weights, report = self.stages[stage].weights, self.reports[stage]
+        self.reports[stage] = dataclasses.replace(
+            report,
+            live_versions=max(report.live_versions, weights.num_live),
+            versions_bytes=max(report.versions_bytes, weights.num_bytes),
+        )
 
     def _arrive(self, instruction: Instruction, inputs: tuple[torch.Tensor, ...]) -> dict[int, Any]:
         """What a forward works on: received values, tied parameters of this step, the model's inputs."""

@@ -30,7 +30,8 @@ class Frames:
 
     ``placed`` has the frames of an instruction's values by where these lie (``memory.held.place``), if they
     are to be ``noted`` for a store of saved tensors; ``waited`` and ``packing`` count the seconds without a
-    frame and those of packing and unpacking, ``totals`` the bytes of every flow in training, unpacked and
+    frame and those of packing and unpacking, ``bytes_raw`` and ``bytes_sent`` what was sent in ``codecs``,
+    all for one instruction; ``totals`` the bytes of every flow in training, unpacked and
     packed."""
 
     def __init__(self, transport: Transport, *, policy: Policy, noted: bool) -> None:
@@ -58,6 +59,8 @@ class Frames:
     def start(self) -> None:
         """Begin to count, and to note where the tensors lie whose frames pass, for the next instruction."""
         self.waited = self.packing = 0.0
+        self.bytes_raw = self.bytes_sent = 0
+        self.codecs: dict[str, None] = {}
         for frame in self.placed.values():
             frame.release()
         self.placed.clear()
@@ -98,6 +101,8 @@ class Frames:
             flow = flow_of(message, self.itinerary)
             before = self.totals.get(flow, (0, 0))
             self.totals[flow] = before[0] + raw, before[1] + sent
+        self.bytes_raw, self.bytes_sent = self.bytes_raw + raw, self.bytes_sent + sent
+        self.codecs[self.policy.codec(flow_of(message, self.itinerary))] = None
         self.transport.send(message, frame)
         return raw, sent
 

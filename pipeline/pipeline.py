@@ -49,6 +49,7 @@ from .stream import Stream
 from .timeline import Span
 from .transport import GlooTransport, LocalTransport
 from .update import Named, Update
+from .usage import Resident, Usage
 
 
 class Pipeline:
@@ -103,6 +104,7 @@ class Pipeline:
                 "a plan belongs to the model it was made for, and this model has other parameters or "
                 "buffers; plan again"
             )
+        resident = Resident(model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
         graph = trace(model, example_of(plan), autocast=autocast)
         check_layers(plan, graph)
         self.plan, self.weight, self.num_steps = plan, weight, 0
@@ -146,6 +148,9 @@ class Pipeline:
             parameters={id(parameter) for parameter in model.parameters()},
             seed=seed,
         )
+        resident.begin()
+        tensors = {stage: [parameter for _, parameter in named] for stage, named in owned.items()}
+        self.usage = Usage(plan, tensors, self.update.optimizers, resident=resident)
 
     @property
     def is_last(self) -> bool:
@@ -193,7 +198,9 @@ class Pipeline:
         began = time.perf_counter()
         self.engine.check()
         made, program = self.stream.drain()
+        spans = self.engine.spans  # those of a step: a drain is none
         report = self._run(made, program, self.stream.micro_batches(), num_samples=0, began=began)
+        self.engine.spans = spans
         self.stream.restart()
         for stage in self.stages.values():
             stage.weights.drained()
@@ -288,24 +295,23 @@ class Pipeline:
         except BaseException:
             if self.stream is not None:
                 self.stream.restart()  # what was in flight is lost
+            self.usage.restart()
             raise
         if self.stream is not None:
             self.stream.ran(made)
+        reports = self.usage.fill(self.engine.reports, self.engine.spans, rank=self.rank)
         mine = [self._loss(losses, live)]
-        fields = [field.name for field in dataclasses.fields(StageReport)]
         for stage in range(self.plan.num_stages):
-            report = self.engine.reports.get(stage, StageReport())
-            mine += [float(getattr(report, name)) for name in fields]
+            mine += reports.get(stage, StageReport()).numbers()
         loss, *numbers = [sum(column) for column in zip(*group.exchange(mine), strict=True)]
-        rows = [numbers[i : i + len(fields)] for i in range(0, len(numbers), len(fields))]
+        size = len(numbers) // self.plan.num_stages
+        rows = [numbers[i : i + size] for i in range(0, len(numbers), size)]
         return Report(
             step=self.num_steps,
             loss=loss,
             seconds=time.perf_counter() - began,
             num_samples=num_samples,
-            stages=tuple(
-                StageReport(**dict(zip(fields, (*map(int, row[:6]), *row[6:]), strict=True))) for row in rows
-            ),
+            stages=tuple(map(StageReport.of, rows)),
         )
 
     def _loss(self, losses: Mapping[int, torch.Tensor], live: Mapping[int, MicroBatch]) -> float:

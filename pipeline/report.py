@@ -42,7 +42,8 @@ class StageReport:
     def of(cls, numbers: Sequence[float]) -> StageReport:
         """What ``numbers`` came from."""
         fields = zip(dataclasses.fields(cls), numbers, strict=True)
-        return cls(**{field.name: type(field.default)(number) for field, number in fields})
+        made: dict[str, Any] = {field.name: type(field.default)(number) for field, number in fields}
+        return cls(**made)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

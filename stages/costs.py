@@ -86,6 +86,7 @@ class Costs:
             forward_seconds=sum(layer.forward_seconds for layer in layers),
             backward_seconds=sum(layer.backward_seconds for layer in layers),
             memory_bytes=self.memory(start, end, rank),
+            saved_bytes=sum(layer.saved_bytes for layer in layers),
             bytes_forward=self.forward_bytes[end],
             bytes_backward=self.backward_bytes[end],
         )

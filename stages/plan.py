@@ -23,8 +23,9 @@ WEIGHTS = ("latest", "stashed", "vertical_sync", "double_buffered")
 class PlanStage:
     """One stage: its layers and parameters (names), and its predictions per micro-batch.
 
-    ``num_parameters`` counts elements, ``memory_bytes`` is for all micro-batches in flight, ``bytes_forward``
-    and ``bytes_backward`` are those of the tensors that pass the cut behind the stage, unpacked.
+    ``num_parameters`` counts elements, ``memory_bytes`` is for all micro-batches in flight, of which each
+    leaves ``saved_bytes`` for its backward, ``bytes_forward`` and ``bytes_backward`` are those of the tensors
+    that pass the cut behind the stage, unpacked.
     """
 
     layers: tuple[str, ...]
@@ -35,6 +36,7 @@ class PlanStage:
     memory_bytes: int
     bytes_forward: int
     bytes_backward: int
+    saved_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +159,9 @@ class Plan:
         for field in dataclasses.fields(cls):  # a plan made before there were tiers, or versions
             if field.default is not dataclasses.MISSING:
                 data.setdefault(field.name, field.default)
+        for stage in stages if isinstance(stages := data.get("stages"), list) else ():
+            if isinstance(stage, dict):
+                stage.setdefault("saved_bytes", 0)
         return read(cls, data, "plan")
 
     def draw(self, path: str | Path) -> None:

@@ -41,9 +41,10 @@ def test_the_closing_table(tmp_path, monkeypatch):
         summary(), [tmp_path / "run" / "timeline.png", tmp_path.parent / "plan.png"], console=screen
     )
     assert [line.split() for line in written(screen)] == [
-        "stage rank layers parameters compute waiting activations raw -> sent gradients raw -> sent".split(),
-        "0 0 2 1,506 2.0 s 0.5 s 200 B -> 80 B (2.50x) -".split(),
-        "1 1 1 7 4.0 s 1.0 s - 160 B -> 120 B (1.33x)".split(),
+        "stage rank compute bubble counted resident activations raw -> sent gradients raw -> sent".split(),
+        "0 0 0.8 s 20% 5 KiB 9 KiB 200 B -> 80 B (2.50x) -".split(),
+        "1 1 0.4 s 60% 3 KiB 8 KiB - 160 B -> 120 B (1.33x)".split(),
+        *[line.split() for line in console.KEY],
         "sent between stages: 360 B -> 200 B (1.80x)".split(),
         "2 steps, 16 samples in 0:01: 16 samples/s, ranks=2 threads=1, last loss 1.5000".split(),
         "test accuracy 96.53%, test loss 0.1234".split(),
@@ -52,17 +53,44 @@ def test_the_closing_table(tmp_path, monkeypatch):
     ]
 
 
-def test_the_table_fits_a_terminal_of_80_columns():
-    screen = log(80)
+@pytest.mark.parametrize("columns", [80, 110])
+def test_the_table_fits_a_terminal_of_80_columns_and_a_log(columns):
+    screen = log(columns)
     big = summary()
     for stage in big["stages"]:
         stage |= dict.fromkeys((name for name in stage if name.startswith("bytes_")), 99 * 2**29)
-        stage |= {"parameters": 98_765_432, "compute_seconds": 345.6, "waiting_seconds": 345.6}
+        stage |= {
+            "compute_seconds": 34567.8,
+            "bubble": 1.0,
+            "peak_bytes": 99 * 2**29,
+            "resident_bytes": 2**39,
+        }
     console.close(big, [], console=screen)
     table = written(screen)[:3]
-    assert all(len(line) <= 80 for line in table)
+    assert all(len(line) <= columns for line in table)
     assert not any("…" in line for line in table)
     assert table[1].endswith("49.5 GiB (1.00x)")
+    assert all(len(line) <= 110 for line in console.KEY)
+
+
+def test_what_the_stages_of_a_rank_share_is_told_once():
+    shared = summary()
+    for stage in shared["stages"]:
+        stage |= {"rank": 0, "bubble": 0.25, "resident_bytes": 2048}
+    screen = log()
+    console.close(shared, [], console=screen)
+    first, last = (line.split() for line in written(screen)[1:3])
+    assert first[:8] == "0 0 0.8 s 25% 5 KiB 2".split()
+    assert last[:7] == "1 0 0.4 s 3 KiB -".split()
+
+
+def test_what_nobody_counted_is_a_dash():
+    uncounted = summary()
+    for stage in uncounted["stages"]:
+        stage |= {"peak_bytes": 0, "resident_bytes": 0}
+    screen = log()
+    console.close(uncounted, [], console=screen)
+    assert written(screen)[1].split()[5:7] == ["-", "-"]
 
 
 def test_one_stage_sends_nothing_and_a_lost_loss_is_said():

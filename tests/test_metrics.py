@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
+import pytest
 from profiles import layer_of, profile_of
 
 from penstock import Report, partition
@@ -14,8 +16,14 @@ PLAN = partition(profile_of([layer_of(name, size=4) for name in "abc"]), cuts=["
 
 
 def report(step: int = 0, *, loss: float = 1.5, seconds: float = 0.5) -> Report:
-    first = StageReport(forward_raw=100, forward_sent=40, compute_seconds=1.0, waiting_seconds=0.25)
-    last = StageReport(backward_raw=80, backward_sent=60, compute_seconds=2.0, waiting_seconds=0.5)
+    first = StageReport(
+        rank=0, forward_raw=100, forward_sent=40, compute_seconds=0.4, waiting_seconds=0.05,
+        live_micro_batches=2, live_versions=3, versions_bytes=2048, peak_bytes=5120, resident_bytes=9 * 1024,
+    )  # fmt: skip
+    last = StageReport(
+        rank=1, backward_raw=80, backward_sent=60, compute_seconds=0.2, waiting_seconds=0.25,
+        live_micro_batches=1, live_versions=1, peak_bytes=3072, resident_bytes=8 * 1024,
+    )  # fmt: skip
     return Report(step=step, loss=loss, seconds=seconds, num_samples=8, stages=(first, last))
 
 
@@ -27,6 +35,8 @@ def test_a_line_holds_what_the_step_did_in_both_directions():
         "samples_per_second": 16.0,
         "bytes_raw": 180,
         "bytes_sent": 100,
+        "bubble": pytest.approx(0.4),
+        "peak_bytes": 5120,
         "bytes_raw_forward": 100,
         "bytes_raw_backward": 80,
         "bytes_sent_forward": 40,
@@ -78,4 +88,52 @@ def test_the_summary_adds_up_the_steps():
     )
     assert (first["bytes_sent_forward"], first["ratio_forward"], first["ratio_backward"]) == (80, 2.5, None)
     assert (last["rank"], last["bytes_raw_backward"], last["parameters"]) == (1, 160, 7)
-    assert (last["compute_seconds"], last["waiting_seconds"]) == (4.0, 1.0)
+    assert (last["compute_seconds"], last["waiting_seconds"]) == (0.4, 0.5)
+
+
+def summary_of(*reports):
+    with Metrics(None, num_stages=2) as metrics:
+        for one in reports:
+            metrics.add(one)
+    return summarise(metrics.totals, PLAN, sizes={"a.weight": 5, "b.weight": 6, "c.weight": 7}, test={})
+
+
+def test_the_bubble_is_that_of_the_steps_after_the_first():
+    slow, steady = report(0, seconds=10.0), report(1, seconds=0.5)
+    alone = summary_of(slow)
+    assert [stage["bubble"] for stage in alone["stages"]] == pytest.approx([0.96, 0.98])
+    summary = summary_of(slow, steady, steady)
+    assert [stage["bubble"] for stage in summary["stages"]] == pytest.approx([0.2, 0.6])
+    assert summary["bubble"] == pytest.approx(0.4)
+
+
+def test_memory_is_what_a_stage_held_at_most():
+    stages = report().stages
+    more = dataclasses.replace(stages[0], peak_bytes=7000, live_versions=2, live_micro_batches=4)
+    first, last = summary_of(report(), dataclasses.replace(report(1), stages=(more, stages[1])))["stages"]
+    names = ("live_micro_batches", "live_versions", "versions_bytes", "peak_bytes", "resident_bytes")
+    assert [first[name] for name in names] == [4, 3, 2048, 7000, 9 * 1024]
+    assert [last[name] for name in names] == [1, 1, 0, 3072, 8 * 1024]
+
+
+def test_stages_of_one_process_share_its_bubble_and_add_up_their_memory():
+    together = dataclasses.replace(
+        report(seconds=1.0), stages=tuple(dataclasses.replace(s, rank=0) for s in report().stages)
+    )
+    assert together.bubble == pytest.approx(0.4)
+    assert together.peak_bytes == 8192
+    assert report().peak_bytes == 5120
+    assert [stage["bubble"] for stage in summary_of(together)["stages"]] == pytest.approx([0.4, 0.4])
+
+
+def test_a_stage_report_travels_as_numbers():
+    for stage in report().stages:
+        assert StageReport.of(stage.numbers()) == stage
+        nothing = StageReport().numbers()
+        added = [sum(pair) for pair in zip(stage.numbers(), nothing, strict=True)]
+        assert StageReport.of(added) == stage
+    assert type(StageReport.of(StageReport(peak_bytes=5).numbers()).peak_bytes) is int
+
+
+def test_a_clock_that_is_read_late_makes_no_bubble_below_zero():
+    assert report(seconds=0.3).bubble == 0.0

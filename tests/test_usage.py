@@ -1,0 +1,96 @@
+"""Memory that is counted, and memory that the system reports."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from profiles import layer_of, profile_of
+
+from penstock import partition
+from penstock.pipeline.report import StageReport
+from penstock.pipeline.timeline import Span
+from penstock.pipeline.usage import STATUS, Resident, Usage, state_bytes
+
+MIB = 2**20
+
+
+def spans(text, rank=0):
+    """Spans of these instructions, one after another: ``"0F0 0B0"``."""
+    return [
+        Span(
+            rank=rank, stage=int(word[0]), op=word[1], micro_batch=int(word[2:] or 0),
+            start=float(i), waiting=0.0, end=float(i + 1),
+        )
+        for i, word in enumerate(text.split())
+    ]  # fmt: skip
+
+
+class Still(Resident):
+    """A process that does not grow."""
+
+    def __init__(self):
+        super().__init__(model_bytes=0)
+
+    def most(self):
+        return 77
+
+
+def usage(**options):
+    profile = profile_of([layer_of("a", size=400, saved=1000), layer_of("b", size=40, saved=100)])
+    plan = partition(profile, cuts=["a"], ranks=2, **options)
+    return Usage(plan, {0: [torch.zeros(100)], 1: [torch.zeros(10)]}, {}, resident=Still())
+
+
+def test_parameters_gradients_and_state_of_the_optimizer_count():
+    weight, bias = torch.nn.Parameter(torch.zeros(100)), torch.nn.Parameter(torch.zeros(10))
+    adam = torch.optim.Adam([weight, bias])
+    assert state_bytes([weight, bias], adam) == 440
+    weight.grad = torch.zeros(100)
+    assert state_bytes([weight, bias], adam) == 840
+    adam.step()
+    assert state_bytes([weight, bias], adam) == 840 + 2 * 400 + 4  # two moments, the number of steps
+
+
+def test_a_stage_holds_what_its_micro_batches_in_flight_saved():
+    reports = {0: StageReport(), 1: StageReport()}
+    filled = usage().fill(reports, spans("0F0 0F1 1F0 1B0 0B0 1F1 1B1 0B1"), rank=0)
+    assert (filled[0].live_micro_batches, filled[1].live_micro_batches) == (2, 1)
+    assert (filled[0].peak_bytes, filled[1].peak_bytes) == (400 + 2 * 1000, 40 + 100)
+    assert filled[0].resident_bytes == 77
+
+
+def test_a_half_backward_lets_nothing_go():
+    filled = usage().fill({0: StageReport()}, spans("0F0 0I0 0F1 0W0 0I1 0W1"), rank=0)
+    assert filled[0].live_micro_batches == 2
+
+
+def test_what_is_in_flight_stays_so_over_the_end_of_a_step():
+    held = usage()
+    held.fill({0: StageReport()}, spans("0F0 0F1 0F2"), rank=0)
+    assert held.fill({0: StageReport()}, spans("0B0 0F3 0F4"), rank=0)[0].live_micro_batches == 4
+    held.restart()
+    assert held.fill({0: StageReport()}, spans("0F0 0B0"), rank=0)[0].live_micro_batches == 1
+
+
+def test_old_versions_count_and_a_store_keeps_less():
+    kept = usage(tier="packed").fill(
+        {0: StageReport(versions_bytes=800, saved_kept=900)}, spans("0F0 0F1 0B0 0B1 0F2 0B2"), rank=1
+    )
+    assert kept[0].peak_bytes == 400 + 800 + 2 * 300
+    assert kept[0].rank == 1
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="only Linux tells it")
+def test_the_process_has_grown_by_what_was_allocated():
+    resident = Resident(model_bytes=0)
+    resident.begin()
+    before = resident.most()
+    block = torch.ones(64 * MIB // 4)
+    assert before + 48 * MIB < resident.most() < before + 96 * MIB
+    assert block.nbytes == 64 * MIB
+    del block
+    assert resident.most() > before + 48 * MIB  # the most, not what is left
+
+
+def test_memory_of_the_model_is_not_the_start():
+    assert Resident(model_bytes=2**62).base == 0
