@@ -6,29 +6,35 @@ which runs when ``OmegaConf.to_object`` makes the object. Plain dataclasses, sin
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..compression.errors import ConfigError
 
 TIERS = ("device", "packed", "host")
+WEIGHTS = ("latest", "stashed", "vertical_sync", "double_buffered")
+CASTS = ("bfloat16", "float16")
 
 
 @dataclass
 class MemoryConfig:
-    """How much memory there is, and where saved tensors wait for their backward.
+    """How much memory there is, and where what is not read right now waits.
 
     Attributes:
         device: largest memory of a rank, for the planner, for example 2GiB; null: unlimited
         tier: where what a forward saves stays until its backward: device, packed or host
+        weights: where older versions of the weights stay until they are read: device, packed or host
     """
 
     device: Any = None
     tier: str = "device"
+    weights: str = "device"
 
     def __post_init__(self) -> None:
-        if self.tier not in TIERS:
-            raise ConfigError(f"memory.tier={self.tier} is not known; known are {', '.join(TIERS)}")
+        _one_of(TIERS, "memory.tier", self.tier)
+        _one_of(TIERS, "memory.weights", self.weights)
 
 
 @dataclass
@@ -36,14 +42,17 @@ class ClipConfig:
     """Gradient clipping.
 
     Attributes:
-        norm: largest global L2 norm of the gradients; null: no clipping
+        norm: largest L2 norm of the gradients; null: no clipping
+        scope: the norm of what: global, of all gradients; stage, of those of each stage
     """
 
     norm: float | None = None
+    scope: str = "global"
 
     def __post_init__(self) -> None:
         if self.norm is not None and not self.norm > 0:
             raise ConfigError(f"clip.norm={self.norm} must be above 0; leave it out to clip nothing")
+        _one_of(("global", "stage"), "clip.scope", self.scope)
 
 
 @dataclass
@@ -56,7 +65,11 @@ class PlanConfig:
         ranks: processes on this machine; 1 runs all stages in one process
         stages: pipeline stages; null: one per rank, or one more than cuts
         cuts: cut after these layers or modules, by hand: cuts=[layer2,layer3.0]
-        schedule: order of forwards and backwards: 1f1b or gpipe
+        schedule: order of the work: gpipe, 1f1b, interleaved, zb_h1, zbv, dualpipev, async_1f1b or custom
+        program: file of a custom schedule, a line of instructions such as 0F0 0F1 0B0 0B1 for each rank
+        weights: version a micro-batch sees: latest; async_1f1b: stashed, vertical_sync; 1f1b: double_buffered
+        weights_first: in a backward, a layer's weight gradient comes before the gradient of its input
+        prediction: with async_1f1b, forwards run with the weights expected at their backward
         codec: how tensors are packed between stages: auto measures and chooses; or the name of a codec
         batch_size: samples in one step
         micro_batches: parts of a batch, which follow each other through the stages
@@ -75,6 +88,10 @@ class PlanConfig:
     stages: int | None = None
     cuts: list[str] | None = None
     schedule: str = "1f1b"
+    program: str | None = None
+    weights: str = "latest"
+    weights_first: bool = False
+    prediction: bool = False
     codec: str = "auto"
     batch_size: int = 128
     micro_batches: int = 8
@@ -93,21 +110,30 @@ class PlanConfig:
             _at_least(0, name, getattr(self, name))
         if self.device != "cpu":
             raise ConfigError(f"device={self.device} is not known; Penstock computes on device=cpu so far")
+        _one_of(WEIGHTS, "weights", self.weights)
+        if self.program is not None and self.schedule != "custom":
+            raise ConfigError(
+                f"program={self.program} is for schedule=custom, found schedule={self.schedule}; drop either"
+            )
         self._check_stages()
 
-    def _check_stages(self) -> None:
-        num_stages = self.ranks if self.stages is None else self.stages
+    @property
+    def num_stages(self) -> int:
+        """Stages that are asked for."""
         if self.cuts is not None:
-            num_stages = len(self.cuts) + 1
-            if self.stages not in (None, num_stages):
-                raise ConfigError(
-                    f"stages={self.stages} contradicts cuts={shown(self.cuts)}, which make {num_stages};"
-                    " leave out one of them"
-                )
-        if self.ranks > num_stages:
+            return len(self.cuts) + 1
+        return self.ranks if self.stages is None else self.stages
+
+    def _check_stages(self) -> None:
+        if self.cuts is not None and self.stages not in (None, self.num_stages):
             raise ConfigError(
-                f"ranks={self.ranks} is more than the {num_stages} stages, and a rank needs at least one;"
-                f" lower ranks to {num_stages}, or ask for more stages"
+                f"stages={self.stages} contradicts cuts={shown(self.cuts)}, which make {self.num_stages};"
+                " leave out one of them"
+            )
+        if self.ranks > self.num_stages:
+            raise ConfigError(
+                f"ranks={self.ranks} is more than the {self.num_stages} stages, and a rank needs at least"
+                f" one; lower ranks to {self.num_stages}, or ask for more stages"
             )
 
 
@@ -120,6 +146,8 @@ class TrainConfig(PlanConfig):
         optimizer: what updates the weights; any torch optimizer by optimizer._target_=
         scheduler: the course of the learning rate, one tick a step
         clip: gradient clipping
+        autocast: float that forwards and losses are cast to: bfloat16 or float16; null: no cast
+        loss_scale: factor of the loss, for float16: a number, or dynamic (a GradScaler); null: none
         epochs: how often every training sample is seen
         max_steps: stop after this many steps; null: no limit
         deadline: seconds that any wait between ranks may take before the run ends
@@ -130,6 +158,8 @@ class TrainConfig(PlanConfig):
     optimizer: dict[str, Any] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
     clip: ClipConfig = field(default_factory=ClipConfig)
+    autocast: str | None = None
+    loss_scale: Any = None
     epochs: int = 4
     max_steps: int | None = None
     deadline: float = 60.0
@@ -143,6 +173,26 @@ class TrainConfig(PlanConfig):
             raise ConfigError(f"deadline={self.deadline} must be above 0; write seconds")
         if self.plan is not None and self.cuts is not None:
             raise ConfigError(f"plan={self.plan} already decides the cuts; drop cuts={shown(self.cuts)}")
+        if self.plan is not None and self.program is not None:
+            raise ConfigError(f"plan={self.plan} already has its schedule; drop program={self.program}")
+        self._check_update()
+
+    def _check_update(self) -> None:
+        if self.autocast is not None:
+            _one_of(CASTS, "autocast", self.autocast)
+        scale = self.loss_scale
+        number = isinstance(scale, int | float) and not isinstance(scale, bool) and 0 < scale < math.inf
+        if scale not in (None, "dynamic") and not number:
+            raise ConfigError(
+                f"loss_scale={scale} must be dynamic or a number above 0; leave it out for none"
+            )
+        if self.schedule != "async_1f1b":
+            return
+        alone = "schedule=async_1f1b has no moment at which all stages hold the same step"
+        if self.clip.norm is not None and self.clip.scope == "global":
+            raise ConfigError(f"{alone}, and clip.norm={self.clip.norm} needs one; add clip.scope=stage")
+        if scale == "dynamic":
+            raise ConfigError(f"{alone}, and loss_scale=dynamic needs one; give a number: loss_scale=1024")
 
 
 @dataclass
@@ -183,6 +233,11 @@ class BenchCodecsConfig(PlanConfig):
 def shown(names: list[str]) -> str:
     """Return the list as it is typed on the command line."""
     return f"[{','.join(names)}]"
+
+
+def _one_of(known: Sequence[str], name: str, value: str) -> None:
+    if value not in known:
+        raise ConfigError(f"{name}={value} is not known; known are {', '.join(known)}")
 
 
 def _at_least(least: int, name: str, value: int | None) -> None:

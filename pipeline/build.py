@@ -8,14 +8,17 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
 from torch import nn
+from torch.amp import GradScaler
 
 from ..compression.errors import ConfigError
 from .samples.samples import Description, Samples
+from .scale import Scaler
 
 NOT_FOR_THE_TARGET = {"_target_", "drop_last"}
 
@@ -83,6 +86,30 @@ def scheduler(
         lambda: make(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)),
     )
     return make
+
+
+def autocast(name: str | None) -> torch.dtype | None:
+    """Return the dtype that ``autocast=`` names."""
+    return None if name is None else getattr(torch, name)
+
+
+def scaler(loss_scale: str | float | None) -> Scaler:
+    """Return what ``loss_scale=`` asks for; ``dynamic`` is torch's GradScaler as torch sets it."""
+    return GradScaler("cpu") if isinstance(loss_scale, str) else loss_scale
+
+
+def program(path: str | None) -> tuple[str, ...]:
+    """Return the lines of a custom schedule, those that say nothing left out.
+
+    Raises: ConfigError: the file cannot be read.
+    """
+    if path is None:
+        return ()
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"program={path} cannot be read ({error}); name a text file") from error
+    return tuple(line for line in text.splitlines() if line.strip())
 
 
 def _call(group: str, options: Mapping[str, Any], **facts: Any) -> Any:

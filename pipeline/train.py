@@ -25,9 +25,11 @@ from ..compression.choose import check_name
 from ..compression.errors import ConfigError, PlanError
 from ..conf.schema import PlanConfig, TrainConfig
 from ..stages.graph import trace
+from ..stages.layers import casting
 from ..stages.measure import Profile, measure
 from ..stages.partition import partition
 from ..stages.plan import Plan
+from ..stages.rules import check_versions
 from . import build, console, group
 from .compare import ALL, SYNCHRONOUS, compare
 from .launch import check_ranks, cores, init, run_rank, start_ranks, threads_per_rank
@@ -38,6 +40,9 @@ from .run_folder import RunFolder, save_json, save_model
 from .samples.samples import Samples
 from .schedules import schedule_named
 from .step_files import save_comparison, save_step
+
+# What a plan decides, by the names of options.
+TAKEN = ("schedule", "micro_batches", "extra_in_flight", "codec", "weights", "weights_first", "prediction")
 
 
 def train(config: TrainConfig, folder: RunFolder, typed: Sequence[str] = ()) -> None:
@@ -50,7 +55,7 @@ def train(config: TrainConfig, folder: RunFolder, typed: Sequence[str] = ()) -> 
     given = take_over(config, typed) if config.plan else None
     check_ranks(config.ranks)
     samples = prepare(config)
-    plan = given or decide(config, samples)
+    plan = given or decide(config, samples, autocast=build.autocast(config.autocast))
     config.stages = plan.num_stages
     rehearse(config, plan, samples)
     folder.save(config, plan)
@@ -82,6 +87,14 @@ def prepare(config: PlanConfig) -> Samples:
         )
     schedule_named(config.schedule)
     check_name(config.codec)
+    check_versions(
+        schedule=config.schedule,
+        weights=config.weights,
+        prediction=config.prediction,
+        num_stages=config.num_stages,
+        micro_batches=config.micro_batches,
+        extra_in_flight=config.extra_in_flight,
+    )
     config.threads = config.threads or threads_per_rank(config.ranks)
     torch.set_num_threads(config.threads)
     # The same switch as use_deterministic_algorithms, which also loads the compiler: 1.6 s in every process.
@@ -91,26 +104,35 @@ def prepare(config: PlanConfig) -> Samples:
     return build.samples(config.data)
 
 
-def decide(config: PlanConfig, samples: Samples) -> Plan:
+def decide(config: PlanConfig, samples: Samples, *, autocast: torch.dtype | None = None) -> Plan:
     """Return the plan for ``config``: trace and measure the model on one micro-batch, then choose the cuts.
 
+    Args:   autocast: the dtype that training will cast to.
     Raises: PlanError: the model cannot be traced, or cut as asked.
     """
-    return partition(look(config, samples), schedule=config.schedule, **wishes(config))
+    program = build.program(config.program)
+    return partition(
+        look(config, samples, autocast=autocast),
+        schedule=config.schedule,
+        weights=config.weights,
+        prediction=config.prediction,
+        program=program,
+        **wishes(config),
+    )
 
 
-def look(config: PlanConfig, samples: Samples) -> Profile:
+def look(config: PlanConfig, samples: Samples, *, autocast: torch.dtype | None = None) -> Profile:
     """Trace and measure the model on one micro-batch.
 
     Raises: PlanError: the model cannot be traced.
     """
     model = build.model(config.model, describe=samples.describe, seed=config.seed)
     example = example_inputs(config, samples)
-    return measure(trace(model, example), example)
+    return measure(trace(model, example, autocast=autocast), example)
 
 
 def wishes(config: PlanConfig) -> dict[str, Any]:
-    """Return what ``partition`` is asked for beside the schedule."""
+    """Return what ``partition`` is asked for beside the schedule and its weights."""
     return {
         "stages": config.stages,
         "cuts": config.cuts,
@@ -121,6 +143,8 @@ def wishes(config: PlanConfig) -> dict[str, Any]:
         "link": config.link,
         "memory": config.memory.device,
         "tier": config.memory.tier,
+        "weights_tier": config.memory.weights,
+        "weights_first": config.weights_first,
     }
 
 
@@ -151,6 +175,9 @@ def assemble(config: TrainConfig, plan: Plan, samples: Samples) -> Pipeline:
         optimizer=build.optimizer(config.optimizer),
         scheduler=build.scheduler(config.scheduler, num_steps=count_steps(config, samples)),
         clip=config.clip.norm,
+        clip_scope=config.clip.scope,
+        scaler=build.scaler(config.loss_scale),
+        autocast=build.autocast(config.autocast),
         seed=config.seed,
         deadline=config.deadline,
     )
@@ -167,9 +194,9 @@ def take_over(config: TrainConfig, typed: Sequence[str]) -> Plan:
         if key in keys:
             raise ConfigError(f"{key}= is for making a plan, and plan={config.plan} is one; drop either")
     decided: dict[str, Any] = {"ranks": plan.num_ranks, "stages": plan.num_stages}
-    decided |= {key: getattr(plan, key) for key in ("schedule", "micro_batches", "extra_in_flight", "codec")}
-    for key, value in (decided | {"memory.tier": plan.tier}).items():
-        place, name = (config.memory, "tier") if key == "memory.tier" else (config, key)
+    decided |= {key: getattr(plan, key) for key in TAKEN}
+    for key, value in (decided | {"memory.tier": plan.tier, "memory.weights": plan.weights_tier}).items():
+        place, name = (config.memory, key[7:]) if key.startswith("memory.") else (config, key)
         if key in keys and getattr(place, name) != value:
             asked = f"{key}={getattr(place, name)}"
             raise ConfigError(f"{asked} contradicts plan={config.plan} with {key}={value}; drop either")
@@ -265,7 +292,8 @@ def evaluate(pipe: Pipeline, plan: Plan, config: TrainConfig, samples: Samples) 
         outputs = pipe.evaluate(inputs)
         if outputs is not None:
             right += int((outputs.argmax(-1) == targets).sum())
-            lost += float(loss(outputs, targets)) * targets.numel()
+            with casting(build.autocast(config.autocast)):
+                lost += float(loss(outputs, targets)) * targets.numel()
             total += targets.numel()
     last = plan.ranks[-1]
     right, lost, total = (group.share(number, last) for number in (right, lost, total))

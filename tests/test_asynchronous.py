@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from zoo import build, cross_entropy
 import penstock
 from penstock.compression.errors import PlanError
 
-TWO = {"schedule": "1f1b", "weights": "double_buffered"}
+TWO: dict[str, Any] = {"schedule": "1f1b", "weights": "double_buffered"}
 CASES = [
     *(
         StreamCase(model="mlp", weights=weights, optimizer=optimizer, codec=codec)

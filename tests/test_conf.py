@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pkgutil
+import re
 from importlib import resources
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from penstock import ConfigError
-from penstock.conf.schema import BenchCodecsConfig, ClipConfig, PlanConfig, TrainConfig
+from penstock.conf import schema
+from penstock.conf.schema import BenchCodecsConfig, ClipConfig, MemoryConfig, PlanConfig, TrainConfig
+from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import usage
+from penstock.stages import plan
 
 CONF = Path(str(resources.files("penstock.conf")))
 GROUPS = ("model", "data", "optimizer", "scheduler")
@@ -39,6 +43,19 @@ GROUPS = ("model", "data", "optimizer", "scheduler")
         ({"ranks": 3, "cuts": ["a"]}, "ranks=3 is more than the 2 stages"),
         ({"stages": 3, "cuts": ["a"]}, "stages=3 contradicts cuts=[a]"),
         ({"plan": "p.json", "cuts": ["a"]}, "plan=p.json already decides the cuts"),
+        ({"plan": "p.json", "program": "p.txt", "schedule": "custom"}, "drop program=p.txt"),
+        ({"program": "p.txt"}, "program=p.txt is for schedule=custom, found schedule=1f1b"),
+        ({"weights": "stash"}, "weights=stash is not known; known are latest, stashed, vertical_sync"),
+        ({"autocast": "float32"}, "autocast=float32 is not known; known are bfloat16, float16"),
+        ({"loss_scale": "static"}, "loss_scale=static must be dynamic or a number above 0"),
+        ({"loss_scale": 0}, "loss_scale=0 "),
+        ({"loss_scale": True}, "loss_scale=True "),
+        ({"loss_scale": float("inf")}, "loss_scale=inf "),
+        (
+            {"schedule": "async_1f1b", "clip": ClipConfig(norm=1.0)},
+            "clip.norm=1.0 needs one; add clip.scope=stage",
+        ),
+        ({"schedule": "async_1f1b", "loss_scale": "dynamic"}, "give a number: loss_scale=1024"),
     ],
 )
 def test_an_option_out_of_its_range_is_refused_by_name_and_value(given, told):
@@ -50,6 +67,14 @@ def test_an_option_out_of_its_range_is_refused_by_name_and_value(given, told):
 def test_clipping_to_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"clip\.norm=0"):
         ClipConfig(norm=0.0)
+
+
+def test_what_is_clipped_and_where_versions_wait_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"clip\.scope=rank is not known; known are global, stage"):
+        ClipConfig(scope="rank")
+    for name in ("tier", "weights"):
+        with pytest.raises(ConfigError, match=rf"memory\.{name}=disc is not known; known are device, packed"):
+            MemoryConfig(**{name: "disc"})
 
 
 def test_densities_lie_between_0_and_1():
@@ -66,16 +91,29 @@ def test_densities_lie_between_0_and_1():
         {"cuts": ["a", "b"]},
         {"cuts": ["a"], "stages": 2},
         {"ranks": 1, "cuts": []},
+        {"schedule": "custom", "program": "p.txt"},
+        {"schedule": "custom", "plan": "p.json"},
+        {"schedule": "async_1f1b", "clip": ClipConfig(norm=1.0, scope="stage"), "loss_scale": 1024},
+        {"autocast": "float16", "loss_scale": "dynamic"},
     ],
 )
 def test_what_fits_together_is_accepted(given):
     assert isinstance(TrainConfig(**given), PlanConfig)
 
 
+def test_what_the_schema_lists_is_what_there_is():
+    """The schema is read without torch, so it lists the names of its own accord."""
+    assert (schema.TIERS, schema.WEIGHTS) == (plan.TIERS, plan.WEIGHTS)
+    (line,) = [line for line in PlanConfig.__doc__.splitlines() if "schedule:" in line]
+    assert re.findall(r"\b(?!or\b)\w+\b", line.partition("work:")[2]) == [*SCHEDULES]
+
+
 def test_the_defaults_are_the_published_ones():
     config = TrainConfig()
     assert (config.ranks, config.stages, config.batch_size, config.micro_batches) == (2, None, 128, 8)
     assert (config.schedule, config.codec, config.extra_in_flight) == ("1f1b", "auto", 0)
+    assert (config.weights, config.prediction, config.clip.scope) == ("latest", False, "global")
+    assert (config.autocast, config.loss_scale) == (None, None)
     assert config.deterministic
     assert config.deadline == 60.0
 

@@ -40,7 +40,7 @@ def lines(folder):
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
-def plain_run():
+def plain_run(**more):
     """Train ``JOB`` by the plain loop; return the model and the losses."""
     samples = digits.load(size=8, channels=1)
     torch.manual_seed(3)
@@ -53,6 +53,7 @@ def plain_run():
         scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4),
         micro_batches=3,
         clip=0.05,
+        **more,
     )
     return model, [step["loss"] for step in steps], samples
 
@@ -78,6 +79,40 @@ def test_a_run_has_the_bits_of_the_plain_loop(cut, tmp_path):
     assert summary["test_loss"] == pytest.approx(
         float(torch.nn.functional.cross_entropy(model(inputs), targets).detach()), rel=1e-5
     )
+
+
+def test_half_precision_with_a_loss_scale_has_the_bits_of_the_plain_loop():
+    model, losses, _ = plain_run(autocast=torch.float16, scaler=torch.amp.GradScaler("cpu"))
+    penstock(f"{JOB} ranks=1 stages=2 autocast=float16 loss_scale=dynamic hydra.run.dir=run")
+    assert [line["loss"] for line in lines("run")] == losses
+    trained = load_file("run/model.safetensors")
+    for name, weight in model.state_dict().items():
+        assert same_bits(trained[name], weight), name
+
+
+def test_versions_of_the_weights_are_asked_for_planned_and_kept_to(capfd):
+    job = f"{JOB} clip.scope=stage loss_scale=64 ranks=1 stages=2 schedule=async_1f1b"
+    penstock(f"{job} weights=stashed memory.weights=packed hydra.run.dir=run")
+    plan = Plan.load("run/plan.json")
+    assert (plan.schedule, plan.weights, plan.weights_tier) == ("async_1f1b", "stashed", "packed")
+    assert len(lines("run")) == 4
+    job = f"{JOB} clip.scope=stage plan=run/plan.json"
+    for typed in ("weights=latest", "memory.weights=device", "prediction=true"):
+        assert command.run(["train", *job.split(), *typed.split()]) == 2
+        assert "contradicts plan=run/plan.json" in capfd.readouterr().err
+    penstock(f"{job} weights=stashed hydra.run.dir=again")
+    assert Plan.load("again/plan.json") == plan
+
+
+def test_a_schedule_of_ones_own_is_read_from_a_file(capfd):
+    Path("mine.txt").write_text("0F0 1F0 1B0 0F1 1F1 1B1 0B0 0B1 0F2 1F2 1B2 0B2\n\n")
+    penstock(f"{JOB} ranks=1 stages=2 schedule=custom program=mine.txt hydra.run.dir=run")
+    assert Plan.load("run/plan.json").program == (Path("mine.txt").read_text().strip(),)
+    assert [line["loss"] for line in lines("run")] == plain_run()[1]
+    penstock(f"{JOB} plan=run/plan.json hydra.run.dir=again")
+    assert [line["loss"] for line in lines("again")] == plain_run()[1]
+    assert command.run(["train", *JOB.split(), "plan=run/plan.json", "program=mine.txt"]) == 2
+    assert "program=mine.txt" in capfd.readouterr().err
 
 
 def test_the_run_folder_holds_what_is_promised_and_nothing_else(capsys):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from ...pipeline.instruction import Instruction
 from ...pipeline.messages import Itinerary, Message
-from ...pipeline.simulate import step_seconds
+from ...pipeline.simulate import simulate
 from ...pipeline.timeline import Span
 
 Durations = Mapping[tuple[int, str], float]
@@ -19,7 +19,7 @@ def durations(steps: Sequence[Sequence[Span]]) -> dict[tuple[int, str], float]:
     """Median seconds of every stage's F, B and so on, packing included, waiting left out."""
     found: dict[tuple[int, str], list[float]] = {}
     for span in (span for step in steps for span in step):
-        found.setdefault((span.stage, span.op), []).append(span.end - span.start - span.waiting)
+        found.setdefault((span.stage, span.op), []).append(span.computing)
     return {key: statistics.median(seconds) for key, seconds in found.items()}
 
 
@@ -36,6 +36,7 @@ def simulated(itinerary: Itinerary, seconds: Durations, *, rate: float | None, s
     def transfer(message: Message) -> float:
         return 8 * itinerary.value(message).num_bytes / rate if rate else 0.0
 
+    if not stream:
+        return list(simulate(itinerary, work=work, transfer=transfer).bubble)
     busy = [sum(map(work, program)) for program in itinerary.programs]
-    whole = max(busy) if stream else step_seconds(itinerary, work=work, transfer=transfer)
-    return [1 - of_rank / whole for of_rank in busy]
+    return [1 - of_rank / max(busy) for of_rank in busy]
