@@ -90,8 +90,8 @@ class Usage:
 
 
 def state_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None) -> int:
-    """Bytes of parameters, the gradients they have, and what the optimizer keeps for them."""
-    total = sum(p.nbytes + (0 if p.grad is None else p.grad.nbytes) for p in parameters)
+    """Bytes of parameters, their gradients in a step, and what the optimizer keeps for them."""
+    total = sum(p.nbytes * (1 + p.requires_grad) for p in parameters)
     kept = [] if optimizer is None else optimizer.state.values()
     return total + sum(
         item.nbytes for state in kept for item in state.values() if isinstance(item, torch.Tensor)

@@ -146,6 +146,10 @@ def test_versions_live_as_long_as_a_backward_needs_them(weights, versions):
     assert live_versions(programs, weights=weights) == versions
 
 
+def test_the_newest_version_counts_when_nobody_will_read_it():
+    assert live_versions([parse_program("0F0 0F1 0B0 0U 0B1 0U")]) == (2,)
+
+
 def test_a_double_buffered_stage_keeps_two_versions():
     line = "0F0 0F1 0F2 0B0 0F3 0B1 0U 0F4 0B2 0F5 0B3 0U 0F6 0B4 0F7 0B5 0U 0B6 0B7 0U"
     assert live_versions([parse_program(line)], weights="double_buffered", micro_batches=2) == (2,)
@@ -155,6 +159,14 @@ def test_a_part_of_a_stream_has_what_came_before_it():
     made = on_paper("0B0 0U 0F2 0B1 0U", "1F1 1B1 1U 1F2 1B2 1U")
     assert made.live_micro_batches == (2, 1)
     assert rows(made)[:2] == ["0B0@0+0-2", "0U@2+0-2"]
+
+
+def test_a_slice_of_a_stream_has_what_earlier_slices_sent():
+    made = two_ranks(2)
+    programs = tuple(map(tuple, (parse_program("0B0 0B1"), parse_program("1B0 1F1 1B1"))))
+    here = {instruction for program in programs for instruction in program}
+    sends = {instruction: sent for instruction, sent in made.sends.items() if instruction in here}
+    assert seconds(dataclasses.replace(made, programs=programs, sends=sends)) == 7.0  # 1B0 1F1 1B1, then 0B1
 
 
 def test_programs_that_wait_for_each_other_are_refused():

@@ -6,7 +6,8 @@ import pytest
 import torch
 from profiles import layer_of, profile_of
 
-from penstock import partition
+from penstock import Pipeline, measure, partition, trace
+from penstock.pipeline.compare import ASYNCHRONOUS, SYNCHRONOUS, candidate
 from penstock.pipeline.report import StageReport
 from penstock.pipeline.timeline import Span
 from penstock.pipeline.usage import STATUS, Resident, Usage, state_bytes
@@ -44,9 +45,9 @@ def usage(**options):
 def test_parameters_gradients_and_state_of_the_optimizer_count():
     weight, bias = torch.nn.Parameter(torch.zeros(100)), torch.nn.Parameter(torch.zeros(10))
     adam = torch.optim.Adam([weight, bias])
-    assert state_bytes([weight, bias], adam) == 440
+    bias.requires_grad_(False)
+    assert state_bytes([weight, bias], None) == state_bytes([weight, bias], adam) == 2 * 400 + 40
     weight.grad = torch.zeros(100)
-    assert state_bytes([weight, bias], adam) == 840
     adam.step()
     assert state_bytes([weight, bias], adam) == 840 + 2 * 400 + 4  # two moments, the number of steps
 
@@ -94,3 +95,28 @@ def test_the_process_has_grown_by_what_was_allocated():
 
 def test_memory_of_the_model_is_not_the_start():
     assert Resident(model_bytes=2**62).base == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "weights"),
+    [(name, "latest") for name in SYNCHRONOUS] + [("async_1f1b", "vertical_sync"), *ASYNCHRONOUS],
+)
+def test_what_a_run_keeps_is_what_was_predicted_from_the_programs(schedule, weights):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))
+    inputs, targets = torch.randn(12, 6), torch.randn(12, 6)
+    profile = measure(trace(model, (inputs[:2],)), (inputs[:2],))
+    counts = {"stages": 4, "ranks": 2, "micro_batches": 6}
+    plan = partition(profile, schedule=schedule, weights=weights, codec="raw", **counts)
+    predicted = candidate(profile, plan)
+    with_sgd = {"optimizer": lambda named: torch.optim.SGD(named, lr=0.1)}
+    pipe = Pipeline(model, plan, loss=torch.nn.functional.mse_loss, **with_sgd)
+    for _ in range(4):
+        stages = pipe.step(inputs, targets).stages
+    assert tuple(stage.live_micro_batches for stage in stages) == predicted.live_micro_batches
+    assert tuple(stage.live_versions for stage in stages) == predicted.live_versions
+    for stage, planned in zip(stages, plan.stages, strict=True):
+        parameters = 4 * planned.num_parameters
+        assert stage.versions_bytes == (stage.live_versions - 1) * parameters
+        saved = stage.live_micro_batches * planned.saved_bytes
+        assert stage.peak_bytes == 2 * parameters + stage.versions_bytes + saved  # weights and gradients
