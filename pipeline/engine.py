@@ -9,7 +9,6 @@ Source: claims A2-A4 of CN115016937A (forward and backward channels, micro-batch
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -99,7 +98,8 @@ class Engine:
         for index, stage in self.stages.items():
             raw, kept = stage.saved.bytes_raw, stage.saved.bytes_kept
             before = self.saved.get(index, (0, 0))
-            self._count(index, saved_raw=raw - before[0], saved_kept=kept - before[1])
+            self.reports[index].saved_raw += raw - before[0]
+            self.reports[index].saved_kept += kept - before[1]
             self.saved[index] = raw, kept
         return self.losses
 
@@ -163,7 +163,9 @@ class Engine:
         with self._told(f"stage {instruction.stage}, {what}{of}, step {self.number}"):
             run(instruction)
         end, waited = time.perf_counter(), self.frames.waited
-        self._count(instruction.stage, compute_seconds=end - start - waited, waiting_seconds=waited)
+        report = self.reports[instruction.stage]
+        report.compute_seconds += end - start - waited
+        report.waiting_seconds += waited
         self.spans.append(
             Span(
                 rank=self.rank,
@@ -229,11 +231,8 @@ class Engine:
         stage = instruction.stage
         self.update.step(stage)
         weights, report = self.stages[stage].weights, self.reports[stage]
-        self.reports[stage] = dataclasses.replace(
-            report,
-            live_versions=max(report.live_versions, weights.num_live),
-            versions_bytes=max(report.versions_bytes, weights.num_bytes),
-        )
+        report.live_versions = max(report.live_versions, weights.num_live)
+        report.versions_bytes = max(report.versions_bytes, weights.num_bytes)
 
     def _arrive(self, instruction: Instruction, inputs: tuple[torch.Tensor, ...]) -> dict[int, Any]:
         """What a forward works on: received values, tied parameters of this step, the model's inputs."""
@@ -257,11 +256,10 @@ class Engine:
         """Send what an instruction made."""
         for message in self.itinerary.sends[instruction]:
             raw, sent = self.frames.send(message, items[message.value])
-            way = "forward" if message.op is Op.F else "backward"
-            self._count(message.source, **{f"{way}_raw": raw, f"{way}_sent": sent})
-
-    def _count(self, stage: int, **more: float) -> None:
-        report = self.reports[stage]
-        self.reports[stage] = dataclasses.replace(
-            report, **{name: getattr(report, name) + n for name, n in more.items()}
-        )
+            report = self.reports[message.source]
+            if message.op is Op.F:
+                report.forward_raw += raw
+                report.forward_sent += sent
+            else:
+                report.backward_raw += raw
+                report.backward_sent += sent

@@ -24,6 +24,8 @@ class Op(enum.Enum):
     W = "W"
     U = "U"
 
+    __hash__ = object.__hash__  # that of Enum is written in Python, and messages are looked up often
+
 
 @dataclass(frozen=True, slots=True)
 class Instruction:

@@ -31,12 +31,12 @@ class Message:
     @property
     def upstream(self) -> Message:
         """The message that brings up the gradient of the value that this one brings down."""
-        return dataclasses.replace(self, op=Op.B, source=self.target, target=self.source)
+        return Message(Op.B, self.micro_batch, self.value, self.target, self.source, self.masked)
 
     @property
     def downstream(self) -> Message:
         """The message that brought down the value whose gradient this one brings up."""
-        return dataclasses.replace(self, op=Op.F, source=self.target, target=self.source)
+        return Message(Op.F, self.micro_batch, self.value, self.target, self.source, self.masked)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

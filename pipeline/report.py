@@ -9,9 +9,9 @@ from typing import Any
 from ..stages.units import show_bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class StageReport:
-    """One stage in one step: bytes it sent downstream and upstream, unpacked and packed; bytes that its
+    """One stage in one step, counted while it runs: bytes it sent downstream and upstream, unpacked and packed; bytes that its
     forwards saved and a store kept for the backwards; the most micro-batches in flight and versions of its
     weights that it kept, with the bytes of the old ones; seconds.
 

@@ -14,6 +14,10 @@ from penstock.stages.memory.store import PackedStore
 from penstock.stages.weights import weights_named
 
 NUM_STAGES, MICRO_BATCHES, BATCHES = 4, 4, 4
+ASYNCHRONOUS = [  # policy and prediction
+    (policy, False) for policy in ("latest", "stashed", "vertical_sync", "double_buffered")
+]
+ASYNCHRONOUS += [("latest", True), ("stashed", True)]
 OPTIMIZERS = {
     "sgd": lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, weight_decay=1e-4),
     "nesterov": lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, nesterov=True),

@@ -1,11 +1,13 @@
 """Loss scales and autocast: the bits of the plain loop with its GradScaler, wherever an overflow is found."""
 
 import copy
+import dataclasses
 import itertools
 
 import pytest
 import torch
 from law import OPTIMIZERS, Case, differences, loud, plan_of, rank_differences
+from reference import same_bits
 from zoo import build, cross_entropy
 
 import penstock
@@ -48,7 +50,7 @@ def test_training_has_the_bits_of_the_plain_loop(case):
     "case",
     [
         Case(model="mlp", cuts=6, ranks=3, scaler=HUGE, steps=7, scheduler=True),
-        Case(model="mlp", cuts=["_1"], scaler=(2.0**127, 1), clip=None, autocast=HALF, steps=4),
+        Case(model="mlp", cuts=["_0"], scaler=(2.0**127, 1), clip=None, autocast=HALF, steps=4),
         Case(model="mlp", cuts=2, scaler=2.0**127, optimizer="adam"),
     ],
     ids=str,
@@ -138,6 +140,41 @@ def test_with_double_buffered_weights_a_batch_keeps_the_scale_it_began_with():
     assert [float(1 / g[0]) for g in divided] == used[:-1]
     scale.begin()
     assert float(scale.apply(one, 0)) == 64.0
+
+
+def test_double_buffered_weights_have_a_global_clip_and_a_moving_scale():
+    """A replay of the rule: batch t runs with weights and scale after max(0, t - 1) updates."""
+    plan, _ = plan_of(Case(model="mlp", cuts=3, micro_batches=3))
+    plan = dataclasses.replace(plan, weights="double_buffered")
+    model, batches = build("mlp", steps=9)
+    replayed, _ = build("mlp")
+    scaler = torch.amp.GradScaler("cpu", init_scale=HUGE[0], growth_interval=HUGE[1])
+    settings = {"loss": loud, "optimizer": OPTIMIZERS["nesterov"]}
+    pipe = penstock.Pipeline(model, plan, clip=1.0, scaler=scaler, **settings)
+    for batch in batches:
+        pipe.step(*batch)
+    pipe.drain()
+    optimizer = settings["optimizer"](list(replayed.named_parameters()))
+    after, good = [(copy.deepcopy(replayed), HUGE[0])], 0
+    for number, (inputs, targets) in enumerate(batches):
+        seen, scale = after[max(0, number - 1)]
+        seen.zero_grad()
+        for x, y in zip(inputs.tensor_split(3), targets.tensor_split(3), strict=True):
+            (loud(seen(x.clone()), y) * (len(y) / len(targets)) * torch.tensor(scale)).backward()
+        for ours, theirs in zip(replayed.parameters(), seen.parameters(), strict=True):
+            ours.grad = theirs.grad / scale
+        overflow = not all(p.grad.isfinite().all() for p in replayed.parameters())
+        good, newest = 0 if overflow else good + 1, after[-1][1]
+        if not overflow:
+            torch.nn.utils.clip_grad_norm_(replayed.parameters(), 1.0)
+            optimizer.step()
+        newest *= 0.5 if overflow else 2.0 ** (good == HUGE[1])
+        good %= HUGE[1]
+        after.append((copy.deepcopy(replayed), newest))
+    assert scaler.get_scale() == after[-1][1]
+    assert len({scale for _, scale in after}) > 2
+    for name, tensor in pipe.state_dict()["model"].items():
+        assert same_bits(tensor, replayed.state_dict()[name]), name
 
 
 def test_a_scaler_that_is_switched_off_is_none():

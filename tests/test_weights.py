@@ -1,12 +1,11 @@
-"""Versions of the weights: a hand-driven chain against the replay, bit for bit, and what is kept for it."""
+"""Versions of the weights: a hand-driven chain against the replay, bit for bit."""
 
 import contextlib
 import functools
 
 import pytest
 import torch
-from chain import BATCHES, MICRO_BATCHES, NUM_STAGES, Chain, batches_of, differences, falling
-from replay import version_of
+from chain import ASYNCHRONOUS, BATCHES, MICRO_BATCHES, NUM_STAGES, Chain, batches_of, differences, falling
 from torch import nn
 
 from penstock import PlanError
@@ -14,9 +13,6 @@ from penstock.compression.errors import StageError
 from penstock.stages.memory import hooks
 from penstock.stages.weights import Latest, weights_named
 
-NUM = BATCHES * MICRO_BATCHES
-ASYNCHRONOUS = [(policy, False) for policy in ("latest", "stashed", "vertical_sync", "double_buffered")]
-ASYNCHRONOUS += [("latest", True), ("stashed", True)]
 TIERS = ["device", "packed", "host"]
 
 
@@ -64,76 +60,11 @@ def test_memory_that_a_parameter_has_left_is_not_taken_for_a_parameter():
     assert weights.hold(parameter.view(8, 8).t())
 
 
-def versions_behind(policy, prediction, s, update):
-    """The versions that live behind update number ``update`` of stage ``s``, from the order of the stream."""
-    if policy == "latest":
-        return {update + 1}
-    if policy == "double_buffered":
-        return {update + 1, update + (update == BATCHES - 1)}
-    lag = NUM_STAGES - 1 - s
-    following = min(NUM, update + lag + 1)  # forwards so far, see replay.py
-    in_flight = range(update + 1, following)
-    live = {version_of(policy, m, stage=s, num_stages=NUM_STAGES) for m in in_flight} | {update + 1}
-    if prediction:
-        return {("ahead", m) if m > lag else 0 for m in in_flight} | {update + 1}
-    if update + 1 <= max(0, following - lag):  # it may go on: the next forward asks for one of these
-        live |= set(range(version_of(policy, following, stage=s, num_stages=NUM_STAGES), update + 1))
-    return live
-
-
-@pytest.mark.parametrize(("policy", "prediction"), ASYNCHRONOUS)
-def test_no_more_versions_live_than_micro_batches_need(policy, prediction):
-    chain = Chain(policy, prediction=prediction)
-    chain.run(batches_of())
-    for (s, update), (num_live, num_bytes) in chain.live.items():
-        size = sum(p.nbytes for p in chain.model[s].parameters() if p.requires_grad)
-        expected = len(versions_behind(policy, prediction, s, update))
-        assert (num_live, num_bytes) == (expected, (expected - 1) * size), (s, update)
-    assert [weights.num_live for weights in chain.weights] == [1] * NUM_STAGES
-    assert [weights.num_bytes for weights in chain.weights] == [0] * NUM_STAGES
-
-
-def test_in_steady_state_a_stage_keeps_a_version_for_each_stage_behind_it():
-    for policy, expected in (("stashed", [4, 3, 2, 1]), ("vertical_sync", [4, 4, 4, 4]), ("latest", [1] * 4)):
-        chain = Chain(policy)
-        chain.run(batches_of())
-        assert [chain.live[s, 8][0] for s in range(NUM_STAGES)] == expected
-
-
-@pytest.mark.parametrize("tier", ["packed", "host"])
-def test_idle_versions_take_fewer_bytes_packed(tier):
-    loose, packed = Chain("stashed"), Chain("stashed", tier=tier)
-    loose.run(batches_of())
-    packed.run(batches_of())
-    (live, raw), (packed_live, kept) = loose.live[1, 8], packed.live[1, 8]
-    assert live == packed_live == 3
-    assert raw / kept > 1.05
-    assert [weights.version.keywords["store"].num_bytes for weights in packed.weights] == [0] * NUM_STAGES
-
-
-def test_copies_lie_as_the_parameters_did():
-    chain = Chain("stashed")
-    before = {name: p.stride() for name, p in chain.model.named_parameters()}
-    chain.run(batches_of())
-    assert {name: p.stride() for name, p in chain.model.named_parameters()} == before
-    assert before["0.0.weight"] == (27, 1, 9, 3)
-    assert {p.data_ptr() % 64 for p in chain.model.parameters()} == {0}
-
-
 def test_gradients_are_none_behind_an_update():
     for policy in ("latest", "stashed"):
         chain = Chain(policy)
         chain.run(batches_of())
         assert all(p.grad is None for p in chain.model.parameters())
-
-
-def test_memory_that_a_person_may_look_into_is_never_freed():
-    chain = Chain("stashed", tier="packed")
-    seen = [p.detach() for p in chain.model.parameters()]
-    chain.run(batches_of()[:2])
-    seen += [p.detach() for p in chain.model.parameters()]  # as the state after a drain
-    chain.run(batches_of()[2:])
-    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in seen)
 
 
 @pytest.mark.parametrize(("policy", "prediction"), ASYNCHRONOUS)
@@ -156,7 +87,7 @@ def test_a_parameter_is_sent_as_a_copy_made_in_the_block(policy, prediction, tie
                 yield
 
     Chain(policy, prediction=prediction, tier=tier, wrap=Sends).run(batches_of())
-    assert len(sent) == NUM * NUM_STAGES
+    assert len(sent) == BATCHES * MICRO_BATCHES * NUM_STAGES
     assert all(tensor.tolist() == values for tensor, values in sent.values())
 
 

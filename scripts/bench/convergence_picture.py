@@ -61,6 +61,7 @@ def _panel(axes: Axes, found: Mapping[str, Mapping[str, Sequence[float]]]) -> No
             curve["samples"], percent["least"], percent["most"], color=colour, alpha=0.15, linewidth=0
         )
     _labels(axes, {policy: 100 * curve["mean"][-1] for policy, curve in found.items()})
+    axes.set_xlim(left=0)
     axes.set_xlabel("training samples seen")
     axes.set_ylabel("test accuracy, %: mean and range over seeds")
     axes.spines[["top", "right"]].set_visible(False)
@@ -70,11 +71,16 @@ def _panel(axes: Axes, found: Mapping[str, Mapping[str, Sequence[float]]]) -> No
 def _labels(axes: Axes, ends: Mapping[str, float]) -> None:
     """Write each policy beside the end of its line, moved apart where they would overlap."""
     low, high = axes.get_ylim()
-    at = -float("inf")
+    places: dict[str, float] = {}
     for policy, value in sorted(ends.items(), key=lambda item: item[1]):
-        at = max((value - low) / (high - low), at + _APART)
+        beneath = max(places.values(), default=-1.0)
+        places[policy] = max((value - low) / (high - low), beneath + _APART)
+    above = 1.0 + _APART
+    for policy in reversed(places):  # and down again where they would leave the panel
+        above = places[policy] = min(places[policy], above - _APART)
+    for policy, at in places.items():
         axes.annotate(
-            f"{POLICIES[policy].label} {value:.1f}",
+            f"{POLICIES[policy].label} {ends[policy]:.1f}",
             (1.01, at),
             xycoords="axes fraction",
             color=_colour(policy),
