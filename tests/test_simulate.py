@@ -24,8 +24,8 @@ def two_ranks(num_micro_batches, schedule="1f1b", extra_in_flight=0):
     return Itinerary(
         programs=tuple(map(tuple, programs)),
         rank_of=(0, 1),
-        records=(),
-        routes=(),
+        records={},
+        routes={},
         receives=receives,
         sends=sends,
         passes={},
@@ -73,8 +73,8 @@ def test_stages_of_one_rank_have_no_link_between_them():
     alone = Itinerary(
         programs=tuple(map(tuple, programs)),
         rank_of=(0, 0),
-        records=(),
-        routes=(),
+        records={},
+        routes={},
         receives=made.receives,
         sends=made.sends,
         passes={},

@@ -106,13 +106,17 @@ def test_what_a_run_keeps_is_what_was_predicted_from_the_programs(schedule, weig
     model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))
     inputs, targets = torch.randn(12, 6), torch.randn(12, 6)
     profile = measure(trace(model, (inputs[:2],)), (inputs[:2],))
-    counts = {"stages": 4, "ranks": 2, "micro_batches": 6}
-    plan = partition(profile, schedule=schedule, weights=weights, codec="raw", **counts)
+    plan = partition(
+        profile, stages=4, ranks=2, micro_batches=6, schedule=schedule, weights=weights, codec="raw"
+    )
     predicted = candidate(profile, plan)
-    with_sgd = {"optimizer": lambda named: torch.optim.SGD(named, lr=0.1)}
-    pipe = Pipeline(model, plan, loss=torch.nn.functional.mse_loss, **with_sgd)
-    for _ in range(4):
-        stages = pipe.step(inputs, targets).stages
+    pipe = Pipeline(
+        model,
+        plan,
+        loss=torch.nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
+    stages = [pipe.step(inputs, targets).stages for _ in range(4)][-1]
     assert tuple(stage.live_micro_batches for stage in stages) == predicted.live_micro_batches
     assert tuple(stage.live_versions for stage in stages) == predicted.live_versions
     for stage, planned in zip(stages, plan.stages, strict=True):
