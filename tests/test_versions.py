@@ -76,8 +76,8 @@ def test_a_store_keeps_no_frame_longer_than_its_version(policy, prediction):
     assert all(weights.version.keywords["store"].num_bytes == 0 for weights in chain.weights)
 
 
-def test_a_version_is_in_memory_only_inside_a_block():
-    parameter = nn.Parameter(torch.zeros(4096))
+def driven(parameter):
+    """The weights of the middle of three stages behind a few instructions; an update adds 1."""
     weights = weights_named(
         "vertical_sync", parameters=[parameter], stage=1, num_stages=3, asynchronous=True, tier="packed"
     )
@@ -89,6 +89,12 @@ def test_a_version_is_in_memory_only_inside_a_block():
             weights.done(m)
             with weights.update(), torch.no_grad():
                 parameter += 1
+    return weights
+
+
+def test_a_version_is_in_memory_only_inside_a_block():
+    parameter = nn.Parameter(torch.zeros(4096))
+    weights = driven(parameter)
     small = weights.num_bytes
     assert 0 < small < 2 * parameter.nbytes
     for block in (weights.forward(4, 0), weights.backward(4)):
@@ -97,6 +103,12 @@ def test_a_version_is_in_memory_only_inside_a_block():
             assert weights.num_bytes == small + parameter.nbytes
         assert weights.num_bytes == small
     assert parameter.unique().tolist() == [3.0]
+
+
+def test_what_does_not_shrink_stays():
+    parameter = nn.Parameter(torch.zeros(8))
+    weights = driven(parameter)
+    assert (weights.num_live, weights.num_bytes) == (3, 2 * parameter.nbytes)
 
 
 def test_copies_lie_as_the_parameters_did():

@@ -61,7 +61,7 @@ def test_memory_that_a_parameter_has_left_is_not_taken_for_a_parameter():
 
 
 def test_gradients_are_none_behind_an_update():
-    for policy in ("latest", "stashed"):
+    for policy in ("latest", "stashed", "double_buffered"):
         chain = Chain(policy)
         chain.run(batches_of())
         assert all(p.grad is None for p in chain.model.parameters())
