@@ -10,7 +10,10 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -18,18 +21,19 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Root = tuple[torch.Tensor | GradientEdge, torch.Tensor | None]  # where a backward begins, with what
 
-# Nodes with one gradient arriving, from which each of theirs is computed apart: a half costs half.
-_HALVED = frozenset(
+# A node with one gradient arriving, from which each of its own is computed apart: half of it costs half.
+HALVED = frozenset(
     f"{name}Backward0" for name in ("Addmm", "Mm", "Addbmm", "Baddbmm", "Bmm", "Addmv", "Mv", "Convolution")
 )
 _COMPILED = "CompiledFunctionBackward"  # may run once only: its saved tensors become its results
 
 
-class _Graph:
+class Graph:
     """The nodes that a backward from ``roots`` runs: which come after each, and which before."""
 
-    def __init__(self, roots: Iterable[Node]) -> None:
-        self.roots = list(roots)
+    def __init__(self, roots: Sequence[Root]) -> None:
+        """Walk from ``roots``, each node once."""
+        self.roots = [_node(root) for root in roots]
         self.after: dict[Node, list[Node]] = {}
         self.before: dict[Node, list[Node]] = {}
         to_visit = self.roots[::-1]
@@ -53,14 +57,27 @@ class _Graph:
                 to_visit += self.before.get(node, ())
         return leading
 
+    def ahead(self, goal: Node, seen: set[Node]) -> list[Node]:
+        """The nodes that must run before ``goal``, but for those ``seen`` and what is ahead of them."""
+        found = []
+        to_visit = list(self.before.get(goal, ()))
+        while to_visit:
+            node = to_visit.pop()
+            if node not in seen:
+                seen.add(node)
+                found.append(node)
+                to_visit += self.before.get(node, ())
+        return found
 
-class _Sides:
+
+class Sides:
     """What lies beside the way to the goals, by where it leaves it: at a node, or None for at a root.
 
     ``later``: the leaves (parameters) that a second half may start for from there, of that side alone.
     ``early``: the leaves of all others, which the first half must reach."""
 
-    def __init__(self, graph: _Graph, leading: set[Node]) -> None:
+    def __init__(self, graph: Graph, leading: set[Node]) -> None:
+        """``leading``: the nodes that lead to a goal, see ``Graph.leading``."""
         self._graph = graph
         self._owners: dict[Node, Node | None] = {}
         self._whole: set[Node | None] = set()
@@ -74,7 +91,7 @@ class _Sides:
 
     def _claim(self, side: Node | None, starts: list[Node]) -> list[Node]:
         """The leaves behind ``starts``, which belong to ``side``; what two sides reach makes both whole."""
-        if starts and side is not None and type(side).__name__ not in _HALVED:
+        if starts and side is not None and type(side).__name__ not in HALVED:
             self._whole.add(side)
         leaves = []
         while starts:
@@ -92,19 +109,38 @@ class _Sides:
         return leaves
 
 
-class _Arrived:
+class Arrived:
     """A hook on a halved node: keeps what arrives there first, and gives it back when it runs again."""
 
     __slots__ = ("gradients",)
 
     def __init__(self) -> None:
+        """Nothing has arrived."""
         self.gradients: tuple[torch.Tensor | None, ...] | None = None
 
     def __call__(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+        """Before every run of the node."""
         if self.gradients is None:
             self.gradients = gradients
-            return None
+            return self.first()
         return self.gradients  # what hooks of others made of it is in it
+
+    def first(self) -> None:
+        """Before the node runs for the first time."""
+
+
+class _Kept(Arrived):
+    """The same in the first half of a split; ``ahead``: nodes that have run by then, and do not again."""
+
+    __slots__ = ("ahead",)
+
+    def __init__(self, ahead: list[Node]) -> None:
+        super().__init__()
+        self.ahead = ahead
+
+    def first(self) -> None:
+        """Make room for what arrived, and for what is going to."""
+        _release(self.ahead)
 
 
 class Split:
@@ -114,12 +150,14 @@ class Split:
         """From ``roots``; nothing runs yet."""
         self._roots = roots
         self._leaves: list[Node] | None = None  # that the second half starts for from the roots; None: all
-        self._halves: list[tuple[Node, _Arrived, list[Node]]] = []
+        self._halves: list[tuple[Node, _Kept, list[Node]]] = []
 
-    def inputs(self, anchor: torch.Tensor) -> None:
-        """Run towards ``anchor``, a leaf behind everything received, and towards what cannot wait."""
+    def inputs(self, anchor: torch.Tensor, *, release: bool = True) -> None:
+        """Run towards ``anchor``, a leaf behind everything received, and towards what cannot wait.
+
+        ``release``: let go, on the way, of what autograd saved for this half alone."""
         roots, goal = self._roots, get_gradient_edge(anchor).node
-        graph = _Graph(_node(root) for root in roots)
+        graph = Graph(roots)
         if goal not in graph.after:
             return
         if any(type(node).__name__ == _COMPILED for node in graph.after):
@@ -127,15 +165,21 @@ class Split:
             run(roots)
             return
         leading = graph.leading([goal])
-        sides = _Sides(graph, leading)
+        sides = Sides(graph, leading)
         self._leaves = sides.later.pop(None, [])
         self._roots = [root for root in roots if self._leaves and _node(root) not in leading]
-        for node, leaves in sides.later.items():
-            assert node is not None
-            arrived = _Arrived()
-            node.register_prehook(arrived)
-            self._halves.append((node, arrived, leaves))
-        run(roots, [goal, *sides.early], retain=bool(self._halves or self._roots))
+        halves = {node: leaves for node, leaves in sides.later.items() if node is not None}
+        waits, seen = bool(halves or self._roots), set(halves)
+        for node, leaves in halves.items():
+            kept = _Kept(graph.ahead(node, seen) if release else [])
+            node.register_prehook(kept)
+            self._halves.append((node, kept, leaves))
+        try:
+            run(roots, [goal, *sides.early], retain=waits)
+            _release(leading - seen if waits and release else ())
+        finally:
+            for _, kept, _ in self._halves:
+                kept.ahead.clear()  # they hold the node that holds the hook
 
     def weights(self) -> None:
         """Run what ``inputs`` left."""
@@ -143,10 +187,7 @@ class Split:
         run(roots, self._leaves)
         halves, self._halves = self._halves[::-1], []
         while halves:
-            node, arrived, leaves = halves.pop()
-            gradient = arrived.gradients[0] if arrived.gradients else None
-            if gradient is not None:
-                run([(GradientEdge(node, 0), gradient)], leaves)
+            run_half(*halves.pop())
 
 
 def run(roots: Sequence[Root], leaves: list[Node] | None = None, *, retain: bool = False) -> None:
@@ -161,6 +202,39 @@ def run(roots: Sequence[Root], leaves: list[Node] | None = None, *, retain: bool
     )
 
 
+def run_half(node: Node, arrived: Arrived, leaves: list[Node], *, retain: bool = False) -> None:
+    """Run ``node`` and what is beside it towards ``leaves``, from what arrived there, if something did."""
+    gradient = arrived.gradients[0] if arrived.gradients else None
+    if gradient is not None:
+        run([(GradientEdge(node, 0), gradient)], leaves, retain=retain)
+
+
 def _node(root: Root) -> Node:
     begin, _ = root
     return (begin if isinstance(begin, GradientEdge) else get_gradient_edge(begin)).node
+
+
+@functools.lru_cache(maxsize=1024)
+def _saved_names(kind: type[Node]) -> tuple[str, ...]:
+    """Where nodes of a kind hold the tensors that they saved, but for those that the model holds too."""
+    names = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+    return tuple(name for name in names if "weight" not in name and "running" not in name)
+
+
+def _release(nodes: Iterable[Node]) -> None:
+    """Let go of the tensors that ``nodes`` saved: they do not run again."""
+    for node in nodes:
+        for name in _saved_names(type(node)):
+            saved = getattr(node, name)
+            for tensor in saved if isinstance(saved, tuple | list) else (saved,):
+                exchange(tensor, lambda _: None, _refuse)
+
+
+def exchange(saved: Any, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+    """Exchange a saved tensor for what ``pack`` makes of it, unless there is none or others keep it."""
+    with contextlib.suppress(RuntimeError):
+        saved.register_hooks(pack, unpack)
+
+
+def _refuse(_: None) -> torch.Tensor:
+    raise RuntimeError("this part of the graph ran in the first half of a backward and was let go of")

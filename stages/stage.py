@@ -13,44 +13,24 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..compression.errors import StageError
 from ..compression.pool import Frame
-from .backward import Root, Split, run
+from .backward import Split, run
 from .layers import Layer, Traced, casting, parts_of, run_layer, run_output
 from .memory.saved import Resident, Saved
 from .memory.store import Store
 from .probe import Probe
 from .receive import Receive
 from .route import Route
+from .running import Running
 from .seeds import seeded
 from .weights import Latest, Weights
+from .weights_first import run_weights_first
 
 LEAST_SAVED = 1 << 14  # bytes of a saved tensor from which on packing it is worth a call
-
-
-class _Running:
-    """One micro-batch between forward and backward: its roots, slots of received gradients, its loss."""
-
-    __slots__ = ("loss", "roots", "slots", "split")
-
-    def __init__(self) -> None:
-        self.roots: dict[int, GradientEdge] = {}  # not the tensors: only autograd knows who needs those
-        self.slots: dict[int, dict[str, torch.Tensor]] = {}
-        self.loss: torch.Tensor | None = None
-        self.split: Split | None = None  # between the halves of its backward
-
-    def begins(self, gradients: Mapping[int, torch.Tensor | None]) -> list[Root]:
-        """Where its backward begins: at its loss, and at what it sent of which a gradient came back."""
-        found: list[Root] = [] if self.loss is None else [(self.loss, None)]
-        found += [(edge, gradients[number]) for number, edge in self.roots.items()]
-        return [root for root in found if root[0] is self.loss or root[1] is not None]
-
-    def ends(self) -> dict[int, torch.Tensor | None]:
-        """The gradients of what it received."""
-        return {number: slot.get("gradient") for number, slot in self.slots.items()}
 
 
 class Stage:
@@ -68,10 +48,12 @@ class Stage:
         store: Store | None = None,
         codec: str = "raw",
         weights: Weights | None = None,
+        weights_first: bool = False,
     ) -> None:
         """``store`` keeps saved tensors until their backward, packed with ``codec``; None: nothing does.
 
-        ``weights``: which version of its parameters a micro-batch sees; None: there is one."""
+        ``weights``: which version of its parameters a micro-batch sees; None: there is one.
+        ``weights_first``: a layer's weights come before its feature map in ``backward``, for memory."""
         self.index, self.last = index, last
         self.traced = {"train": train[0], "eval": evaluation[0]}
         self.parts = {
@@ -85,8 +67,8 @@ class Stage:
             for m in root.modules()
         }
         self.anchor = torch.zeros((), requires_grad=True)
-        self.autocast = autocast
-        self.running: dict[int, _Running] = {}
+        self.autocast, self.weights_first = autocast, weights_first
+        self.running: dict[int, Running] = {}
         self.weights: Weights = weights or Latest()
         self.saved: Saved | Resident = Resident()
         if store is not None:
@@ -143,7 +125,7 @@ class Stage:
         Args:    batch: which the micro-batch belongs to, counted since the last drain.
         Returns: the values to send (number -> tensor or number), and the model's outputs on the last stage,
                  else None."""
-        running = self.running[micro_batch] = _Running()
+        running = self.running[micro_batch] = Running()
         values = {number: self._enter(running, number, item, record) for number, item in received.items()}
         tied = [t for n, t in values.items() if n in received and record.values[n].parameter]
         with (
@@ -179,7 +161,8 @@ class Stage:
         """From the gradients of the values that ``micro_batch`` sent to those of the values it received."""
         with self._ending(micro_batch) as running, self._backward(micro_batch):
             self.saved.ready(micro_batch)
-            run(running.begins(gradients))
+            roots = running.begins(gradients)
+            run_weights_first(roots, self.anchor) if self.weights_first else run(roots)
         return running.ends()
 
     def backward_inputs(
@@ -193,7 +176,7 @@ class Stage:
             running.split = Split(running.begins(gradients))
             if running.slots:
                 self.saved.ready(micro_batch)
-                running.split.inputs(self.anchor)
+                running.split.inputs(self.anchor, release=not self.stores)
         running.loss, running.roots = None, {}
         return running.ends()
 
@@ -215,7 +198,7 @@ class Stage:
             raise StageError(f"backward: {type(error).__name__}: {error}") from error
 
     @contextlib.contextmanager
-    def _ending(self, micro_batch: int) -> Iterator[_Running]:
+    def _ending(self, micro_batch: int) -> Iterator[Running]:
         """The block behind which nothing of ``micro_batch`` is left."""
         try:
             yield self.running.pop(micro_batch)
@@ -236,7 +219,7 @@ class Stage:
             outputs = run_output(self.traced["eval"], env, self.parts["eval"]) if self.last else None
         return {number: values[number] for number, _ in route.sends}, outputs
 
-    def _enter(self, running: _Running, number: int, item: Any, record: Probe) -> Any:
+    def _enter(self, running: Running, number: int, item: Any, record: Probe) -> Any:
         value = record.values[number]
         if not value.requires_grad:
             return item

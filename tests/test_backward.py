@@ -1,13 +1,25 @@
-"""The halves of a backward leave the bits of the whole: gradients of what came in, and of the weights."""
+"""However a backward is cut and ordered, it leaves the bits of the whole."""
+
+import collections
+import gc
 
 import pytest
 import torch
 from law import OPTIMIZERS, Case, plan_of
 from reference import same_bits
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from traps import TRAPS, NoGradientBack
 from zoo import build, cross_entropy
 
 import penstock
 from penstock.stages import stage as stages
+from penstock.stages.backward import Split, run
+from penstock.stages.receive import Receive
+from penstock.stages.weights_first import run_weights_first
 
 
 class Whole:
@@ -25,14 +37,12 @@ class Whole:
         self.seen += [(f"stage {self.stage.index} {micro_batch} value {n}", g) for n, g in found.items()]
         return found
 
-    def end(self):
+    def end(self, num_left=0):
         """The last backward of a step has run."""
 
 
 class Halves(Whole):
     """The first half when the backward is due, the second one micro-batch later: zero-bubble order."""
-
-    late = 1
 
     def __init__(self, stage, seen):
         super().__init__(stage, seen)
@@ -41,7 +51,7 @@ class Halves(Whole):
     def __call__(self, micro_batch, gradients):
         found = self.stage.backward_inputs(micro_batch, gradients)
         self.waiting.append(micro_batch)
-        self.end(self.late)
+        self.end(1)
         return found
 
     def end(self, num_left=0):
@@ -49,10 +59,12 @@ class Halves(Whole):
             self.stage.backward_weights(self.waiting.pop(0))
 
 
-class HalvesAtOnce(Halves):
-    """Both halves when the backward is due."""
+class WeightsFirst(Whole):
+    """The whole backward, with the weights of every layer before its feature map."""
 
-    late = 0
+    def __init__(self, stage, seen):
+        super().__init__(stage, seen)
+        stage.weights_first = True
 
 
 def trained(case, kind, autocast=None):
@@ -72,7 +84,7 @@ def trained(case, kind, autocast=None):
         )
         runs = [kind(stage, seen) for stage in pipe.engine.stages.values()]
         update = pipe.engine.update.step
-        pipe.engine.update.step = lambda stage: ([run.end() for run in runs], update(stage))
+        patch.setattr(pipe.engine.update, "step", lambda stage: ([run.end() for run in runs], update(stage)))
         for x, y in batches:
             report = pipe.step(x, y)
             seen.append(("loss", torch.tensor(report.loss)))
@@ -82,27 +94,322 @@ def trained(case, kind, autocast=None):
     return seen
 
 
-def differences(case, kind, autocast=None):
-    """The names of what differs from whole backwards in a bit or a stride."""
-    expected, found = trained(case, Whole, autocast), trained(case, kind, autocast)
-    assert len(expected) == len(found)
-    order = [(name, tensor) for name, tensor in found]
+def differences(expected, found):
+    """The names of what differs in a bit or a stride."""
     return [
-        name
-        for (name, a), (other, b) in zip(expected, order, strict=True)
-        if name != other or not same_bits(a, b) or (a is not None and a.stride() != b.stride())
+        name for (name, a), (other, b) in zip(expected, found, strict=True) if name != other or not same(a, b)
     ]
+
+
+def same(a, b):
+    """Whether two gradients have the same bits and strides, and conjugate neither or both; None is None."""
+    if a is None or b is None:
+        return a is b
+    layouts = [(t.stride(), t.is_conj()) for t in (a, b)]
+    return layouts[0] == layouts[1] and same_bits(a.resolve_conj(), b.resolve_conj())
 
 
 CASES = [
     Case(model="mlp", cuts="every", schedule="gpipe"),
-    Case(model="tied", cuts=3),
-    Case(model="gpt_tied", cuts=4, steps=2),
-    Case(model="resnet18", cuts=3, steps=1, micro_batches=2),
+    Case(model="gated", cuts=3, dtype=torch.bfloat16, steps=2),
+    Case(model="tied", cuts=3, tier="packed"),
+    Case(model="gpt_tied", cuts=4, steps=1),
+    Case(model="resnet18", cuts=2, steps=1, micro_batches=2, schedule="gpipe"),
+    *(Case(model=f"dag{i}", cuts=2 + i % 2, steps=1, micro_batches=2) for i in range(2)),
+    *(
+        Case(model=name, cuts="every", steps=1, tier="packed" if len(name) % 2 else "device")
+        for name in TRAPS
+    ),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("kind", [Halves, HalvesAtOnce])
-def test_two_halves_have_the_bits_of_the_whole(case, kind):
-    assert differences(case, kind) == []
+def test_every_order_of_a_backward_has_the_bits_of_the_whole(case):
+    expected = trained(case, Whole)
+    for kind in (Halves, WeightsFirst):
+        assert differences(expected, trained(case, kind)) == []
+
+
+@pytest.mark.parametrize("model", ["tied", "gated", "gpt_relu"])
+def test_casts_of_the_weights_change_no_bit(model):
+    case = Case(model=model, cuts=2, steps=1, schedule="gpipe")
+    expected = trained(case, Whole, torch.bfloat16)
+    for kind in (Halves, WeightsFirst):
+        assert differences(expected, trained(case, kind, torch.bfloat16)) == []
+
+
+class Piece:
+    """A module between what it receives and what it sends, without a pipeline around it."""
+
+    def __init__(self, module, x):
+        self.module, self.anchor, self.slot = module, torch.zeros((), requires_grad=True), {}
+        sent = module(Receive.apply(self.anchor, x.clone(), self.slot))
+        generator = torch.Generator().manual_seed(1)
+        gradient = torch.randn(sent.shape, generator=generator, dtype=sent.dtype)
+        self.roots = [(get_gradient_edge(sent), gradient)]
+
+    def whole(self):
+        run(self.roots)
+        return self.gradients()
+
+    def halves(self):
+        split = Split(self.roots)
+        split.inputs(self.anchor)
+        split.weights()
+        return self.gradients()
+
+    def first(self):
+        run_weights_first(self.roots, self.anchor)
+        return self.gradients()
+
+    def gradients(self):
+        """What was received first, then the parameters, whose gradients are taken away."""
+        found = [self.slot.get("gradient"), *(p.grad for p in self.module.parameters())]
+        self.module.zero_grad()
+        return found
+
+
+def all_same(found, expected):
+    return len(found) == len(expected) and all(map(same, found, expected))
+
+
+class Ways(nn.Module):
+    """A weight that is computed, one used twice, one that is read by itself, and one behind a Function."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.scale = (nn.Parameter(torch.randn(8, 8)) for _ in range(4))
+        self.plain, self.twice = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.plain(self.twice(x) @ (self.a @ self.b.t()))
+        y = y @ NoGradientBack.apply(self.c, self.a)
+        return torch.addmm(self.scale[0], self.twice(y), self.scale) * self.scale[1]
+
+
+class Left(nn.Module):
+    """The weight stands on the left of what it multiplies, also of a stack of matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 3, 4))
+
+    def forward(self, x):
+        return torch.bmm(self.b, (self.a @ x).expand(2, -1, -1))
+
+
+class Outputs(nn.Module):
+    """The first of what a module returns."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)[0]
+
+
+def chain(*layers):
+    return lambda: nn.Sequential(*(make(*arguments, **named) for make, *arguments, named in layers))
+
+
+PIECES = {
+    "ways": (Ways, (5, 8)),
+    "left": (Left, (3, 5)),
+    "linears": (chain((nn.Linear, 8, 6, {}), (nn.Linear, 6, 4, {"bias": False}), (nn.Tanh, {})), (3, 8)),
+    "one_sample": (chain((nn.Linear, 8, 8, {}), (nn.LayerNorm, 8, {}), (nn.Linear, 8, 8, {})), (1, 8)),
+    "sequence": (chain((nn.Linear, 8, 8, {}), (nn.GELU, {}), (nn.Linear, 8, 8, {})), (2, 5, 8)),
+    "attention": (chain((nn.TransformerEncoderLayer, 8, 2, 16, {"dropout": 0.0})), (2, 5, 8)),
+    "lstm": (lambda: Outputs(nn.LSTM(8, 6, 2)), (4, 3, 8)),
+    "conv1": (chain((nn.Conv1d, 4, 6, 3, {}), (nn.Conv1d, 6, 4, 3, {"dilation": 2})), (2, 4, 16)),
+    "conv2": (chain((nn.Conv2d, 4, 8, 3, 2, 1, {"groups": 2}), (nn.Conv2d, 8, 8, 1, {})), (2, 4, 9, 9)),
+    "dilated": (chain((nn.Conv2d, 4, 8, 3, {"dilation": 2}), (nn.Conv2d, 8, 3, 2, {})), (2, 4, 9, 9)),
+    "depthwise": (chain((nn.Conv2d, 4, 4, 3, {"groups": 4}), (nn.Conv2d, 4, 8, 1, {})), (2, 4, 9, 9)),
+    "transposed": (chain((nn.ConvTranspose2d, 4, 6, 3, 2, {}), (nn.Conv2d, 6, 4, 2, {})), (2, 4, 5, 5)),
+    "transposed_last": (chain((nn.Conv2d, 4, 6, 2, {}), (nn.ConvTranspose2d, 6, 4, 2, {})), (2, 4, 5, 5)),
+    "conv3": (chain((nn.Conv3d, 2, 4, 2, {}), (nn.Conv3d, 4, 2, 2, {"padding": 1})), (1, 2, 4, 5, 6)),
+    "one_channel": (chain((nn.Conv2d, 1, 1, 3, {}), (nn.Conv2d, 1, 1, 1, {})), (2, 1, 6, 6)),
+    "one_pixel": (chain((nn.Conv2d, 4, 8, 1, {}), (nn.Conv2d, 8, 4, 1, {})), (3, 4, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("layout", ["plain", "channels_last", "mixed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", PIECES)
+def test_every_kind_of_layer_has_the_bits_of_the_whole(name, dtype, layout):
+    make, shape = PIECES[name]
+    if layout != "plain" and len(shape) != 4:
+        return  # only images have channels
+    x, module = torch.randn(shape).to(dtype), make().to(dtype)
+    if layout == "channels_last":
+        x = x.to(memory_format=torch.channels_last)
+    if layout != "plain":
+        module = module.to(memory_format=torch.channels_last)
+    expected = Piece(module, x).whole()
+    assert all_same(Piece(module, x).halves(), expected)
+    assert all_same(Piece(module, x).first(), expected)
+
+
+def convolutions():
+    return nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8), nn.LayerNorm(8)
+
+
+def test_halves_are_those_of_two_plain_calls_of_autograd():
+    module, x = nn.Sequential(*convolutions(), nn.Linear(8, 2)), torch.randn(6, 3, 6, 6)
+    found = Piece(module, x).halves()
+    received, gradient = x.clone().requires_grad_(), Piece(module, x).roots[0][1]
+    sent = module(received)
+    twin = [*torch.autograd.grad(sent, received, gradient, retain_graph=True)]
+    twin += torch.autograd.grad(sent, list(module.parameters()), gradient)
+    assert all_same(found, twin)
+
+
+class Counted(TorchDispatchMode):
+    """Counts products, norms, and the outputs that convolutions are asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.convolution_backward.default:
+            self.counts += collections.Counter(
+                f"convolution {i}" for i, asked in enumerate(args[-1]) if asked
+            )
+        elif any(word in str(func) for word in ("aten.mm", "norm_backward")):
+            self.counts[str(func)] += 1
+        return func(*args, **kwargs or {})
+
+
+def test_nothing_is_computed_twice_and_what_can_wait_does():
+    module, x = nn.Sequential(*convolutions(), nn.Linear(8, 2)), torch.randn(6, 3, 6, 6)
+    counted = []
+    for way in (Piece.whole, Piece.halves, Piece.first):
+        piece = Piece(module, x)
+        with Counted() as mode:
+            way(piece)
+        counted.append(mode.counts)
+    assert counted[0] == counted[1] == counted[2]
+    piece = Piece(module, x)
+    with Counted() as mode:
+        Split(piece.roots).inputs(piece.anchor)
+    norms = {f"aten.native_{kind}_norm_backward.default": 1 for kind in ("layer", "batch")}
+    assert mode.counts == {"aten.mm.default": 2, "convolution 0": 1, **norms}
+
+
+class Hooked(nn.Linear):
+    def __init__(self, hook):
+        super().__init__(8, 8)
+        self.hook = hook
+
+    def forward(self, x):
+        y = super().forward(x)
+        y.register_hook(self.hook)
+        return y
+
+
+def test_a_hook_on_a_halved_gradient_is_heeded_once():
+    module, x = nn.Sequential(Hooked(lambda g: g * 3), nn.ReLU(), Hooked(lambda g: g * 5)), torch.randn(4, 8)
+    expected = Piece(module, x).whole()
+    assert all_same(Piece(module, x).halves(), expected)
+    assert all_same(Piece(module, x).first(), expected)
+
+
+def weakly(tensor):
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def watched(module, x):
+    """A piece, and a function that tells which of its layers' outputs are still in memory."""
+    made = {}
+    handles = [
+        layer.register_forward_hook(
+            lambda m, i, o, k=k: made.update({k: StorageWeakRef(o.untyped_storage())})
+        )
+        for k, layer in enumerate(module)
+    ]
+    piece = Piece(module, x)
+    for handle in handles:
+        handle.remove()
+    return piece, lambda: [k for k, storage in made.items() if not storage.expired()]
+
+
+def test_the_first_half_lets_go_of_what_the_second_does_not_read():
+    layers = nn.Linear(8, 9), nn.GELU(), nn.Linear(9, 7), nn.LayerNorm(7), nn.Linear(7, 6), nn.Tanh()
+    piece, alive = watched(nn.Sequential(*layers), torch.randn(4, 8))
+    split = Split(piece.roots)
+    assert alive() == [0, 1, 2, 3, 5]
+    split.inputs(piece.anchor)
+    assert alive() == [1, 3]  # what the Linears read
+    split.weights()
+    assert alive() == []
+
+
+@pytest.mark.parametrize("way", [Piece.halves, Piece.first])
+def test_nothing_holds_itself_when_a_backward_is_over_or_has_failed(way):
+    gc.collect()
+    gc.disable()
+    try:
+        layers = Hooked(lambda g: g), nn.GELU(), nn.Linear(8, 8)
+        piece, alive = watched(nn.Sequential(*layers), torch.randn(4, 8))
+        way(piece)
+        del piece
+        assert alive() == []
+        layers[0].hook = lambda g: 1 / 0
+        piece, alive = watched(nn.Sequential(*layers), torch.randn(4, 8))
+        with pytest.raises(ZeroDivisionError):
+            way(piece)
+        del piece
+        assert alive() == []
+    finally:
+        gc.enable()
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that were alive at once, of storages made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **kwargs or {})
+        tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+        for tensor in tensors:
+            self.alive[tensor.untyped_storage()._cdata] = weakly(tensor)
+        found_again = {k: torch.UntypedStorage._new_with_weak_ptr(r.cdata) for k, r in self.alive.items()}
+        self.alive = {key: ref for key, ref in self.alive.items() if found_again[key] is not None}
+        self.peak = max(self.peak, sum(s.nbytes() for s in found_again.values() if s is not None))
+        return found
+
+
+WIDE = {
+    "linears": (lambda: [nn.Linear(16, 512), nn.Linear(512, 16, bias=False)], (256, 16), 256 * 512 * 4),
+    "convolutions": (
+        lambda: [nn.Conv2d(4, 64, 1), nn.Conv2d(64, 4, 3)],
+        (4, 4, 16, 16),
+        4 * 64 * 12 * 12 * 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_weights_first_makes_room_for_the_gradient_of_the_feature_map(name):
+    make, shape, wide_bytes = WIDE[name]
+    module, x = nn.Sequential(*(layer for _ in range(3) for layer in make())), torch.randn(shape)
+    peaks = []
+    for way in (Piece.whole, Piece.first):
+        with Peak() as mode:
+            way(Piece(module, x))
+        peaks.append(mode.peak)
+    assert peaks[0] - peaks[1] > 0.8 * wide_bytes
+
+
+def test_a_feature_map_that_others_hold_stays():
+    module, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
+    expected = Piece(module, x).whole()
+    assert all_same(Piece(module, x).first(), expected)  # the ReLU saved its output too
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        pieces = [Piece(module, x) for _ in range(2)]
+    assert all_same(pieces[0].first(), expected)
+    assert all_same(pieces[1].halves(), expected)

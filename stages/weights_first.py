@@ -1,0 +1,97 @@
+"""A backward in which the gradient of a layer's weights comes before that of its feature map.
+
+Of a matrix product or a convolution only the former reads the feature map, so the latter may take its memory.
+Both are products of their own: which comes first changes no bit.
+Source: steps S5 and S6 and claims 4-5 of the resource management of distributed deep learning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+
+from .backward import HALVED, Arrived, Graph, Root, Sides, exchange, run, run_half
+
+# By kind of product: its first operand's place among its edges, and the names of both where it saves them.
+_OPERANDS = {"AddmmBackward0": (1, "mat1", "mat2"), "MmBackward0": (0, "self", "mat2")}
+
+
+class _First(Arrived):
+    """A hook on a halved node: runs the half of its weights before the rest."""
+
+    __slots__ = ("leading", "leaves", "node")
+
+    def __init__(self, node: Node, leaves: list[Node], leading: set[Node]) -> None:
+        super().__init__()
+        self.node, self.leaves, self.leading = node, leaves, leading
+
+    def first(self) -> None:
+        """Half of the node, inside the run that is about to run it."""
+        run_half(self.node, self, self.leaves, retain=True)
+        self.gradients = None  # the outer run alone holds on to what arrived, as without this hook
+        kind = type(self.node).__name__
+        if kind in _OPERANDS and (name := _feature_map(self.node, self.leading)):
+            exchange(getattr(self.node, f"_raw_saved_{name}"), lambda _: None, lambda _: torch.empty(0))
+        elif kind == "ConvolutionBackward0":
+            _hollow_out(self.node)
+
+
+def run_weights_first(roots: Sequence[Root], anchor: torch.Tensor) -> None:
+    """Leave the bits of ``run(roots)``; ``anchor`` is a leaf behind everything received."""
+    graph, end = Graph(roots), get_gradient_edge(anchor).node
+    goals = [node for node in graph.after if node is end or type(node).__name__ in HALVED]
+    leading = graph.leading(goals)
+    sides = Sides(graph, leading)
+    rest = sides.later.pop(None, [])
+    hooks = [_First(node, leaves, leading) for node, leaves in sides.later.items() if node is not None]
+    handles = [hook.node.register_prehook(hook) for hook in hooks]
+    try:
+        run(roots, [*goals, *sides.early, *rest] if hooks else None)
+    finally:
+        for handle in handles:  # a hook holds its node, which holds it
+            handle.remove()
+
+
+def _feature_map(node: Any, leading: set[Node]) -> str | None:
+    """The name of what a product saved for the gradient of its weights alone, if there is such a tensor."""
+    place, *names = _OPERANDS[type(node).__name__]
+    passed_on = [after in leading for after, _ in node.next_functions[place : place + 2]]
+    return names[passed_on.index(True)] if sum(passed_on) == 1 else None
+
+
+def _hollow_out(node: Any) -> None:
+    """Let go of a convolution's input, where the rest of ``node`` asks only for its geometry."""
+    weight = node._saved_weight
+    settings = (
+        list(node._saved_stride),
+        list(node._saved_padding),
+        list(node._saved_dilation),
+        node._saved_transposed,
+        list(node._saved_output_padding),
+        node._saved_groups,
+    )
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[Any, ...]:
+        """Others than oneDNN may lay it out anew or take slices of it before they see that it is not read."""
+        backend = torch._C._select_conv_backend(tensor, weight, None, *settings)
+        if "Mkldnn" not in str(backend) or tensor.dim() < 4 or not (_is_plain(tensor) and _is_plain(weight)):
+            return tensor.detach()
+        return tensor.size(), tensor.dtype
+
+    exchange(node._raw_saved_input, pack, _without_memory)
+
+
+def _without_memory(kept: torch.Tensor | tuple[Any, ...]) -> torch.Tensor:
+    if isinstance(kept, torch.Tensor):
+        return kept
+    tensor = torch.empty(kept[0], dtype=kept[1])
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the strides are those of a new tensor, by which a convolution knows its memory format."""
+    return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
