@@ -29,7 +29,7 @@ from ..stages.layers import casting
 from ..stages.measure import Profile, measure
 from ..stages.partition import partition
 from ..stages.plan import Plan
-from ..stages.rules import check_versions
+from ..stages.rules import STREAM, check_versions
 from . import build, console, group
 from .compare import ALL, SYNCHRONOUS, compare
 from .launch import check_ranks, cores, init, run_rank, start_ranks, threads_per_rank
@@ -173,7 +173,7 @@ def assemble(config: TrainConfig, plan: Plan, samples: Samples) -> Pipeline:
         plan,
         loss=loss,
         optimizer=build.optimizer(config.optimizer),
-        scheduler=build.scheduler(config.scheduler, num_steps=count_steps(config, samples)),
+        scheduler=build.scheduler(config.scheduler, num_steps=count_updates(config, samples)),
         clip=config.clip.norm,
         clip_scope=config.clip.scope,
         scaler=build.scaler(config.loss_scale),
@@ -228,6 +228,12 @@ def count_steps(config: TrainConfig, samples: Samples) -> int:
     )
     num_steps = config.epochs * an_epoch
     return num_steps if config.max_steps is None else min(num_steps, config.max_steps)
+
+
+def count_updates(config: TrainConfig, samples: Samples) -> int:
+    """Return how often the run updates the weights: every micro-batch of ``async_1f1b`` does."""
+    number = count_steps(config, samples)
+    return number * min(config.micro_batches, config.batch_size) if config.schedule == STREAM else number
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
