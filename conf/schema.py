@@ -17,6 +17,8 @@ TIERS = ("device", "packed", "host")
 WEIGHTS = ("latest", "stashed", "vertical_sync", "double_buffered")
 CASTS = ("bfloat16", "float16")
 
+TWO_A_RANK = ("interleaved", "zbv", "dualpipev")  # schedules whose ranks take two stages or more
+
 
 @dataclass
 class MemoryConfig:
@@ -63,9 +65,9 @@ class PlanConfig:
         model: the network; model._target_=my.Net for your own
         data: the samples; data._target_=my.samples for your own
         ranks: processes on this machine; 1 runs all stages in one process
-        stages: pipeline stages; null: one per rank, or one more than cuts
+        stages: pipeline stages; null: one a rank (two where the schedule takes two), or one more than cuts
         cuts: cut after these layers or modules, by hand: cuts=[layer2,layer3.0]
-        schedule: order of the work: gpipe, 1f1b, interleaved, zb_h1, zbv, dualpipev, async_1f1b or custom
+        schedule: gpipe, 1f1b, interleaved, zb_h1, zbv, dualpipev, async_1f1b, custom; penstock plan: also all
         program: file of a custom schedule, a line of instructions such as 0F0 0F1 0B0 0B1 for each rank
         weights: version a micro-batch sees: latest; async_1f1b: stashed, vertical_sync; 1f1b: double_buffered
         weights_first: in a backward, a layer's weight gradient comes before the gradient of its input
@@ -122,7 +124,9 @@ class PlanConfig:
         """Stages that are asked for."""
         if self.cuts is not None:
             return len(self.cuts) + 1
-        return self.ranks if self.stages is None else self.stages
+        if self.stages is not None:
+            return self.stages
+        return 2 * self.ranks if self.schedule in TWO_A_RANK else self.ranks
 
     def _check_stages(self) -> None:
         if self.cuts is not None and self.stages not in (None, self.num_stages):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from hydra.utils import instantiate
 from torch import nn
 from torch.amp import GradScaler
 
-from ..compression.errors import ConfigError
+from ..compression.errors import ConfigError, ScheduleError
 from .samples.samples import Description, Samples
 from .scale import Scaler
+from .schedules.written import load_program
 
 NOT_FOR_THE_TARGET = {"_target_", "drop_last"}
 
@@ -106,10 +106,9 @@ def program(path: str | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"program={path} cannot be read ({error}); name a text file") from error
-    return tuple(line for line in text.splitlines() if line.strip())
+        return load_program(path)
+    except ScheduleError as error:
+        raise ConfigError(f"program={path}: {error}") from error
 
 
 def _call(group: str, options: Mapping[str, Any], **facts: Any) -> Any:

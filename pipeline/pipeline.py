@@ -278,6 +278,7 @@ class Pipeline:
                 prediction=self.plan.prediction,
                 tier=self.plan.weights_tier,
             ),
+            weights_first=self.plan.weights_first,
         )
 
     def _run(

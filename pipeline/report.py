@@ -11,9 +11,9 @@ from ..stages.units import show_bytes
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class StageReport:
-    """One stage in one step, counted while it runs: bytes it sent downstream and upstream, unpacked and packed; bytes that its
-    forwards saved and a store kept for the backwards; the most micro-batches in flight and versions of its
-    weights that it kept, with the bytes of the old ones; seconds.
+    """One stage in one step, counted while it runs: bytes it sent downstream and upstream, unpacked and
+    packed; bytes that its forwards saved and a store kept for the backwards; the most micro-batches in flight
+    and versions of its weights that it kept, with the bytes of the old ones; seconds.
 
     ``peak_bytes``: the most that it held, counted: parameters, gradients, state of the optimizer, versions,
     and what the micro-batches in flight saved. ``resident_bytes``: the most memory of its process so far,

@@ -45,9 +45,10 @@ def partition(
     its cuts (unpacked, both directions at once); among equals the fewest bytes pass the cuts.
 
     Args:
-        stages: number of stages; default: ``ranks``, or one more than ``cuts``.
+        stages: number of stages; default: as many as the schedule takes a rank (one or two), or one more
+            than ``cuts``.
         cuts: layer names or module paths to cut behind, instead of a search.
-        ranks: number of processes; default: one per stage.
+        ranks: number of processes; default: as many as the stages suit.
         link: bits per second between ranks (``"1Gbit"``); None: free.
         codec: name of a codec, or "auto": measured while it trains.
         tier: where what a forward saves waits for its backward: "device" as it is, "packed", or "host".
@@ -71,9 +72,9 @@ def partition(
     given = named_cuts(profile, cuts) if cuts else None
     if layout(schedule) == "custom":
         stages, ranks = _as_placed(placed(program), stages=stages, ranks=ranks)
-    stages = _num_stages(stages, given, ranks)
-    if ranks is None:
-        ranks = stages // 2 if layout(schedule) in ("loop", "vee") else stages
+    a_rank = 2 if layout(schedule) in ("loop", "vee") else 1
+    stages = _num_stages(stages, given, None if ranks is None else ranks * a_rank)
+    ranks = stages // a_rank if ranks is None else ranks
     if ranks > stages:
         raise PlanError(
             f"every rank runs a stage, found ranks={ranks} for {stages} stages; lower ranks or raise stages"

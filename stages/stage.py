@@ -109,6 +109,7 @@ class Stage:
         for micro_batch in self.running:
             self.saved.drop(micro_batch)
         self.running.clear()
+        self.weights.drained()
 
     def forward(
         self,
@@ -135,11 +136,17 @@ class Stage:
         ):
             env = self._layers("train", values, record, route, seed)
             out = {number: values[number] for number, _ in route.sends}
-            # A tied parameter is sent as it is now: behind this block another version may be in its place.
-            sent = {n: item.detach() if record.values[n].parameter else item for n, item in out.items()}
+            sent = {
+                n: self._as_it_is(item) if record.values[n].parameter else item for n, item in out.items()
+            }
         tensors = {n: t for n, t in out.items() if isinstance(t, torch.Tensor) and t.requires_grad}
         running.roots = {n: get_gradient_edge(t) for n, t in tensors.items()}
         return sent, run_output(self.traced["train"], env, self.parts["train"]) if self.last else None
+
+    def _as_it_is(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A tied parameter to send: behind the forward, another version may be in its place, or its memory
+        gone."""
+        return parameter if isinstance(self.weights, Latest) else parameter.detach().clone()
 
     def leave(self, micro_batch: int, frames: Mapping[tuple[int, int], Frame]) -> None:
         """After ``forward``: what it saved may leave; ``frames`` by place are those of the values."""
