@@ -39,6 +39,8 @@ class Case:
     steps: int = 3
     scheduler: bool = False
     tier: str = "device"
+    weights_first: bool = False
+    program: tuple = ()
     clip_scope: str = "global"
     scaler: tuple[float, int] | float | None = None  # a GradScaler's initial scale and growth interval
     autocast: torch.dtype | None = None
@@ -50,7 +52,7 @@ class Case:
         return "-".join(shown).replace(" ", "").replace("torch.", "")
 
 
-VERSIONS = ("weights", "weights_tier", "prediction")
+VERSIONS = ("weights", "weights_tier", "weights_first", "prediction", "program")
 
 
 @functools.lru_cache(maxsize=8)

@@ -360,11 +360,11 @@ def test_a_run_is_tested_at_the_points_and_its_updates_are_those_of_its_policy()
     found = convergence.train_one(config, "digits", "stashed", 0)
     assert found["samples"] == [32, 64, 96]
     assert found["updates"] == 24
-    assert found["lr"] == 0.02 / 4
+    assert found["lr"] == 0.01 / 4
     assert len(found["accuracy"]) == len(found["loss"]) == 3
     assert found["accuracy"] == [round(20 * share) / 20 for share in found["accuracy"]]
     plain = convergence.train_one(config, "digits", "synchronous", 0)
-    assert (plain["updates"], plain["lr"]) == (6, 0.02)
+    assert (plain["updates"], plain["lr"]) == (6, 0.01)
     assert plain["loss"] != found["loss"]
 
 

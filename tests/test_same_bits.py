@@ -8,7 +8,29 @@ from traps import TRAPS
 RESIDUAL = ["layer1_0_conv2", "layer1_1_bn1", "layer3_0_relu"]  # inside residual blocks: two values on a cut
 DENSE = ["features_denseblock1_denselayer3_conv1", "features_denseblock3_denselayer9_norm2"]
 
+CUSTOM = ("0F0 0F1 2F0 2B0 0F2 2F1 2F2 0B0 2B1 2B2 0B1 0B2", "1F0 1I0 1F1 1W0 1F2 1B1 1B2")
+
 CASES = [
+    Case(model="mlp", cuts=4, ranks=2, schedule="interleaved"),
+    Case(model="mlp", cuts=3, schedule="zb_h1", micro_batches=5, extra_in_flight=1),
+    Case(model="mlp", cuts=4, ranks=2, schedule="zbv", micro_batches=1, optimizer="adamw"),
+    Case(model="mlp", cuts=4, ranks=2, schedule="dualpipev", micro_batches=5, scheduler=True),
+    Case(model="mlp", cuts=3, ranks=2, schedule="custom", program=CUSTOM),
+    Case(model="mlp", cuts=2, weights_first=True),
+    Case(model="resnet18", cuts=RESIDUAL, schedule="zb_h1", steps=2),
+    Case(model="resnet18", cuts=RESIDUAL, ranks=2, schedule="zbv", tier="packed", steps=1),
+    Case(model="resnet18_channels_last", cuts=3, weights_first=True, steps=1),
+    Case(model="densenet", cuts=DENSE, schedule="zb_h1", steps=1),
+    Case(model="gpt_gelu_dropout", cuts=4, ranks=2, schedule="interleaved", optimizer="adamw", steps=2),
+    Case(model="gpt_tied", cuts=4, ranks=2, schedule="dualpipev", micro_batches=5, steps=2),
+    Case(model="gpt_tied", cuts="every", schedule="zb_h1", steps=1),
+    Case(model="gpt_relu", cuts=2, schedule="zb_h1", dtype=torch.bfloat16, weights_first=True, steps=2),
+    Case(model="tied", cuts=("random", 4, 1), ranks=2, schedule="zbv", steps=2),
+    Case(model="gated", cuts="every", schedule="zb_h1", tier="packed", steps=2),
+    *(
+        Case(model=f"dag{i}", cuts=("random", 4, i), ranks=2, schedule=schedule, steps=2)
+        for i, schedule in enumerate(("interleaved", "zbv", "dualpipev"))
+    ),
     Case(model="mlp", cuts=1),
     Case(model="mlp", cuts=3, schedule="gpipe", codec="raw", optimizer="adamw"),
     Case(model="mlp", cuts="every", micro_batches=5, extra_in_flight=1),

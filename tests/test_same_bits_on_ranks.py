@@ -6,7 +6,14 @@ from law import Case, plan_of, rank_differences
 
 RESIDUAL = ["layer1_0_conv2", "layer1_1_bn1", "layer3_0_relu"]
 
+CUSTOM = ("0F0 0F1 2F0 2B0 0F2 2F1 2F2 0B0 2B1 2B2 0B1 0B2", "1F0 1I0 1F1 1W0 1F2 1B1 1B2")
+
 CASES = [
+    Case(model="mlp", cuts=4, ranks=2, schedule="interleaved", micro_batches=5),
+    Case(model="mlp", cuts=3, schedule="zb_h1", micro_batches=5),
+    Case(model="mlp", cuts=3, ranks=2, schedule="custom", program=CUSTOM),
+    Case(model="resnet18", cuts=RESIDUAL, ranks=2, schedule="zbv", steps=1),
+    Case(model="gpt_tied", cuts=4, ranks=2, schedule="dualpipev", micro_batches=5, steps=2),
     Case(model="mlp", cuts=2),
     Case(model="mlp", cuts=4, codec="raw", schedule="gpipe", optimizer="adamw"),
     Case(model="mlp", cuts=3, micro_batches=11, extra_in_flight=1, scheduler=True),
