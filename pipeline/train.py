@@ -6,43 +6,33 @@
     train:       options -> samples -> model -> trace -> measure -> partition -> Plan
     train_rank:  options, Plan -> samples -> model -> Pipeline -> step after step -> the run folder
 
-Below this file nothing knows of a configuration: functions take values."""
+``decide.py`` and ``course.py`` read the configuration with it; below them functions take values."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..compression.choose import check_name
-from ..compression.errors import ConfigError, PlanError
-from ..conf.schema import PlanConfig, TrainConfig
-from ..stages.graph import trace
+from ..compression.errors import PlanError
+from ..conf.schema import TrainConfig
 from ..stages.layers import casting
-from ..stages.measure import Profile, measure
-from ..stages.partition import partition
 from ..stages.plan import Plan
-from ..stages.rules import STREAM, check_versions
 from . import build, console, group
-from .compare import ALL, SYNCHRONOUS, compare
-from .launch import check_ranks, cores, init, run_rank, start_ranks, threads_per_rank
+from .course import count_steps, count_updates, training_batches
+from .decide import decide, model_name, prepare, take_over
+from .launch import check_ranks, cores, init, run_rank, start_ranks
 from .metrics import Metrics, summarise
 from .pipeline import Pipeline
 from .report import Report
 from .run_folder import RunFolder, save_json, save_model
 from .samples.samples import Samples
-from .schedules import schedule_named
-from .step_files import save_comparison, save_step
-
-# What a plan decides, by the names of options.
-TAKEN = ("schedule", "micro_batches", "extra_in_flight", "codec", "weights", "weights_first", "prediction")
+from .step_files import save_step
 
 
 def train(config: TrainConfig, folder: RunFolder, typed: Sequence[str] = ()) -> None:
@@ -75,93 +65,6 @@ def rehearse(config: TrainConfig, plan: Plan, samples: Samples) -> None:
         raise PlanError(f"plan={config.plan}: {error}" if config.plan else str(error)) from error
 
 
-def prepare(config: PlanConfig) -> Samples:
-    """Set up this process, fill in the threads, and return the data.
-
-    Raises: PenstockError: the schedule or the codec is not known, or the data cannot be had.
-    """
-    if config.schedule == ALL:
-        raise ConfigError(
-            "schedule=all compares the schedules, which penstock plan does; run penstock plan schedule=all, "
-            "look, and train with plan=PATH of its plan.json"
-        )
-    schedule_named(config.schedule)
-    check_name(config.codec)
-    check_versions(
-        schedule=config.schedule,
-        weights=config.weights,
-        prediction=config.prediction,
-        num_stages=config.num_stages,
-        micro_batches=config.micro_batches,
-        extra_in_flight=config.extra_in_flight,
-    )
-    config.threads = config.threads or threads_per_rank(config.ranks)
-    torch.set_num_threads(config.threads)
-    # The same switch as use_deterministic_algorithms, which also loads the compiler: 1.6 s in every process.
-    torch.set_deterministic_debug_mode("error" if config.deterministic else "default")
-    # Deterministic mode fills every torch.empty, 19 ms for 32 MB, and no bit depends on it.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    return build.samples(config.data)
-
-
-def decide(config: PlanConfig, samples: Samples, *, autocast: torch.dtype | None = None) -> Plan:
-    """Return the plan for ``config``: trace and measure the model on one micro-batch, then choose the cuts.
-
-    Args:   autocast: the dtype that training will cast to.
-    Raises: PlanError: the model cannot be traced, or cut as asked.
-    """
-    program = build.program(config.program)
-    return partition(
-        look(config, samples, autocast=autocast),
-        schedule=config.schedule,
-        weights=config.weights,
-        prediction=config.prediction,
-        program=program,
-        **wishes(config),
-    )
-
-
-def look(config: PlanConfig, samples: Samples, *, autocast: torch.dtype | None = None) -> Profile:
-    """Trace and measure the model on one micro-batch.
-
-    Raises: PlanError: the model cannot be traced.
-    """
-    model = build.model(config.model, describe=samples.describe, seed=config.seed)
-    example = example_inputs(config, samples)
-    return measure(trace(model, example, autocast=autocast), example)
-
-
-def wishes(config: PlanConfig) -> dict[str, Any]:
-    """Return what ``partition`` is asked for beside the schedule and its weights."""
-    return {
-        "stages": config.stages,
-        "cuts": config.cuts,
-        "ranks": config.ranks,
-        "micro_batches": config.micro_batches,
-        "extra_in_flight": config.extra_in_flight,
-        "codec": config.codec,
-        "link": config.link,
-        "memory": config.memory.device,
-        "tier": config.memory.tier,
-        "weights_tier": config.memory.weights,
-        "weights_first": config.weights_first,
-    }
-
-
-def compare_schedules(config: PlanConfig, folder: RunFolder) -> Plan:
-    """Plan and simulate every schedule for ``config``, show them, and return the plan of the chosen one.
-
-    Raises: PenstockError: nothing can be planned as asked, or nothing fits.
-    """
-    config.schedule = SYNCHRONOUS[0]  # until one is chosen
-    found = compare(look(config, prepare(config)), **wishes(config))
-    config.schedule = found.chosen.plan.schedule
-    console.compared(found)
-    job = f"micro_batches={config.micro_batches} stages={found.chosen.plan.num_stages} ranks={config.ranks}"
-    save_comparison(folder, found, title=f"{_target(config)}, simulated from measured layers: {job}")
-    return found.chosen.plan
-
-
 def assemble(config: TrainConfig, plan: Plan, samples: Samples) -> Pipeline:
     """Return the pipeline of this process: in a group of ranks its own stages, else all of them.
 
@@ -181,64 +84,6 @@ def assemble(config: TrainConfig, plan: Plan, samples: Samples) -> Pipeline:
         seed=config.seed,
         deadline=config.deadline,
     )
-
-
-def take_over(config: TrainConfig, typed: Sequence[str]) -> Plan:
-    """Return the plan that ``plan=`` names, its decisions written into ``config``.
-
-    Raises: PlanError: there is no such plan. ConfigError: an option was typed that contradicts it.
-    """
-    plan = Plan.load(str(config.plan))
-    keys = [option.partition("=")[0].lstrip("+") for option in typed]
-    for key in ("link", "memory.device"):
-        if key in keys:
-            raise ConfigError(f"{key}= is for making a plan, and plan={config.plan} is one; drop either")
-    decided: dict[str, Any] = {"ranks": plan.num_ranks, "stages": plan.num_stages}
-    decided |= {key: getattr(plan, key) for key in TAKEN}
-    for key, value in (decided | {"memory.tier": plan.tier, "memory.weights": plan.weights_tier}).items():
-        place, name = (config.memory, key[7:]) if key.startswith("memory.") else (config, key)
-        if key in keys and getattr(place, name) != value:
-            asked = f"{key}={getattr(place, name)}"
-            raise ConfigError(f"{asked} contradicts plan={config.plan} with {key}={value}; drop either")
-        setattr(place, name, value)
-    return plan
-
-
-def example_inputs(config: PlanConfig, samples: Samples) -> tuple[Tensor]:
-    """Return the first micro-batch of the first training batch."""
-    inputs, _ = next(training_batches(config, samples, epoch=0))
-    return (inputs.tensor_split(min(config.micro_batches, len(inputs)))[0].clone(),)
-
-
-def training_batches(config: PlanConfig, samples: Samples, *, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return the batches of one epoch, the same ones on every rank."""
-    return samples.batches(
-        "train",
-        batch_size=config.batch_size,
-        epoch=epoch,
-        seed=config.seed,
-        drop_last=config.data.get("drop_last", True),
-    )
-
-
-def count_steps(config: TrainConfig, samples: Samples) -> int:
-    """Return how many steps the run takes."""
-    an_epoch = samples.num_batches(
-        "train", batch_size=config.batch_size, drop_last=config.data.get("drop_last", True)
-    )
-    num_steps = config.epochs * an_epoch
-    return num_steps if config.max_steps is None else min(num_steps, config.max_steps)
-
-
-def count_updates(config: TrainConfig, samples: Samples) -> int:
-    """Return how often the run updates the weights: every micro-batch of ``async_1f1b`` does."""
-    number = count_steps(config, samples)
-    return number * min(config.micro_batches, config.batch_size) if config.schedule == STREAM else number
-
-
-def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy of classes (batch, classes) or of characters (batch, length, classes)."""
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
 def train_rank(folder: RunFolder) -> None:
@@ -306,13 +151,14 @@ def evaluate(pipe: Pipeline, plan: Plan, config: TrainConfig, samples: Samples) 
     return {"accuracy": right / total, "loss": lost / total}
 
 
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy of classes (batch, classes) or of characters (batch, length, classes)."""
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
 def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
     job = f"schedule={plan.schedule} micro_batches={plan.micro_batches} stages={plan.num_stages}"
-    return f"{_target(config)}, step {step}: {job} ranks={plan.num_ranks}"
-
-
-def _target(config: PlanConfig) -> str:
-    return config.model.get("name") or config.model["_target_"].rpartition(".")[2]
+    return f"{model_name(config)}, step {step}: {job} ranks={plan.num_ranks}"
 
 
 if __name__ == "__main__":

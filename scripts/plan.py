@@ -17,8 +17,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     from ..pipeline.compare import ALL
     from ..pipeline.console import short
+    from ..pipeline.decide import compare_schedules, decide, prepare
     from ..pipeline.run_folder import RunFolder
-    from ..pipeline.train import compare_schedules, decide, prepare
     from .application import run
 
     def plan(config: PlanConfig, folder: RunFolder, typed: Sequence[str]) -> None:

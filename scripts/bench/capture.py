@@ -12,7 +12,9 @@ from torch import Tensor, fx
 
 from ...conf.schema import BenchCodecsConfig
 from ...pipeline import build
-from ...pipeline.train import decide, loss, prepare, training_batches
+from ...pipeline.course import training_batches
+from ...pipeline.decide import decide, prepare
+from ...pipeline.train import loss
 from ...stages.plan import Plan
 
 

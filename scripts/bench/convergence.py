@@ -22,9 +22,11 @@ from torch.utils.data import Subset
 from ...compression.errors import ConfigError
 from ...conf.convergence import BenchConvergenceConfig
 from ...pipeline import build
+from ...pipeline.course import training_batches
+from ...pipeline.decide import decide, prepare
 from ...pipeline.pipeline import Pipeline
 from ...pipeline.samples.samples import Samples
-from ...pipeline.train import decide, evaluate, loss, prepare, training_batches
+from ...pipeline.train import evaluate, loss
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ from typing import Any
 from ...compression.codec import codec_named
 from ...compression.errors import ConfigError, TransportError
 from ...conf.bench import BenchPipelineConfig
+from ...pipeline.decide import decide, prepare
 from ...pipeline.launch import check_ranks
-from ...pipeline.train import decide, prepare
 from ...stages.plan import Plan
 from . import race
 from .links import LOOPBACK, Link, joined, parse_link, why_not

@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from ...compression.errors import PenstockError
 from ...conf.bench import BenchPipelineConfig
 from ...pipeline import build, group
+from ...pipeline.course import training_batches
+from ...pipeline.decide import prepare
 from ...pipeline.launch import init, run_rank
 from ...pipeline.metrics import DIRECTIONS, Totals
 from ...pipeline.pipeline import Pipeline
 from ...pipeline.run_folder import save_json
-from ...pipeline.train import loss, prepare, training_batches
+from ...pipeline.train import loss
 from ...stages.plan import Plan
 from .links import Link
 from .offload import switch_off

@@ -13,8 +13,9 @@ from ...compression.codec import codec_named
 from ...compression.errors import ConfigError, TransportError
 from ...conf.bench import BenchPipelineConfig
 from ...pipeline import build
+from ...pipeline.course import example_inputs
+from ...pipeline.decide import prepare
 from ...pipeline.launch import check_ranks
-from ...pipeline.train import example_inputs, prepare
 from ...stages.graph import trace
 from ...stages.measure import measure
 from ...stages.partition import partition

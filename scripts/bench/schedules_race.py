@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from ...conf.bench import BenchPipelineConfig
 from ...pipeline import build, group
+from ...pipeline.course import training_batches
+from ...pipeline.decide import prepare
 from ...pipeline.launch import init, run_rank
 from ...pipeline.pipeline import Pipeline
 from ...pipeline.report import Report
 from ...pipeline.run_folder import save_json
-from ...pipeline.train import loss, prepare, training_batches
+from ...pipeline.train import loss
 from ...stages.plan import Plan
 from .bubbles import durations, simulated
 from .entrants import ENTRANTS, TORCH, Entrant
