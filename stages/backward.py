@@ -46,6 +46,11 @@ class Graph:
                 self.before.setdefault(found, []).append(node)
             to_visit += after
 
+    @property
+    def leaves(self) -> list[Node]:
+        """Where gradients gather: the parameters."""
+        return [node for node in self.after if hasattr(node, "variable")]
+
     def leading(self, goals: Iterable[Node]) -> set[Node]:
         """The goals and every node that leads to one."""
         leading: set[Node] = set()
@@ -152,20 +157,23 @@ class Split:
         self._leaves: list[Node] | None = None  # that the second half starts for from the roots; None: all
         self._halves: list[tuple[Node, _Kept, list[Node]]] = []
 
-    def inputs(self, anchor: torch.Tensor, *, release: bool = True) -> None:
+    def inputs(self, anchor: torch.Tensor, *, release: bool = True, waiting: Sequence[Split] = ()) -> None:
         """Run towards ``anchor``, a leaf behind everything received, and towards what cannot wait.
 
-        ``release``: let go, on the way, of what autograd saved for this half alone."""
+        Args:    release: let go, on the way, of what autograd saved for this half alone.
+                 waiting: those of the micro-batches before that are between their halves, in their order."""
         roots, goal = self._roots, get_gradient_edge(anchor).node
         graph = Graph(roots)
         if goal not in graph.after:
             return
         if any(type(node).__name__ == _COMPILED for node in graph.after):
             self._roots = []
+            _keep_order(waiting, graph.leaves)
             run(roots)
             return
         leading = graph.leading([goal])
         sides = Sides(graph, leading)
+        _keep_order(waiting, sides.early)
         self._leaves = sides.later.pop(None, [])
         self._roots = [root for root in roots if self._leaves and _node(root) not in leading]
         halves = {node: leaves for node, leaves in sides.later.items() if node is not None}
@@ -181,13 +189,29 @@ class Split:
             for _, kept, _ in self._halves:
                 kept.ahead.clear()  # they hold the node that holds the hook
 
+    @property
+    def left(self) -> list[Node]:
+        """The leaves that ``weights`` adds to."""
+        beside = Graph(self._roots).leaves if self._leaves is None else self._leaves
+        return [*beside, *(leaf for _, _, leaves in self._halves for leaf in leaves)]
+
     def weights(self) -> None:
         """Run what ``inputs`` left."""
         roots, self._roots = self._roots, []
         run(roots, self._leaves)
-        halves, self._halves = self._halves[::-1], []
+        halves, self._halves, self._leaves = self._halves[::-1], [], []
         while halves:
             run_half(*halves.pop())
+
+
+def _keep_order(waiting: Sequence[Split], leaves: Iterable[Node]) -> None:
+    """Run the second halves that wait if one adds to these ``leaves``: gradients add up by micro-batch.
+
+    Graphs differ where sizes do: what one computes whole, in its first half, another may leave."""
+    first = set(leaves)
+    if any(not first.isdisjoint(split.left) for split in waiting):
+        for split in waiting:
+            split.weights()
 
 
 def run(roots: Sequence[Root], leaves: list[Node] | None = None, *, retain: bool = False) -> None:

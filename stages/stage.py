@@ -183,7 +183,8 @@ class Stage:
             running.split = Split(running.begins(gradients))
             if running.slots:
                 self.saved.ready(micro_batch)
-                running.split.inputs(self.anchor, release=not self.stores)
+                waiting = [other.split for other in self.running.values() if other.split is not None]
+                running.split.inputs(self.anchor, release=not self.stores, waiting=waiting[:-1])
         running.loss, running.roots = None, {}
         return running.ends()
 

@@ -63,6 +63,8 @@ CASES = [
     *(Case(model=name, cuts="every", steps=2) for name in TRAPS),
     *(Case(model=name, cuts="every", steps=2, tier="packed", micro_batches=2) for name in TRAPS),
     Case(model="ParameterCalledRelu", cuts="every", micro_batches=1),
+    Case(model="OneLayoutOfMany", cuts=4, schedule="zb_h1", micro_batches=4, steps=2),
+    Case(model="OneLayoutOfMany", cuts=4, ranks=2, schedule="zbv", micro_batches=4, steps=2),
     Case(model="Conjugate", cuts=["conj"], schedule="gpipe", tier="packed"),
     Case(model="resnet18", cuts=RESIDUAL, tier="packed", steps=2),
     Case(model="resnet18_channels_last", cuts=3, tier="host", steps=2, codec="zero_value+byte_plane"),

@@ -216,6 +216,19 @@ class ParameterCalledRelu(Wide):
         return self.end(torch.tanh(y) * self.relu)
 
 
+class OneLayoutOfMany(Base):
+    """A layer whose bias is a product's at some sizes, a sum's at others: only one of them can wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.small = nn.Linear(5, 5)
+
+    def forward(self, x):
+        y = torch.tanh(self.b(self.a(x.flatten(1))))
+        z = y.mean(0).view(-1, 2 - x.size(0) % 2, 5).transpose(0, 1)
+        return self.end(y + torch.tanh(self.small(z)).reshape(-1))
+
+
 TRAPS = {
     kind.__name__: kind
     for kind in (
@@ -237,5 +250,6 @@ TRAPS = {
         PoolOfRelu,
         Conjugate,
         ParameterCalledRelu,
+        OneLayoutOfMany,
     )
 }
