@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..compression.errors import PlanError
-from ..stages.graph import LayerGraph
+from ..stages.graph import LayerGraph, fingerprint
 from ..stages.plan import Plan
 from ..stages.rules import STREAM
 from . import group
@@ -91,6 +91,15 @@ def check_ranks(plan: Plan) -> None:
         raise PlanError(
             f"the plan is made for {plan.num_ranks} ranks, {group.num_ranks()} were started; start as many, "
             "or plan again"
+        )
+
+
+def check_model(plan: Plan, model: nn.Module) -> None:
+    """The model has the parameters and buffers that the plan was made for."""
+    if plan.fingerprint != fingerprint(model):
+        raise PlanError(
+            "a plan belongs to the model it was made for, and this model has other parameters or "
+            "buffers; plan again"
         )
 
 

@@ -21,6 +21,7 @@ from ..compression.errors import PenstockError, StageError, TransportError
 from ..stages.seeds import layer_seed
 from ..stages.stage import Stage
 from .batches import MicroBatch
+from .crossing import Crossing
 from .frames import Frames
 from .instruction import Instruction, Op
 from .loss import Loss, mean_loss, refuse_side_ways
@@ -61,6 +62,7 @@ class Engine:
     ) -> None:
         self.rank, self.stages, self.transport = rank, stages, transport
         self.frames = Frames(transport, policy=policy, noted=any(stage.stores for stage in stages.values()))
+        self.crossing = Crossing(self.frames)
         self.loss, self.update, self.parameters, self.seed = loss, update, parameters, seed
         self.run = {
             Op.F: self._forward,
@@ -114,10 +116,10 @@ class Engine:
             for instruction in program:
                 stage = self.stages[instruction.stage]
                 with self._told(f"stage {stage.index}, forward"):
-                    received = self._arrive(instruction, inputs)
+                    received = self.crossing.arrive(instruction, inputs)
                     route = itinerary.routes[0][stage.index]
                     sent, outputs = stage.evaluate(received, record=itinerary.records[0], route=route)
-                    self._leave(instruction, sent)
+                    self.crossing.leave(instruction, sent)
                     self.frames.let_go(stage.index, itinerary.receives[instruction])
             self.frames.end()
         return outputs
@@ -149,10 +151,10 @@ class Engine:
         self.began = time.perf_counter()
         self.failed = ""
         self.reports = {index: StageReport(live_versions=1) for index in self.stages}
-        self.tied: dict[tuple[int, str], Any] = {}
         for stage in self.stages.values():
             if not self.itinerary.goes_on:
                 stage.begin(mode)
+        self.crossing.begin(self.itinerary, self.reports)
         self.frames.begin(self.itinerary, training=mode == "train")
 
     def _timed(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
@@ -188,13 +190,13 @@ class Engine:
         stage, batch = self.stages[instruction.stage], self.micro_batches[index]
         sent, outputs = stage.forward(
             index,
-            self._arrive(instruction, batch.inputs),
+            self.crossing.arrive(instruction, batch.inputs),
             record=self.itinerary.records[index],
             route=self.itinerary.routes[index][stage.index],
             seed=lambda name: layer_seed(self.seed, batch.step, batch.index, name),
             batch=batch.batch,
         )
-        self._leave(instruction, sent)
+        self.crossing.leave(instruction, sent)
         stage.leave(index, self.frames.placed)
         self.frames.let_go(stage.index, [m for m in self.itinerary.receives[instruction] if not m.masked])
         if stage.last:
@@ -223,8 +225,7 @@ class Engine:
         index = instruction.micro_batch
         assert index is not None
         came, back = self.itinerary.receives[instruction], self.itinerary.sends[instruction]
-        gradients = {message.value: self.frames.receive(message) for message in came}
-        self._leave(instruction, backward(index, gradients))
+        self.crossing.leave(instruction, backward(index, self.crossing.receive(instruction)))
         self.frames.let_go(instruction.stage, [message.downstream for message in (*came, *back)])
 
     def _update(self, instruction: Instruction) -> None:
@@ -233,33 +234,3 @@ class Engine:
         weights, report = self.stages[stage].weights, self.reports[stage]
         report.live_versions = max(report.live_versions, weights.num_live)
         report.versions_bytes = max(report.versions_bytes, weights.num_bytes)
-
-    def _arrive(self, instruction: Instruction, inputs: tuple[torch.Tensor, ...]) -> dict[int, Any]:
-        """What a forward works on: received values, tied parameters of this step, the model's inputs."""
-        stage, index = instruction.stage, instruction.micro_batch or 0
-        record, route = self.itinerary.records[index], self.itinerary.routes[index][stage]
-        received = {
-            message.value: self.frames.receive(message) for message in self.itinerary.receives[instruction]
-        }
-        for number, _ in route.receives:
-            value = record.values[number]  # its number may differ between micro-batches of other sizes
-            if value.parameter and number in received:
-                self.tied[stage, value.name] = received[number]
-            elif value.parameter:  # it came with the first micro-batch of the step
-                received[number] = self.tied[stage, value.name]
-        if stage == 0:
-            starts = [i for i, value in enumerate(record.values) if value.producer < 0]
-            received |= dict(zip(starts, inputs, strict=True))
-        return received
-
-    def _leave(self, instruction: Instruction, items: Mapping[int, Any]) -> None:
-        """Send what an instruction made."""
-        for message in self.itinerary.sends[instruction]:
-            raw, sent = self.frames.send(message, items[message.value])
-            report = self.reports[message.source]
-            if message.op is Op.F:
-                report.forward_raw += raw
-                report.forward_sent += sent
-            else:
-                report.backward_raw += raw
-                report.backward_sent += sent

@@ -5,7 +5,8 @@ parameter that it reads beside them lives on another stage, and its gradient wou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,20 @@ def mean_loss(loss: Loss, outputs: Any, targets: Any, *, autocast: torch.dtype |
     if not found.requires_grad:
         raise StageError("the loss depends on trained parameters, found one that was detached or has none")
     return found
+
+
+def total_loss(losses: Mapping[int, torch.Tensor], shares: Mapping[int, float], *, mean: bool) -> float:
+    """The sum of share x loss over micro-batches, ascending, in the loss's dtype, at least float32.
+
+    Args:    mean: divide by the sum of the shares, as those that finished in a step of a stream need not be
+             a batch. No number where none did."""
+    if not losses:
+        return math.nan
+    dtype = torch.promote_types(next(iter(losses.values())).dtype, torch.float32)
+    total = torch.zeros((), dtype=dtype)
+    for index, loss in losses.items():
+        total += loss.to(dtype) * shares[index]
+    return float(total) / (sum(shares.values()) if mean else 1)
 
 
 def refuse_side_ways(loss: torch.Tensor, outputs: Any, parameters: Collection[int]) -> None:

@@ -6,9 +6,8 @@ rank keeps its own stages. Either way a step has the bits of the plain loop over
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,35 +15,29 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..compression.choose import AUTO
-from ..compression.codec import CODECS
-from ..compression.errors import PlanError
-from ..stages.graph import fingerprint, trace
-from ..stages.measure import owned_parameters
-from ..stages.memory.keeper import STORES
+from ..stages.graph import trace
 from ..stages.plan import Plan
 from ..stages.rules import STREAM
-from ..stages.stage import Stage
-from ..stages.weights import weights_named
 from . import group
 from .arguments import (
     check_arguments,
     check_gradients,
     check_layers,
+    check_model,
     check_ranks,
     check_update,
     check_versions_of,
 )
 from .auto import policy_named
-from .batches import MicroBatch, example_of, joined, micro_batches, positional
+from .batches import example_of, joined, micro_batches, positional
 from .engine import Engine
-from .instruction import Instruction
-from .messages import Itinerary
-from .prices import Flow
-from .report import Report, StageReport
+from .gather import gather_flows, gather_reports, gather_spans
+from .loss import total_loss
+from .ownership import make_stages, ownership
+from .report import Report
 from .scale import Scaler
 from .state import State
-from .steps import Steps
+from .steps import Flushed, Step, Steps
 from .stream import Stream
 from .timeline import Span
 from .transport import GlooTransport, LocalTransport
@@ -57,8 +50,7 @@ class Pipeline:
 
     Args:
         model: the plain model, put into train mode if it is in eval mode as a whole; in a group of ranks drop
-        your own
-            reference to it: a rank keeps only its layers.
+            your own reference to it: a rank keeps only its layers.
         loss: (outputs, targets) -> mean over the micro-batch, a 0-dim tensor.
         optimizer: list of (name, parameter) -> torch optimizer; called once per stage that has parameters.
         scheduler: optimizer -> learning-rate scheduler, stepped once after every update.
@@ -97,38 +89,26 @@ class Pipeline:
         check_update(model, plan, clip=clip, scope=clip_scope, scaler=scaler)
         check_gradients()
         check_ranks(plan)
+        check_model(plan, model)
         if not model.training:
             model.train()
-        if plan.fingerprint != fingerprint(model):
-            raise PlanError(
-                "a plan belongs to the model it was made for, and this model has other parameters or "
-                "buffers; plan again"
-            )
         resident = Resident(model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
         graph = trace(model, example_of(plan), autocast=autocast)
         check_layers(plan, graph)
         self.plan, self.weight, self.num_steps = plan, weight, 0
         self.inputs = [str(node.target) for node in graph.train.inputs]
         self.steps = Steps(plan, graph)
-        self.stream = Stream(plan, self.steps) if plan.streams else None
-        if self.stream is None:
-            self.steps.step("train", [graph.example_inputs] * plan.micro_batches)  # refuse early
-        else:
-            self.stream.rehearse([graph.example_inputs] * plan.micro_batches)
+        self.slices = Stream(plan, self.steps) if plan.streams else Flushed(self.steps)
+        self.slices.rehearse([graph.example_inputs] * plan.micro_batches)
 
+        own = ownership(model, plan, graph, self.steps)
         self.rank = group.rank()
-        here = [s for s in range(plan.num_stages) if not group.joined() or plan.ranks[s] == self.rank]
-        stage_of = self.steps.stage_of["train"]
-        pairs = zip(stage_of, owned_parameters(graph), strict=True)
-        owner = {name: stage for stage, names in pairs for name in names}
-        owned = {s: [(n, p) for n, p in model.named_parameters() if owner[n] == s] for s in here}
-        self.stages = {s: self._stage(s, model, [p for _, p in owned[s]], autocast) for s in here}
-        rank_of = [plan.ranks[s] if group.joined() else 0 for s in range(plan.num_stages)]
-        self.state = State(model, graph, stages=self.stages, owner=owner, stage_of=stage_of, rank_of=rank_of)
+        self.stages = make_stages(own, model=model, plan=plan, steps=self.steps, autocast=autocast)
+        self.state = State(model, graph, stages=self.stages, own=own)
         self.update = Update(
-            parameters=owned,
+            parameters=own.here,
             dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
-            owner={name: rank_of[stage] for name, stage in owner.items()},
+            owner=own.ranks,
             weights={s: stage.weights for s, stage in self.stages.items()},
             optimizer=optimizer,
             scheduler=scheduler,
@@ -149,8 +129,7 @@ class Pipeline:
             seed=seed,
         )
         resident.begin()
-        tensors = {stage: [parameter for _, parameter in named] for stage, named in owned.items()}
-        self.usage = Usage(plan, tensors, self.update.optimizers, resident=resident)
+        self.usage = Usage(plan, own.tensors, self.update.optimizers, resident=resident)
 
     @property
     def is_last(self) -> bool:
@@ -174,15 +153,9 @@ class Pipeline:
         batches = micro_batches(
             positional(inputs, self.inputs), targets, self.plan.micro_batches, self.weight
         )
-        if self.stream is None:
-            made, program = self.steps.step("train", [batch.inputs for batch in batches])
-            live = {batch.index: dataclasses.replace(batch, step=self.num_steps) for batch in batches}
-        else:
-            made, program = self.stream.feed(batches, step=self.num_steps)
-            live = self.stream.micro_batches()
+        fed = self.slices.feed(batches, step=self.num_steps)
         self.engine.wanted = outputs
-        num_samples = sum(len(batch.inputs[0]) for batch in batches)
-        report = self._run(made, program, live, num_samples=num_samples, began=began)
+        report = self._run(fed, num_samples=sum(len(batch.inputs[0]) for batch in batches), began=began)
         if outputs and self.is_last:
             report = dataclasses.replace(report, outputs=joined(list(self.engine.outputs.values())))
         self.policy.end(self.engine.spans, report.seconds)
@@ -193,15 +166,14 @@ class Pipeline:
         """Finish the micro-batches in flight, if the schedule leaves any; count versions from 0 again.
 
         Returns: the Report of what this took, on every rank; None where nothing was in flight."""
-        if self.stream is None or not self.stream.in_flight:
+        if not self.slices.in_flight:
             return None
         began = time.perf_counter()
         self.engine.check()
-        made, program = self.stream.drain()
         spans = self.engine.spans  # those of a step: a drain is none
-        report = self._run(made, program, self.stream.micro_batches(), num_samples=0, began=began)
+        report = self._run(self.slices.drain(), num_samples=0, began=began)
         self.engine.spans = spans
-        self.stream.restart()
+        self.slices.restart()
         for stage in self.stages.values():
             stage.weights.drained()
         self.update.begin()
@@ -236,18 +208,11 @@ class Pipeline:
 
     def timeline(self) -> list[Span]:
         """What all ranks did in the last step, in seconds since it began; collective."""
-        rows = group.gather_json(
-            [[getattr(span, name) for name in Span.__slots__] for span in self.engine.spans]
-        )
-        return [Span(**dict(zip(Span.__slots__, fields, strict=True))) for row in rows for fields in row]
+        return gather_spans(self.engine.spans)
 
     def flows(self) -> list[dict[str, Any]]:
         """What travels: values and gradients, their stages, the codec now, bytes raw and sent; collective."""
-        rows = group.gather_json([[*flow, *total] for flow, total in self.engine.frames.totals.items()])
-        names = (*Flow._fields, "bytes_raw", "bytes_sent")
-        found = [dict(zip(names, fields, strict=True)) for row in rows for fields in row]
-        codecs = [self.policy.codec(Flow(*(flow[name] for name in Flow._fields))) for flow in found]
-        return [flow | {"codec": codec} for flow, codec in zip(found, codecs, strict=True)]
+        return gather_flows(self.engine.frames.totals, self.policy)
 
     def close(self) -> None:
         """Leave the group of ranks; after a failure the others may not answer, and the group ends with the
@@ -257,74 +222,25 @@ class Pipeline:
         if not self.engine.failed:
             group.close()
 
-    def _stage(
-        self, index: int, model: nn.Module, parameters: Iterable[nn.Parameter], autocast: torch.dtype | None
-    ) -> Stage:
-        return Stage(
-            index,
-            model=model,
-            train=self.steps.layers("train", index),
-            evaluation=self.steps.layers("eval", index),
-            last=index == self.plan.num_stages - 1,
-            autocast=autocast,
-            store=None if self.plan.tier == "device" else STORES[self.plan.tier](),
-            codec=self.plan.codec if self.plan.codec in CODECS else AUTO,  # lossy ones lose on the wire only
-            weights=weights_named(
-                self.plan.weights,
-                parameters=parameters,
-                stage=index,
-                num_stages=self.plan.num_stages,
-                asynchronous=self.plan.schedule == STREAM,
-                prediction=self.plan.prediction,
-                tier=self.plan.weights_tier,
-            ),
-            weights_first=self.plan.weights_first,
-        )
-
-    def _run(
-        self,
-        made: Itinerary,
-        program: Sequence[Instruction],
-        live: Mapping[int, MicroBatch],
-        *,
-        num_samples: int,
-        began: float,
-    ) -> Report:
+    def _run(self, fed: Step, *, num_samples: int, began: float) -> Report:
         """Run a step, or what drains a stream; put together the loss, and what each stage did."""
+        made, program = fed
+        live = self.slices.micro_batches()
         try:
             losses = self.engine.step(self.num_steps, program, made, live)
         except BaseException:
-            if self.stream is not None:
-                self.stream.restart()  # what was in flight is lost
+            self.slices.restart()  # what was in flight is lost
             self.usage.restart()
             raise
-        if self.stream is not None:
-            self.stream.ran(made)
+        self.slices.ran(made)
         reports = self.usage.fill(self.engine.reports, self.engine.spans, rank=self.rank)
-        mine = [self._loss(losses, live)]
-        for stage in range(self.plan.num_stages):
-            mine += reports.get(stage, StageReport()).numbers()
-        loss, *numbers = [sum(column) for column in zip(*group.exchange(mine), strict=True)]
-        size = len(numbers) // self.plan.num_stages
-        rows = [numbers[i : i + size] for i in range(0, len(numbers), size)]
+        shares = {index: live[index].share for index in losses}
+        mine = total_loss(losses, shares, mean=self.plan.streams) if self.is_last else 0.0
+        loss, stages = gather_reports(mine, reports, num_stages=self.plan.num_stages)
         return Report(
             step=self.num_steps,
             loss=loss,
             seconds=time.perf_counter() - began,
             num_samples=num_samples,
-            stages=tuple(map(StageReport.of, rows)),
+            stages=stages,
         )
-
-    def _loss(self, losses: Mapping[int, torch.Tensor], live: Mapping[int, MicroBatch]) -> float:
-        """The sum of share x loss, ascending, in the loss's dtype, at least float32.
-
-        Of a stream, the mean over those that finished; no number where none did."""
-        if not self.is_last:
-            return 0.0
-        if not losses:
-            return math.nan
-        dtype = torch.promote_types(next(iter(losses.values())).dtype, torch.float32)
-        total = torch.zeros((), dtype=dtype)
-        for index, loss in losses.items():
-            total += loss.to(dtype) * live[index].share
-        return float(total) / (sum(live[index].share for index in losses) if self.stream is not None else 1)

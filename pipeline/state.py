@@ -14,6 +14,7 @@ from ..stages.graph import LayerGraph
 from ..stages.layers import is_local
 from ..stages.stage import Stage
 from . import group
+from .ownership import Ownership
 from .update import Update
 
 
@@ -21,9 +22,7 @@ class State:
     """Parameters and buffers that this process holds, by their keys in the model's own state_dict.
 
     Args:    stages: those of this process.
-             owner: for every parameter (by its first name) the stage that trains it.
-             stage_of: the stage of every layer.
-             rank_of: the rank of every stage."""
+             own: who owns which parameter."""
 
     def __init__(
         self,
@@ -31,12 +30,10 @@ class State:
         graph: LayerGraph,
         *,
         stages: Mapping[int, Stage],
-        owner: Mapping[str, int],
-        stage_of: Sequence[int],
-        rank_of: Sequence[int],
+        own: Ownership,
     ) -> None:
         names = {id(p): name for name, p in model.named_parameters()}
-        readers = _readers(model, graph, stage_of)
+        readers = _readers(model, graph, own.layers)
         held = {key for stage in stages.values() for key in stage.held}
         self.keys: list[str] = []
         self.source: dict[str, int] = {}
@@ -46,9 +43,9 @@ class State:
                 raise PlanError(
                     f"a state is made of tensors, {key} of the model is not; keep it outside the model"
                 )
-            read = {owner[names[id(tensor)]]} if id(tensor) in names else readers.get(id(tensor), {0})
+            read = {own.stage_of[names[id(tensor)]]} if id(tensor) in names else readers.get(id(tensor), {0})
             self.keys.append(key)
-            self.source[key] = rank_of[min(read)]
+            self.source[key] = own.rank_of[min(read)]
             if read & set(stages) or id(tensor) in held:
                 self.held[key] = tensor
 

@@ -4,6 +4,7 @@ A step is planned once for every set of micro-batch shapes and then run many tim
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -17,6 +18,7 @@ from ..stages.probe import Probe
 from ..stages.route import Route, edges, follow, routes, stage_of_layers
 from ..stages.shapes import Shapes
 from . import group
+from .batches import MicroBatch
 from .instruction import Instruction, Op
 from .messages import Itinerary, itinerary
 from .schedules import schedule_named
@@ -111,6 +113,42 @@ class Steps:
         updates = [[Instruction(s, Op.U) for s in own] for own in stages]
         programs = [[*program, *update] for program, update in zip(programs, updates, strict=True)]
         return programs, [*order, *(u for update in updates for u in update)], window
+
+
+class Flushed:
+    """Steps that begin and end with nothing in flight; a ``Stream`` is asked the same where some is."""
+
+    in_flight = False
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the micro-batches of a step that failed."""
+        self.live: dict[int, MicroBatch] = {}
+
+    def rehearse(self, inputs: Inputs) -> None:
+        """Refuse now what a batch of these micro-batches would be refused for."""
+        self.steps.step("train", inputs)
+
+    def feed(self, batches: Sequence[MicroBatch], *, step: int) -> Step:
+        """The step that trains on these micro-batches; raises what ``Steps.step`` does."""
+        made = self.steps.step("train", [batch.inputs for batch in batches])
+        self.live = {batch.index: dataclasses.replace(batch, step=step) for batch in batches}
+        return made
+
+    def drain(self) -> Step:
+        """A step of nothing."""
+        return self.steps.step("train", [])
+
+    def micro_batches(self) -> dict[int, MicroBatch]:
+        """Those of the step."""
+        return self.live
+
+    def ran(self, made: Itinerary) -> None:
+        """The step has run, and all of it is done."""
+        self.restart()
 
 
 def pairs_of(routed: Iterable[tuple[Route, ...]]) -> list[tuple[int, int]]:

@@ -65,48 +65,28 @@ def partition(
     """
     check_name(codec)
     _check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
-    if extra_in_flight < 0:
-        raise PlanError(
-            f"extra_in_flight counts micro-batches, found extra_in_flight={extra_in_flight}; use 0 or more"
-        )
+    _check_counts(least=0, extra_in_flight=extra_in_flight)
     given = named_cuts(profile, cuts) if cuts else None
-    if layout(schedule) == "custom":
-        stages, ranks = _as_placed(placed(program), stages=stages, ranks=ranks)
-    a_rank = 2 if layout(schedule) in ("loop", "vee") else 1
-    stages = _num_stages(stages, given, None if ranks is None else ranks * a_rank)
-    ranks = stages // a_rank if ranks is None else ranks
-    if ranks > stages:
-        raise PlanError(
-            f"every rank runs a stage, found ranks={ranks} for {stages} stages; lower ranks or raise stages"
-        )
+    stages, ranks = _sizes(stages, ranks, given, schedule=schedule, program=program)
     places = allowed_cuts(profile) if given is None else given
     _check_places(profile, places, stages)
     fixed = None
     if layout(schedule) != "neighbours":
         fixed = placed(program) if program else placement(schedule, stages=stages, ranks=ranks)
     place_of = fixed or range(ranks)  # what is in flight is counted per stage, or per rank of neighbours
-    several = stages - len(place_of)  # an endless program runs every stage of a rank at its own time
-    streams = schedule == "async_1f1b" or weights == "double_buffered"
+    endless = schedule == "async_1f1b" or weights == "double_buffered"
     flying = {"micro_batches": micro_batches, "extra_in_flight": extra_in_flight, "ranks": place_of}
-    flights = [in_flight("async_1f1b" if streams else schedule, i, **flying) for i in range(len(place_of))]
     costs = Costs(
         profile,
-        flights=[number + several * streams for number in flights],
+        flights=_flights(schedule, stages, endless=endless, **flying),
         versions=[old_versions(weights, i, stages=stages) for i in range(len(place_of))],
         rate=None if link is None else parse_rate(link),
         budget=None if memory is None else parse_bytes(memory),
     )
-    points = [0, *places, len(profile.layers)]
-    if fixed:
-        ends, rank_of = _fit(costs, points, fixed, memory=memory), fixed
-    else:
-        ends, rank_ends = _choose(costs, points, stages=stages, ranks=ranks, memory=memory)
-        rank_of = tuple(sum(end <= start for end in rank_ends[1:]) for start in ends[:-1])
-    index_of = range(stages) if fixed else rank_of
+    ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)
+    spans = zip(pairwise(ends), range(stages) if fixed else rank_of, strict=True)
     return Plan(
-        stages=tuple(
-            costs.stage(start, end, i) for (start, end), i in zip(pairwise(ends), index_of, strict=True)
-        ),
+        stages=tuple(costs.stage(start, end, place) for (start, end), place in spans),
         ranks=rank_of,
         schedule=schedule,
         micro_batches=micro_batches,
@@ -126,10 +106,31 @@ def partition(
     )
 
 
-def _check_counts(**counts: int | None) -> None:
+def _check_counts(*, least: int = 1, **counts: int | None) -> None:
     for name, count in counts.items():
-        if count is not None and count < 1:
-            raise PlanError(f"{name} counts from 1, found {name}={count}; use 1 or more")
+        if count is not None and count < least:
+            raise PlanError(f"{name} counts from {least}, found {name}={count}; use {least} or more")
+
+
+def _sizes(
+    stages: int | None,
+    ranks: int | None,
+    given: Sequence[int] | None,
+    *,
+    schedule: str,
+    program: Sequence[str],
+) -> tuple[int, int]:
+    """How many stages and ranks there are, where one of them, or the cuts, may say it all."""
+    if layout(schedule) == "custom":
+        stages, ranks = _as_placed(placed(program), stages=stages, ranks=ranks)
+    a_rank = 2 if layout(schedule) in ("loop", "vee") else 1
+    stages = _num_stages(stages, given, None if ranks is None else ranks * a_rank)
+    ranks = stages // a_rank if ranks is None else ranks
+    if ranks > stages:
+        raise PlanError(
+            f"every rank runs a stage, found ranks={ranks} for {stages} stages; lower ranks or raise stages"
+        )
+    return stages, ranks
 
 
 def _num_stages(stages: int | None, given: Sequence[int] | None, ranks: int | None) -> int:
@@ -165,6 +166,38 @@ def _as_placed(rank_of: Sequence[int], *, stages: int | None, ranks: int | None)
         if asked not in (None, number):
             raise PlanError(f"the lines of the custom schedule have {number} {name}, found {name}={asked}")
     return found
+
+
+def _flights(
+    schedule: str,
+    stages: int,
+    *,
+    endless: bool,
+    micro_batches: int,
+    extra_in_flight: int,
+    ranks: Sequence[int],
+) -> list[int]:
+    """The most micro-batches in flight at every place of ``ranks``."""
+    several = stages - len(ranks) if endless else 0  # every stage of a rank runs at its own time
+    kind = "async_1f1b" if endless else schedule
+    counts = {"micro_batches": micro_batches, "extra_in_flight": extra_in_flight, "ranks": ranks}
+    return [several + in_flight(kind, i, **counts) for i in range(len(ranks))]
+
+
+def _cut(
+    costs: Costs,
+    points: list[int],
+    fixed: tuple[int, ...] | None,
+    stages: int,
+    ranks: int,
+    *,
+    memory: int | str | None,
+) -> tuple[list[int], tuple[int, ...]]:
+    """Ends of the stages, and the rank of each; ``fixed``: the ranks, where the schedule says them."""
+    if fixed:
+        return _fit(costs, points, fixed, memory=memory), fixed
+    ends, rank_ends = _choose(costs, points, stages=stages, ranks=ranks, memory=memory)
+    return ends, tuple(sum(end <= start for end in rank_ends[1:]) for start in ends[:-1])
 
 
 def _fit(costs: Costs, points: list[int], rank_of: Sequence[int], *, memory: int | str | None) -> list[int]:

@@ -12,21 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..compression.errors import StageError
 from ..compression.pool import Frame
 from .backward import Split, run
-from .layers import Layer, Traced, casting, parts_of, run_layer, run_output
+from .layers import Layer, Traced, casting, parts_of, run_output
 from .memory.saved import Resident, Saved
 from .memory.store import Store
 from .probe import Probe
 from .receive import Receive
 from .route import Route
 from .running import Running
-from .seeds import seeded
+from .walk import walk
 from .weights import Latest, Weights
 from .weights_first import run_weights_first
 
@@ -134,7 +133,7 @@ class Stage:
             casting(self.autocast),
             self.saved.forward(micro_batch, values.values(), tied),
         ):
-            env = self._layers("train", values, record, route, seed)
+            env = walk(values, self.parts["train"], record=record, route=route, saved=self.saved, seed=seed)
             out = {number: values[number] for number, _ in route.sends}
             sent = {
                 n: self._as_it_is(item) if record.values[n].parameter else item for n, item in out.items()
@@ -223,7 +222,7 @@ class Stage:
             if record.values[number].parameter:  # a kernel may be picked by it, even under no_grad
                 item.requires_grad_(record.values[number].requires_grad)
         with torch.no_grad(), casting(self.autocast):
-            env = self._layers("eval", values, record, route, None)
+            env = walk(values, self.parts["eval"], record=record, route=route, saved=self.saved, seed=None)
             outputs = run_output(self.traced["eval"], env, self.parts["eval"]) if self.last else None
         return {number: values[number] for number, _ in route.sends}, outputs
 
@@ -233,61 +232,3 @@ class Stage:
             return item
         slot = running.slots[number] = {}
         return Receive.apply(self.anchor, item, slot)
-
-    def _layers(
-        self,
-        mode: str,
-        values: dict[int, Any],
-        record: Probe,
-        route: Route,
-        seed: Callable[[str], int] | None,
-    ) -> dict[fx.Node, Any]:
-        """Run the stage's layers in order; ``values`` grows by what they make."""
-        parts = self.parts[mode]
-        arrived = {node: record.outputs[node] for node in route.foreign}
-        env: dict[fx.Node, Any] = {
-            node: _rebuilt([values.get(number) for number in outputs.values], outputs.spec)
-            for node, outputs in arrived.items()
-        }
-        tied = {node: tensor for node, tensor in env.items() if node.op == "get_attr"}
-        numbers = {id(tensor): number for number, tensor in values.items()}
-        for layer, (nodes, dead) in zip(route.layers, route.done, strict=True):
-            self.saved.layer = layer
-            try:
-                if seed is not None and layer.name in record.random:
-                    with seeded(seed(layer.name)):
-                        result = run_layer(layer, env, parts, tied)
-                else:
-                    result = run_layer(layer, env, parts, tied)
-            except Exception as error:
-                raise StageError(f"layer {layer.name}: {type(error).__name__}: {error}") from error
-            env[layer.node] = result
-            _hold_against(record, layer, result, values, numbers)
-            for node in nodes:
-                del env[node]
-            for number in dead:
-                numbers.pop(id(values.pop(number, None)), None)
-        return env
-
-
-def _rebuilt(leaves: list[Any], spec: TreeSpec) -> Any:
-    """A result put together from its leaves; torch.Size comes back as what it was, which slices show."""
-    result = tree_unflatten(leaves, spec)
-    return torch.Size(result) if spec.type is torch.Size and None not in leaves else result
-
-
-def _hold_against(
-    record: Probe, layer: Layer, result: Any, values: dict[int, Any], numbers: dict[int, int]
-) -> None:
-    """Refuse a run whose structure or identities differ from the probe: the routes were made from it."""
-    expected = record.outputs[layer.node]
-    leaves, spec = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)
-    if len(leaves) != len(expected.values) or (spec is not None and spec != expected.spec):
-        raise StageError(f"layer {layer.name} returned another structure than when it was traced")
-    for number, leaf in zip(expected.values, leaves, strict=True):
-        if not isinstance(leaf, torch.Tensor):
-            values[number] = leaf
-        elif values.setdefault(number, leaf) is not leaf or numbers.setdefault(id(leaf), number) != number:
-            raise StageError(
-                f"layer {layer.name} returned a tensor that was its input when it was traced, or the reverse"
-            )

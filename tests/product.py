@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from law import OPTIMIZERS, Case, differences, plan_of
+from cases import OPTIMIZERS, Case, plan_of
+from law import differences
 
 from penstock import ScheduleError
 from penstock.pipeline.schedules import SCHEDULES

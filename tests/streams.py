@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from law import OPTIMIZERS, Case, plan_of
+from cases import OPTIMIZERS, Case, plan_of
 from reference import same_bits
 from replay import Replay
 from zoo import build, cross_entropy

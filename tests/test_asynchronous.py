@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from law import OPTIMIZERS, plan_of
+from cases import OPTIMIZERS, plan_of
 from reference import same_bits
 from streams import StreamCase, differences, rank_differences
 from zoo import build, cross_entropy

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from law import Case, differences, pipeline_of, plan_of
+from cases import Case, pipeline_of, plan_of
+from law import differences
 from test_simulate import two_ranks
 from zoo import build
 

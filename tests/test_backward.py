@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from law import OPTIMIZERS, Case, plan_of
+from cases import OPTIMIZERS, Case, plan_of
 from reference import same_bits
 from torch import nn
 from torch.autograd.graph import get_gradient_edge

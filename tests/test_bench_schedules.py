@@ -10,7 +10,7 @@ from pathlib import Path
 import product
 import pytest
 import torch
-from law import Case
+from cases import Case
 from rich.console import Console
 from torch import nn
 from torch.nn import functional as F

@@ -54,7 +54,10 @@ def penstock(typed, capfd):
             "schedule=async_1f1b prediction=true weights=vertical_sync",
             "take weights=latest or weights=stashed",
         ),
-        ("schedule=custom program=/nowhere.txt", "program=/nowhere.txt: a custom schedule is a file of text or CSV, cannot read"),
+        (
+            "schedule=custom program=/nowhere.txt",
+            "program=/nowhere.txt: a custom schedule is a file of text or CSV, cannot read",
+        ),
         ("rank=1", "did you mean ranks?"),
         ("clip.nrom=1", "did you mean clip.norm?"),
         ("ranks=two", "ranks takes a whole number, not two"),

@@ -5,7 +5,8 @@ import shutil
 import pytest
 import torch
 import zoo
-from law import Case, differences, profile_of
+from cases import Case, profile_of
+from law import differences
 from torch import nn
 from torchvision.models.resnet import BasicBlock
 

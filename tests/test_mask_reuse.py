@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from law import Case, pipeline_of, plan_of
+from cases import Case, pipeline_of, plan_of
 from reference import same_bits
 from torch import nn
 from torch.nn import functional as F

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from law import OPTIMIZERS, Case, pipeline_of, plan_of
+from cases import OPTIMIZERS, Case, pipeline_of, plan_of
 from reference import plain_loop, same_bits
 from torch import nn
 from torch.nn import functional as F

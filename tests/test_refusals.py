@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from law import OPTIMIZERS
+from cases import OPTIMIZERS
 from reference import plain_loop, same_bits
 from torch import nn
 from torch.nn import functional as F

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from law import Case, differences
+from cases import Case
+from law import differences
 from traps import TRAPS
 
 RESIDUAL = ["layer1_0_conv2", "layer1_1_bn1", "layer3_0_relu"]  # inside residual blocks: two values on a cut

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from law import Case, plan_of, rank_differences
+from cases import Case, plan_of
+from law import rank_differences
 
 RESIDUAL = ["layer1_0_conv2", "layer1_1_bn1", "layer3_0_relu"]
 

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from law import OPTIMIZERS, Case, differences, loud, plan_of, rank_differences
+from cases import OPTIMIZERS, Case, loud, plan_of
+from law import differences, rank_differences
 from reference import same_bits
 from zoo import build, cross_entropy
 

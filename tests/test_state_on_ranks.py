@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from law import OPTIMIZERS
+from cases import OPTIMIZERS
 from ranks import Ranks
 from reference import plain_loop, same_bits
 from torch import nn

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from law import Case, pipeline_of, plan_of
+from cases import Case, pipeline_of, plan_of
 from zoo import build
 
 import penstock

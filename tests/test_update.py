@@ -5,7 +5,8 @@ import dataclasses
 
 import pytest
 import torch
-from law import OPTIMIZERS, Case, differences, plan_of
+from cases import OPTIMIZERS, Case, plan_of
+from law import differences
 from reference import plain_loop, same_bits
 from torch import nn
 from zoo import build, cross_entropy

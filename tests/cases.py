@@ -1,0 +1,122 @@
+"""Training runs as data: what a case trains, and the plan, pipeline and scaler that it asks for."""
+
+import dataclasses
+import functools
+import random
+
+import torch
+from zoo import build, cross_entropy
+
+import penstock
+
+OPTIMIZERS = {
+    "sgd": lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, weight_decay=1e-4),
+    "plain": lambda named: torch.optim.SGD(named, lr=0.05),
+    "nesterov": lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": lambda named: torch.optim.Adam(named, lr=1e-3),
+    "adamw": lambda named: torch.optim.AdamW(named, lr=1e-3),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run; ``cuts``: layer names, a number of stages, "every" or ("random", stages, seed)."""
+
+    model: str
+    cuts: object = 2
+    ranks: int | None = None
+    schedule: str = "1f1b"
+    codec: str = "zero_value"
+    optimizer: str = "sgd"
+    micro_batches: int = 3
+    extra_in_flight: int = 0
+    clip: float | None = 1.0
+    dtype: torch.dtype | None = None
+    steps: int = 3
+    scheduler: bool = False
+    tier: str = "device"
+    weights_first: bool = False
+    program: tuple = ()
+    clip_scope: str = "global"
+    scaler: tuple[float, int] | float | None = None  # a GradScaler's initial scale and growth interval
+    autocast: torch.dtype | None = None
+
+    def __str__(self):
+        shown = [
+            str(getattr(self, f.name)) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        ]
+        return "-".join(shown).replace(" ", "").replace("torch.", "")
+
+
+VERSIONS = ("weights", "weights_tier", "weights_first", "prediction", "program")
+
+
+@functools.lru_cache(maxsize=8)
+def profile_of(name, dtype, micro_batches, autocast=None):
+    model, batches = build(name, dtype)
+    example = (batches[0][0].tensor_split(micro_batches)[0].clone(),)
+    graph = penstock.trace(model, example, autocast=autocast)
+    return penstock.measure(graph, example, repeats=1), graph.train_probe.random
+
+
+def plan_of(case):
+    """The plan of a case; the same on every rank but for its predicted seconds."""
+    profile, random_layers = profile_of(case.model, case.dtype, case.micro_batches, case.autocast)
+    names = [layer.name for layer in profile.layers]
+    legal = [i for i in range(len(names) - 1) if i not in profile.refused]
+    settings = {
+        "schedule": case.schedule,
+        "codec": case.codec,
+        "micro_batches": case.micro_batches,
+        "extra_in_flight": case.extra_in_flight,
+        "tier": case.tier,
+        "ranks": case.ranks,
+    }
+    settings |= {name: getattr(case, name) for name in VERSIONS if hasattr(case, name)}
+    if isinstance(case.cuts, int):
+        return penstock.partition(profile, stages=case.cuts, **settings), random_layers
+    chosen = case.cuts
+    if case.cuts == "every":
+        chosen = [names[i] for i in legal]
+    elif case.cuts[0] == "random":
+        _, stages, seed = case.cuts
+        chosen = [names[i] for i in sorted(random.Random(seed).sample(legal, stages - 1))]
+    return penstock.partition(profile, cuts=list(chosen), **settings), random_layers
+
+
+def pipeline_of(case, plan, model):
+    """The pipeline of a case."""
+    return penstock.Pipeline(
+        model,
+        plan,
+        loss=loss_of(case),
+        optimizer=OPTIMIZERS[case.optimizer],
+        scheduler=decayed if case.scheduler else None,
+        clip=case.clip,
+        clip_scope=case.clip_scope,
+        scaler=scaler_of(case),
+        autocast=case.autocast,
+        deadline=30,
+    )
+
+
+def loss_of(case):
+    """The loss of a case; with a scaler a loud one, so that float32 overflows too."""
+    return cross_entropy if case.scaler is None else loud
+
+
+def loud(outputs, targets):
+    return 32 * cross_entropy(outputs, targets)
+
+
+def scaler_of(case):
+    """What a pipeline is given as ``scaler``: a new GradScaler, a number or None."""
+    if not isinstance(case.scaler, tuple):
+        return case.scaler
+    scale, interval = case.scaler
+    return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
+
+
+def decayed(optimizer):
+    """A schedule that every update moves."""
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
