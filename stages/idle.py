@@ -40,8 +40,9 @@ class Version:
     def bring(self) -> None:
         """One does."""
 
-    def drop(self) -> None:
-        """None will ever again."""
+    def drop(self) -> list[Tensor]:
+        """None will ever again; returns tensors whose memory may be written anew."""
+        return self.tensors if self.ours else []
 
 
 class Idle(Version):
@@ -89,11 +90,12 @@ class Idle(Version):
             _fill(self.tensors[place], self.store.get(key))
         self._away = False
 
-    def drop(self) -> None:
-        """Forget the frames."""
+    def drop(self) -> list[Tensor]:
+        """Forget the frames; the memory is gone already."""
         for key, _ in self._frames.values():
             self.store.drop(key)
         self._frames.clear()
+        return []
 
     def _own(self, place: int) -> bool:
         """Whether a tensor is all of its memory, which nobody else knows."""

@@ -106,6 +106,7 @@ class Stashed(Overwritten):
         self.kept: dict[int, Version] = {}
         self.running: dict[int, Version] = {}  # by micro-batch between its forward and done
         self.next = self.batch = 0
+        self.spare: list[Tensor] = []  # the memory of the last version dropped: fresh pages cost a copy more
 
     @property
     def num_live(self) -> int:
@@ -155,8 +156,8 @@ class Stashed(Overwritten):
         """Forget the version of ``micro_batch`` if it was the last that needs it."""
         version = self.running.pop(micro_batch, None)
         self._forget()
-        if version is not None and all(version is not other for other in self.older):
-            version.drop()
+        if version is not None and all(version is not other for other in (*self.older, self.newest)):
+            self.spare = version.drop() or self.spare
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
@@ -165,7 +166,7 @@ class Stashed(Overwritten):
         if self._needed(old, old.number + 1):
             old.tensors = [p.data for p in self.parameters]
             self.kept[old.number] = old
-            _exchange(self.parameters, map(copy_of, old.tensors))
+            _exchange(self.parameters, self._copies(old.tensors))
             old.leave()
         with super().update():
             yield
@@ -207,7 +208,15 @@ class Stashed(Overwritten):
     def _forget(self) -> None:
         for version in list(self.kept.values()):
             if not self._needed(version, self.newest.number):
-                self.kept.pop(version.number).drop()
+                self.spare = self.kept.pop(version.number).drop() or self.spare
+
+    def _copies(self, tensors: list[Tensor]) -> list[Tensor]:
+        spare, self.spare = self.spare, []
+        if not spare:
+            return [copy_of(tensor) for tensor in tensors]
+        for new, old in zip(spare, tensors, strict=True):
+            new.copy_(old)
+        return spare
 
     @contextlib.contextmanager
     def _placed(self, version: Version) -> Iterator[None]:
