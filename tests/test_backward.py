@@ -302,8 +302,8 @@ class Hooked(nn.Linear):
         super().__init__(8, 8)
         self.hook = hook
 
-    def forward(self, x):
-        y = super().forward(x)
+    def forward(self, input):
+        y = super().forward(input)
         y.register_hook(self.hook)
         return y
 

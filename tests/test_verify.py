@@ -1,7 +1,7 @@
 import itertools
 
 import pytest
-from channels import Channels, obeys
+from executor import Channels, obeys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import laid, neighbours
