@@ -73,8 +73,7 @@ def pieces(monkeypatch):
 CASES = [
     Case(model="compiled_mlp", cuts=2),
     Case(model="compiled_mlp", cuts="every", schedule="gpipe", tier="packed", optimizer="adam"),
-    pytest.param(Case(model="compiled_net", cuts=3, micro_batches=4), marks=pytest.mark.slow),
-    Case(model="compiled_net", cuts=["layer1", "layer2"], tier="packed", steps=2),
+    Case(model="compiled_net", cuts=["layer1", "layer2"], tier="packed", steps=2, micro_batches=4),
     Case(model="compiled_tied", cuts="every"),
     pytest.param(
         Case(model="compiled_mlp", cuts=3, autocast=torch.float16, scaler=(2.0**16, 1), steps=4),
