@@ -51,7 +51,7 @@ class Case:
 VERSIONS = ("weights", "weights_tier", "weights_first", "prediction", "program")
 
 
-@functools.lru_cache(maxsize=8)
+@functools.cache
 def profile_of(name, dtype, micro_batches, autocast=None):
     model, batches = build(name, dtype)
     example = (batches[0][0].tensor_split(micro_batches)[0].clone(),)

@@ -16,6 +16,8 @@ Running statistics of BatchNorm have no versions. A stage runs its F in ascendin
 writes them, so a replay in ascending order of m writes the same on all stages.
 """
 
+from typing import Any
+
 import torch
 from reference import Seeded
 from torch.func import functional_call
@@ -96,7 +98,7 @@ class Replay:
 
     def drain(self):
         """What happened since the last one; versions are counted from here again."""
-        happened = {"losses": self.losses, "gradients": self.gradients}
+        happened: dict[str, Any] = {"losses": self.losses, "gradients": self.gradients}
         happened["state"] = {
             name: dict(stage.optimizer.state.get(p, {}))
             for stage in self.stages
@@ -178,10 +180,10 @@ class _Stage:
 
     def predict(self, times):
         """The values after ``times`` more steps, as far as the optimizer's state tells."""
-        values = self._copies()
-        for group in self.optimizer.param_groups if self.optimizer else ():
+        values, optimizer = self._copies(), self.optimizer
+        for group in optimizer.param_groups if optimizer else ():
             for name, p in self.named.items():
-                state = self.optimizer.state.get(p)
+                state = optimizer.state.get(p)
                 if state and any(p is q for q in group["params"]):
                     values[name] = _ahead(values[name], state, group, times)
         return values

@@ -114,7 +114,7 @@ CASES = [
     Case(model="gated", cuts=3, dtype=torch.bfloat16, steps=2),
     Case(model="tied", cuts=3, tier="packed"),
     Case(model="gpt_tied", cuts=4, steps=1),
-    Case(model="resnet18", cuts=2, steps=1, micro_batches=2, schedule="gpipe"),
+    Case(model="residual", cuts=2, steps=1, micro_batches=2, schedule="gpipe"),
     *(Case(model=f"dag{i}", cuts=2 + i % 2, steps=1, micro_batches=2) for i in range(2)),
     *(
         Case(model=name, cuts="every", steps=1, tier="packed" if len(name) % 2 else "device")
@@ -302,8 +302,8 @@ class Hooked(nn.Linear):
         super().__init__(8, 8)
         self.hook = hook
 
-    def forward(self, x):
-        y = super().forward(x)
+    def forward(self, input):
+        y = super().forward(input)
         y.register_hook(self.hook)
         return y
 

@@ -104,7 +104,7 @@ def test_what_fits_together_is_accepted(given):
 def test_what_the_schema_lists_is_what_there_is():
     """The schema is read without torch, so it lists the names of its own accord."""
     assert (schema.TIERS, schema.WEIGHTS) == (plan.TIERS, plan.WEIGHTS)
-    (line,) = [line for line in PlanConfig.__doc__.splitlines() if "schedule:" in line]
+    (line,) = [line for line in (PlanConfig.__doc__ or "").splitlines() if "schedule:" in line]
     assert re.findall(r"\b(?!or\b)\w+\b", line.partition("work:")[2]) == [*SCHEDULES]
 
 

@@ -35,7 +35,7 @@ CASES = [
     Case(model="gpt_tied", cuts=3, autocast=torch.bfloat16, clip=0.1),
     Case(model="gpt_tied", cuts=4, autocast=HALF, scaler=(2.0**16, 1), steps=4, optimizer="adam"),
     Case(model="gpt_gelu_dropout", cuts=2, autocast=HALF, scaler=4096.0, extra_in_flight=1, steps=2),
-    Case(model="squeezenet", cuts=3, autocast=torch.bfloat16, steps=1),
+    Case(model="residual", cuts=3, autocast=torch.bfloat16, steps=2),
     Case(model="dag1", cuts=4, autocast=HALF, scaler=(2.0**16, 1), steps=3),
     Case(model="dag2", cuts=4, autocast=torch.bfloat16, scaler=HUGE, steps=3),
 ]

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ class Log:
 def made(gradients, **settings):
     """An Update of two stages with one parameter each, its log, and what its SGD of rate 1 wrote."""
     log, parameters = [], [nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    weights = {s: Log(log, s, parameters[s : s + 1], gradients[s]) for s in range(2)}
+    weights: Any = {s: Log(log, s, parameters[s : s + 1], gradients[s]) for s in range(2)}
     settings = {"clip": None, "scheduler": None, **settings}
     update = Update(
         parameters={s: [(f"p{s}", parameters[s])] for s in range(2)},
@@ -123,8 +124,7 @@ def test_a_skipped_round_is_one_for_every_stage_and_its_clip():
     update.step(0)
     update.step(1)
     assert update.skipped
-    assert parameters[0].grad.item() == 0.0
-    assert torch.isnan(parameters[1].grad)
+    assert [str(float(torch.as_tensor(parameter.grad))) for parameter in parameters] == ["0.0", "nan"]
 
 
 def test_gradients_can_be_read_until_the_next_step_and_start_from_none():

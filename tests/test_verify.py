@@ -1,7 +1,7 @@
 import itertools
 
 import pytest
-from channels import Channels, obeys
+from executor import Channels, obeys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import laid, neighbours
@@ -93,7 +93,7 @@ def test_every_schedule_runs_on_any_number_of_ranks(name, num_ranks):
     num_stages = sum(map(len, stages_of_rank))
     edges = neighbours(num_stages)
     skips = sorted({*with_skips(num_stages), *([(0, num_stages - 1)] if num_stages > 1 else [])})
-    for number in range(1, 21):
+    for number in (*range(1, 10), 13, 16, 17, 20):  # below, at and above what fills 4, 5 and 8 ranks twice
         programs = SCHEDULES[name](stages_of_rank, number)
         given = {"num_micro_batches": number, "asynchronous": asynchronous}
         window = smallest_window(programs, edges=edges, **given) if name == "interleaved" else 2

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torchvision import models
+from torchvision.models.resnet import BasicBlock
 from traps import TRAPS
 
 from penstock.pipeline.models import GPT
@@ -136,6 +137,21 @@ def gpt(**settings):
     return GPT(vocabulary=61, length=16, width=48, heads=4, layers=3, **settings)
 
 
+def residual():
+    """What ResNet-18 has, at a thousandth of its size: BatchNorm, branches, strides, ReLU in place."""
+    narrower = nn.Sequential(nn.Conv2d(8, 16, 1, stride=2, bias=False), nn.BatchNorm2d(16))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        BasicBlock(8, 8),
+        BasicBlock(8, 16, stride=2, downsample=narrower),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(1),
+        nn.Linear(16, 10),
+    )
+
+
 def channels_last(pairs):
     return [(x.contiguous(memory_format=torch.channels_last), y) for x, y in pairs]
 
@@ -144,6 +160,11 @@ ZOO = {
     "mlp": (mlp, lambda: images(8)),
     "tied": (Tied, lambda: images(8)),
     "gated": (Gated, lambda: images(8)),
+    "residual": (residual, lambda: images(8)),
+    "residual_channels_last": (
+        lambda: residual().to(memory_format=torch.channels_last),
+        lambda: channels_last(images(8)),
+    ),
     "resnet18": (lambda: models.resnet18(num_classes=10), lambda: images(32)),
     "resnet18_channels_last": (
         lambda: models.resnet18(num_classes=10).to(memory_format=torch.channels_last),
