@@ -205,7 +205,8 @@ class Engine:
                 self.outputs[index] = tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
     def _lose(self, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:
-        mean = mean_loss(self.loss, outputs, batch.targets, autocast=stage.autocast)
+        with stage.weights.backward(index):  # outputs may be parameters
+            mean = mean_loss(self.loss, outputs, batch.targets, autocast=stage.autocast)
         if index == self.itinerary.first:
             refuse_side_ways(mean, outputs, self.parameters)
         stage.lose(index, self.update.scale.apply(mean * batch.share, batch.batch))

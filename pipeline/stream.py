@@ -29,7 +29,8 @@ Live = tuple[MicroBatch, Probe, tuple[Route, ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fed:
-    """Which micro-batches there are since the last drain: ``ends`` has their number behind each batch.
+    """Which micro-batches there are since the last drain: ``ends`` has their number behind each batch, but
+    for those that all stages have left behind.
 
     ``each``: every micro-batch is an update of its own; else every batch is one, when all stages are done
     with it."""
@@ -43,6 +44,15 @@ class Fed:
         """Micro-batches so far; the next would begin at twice this time, where a step ends."""
         return self.ends[-1] if self.ends else 0
 
+    def due(self, end: int) -> int:
+        """When all stages are done with the batch that ends there: when the first stage is."""
+        return 2 * end + 2 * self.num_stages - 2
+
+    def followed(self, number: int, *, clock: int) -> Fed:
+        """With a batch of ``number`` micro-batches more, at the time ``clock``."""
+        open_ends = [end for end in self.ends if self.due(end) >= clock]
+        return dataclasses.replace(self, ends=(*open_ends, self.number + number))
+
 
 def between(stages: Iterable[int], fed: Fed, *, start: int = 0, stop: int | None = None) -> list[Instruction]:
     """What a rank with these stages does from time ``start`` on and before ``stop``; None: to the end."""
@@ -55,10 +65,9 @@ def between(stages: Iterable[int], fed: Fed, *, start: int = 0, stop: int | None
     program = stream(own, num_stages=fed.num_stages, fed=fed.number, start=start, stop=stop)
     if fed.each:
         return with_updates(program)
-    # When the first stage is done with a batch, all are; at one time the updates come first.
-    ends = [2 * end + 2 * fed.num_stages - 2 for end in fed.ends]
-    due = [end for end in ends if start <= end and (stop is None or end < stop)]
-    timed = [(end, Instruction(stage, Op.U)) for end in due for stage in own]
+    # At one time the updates come first.
+    due = [time for time in map(fed.due, fed.ends) if start <= time and (stop is None or time < stop)]
+    timed = [(time, Instruction(stage, Op.U)) for time in due for stage in own]
     timed += [(time_of(instruction, fed.num_stages), instruction) for instruction in program]
     return [instruction for _, instruction in sorted(timed, key=lambda item: item[0])]
 
@@ -76,7 +85,7 @@ class Stream:
     def restart(self) -> None:
         """Forget what is in flight: nothing is any more, or a step failed."""
         self.fed = Fed(num_stages=self.plan.num_stages, each=self.plan.schedule == "async_1f1b")
-        self.clock = 0
+        self.clock = self.num_batches = 0
         self.live: dict[int, Live] = {}
         self.came: frozenset[Message] = frozenset()
 
@@ -99,12 +108,13 @@ class Stream:
         self._check(len(batches))
         records, routed = self.steps.routed("train", [batch.inputs for batch in batches])
         self._open_windows(routed)
-        first, number = self.fed.number, len(self.fed.ends)
+        first = self.fed.number
         for m, (batch, record, route) in enumerate(zip(batches, records, routed, strict=True), start=first):
             share = 1.0 if self.fed.each else batch.share
-            told = dataclasses.replace(batch, share=share, step=step, batch=number)
+            told = dataclasses.replace(batch, share=share, step=step, batch=self.num_batches)
             self.live[m] = told, record, route
-        self.fed = dataclasses.replace(self.fed, ends=(*self.fed.ends, first + len(batches)))
+        self.fed = self.fed.followed(len(batches), clock=self.clock)
+        self.num_batches += 1
         return self._slice(2 * self.fed.number, first=first)
 
     def drain(self) -> Step:

@@ -92,7 +92,10 @@ def observe(
     model.zero_grad()
     outputs = list(_tensors(run(*fresh(inputs))))
     seen: dict[str, torch.Tensor | None] = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
-    roots = [t for t in outputs if t.requires_grad]
+    training = (
+        torch.is_grad_enabled()
+    )  # without, a view of a parameter still says that it requires a gradient
+    roots = [t for t in outputs if training and t.requires_grad]
     weights = [torch.linspace(-1, 1, t.numel(), dtype=torch.float64).reshape(t.shape).to(t) for t in roots]
     if roots:
         torch.autograd.backward(roots, weights)

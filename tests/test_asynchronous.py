@@ -35,6 +35,8 @@ CASES = [
     StreamCase(model="mlp", **TWO, micro_batches=4, clip=0.5, scheduler=True),
     StreamCase(model="mlp", **TWO, micro_batches=5, cuts=2, optimizer="adamw", codec="raw"),
     StreamCase(model="mlp", **TWO, micro_batches=4, ranks=2, weights_tier="packed"),
+    StreamCase(model="penalized", cuts=3, weights="vertical_sync", steps=2),
+    StreamCase(model="penalized", cuts=3, **TWO, steps=4),
     StreamCase(model="residual", cuts=3, steps=3),
     StreamCase(model="residual_channels_last", cuts=3, steps=3, tier="packed", weights_tier="packed"),
     StreamCase(model="residual", **TWO, cuts=3, steps=3, micro_batches=3),

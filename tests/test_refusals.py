@@ -159,6 +159,10 @@ def returns_statistics(self, x):
     return self.end(torch.relu(self.b(self.norm(self.a(x))))), self.norm.running_mean
 
 
+def returns_view(self, x):
+    return self.end(torch.relu(self.b(self.a(x)))), self.b.weight.t()
+
+
 def reads_alias(self, x):
     y = self.a(x)
     if self.training:
@@ -184,7 +188,7 @@ def with_plain_tensors(self, x):
 
 
 @pytest.mark.parametrize(
-    "forward", [returns_statistics, reads_alias, slices_shape, other_order, with_plain_tensors]
+    "forward", [returns_statistics, returns_view, reads_alias, slices_shape, other_order, with_plain_tensors]
 )
 def test_odd_models_have_the_same_bits(forward):
     def loss(outputs, targets):

@@ -115,3 +115,17 @@ def test_a_late_slice_is_found_without_the_early_ones(start):
     now = fed(4, [50])
     slow = [i for i in between([1], now, stop=start + 6)][len(between([1], now, stop=start)) :]
     assert between([1], now, start=start, stop=start + 6) == slow
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_a_long_stream_forgets_the_batches_behind_it(each):
+    now, all_of_them, clock = fed(4, [], each=each), [], 0
+    for size in [4, 5, 7] * 20:
+        now = now.followed(size, clock=clock)
+        all_of_them.append(size)
+        everything = fed(4, all_of_them, each=each)
+        for stages in ([0], [1, 2], [3]):
+            expected = between(stages, everything, start=clock, stop=2 * everything.number)
+            assert between(stages, now, start=clock, stop=2 * now.number) == expected
+        assert len(now.ends) <= 3
+        clock = 2 * now.number

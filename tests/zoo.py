@@ -47,6 +47,17 @@ class Gated(nn.Module):
         return self.end(x)
 
 
+class Penalized(nn.Sequential):
+    """A parameter of the last stage goes to the loss as it is."""
+
+    def __init__(self):
+        super().__init__(nn.Flatten(1), nn.Linear(192, 17), nn.ReLU(), nn.Linear(17, 17), nn.Linear(17, 10))
+        self.scale = nn.Parameter(torch.ones(10))
+
+    def forward(self, x):
+        return super().forward(x) * 2, self.scale
+
+
 class Dag(nn.Module):
     """A seeded random graph: early and late users, tied layers, identities, chunks, sizes, in-place."""
 
@@ -106,7 +117,9 @@ class Dag(nn.Module):
 
 
 def cross_entropy(outputs, targets):
-    """The mean over samples, or over the characters of all samples."""
+    """The mean over samples, or over the characters of all samples; plus the squares of a second output."""
+    if isinstance(outputs, tuple):
+        return cross_entropy(outputs[0], targets) + outputs[1].square().sum()
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
@@ -158,6 +171,7 @@ def channels_last(pairs):
 
 ZOO = {
     "mlp": (mlp, lambda: images(8)),
+    "penalized": (Penalized, lambda: images(8)),
     "tied": (Tied, lambda: images(8)),
     "gated": (Gated, lambda: images(8)),
     "residual": (residual, lambda: images(8)),
