@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..compression.choose import check_name
-from ..compression.errors import ConfigError, PlanError
+from ..compression.errors import ConfigError, PlanError, ScheduleError
 from ..conf.schema import PlanConfig, TrainConfig
 from ..stages.graph import trace
 from ..stages.layers import casting
@@ -71,8 +71,10 @@ def rehearse(config: TrainConfig, plan: Plan, samples: Samples) -> None:
     """Put the whole pipeline together in this process, to refuse now what a rank would refuse."""
     try:
         assemble(config, plan, samples)
-    except PlanError as error:
-        raise PlanError(f"plan={config.plan}: {error}" if config.plan else str(error)) from error
+    except (PlanError, ScheduleError) as error:
+        given = next((name for name in ("plan", "program") if getattr(config, name)), None)
+        source = f"{given}={getattr(config, given)}: " if given else ""
+        raise type(error)(f"{source}{error}") from error
 
 
 def prepare(config: PlanConfig) -> Samples:
@@ -307,7 +309,8 @@ def evaluate(pipe: Pipeline, plan: Plan, config: TrainConfig, samples: Samples) 
 
 
 def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
-    job = f"schedule={plan.schedule} micro_batches={plan.micro_batches} stages={plan.num_stages}"
+    versions = f" weights={plan.weights}{' prediction=true' if plan.prediction else ''}" if plan.streams else ""
+    job = f"schedule={plan.schedule}{versions} micro_batches={plan.micro_batches} stages={plan.num_stages}"
     return f"{_target(config)}, step {step}: {job} ranks={plan.num_ranks}"
 
 
