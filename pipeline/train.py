@@ -69,12 +69,31 @@ def train(config: TrainConfig, folder: RunFolder, typed: Sequence[str] = ()) -> 
 
 def rehearse(config: TrainConfig, plan: Plan, samples: Samples) -> None:
     """Put the whole pipeline together in this process, to refuse now what a rank would refuse."""
+    check_batches(config, plan, samples)
     try:
         assemble(config, plan, samples)
     except (PlanError, ScheduleError) as error:
         given = next((name for name in ("plan", "program") if getattr(config, name)), None)
         source = f"{given}={getattr(config, given)}: " if given else ""
         raise type(error)(f"{source}{error}") from error
+
+
+def check_batches(config: TrainConfig, plan: Plan, samples: Samples) -> None:
+    """Refuse batches, the last of an epoch too, that are too small for two versions of the weights.
+
+    Raises: ConfigError: one has fewer samples than there are stages.
+    """
+    if plan.weights != "double_buffered":
+        return
+    found, smallest = f"batch_size={config.batch_size}", config.batch_size
+    rest = samples.num_samples("train") % config.batch_size
+    if rest and not config.data.get("drop_last", True):
+        found, smallest = f"data.drop_last=false, whose last batch has {rest}", rest
+    if smallest < plan.num_stages:
+        raise ConfigError(
+            "weights=double_buffered needs at least as many samples in a batch as there are stages, "
+            f"{plan.num_stages}, found {found}; choose another batch_size"
+        )
 
 
 def prepare(config: PlanConfig) -> Samples:
@@ -203,6 +222,7 @@ def take_over(config: TrainConfig, typed: Sequence[str]) -> Plan:
             asked = f"{key}={getattr(place, name)}"
             raise ConfigError(f"{asked} contradicts plan={config.plan} with {key}={value}; drop either")
         setattr(place, name, value)
+    config.__post_init__()  # its rules hold for what the plan decided, too
     return plan
 
 
@@ -309,7 +329,9 @@ def evaluate(pipe: Pipeline, plan: Plan, config: TrainConfig, samples: Samples) 
 
 
 def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
-    versions = f" weights={plan.weights}{' prediction=true' if plan.prediction else ''}" if plan.streams else ""
+    versions = (
+        f" weights={plan.weights}{' prediction=true' if plan.prediction else ''}" if plan.streams else ""
+    )
     job = f"schedule={plan.schedule}{versions} micro_batches={plan.micro_batches} stages={plan.num_stages}"
     return f"{_target(config)}, step {step}: {job} ranks={plan.num_ranks}"
 

@@ -104,13 +104,13 @@ def test_a_custom_schedule_loads_from_text_and_from_csv(tmp_path):
 
 
 def test_a_file_that_is_no_schedule_is_refused(tmp_path):
-    with pytest.raises(ScheduleError, match=r"none.csv cannot be read: No such file"):
+    with pytest.raises(ScheduleError, match=r"none\.csv cannot be read: No such file"):
         load_program(tmp_path / "none.csv")
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ScheduleError, match=r"bytes.csv cannot be read: it is no text"):
+    with pytest.raises(ScheduleError, match=r"bytes\.csv cannot be read: it is no text"):
         load_program(tmp_path / "bytes.csv")
     (tmp_path / "prose.txt").write_text("all forwards, then all backwards")
-    with pytest.raises(ScheduleError, match="prose.txt: .*found 'all'"):
+    with pytest.raises(ScheduleError, match=r"prose\.txt: .*found 'all'"):
         load_program(tmp_path / "prose.txt")
     (tmp_path / "empty.txt").write_text("# a line for each rank\n\n")
     (tmp_path / "empty.csv").write_text(",,\n")

@@ -68,7 +68,7 @@ def load_program(path: str | Path) -> tuple[str, ...]:
         raise ScheduleError(f"{path}: {error}") from None
     if not any(programs):
         raise ScheduleError(
-            f"{path} holds no instructions; a custom schedule is a line of them for each rank, such as 0F0 0B0"
+            f"{path} holds no instructions; a custom schedule is a line for each rank, such as 0F0 0B0"
         )
     return tuple(map(show, programs))
 
