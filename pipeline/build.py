@@ -101,14 +101,14 @@ def scaler(loss_scale: str | float | None) -> Scaler:
 def program(path: str | None) -> tuple[str, ...]:
     """Return the lines of a custom schedule, those that say nothing left out.
 
-    Raises: ConfigError: the file cannot be read.
+    Raises: ConfigError: the file cannot be read, or holds no schedule.
     """
     if path is None:
         return ()
     try:
         return load_program(path)
     except ScheduleError as error:
-        raise ConfigError(f"program={path}: {error}") from error
+        raise ConfigError(f"program={error}") from error
 
 
 def _call(group: str, options: Mapping[str, Any], **facts: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from ..compression.errors import PenstockError, PlanError
@@ -21,6 +22,7 @@ from .schedules import SCHEDULES, schedule_named
 from .simulate import simulate_plan
 from .stream import Fed, between
 from .timeline import Panel
+from .verify import smallest_window
 
 ALL = "all"
 # What a batch's bits allow to choose from, then what has no flush and other bits than the plain loop.
@@ -167,6 +169,19 @@ def candidate(profile: Profile, plan: Plan) -> Candidate:
         live_micro_batches=live_micro_batches(programs),
         live_versions=versions,
     )
+
+
+def check_order(plan: Plan) -> None:
+    """Refuse now the order of a plan that no pipeline would run, its stages taken for a chain.
+
+    Raises:  ScheduleError: the schedule does not suit the plan, or its ranks would wait for each other.
+    """
+    if plan.streams:
+        return
+    schedule = schedule_named(plan.schedule, plan.program)
+    programs = schedule(plan.stages_of_rank, plan.micro_batches, extra_in_flight=plan.extra_in_flight)
+    chain = list(pairwise(range(plan.num_stages)))
+    smallest_window(programs, num_micro_batches=plan.micro_batches, edges=chain)
 
 
 def _stream(plan: Plan) -> tuple[Programs, Panel]:

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from ..compression.errors import ConfigError
 from ..conf.schema import PlanConfig, TrainConfig
+from ..stages.plan import Plan
 from ..stages.rules import STREAM
 from .samples.samples import Samples
 
@@ -43,3 +45,21 @@ def count_updates(config: TrainConfig, samples: Samples) -> int:
     """Return how often the run updates the weights: every micro-batch of ``async_1f1b`` does."""
     number = count_steps(config, samples)
     return number * min(config.micro_batches, config.batch_size) if config.schedule == STREAM else number
+
+
+def check_batches(config: TrainConfig, plan: Plan, samples: Samples) -> None:
+    """Refuse batches, the last of an epoch too, that are too small for two versions of the weights.
+
+    Raises: ConfigError: one has fewer samples than there are stages.
+    """
+    if plan.weights != "double_buffered":
+        return
+    found, smallest = f"batch_size={config.batch_size}", config.batch_size
+    rest = samples.num_samples("train") % config.batch_size
+    if rest and not config.data.get("drop_last", True):
+        found, smallest = f"data.drop_last=false, whose last batch has {rest}", rest
+    if smallest < plan.num_stages:
+        raise ConfigError(
+            "weights=double_buffered needs at least as many samples in a batch as there are stages, "
+            f"{plan.num_stages}, found {found}; choose another batch_size"
+        )

@@ -135,6 +135,7 @@ def take_over(config: TrainConfig, typed: Sequence[str]) -> Plan:
             asked = f"{key}={getattr(place, name)}"
             raise ConfigError(f"{asked} contradicts plan={config.plan} with {key}={value}; drop either")
         setattr(place, name, value)
+    config.__post_init__()  # its rules hold for what the plan decided, too
     return plan
 
 

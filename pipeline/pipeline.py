@@ -142,7 +142,9 @@ class Pipeline:
         Args:    inputs: a tensor, a tuple (positional) or a dict (by name) of tensors; dimension 0 is the
                  batch.
                  targets: a tensor, tuple or dict of tensors, split along dimension 0 like the inputs.
-                 outputs: keep the model's outputs for the report, on the last stage's rank.
+                 outputs: keep the model's outputs for the report, on the last stage's rank; of a stream,
+                 those of the micro-batches that finished, in their order: the oldest were fed by the last
+                 step.
         Returns: the Report, on every rank.
         Raises:  StageError: a layer failed; TransportError: a rank did not answer. Both name rank, stage,
                  micro-batch.

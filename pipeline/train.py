@@ -19,12 +19,12 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..compression.errors import PlanError
+from ..compression.errors import PlanError, ScheduleError
 from ..conf.schema import TrainConfig
 from ..stages.layers import casting
 from ..stages.plan import Plan
 from . import build, console, group
-from .course import count_steps, count_updates, training_batches
+from .course import check_batches, count_steps, count_updates, training_batches
 from .decide import decide, model_name, prepare, take_over
 from .launch import check_ranks, cores, init, run_rank, start_ranks
 from .metrics import Metrics, summarise
@@ -59,10 +59,13 @@ def train(config: TrainConfig, folder: RunFolder, typed: Sequence[str] = ()) -> 
 
 def rehearse(config: TrainConfig, plan: Plan, samples: Samples) -> None:
     """Put the whole pipeline together in this process, to refuse now what a rank would refuse."""
+    check_batches(config, plan, samples)
     try:
         assemble(config, plan, samples)
-    except PlanError as error:
-        raise PlanError(f"plan={config.plan}: {error}" if config.plan else str(error)) from error
+    except (PlanError, ScheduleError) as error:
+        given = next((name for name in ("plan", "program") if getattr(config, name)), None)
+        source = f"{given}={getattr(config, given)}: " if given else ""
+        raise type(error)(f"{source}{error}") from error
 
 
 def assemble(config: TrainConfig, plan: Plan, samples: Samples) -> Pipeline:
@@ -157,7 +160,9 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
-    job = f"schedule={plan.schedule} micro_batches={plan.micro_batches} stages={plan.num_stages}"
+    predicted = " prediction=true" if plan.prediction else ""
+    versions = f" weights={plan.weights}{predicted}" if plan.streams else ""
+    job = f"schedule={plan.schedule}{versions} micro_batches={plan.micro_batches} stages={plan.num_stages}"
     return f"{model_name(config)}, step {step}: {job} ranks={plan.num_ranks}"
 
 

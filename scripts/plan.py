@@ -15,7 +15,7 @@ def main(arguments: Sequence[str]) -> int:
     if usage.wanted(arguments):
         print(usage.text("plan", PlanConfig))
         return 0
-    from ..pipeline.compare import ALL
+    from ..pipeline.compare import ALL, check_order
     from ..pipeline.console import short
     from ..pipeline.decide import compare_schedules, decide, prepare
     from ..pipeline.run_folder import RunFolder
@@ -25,6 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         folder.claim()
         everything = config.schedule == ALL
         made = compare_schedules(config, folder) if everything else decide(config, prepare(config))
+        check_order(made)
         folder.save(config, made)
         files = [folder.plan, folder.plan_picture, *([folder.schedules_picture] if everything else [])]
         print(made, *map(short, files), sep="\n")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from .idle import Version
 from .versions import Stashed
 
 
@@ -51,6 +52,12 @@ class DoubleBuffered(Stashed):
             self._gather([None] * len(self.parameters))
         with super().backward(micro_batch):
             yield
+
+    def _needed(self, version: Version, newest: int) -> bool:
+        """Whether ``version`` is read again; a stage alone updates before the next batch, which reads it."""
+        if self.delay == 0 and newest > self.batch:
+            return version.number >= self.number(self.next, self.batch + 1)
+        return super()._needed(version, newest)
 
     def done(self, micro_batch: int) -> None:
         """Forget the version of ``micro_batch`` if it was the last that needs it."""

@@ -150,7 +150,7 @@ def _check_places(profile: Profile, places: Sequence[int], stages: int) -> None:
     num_layers = len(profile.layers)
     if stages > num_layers:
         raise PlanError(
-            f"{stages} stages need at least as many layers, the model has {num_layers}; lower stages"
+            f"{stages} stages need at least as many layers, the model has {num_layers}; lower stages or ranks"
         )
     if stages - 1 > len(places):
         reason = next(iter(profile.refused.values()), "no other layer")
@@ -164,7 +164,10 @@ def _as_placed(rank_of: Sequence[int], *, stages: int | None, ranks: int | None)
     found = len(rank_of), max(rank_of) + 1
     for name, asked, number in zip(("stages", "ranks"), (stages, ranks), found, strict=True):
         if asked not in (None, number):
-            raise PlanError(f"the lines of the custom schedule have {number} {name}, found {name}={asked}")
+            raise PlanError(
+                f"the lines of a custom schedule decide its {name}, found {name}={asked} for lines with "
+                f"{number}; take {name}={number}, or other lines"
+            )
     return found
 
 

@@ -32,7 +32,7 @@ def placement(schedule: str, *, stages: int, ranks: int) -> tuple[int, ...]:
     if not 1 <= ranks <= stages:
         raise PlanError(f"every rank runs a stage, found ranks={ranks} for stages={stages}; lower ranks")
     if kind == "custom":
-        raise PlanError("the lines of a custom schedule place its stages, found none of them; give program=")
+        placed(())
     if kind == "loop":
         if stages % ranks:
             raise PlanError(
@@ -52,6 +52,8 @@ def placement(schedule: str, *, stages: int, ranks: int) -> tuple[int, ...]:
 
 def placed(program: Sequence[str]) -> tuple[int, ...]:
     """The rank of each stage in a custom schedule, whose lines are the ranks; raises PlanError."""
+    if not program:
+        raise PlanError("schedule=custom runs the lines of its program, found none; give program=")
     rank_of: dict[int, int] = {}
     for rank, line in enumerate(program):
         for stage in map(int, re.findall(r"\b([0-9]+)[FBIWU]", line)):

@@ -186,6 +186,7 @@ def _title(plan: Plan) -> str:
     parts = [plan.schedule, batches, f"codec {show_codec(plan.codec)}"]
     if plan.extra_in_flight:
         parts.insert(1, f"{plan.extra_in_flight} extra in flight")
+    parts += _weights(plan)
     if plan.tier != "device":
         parts.append(f"saved tensors {plan.tier}")
     if plan.link is not None:
@@ -196,6 +197,18 @@ def _title(plan: Plan) -> str:
         f"{n} {word}{'s' * (n > 1)}" for n, word in ((plan.num_stages, "stage"), (plan.num_ranks, "rank"))
     ]
     return f"{' on '.join(counts)}, {', '.join(parts)}"
+
+
+def _weights(plan: Plan) -> list[str]:
+    """Which weights a micro-batch sees, where batches mingle, and what comes first in a backward."""
+    parts = []
+    if plan.streams:
+        parts.append(f"weights {plan.weights}{' with prediction' if plan.prediction else ''}")
+    if plan.weights_tier != "device":
+        parts.append(f"old weights {plan.weights_tier}")
+    if plan.weights_first:
+        parts.append("weight gradients first")
+    return parts
 
 
 def _row(number: int, rank: int, stage: PlanStage) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ CASES = [
     *(StreamCase(model="mlp", weights_tier=tier, optimizer="adamw") for tier in ("packed", "host")),
     StreamCase(model="mlp", weights="vertical_sync", weights_tier="packed"),
     StreamCase(model="mlp", **TWO, micro_batches=4, clip=0.5, scheduler=True),
+    StreamCase(model="mlp", **TWO, micro_batches=2, cuts=1),
     StreamCase(model="mlp", **TWO, micro_batches=5, cuts=2, optimizer="adamw", codec="raw"),
     StreamCase(model="mlp", **TWO, micro_batches=4, ranks=2, weights_tier="packed"),
     StreamCase(model="penalized", cuts=3, weights="vertical_sync", steps=2),
@@ -103,6 +104,17 @@ def test_a_step_leaves_micro_batches_in_flight_and_a_drain_none():
     assert not any(stage.running for stage in pipe.stages.values())
     assert [stage.weights.num_live for stage in pipe.stages.values()] == [1, 1, 1]
     assert pipe.drain() is None
+
+
+def test_one_stage_alone_keeps_two_versions_of_double_buffered_weights():
+    pipe, _, batches = stream(**TWO, cuts=1, micro_batches=2)
+    live = []
+    for batch in batches[:4]:
+        pipe.step(*batch)
+        live += [pipe.stages[0].weights.num_live]
+    assert live == [1, 2, 2, 2]
+    pipe.drain()
+    assert pipe.stages[0].weights.num_live == 1
 
 
 def test_the_loss_of_a_step_is_the_mean_of_those_that_finished():

@@ -54,9 +54,15 @@ def penstock(typed, capfd):
             "schedule=async_1f1b prediction=true weights=vertical_sync",
             "take weights=latest or weights=stashed",
         ),
+        ("schedule=custom program=/nowhere.txt", "program=/nowhere.txt cannot be read"),
+        ("schedule=custom", "schedule=custom runs the lines of its program, found none; give program="),
         (
-            "schedule=custom program=/nowhere.txt",
-            "program=/nowhere.txt: a custom schedule is a file of text or CSV, cannot read",
+            f"{SMALL} ranks=1 stages=3 weights=double_buffered micro_batches=3 batch_size=2",
+            "found batch_size=2; choose another",
+        ),
+        (
+            f"{SMALL} ranks=1 stages=2 weights=double_buffered batch_size=4 data.drop_last=false",
+            "found data.drop_last=false, whose last batch has 1; choose another batch_size",
         ),
         ("rank=1", "did you mean ranks?"),
         ("clip.nrom=1", "did you mean clip.norm?"),
@@ -281,3 +287,26 @@ def ranks_in(folder):
     time.sleep(0.1)
     listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
     return [line for line in listed.splitlines() if str(folder) in line and str(os.getpid()) not in line]
+
+
+def deadlock(folder):
+    """A program whose ranks wait for each other."""
+    (folder / "own.txt").write_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n")
+    return f"{SMALL} schedule=custom program=own.txt micro_batches=2"
+
+
+def test_a_program_that_waits_for_itself_is_neither_trained_nor_planned(tmp_path, capfd):
+    code, _, error = penstock(f"train {deadlock(tmp_path)}", capfd)
+    assert code == 2
+    assert error.startswith("penstock: program=own.txt: the programs wait for each other")
+    code, out, error = penstock(f"plan {deadlock(tmp_path)} hydra.run.dir=made", capfd)
+    assert (code, out) == (2, "")
+    assert "the programs wait for each other" in error
+    assert not (tmp_path / "made" / "plan.json").exists()
+
+
+def test_options_beside_a_plan_are_refused_in_the_words_of_the_command_line(tmp_path, capfd):
+    assert penstock(f"plan {SMALL} schedule=async_1f1b hydra.run.dir=made", capfd)[0] == 0
+    code, _, error = penstock(f"train {SMALL} plan=made/plan.json clip.norm=1", capfd)
+    assert code == 2
+    assert "clip.norm=1.0 needs one; add clip.scope=stage" in error

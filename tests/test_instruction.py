@@ -104,11 +104,16 @@ def test_a_custom_schedule_loads_from_text_and_from_csv(tmp_path):
 
 
 def test_a_file_that_is_no_schedule_is_refused(tmp_path):
-    with pytest.raises(ScheduleError, match=r"cannot read .*none.csv: .*No such file"):
+    with pytest.raises(ScheduleError, match=r"none\.csv cannot be read: No such file"):
         load_program(tmp_path / "none.csv")
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ScheduleError, match=r"cannot read .*bytes.csv"):
+    with pytest.raises(ScheduleError, match=r"bytes\.csv cannot be read: it is no text"):
         load_program(tmp_path / "bytes.csv")
     (tmp_path / "prose.txt").write_text("all forwards, then all backwards")
-    with pytest.raises(ScheduleError, match="found 'all'"):
+    with pytest.raises(ScheduleError, match=r"prose\.txt: .*found 'all'"):
         load_program(tmp_path / "prose.txt")
+    (tmp_path / "empty.txt").write_text("# a line for each rank\n\n")
+    (tmp_path / "empty.csv").write_text(",,\n")
+    for name in ("empty.txt", "empty.csv"):
+        with pytest.raises(ScheduleError, match=f"{name} holds no instructions"):
+            load_program(tmp_path / name)

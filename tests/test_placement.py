@@ -87,7 +87,7 @@ def test_rounds_are_as_equal_as_can_be_and_no_shorter_than_the_ranks():
         ("interleaved", 5, 2, "the same number of stages, found stages=5 for ranks=2; .* such as stages=6"),
         ("zbv", 3, 3, "two stages, found stages=3 for ranks=3; take stages=6"),
         ("dualpipev", 6, 2, "two stages, found stages=6 for ranks=2; take stages=4"),
-        ("custom", 2, 2, "the lines of a custom schedule place its stages"),
+        ("custom", 2, 2, "schedule=custom runs the lines of its program, found none; give program="),
     ],
 )
 def test_what_cannot_be_placed_is_refused(schedule, stages, ranks, sentence):
@@ -101,7 +101,7 @@ def test_what_cannot_be_placed_is_refused(schedule, stages, ranks, sentence):
     [
         (["0F0 1F0", "1B0 0B0"], "found stage 1 on ranks 0 and 1; keep it in one line"),
         (["0F0 0B0", "2F0 2B0"], "stage 1 is in none of 2 lines"),
-        ([], "stage 0 is in none of 0 lines"),
+        ([], "found none; give program="),
         (["nothing to run"], "stage 0 is in none of 1 lines"),
     ],
 )

@@ -53,15 +53,23 @@ def parse_csv(text: str) -> list[list[Instruction]]:
 def load_program(path: str | Path) -> tuple[str, ...]:
     """The lines of a custom schedule, as a plan keeps them, from a ``.csv`` or a text file.
 
-    Raises:  ScheduleError: the file cannot be read or holds something else.
+    Raises:  ScheduleError: the file, which it names, cannot be read, is empty or holds something else.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ScheduleError(
-            f"a custom schedule is a file of text or CSV, cannot read {path}: {error}"
+            f"{path} cannot be read: {reason}; a custom schedule is a file of text or CSV"
         ) from None
-    programs = parse_csv(text) if Path(path).suffix.lower() == ".csv" else parse_programs(text)
+    try:
+        programs = parse_csv(text) if Path(path).suffix.lower() == ".csv" else parse_programs(text)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
+    if not any(programs):
+        raise ScheduleError(
+            f"{path} holds no instructions; a custom schedule is a line for each rank, such as 0F0 0B0"
+        )
     return tuple(map(show, programs))
 
 
