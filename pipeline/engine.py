@@ -202,7 +202,7 @@ class Engine:
         if stage.last:
             self._lose(stage, index, outputs, batch)
             if self.wanted:
-                self.outputs[index] = tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+                self.outputs[index] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), outputs)
 
     def _lose(self, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:
         with stage.weights.backward(index):  # outputs may be parameters

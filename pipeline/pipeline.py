@@ -5,7 +5,6 @@ rank keeps its own stages. Either way a step has the bits of the plain loop over
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -156,24 +155,23 @@ class Pipeline:
             positional(inputs, self.inputs), targets, self.plan.micro_batches, self.weight
         )
         fed = self.slices.feed(batches, step=self.num_steps)
-        self.engine.wanted = outputs
-        report = self._run(fed, num_samples=sum(len(batch.inputs[0]) for batch in batches), began=began)
-        if outputs and self.is_last:
-            report = dataclasses.replace(report, outputs=joined(list(self.engine.outputs.values())))
+        num_samples = sum(len(batch.inputs[0]) for batch in batches)
+        report = self._run(fed, num_samples=num_samples, began=began, outputs=outputs)
         self.policy.end(self.engine.spans, report.seconds)
         self.num_steps += 1
         return report
 
-    def drain(self) -> Report | None:
+    def drain(self, *, outputs: bool = False) -> Report | None:
         """Finish the micro-batches in flight, if the schedule leaves any; count versions from 0 again.
 
+        Args:    outputs: keep theirs, as ``step`` does.
         Returns: the Report of what this took, on every rank; None where nothing was in flight."""
         if not self.slices.in_flight:
             return None
         began = time.perf_counter()
         self.engine.check()
         spans = self.engine.spans  # those of a step: a drain is none
-        report = self._run(self.slices.drain(), num_samples=0, began=began)
+        report = self._run(self.slices.drain(), num_samples=0, began=began, outputs=outputs)
         self.engine.spans = spans
         self.slices.restart()
         for stage in self.stages.values():
@@ -224,10 +222,10 @@ class Pipeline:
         if not self.engine.failed:
             group.close()
 
-    def _run(self, fed: Step, *, num_samples: int, began: float) -> Report:
+    def _run(self, fed: Step, *, num_samples: int, began: float, outputs: bool) -> Report:
         """Run a step, or what drains a stream; put together the loss, and what each stage did."""
         made, program = fed
-        live = self.slices.micro_batches()
+        live, self.engine.wanted = self.slices.micro_batches(), outputs
         try:
             losses = self.engine.step(self.num_steps, program, made, live)
         except BaseException:
@@ -245,4 +243,5 @@ class Pipeline:
             seconds=time.perf_counter() - began,
             num_samples=num_samples,
             stages=stages,
+            outputs=joined(list(self.engine.outputs.values())),
         )

@@ -139,10 +139,12 @@ class GlooTransport:
             raise self._lost(f"{self._name(message)} could not be sent to rank {target}", error) from error
         assert work is not None
         self.sending.append((work, frame, message))
-        while (
-            len(self.sending) > 1 and sum(sent.num_bytes for _, sent, _ in self.sending) > self.max_in_flight
-        ):
-            self._finish_oldest()
+        while sum(sent.num_bytes for _, sent, _ in self.sending) > self.max_in_flight:
+            # What only a later slice receives is not waited for: its receiver may wait for this rank.
+            due = [place for place, sent in enumerate(self.sending) if sent[2] not in self.itinerary.open]
+            if len(due) < 2:
+                break
+            self._finish(due[0])
 
     def receive(self, message: Message) -> Frame:
         """Wait for the frame, and post the channel's next receive in its place."""
@@ -165,7 +167,7 @@ class GlooTransport:
         later = deque(sent for sent in self.sending if sent[2] in self.itinerary.open)
         self.sending = deque(sent for sent in self.sending if sent[2] not in self.itinerary.open)
         while self.sending:
-            self._finish_oldest()
+            self._finish(0)
         self.sending = later
         self.local.end()
 
@@ -189,8 +191,10 @@ class GlooTransport:
         assert work is not None
         channel.posted[message] = work, buffer
 
-    def _finish_oldest(self) -> None:
-        work, frame, message = self.sending.popleft()
+    def _finish(self, place: int) -> None:
+        """Wait for one of the sends under way."""
+        work, frame, message = self.sending[place]
+        del self.sending[place]
         try:
             work.wait(self.deadline)
         except RuntimeError as error:

@@ -19,9 +19,9 @@ def obeys(programs, num_micro_batches, *, asynchronous=False):
             if [each.micro_batch for each in own if each.op in ops] != numbers:
                 return False
         for index in numbers:
-            first = at.get((Op.B, index), at.get((Op.I, index)))
-            last = at.get((Op.B, index), at.get((Op.W, index)))
-            if ((Op.B, index) in at) == ((Op.I, index) in at) or not at[Op.F, index] < first <= last:
+            whole = (Op.B, index) in at
+            first, last = (Op.B, Op.B) if whole else (Op.I, Op.W)
+            if whole == ((Op.I, index) in at) or not at[Op.F, index] < at[first, index] <= at[last, index]:
                 return False
         updates = [place for place, each in enumerate(own) if each.op is Op.U]
         backwards = [place + 1 for place, each in enumerate(own) if each.op in (Op.B, Op.W)]
@@ -38,7 +38,7 @@ class Channels:
         rank_of = {each.stage: rank for rank, program in enumerate(programs) for each in program}
         self.takes, self.puts, self.channel, self.number = {}, {}, {}, {}
         for each in (each for program in programs for each in program):
-            way = {Op.F: "down", Op.B: "up", Op.I: "up"}.get(each.op)
+            way = {Op.F: "down", Op.B: "up", Op.I: "up"}.get(each.op, "nowhere")
             above, below = [a for a, b in edges if b == each.stage], [b for a, b in edges if a == each.stage]
             come, go = {"down": (above, below), "up": (below, above)}.get(way, ((), ()))
             self.takes[each] = frozenset((way, other, each.stage, each.micro_batch) for other in come)

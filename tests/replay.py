@@ -181,7 +181,9 @@ class _Stage:
     def predict(self, times):
         """The values after ``times`` more steps, as far as the optimizer's state tells."""
         values, optimizer = self._copies(), self.optimizer
-        for group in optimizer.param_groups if optimizer else ():
+        if optimizer is None:
+            return values
+        for group in optimizer.param_groups:
             for name, p in self.named.items():
                 state = optimizer.state.get(p)
                 if state and any(p is q for q in group["params"]):

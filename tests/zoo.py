@@ -47,15 +47,16 @@ class Gated(nn.Module):
         return self.end(x)
 
 
-class Penalized(nn.Sequential):
+class Penalized(nn.Module):
     """A parameter of the last stage goes to the loss as it is."""
 
     def __init__(self):
-        super().__init__(nn.Flatten(1), nn.Linear(192, 17), nn.ReLU(), nn.Linear(17, 17), nn.Linear(17, 10))
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(192, 17), nn.ReLU(), nn.Linear(17, 17), nn.Linear(17, 10))
         self.scale = nn.Parameter(torch.ones(10))
 
     def forward(self, x):
-        return super().forward(x) * 2, self.scale
+        return self.body(x.flatten(1)) * 2, self.scale
 
 
 class Dag(nn.Module):
