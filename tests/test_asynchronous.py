@@ -203,7 +203,9 @@ def test_outputs_are_kept_on_request():
         assert pipe.step(*batches[1]).outputs is None
     pipe, _, batches = stream(cuts=4, micro_batches=4)
     whole = [pipe.step(*batch, outputs=True).outputs for batch in batches[:2]]
-    whole.append(pipe.drain(outputs=True).outputs)
+    drained = pipe.drain(outputs=True)
+    assert drained is not None
+    whole.append(drained.outputs)
     assert [len(part) for part in whole] == [9, 11, 2]  # eleven samples in 3, 3, 3, 2; the last one waits
     pipe, model, batches = stream(schedule="1f1b", weights="latest", micro_batches=1)
     expected = copy.deepcopy(model)(batches[0][0]).detach()
