@@ -133,19 +133,22 @@ class Engine:
 
     @contextlib.contextmanager
     def _told(self, where: str) -> Iterator[None]:
-        """Say of any error where it was, leave word for the other ranks, and let go of what was running."""
         try:
             yield
         except Exception as error:
-            kind = type(error) if isinstance(error, PenstockError) else StageError
-            what = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
-            sentence = what if what.startswith("rank ") else f"rank {self.rank}, {where}: {what}"
-            if not self.failed:
-                self.transport.fail(sentence)
-            self.failed = sentence
-            for stage in self.stages.values():
-                stage.stop()
-            raise kind(sentence) from error
+            raise self._failure(where, error) from error
+
+    def _failure(self, where: str, error: Exception) -> PenstockError:
+        """Say of an error where it was, leave word for the other ranks, and let go of what was running."""
+        kind = type(error) if isinstance(error, PenstockError) else StageError
+        what = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+        sentence = what if what.startswith("rank ") else f"rank {self.rank}, {where}: {what}"
+        if not self.failed:
+            self.transport.fail(sentence)
+        self.failed = sentence
+        for stage in self.stages.values():
+            stage.stop()
+        return kind(sentence)
 
     def _begin(self, mode: str) -> None:
         self.began = time.perf_counter()
@@ -160,10 +163,12 @@ class Engine:
     def _timed(self, instruction: Instruction, run: Callable[[Instruction], None]) -> None:
         start = time.perf_counter()
         self.frames.start()
-        what = WORDS[instruction.op]
-        of = "" if instruction.micro_batch is None else f" of micro-batch {instruction.micro_batch}"
-        with self._told(f"stage {instruction.stage}, {what}{of}, step {self.number}"):
+        try:
             run(instruction)
+        except Exception as error:
+            of = "" if instruction.micro_batch is None else f" of micro-batch {instruction.micro_batch}"
+            what = f"{WORDS[instruction.op]}{of}, step {self.number}"
+            raise self._failure(f"stage {instruction.stage}, {what}", error) from error
         end, waited = time.perf_counter(), self.frames.waited
         report = self.reports[instruction.stage]
         report.compute_seconds += end - start - waited

@@ -44,6 +44,7 @@ class Frames:
     def begin(self, itinerary: Itinerary, *, training: bool) -> None:
         """Get ready for a step whose messages are these; let go of what a failed step kept."""
         self.itinerary, self.training = itinerary, training
+        self.flows: dict[Message, Flow] = {}
         self.policy.begin(itinerary, training=training)
         if not itinerary.goes_on:
             for frame in self.kept.values():
@@ -98,11 +99,11 @@ class Frames:
             self._note(item, frame)
         raw, sent = 0 if item is None else value.num_bytes, frame.num_bytes
         if self.training:
-            flow = flow_of(message, self.itinerary)
+            flow = self._flow(message)
             before = self.totals.get(flow, (0, 0))
             self.totals[flow] = before[0] + raw, before[1] + sent
         self.bytes_raw, self.bytes_sent = self.bytes_raw + raw, self.bytes_sent + sent
-        self.codecs[self.policy.codec(flow_of(message, self.itinerary))] = None
+        self.codecs[self.policy.codec(self._flow(message))] = None
         self.transport.send(message, frame)
         return raw, sent
 
@@ -111,6 +112,11 @@ class Frames:
         for message in values:
             if frame := self.kept.pop((stage, message), None):
                 frame.release()
+
+    def _flow(self, message: Message) -> Flow:
+        if message not in self.flows:
+            self.flows[message] = flow_of(message, self.itinerary)
+        return self.flows[message]
 
     def _note(self, item: Any, frame: Frame) -> None:
         """Note where a value lies, so that who saves it need not pack it again."""
@@ -127,7 +133,7 @@ class Frames:
         began = time.perf_counter()
         if item is not None and self.policy.sees(message):
             self.policy.leaving(message, item)
-        named = "raw" if value.number else self.policy.codec(flow_of(message, self.itinerary))
+        named = "raw" if value.number else self.policy.codec(self._flow(message))
         codec, pool = named.removeprefix(MASKED), self.transport.pool
         mask = None if codec == named else self._mask(message, message.source)
         buffer = pool.take(buffer_bytes(value.shape, value.dtype, codec))
