@@ -165,7 +165,7 @@ class Stream:
         if set(pairs) <= set(self.pairs):
             return
         self.pairs = sorted({*self.pairs, *pairs})
-        number = 4 * self.plan.num_stages  # more micro-batches only repeat what these do
+        number = 2 * self.plan.num_stages + 2  # more micro-batches only repeat what these do
         fed = Fed(num_stages=self.plan.num_stages, each=self.fed.each, ends=(number,))
         programs = [between(own, fed) for own in self.plan.stages_of_rank]
         self.window = smallest_window(

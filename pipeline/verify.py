@@ -3,6 +3,7 @@
 A step that would deadlock or change a bit is refused before any rank starts, while the reason can be named.
 """
 
+import bisect
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -52,21 +53,21 @@ def smallest_window(
     Raises ScheduleError where no window helps.
     """
     most = max(least, num_micro_batches * len(edges))
-    for window in range(least, most + 1):
+
+    def waits(window: int) -> CircularWait | None:
+        settings = {"num_micro_batches": num_micro_batches, "edges": edges, "asynchronous": asynchronous}
         try:
-            verify(
-                programs,
-                num_micro_batches=num_micro_batches,
-                edges=edges,
-                window=window,
-                asynchronous=asynchronous,
-            )
-        except CircularWait:
-            if window == most:
-                raise
-            continue
-        return window
-    raise AssertionError("the last window returns or raises")
+            verify(programs, **settings, window=window)
+        except CircularWait as error:
+            return error
+        return None
+
+    low, high = least - 1, least  # a window that waits, or none; and one that may not
+    while (error := waits(high)) is not None:
+        if high == most:
+            raise error
+        low, high = high, min(most, 2 * high)
+    return bisect.bisect_left(range(high), True, lo=low + 1, key=lambda window: waits(window) is None)
 
 
 def _rank_of_stages(programs: Programs, edges: Edges) -> list[int]:
