@@ -18,6 +18,7 @@ from penstock.conf.schema import BenchCodecsConfig, ClipConfig, MemoryConfig, Pl
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import usage
 from penstock.stages import plan
+from penstock.stages.placement import layout
 
 CONF = Path(str(resources.files("penstock.conf")))
 GROUPS = ("model", "data", "optimizer", "scheduler")
@@ -105,7 +106,8 @@ def test_what_the_schema_lists_is_what_there_is():
     """The schema is read without torch, so it lists the names of its own accord."""
     assert (schema.TIERS, schema.WEIGHTS) == (plan.TIERS, plan.WEIGHTS)
     (line,) = [line for line in (PlanConfig.__doc__ or "").splitlines() if "schedule:" in line]
-    assert re.findall(r"\b(?!or\b)\w+\b", line.partition("work:")[2]) == [*SCHEDULES]
+    assert re.findall(r"\w+", line.partition("schedule:")[2].partition(";")[0]) == [*SCHEDULES]
+    assert {*schema.TWO_A_RANK} == {name for name in SCHEDULES if layout(name) in ("loop", "vee")}
 
 
 def test_the_defaults_are_the_published_ones():
