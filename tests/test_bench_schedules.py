@@ -80,8 +80,8 @@ def test_all_stands_for_what_runs_here_and_names_for_themselves(monkeypatch):
     assert list(entrants.entrants("all")) == list(entrants.ENTRANTS)
     assert list(entrants.entrants(["zbv", "1f1b"])) == ["zbv", "1f1b"]
     assert list(entrants.entrants("gpipe")) == ["gpipe"]
-    monkeypatch.delitem(SCHEDULES, "async_1f1b")
-    monkeypatch.delitem(SCHEDULES, "zbv")
+    fewer = {name: SCHEDULES[name] for name in SCHEDULES if name not in ("async_1f1b", "zbv")}
+    monkeypatch.setattr(entrants, "SCHEDULES", fewer)
     assert entrants.left_out() == ["zbv", "double_buffered", "async_1f1b"]
     assert not {"zbv", "double_buffered", "async_1f1b"} & entrants.entrants("all").keys()
     with pytest.raises(ScheduleError, match="schedule=double_buffered needs the schedule async_1f1b"):
