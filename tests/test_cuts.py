@@ -21,7 +21,7 @@ def test_ranks_and_stages_stand_for_each_other():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"stages": 1000}, r"^1000 stages need at least as many layers, the model has 8; lower stages or ranks$"),
+        ({"stages": 1000}, r"^1000 stages need at least as many layers, .* has 8; lower stages or ranks$"),
         ({"stages": 8}, r"^8 stages need 7 cuts, the model allows 6 \(two tensors of one"),
         ({"stages": 0}, "stages=0"),
         ({"ranks": 0}, "ranks=0"),

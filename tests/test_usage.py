@@ -84,7 +84,6 @@ def test_old_versions_count_and_a_store_keeps_less():
     assert kept[0].rank == 1
 
 
-@pytest.mark.skipif(not STATUS.exists(), reason="only Linux tells it")
 GROWS = """
 import torch
 from penstock.pipeline.usage import Resident
@@ -98,6 +97,7 @@ print(*found, resident.most())
 """
 
 
+@pytest.mark.skipif(not STATUS.exists(), reason="only Linux tells it")
 def test_the_process_has_grown_by_what_was_allocated():
     # A process of its own: in an old one the block may find memory that others have left.
     done = subprocess.run([sys.executable, "-c", GROWS], capture_output=True, text=True, check=True)
