@@ -413,3 +413,31 @@ def test_a_feature_map_that_others_hold_stays():
         pieces = [Piece(module, x) for _ in range(2)]
     assert all_same(pieces[0].first(), expected)
     assert all_same(pieces[1].halves(), expected)
+
+
+class Twice(torch.autograd.Function):
+    """A weight that a Function of a person's own makes; counts how often it is asked for a gradient."""
+
+    asked = 0
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight * 2
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        Twice.asked += 1
+        return gradients[0] * 2
+
+
+def test_a_function_of_a_person_s_own_runs_whole_in_the_first_half():
+    torch.manual_seed(0)
+    received, weight = torch.randn(3, 4, requires_grad=True), torch.nn.Parameter(torch.randn(4, 5))
+    (received @ Twice.apply(weight)).sum().backward()
+    expected, weight.grad, received.grad, Twice.asked = weight.grad, None, None, 0
+    split = Split([((received @ Twice.apply(weight)).sum(), None)])
+    split.inputs(received)
+    assert Twice.asked == 1  # what it makes of no gradient, only its whole backward knows
+    split.weights()
+    assert Twice.asked == 1
+    assert same_bits(weight.grad, expected)
