@@ -97,7 +97,10 @@ class Stream:
     def rehearse(self, inputs: Inputs) -> None:
         """Refuse now what a batch of these micro-batches would be refused for."""
         self._check(len(inputs))
-        self._open_windows(self.steps.routed("train", inputs)[1])
+        records, routed = self.steps.routed("train", inputs)
+        if self.plan.weights == "latest":
+            _check_tied(records[0], routed[0])
+        self._open_windows(routed)
 
     def feed(self, batches: Sequence[MicroBatch], *, step: int) -> Step:
         """The slice that a batch's micro-batches bring.
@@ -170,4 +173,15 @@ class Stream:
         programs = [between(own, fed) for own in self.plan.stages_of_rank]
         self.window = smallest_window(
             programs, num_micro_batches=number, edges=self.pairs, asynchronous=self.fed.each
+        )
+
+
+def _check_tied(record: Probe, routes: Sequence[Route]) -> None:
+    """A stage has the newest of its own weights only: a copy that came with a micro-batch stays as it was."""
+    sent = [record.values[number] for route in routes for number, _ in route.sends]
+    if tied := next((value.name for value in sent if value.parameter), None):
+        raise PlanError(
+            f"weights=latest runs a backward with the newest weights, and {tied} is shared with a later "
+            "stage, which has only what came with the micro-batch; take weights=stashed, or cut so that one "
+            "stage has all its users"
         )

@@ -195,6 +195,13 @@ def test_a_batch_with_too_few_samples_for_two_versions_is_refused():
     pipe.step(*batches[0])
 
 
+def test_the_newest_weights_are_not_those_of_another_stage():
+    case = StreamCase(model="gpt_tied", cuts=3, weights="latest")
+    plan, _ = plan_of(case)
+    with pytest.raises(PlanError, match=r"weights=latest .* is shared with a later stage"):
+        pipeline(build("gpt_tied")[0], plan)
+
+
 def test_outputs_are_kept_on_request():
     for more in ({"schedule": "1f1b", "weights": "latest", "cuts": 2}, {"cuts": 2}):
         pipe, model, batches = stream(**more)
