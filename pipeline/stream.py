@@ -16,6 +16,7 @@ from ..compression.errors import PlanError
 from ..stages.plan import Plan
 from ..stages.probe import Probe
 from ..stages.route import Route
+from ..stages.rules import STREAM
 from . import group
 from .batches import MicroBatch
 from .instruction import Instruction, Op
@@ -84,7 +85,7 @@ class Stream:
 
     def restart(self) -> None:
         """Forget what is in flight: nothing is any more, or a step failed."""
-        self.fed = Fed(num_stages=self.plan.num_stages, each=self.plan.schedule == "async_1f1b")
+        self.fed = Fed(num_stages=self.plan.num_stages, each=self.plan.schedule == STREAM)
         self.clock = self.num_batches = 0
         self.live: dict[int, Live] = {}
         self.came: frozenset[Message] = frozenset()

@@ -16,6 +16,7 @@ from .cuts import allowed_cuts, named_cuts
 from .measure import Profile
 from .placement import in_flight, layout, old_versions, placed, placement
 from .plan import Plan
+from .rules import streams
 from .split import smallest_limit, split
 from .units import parse_bytes, parse_rate, show_bytes
 
@@ -74,7 +75,7 @@ def partition(
     if layout(schedule) != "neighbours":
         fixed = placed(program) if program else placement(schedule, stages=stages, ranks=ranks)
     place_of = fixed or range(ranks)  # what is in flight is counted per stage, or per rank of neighbours
-    endless = schedule == "async_1f1b" or weights == "double_buffered"
+    endless = streams(schedule, weights)
     flying = {"micro_batches": micro_batches, "extra_in_flight": extra_in_flight, "ranks": place_of}
     costs = Costs(
         profile,
