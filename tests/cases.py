@@ -18,6 +18,10 @@ OPTIMIZERS = {
 }
 
 
+# Three stages on two ranks, 0 and 2 on the first; a B in halves, and whole ones behind it.
+CUSTOM = ("0F0 0F1 2F0 2B0 0F2 2F1 2F2 0B0 2B1 2B2 0B1 0B2", "1F0 1I0 1F1 1W0 1F2 1B1 1B2")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """One training run; ``cuts``: layer names, a number of stages, "every" or ("random", stages, seed)."""

@@ -70,7 +70,7 @@ def differences_of(case, plan, random_layers):
     for half in ("first", "second"):
         losses = {}
         for x, y in batches:
-            assert pipe.step(x, y).seconds > 0
+            pipe.step(x, y)
             losses |= pipe.engine.losses
             replay.feed(x, y)
         pipe.drain()

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from cases import Case
+from cases import CUSTOM, Case
 from law import differences
 from traps import TRAPS
 
 RESIDUAL = ["layer1_0_conv2", "layer1_1_bn1", "layer3_0_relu"]  # inside residual blocks: two values on a cut
 DENSE = ["features_denseblock1_denselayer3_conv1", "features_denseblock3_denselayer9_norm2"]
-
-CUSTOM = ("0F0 0F1 2F0 2B0 0F2 2F1 2F2 0B0 2B1 2B2 0B1 0B2", "1F0 1I0 1F1 1W0 1F2 1B1 1B2")
 
 CASES = [
     Case(model="mlp", cuts=4, ranks=2, schedule="interleaved"),

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from cases import Case, plan_of
+from cases import CUSTOM, Case, plan_of
 from law import rank_differences
 
 RESIDUAL = ["layer1_0_conv2", "layer1_1_bn1", "layer3_0_relu"]
-
-CUSTOM = ("0F0 0F1 2F0 2B0 0F2 2F1 2F2 0B0 2B1 2B2 0B1 0B2", "1F0 1I0 1F1 1W0 1F2 1B1 1B2")
 
 CASES = [
     Case(model="mlp", cuts=4, ranks=2, schedule="interleaved", micro_batches=5),
