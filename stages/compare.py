@@ -68,15 +68,15 @@ def refuse_changes(before: State, root: nn.Module, *, buffers: bool) -> None:
 def undrawn() -> Iterator[None]:
     """Refuse a forward that draws random numbers while it is traced: they would be the same ever after."""
 
-    def states() -> tuple[bytes, object, object]:
-        return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(numpy.random.get_state())
+    def states() -> tuple[object, object]:
+        return random.getstate(), str(numpy.random.get_state())
 
     before = states()
     yield
     if states() != before:
         raise PlanError(
-            "torch.fx keeps the random numbers that forward draws while it is traced; draw them in a layer, "
-            "such as nn.Dropout, or in a function under torch.fx.wrap"
+            "forward draws random numbers from Python or NumPy, which would be the same ever after; draw them "
+            "with torch, or in a function under torch.fx.wrap"
         )
 
 
@@ -114,7 +114,7 @@ def refuse_difference(
             tensor is not None and other is not None and not same_bits(tensor, other)
         ):
             raise PlanError(
-                f"the torch.fx trace does not compute what the model computes in {mode} mode ({name} "
-                "differs): no_grad and autocast blocks, tensors made in forward and branches on values are "
-                "lost; move them into a module of their own or wrap the function with torch.fx.wrap"
+                f"the recorded run does not compute what the model computes in {mode} mode ({name} differs): "
+                "forward depends on something that recording does not see (a global, a closure, a counter); "
+                "name the module around it in leaves="
             )

@@ -1,9 +1,9 @@
 """trace(model, example) -> LayerGraph: the network as layers and values, once as it trains and once as it
 evaluates.
 
-torch.fx loses things silently (no_grad and autocast blocks, buffer updates, branches), so the traced network
-is run beside the eager one before anybody relies on it: same outputs, gradients and buffers, bit for bit, or
-a refusal.
+What a model does is recorded from real eager runs (``capture``). Before anybody relies on the record it is run
+beside the model on other data, another size and moved weights: same outputs, gradients and buffers, bit for
+bit, or a refusal.
 Source: claims B1.1-1.4 of CN110032450B (layer vertices, data vertices, dependencies)."""
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import inspect
-import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import fx, nn
 
 from ..compression.errors import PlanError
+from .capture.call import Call, Example
+from .capture.capture import Captured, capture, default_leaf, other_data, path_of, resized
 from .compare import fresh, observe, refuse_changes, refuse_difference, state_of, undrawn
 from .layers import Layer, Traced, casting, is_local, parts_of, run_all
-from .leaves import Tracer, is_compiled
+from .leaves import is_compiled
 from .lift import lift_shared
 from .probe import Probe, probe
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGraph:
-    """A traced model: its two traces, the record of each at the example's shape, the copy they ran on."""
+    """A recorded model: its two runs, the probe of each at the example's shape, the copy they ran on."""
 
     train: Traced
     eval: Traced
@@ -45,80 +45,98 @@ class LayerGraph:
 
 
 def trace(
-    model: nn.Module, example_inputs: tuple[torch.Tensor, ...], *, autocast: torch.dtype | None = None
+    model: nn.Module, example_inputs: Example, *, autocast: torch.dtype | None = None
 ) -> LayerGraph:
-    """Trace ``model`` with torch.fx, in train and in eval mode, and prove both traces on copies of it.
+    """Record what ``model`` does, in train and in eval mode, and prove both records on copies of it.
 
-    Modules keep their own training flags, unless the whole model stands in eval mode: then it is traced in
+    Modules keep their own training flags, unless the whole model stands in eval mode: then it is recorded in
     train mode.
 
-    Args:    model: any module that torch.fx can trace; left bit for bit as it was (weights, gradients, mode,
-             random state).
-             example_inputs: the positional inputs of one micro-batch, as tensors.
+    Args:    model: any module; left bit for bit as it was (weights, gradients, mode, random state).
+             example_inputs: one micro-batch as the model takes it: a tuple by position, or a dict by name.
              autocast: the dtype that training will cast to, None for none.
-    Returns: the LayerGraph; a layer is one node of the default torch.fx trace and has that node's name.
-    Raises:  PlanError: torch.fx cannot trace the model, or the trace does not compute what the model
-             computes.
+    Returns: the LayerGraph; a layer is one torch call or one module of torch.nn, with the name that torch.fx
+             would give it.
+    Raises:  PlanError: what the model does cannot be repeated layer by layer.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"a model is a torch.nn.Module, found {type(model).__name__}")
-    if not isinstance(example_inputs, tuple) or not all(isinstance(x, torch.Tensor) for x in example_inputs):
-        raise PlanError(
-            "example_inputs is a tuple of tensors, one for each input of the model; wrap them: (x,)"
-        )
     if is_compiled(model):
         raise PlanError(
             "a compiled module is one layer, which no cut divides, and the whole model is compiled; compile "
             "its parts instead: model.layer1 = torch.compile(model.layer1)"
         )
+    call, example = Call.of(model, example_inputs)
+    twin = _training_copy(model)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), casting(autocast):
-        eager, twin = _training_copy(model), _training_copy(model)
-        train = _traced(model, twin, len(example_inputs))
-        parts = parts_of(twin, train)
-        _shift(eager)
-        _shift(twin)
-        expected = _run_eager(eager, example_inputs)
-        found = observe(lambda *x: run_all(train, parts, x), twin, example_inputs)
-        refuse_difference(expected, found, mode="train")
-        _restore(twin, model)
-        train_probe = probe(train, parts, fresh(example_inputs))
-        _restore(twin, model)
-        _restore(eager.eval(), model)
+        train, train_probe = _recorded(model, twin, call, example, mode="train")
         tied = {str(node.target) for layer in train.layers for _, node in layer.lifted}
-        evaluation = _traced(model, eager, len(example_inputs), tied=tied)
-        parts = parts_of(eager, evaluation)
+        other = copy.deepcopy(twin).eval()
         with torch.no_grad():
-            _shift(eager)
-            expected = _run_eager(eager, example_inputs)
-            _restore(eager, model)
-            _shift(eager)
-            found = observe(lambda *x: run_all(evaluation, parts, x), eager, example_inputs)
-            refuse_difference(expected, found, mode="eval")
-            _restore(eager, model)
-            eval_probe = probe(evaluation, parts, fresh(example_inputs))
+            evaluation, eval_probe = _recorded(model, other, call, example, mode="eval", tied=tied)
     return LayerGraph(
         train=train,
         eval=evaluation,
         train_probe=train_probe,
         eval_probe=eval_probe,
         twin=twin,
-        example_inputs=fresh(example_inputs),
+        example_inputs=fresh(example),
         fingerprint=fingerprint(model),
     )
 
 
-def _run_eager(eager: nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor | None]:
-    """What the model itself computes; refused if it does not run, or changes itself beside its buffers."""
+def _recorded(
+    model: nn.Module,
+    twin: nn.Module,
+    call: Call,
+    example: tuple[torch.Tensor, ...],
+    *,
+    mode: str,
+    tied: Collection[str] = (),
+) -> tuple[Traced, Probe]:
+    """The record of one mode on ``twin``, a copy of ``model`` in that mode, and its probe."""
+    _run_eager(copy.deepcopy(twin), call, example)
+    compiled = {name for name, module in model.named_modules() if is_compiled(module)}
+    with undrawn():
+        captured = capture(
+            twin,
+            call,
+            example,
+            copies=lambda: copy.deepcopy(twin),
+            leaf=lambda path, module: path in compiled or default_leaf(path, module),
+        )
+    traced = _traced(twin, captured, call, tied=tied)
+    parts = parts_of(twin, traced)
+    for inputs in _proofs(captured, example):
+        _restore(twin, model)
+        _shift(twin)
+        eager = copy.deepcopy(twin)
+        expected = observe(lambda *x: call.run(eager, x), eager, inputs)
+        found = observe(lambda *x: run_all(traced, parts, x), twin, inputs)
+        refuse_difference(expected, found, mode=mode)
+    _restore(twin, model)
+    record = probe(traced, parts, fresh(example))
+    _restore(twin, model)
+    return traced, record
+
+
+def _proofs(captured: Captured, example: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+    """What record and model are compared on: the example, and other data, of another size if it holds for any."""
+    other = other_data(example)
+    return [tuple(example), tuple(other if captured.fixed else resized(other, captured.sizes[-1]))]
+
+
+def _run_eager(eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> None:
+    """See that the model runs, and does not change itself beside its buffers."""
     before = state_of(eager)
     try:
-        seen = observe(eager, eager, inputs)
+        observe(lambda *x: call.run(eager, x), eager, inputs)
     except Exception as error:
         shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
         raise PlanError(
             f"the model does not run on inputs of shape {shapes}: {error}; give another example"
         ) from error
     refuse_changes(before, eager, buffers=False)
-    return seen
 
 
 def _training_copy(model: nn.Module) -> nn.Module:
@@ -140,69 +158,45 @@ def _restore(twin: nn.Module, model: nn.Module) -> None:
 
 
 def _shift(twin: nn.Module) -> None:
-    """Move every weight and buffer a little: what tracing computed from them and baked in then shows."""
+    """Move every weight and buffer a little: what recording took for a constant then shows."""
     with torch.no_grad():
         for tensor in (*twin.parameters(), *twin.buffers()):
             if tensor.is_floating_point():
                 tensor.mul_(1.0625).add_(0.0078125)
 
 
-def _traced(model: nn.Module, root: nn.Module, num_inputs: int, *, tied: Collection[str] = ()) -> Traced:
-    """The trace of ``root``, a copy of ``model``: shared and ``tied`` parameters lifted, other inputs at
-    defaults."""
-    before = state_of(root)
-    parameters = list(inspect.signature(root.forward).parameters.values())
-    defaults = {p.name: p.default for p in parameters[num_inputs:] if p.default is not p.empty}
-    try:
-        with undrawn():
-            graph = Tracer(model).trace(root, defaults or None)
-    except PlanError:
-        raise
-    except Exception as error:
-        raise PlanError(
-            f"torch.fx cannot trace {type(root).__name__}: {error}; keep branches and loops over tensor "
-            "values out of forward, or put them into a function under torch.fx.wrap"
-        ) from error
-    refuse_changes(before, root, buffers=True)
-    _drop_default_inputs(graph, num_inputs)
-    lifted = lift_shared(root, graph, tied)
+def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection[str]) -> Traced:
+    """The recorded graph as layers: shared and ``tied`` parameters lifted, numbers that move written as such."""
+    graph = captured.graph
+    for node, (args, kwargs, expect, shape) in captured.moving.items():
+        node.args, node.kwargs = args, kwargs
+        node.meta |= {k: v for k, v in (("expect", expect), ("shape", shape)) if v is not None}
+    lifted = lift_shared(root, graph, tied, captured.constants)
     layers = tuple(
         Layer(
             node=node,
-            module=_module_path(node),
+            module=path_of(node),
             lifted=tuple(lifted.get(node, ())),
             holds=_holds(root, node, {name for name, _ in lifted.get(node, ())}),
+            moves=node in captured.moving,
         )
         for node in graph.nodes
         if node.op not in ("placeholder", "output") and not is_local(node)
     )
-    inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
     if not layers:
         raise PlanError(f"a pipeline needs at least one layer; {type(root).__name__}.forward calls none")
-    if len(inputs) != num_inputs:
-        names = ", ".join(node.name for node in inputs)
-        raise PlanError(
-            f"example_inputs has one tensor for each input; the model takes {names}, {num_inputs} were given"
-        )
-    held = {str(n.target): operator.attrgetter(n.target)(root) for n in graph.nodes if n.op == "get_attr"}
+    held = {str(n.target) for n in graph.nodes if n.op == "get_attr"}
     return Traced(
-        inputs=inputs,
+        inputs=tuple(node for node in graph.nodes if node.op == "placeholder"),
         layers=layers,
         output=next(iter(reversed(graph.nodes))),
-        constants={name: tensor for name, tensor in held.items() if not _has(model, name)},
+        call=call,
+        spec=captured.spec,
+        constants=captured.constants,
         buffers=frozenset(held) & {name for name, _ in root.named_buffers(remove_duplicate=False)},
+        fixed=captured.fixed,
+        again=captured.again,
     )
-
-
-def _drop_default_inputs(graph: fx.Graph, num_inputs: int) -> None:
-    """Remove the placeholders of arguments that stay at defaults, and torch.fx's assertions on them."""
-    for node in [n for n in graph.nodes if n.op == "placeholder"][num_inputs:]:
-        dead = [node]
-        for user in dead:
-            dead.extend(u for u in user.users if u not in dead)
-        if all("_assert" in str(n.target) or n is node or n.target is operator.eq for n in dead):
-            for user in reversed(dead):
-                graph.erase_node(user)
 
 
 def _holds(root: nn.Module, node: fx.Node, lifted: Collection[str]) -> bool:
@@ -213,20 +207,6 @@ def _holds(root: nn.Module, node: fx.Node, lifted: Collection[str]) -> bool:
     module = root.get_submodule(str(node.target))
     own = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(lifted)
     return bool(own) or any(True for _ in module.buffers())
-
-
-def _module_path(node: fx.Node) -> str:
-    """Dotted path of the module that the node was traced in, "" for the model itself."""
-    stack = node.meta.get("nn_module_stack")
-    return str(next(reversed(stack.values()))[0]) if stack else ""
-
-
-def _has(model: nn.Module, name: str) -> bool:
-    try:
-        operator.attrgetter(name)(model)
-    except AttributeError:
-        return False
-    return True
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -8,53 +8,84 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from ..compression.errors import PlanError
+from .capture.call import Call
+from .capture.capture import path_of, samples_of
+from .capture.recorder import plain
+from .capture.sizes import at_size, extend, facts_of, has_table
+
+_META = torch.device("meta")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One node of the trace; ``module`` is the dotted path it was traced in.
+    """One node of the recorded run; ``module`` is the dotted path it ran in.
 
     ``lifted``: for every tied parameter of a module, (its name inside the module, the get_attr layer that
-    reads it). ``holds``: whether it needs parameters or buffers that only its own stage has."""
+    reads it). ``holds``: whether it needs parameters or buffers that only its own stage has. ``moves``: whether
+    its numbers follow the size of the micro-batch."""
 
     node: fx.Node
     module: str
     lifted: tuple[tuple[str, fx.Node], ...] = ()
     holds: bool = False
+    moves: bool = False
 
     @property
     def name(self) -> str:
-        """The node's name under a default torch.fx tracer: it stands in tables, in JSON and in ``cuts``."""
+        """The node's name, as torch.fx would give it: it stands in tables, in JSON and in ``cuts``."""
         return self.node.name
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """The trace of one mode (train or eval): input nodes, layers in running order, the output node.
+    """The recorded run of one mode (train or eval): input nodes, layers in running order, the output node.
 
-    ``constants`` are the tensors that tracing found in forward, by the name that torch.fx gave them;
-    ``buffers`` the names of registered buffers that layers read by themselves: no other tensor of the model
-    may be written to."""
+    ``call`` says how the model is called, ``spec`` puts its outputs together. ``constants`` are the tensors that
+    came from outside the run, by the name that they were given; ``buffers`` the names of registered buffers that
+    layers read by themselves: no other tensor of the model may be written to. ``fixed``: why the run holds for the
+    example's number of samples only, "" where it holds for any; ``again`` records a copy of the model anew."""
 
     inputs: tuple[fx.Node, ...]
     layers: tuple[Layer, ...]
     output: fx.Node
+    call: Call
+    spec: TreeSpec
     constants: Mapping[str, torch.Tensor]
     buffers: frozenset[str]
+    fixed: str
+    again: Callable[[nn.Module, Sequence[torch.Tensor]], fx.Graph]
+
+    def extend(self, twin: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        """Learn the numbers of another size from ``twin``, where they follow no rule.
+
+        Raises: Different: the model goes another way at that size."""
+        tables = [layer.node for layer in self.layers if layer.moves and has_table(facts_of(layer.node))]
+        if tables:
+            extend(tables, self.again(twin, inputs), samples_of(inputs))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """Modules and tensors that some layers name, by dotted path; nothing else of the model is kept."""
+    """Modules and tensors that some layers name, by dotted path; nothing else of the model is kept.
+
+    ``meta``: they have shapes and no memory, so layers make what they make on the meta device."""
 
     modules: dict[str, nn.Module]
     tensors: dict[str, torch.Tensor]
+    meta: bool = False
+
+    def to_meta(self) -> Parts:
+        """The same without memory; modules are those of a copy that has none."""
+        return Parts(self.modules, {name: tensor.to("meta") for name, tensor in self.tensors.items()}, True)
 
 
 def parts_of(
@@ -91,9 +122,16 @@ def is_local(node: fx.Node) -> bool:
 
 
 def run_layer(
-    layer: Layer, env: Mapping[fx.Node, Any], parts: Parts, tied: Mapping[fx.Node, torch.Tensor] | None = None
+    layer: Layer,
+    env: Mapping[fx.Node, Any],
+    parts: Parts,
+    tied: Mapping[fx.Node, torch.Tensor] | None = None,
+    *,
+    samples: int,
 ) -> Any:
-    """Run one layer on the results in ``env``; ``tied``: parameters that came from another stage."""
+    """Run one layer on the results in ``env``, for a micro-batch of ``samples``.
+
+    Args:   tied: parameters that came from another stage."""
     node = layer.node
     if node.op == "get_attr":
         return parts.tensors[str(node.target)]
@@ -103,25 +141,63 @@ def run_layer(
 
     args: Any = map_arg(node.args, look)
     kwargs: Any = map_arg(node.kwargs, look)
+    if layer.moves:
+        args, kwargs = at_size(args, samples), at_size(kwargs, samples)
+    if parts.meta:
+        if "expect" in node.meta:  # nothing can be read there
+            return at_size(node.meta["expect"], samples)
+        args, kwargs = _on_meta(args), _on_meta(kwargs)
+    if (modes := node.meta.get("modes")) is None:
+        result = _called(layer, parts, tied, args, kwargs)
+    else:
+        with modes.entered():
+            result = _called(layer, parts, tied, args, kwargs)
+    if "expect" in node.meta or "shape" in node.meta:
+        _check_read(node, result, samples)
+    return result
+
+
+def _called(
+    layer: Layer, parts: Parts, tied: Mapping[fx.Node, torch.Tensor] | None, args: Any, kwargs: Any
+) -> Any:
+    node = layer.node
     if node.op == "call_function":
         return node.target(*args, **kwargs)  # type: ignore[operator]
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     module = parts.modules[str(node.target)]
     foreign = {name: tied[source] for name, source in layer.lifted if tied and source in tied}
     return torch.func.functional_call(module, foreign, args, kwargs) if foreign else module(*args, **kwargs)
 
 
+def _on_meta(item: Any) -> Any:
+    return map_aggregate(item, lambda one: _META if isinstance(one, torch.device) else one)
+
+
+def _check_read(node: fx.Node, result: Any, samples: int) -> None:
+    """Hold a result against what Python read of it when the run was recorded: the run went on from that."""
+    if "expect" in node.meta:
+        seen, found = at_size(node.meta["expect"], samples), plain(result)
+    else:
+        seen, found = at_size(node.meta["shape"], samples), tuple(result.shape)
+    if seen != found and repr(seen) != repr(found):  # NaN is not unequal to itself here
+        where = f" in module {path}" if (path := path_of(node)) else ""
+        raise PlanError(
+            f"forward read {seen} from {node.name}{where} when it was recorded and goes on from that, and now it is "
+            f"{found}; name the module around it in leaves="
+        )
+
+
 def run_output(traced: Traced, env: Mapping[fx.Node, Any], parts: Parts) -> Any:
     """What the model returns, put together from the results in ``env``."""
-    return map_arg(
+    leaves: Any = map_arg(
         traced.output.args[0], lambda node: parts.tensors[str(node.target)] if is_local(node) else env[node]
     )
+    return tree_unflatten(list(leaves), traced.spec)
 
 
 def run_all(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Any:
-    """The whole traced network, layer by layer."""
+    """The whole recorded network, layer by layer."""
     env: dict[fx.Node, Any] = dict(zip(traced.inputs, inputs, strict=True))
+    samples = samples_of(inputs)
     for layer in traced.layers:
-        env[layer.node] = run_layer(layer, env, parts)
+        env[layer.node] = run_layer(layer, env, parts, samples=samples)
     return run_output(traced, env, parts)

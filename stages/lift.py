@@ -7,17 +7,25 @@ used."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
+import torch
 from torch import fx, nn
 
 
-def _parameter_uses(root: nn.Module, graph: fx.Graph) -> dict[int, list[tuple[fx.Node, str | None]]]:
+def _tensor(root: nn.Module, node: fx.Node, constants: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    name = str(node.target)
+    return constants[name] if name in constants else operator.attrgetter(name)(root)
+
+
+def _parameter_uses(
+    root: nn.Module, graph: fx.Graph, constants: Mapping[str, torch.Tensor]
+) -> dict[int, list[tuple[fx.Node, str | None]]]:
     """For every trained parameter the nodes that use it, and its name in their module (None: get_attr)."""
     uses: dict[int, list[tuple[fx.Node, str | None]]] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
-            uses.setdefault(id(operator.attrgetter(node.target)(root)), []).append((node, None))
+            uses.setdefault(id(_tensor(root, node, constants)), []).append((node, None))
         elif node.op == "call_module":
             for name, parameter in root.get_submodule(node.target).named_parameters(remove_duplicate=False):
                 if parameter.requires_grad:
@@ -26,7 +34,7 @@ def _parameter_uses(root: nn.Module, graph: fx.Graph) -> dict[int, list[tuple[fx
 
 
 def lift_shared(
-    root: nn.Module, graph: fx.Graph, tied: Collection[str]
+    root: nn.Module, graph: fx.Graph, tied: Collection[str], constants: Mapping[str, torch.Tensor]
 ) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
     """Make one layer of every trained parameter that several nodes use (or ``tied`` names), before its first
     user.
@@ -34,7 +42,7 @@ def lift_shared(
     A tied parameter then is a value like any other. Buffers, constants and frozen parameters are read where
     they are used and never travel: their get_attr nodes become local to each user."""
     for node in list(graph.nodes):
-        if node.op == "get_attr" and not operator.attrgetter(node.target)(root).requires_grad:
+        if node.op == "get_attr" and not _tensor(root, node, constants).requires_grad:
             for user in list(node.users):
                 with graph.inserting_before(user):
                     local = graph.get_attr(node.target)
@@ -43,7 +51,7 @@ def lift_shared(
             graph.erase_node(node)
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     lifted: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
-    for key, uses in _parameter_uses(root, graph).items():
+    for key, uses in _parameter_uses(root, graph, constants).items():
         shared = key in names and (names[key] in tied or len({node for node, _ in uses}) > 1)
         if not shared:
             continue

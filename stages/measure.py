@@ -20,8 +20,10 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..compression.errors import PlanError
+from .capture.call import Call, Example
 from .graph import LayerGraph
 from .layers import Layer, Parts, parts_of, run_layer
+from .probe import Probe
 from .receive import Receive
 from .record import load_json, read
 
@@ -85,7 +87,7 @@ class Profile:
         return read(cls, data, "profile")
 
 
-def measure(graph: LayerGraph, example_inputs: tuple[torch.Tensor, ...], *, repeats: int = 3) -> Profile:
+def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 3) -> Profile:
     """Run every layer of ``graph`` forward and backward by itself, on the copy of the model that was traced.
 
     Args:    example_inputs: one micro-batch, shaped as the example that was traced.
@@ -93,15 +95,16 @@ def measure(graph: LayerGraph, example_inputs: tuple[torch.Tensor, ...], *, repe
     Returns: the Profile; seconds are per micro-batch with the threads that torch has now.
     Raises:  PlanError: the inputs do not suit the traced model.
     """
-    shapes = tuple(tuple(x.shape) for x in example_inputs)
+    _, inputs = Call.of(graph.twin, example_inputs)
+    shapes = tuple(tuple(x.shape) for x in inputs)
     if shapes != tuple(tuple(x.shape) for x in graph.example_inputs):
         raise PlanError(
             f"a profile is measured at the shapes that were traced, found {shapes}; trace with this example"
         )
     buffers = [b.clone() for b in graph.twin.buffers()]
     with torch.random.fork_rng(devices=[]):
-        runs = [_timed_run(graph, example_inputs) for _ in range(repeats + 1)][1:]
-        saved = _saved_bytes(graph, example_inputs)
+        runs = [_timed_run(graph, inputs) for _ in range(repeats + 1)][1:]
+        saved = _saved_bytes(graph, inputs)
     for buffer, before in zip(graph.twin.buffers(), buffers, strict=True):
         buffer.copy_(before)
     owned = owned_parameters(graph)
@@ -134,10 +137,10 @@ def measure(graph: LayerGraph, example_inputs: tuple[torch.Tensor, ...], *, repe
         refused=dict(graph.train_probe.refused),
         fingerprint=graph.fingerprint,
         input_shapes=shapes,
-        input_dtypes=tuple(str(x.dtype).removeprefix("torch.") for x in example_inputs),
+        input_dtypes=tuple(str(x.dtype).removeprefix("torch.") for x in inputs),
         num_samples=shapes[0][0] if shapes and shapes[0] else 1,
         threads=torch.get_num_threads(),
-        device=example_inputs[0].device.type if example_inputs else "cpu",
+        device=inputs[0].device.type,
         torch=torch.__version__,
     )
 
@@ -178,10 +181,10 @@ def _timed_run(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> _Run:
     anchor = torch.zeros((), requires_grad=True)
     env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, inputs, strict=True))
     run = _Run([], {})
-    for layer in graph.train.layers:
+    for index, layer in enumerate(graph.train.layers):
         local = {node: tree_map(lambda t: _received(t, anchor), env[node]) for node in _reads(layer, env)}
         begun = time.perf_counter()
-        result = run_layer(layer, local, parts)
+        result = run_layer(layer, local, parts, samples=record.samples)
         middle = time.perf_counter()
         roots = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn]
         gradients = [torch.ones_like(t) for t in roots]
@@ -190,11 +193,23 @@ def _timed_run(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> _Run:
         if roots:
             torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
         run.seconds.append((middle - begun, time.perf_counter() - backward if roots else 0.0))
+        _write_back(layer, index, local, env, record)
         env[layer.node] = result
         for number, leaf in zip(record.outputs[layer.node].values, tree_leaves(result), strict=True):
             if isinstance(leaf, torch.Tensor) and leaf.numel():
                 run.zeros[number] = 1 - int(torch.count_nonzero(leaf)) / leaf.numel()
     return run
+
+
+def _write_back(
+    layer: Layer, index: int, local: Mapping[fx.Node, Any], env: Mapping[fx.Node, Any], record: Probe
+) -> None:
+    """What the layer wrote into copies of its inputs, into the inputs: later layers read it there."""
+    for node, item in local.items():
+        pairs = zip(record.outputs[node].values, tree_leaves(item), tree_leaves(env[node]), strict=True)
+        for number, copied, original in pairs:
+            if isinstance(copied, torch.Tensor) and (index, False) in record.values[number].writers:
+                original.detach().copy_(copied.detach())
 
 
 def _reads(layer: Layer, env: Mapping[fx.Node, Any]) -> list[fx.Node]:
@@ -226,5 +241,5 @@ def _saved_bytes(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> list[in
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for layer in graph.train.layers:
             saved.append(0)
-            env[layer.node] = run_layer(layer, env, parts)
+            env[layer.node] = run_layer(layer, env, parts, samples=graph.train_probe.samples)
     return saved

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from ..compression.errors import PlanError
 from ..compression.geometry import geometry
+from .capture.capture import samples_of
 from .compare import same_bits
 from .layers import Layer, Parts, Traced, is_local, run_layer
 from .proof import zeros_that_stop
@@ -62,6 +63,7 @@ class Probe:
     outputs: dict[fx.Node, Outputs]
     random: frozenset[str]
     refused: dict[int, str]
+    samples: int
 
     def crossing(self, cut: int) -> list[int]:
         """Numbers of the values that are alive between layer ``cut`` and the next."""
@@ -70,12 +72,12 @@ class Probe:
 
 def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe:
     """Run ``traced`` once on ``inputs`` (both are written to: pass copies) and record what happens."""
-    recorder = Recorder()
+    recorder, samples = Recorder(), samples_of(inputs)
     env: dict[fx.Node, Any] = dict(zip(traced.inputs, inputs, strict=True))
     for node, tensor in env.items():
         recorder.add(node, -1, tensor)
     for index, layer in enumerate(traced.layers):
-        _record_layer(recorder, layer, index, env, parts)
+        _record_layer(recorder, layer, index, env, parts, samples)
         _refuse_written_constants(recorder, layer, traced, parts)
     for number in recorder.reads(traced.output):
         recorder.users[number].add(len(traced.layers))
@@ -84,7 +86,13 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
         recorder.accesses.setdefault(key, (name, set()))[1].add(len(traced.layers))
     stops = zeros_that_stop(traced, parts, recorder.outputs, recorder.last_writer, recorder.watched())
     values = tuple(_value(recorder, i, stops) for i in range(len(recorder.objects)))
-    record = Probe(values=values, outputs=recorder.outputs, random=frozenset(recorder.random), refused={})
+    record = Probe(
+        values=values,
+        outputs=recorder.outputs,
+        random=frozenset(recorder.random),
+        refused={},
+        samples=samples,
+    )
     for cut in range(len(traced.layers) - 1):
         if reason := _refusal(recorder, record, cut):
             record.refused[cut] = reason
@@ -92,7 +100,7 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
 
 
 def _record_layer(
-    recorder: Recorder, layer: Layer, index: int, env: dict[fx.Node, Any], parts: Parts
+    recorder: Recorder, layer: Layer, index: int, env: dict[fx.Node, Any], parts: Parts, samples: int
 ) -> None:
     read = list(recorder.reads(layer.node, [source for _, source in layer.lifted]))
     tensors = [t for i in read if isinstance(t := recorder.objects[i], torch.Tensor)]
@@ -101,7 +109,7 @@ def _record_layer(
     contents = [None if t.is_meta else t.clone() for t in buffers.values()]
     state = torch.get_rng_state()
     try:
-        env[layer.node] = run_layer(layer, env, parts)
+        env[layer.node] = run_layer(layer, env, parts, samples=samples)
     except Exception as error:
         size = next((tuple(t.shape) for t in tensors), ())
         raise PlanError(f"layer {layer.name} does not take an input of shape {size}: {error}") from error

@@ -16,7 +16,7 @@ from .layers import Layer, Parts, Traced
 from .recorder import Outputs
 
 RELU_MODULES = (nn.ReLU, nn.ReLU6)
-RELU_CALLS = {F.relu, F.relu_, F.relu6, torch.relu, torch.relu_, "relu", "relu_"}
+RELU_CALLS = {F.relu, F.relu_, F.relu6, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_}
 POOL_MODULES = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 POOL_CALLS = {F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -41,6 +41,8 @@ class Shapes:
         if key == self.example:
             return self.real[mode]
         if (mode, key) not in self.known:
+            if fixed := self.traced[mode].fixed:
+                self.trusted[mode] = fixed
             if mode not in self.trusted:
                 self.trusted[mode] = self._difference(mode)
             if self.trusted[mode]:
@@ -59,9 +61,10 @@ class Shapes:
         inputs = [
             torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in key
         ]
-        parts = parts_of(self.roots[mode], traced)
-        parts.tensors.update({name: t.to("meta") for name, t in parts.tensors.items() if not t.is_meta})
-        with torch.set_grad_enabled(mode == "train"), as_written():
+        parts = parts_of(self.roots[mode], traced).to_meta()
+        with torch.set_grad_enabled(mode == "train"), as_written(), torch.device("meta"):
+            if key != self.example:
+                self._extend(mode, traced, inputs)
             found = probe(traced, parts, inputs)
         real = self.real[mode].values  # autocast knows no meta device; a dtype does not depend on the size
         if len(real) == len(found.values):
@@ -69,6 +72,15 @@ class Shapes:
             values = tuple(dataclasses.replace(ours, dtype=theirs.dtype) for ours, theirs in pairs)
             found = dataclasses.replace(found, values=values, refused=self.real[mode].refused | found.refused)
         return found
+
+    def _extend(self, mode: str, traced: Traced, inputs: list[torch.Tensor]) -> None:
+        try:
+            traced.extend(self.roots[mode], inputs)
+        except Exception as error:
+            raise PlanError(
+                f"the numbers in forward for a micro-batch of {_show(_key(inputs))} cannot be told without running it "
+                f"({error}); use equal micro-batches of the example's size"
+            ) from error
 
     def _difference(self, mode: str) -> str:
         """What the meta device gets wrong at the example's own size; "" if nothing."""

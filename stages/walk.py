@@ -47,9 +47,9 @@ def walk(
         try:
             if seed is not None and layer.name in record.random:
                 with seeded(seed(layer.name)):
-                    result = run_layer(layer, env, parts, tied)
+                    result = run_layer(layer, env, parts, tied, samples=record.samples)
             else:
-                result = run_layer(layer, env, parts, tied)
+                result = run_layer(layer, env, parts, tied, samples=record.samples)
         except Exception as error:
             raise StageError(f"layer {layer.name}: {type(error).__name__}: {error}") from error
         env[layer.node] = result

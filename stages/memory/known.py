@@ -27,7 +27,8 @@ from .held import Bytes, Look, new_bytes
 
 _MODULES: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.MaxPool2d: "pool", nn.Dropout: "dropout"}
 _CALLS: dict[Any, str] = {
-    F.relu: "relu", torch.relu: "relu", torch.relu_: "relu", "relu": "relu", "relu_": "relu",
+    F.relu: "relu", torch.relu: "relu", torch.relu_: "relu",
+    Tensor.relu: "relu", Tensor.relu_: "relu",
     F.max_pool2d: "pool", torch.max_pool2d: "pool",
     F.dropout: "dropout", torch.dropout: "dropout",
 }  # fmt: skip

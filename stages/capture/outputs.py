@@ -1,0 +1,42 @@
+"""What a model returns, as a flat list of tensors and numbers, and back: dicts, dataclasses and all.
+
+What holds tensors and is no such structure (a cache of keys and values) cannot be put together again from
+stages, so it is left out, and said."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def flattened(result: Any) -> tuple[list[Any], pytree.TreeSpec, tuple[str, ...]]:
+    """Leaves and structure of ``result``, and what was left out of it, by name."""
+    _register(result)
+    paths, spec = pytree.tree_flatten_with_path(result)
+    leaves, dropped = [], []
+    for path, leaf in paths:
+        if isinstance(leaf, (torch.Tensor, *_NUMBERS)):
+            leaves.append(leaf)
+        else:
+            leaves.append(None)
+            dropped.append(f"{pytree.keystr(path).lstrip('.')} ({type(leaf).__name__})")
+    return leaves, spec, tuple(dropped)
+
+
+def _register(result: Any) -> None:
+    """Tell torch how to take plain dataclasses apart."""
+    for item in pytree.tree_leaves(result):
+        kind = type(item)
+        if dataclasses.is_dataclass(item) and not isinstance(item, type) and _holds_tensors(item):
+            pytree.register_dataclass(kind)
+            return _register(result)
+
+
+def _holds_tensors(item: Any) -> bool:
+    values = [getattr(item, field.name) for field in dataclasses.fields(item)]
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(values))

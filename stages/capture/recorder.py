@@ -1,0 +1,244 @@
+"""The nodes of one real eager run, seen through torch's own dispatch.
+
+Real tensors, no proxies and no compiler: every branch and every kernel choice is eager's own. Each torch call
+becomes a node; a module of torch.nn, and whatever is named as a leaf, becomes one node as a whole. What the run
+read of a tensor into Python (a truth value, a list) becomes a guard: a node that expects what was read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .modes import Modes
+
+FACTS = frozenset(
+    "size dim stride numel nelement ndimension element_size storage_offset is_floating_point is_complex "
+    "is_signed is_contiguous is_same_size get_device __len__ __hash__ __repr__ __format__ "
+    "untyped_storage data_ptr __dlpack__ __dlpack_device__".split()
+)
+"""Methods that tell the geometry of a tensor and nothing of its elements."""
+_SHAPE = frozenset({"size", "numel", "nelement", "__len__", "stride", "is_same_size"})
+_ARITHMETIC = frozenset("add_ sub_ mul_ div_ pow_ remainder_ floor_divide_".split())
+_REFLECTED = {f"r{name}": name for name in "add sub mul div truediv floordiv pow mod matmul and or xor".split()}
+_OUT_OF_SIGHT = "made where recording cannot see it (torch.func transforms, torch.jit, a C++ extension)"
+
+
+class Unrecordable(Exception):
+    """The run did something that no list of nodes can repeat."""
+
+
+class Recorder(TorchFunctionMode):
+    """Records what one call of ``model`` does; ``leaf`` says which modules are one node.
+
+    ``graph`` grows by a node for each call. In a node's ``meta``: ``nn_module_stack`` as torch.fx has it,
+    ``modes`` (grad mode and autocast) where they differ from those around the run, ``expect`` for a guard,
+    ``shape`` where Python read the shape of its result, ``sizes`` the shapes of the tensors in it."""
+
+    def __init__(self, model: nn.Module, leaf: Callable[[str, nn.Module], bool]) -> None:
+        super().__init__()
+        self.graph, self.leaf = fx.Graph(), leaf
+        self.constants: dict[str, torch.Tensor] = {}
+        self.outside = Modes.now()
+        self.quiet = 0
+        self.stack: list[tuple[str, type]] = [("", type(model))]
+        self.paths = {module: path for path, module in model.named_modules()}
+        held = [*model.named_buffers(), *model.named_parameters()]
+        self.names = {id(tensor): name for name, tensor in held}
+        self.held = [tensor for _, tensor in held]  # alive, so that no other tensor gets such an id
+        self.nodes: dict[int, tuple[Callable[[], torch.Tensor | None], fx.Node]] = {}
+
+    def input(self, name: str, tensor: torch.Tensor) -> None:
+        """The next input of the model."""
+        self._bind(tensor, self._tag(self.graph.placeholder(name), None))
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """The block in which the model is called; torch.fx patches the same two functions while it traces."""
+        call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+        recorder = self
+
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return recorder._module(module, call, args, kwargs)
+
+        def applied(function: type, *args: Any, **kwargs: Any) -> Any:
+            run = apply.__get__(None, function)  # does not pass through torch's dispatch
+            return recorder.opaque("call_function", run, function.__name__, run, args, kwargs)
+
+        wrapped = [
+            (frame, name, frame[name])
+            for (_, name), frame in fx._symbolic_trace._wrapped_fns_to_patch.items()
+            if callable(frame.get(name))
+        ]
+        nn.Module.__call__, torch.autograd.Function.apply = called, classmethod(applied)  # type: ignore
+        for frame, name, function in wrapped:
+            frame[name] = self._opaque_function(name, function)
+        try:
+            with self:
+                yield
+        finally:
+            nn.Module.__call__, torch.autograd.Function.apply = call, apply
+            for frame, name, function in wrapped:
+                frame[name] = function
+
+    def _opaque_function(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self.opaque("call_function", function, name, function, args, kwargs)
+
+        return run
+
+    def _module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.quiet:
+            return call(module, *args, **kwargs)
+        path = self.paths.get(module)
+        if path and self.leaf(path, module):
+            name = path.replace(".", "_")
+            return self.opaque("call_module", path, name, lambda *a, **k: call(module, *a, **k), args, kwargs)
+        self.stack.append((self.stack[-1][0] if path is None else path, type(module)))
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            self.stack.pop()
+
+    def opaque(
+        self, op: str, target: Any, name: str, run: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run something as one node, whatever it does inside."""
+        if self.quiet:
+            return run(*args, **kwargs)
+        self.quiet += 1
+        try:
+            given = self.named((args, kwargs))
+            result = run(*args, **kwargs)
+            self._emit(op, target, given, result, name)
+        finally:
+            self.quiet -= 1
+        return result
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """One call of torch."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "call")
+        if self.quiet or name in FACTS or name == "_set_grad_enabled":
+            if name in _SHAPE and not self.quiet:
+                self._read_shape(args)
+            return func(*args, **kwargs)
+        if name in ("__get__", "__set__", "__delete__"):
+            return self._property(func, name, args)
+        given = self.named((args, kwargs))
+        result = func(*args, **kwargs)
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)) or plain(result) is None:
+            self._emit("call_function", func, given, result, _name(name))
+        elif any(isinstance(leaf, fx.Node) for leaf in tree_leaves(given)):
+            self._emit("call_function", func, given, None, f"guard_{_name(name)}", expect=plain(result))
+        return result
+
+    def _property(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
+        """``x.T`` and ``x.data`` make tensors, ``x.shape`` and ``x.device`` do not."""
+        if name != "__get__":
+            owner, *value = args
+            if isinstance(owner, torch.Tensor) and name == "__set__" and self._known(owner):
+                return self._write_property(func, args)
+            return func(*args)
+        result = func(*args)
+        if isinstance(result, torch.Size):
+            self._read_shape(args)
+        if isinstance(result, torch.Tensor) and not self._known(result) and id(result) not in self.names:
+            self._emit("call_function", func, self.named((args, {})), result, "getattr")
+        return result
+
+    def _write_property(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """``x.data = y`` and ``x.requires_grad = True`` change what the node made."""
+        given = self.named((args, {}))
+        result = func(*args)
+        self._emit("call_function", func, given, None, "setattr")
+        return result
+
+    def _read_shape(self, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], torch.Tensor) and (node := self._known(args[0])) is not None:
+            node.meta["shape"] = tuple(args[0].shape)
+
+    def named(self, item: Any) -> Any:
+        """``item`` with a node in the place of every tensor."""
+        return tree_map(lambda v: self._node(v) if isinstance(v, torch.Tensor) else v, item)
+
+    def _known(self, tensor: torch.Tensor) -> fx.Node | None:
+        kept, node = self.nodes.get(id(tensor), (lambda: None, None))
+        return node if kept() is tensor else None
+
+    def _node(self, tensor: torch.Tensor) -> fx.Node:
+        node = self._known(tensor)
+        if node is None:
+            name = self.names.get(id(tensor))
+            if name is None:
+                if tensor.requires_grad:
+                    raise Unrecordable(f"a tensor of shape {tuple(tensor.shape)} was {_OUT_OF_SIGHT}")
+                name = f"_constant_{len(self.constants)}"
+                self.constants[name] = tensor.detach().clone()
+                self.held.append(tensor)
+            node = self._tag(self.graph.create_node("get_attr", name), None)
+            self._bind(tensor, node)
+        return node
+
+    def _bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        self.nodes[id(tensor)] = weakref.ref(tensor), node
+
+    def _tag(self, node: fx.Node, expect: Any) -> fx.Node:
+        path, kind = self.stack[-1]
+        node.meta["nn_module_stack"] = {path: (path, kind)}
+        if (now := Modes.now()) != self.outside:
+            node.meta["modes"] = now
+        if expect is not None:
+            node.meta["expect"] = expect
+        return node
+
+    def _emit(self, op: str, target: Any, given: Any, result: Any, name: str, expect: Any = None) -> None:
+        args, kwargs = given
+        node = self._tag(self.graph.create_node(op, target, tuple(args), dict(kwargs), name=name), expect)
+        node.meta["sizes"] = [tuple(t.shape) for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        self._spread(node, result)
+
+    def _spread(self, node: fx.Node, value: Any) -> None:
+        """Give every tensor in a result a node: the result's own, or one that picks it."""
+        if isinstance(value, torch.Tensor):
+            return self._bind(value, node)
+        pick, items = _items(value)
+        for key, item in items:
+            if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(item)):
+                picked = self.graph.call_function(pick, (node, key))
+                self._spread(self._tag(picked, None), item)
+
+
+def _items(value: Any) -> tuple[Callable[..., Any], list[tuple[Any, Any]]]:
+    """How the parts of a result are picked, and by which key each."""
+    if isinstance(value, Mapping):
+        return operator.getitem, list(value.items())
+    if isinstance(value, tuple | list):
+        return operator.getitem, list(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return getattr, [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return operator.getitem, []
+
+
+def plain(result: Any) -> Any:
+    """What was read of a tensor, as values that can be compared; None: nothing was."""
+    value = result.tolist() if hasattr(result, "tolist") else result
+    return value if isinstance(value, bool | int | float | complex | str | list | tuple) else None
+
+
+def _name(name: str) -> str:
+    """The name that torch.fx gives to the node of such a call."""
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]
+        return _REFLECTED.get(name, name)
+    return name.removesuffix("_") if name in _ARITHMETIC else name  # `x += y` is an addition there

@@ -1,0 +1,210 @@
+"""Numbers in a recorded graph that follow the size of the micro-batch.
+
+Eager code reads a shape into Python and goes on with a number, so a recording holds the numbers of one size.
+Recordings at other sizes tell which of them move, and how: those that are affine in the number of samples are
+written as such; any other is a table of the sizes that were recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import fx
+
+
+class Affine(NamedTuple):
+    """``slope`` x (samples of the micro-batch) + ``offset``."""
+
+    slope: int
+    offset: int
+
+    def at(self, samples: int) -> int:
+        """The number for this many samples."""
+        return self.slope * samples + self.offset
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Table:
+    """What a number was at the sizes that were recorded."""
+
+    values: dict[int, int]
+
+    def at(self, samples: int) -> int:
+        """The number for this many samples; KeyError where none was recorded."""
+        return self.values[samples]
+
+
+class Different(Exception):
+    """Two recordings do not differ in their sizes alone; ``node`` is the first of the one that shows it."""
+
+    def __init__(self, node: fx.Node, other: fx.Node | None, what: str) -> None:
+        super().__init__(what)
+        self.node, self.other, self.what = node, other, what
+
+
+def moving(graph: fx.Graph, others: Mapping[int, fx.Graph], samples: int) -> dict[fx.Node, Any]:
+    """For every node of ``graph`` whose numbers move: its (args, kwargs, expect, shape) with ``Affine`` or
+    ``Table`` in them.
+
+    Args:    samples: the size of micro-batch that ``graph`` was recorded at; ``others``: recordings by size.
+    Raises:  Different: they are not the same nodes.
+    """
+    found: dict[fx.Node, Any] = {}
+    twins = {size: _pairs(graph, other) for size, other in others.items()}
+    for node in graph.nodes:
+        merge = _Merge(node, samples, twins)
+        facts = merge.of(facts_of(node), {size: facts_of(pairs[node]) for size, pairs in twins.items()})
+        if merge.moves:
+            found[node] = facts
+    return found
+
+
+def refuse_data(graph: fx.Graph, other: fx.Graph, samples: int) -> None:
+    """Raise Different unless two recordings of one size, on other data, are the same."""
+    for node, its in _pairs(graph, other).items():
+        if node.meta.get("sizes") != its.meta.get("sizes"):
+            raise Different(node, its, f"the shape of {node.name} depends on the data")
+    moving(graph, {samples: other}, samples)
+
+
+def _pairs(graph: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The nodes of two recordings of one model beside each other."""
+    pairs: dict[fx.Node, fx.Node] = {}
+    for node, its in zip(graph.nodes, other.nodes, strict=False):
+        if (node.op, node.name) != (its.op, its.name) or _called(node) != _called(its):
+            raise Different(node, its, f"the run goes on with {its.name} in the place of {node.name}")
+        pairs[node] = its
+    if len(graph.nodes) != len(other.nodes):
+        last = next(reversed(pairs))
+        raise Different(last, pairs[last], f"the run ends behind {last.name}, or does not")
+    return pairs
+
+
+def extend(nodes: Iterable[fx.Node], recording: fx.Graph, samples: int) -> None:
+    """Write the numbers of one more size into the tables of ``nodes``, from a recording at that size.
+
+    Raises: Different: the recording goes another way."""
+    twins = {node.name: node for node in recording.nodes}
+    for node in nodes:
+        if node.name not in twins:
+            raise Different(node, None, f"the run has no {node.name} with {samples} samples")
+        _fill(facts_of(node), facts_of(twins[node.name]), samples)
+
+
+def has_table(facts: Any) -> bool:
+    """Whether a number among the facts of a node follows no rule."""
+    if isinstance(facts, slice):
+        return has_table((facts.start, facts.stop, facts.step))
+    if isinstance(facts, Mapping):
+        return has_table(list(facts.values()))
+    if isinstance(facts, tuple | list):
+        return any(has_table(one) for one in facts)
+    return isinstance(facts, Table)
+
+
+def _fill(ours: Any, theirs: Any, samples: int) -> None:
+    if isinstance(ours, Table):
+        ours.values[samples] = theirs
+    elif isinstance(ours, slice):
+        for name in ("start", "stop", "step"):
+            _fill(getattr(ours, name), getattr(theirs, name), samples)
+    elif isinstance(ours, tuple | list):
+        for a, b in zip(ours, theirs, strict=True):
+            _fill(a, b, samples)
+    elif isinstance(ours, Mapping):
+        for key in ours:
+            _fill(ours[key], theirs[key], samples)
+
+
+def facts_of(node: fx.Node) -> tuple[Any, ...]:
+    """What a node does with its numbers: args, kwargs, and what it checks."""
+    return node.args, node.kwargs, node.meta.get("expect"), node.meta.get("shape")
+
+
+def at_size(item: Any, samples: int) -> Any:
+    """``item`` with the numbers of a micro-batch of so many samples."""
+    if isinstance(item, Affine | Table):
+        return item.at(samples)
+    if type(item) is tuple:
+        return tuple(at_size(one, samples) for one in item)
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(at_size(one, samples) for one in item))
+    if isinstance(item, tuple | list):
+        return type(item)(at_size(one, samples) for one in item)
+    if isinstance(item, Mapping):
+        return {key: at_size(one, samples) for key, one in item.items()}
+    if isinstance(item, slice):
+        return slice(*(at_size(one, samples) for one in (item.start, item.stop, item.step)))
+    return item
+
+
+def _called(node: fx.Node) -> Any:
+    """What a node calls, as far as two runs share it: a function made anew in each (a partial) counts by name."""
+    target = node.target
+    return target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__qualname__)
+
+
+class _Merge:
+    """Lays the facts of a node over those of its twins, by their sizes."""
+
+    def __init__(self, node: fx.Node, samples: int, twins: Mapping[int, Mapping[fx.Node, fx.Node]]) -> None:
+        self.node, self.samples, self.twins = node, samples, twins
+        self.moves = False
+
+    def of(self, ours: Any, theirs: Mapping[int, Any]) -> Any:
+        """``ours`` with what moves in the place of its numbers."""
+        if isinstance(ours, fx.Node):
+            for size, its in theirs.items():
+                if self.twins[size].get(ours) is not its:
+                    raise self._different(ours, its)
+            return ours
+        if any(type(its) is not type(ours) for its in theirs.values()):
+            raise self._different(ours, next(iter(theirs.values())))
+        if isinstance(ours, slice):
+            names = ("start", "stop", "step")
+            return slice(*(self.of(getattr(ours, n), _each(theirs, getattr, n)) for n in names))
+        if isinstance(ours, tuple | list):
+            return self._sequence(ours, theirs)
+        if isinstance(ours, Mapping):
+            if any(list(its) != list(ours) for its in theirs.values()):
+                raise self._different(ours, next(iter(theirs.values())))
+            return {key: self.of(ours[key], _each(theirs, operator.getitem, key)) for key in ours}
+        return self._leaf(ours, theirs)
+
+    def _sequence(self, ours: Any, theirs: Mapping[int, Any]) -> Any:
+        if any(len(its) != len(ours) for its in theirs.values()):
+            raise self._different(ours, next(iter(theirs.values())))
+        items = [self.of(item, _each(theirs, operator.getitem, i)) for i, item in enumerate(ours)]
+        if all(a is b for a, b in zip(items, ours, strict=True)):
+            return ours
+        return type(ours)(*items) if hasattr(ours, "_fields") else tuple(items)
+
+    def _leaf(self, ours: Any, theirs: Mapping[int, Any]) -> Any:
+        other = [its for its in theirs.values() if not (its is ours or its == ours or (its != its and ours != ours))]
+        if not other or not isinstance(ours, bool | int | float | complex | str | bytes):
+            return ours  # a function made anew in each run is the same by its name
+        if type(ours) is not int or list(theirs) == [self.samples]:
+            raise self._different(ours, other[0])
+        self.moves = True
+        values = {self.samples: ours, **theirs}
+        (a, first), (b, second) = list(values.items())[:2]
+        slope, rest = divmod(second - first, b - a)
+        affine = Affine(slope, first - slope * a)
+        exact = not rest and all(affine.at(size) == value for size, value in values.items())
+        return affine if exact else Table(values)
+
+    def _different(self, ours: Any, its: Any) -> Different:
+        what = f"{self.node.name} has {_short(ours)} once and {_short(its)} then"
+        return Different(self.node, self.twins[next(iter(self.twins))].get(self.node), what)
+
+
+def _each(items: Mapping[int, Any], get: Callable[[Any, Any], Any], key: Any) -> dict[int, Any]:
+    return {size: get(item, key) for size, item in items.items()}
+
+
+def _short(item: Any) -> str:
+    text = repr(item)
+    return text if len(text) < 60 else f"{text[:57]}..."
