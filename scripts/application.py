@@ -37,6 +37,7 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str]) -
     Raises:  ConfigError: an option is unknown or does not fit.
     """
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    OmegaConf.register_new_resolver("pid", os.getpid, replace=True)  # makes the folder's name unique
     arguments = overrides.with_own_groups(arguments)
     if not any(
         argument.startswith("-") for argument in arguments
@@ -49,9 +50,11 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str]) -
         settings = HydraConfig.get()
         folder = RunFolder(path=Path(settings.runtime.output_dir))
         try:
-            task(checked(config, schema), folder, list(settings.overrides.task))
+            with folder.claim() as missing:
+                if missing:
+                    console.warn(missing)
+                task(checked(config, schema), folder, list(settings.overrides.task))
         except PenstockError as error:
-            folder.release()
             console.refuse(error)
             codes.append(REFUSED)
 
@@ -103,6 +106,5 @@ def _try(name: str, schema: type[Any], arguments: Sequence[str]) -> None:
     with open_dict(config):
         del config["hydra"]
     checked(config, schema)
-    run_folder = RunFolder(path=folder)
-    run_folder.claim()
-    run_folder.release()
+    with RunFolder(path=folder).claim():
+        pass  # and is gone again, if this made it

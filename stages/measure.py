@@ -8,7 +8,6 @@ Source: resource management of a training step, S1 and S11-S13 (kinds, sizes and
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..compression.errors import PlanError
+from .files import save_json
 from .graph import LayerGraph
 from .layers import Layer, Parts, parts_of, run_layer
 from .receive import Receive
@@ -72,7 +72,7 @@ class Profile:
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON; ``Profile.load`` gives back an equal one."""
         data = {"penstock_profile": 1, **dataclasses.asdict(self)}
-        Path(path).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        save_json(path, data, indent=1)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

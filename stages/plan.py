@@ -4,12 +4,12 @@ A plan can be printed, drawn, saved, edited and loaded again, so that a person s
 """
 
 import dataclasses
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ..compression.errors import PlanError
+from .files import save_json
 from .record import load_json, read, shortened
 from .rules import check_versions, streams
 from .units import show_bytes, show_count, show_rate, show_seconds
@@ -141,7 +141,7 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; ``Plan.load`` gives back an equal one."""
         data = {"penstock_plan": VERSION, **dataclasses.asdict(self)}
-        Path(path).write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        save_json(path, data)
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":

@@ -118,6 +118,17 @@ def test_trying_the_options_leaves_nothing(tmp_path):
     assert not (tmp_path / "here" / "run").exists()
 
 
+def test_two_runs_of_one_moment_have_a_folder_each(tmp_path, capfd):
+    for typed in ("", "--multirun seed=1,2"):
+        job = f"plan {typed} {SMALL} ranks=1"
+        assert [penstock(job, capfd)[0] for _ in range(2)] == [0, 0]
+    one, other, *sweeps = sorted((tmp_path / "runs").iterdir())
+    for folder in (one, other, *sweeps):
+        assert folder.name.endswith(f"-{os.getpid()}")  # of two processes never the same
+    assert [(folder / "plan.json").exists() for folder in (one, other)] == [True, True]
+    assert [(folder / "1" / "plan.json").exists() for folder in sweeps] == [True, True]
+
+
 def test_without_a_command_the_commands_are_listed(capfd):
     assert penstock("", capfd)[::2] == (2, "")
     code, out, error = penstock("--help", capfd)
