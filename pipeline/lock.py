@@ -22,13 +22,12 @@ _HOLDER = re.compile(rb"pid \d+ on [\w.-]+")
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[str | None]:
-    """Make ``folder`` and hold it for the block; if nothing was put into it, it goes with the block.
+def held(path: Path) -> Iterator[str | None]:
+    """Make the file ``path`` and its folder, and hold it for the block; an empty folder goes with it.
 
     Returns: what to tell a person where the file system has no locks; None where it does.
     Raises:  ConfigError: another process holds it. OSError: the folder or its lock cannot be made.
     """
-    path = folder / ".lock"
     file, missing = _open(path)
     try:
         with contextlib.suppress(OSError):  # a full disk: the lock holds without the name of its holder
@@ -39,7 +38,7 @@ def held(folder: Path) -> Iterator[str | None]:
         with contextlib.suppress(OSError):
             if _is(file, path):
                 path.unlink()  # while it is held: who opened it before sees that it is gone
-            folder.rmdir()
+            path.parent.rmdir()
         os.close(file)
 
 

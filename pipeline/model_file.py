@@ -45,15 +45,16 @@ def save_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
             file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def save_model_somewhere(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the weights; if that fails, into a folder for temporary files, lest the training was in vain.
+@contextlib.contextmanager
+def rescuing(name: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put the weights into a folder for temporary files if the block cannot, lest the training was in vain.
 
-    Raises: ConfigError: ``path`` could not be written; it says where the weights are.
+    Raises: ConfigError: what the block raised, and where the weights are.
     """
     try:
-        save_model(path, tensors)
+        yield
     except ConfigError as error:
-        raise ConfigError(f"{error}; {_rescue(path.name, tensors)}") from error
+        raise ConfigError(f"{error}; {_rescue(name, tensors)}") from error
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import platform
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,6 +32,11 @@ class RunFolder:
     """Where one run keeps its files."""
 
     path: Path
+
+    @property
+    def lock(self) -> Path:
+        """Held by the process whose run it is; there only while it runs."""
+        return self.path / ".lock"
 
     @property
     def config(self) -> Path:
@@ -108,7 +114,7 @@ class RunFolder:
         """
         with contextlib.ExitStack() as claimed:
             with refusing(self.path):
-                missing = claimed.enter_context(held(self.path))
+                missing = claimed.enter_context(held(self.lock))
                 self._refuse_finished()
                 self._remove_parts()
             claimed.callback(self._remove_parts)
@@ -128,6 +134,23 @@ class RunFolder:
         if left:
             names = ", ".join(str(path.relative_to(self.path)) for path in left)
             tell(f"{self.path} is taken over from a run that did not finish, without its {names}")
+
+    def mark(self) -> os.stat_result:
+        """Return by what ``check`` knows the claimed folder again."""
+        with refusing(self.path):
+            return self.lock.stat()
+
+    def check(self, mark: os.stat_result) -> None:
+        """Refuse to write into a folder that was removed, and may by now be another run's.
+
+        Raises: ConfigError: it was.
+        """
+        with contextlib.suppress(OSError):
+            if os.path.samestat(mark, self.lock.stat()):  # its holder keeps the number from being given anew
+                return
+        raise ConfigError(
+            f"{self.path} was removed while this run wrote into it; leave it alone until the run has ended"
+        )
 
     def save(self, config: PlanConfig, plan: Plan) -> None:
         """Write the resolved configuration, with the versions that ran it, and the plan with its picture."""
@@ -188,7 +211,7 @@ class RunFolder:
 
     def _keep_errors(self, told: RunFolder) -> None:
         for left in told.errors.glob("*"):
-            self.errors.mkdir(parents=True, exist_ok=True)
+            self.errors.mkdir(exist_ok=True)
             with writing(self.errors / left.name) as part:
                 part.write_bytes(left.read_bytes())
 

@@ -29,7 +29,7 @@ from .course import check_batches, count_steps, count_updates, training_batches
 from .decide import decide, model_name, prepare, take_over
 from .launch import check_ranks, cores, init, run_rank, start_ranks
 from .metrics import Metrics, summarise
-from .model_file import keeping, save_model_somewhere
+from .model_file import keeping, rescuing, save_model
 from .pipeline import Pipeline
 from .report import Report
 from .run_folder import RunFolder
@@ -100,7 +100,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder) -> None:
     init(deadline=config.deadline)
     samples = prepare(config)
     pipe, num_steps = assemble(config, plan, samples), count_steps(config, samples)
-    first = group.rank() == 0
+    first, mark = group.rank() == 0, folder.mark()
     with (
         console.Training(num_steps, shown=first) as progress,
         Metrics(folder.metrics if first else None, num_stages=plan.num_stages, tell=progress.note) as metrics,
@@ -110,7 +110,9 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder) -> None:
     pipe.close()
     if not first:
         return
-    save_model_somewhere(folder.model, weights)
+    with rescuing(folder.model.name, weights):
+        folder.check(mark)
+        save_model(folder.model, weights)
     with keeping(folder.model):
         save_step(folder, spans, title=_title(config, plan, step=num_steps - 1))
         sizes = {name: weight.numel() for name, weight in weights.items()}

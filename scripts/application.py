@@ -5,6 +5,7 @@ Hydra tells a wrong option in several lines and an exception of the task as a tr
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -58,11 +59,13 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str]) -
             console.refuse(error)
             codes.append(REFUSED)
 
+    sweep = _sweep(name, arguments)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where model._target_=my.Net usually lies
     typed, sys.argv = sys.argv, [f"penstock {name}", *arguments]
     try:
-        application()
+        with sweep.claim() if sweep else contextlib.nullcontext():
+            application()
     finally:
         sys.argv = typed
     return max(codes)
@@ -93,6 +96,19 @@ def _check_names(made: Any, prefix: str = "") -> None:
             raise ConfigError(f"{prefix}{name}={value}: there is no option {prefix}{name}; drop it")
         if dataclasses.is_dataclass(value):
             _check_names(value, prefix=f"{prefix}{name}.")
+
+
+def _sweep(name: str, arguments: Sequence[str]) -> RunFolder | None:
+    """Return the folder of all runs of --multirun; None without it."""
+    if not {"-m", "--multirun"} & set(arguments):
+        return None
+    typed = [argument for argument in arguments if argument.startswith("hydra.")]
+    with hydra.initialize_config_module(CONFIGURATION, version_base="1.3"):
+        try:
+            composed = hydra.compose(name, overrides=typed, return_hydra_config=True)
+        except Exception as error:
+            raise overrides.refusal(name, typed, error) from error
+    return RunFolder(path=Path(composed.hydra.sweep.dir))
 
 
 def _try(name: str, schema: type[Any], arguments: Sequence[str]) -> None:

@@ -140,6 +140,13 @@ def test_without_a_command_the_commands_are_listed(capfd):
     assert (code, error) == (2, "penstock: trian is not a command; known are train, plan, bench\n")
 
 
+def test_a_sweep_that_cannot_be_kept_is_refused_in_one_sentence(capfd):
+    code, out, error = penstock(f"plan --multirun {SMALL} seed=1,2 hydra.sweep.dir=/dev/null/sweep", capfd)
+    assert (code, out) == (2, "")
+    assert error.startswith("penstock: /dev/null/sweep cannot be written (Not a directory)")
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize("typed", ["train", "plan", "bench", "bench codecs"])
 def test_every_command_has_its_help(typed, capfd):
     for flag in ("--help", "-h"):

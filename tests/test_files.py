@@ -21,7 +21,7 @@ from test_metrics import PLAN, report
 
 from penstock import ConfigError
 from penstock.pipeline.metrics import Metrics, read_lines
-from penstock.pipeline.model_file import keeping, save_model, save_model_somewhere
+from penstock.pipeline.model_file import keeping, rescuing, save_model
 from penstock.pipeline.run_folder import RunFolder
 from penstock.stages.files import refusing, save_json, save_picture, writing
 
@@ -155,10 +155,15 @@ def test_a_kill_while_saving_leaves_nothing_that_opens_as_a_model(tmp_path):
         assert not left.exists()
 
 
+def save_big(path):
+    with rescuing(path.name, BIG):
+        save_model(path, BIG)
+
+
 def test_weights_that_do_not_fit_are_put_where_they_do(small_disk, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(ConfigError) as refused:
-        save_model_somewhere(small_disk / "model.safetensors", BIG)
+        save_big(small_disk / "model.safetensors")
     told, aside = str(refused.value).split("; the trained weights are in ")
     assert told == f"{small_disk}/model.safetensors cannot be written ({FULL}); {ELSEWHERE}"
     assert load_file(aside)["weight"].equal(BIG["weight"])
@@ -168,7 +173,7 @@ def test_weights_that_do_not_fit_are_put_where_they_do(small_disk, tmp_path, mon
 def test_weights_that_fit_nowhere_are_said_to_be_lost(small_disk, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(small_disk))
     with pytest.raises(ConfigError, match=rf"{FULL}.*; the trained weights are lost"):
-        save_model_somewhere(small_disk / "model.safetensors", BIG)
+        save_big(small_disk / "model.safetensors")
     assert not list(small_disk.iterdir())
 
 
@@ -234,4 +239,4 @@ def test_the_rescue_folder_goes_with_the_weights_that_do_not_fit(small_disk, mon
 
     monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
     with pytest.raises(ConfigError, match="weights are lost"):
-        save_model_somewhere(small_disk / "model.safetensors", BIG)
+        save_big(small_disk / "model.safetensors")

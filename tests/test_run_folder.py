@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -126,6 +127,20 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
         assert "run is on a file system without locks (No locks available); let no other run" in missing
 
 
+def test_a_folder_that_was_removed_or_is_another_runs_is_not_written_into(tmp_path):
+    folder = RunFolder(path=tmp_path / "run")
+    with folder.claim():
+        mark = folder.mark()
+        folder.check(mark)
+        shutil.rmtree(folder.path)
+        with pytest.raises(ConfigError, match="run was removed while this run wrote into it"):
+            folder.check(mark)
+        with holder_of(folder) as other:
+            with pytest.raises(ConfigError, match="run was removed while this run wrote into it"):
+                folder.check(mark)
+            other.communicate("")
+
+
 def test_temporary_files_of_a_killed_run_go_and_those_of_other_programs_stay(tmp_path):
     folder = RunFolder(path=tmp_path / "run")
     folder.plans.mkdir(parents=True)
@@ -167,7 +182,7 @@ def test_what_ranks_are_told_lies_where_nobody_else_can_write(tmp_path):
 
 
 def test_what_failing_ranks_left_is_kept_in_the_run_folder(tmp_path):
-    folder = RunFolder(path=tmp_path / "run")
+    folder = RunFolder(path=tmp_path)
     with pytest.raises(PlanError) as failed, folder.private() as told:
         _fail_as_ranks_do(told.errors)
     assert str(failed.value) == f"its traceback is in {folder.errors / 'rank0.json'}"
@@ -197,11 +212,16 @@ def test_a_folder_that_cannot_be_made_is_refused_with_its_path(name, told, tmp_p
     )
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_of_somebody_else_is_refused(tmp_path):
     tmp_path.chmod(0o500)
-    with (
-        pytest.raises(ConfigError, match=r"\(Permission denied\); make it writable"),
-        RunFolder(path=tmp_path / "run").claim(),
-    ):
-        pass
+    if root := os.geteuid() == 0:  # who may write everywhere
+        os.seteuid(65534)
+    try:
+        with (
+            pytest.raises(ConfigError, match=r"\(Permission denied\); make it writable"),
+            RunFolder(path=tmp_path / "run").claim(),
+        ):
+            pass
+    finally:
+        if root:
+            os.seteuid(0)

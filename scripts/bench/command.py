@@ -99,9 +99,9 @@ def pipeline(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str
     from .pipeline_picture import draw
     from .pipeline_rows import describe, table, title
 
-    folder.begin(console.warn)
     links = check(config)
     plan = plan_of(config)
+    folder.begin(console.warn)
     plan.save(folder.plan)
     screen = console.screen(width_of_a_log=WIDTH_OF_A_RACE)
     results = circumstances("pipeline", typed) | {"threads": config.threads, "job": _job(config, plan)}
@@ -127,12 +127,12 @@ def schedules(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[st
     from .schedules_picture import draw
     from .schedules_rows import CAPTION, overhead_lines, rows_of, table, title
 
-    folder.begin(console.warn)
     link, chosen = check(config)
     plans = plans_of(config, chosen)
-    (folder.path / "plans").mkdir(parents=True, exist_ok=True)
+    folder.begin(console.warn)
+    folder.plans.mkdir(exist_ok=True)
     for name, plan in plans.items():
-        plan.save(folder.path / "plans" / f"{name}.json")
+        plan.save(folder.plans / f"{name}.json")
     screen = console.screen(width_of_a_log=WIDTH_OF_SCHEDULES)
     job = _job(config, next(iter(plans.values()))) | {"codec": config.codecs[0], "schedules": list(chosen)}
     results = circumstances("pipeline", typed) | {"threads": config.threads, "job": job}
@@ -159,8 +159,8 @@ def convergence(config: BenchConvergenceConfig, folder: RunFolder, typed: Sequen
     from .convergence import bench_convergence, check
     from .convergence_picture import curves, draw
 
-    folder.begin(console.warn)
     runs = check(config)
+    folder.begin(console.warn)
     names = ("cuts", "batch_size", "micro_batches", "points", "test_samples", "optimizer", "scheduler")
     job = {"model": _name(config.model), **{name: getattr(config, name) for name in names}}
     results = circumstances("convergence", typed) | {"threads": 1, "job": job, "runs": []}

@@ -6,6 +6,7 @@ since the speed of a machine differs from minute to minute."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ...compression.errors import ConfigError, TransportError
 from ...conf.bench import BenchPipelineConfig
 from ...pipeline.decide import decide, prepare
 from ...pipeline.launch import check_ranks
+from ...pipeline.run_folder import RunFolder
 from ...stages.plan import Plan
 from . import race
 from .links import LOOPBACK, Link, joined, parse_link, why_not
@@ -100,14 +102,12 @@ def bench_pipeline(
 
 def _race(job: Race, folder: Path) -> Measured:
     """Start the ranks on one link, wait for them, and return what they measured."""
-    told, measured = folder / "race.json", folder / "measured.json"
-    job.save(told)
-    try:
+    with RunFolder(path=folder).private() as told:
+        job.save(told.path / "race.json")
+        shutil.copy(folder / "plan.json", told.plan)
         with joined(job.link, ranks=job.config.ranks) as ends:
-            run_ranks(race.__name__, [str(folder)], link=job.link, ends=ends, errors=folder / "errors")
+            run_ranks(race.__name__, [str(told.path)], link=job.link, ends=ends, errors=told.errors)
+        measured = told.path / "measured.json"
         if not measured.exists():
             raise TransportError("the ranks ended without a result; look at their output above")
         return Measured.of(json.loads(measured.read_text()))
-    finally:
-        told.unlink(missing_ok=True)
-        measured.unlink(missing_ok=True)

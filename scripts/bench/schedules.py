@@ -5,6 +5,7 @@ Where the number of stages is the same, so is the cut: rows differ in the order 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ...pipeline import build
 from ...pipeline.course import example_inputs
 from ...pipeline.decide import prepare
 from ...pipeline.launch import check_ranks
+from ...pipeline.run_folder import RunFolder
 from ...stages.graph import trace
 from ...stages.measure import measure
 from ...stages.partition import partition
@@ -99,17 +101,16 @@ def bench_schedules(
     """
     if reason := why_not(link):
         raise TransportError(f"links=[{link.name}] could not be shaped: {reason}")
-    told, measured = folder / "race.json", folder / "measured.json"
-    Told(config=config, link=link, raced=list(chosen), beside=list(rivals(dict(chosen)))).save(told)
-    try:
+    job = Told(config=config, link=link, raced=list(chosen), beside=list(rivals(dict(chosen))))
+    with RunFolder(path=folder).private() as told:
+        job.save(told.path / "race.json")
+        shutil.copytree(folder / "plans", told.plans)
         with joined(link, ranks=config.ranks) as ends:
-            run_ranks(schedules_race.__name__, [str(folder)], link=link, ends=ends, errors=folder / "errors")
+            run_ranks(schedules_race.__name__, [str(told.path)], link=link, ends=ends, errors=told.errors)
+        measured = told.path / "measured.json"
         if not measured.exists():
             raise TransportError("the ranks ended without a result; look at their output above")
         found = json.loads(measured.read_text())
-    finally:
-        told.unlink(missing_ok=True)
-        measured.unlink(missing_ok=True)
     alone = overhead(stages=STAGES_OF_OVERHEAD, micro_batches=config.micro_batches, repeats=config.repeats)
     found["facts"]["overhead"] = [alone, found["facts"]["overhead"]]
     return found
