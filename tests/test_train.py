@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from test_command import ranks_in
 
 from penstock import ConfigError, Plan
-from penstock.pipeline import models, train
+from penstock.pipeline import launch, models, train
 from penstock.pipeline.run_folder import RunFolder
 from penstock.pipeline.samples import digits
 from penstock.scripts import command
@@ -230,7 +230,7 @@ def own(monkeypatch, tmp_path):
 @pytest.mark.ranks
 @pytest.mark.usefixtures("own")
 def test_ranks_train_what_their_launcher_composed_whatever_lies_in_the_run_folder(monkeypatch):
-    start, folder = train.start_ranks, RunFolder(path=Path("run"))
+    start, folder = launch.start_ranks, RunFolder(path=Path("run"))
 
     def start_after_others_wrote(*arguments, **more):
         for record in ("run/config.yaml", "run/plan.json"):
