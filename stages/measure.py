@@ -70,7 +70,7 @@ class Profile:
     torch: str
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON; ``Profile.load`` gives back an equal one."""
+        """Write the profile as JSON, whole or not at all, else ConfigError; ``Profile.load`` reads it."""
         data = {"penstock_profile": 1, **dataclasses.asdict(self)}
         save_json(path, data, indent=1)
 

@@ -139,7 +139,7 @@ class Plan:
         return tuple(stage.layers[-1] for stage in self.stages[:-1])
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; ``Plan.load`` gives back an equal one."""
+        """Write the plan as JSON, whole or not at all, else ConfigError; ``Plan.load`` gives an equal one."""
         data = {"penstock_plan": VERSION, **dataclasses.asdict(self)}
         save_json(path, data)
 
