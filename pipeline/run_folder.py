@@ -117,7 +117,7 @@ class RunFolder:
                 missing = claimed.enter_context(held(self.lock))
                 self._refuse_finished()
                 self._remove_parts()
-            claimed.callback(self._remove_parts)
+            claimed.callback(self._leave, self.mark())
             yield missing
 
     def begin(self, tell: Callable[[str], None]) -> None:
@@ -177,8 +177,10 @@ class RunFolder:
 
         What failing ranks leave in its ``errors`` is kept in this folder's, and told as lying there.
         """
-        with tempfile.TemporaryDirectory(prefix="penstock_") as path:
-            told = RunFolder(path=Path(path))
+        with contextlib.ExitStack() as made:
+            with refusing("a temporary folder (TMPDIR)"):
+                path = tempfile.TemporaryDirectory(prefix="penstock_", ignore_cleanup_errors=True)
+                told = RunFolder(path=Path(made.enter_context(path)))
             try:
                 yield told
             except PenstockError as error:
@@ -214,6 +216,11 @@ class RunFolder:
             self.errors.mkdir(exist_ok=True)
             with writing(self.errors / left.name) as part:
                 part.write_bytes(left.read_bytes())
+
+    def _leave(self, mark: os.stat_result) -> None:
+        with contextlib.suppress(OSError, ConfigError):
+            self.check(mark)  # else these are another run's
+            self._remove_parts()
 
     def _remove_parts(self) -> None:
         for folder in (self.path, self.plans, self.errors):

@@ -181,6 +181,13 @@ def test_what_ranks_are_told_lies_where_nobody_else_can_write(tmp_path):
     assert not folder.path.exists()
 
 
+def test_no_place_for_what_ranks_are_told_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    told = r"a temporary folder \(TMPDIR\) cannot be written \(No such file or directory\)"
+    with pytest.raises(ConfigError, match=told), RunFolder(path=tmp_path).private():
+        pass
+
+
 def test_what_failing_ranks_left_is_kept_in_the_run_folder(tmp_path):
     folder = RunFolder(path=tmp_path)
     with pytest.raises(PlanError) as failed, folder.private() as told:
