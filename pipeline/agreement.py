@@ -15,16 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from ..compression.errors import PlanError, TransportError
+from ..compression.errors import Disagreement, PlanError, TransportError
 from ..stages.plan import Plan
 from . import group
 from .facts import Fact, of_process
 
 EVERY = 100  # batches between two that are compared
-
-
-class Disagreement(PlanError):
-    """Ranks were given different things; every rank raises it at the same point."""
 
 
 @contextlib.contextmanager

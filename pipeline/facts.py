@@ -189,7 +189,7 @@ def _checksum(tensor: torch.Tensor) -> str:
 def _node(node: fx.Node) -> str:
     """A node of a trace, the same text in every process."""
     target = node.target if isinstance(node.target, str) else _shown(node.target)
-    return _steady(f"{target}{node.args}{node.kwargs or ''}")
+    return f"{target}{_shown(node.args)}{_shown(node.kwargs) if node.kwargs else ''}"
 
 
 def _plain(held: object) -> dict[str, Any]:
@@ -215,11 +215,8 @@ def _shown(value: Any) -> str:
         return f"{_shown(value.func)}{_shown(value.args)}{_shown(value.keywords)}"
     if isinstance(value, LRScheduler | torch.amp.GradScaler):
         return f"{type(value).__qualname__}{_shown(value.state_dict())}"
-    if callable(value):
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(_shown, value))) + "}"  # their own order differs, too
+    if callable(value) and not isinstance(value, torch.device):
         return getattr(value, "__qualname__", type(value).__qualname__)
-    return _steady(repr(value))
-
-
-def _steady(text: str) -> str:
-    """Without addresses, which differ from process to process."""
-    return re.sub(r" at 0x[0-9a-f]+", "", text)
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # addresses differ from process to process

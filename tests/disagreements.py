@@ -153,6 +153,7 @@ CASES = {
         "asked for is cuts=[norm] on rank 0 and stages=2",
     ),
     "micro_batches": (none, edited(micro_batches=4), "micro_batches is 3 on rank 0 and 4 on rank 1"),
+    "a plan for another model": (none, edited(fingerprint="00"), "the fingerprint of the model is "),
     "schedule": (none, edited(schedule="gpipe"), "schedule is 1f1b on rank 0 and gpipe on rank 1"),
     "an old file": (
         lambda: pipeline(dataclasses.replace(plan_of(0, stages=2), asked=None)),
