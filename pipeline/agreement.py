@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from ..compression.errors import Disagreement, PlanError, TransportError
+from ..compression.errors import Disagreement, PenstockError, PlanError, TransportError
 from ..stages.plan import Plan
 from . import group
 from .facts import Fact, of_process
@@ -78,8 +78,9 @@ def _short(text: str) -> str:
 
 def refuse(at: str, error: Exception) -> None:
     """Tell the other ranks, which are on their way here, why this one stops; its own error is what counts."""
+    said = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
     with contextlib.suppress(TransportError):
-        _exchange(at, None, refusal=str(error) or type(error).__name__)
+        _exchange(at, None, refusal=said)
 
 
 def _exchange(at: str, item: Any, *, refusal: str = "") -> list[Any]:

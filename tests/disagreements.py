@@ -261,7 +261,7 @@ CASES = {
     "an optimizer that fails on one stage": (
         giving(optimizer=lambda: fails_on_one_stage),
         giving(optimizer=lambda: fails_on_one_stage),
-        "c.weight is not for me",
+        "RuntimeError: c.weight is not for me",
     ),
 }
 
