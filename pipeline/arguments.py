@@ -31,7 +31,7 @@ def check_arguments(
     model: object, plan: object, optimizer: object, clip: object, autocast: object, deadline: float
 ) -> None:
     """What a person may pass to Pipeline."""
-    if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
+    if not isinstance(model, nn.Module) or not isinstance(plan, Plan | None):
         raise PlanError(
             f"Pipeline takes a torch module and a Plan, found {type(model).__name__} and "
             f"{type(plan).__name__}"
@@ -85,17 +85,13 @@ def _check_scaler(model: nn.Module, plan: Plan, scaler: object) -> None:
         )
 
 
-def check_ranks(plan: Plan) -> None:
-    """A group of ranks has as many as the plan."""
+def check_plan(plan: Plan, model: nn.Module) -> None:
+    """A group of ranks has as many as the plan, the model the parameters and buffers it was made for."""
     if group.joined() and group.num_ranks() != plan.num_ranks:
         raise PlanError(
             f"the plan is made for {plan.num_ranks} ranks, {group.num_ranks()} were started; start as many, "
             "or plan again"
         )
-
-
-def check_model(plan: Plan, model: nn.Module) -> None:
-    """The model has the parameters and buffers that the plan was made for."""
     if plan.fingerprint != fingerprint(model):
         raise PlanError(
             "a plan belongs to the model it was made for, and this model has other parameters or "

@@ -136,9 +136,9 @@ class Engine:
         try:
             yield
         except Exception as error:
-            raise self._failure(where, error) from error
+            raise self.failure(where, error) from error
 
-    def _failure(self, where: str, error: Exception) -> PenstockError:
+    def failure(self, where: str, error: Exception) -> PenstockError:
         """Say of an error where it was, leave word for the other ranks, and let go of what was running."""
         kind = type(error) if isinstance(error, PenstockError) else StageError
         what = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
@@ -168,7 +168,7 @@ class Engine:
         except Exception as error:
             of = "" if instruction.micro_batch is None else f" of micro-batch {instruction.micro_batch}"
             what = f"{WORDS[instruction.op]}{of}, step {self.number}"
-            raise self._failure(f"stage {instruction.stage}, {what}", error) from error
+            raise self.failure(f"stage {instruction.stage}, {what}", error) from error
         end, waited = time.perf_counter(), self.frames.waited
         report = self.reports[instruction.stage]
         report.compute_seconds += end - start - waited
