@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..stages.graph import trace
 from ..stages.plan import Plan
 from ..stages.rules import STREAM
+from ..stages.watch import Watch
 from . import group
 from .arguments import (
     check_arguments,
@@ -94,6 +95,7 @@ class Pipeline:
         resident = Resident(model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
         graph = trace(model, example_of(plan), autocast=autocast)
         check_layers(plan, graph)
+        self.watch = Watch(model, graph.called)
         self.plan, self.weight, self.num_steps = plan, weight, 0
         self.inputs = [str(node.target) for node in graph.train.inputs]
         self.steps = Steps(plan, graph)
@@ -146,10 +148,11 @@ class Pipeline:
                  step.
         Returns: the Report, on every rank.
         Raises:  StageError: a layer failed; TransportError: a rank did not answer. Both name rank, stage,
-                 micro-batch.
+                 micro-batch. PlanError: the model was changed since it was traced.
         """
         began = time.perf_counter()
         self.engine.check()
+        self.watch.check()
         check_gradients()
         batches = micro_batches(
             positional(inputs, self.inputs), targets, self.plan.micro_batches, self.weight
@@ -185,6 +188,7 @@ class Pipeline:
         What is in flight is finished first."""
         self.drain()
         self.engine.check()
+        self.watch.check()
         (batch,) = micro_batches(positional(inputs, self.inputs), None, 1, None)
         itinerary, program = self.steps.step("eval", [batch.inputs])
         return self.engine.evaluate(program, itinerary, batch.inputs)
