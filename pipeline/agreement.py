@@ -149,7 +149,7 @@ def _other_wish(ours: Plan, theirs: Plan) -> tuple[str, str, str] | None:
     return "the cut", said[0], said[1]
 
 
-class Watch:
+class SameBatches:
     """Compares the first batch of a kind across ranks, and every hundredth; the others cost nothing.
 
     Args:    stop: (where, error) -> what to raise when this rank refuses a batch that others take: they

@@ -17,8 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..stages.graph import trace
 from ..stages.plan import Plan
 from ..stages.rules import STREAM
+from ..stages.watch import Watch
 from . import facts, group
-from .agreement import Watch, agree, agree_on_plan, together
+from .agreement import SameBatches, agree, agree_on_plan, together
 from .arguments import (
     check_arguments,
     check_gradients,
@@ -106,6 +107,7 @@ class Pipeline:
         graph = trace(model, example_of(plan), autocast=autocast)
         agree("the layers of a model", lambda: facts.of_layers(graph))
         check_layers(plan, graph)
+        self.watch = Watch(model, graph.called)
         self.plan, self.weight, self.num_steps = plan, weight, 0
         self.inputs = [str(node.target) for node in graph.train.inputs]
         self.steps = Steps(plan, graph)
@@ -139,7 +141,7 @@ class Pipeline:
             parameters={id(parameter) for parameter in model.parameters()},
             seed=seed,
         )
-        self.watch = Watch(self.engine.failure)
+        self.same = SameBatches(self.engine.failure)
         resident.begin()
         self.usage = Usage(plan, own.tensors, self.update.optimizers, resident=resident)
 
@@ -159,15 +161,16 @@ class Pipeline:
                  step.
         Returns: the Report, on every rank.
         Raises:  StageError: a layer failed; TransportError: a rank did not answer. Both name rank, stage,
-                 micro-batch.
+                 micro-batch. PlanError: the model was changed since it was traced.
         """
         began = time.perf_counter()
         self.engine.check()
-        with self.watch.batch("step", self.num_steps):
+        with self.same.batch("step", self.num_steps):
+            self.watch.check()
             check_gradients()
             given = positional(inputs, self.inputs)
             batches = micro_batches(given, targets, self.plan.micro_batches, self.weight)
-            self.watch.compare(lambda: facts.of_batch(given, self.inputs, targets))
+            self.same.compare(lambda: facts.of_batch(given, self.inputs, targets))
             fed = self.slices.feed(batches, step=self.num_steps)
         num_samples = sum(len(batch.inputs[0]) for batch in batches)
         report = self._run(fed, num_samples=num_samples, began=began, outputs=outputs)
@@ -199,10 +202,11 @@ class Pipeline:
         What is in flight is finished first."""
         self.drain()
         self.engine.check()
-        with self.watch.batch("evaluation", self.watch.counts["evaluation"]):
+        with self.same.batch("evaluation", self.same.counts["evaluation"]):
+            self.watch.check()
             given = positional(inputs, self.inputs)
             (batch,) = micro_batches(given, None, 1, None)
-            self.watch.compare(lambda: facts.of_batch(given, self.inputs, None))
+            self.same.compare(lambda: facts.of_batch(given, self.inputs, None))
             itinerary, program = self.steps.step("eval", [batch.inputs])
         return self.engine.evaluate(program, itinerary, batch.inputs)
 
@@ -224,7 +228,7 @@ class Pipeline:
             check_versions_of(state, self.plan)
             agree("a state to load", lambda: facts.of_state(state))
             self.num_steps = self.state.load(self.update, state)
-        self.watch.restart()
+        self.same.restart()
 
     def timeline(self) -> list[Span]:
         """What all ranks did in the last step, in seconds since it began; collective."""

@@ -8,18 +8,28 @@ Source: claims B1.1-1.4 of CN110032450B (layer vertices, data vertices, dependen
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import inspect
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import fx, nn
 
 from ..compression.errors import PlanError
-from .compare import fresh, observe, refuse_changes, refuse_difference, state_of, undrawn
+from .aliases import Groups, refuse_cuts, shared
+from .compare import (
+    fresh,
+    observe,
+    refuse_changes,
+    refuse_difference,
+    refuse_lost_writes,
+    same_bits,
+    undrawn,
+)
+from .contents import contents
+from .copied import Copied
 from .layers import Layer, Traced, casting, is_local, parts_of, run_all
 from .leaves import Tracer, is_compiled
 from .lift import lift_shared
@@ -28,7 +38,10 @@ from .probe import Probe, probe
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGraph:
-    """A traced model: its two traces, the record of each at the example's shape, the copy they ran on."""
+    """A traced model: its two traces, the record of each at the example's shape, the copy they ran on.
+
+    ``shared``: in the train and in the eval trace the tensors that share memory, with the layers that need
+    them: all on one stage."""
 
     train: Traced
     eval: Traced
@@ -37,11 +50,18 @@ class LayerGraph:
     twin: nn.Module
     example_inputs: tuple[torch.Tensor, ...]
     fingerprint: str
+    shared: tuple[Groups, Groups]
 
     @property
     def layers(self) -> tuple[str, ...]:
         """Names of the layers, in the order in which they run."""
         return tuple(layer.name for layer in self.train.layers)
+
+    @property
+    def called(self) -> set[str]:
+        """Paths of the modules that run as they are, in either mode."""
+        layers = (*self.train.layers, *self.eval.layers)
+        return {str(layer.node.target) for layer in layers if layer.node.op == "call_module"}
 
 
 def trace(
@@ -66,50 +86,77 @@ def trace(
         raise PlanError(
             "example_inputs is a tuple of tensors, one for each input of the model; wrap them: (x,)"
         )
+    _check_inputs(model, example_inputs)
     if is_compiled(model):
         raise PlanError(
             "a compiled module is one layer, which no cut divides, and the whole model is compiled; compile "
             "its parts instead: model.layer1 = torch.compile(model.layer1)"
         )
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), casting(autocast):
-        eager, twin = _training_copy(model), _training_copy(model)
-        train = _traced(model, twin, len(example_inputs))
-        parts = parts_of(twin, train)
-        _shift(eager)
-        _shift(twin)
-        expected = _run_eager(eager, example_inputs)
-        found = observe(lambda *x: run_all(train, parts, x), twin, example_inputs)
-        refuse_difference(expected, found, mode="train")
-        _restore(twin, model)
-        train_probe = probe(train, parts, fresh(example_inputs))
-        _restore(twin, model)
-        _restore(eager.eval(), model)
+        copies = Copied(model), Copied(model)
+        train, train_probe, written = _proven(model, copies[0], example_inputs)
         tied = {str(node.target) for layer in train.layers for _, node in layer.lifted}
-        evaluation = _traced(model, eager, len(example_inputs), tied=tied)
-        parts = parts_of(eager, evaluation)
-        with torch.no_grad():
-            _shift(eager)
-            expected = _run_eager(eager, example_inputs)
-            _restore(eager, model)
-            _shift(eager)
-            found = observe(lambda *x: run_all(evaluation, parts, x), eager, example_inputs)
-            refuse_difference(expected, found, mode="eval")
-            _restore(eager, model)
-            eval_probe = probe(evaluation, parts, fresh(example_inputs))
+        copies[1].root.eval()
+        evaluation, eval_probe, _ = _proven(model, copies[1], example_inputs, tied=tied)
+    groups = (
+        shared(model, train, written=written, unread=(0,)),
+        shared(model, evaluation, written=written, unread=()),
+    )
+    refuse_cuts(groups[0], train_probe.refused)
     return LayerGraph(
         train=train,
         eval=evaluation,
         train_probe=train_probe,
         eval_probe=eval_probe,
-        twin=twin,
+        twin=copies[0].root,
         example_inputs=fresh(example_inputs),
         fingerprint=fingerprint(model),
+        shared=groups,
     )
+
+
+def _check_inputs(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*inputs)
+    except TypeError:
+        raise _other_inputs(signature.parameters, len(inputs)) from None
+
+
+def _other_inputs(names: Iterable[str], given: int) -> PlanError:
+    return PlanError(
+        "example_inputs has one tensor for each input; "
+        f"the model takes {', '.join(names)}, {given} were given"
+    )
+
+
+def _proven(
+    model: nn.Module, copied: Copied, inputs: tuple[torch.Tensor, ...], *, tied: Collection[str] = ()
+) -> tuple[Traced, Probe, set[str]]:
+    """The trace of a copy in the mode in which it stands, its record, and the buffers that it writes to."""
+    root, mode = copied.root, "train" if copied.root.training else "eval"
+    copied.shift()
+    before = {name: buffer.clone() for name, buffer in root.named_buffers()}
+    with torch.set_grad_enabled(root.training):
+        expected = _run_eager(root, inputs)
+    written = {name for name, buffer in root.named_buffers() if not same_bits(buffer, before[name])}
+    copied.restore()
+    traced = _traced(model, root, len(inputs), tied=tied)
+    copied.refuse_constants(traced)
+    parts = parts_of(root, traced)
+    copied.shift()
+    with torch.set_grad_enabled(root.training):
+        found = observe(lambda *x: run_all(traced, parts, x), root, inputs)
+        refuse_difference(expected, found, mode=mode)
+        copied.restore()
+        record = probe(traced, parts, fresh(inputs))
+        copied.restore()
+    return traced, record, written
 
 
 def _run_eager(eager: nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor | None]:
     """What the model itself computes; refused if it does not run, or changes itself beside its buffers."""
-    before = state_of(eager)
+    before = contents(eager, running=True)
     try:
         seen = observe(eager, eager, inputs)
     except Exception as error:
@@ -117,40 +164,14 @@ def _run_eager(eager: nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, 
         raise PlanError(
             f"the model does not run on inputs of shape {shapes}: {error}; give another example"
         ) from error
-    refuse_changes(before, eager, buffers=False)
+    refuse_changes(before, eager, again=lambda: observe(eager, eager, inputs))
     return seen
-
-
-def _training_copy(model: nn.Module) -> nn.Module:
-    """A copy as it will train: modules keep their own flags, unless the whole model stands in eval mode."""
-    try:
-        twin = copy.deepcopy(model)
-    except Exception as error:
-        raise PlanError(f"a model is traced on a copy, and this one cannot be copied: {error}") from error
-    return twin if twin.training else twin.train()
-
-
-def _restore(twin: nn.Module, model: nn.Module) -> None:
-    """Give a copy the model's tensors back after a run, and no gradients."""
-    pairs = zip((*twin.parameters(), *twin.buffers()), (*model.parameters(), *model.buffers()), strict=True)
-    with torch.no_grad():
-        for ours, original in pairs:
-            ours.copy_(original)
-    twin.zero_grad()
-
-
-def _shift(twin: nn.Module) -> None:
-    """Move every weight and buffer a little: what tracing computed from them and baked in then shows."""
-    with torch.no_grad():
-        for tensor in (*twin.parameters(), *twin.buffers()):
-            if tensor.is_floating_point():
-                tensor.mul_(1.0625).add_(0.0078125)
 
 
 def _traced(model: nn.Module, root: nn.Module, num_inputs: int, *, tied: Collection[str] = ()) -> Traced:
     """The trace of ``root``, a copy of ``model``: shared and ``tied`` parameters lifted, other inputs at
     defaults."""
-    before = state_of(root)
+    before = contents(root)
     parameters = list(inspect.signature(root.forward).parameters.values())
     defaults = {p.name: p.default for p in parameters[num_inputs:] if p.default is not p.empty}
     try:
@@ -163,7 +184,7 @@ def _traced(model: nn.Module, root: nn.Module, num_inputs: int, *, tied: Collect
             f"torch.fx cannot trace {type(root).__name__}: {error}; keep branches and loops over tensor "
             "values out of forward, or put them into a function under torch.fx.wrap"
         ) from error
-    refuse_changes(before, root, buffers=True)
+    refuse_lost_writes(before, root)
     _drop_default_inputs(graph, num_inputs)
     lifted = lift_shared(root, graph, tied)
     layers = tuple(
@@ -179,11 +200,8 @@ def _traced(model: nn.Module, root: nn.Module, num_inputs: int, *, tied: Collect
     inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
     if not layers:
         raise PlanError(f"a pipeline needs at least one layer; {type(root).__name__}.forward calls none")
-    if len(inputs) != num_inputs:
-        names = ", ".join(node.name for node in inputs)
-        raise PlanError(
-            f"example_inputs has one tensor for each input; the model takes {names}, {num_inputs} were given"
-        )
+    if len(inputs) != num_inputs:  # *inputs are one
+        raise _other_inputs([node.name for node in inputs], num_inputs)
     held = {str(n.target): operator.attrgetter(n.target)(root) for n in graph.nodes if n.op == "get_attr"}
     return Traced(
         inputs=inputs,

@@ -19,6 +19,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..compression.errors import PlanError
+from .aliases import memory_of
 from .files import save_json
 from .graph import LayerGraph
 from .layers import Layer, Parts, parts_of, run_layer
@@ -98,12 +99,12 @@ def measure(graph: LayerGraph, example_inputs: tuple[torch.Tensor, ...], *, repe
         raise PlanError(
             f"a profile is measured at the shapes that were traced, found {shapes}; trace with this example"
         )
-    buffers = [b.clone() for b in graph.twin.buffers()]
+    buffers = [memory_of(b).clone() for b in graph.twin.buffers()]
     with torch.random.fork_rng(devices=[]):
         runs = [_timed_run(graph, example_inputs) for _ in range(repeats + 1)][1:]
         saved = _saved_bytes(graph, example_inputs)
     for buffer, before in zip(graph.twin.buffers(), buffers, strict=True):
-        buffer.copy_(before)
+        memory_of(buffer).copy_(before)
     owned = owned_parameters(graph)
     parameters = dict(graph.twin.named_parameters())
     return Profile(

@@ -75,7 +75,7 @@ def test_one_process_takes_no_plan_from_anybody():
 def watched(state):
     """What this rank says of batches of which some differ; the group goes on after each refusal."""
     pipe, own = pipeline(plan_of()), dist.get_rank()
-    pipe.watch.every = 3
+    pipe.same.every = 3
     x, y = batches(1)[0]
     said = []
 
