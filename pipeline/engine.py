@@ -156,7 +156,7 @@ class Engine:
         self.reports = {index: StageReport(live_versions=1) for index in self.stages}
         for stage in self.stages.values():
             if not self.itinerary.goes_on:
-                stage.begin(mode)
+                stage.stop()
         self.crossing.begin(self.itinerary, self.reports)
         self.frames.begin(self.itinerary, training=mode == "train")
 

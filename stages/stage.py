@@ -8,7 +8,7 @@ Source: claims A1-A3 of CN115016937A (a node computes only its partition)."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,14 @@ from torch.autograd.graph import get_gradient_edge
 from ..compression.errors import StageError
 from ..compression.pool import Frame
 from .backward import Split, run
-from .layers import Layer, Traced, casting, parts_of, run_output
+from .layers import Layer, Parts, Traced, casting, parts_of, run_output
 from .memory.saved import Resident, Saved
 from .memory.store import Store
 from .probe import Probe
 from .receive import Receive
 from .route import Route
 from .running import Running
-from .walk import walk
+from .walk import NO_LAYERS, walk
 from .weights import Latest, Weights
 from .weights_first import run_weights_first
 
@@ -59,11 +59,9 @@ class Stage:
             "train": parts_of(model, *train, output=last),
             "eval": parts_of(model, *evaluation, output=last),
         }
-        self.modules = {
-            m: m.training
-            for part in self.parts.values()
-            for root in part.modules.values()
-            for m in root.modules()
+        self.moved = NO_LAYERS
+        self.frozen = {
+            name: tensor for name, tensor in _parameters(self.parts["train"]) if not tensor.requires_grad
         }
         self.anchor = torch.zeros((), requires_grad=True)
         self.autocast, self.weights_first = autocast, weights_first
@@ -95,14 +93,6 @@ class Stage:
             tensors += [*module.parameters(), *module.buffers()]
         return tensors
 
-    def begin(self, mode: str) -> None:
-        """Set the training flags for a step (``mode`` "train") or an evaluation ("eval")."""
-        self.stop()
-        for module, training in self.modules.items():
-            wanted = training and mode == "train"
-            if module.training != wanted:
-                module.training = wanted
-
     def stop(self) -> None:
         """Forget every micro-batch between forward and backward."""
         for micro_batch in self.running:
@@ -133,19 +123,30 @@ class Stage:
             casting(self.autocast),
             self.saved.forward(micro_batch, values.values(), tied),
         ):
-            env = walk(values, self.parts["train"], record=record, route=route, saved=self.saved, seed=seed)
+            env = walk(
+                values,
+                self.parts["train"],
+                record=record,
+                route=route,
+                saved=self.saved,
+                seed=seed,
+                moved=self.moved,
+            )
             out = {number: values[number] for number, _ in route.sends}
             sent = {
                 n: self._as_it_is(item) if record.values[n].parameter else item for n, item in out.items()
             }
         tensors = {n: t for n, t in out.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+        self._check_asked(record, tensors)
         running.roots = {n: get_gradient_edge(t) for n, t in tensors.items()}
         return sent, run_output(self.traced["train"], env, self.parts["train"]) if self.last else None
 
     def _as_it_is(self, parameter: torch.Tensor) -> torch.Tensor:
         """A tied parameter to send: behind the forward, another version may be in its place, or its memory
         gone."""
-        return parameter if isinstance(self.weights, Latest) else parameter.detach().clone()
+        if isinstance(self.weights, Latest):
+            return parameter
+        return parameter.detach().clone().requires_grad_(parameter.requires_grad)
 
     def leave(self, micro_batch: int, frames: Mapping[tuple[int, int], Frame]) -> None:
         """After ``forward``: what it saved may leave; ``frames`` by place are those of the values."""
@@ -218,17 +219,35 @@ class Stage:
     ) -> tuple[dict[int, Any], Any]:
         """The layers in eval mode without autograd: the values to send, the outputs on the last stage."""
         values = dict(received)
-        for number, item in received.items():
-            if record.values[number].parameter:  # a kernel may be picked by it, even under no_grad
-                item.requires_grad_(record.values[number].requires_grad)
         with torch.no_grad(), casting(self.autocast):
             env = walk(values, self.parts["eval"], record=record, route=route, saved=self.saved, seed=None)
             outputs = run_output(self.traced["eval"], env, self.parts["eval"]) if self.last else None
         return {number: values[number] for number, _ in route.sends}, outputs
 
     def _enter(self, running: Running, number: int, item: Any, record: Probe) -> Any:
-        value = record.values[number]
-        if not value.requires_grad:
+        if not record.values[number].requires_grad:
             return item
-        slot = running.slots[number] = {}
-        return Receive.apply(self.anchor, item, slot)
+        slot = running.slots[number] = {}  # stays empty for what was frozen since the probe
+        return Receive.apply(self.anchor, item.detach(), slot) if item.requires_grad else item
+
+    def _check_asked(self, record: Probe, tensors: Iterable[int]) -> None:
+        """Refuse to send what asks for a gradient and did not when it was traced: no message brings it
+        back."""
+        for value in (record.values[number] for number in tensors):
+            if value.requires_grad:
+                continue
+            unfrozen = [name for name, parameter in self.frozen.items() if parameter.requires_grad]
+            why = "it must detach always, or never, or not be cut behind"
+            if unfrozen:
+                why = f"{', '.join(unfrozen)} was unfrozen; make the Pipeline anew, and load its state_dict()"
+            raise StageError(
+                f"layer {value.name} returned a tensor that requires a gradient, which it did not when it was "
+                f"traced: {why}"
+            )
+
+
+def _parameters(parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters that layers name, by path."""
+    yield from ((name, t) for name, t in parts.tensors.items() if isinstance(t, nn.Parameter))
+    for path, module in parts.modules.items():
+        yield from module.named_parameters(prefix=path)
