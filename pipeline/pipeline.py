@@ -124,6 +124,7 @@ class Pipeline:
             policy=self.policy,
             loss=loss,
             update=self.update,
+            flags=self.steps.flags(model),
             parameters={id(parameter) for parameter in model.parameters()},
             seed=seed,
         )

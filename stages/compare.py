@@ -27,6 +27,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether shape, dtype and every bit agree (torch.equal takes -0.0 for 0.0 and no NaN for itself)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    if a.layout != b.layout:
+        return False
+    a, b = (t.detach().to_dense() if t.layout != torch.strided else t for t in (a, b))
     a, b = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (a, b))
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 

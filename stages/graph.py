@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import inspect
 import operator
 from collections.abc import Collection
 
@@ -21,9 +20,10 @@ from torch import fx, nn
 from ..compression.errors import PlanError
 from .compare import fresh, observe, refuse_changes, refuse_difference, state_of, undrawn
 from .layers import Layer, Traced, casting, is_local, parts_of, run_all
-from .leaves import Tracer, is_compiled
+from .leaves import Tracer, defaults_of, is_compiled
 from .lift import lift_shared
 from .probe import Probe, probe
+from .unsupported import refuse_model, refuse_objects, refuse_resized
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,7 @@ def trace(
             "a compiled module is one layer, which no cut divides, and the whole model is compiled; compile "
             "its parts instead: model.layer1 = torch.compile(model.layer1)"
         )
+    refuse_model(model)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), casting(autocast):
         eager, twin = _training_copy(model), _training_copy(model)
         train = _traced(model, twin, len(example_inputs))
@@ -132,18 +133,23 @@ def _training_copy(model: nn.Module) -> nn.Module:
 
 def _restore(twin: nn.Module, model: nn.Module) -> None:
     """Give a copy the model's tensors back after a run, and no gradients."""
-    pairs = zip((*twin.parameters(), *twin.buffers()), (*model.parameters(), *model.buffers()), strict=True)
+    pairs = zip((*twin.parameters(), *twin.buffers()), _named_tensors(model), strict=True)
     with torch.no_grad():
-        for ours, original in pairs:
+        for ours, (name, original) in pairs:
+            refuse_resized(name, ours, original)
             ours.copy_(original)
     twin.zero_grad()
+
+
+def _named_tensors(model: nn.Module) -> tuple[tuple[str, torch.Tensor], ...]:
+    return *model.named_parameters(), *model.named_buffers()
 
 
 def _shift(twin: nn.Module) -> None:
     """Move every weight and buffer a little: what tracing computed from them and baked in then shows."""
     with torch.no_grad():
         for tensor in (*twin.parameters(), *twin.buffers()):
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() and tensor.itemsize > 1:  # torch does not compute with float8
                 tensor.mul_(1.0625).add_(0.0078125)
 
 
@@ -151,11 +157,9 @@ def _traced(model: nn.Module, root: nn.Module, num_inputs: int, *, tied: Collect
     """The trace of ``root``, a copy of ``model``: shared and ``tied`` parameters lifted, other inputs at
     defaults."""
     before = state_of(root)
-    parameters = list(inspect.signature(root.forward).parameters.values())
-    defaults = {p.name: p.default for p in parameters[num_inputs:] if p.default is not p.empty}
     try:
         with undrawn():
-            graph = Tracer(model).trace(root, defaults or None)
+            graph = Tracer(model).trace(root, defaults_of(root, num_inputs) or None)
     except PlanError:
         raise
     except Exception as error:
@@ -165,6 +169,7 @@ def _traced(model: nn.Module, root: nn.Module, num_inputs: int, *, tied: Collect
         ) from error
     refuse_changes(before, root, buffers=True)
     _drop_default_inputs(graph, num_inputs)
+    refuse_objects(root, graph)
     lifted = lift_shared(root, graph, tied)
     layers = tuple(
         Layer(
@@ -232,6 +237,6 @@ def _has(model: nn.Module, name: str) -> bool:
 def fingerprint(model: nn.Module) -> str:
     """A hash of the names, shapes and dtypes of parameters and buffers, which a plan relies on."""
     digest = hashlib.sha256()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in _named_tensors(model):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
     return digest.hexdigest()

@@ -188,13 +188,29 @@ def _timed_run(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> _Run:
         wanted = [anchor, *(p for p in parameters_of(layer, parts) if p.requires_grad)]
         backward = time.perf_counter()
         if roots:
-            torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+            _backward(layer, roots, wanted, gradients)
         run.seconds.append((middle - begun, time.perf_counter() - backward if roots else 0.0))
         env[layer.node] = result
         for number, leaf in zip(record.outputs[layer.node].values, tree_leaves(result), strict=True):
             if isinstance(leaf, torch.Tensor) and leaf.numel():
-                run.zeros[number] = 1 - int(torch.count_nonzero(leaf)) / leaf.numel()
+                bits = leaf.view(torch.uint8) if leaf.dtype.is_floating_point and leaf.itemsize == 1 else leaf
+                run.zeros[number] = 1 - int(torch.count_nonzero(bits)) / leaf.numel()
     return run
+
+
+def _backward(
+    layer: Layer, roots: list[torch.Tensor], wanted: list[torch.Tensor], gradients: list[torch.Tensor]
+) -> None:
+    """A layer's backward; a half of one, as some schedules run, asks for some gradients only, too."""
+    try:
+        torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+    except Exception as error:
+        if "use_reentrant" in str(error):
+            raise PlanError(
+                f"layer {layer.name} checkpoints with use_reentrant=True, which gives no gradient that "
+                "is asked for by itself; use use_reentrant=False"
+            ) from error
+        raise PlanError(f"the backward of layer {layer.name}: {type(error).__name__}: {error}") from error
 
 
 def _reads(layer: Layer, env: Mapping[fx.Node, Any]) -> list[fx.Node]:

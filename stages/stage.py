@@ -239,10 +239,10 @@ class Stage:
             unfrozen = [name for name, parameter in self.frozen.items() if parameter.requires_grad]
             why = "it must detach always, or never, or not be cut behind"
             if unfrozen:
-                why = f"{', '.join(unfrozen)} was unfrozen; make the Pipeline anew, and load its state_dict()"
+                why = f"{', '.join(unfrozen)} unfrozen; make the Pipeline anew and load its state_dict()"
             raise StageError(
-                f"layer {value.name} returned a tensor that requires a gradient, which it did not when it was "
-                f"traced: {why}"
+                f"layer {value.name} returned a tensor that requires a gradient, and when it was traced it "
+                f"did not: {why}"
             )
 
 

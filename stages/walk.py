@@ -124,6 +124,6 @@ def _check_number(layer: Layer, value: Value, found: Any) -> None:
         )
     if type(found) not in NUMBERS or (type(found) is int and found.bit_length() > 63):
         raise StageError(
-            f"layer {layer.name} returned {found!r} of type {type(found).__name__}, and what crosses a cut is "
-            "a tensor, a bool, a float or an int of 64 bits; return one of these, or cut elsewhere"
+            f"layer {layer.name} returned {found!r} of type {type(found).__name__}, and what crosses a cut "
+            "is a tensor, a bool, a float or an int of 64 bits; return one of these, or cut elsewhere"
         )

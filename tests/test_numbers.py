@@ -51,7 +51,8 @@ def pipe_of(first, *, ranks=None):
     torch.manual_seed(3)
     model, example = Net(), (torch.randn(3, 6),)
     profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
-    plan = penstock.partition(profile, cuts=["told", "b"] if ranks is None else ["b"], micro_batches=3, ranks=ranks)
+    cuts = ["told", "b"] if ranks is None else ["b"]
+    plan = penstock.partition(profile, cuts=cuts, micro_batches=3, ranks=ranks)
     plain = copy.deepcopy(model)
     pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], deadline=30)
     return pipe, model, plain
@@ -64,7 +65,7 @@ def batch():
 
 def run(first, *rest, ranks=None):
     """Steps of a pipeline traced with ``first`` and of the plain loop, with other numbers at every step."""
-    pipe, model, plain = pipe_of(first, ranks=ranks)
+    pipe, _, plain = pipe_of(first, ranks=ranks)
     numbers = [first, *rest]
     loop = plain_loop(
         plain, [batch()] * len(numbers), loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], micro_batches=3
