@@ -84,6 +84,8 @@ class Frames:
         else:
             frame.release()
         value = self.itinerary.value(message)
+        if item is None:
+            return None
         if value.number is not None:
             return item.item()
         if value.requires_grad and message.op is Op.F:
@@ -142,7 +144,7 @@ class Frames:
         codec, pool = named.removeprefix(MASKED), self.transport.pool
         mask = None if codec == named else self._mask(message, message.source)
         buffer = pool.take(buffer_bytes(value.shape, value.dtype, codec))
-        asks = value.requires_grad and (message.op is Op.B or item.requires_grad)  # frozen since the probe
+        asks = value.requires_grad and (item is None or message.op is Op.B or item.requires_grad)
         num_bytes = pack_into(item, buffer, codec=codec, requires_grad=asks, mask=mask)
         self.packing += time.perf_counter() - began
         return Frame(buffer, num_bytes, pool)

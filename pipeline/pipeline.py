@@ -20,12 +20,15 @@ from ..stages.rules import STREAM
 from . import group
 from .arguments import (
     check_arguments,
+    check_functions,
     check_gradients,
     check_layers,
     check_model,
     check_ranks,
     check_update,
     check_versions_of,
+    optimizer_of,
+    scheduler_of,
 )
 from .auto import policy_named
 from .batches import example_of, joined, micro_batches, positional
@@ -85,6 +88,7 @@ class Pipeline:
         deadline: float = 60.0,
     ) -> None:
         check_arguments(model, plan, optimizer, clip, autocast, deadline)
+        check_functions(loss, scheduler, weight, seed)
         check_update(model, plan, clip=clip, scope=clip_scope, scaler=scaler)
         check_gradients()
         check_ranks(plan)
@@ -109,8 +113,8 @@ class Pipeline:
             dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
             owner=own.ranks,
             weights={s: stage.weights for s, stage in self.stages.items()},
-            optimizer=optimizer,
-            scheduler=scheduler,
+            optimizer=optimizer_of(optimizer),
+            scheduler=scheduler_of(scheduler) if scheduler else None,
             clip=clip,
             scope=clip_scope,
             scaler=scaler,
@@ -186,9 +190,10 @@ class Pipeline:
         What is in flight is finished first."""
         self.drain()
         self.engine.check()
-        (batch,) = micro_batches(positional(inputs, self.inputs), None, 1, None)
-        itinerary, program = self.steps.step("eval", [batch.inputs])
-        return self.engine.evaluate(program, itinerary, batch.inputs)
+        with torch.inference_mode(False):  # its tensors could not be packed, nor train when a batch is one
+            (batch,) = micro_batches(positional(inputs, self.inputs), None, 1, None)
+            itinerary, program = self.steps.step("eval", [batch.inputs])
+            return self.engine.evaluate(program, itinerary, batch.inputs)
 
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "step"} under the model's own names; collective, complete on rank 0.

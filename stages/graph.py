@@ -66,6 +66,12 @@ def trace(
         raise PlanError(
             "example_inputs is a tuple of tensors, one for each input of the model; wrap them: (x,)"
         )
+    if any(x.layout != torch.strided for x in example_inputs):
+        raise PlanError("inputs are dense tensors, found a sparse one in example_inputs; convert it")
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise PlanError(
+            f"autocast is a dtype such as torch.bfloat16, found {autocast!r}; give None for no cast"
+        )
     if is_compiled(model):
         raise PlanError(
             "a compiled module is one layer, which no cut divides, and the whole model is compiled; compile "

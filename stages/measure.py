@@ -93,6 +93,11 @@ def measure(graph: LayerGraph, example_inputs: tuple[torch.Tensor, ...], *, repe
     Returns: the Profile; seconds are per micro-batch with the threads that torch has now.
     Raises:  PlanError: the inputs do not suit the traced model.
     """
+    if not isinstance(graph, LayerGraph) or not isinstance(repeats, int) or repeats < 1:
+        raise PlanError(
+            f"measure takes what trace(model, example) returned and repeats=1 or more, found a "
+            f"{type(graph).__name__} and repeats={repeats!r}"
+        )
     shapes = tuple(tuple(x.shape) for x in example_inputs)
     if shapes != tuple(tuple(x.shape) for x in graph.example_inputs):
         raise PlanError(

@@ -160,7 +160,13 @@ class Stage:
 
     def lose(self, micro_batch: int, weighted_loss: torch.Tensor) -> None:
         """On the last stage: where the backward of ``micro_batch`` begins, its loss times its share."""
-        self.running[micro_batch].loss = weighted_loss
+        running = self.running[micro_batch]
+        if any(running.slots.values()):
+            raise StageError(
+                "a backward ran inside the forward or the loss, and its gradients end at this stage; leave "
+                "backward to the pipeline"
+            )
+        running.loss = weighted_loss
 
     def backward(
         self, micro_batch: int, gradients: Mapping[int, torch.Tensor | None]
