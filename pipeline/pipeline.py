@@ -184,16 +184,16 @@ class Pipeline:
         self.update.begin()
         return report
 
+    @torch.inference_mode(False)  # its tensors could not be packed
     def evaluate(self, inputs: Any) -> Any:
         """The plain model in eval mode on all of ``inputs`` at once; on the last stage's rank, else None.
 
         What is in flight is finished first."""
         self.drain()
         self.engine.check()
-        with torch.inference_mode(False):  # its tensors could not be packed, nor train when a batch is one
-            (batch,) = micro_batches(positional(inputs, self.inputs), None, 1, None)
-            itinerary, program = self.steps.step("eval", [batch.inputs])
-            return self.engine.evaluate(program, itinerary, batch.inputs)
+        (batch,) = micro_batches(positional(inputs, self.inputs), None, 1, None)
+        itinerary, program = self.steps.step("eval", [batch.inputs])
+        return self.engine.evaluate(program, itinerary, batch.inputs)
 
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "step"} under the model's own names; collective, complete on rank 0.

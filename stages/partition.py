@@ -66,8 +66,8 @@ def partition(
     """
     if not isinstance(profile, Profile):
         raise PlanError(
-            f"partition takes what measure(graph, example) returned, found a {type(profile).__name__}; measure "
-            "first"
+            f"partition takes what measure(graph, example) returned, found a {type(profile).__name__}; "
+            "measure first"
         )
     check_name(codec)
     _check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)

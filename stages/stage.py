@@ -8,7 +8,7 @@ Source: claims A1-A3 of CN115016937A (a node computes only its partition)."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..compression.errors import StageError
 from ..compression.pool import Frame
+from .asked import Asked
 from .backward import Split, run
-from .layers import Layer, Parts, Traced, casting, parts_of, run_output
+from .layers import Layer, Traced, casting, parts_of, run_output
 from .memory.saved import Resident, Saved
 from .memory.store import Store
 from .probe import Probe
@@ -60,9 +61,7 @@ class Stage:
             "eval": parts_of(model, *evaluation, output=last),
         }
         self.moved = NO_LAYERS
-        self.frozen = {
-            name: tensor for name, tensor in _parameters(self.parts["train"]) if not tensor.requires_grad
-        }
+        self.asked = Asked(self.parts["train"])
         self.anchor = torch.zeros((), requires_grad=True)
         self.autocast, self.weights_first = autocast, weights_first
         self.running: dict[int, Running] = {}
@@ -137,7 +136,7 @@ class Stage:
                 n: self._as_it_is(item) if record.values[n].parameter else item for n, item in out.items()
             }
         tensors = {n: t for n, t in out.items() if isinstance(t, torch.Tensor) and t.requires_grad}
-        self._check_asked(record, tensors)
+        self.asked.check(record, tensors)
         running.roots = {n: get_gradient_edge(t) for n, t in tensors.items()}
         return sent, run_output(self.traced["train"], env, self.parts["train"]) if self.last else None
 
@@ -235,25 +234,3 @@ class Stage:
             return item
         slot = running.slots[number] = {}  # stays empty for what was frozen since the probe
         return Receive.apply(self.anchor, item.detach(), slot) if item.requires_grad else item
-
-    def _check_asked(self, record: Probe, tensors: Iterable[int]) -> None:
-        """Refuse to send what asks for a gradient and did not when it was traced: no message brings it
-        back."""
-        for value in (record.values[number] for number in tensors):
-            if value.requires_grad:
-                continue
-            unfrozen = [name for name, parameter in self.frozen.items() if parameter.requires_grad]
-            why = "it must detach always, or never, or not be cut behind"
-            if unfrozen:
-                why = f"{', '.join(unfrozen)} unfrozen; make the Pipeline anew and load its state_dict()"
-            raise StageError(
-                f"layer {value.name} returned a tensor that requires a gradient, and when it was traced it "
-                f"did not: {why}"
-            )
-
-
-def _parameters(parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters that layers name, by path."""
-    yield from ((name, t) for name, t in parts.tensors.items() if isinstance(t, nn.Parameter))
-    for path, module in parts.modules.items():
-        yield from module.named_parameters(prefix=path)

@@ -14,6 +14,7 @@ from torch import nn
 from .proof import HOOKS, POOL_MODULES, RELU_MODULES, is_itself
 
 PLAIN = (bool, int, float, str, type(None))
+_hooks = operator.itemgetter(*HOOKS)
 GONE = type("Gone", (), {"__repr__": lambda self: "absent"})()
 
 
@@ -64,7 +65,7 @@ class Watched:
 
     def _built(self, module: nn.Module) -> tuple[Any, ...]:
         held = module.__dict__
-        found: tuple[Any, ...] = (len(held), *[tuple(held[name]) for name in HOOKS])
+        found: tuple[Any, ...] = (len(held), *map(tuple, _hooks(held)))
         if self.leaf:
             return found
         tensors = (*held["_parameters"].values(), *held["_buffers"].values())

@@ -27,10 +27,11 @@ def told(hidden):
 def times(hidden, number):
     """Every bit of a number's value and type shows in the result."""
     SEEN.append((type(number), number))
-    return hidden * (number if number != 2**64 else 1)
+    return hidden if number is TOO_LONG else hidden * number
 
 
 SEEN: list = []
+TOO_LONG = 2**64
 
 
 class Net(nn.Module):
@@ -144,4 +145,4 @@ def test_a_number_in_the_place_of_a_tensor_is_refused_by_layer():
 
 def test_a_number_too_long_to_send_is_refused_where_the_model_is_cut():
     with pytest.raises(penstock.PlanError, match="an int of more than 64 bits"):
-        pipe_of(2**64)
+        pipe_of(TOO_LONG)
