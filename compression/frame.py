@@ -167,6 +167,11 @@ def read_header(buffer: Tensor) -> Header:
     return parse_header(ctypes.string_at(buffer.data_ptr(), min(length, MAX_HEADER_BYTES)), length)
 
 
+def asks_gradient(buffer: Tensor) -> bool:
+    """Whether the header at the start of ``buffer``, which was read and checked, says requires_grad."""
+    return ctypes.string_at(buffer.data_ptr() + _START.size - 1, 1) != b"\0"
+
+
 def parse_header(text: bytes, length: int) -> Header:
     """Read and check the header in ``text``, the first bytes of a frame (``MAX_HEADER_BYTES`` are enough).
 

@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..compression.errors import PenstockError, StageError, TransportError
+from ..stages.flags import Flags
 from ..stages.seeds import layer_seed
 from ..stages.stage import Stage
 from .batches import MicroBatch
@@ -57,6 +58,7 @@ class Engine:
         policy: Policy,
         loss: Loss,
         update: Update,
+        flags: Flags,
         parameters: Collection[int],
         seed: int,
     ) -> None:
@@ -64,6 +66,7 @@ class Engine:
         self.frames = Frames(transport, policy=policy, noted=any(stage.stores for stage in stages.values()))
         self.crossing = Crossing(self.frames)
         self.loss, self.update, self.parameters, self.seed = loss, update, parameters, seed
+        self.flags = flags
         self.run = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -115,7 +118,7 @@ class Engine:
             self._begin("eval")
             for instruction in program:
                 stage = self.stages[instruction.stage]
-                with self._told(f"stage {stage.index}, forward"):
+                with self._told(f"stage {stage.index}, forward"), self.flags.evaluating():
                     received = self.crossing.arrive(instruction, inputs)
                     route = itinerary.routes[0][stage.index]
                     sent, outputs = stage.evaluate(received, record=itinerary.records[0], route=route)
@@ -154,9 +157,11 @@ class Engine:
         self.began = time.perf_counter()
         self.failed = ""
         self.reports = {index: StageReport(live_versions=1) for index in self.stages}
+        moved = self.flags.check(mode)
         for stage in self.stages.values():
+            stage.moved = moved
             if not self.itinerary.goes_on:
-                stage.begin(mode)
+                stage.stop()
         self.crossing.begin(self.itinerary, self.reports)
         self.frames.begin(self.itinerary, training=mode == "train")
 

@@ -14,10 +14,11 @@ import torch
 
 from ..compression.codec import buffer_bytes, decode_received, pack_into
 from ..compression.errors import StageError
+from ..compression.frame import asks_gradient
 from ..compression.geometry import geometry
 from ..compression.pool import Frame
 from ..stages.memory.held import place
-from ..stages.probe import Value
+from ..stages.probe import NUMBERS, Value
 from .instruction import Op
 from .messages import Itinerary, Message
 from .policy import Policy
@@ -82,8 +83,14 @@ class Frames:
             self._note(item, frame)
         else:
             frame.release()
-        number = self.itinerary.value(message).number
-        return item if number is None or item is None else number(item.item())
+        value = self.itinerary.value(message)
+        if item is None:
+            return None
+        if value.number is not None:
+            return item.item()
+        if value.requires_grad and message.op is Op.F:
+            item.requires_grad_(asks_gradient(frame.buffer))
+        return item
 
     def send(self, message: Message, item: Any) -> tuple[int, int]:
         """Send a value or gradient, in the frame in which it came if it did; returns bytes raw and packed."""
@@ -127,7 +134,7 @@ class Frames:
 
     def _pack(self, message: Message, value: Value, item: Any) -> Frame:
         if value.number is not None:
-            item = torch.tensor(item, dtype=value.dtype)
+            item = torch.tensor(item, dtype=NUMBERS[type(item)])  # as it is now, not as it was when traced
         elif item is not None:
             _check_tensor(message, value, item)
         began = time.perf_counter()
@@ -137,7 +144,8 @@ class Frames:
         codec, pool = named.removeprefix(MASKED), self.transport.pool
         mask = None if codec == named else self._mask(message, message.source)
         buffer = pool.take(buffer_bytes(value.shape, value.dtype, codec))
-        num_bytes = pack_into(item, buffer, codec=codec, requires_grad=value.requires_grad, mask=mask)
+        asks = value.requires_grad and (item is None or message.op is Op.B or item.requires_grad)
+        num_bytes = pack_into(item, buffer, codec=codec, requires_grad=asks, mask=mask)
         self.packing += time.perf_counter() - began
         return Frame(buffer, num_bytes, pool)
 

@@ -22,11 +22,14 @@ from . import facts, group
 from .agreement import SameBatches, agree, agree_on_plan, together
 from .arguments import (
     check_arguments,
+    check_functions,
     check_gradients,
     check_layers,
     check_plan,
     check_update,
     check_versions_of,
+    optimizer_of,
+    scheduler_of,
 )
 from .auto import policy_named
 from .batches import example_of, joined, micro_batches, positional
@@ -94,6 +97,7 @@ class Pipeline:
         deadline: float = 60.0,
     ) -> None:
         check_arguments(model, plan, optimizer, clip, autocast, deadline)
+        check_functions(loss, scheduler, weight, seed)
         rest = {"loss": loss, "weight": weight, "seed": seed, "clip": clip, "clip_scope": clip_scope}
         rest |= {"scaler": scaler, "autocast": autocast}
         agree("its arguments", lambda: facts.of_pipeline(model, optimizer, scheduler, rest))
@@ -123,8 +127,8 @@ class Pipeline:
             dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
             owner=own.ranks,
             weights={s: stage.weights for s, stage in self.stages.items()},
-            optimizer=optimizer,
-            scheduler=scheduler,
+            optimizer=optimizer_of(optimizer),
+            scheduler=scheduler_of(scheduler) if scheduler else None,
             clip=clip,
             scope=clip_scope,
             scaler=scaler,
@@ -138,6 +142,7 @@ class Pipeline:
             policy=self.policy,
             loss=loss,
             update=self.update,
+            flags=self.steps.flags(model),
             parameters={id(parameter) for parameter in model.parameters()},
             seed=seed,
         )
@@ -196,6 +201,7 @@ class Pipeline:
         self.update.begin()
         return report
 
+    @torch.inference_mode(False)  # its tensors could not be packed
     def evaluate(self, inputs: Any) -> Any:
         """The plain model in eval mode on all of ``inputs`` at once; on the last stage's rank, else None.
 

@@ -28,6 +28,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether shape, dtype and every bit agree (torch.equal takes -0.0 for 0.0 and no NaN for itself)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    if a.layout != b.layout:
+        return False
+    a, b = (t.detach().to_dense() if t.layout != torch.strided else t for t in (a, b))
     a, b = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (a, b))
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
@@ -44,21 +47,13 @@ def refuse_changes(before: Facts, root: nn.Module, *, again: Callable[[], Any]) 
             raise PlanError(
                 f"a forward may write to registered buffers alone, found that it changes {path} "
                 f"({change(was, now)}), which other stages, other ranks and the loss do not see; "
-                f"{_remedy(root, path, settled=contents(root, running=True) == after)}"
+                f"{_remedy(settled=contents(root, running=True) == after)}"
             )
 
 
-def _remedy(root: nn.Module, path: str, *, settled: bool) -> str:
+def _remedy(*, settled: bool) -> str:
     if settled:
         return "only the first run does so: call the model once, under torch.no_grad(), before it is traced"
-    owners = [
-        module for name, module in root.named_modules() if f"{path}.".startswith(f"{name}." if name else "")
-    ]
-    if type(owners[-1]).__module__.startswith("torch."):
-        return (
-            "switch off what does so, such as max_norm of nn.Embedding, or take a hook's form in "
-            "torch.nn.utils.parametrizations"
-        )
     return (
         "return it from forward, write it into a registered buffer (copy_), or switch off the option that "
         "keeps it"

@@ -14,6 +14,7 @@ from ..compression.errors import PlanError
 from .aliases import hidden, memory_of
 from .contents import tensors
 from .layers import Traced
+from .unsupported import refuse_resized
 
 
 class Copied:
@@ -32,23 +33,25 @@ class Copied:
         self.apart = hidden(model)
         ours, theirs = (tensors(root) if self.apart else {} for root in (self.root, model))
         self.names = {id(ours[name]): name for name in self.apart}
+        named = (*model.named_parameters(), *model.named_buffers())
+        copies = (*self.root.parameters(), *self.root.buffers())
         self.pairs = [
-            *zip(self.root.parameters(), model.parameters(), strict=True),
-            *zip(self.root.buffers(), model.buffers(), strict=True),
-            *((ours[name], theirs[name]) for name in self.apart),
+            *((name, ours, original) for ours, (name, original) in zip(copies, named, strict=True)),
+            *((name, ours[name], theirs[name]) for name in self.apart),
         ]
 
     def shift(self) -> None:
         """Move every weight and buffer a little."""
         with torch.no_grad():
-            for ours, _ in self.pairs:
-                if ours.is_floating_point():
+            for _, ours, _ in self.pairs:
+                if ours.is_floating_point() and ours.itemsize > 1:  # torch does not compute with float8
                     memory_of(ours).mul_(1.0625).add_(0.0078125)
 
     def restore(self) -> None:
         """Give the copy the model's tensors back after a run, and no gradients."""
         with torch.no_grad():
-            for ours, original in self.pairs:
+            for name, ours, original in self.pairs:
+                refuse_resized(name, ours, original)
                 same = ours.stride() == original.stride()
                 (memory_of(ours) if same else ours).copy_(memory_of(original) if same else original)
         self.root.zero_grad()

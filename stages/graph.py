@@ -31,9 +31,10 @@ from .compare import (
 from .contents import contents
 from .copied import Copied
 from .layers import Layer, Traced, casting, is_local, parts_of, run_all
-from .leaves import Tracer, is_compiled
+from .leaves import Tracer, defaults_of, is_compiled
 from .lift import lift_shared
 from .probe import Probe, probe
+from .unsupported import refuse_model, refuse_objects
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +87,19 @@ def trace(
         raise PlanError(
             "example_inputs is a tuple of tensors, one for each input of the model; wrap them: (x,)"
         )
+    if any(x.layout != torch.strided for x in example_inputs):
+        raise PlanError("inputs are dense tensors, found a sparse one in example_inputs; convert it")
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise PlanError(
+            f"autocast is a dtype such as torch.bfloat16, found {autocast!r}; give None for no cast"
+        )
     _check_inputs(model, example_inputs)
     if is_compiled(model):
         raise PlanError(
             "a compiled module is one layer, which no cut divides, and the whole model is compiled; compile "
             "its parts instead: model.layer1 = torch.compile(model.layer1)"
         )
+    refuse_model(model)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), casting(autocast):
         copies = Copied(model), Copied(model)
         train, train_probe, written = _proven(model, copies[0], example_inputs)
@@ -172,11 +180,9 @@ def _traced(model: nn.Module, root: nn.Module, num_inputs: int, *, tied: Collect
     """The trace of ``root``, a copy of ``model``: shared and ``tied`` parameters lifted, other inputs at
     defaults."""
     before = contents(root)
-    parameters = list(inspect.signature(root.forward).parameters.values())
-    defaults = {p.name: p.default for p in parameters[num_inputs:] if p.default is not p.empty}
     try:
         with undrawn():
-            graph = Tracer(model).trace(root, defaults or None)
+            graph = Tracer(model).trace(root, defaults_of(root, num_inputs) or None)
     except PlanError:
         raise
     except Exception as error:
@@ -186,6 +192,7 @@ def _traced(model: nn.Module, root: nn.Module, num_inputs: int, *, tied: Collect
         ) from error
     refuse_lost_writes(before, root)
     _drop_default_inputs(graph, num_inputs)
+    refuse_objects(root, graph)
     lifted = lift_shared(root, graph, tied)
     layers = tuple(
         Layer(

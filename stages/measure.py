@@ -94,6 +94,11 @@ def measure(graph: LayerGraph, example_inputs: tuple[torch.Tensor, ...], *, repe
     Returns: the Profile; seconds are per micro-batch with the threads that torch has now.
     Raises:  PlanError: the inputs do not suit the traced model.
     """
+    if not isinstance(graph, LayerGraph) or not isinstance(repeats, int) or repeats < 1:
+        raise PlanError(
+            f"measure takes what trace(model, example) returned and repeats=1 or more, found a "
+            f"{type(graph).__name__} and repeats={repeats!r}"
+        )
     shapes = tuple(tuple(x.shape) for x in example_inputs)
     if shapes != tuple(tuple(x.shape) for x in graph.example_inputs):
         raise PlanError(
@@ -189,13 +194,29 @@ def _timed_run(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> _Run:
         wanted = [anchor, *(p for p in parameters_of(layer, parts) if p.requires_grad)]
         backward = time.perf_counter()
         if roots:
-            torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+            _backward(layer, roots, wanted, gradients)
         run.seconds.append((middle - begun, time.perf_counter() - backward if roots else 0.0))
         env[layer.node] = result
         for number, leaf in zip(record.outputs[layer.node].values, tree_leaves(result), strict=True):
             if isinstance(leaf, torch.Tensor) and leaf.numel():
-                run.zeros[number] = 1 - int(torch.count_nonzero(leaf)) / leaf.numel()
+                bits = leaf.view(torch.uint8) if leaf.itemsize == 1 else leaf  # torch counts no float8
+                run.zeros[number] = 1 - int(torch.count_nonzero(bits)) / leaf.numel()
     return run
+
+
+def _backward(
+    layer: Layer, roots: list[torch.Tensor], wanted: list[torch.Tensor], gradients: list[torch.Tensor]
+) -> None:
+    """A layer's backward; a half of one, as some schedules run, asks for some gradients only, too."""
+    try:
+        torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+    except Exception as error:
+        if "use_reentrant" in str(error):
+            raise PlanError(
+                f"layer {layer.name} checkpoints with use_reentrant=True, which gives no gradient that "
+                "is asked for by itself; use use_reentrant=False"
+            ) from error
+        raise PlanError(f"the backward of layer {layer.name}: {type(error).__name__}: {error}") from error
 
 
 def _reads(layer: Layer, env: Mapping[fx.Node, Any]) -> list[fx.Node]:

@@ -65,6 +65,11 @@ def partition(
         PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
         CodecError: the codec is not known.
     """
+    if not isinstance(profile, Profile):
+        raise PlanError(
+            f"partition takes what measure(graph, example) returned, found a {type(profile).__name__}; "
+            "measure first"
+        )
     asked = Asked(stages=stages, ranks=ranks, cuts=tuple(cuts) if cuts else None)
     check_name(codec)
     _check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
@@ -112,8 +117,8 @@ def partition(
 
 def _check_counts(*, least: int = 1, **counts: int | None) -> None:
     for name, count in counts.items():
-        if count is not None and count < least:
-            raise PlanError(f"{name} counts from {least}, found {name}={count}; use {least} or more")
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < least):
+            raise PlanError(f"{name} counts from {least}, found {name}={count!r}; use {least} or more")
 
 
 def _sizes(

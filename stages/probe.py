@@ -29,7 +29,8 @@ class Value:
     """One tensor or Python number of a run: made by layer ``producer`` (-1: an input), read by the layers
     ``users`` (the model's output reads last: it counts as one more layer).
 
-    ``refused`` says why it must not cross a cut, "" if it may. ``parameter``: a (tied) parameter, sent once a
+    ``refused`` says why it must not cross a cut, "" if it may. ``number``: the type that a number had, which
+    may be another one later; ``dtype`` then has room for any. ``parameter``: a (tied) parameter, sent once a
     step. ``writers``: the layers that wrote to its memory, ascending, each with whether it left zeros that
     stop every gradient (``proof.py``)."""
 
@@ -154,6 +155,8 @@ def _value(recorder: Recorder, number: int, stops: Collection[tuple[int, int]]) 
     refused = ""
     if tensor is None and type(leaf) not in NUMBERS:
         refused = f"a Python value of type {type(leaf).__name__} ({recorder.names[number]}) would cross it"
+    elif type(leaf) is int and leaf.bit_length() > 63:
+        refused = f"an int of more than 64 bits ({recorder.names[number]}) would cross it"
     elif tensor is not None and not _travels(tensor):
         refused = (
             f"the tensor {recorder.names[number]}, whose elements overlap or lie far apart, would cross it"
@@ -163,7 +166,7 @@ def _value(recorder: Recorder, number: int, stops: Collection[tuple[int, int]]) 
         producer=recorder.producers[number],
         users=tuple(sorted(recorder.users[number])),
         shape=() if tensor is None else tuple(tensor.shape),
-        dtype=NUMBERS.get(type(leaf), torch.uint8) if tensor is None else tensor.dtype,
+        dtype=torch.float64 if tensor is None else tensor.dtype,  # room for a number of any type
         number=type(leaf) if tensor is None else None,
         requires_grad=tensor is not None and tensor.requires_grad,
         parameter=isinstance(tensor, nn.Parameter),

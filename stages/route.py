@@ -137,14 +137,17 @@ def follow(train: Traced, stage_of: Sequence[int], evaluation: Traced) -> list[i
         if layer.holds:
             home.setdefault(layer.node.target, stage)
     stages: list[int] = []
+    place: dict[fx.Node, int] = {}
     earliest = 0
     for layer in evaluation.layers:
-        stage = home.get(layer.node.target, earliest) if layer.holds else earliest
+        # a tied parameter waits on the stage that trains it, which may be one behind
+        possible = max((earliest, *(place[node] for node in reads(layer) if node in place)))
+        stage = place[layer.node] = home.get(layer.node.target, possible) if layer.holds else possible
         if layer.node.op != "get_attr":  # a parameter has no arguments and may wait for its first reader
-            if stage < earliest:
+            if stage < possible:
                 raise PlanError(
                     f"the model takes another way in eval mode: layer {layer.name} is held by stage {stage} "
-                    f"and comes after layers of stage {earliest}; cut elsewhere"
+                    f"and comes after layers of stage {possible}; cut elsewhere"
                 )
             earliest = stage
         stages.append(stage)

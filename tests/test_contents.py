@@ -197,18 +197,6 @@ def test_a_buffer_that_is_replaced_and_not_written_is_refused():
         penstock.trace(model, (torch.randn(4, 6),))
 
 
-def test_a_parameter_that_a_layer_of_torch_writes_is_refused_with_its_option():
-    model = nn.Sequential(nn.Embedding(9, 8, max_norm=0.1), nn.Linear(8, 3))
-    with pytest.raises(penstock.PlanError, match=r"changes 0\.weight .*max_norm of nn\.Embedding"):
-        penstock.trace(model, (torch.randint(9, (4,)),))
-
-
-def test_the_old_spectral_norm_is_refused_with_the_new_one():
-    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 3))
-    with pytest.raises(penstock.PlanError, match=r"changes 0\.weight .*torch\.nn\.utils\.parametrizations"):
-        penstock.trace(model, (torch.randn(4, 6),))
-
-
 def cached(self, y):
     if self.kept is None:
         self.kept = torch.arange(8.0)
