@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..compression.codec import buffer_bytes, decode_received, pack_into
-from ..compression.errors import StageError
+from ..compression.errors import CodecError, StageError
 from ..compression.geometry import geometry
 from ..compression.pool import Frame
 from ..stages.memory.held import place
@@ -72,7 +72,11 @@ class Frames:
         frame = self.transport.receive(message)
         came = time.perf_counter()
         mask = self._mask(message, message.target)
-        item, frame.num_bytes = decode_received(frame.buffer, mask=mask)
+        promise = self.itinerary.promise(message, self.policy.codecs)
+        try:
+            item, frame.num_bytes = decode_received(frame.buffer, promise, mask=mask)
+        except CodecError as error:
+            raise CodecError(f"{_name(message, self.itinerary)}: {error}") from error
         if item is not None and message.op is Op.F and self.policy.sees(message):
             self.policy.arriving(message, item)
         self.waited += came - began
@@ -149,11 +153,22 @@ class Frames:
         return frame.buffer[: frame.num_bytes]
 
 
+def _name(message: Message, itinerary: Itinerary) -> str:
+    what = "the gradient of" if message.op is Op.B else "the value"
+    way = f"from stage {message.source} on rank {itinerary.rank_of[message.source]}"
+    return f"{what} {itinerary.value(message).name} of micro-batch {message.micro_batch}, {way}"
+
+
 def _check_tensor(message: Message, value: Value, tensor: torch.Tensor) -> None:
     """Refuse what the receiver does not expect, or would get in another geometry than it has here."""
     if (tuple(tensor.shape), tensor.dtype) != (value.shape, value.dtype):
         found = f"{tuple(tensor.shape)} {tensor.dtype}"
         raise StageError(f"{value.name} was {value.shape} {value.dtype} when it was traced, found {found}")
+    if message.op is Op.F and value.strides is not None and tensor.stride() != value.strides:
+        raise StageError(
+            f"{value.name} had strides {value.strides} when it was traced, found {tensor.stride()}, which "
+            "its receiver refuses; lay it out the same way in every forward, or cut elsewhere"
+        )
     if not geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).travels:
         what = "the gradient of " if message.op is Op.B else ""
         raise StageError(

@@ -9,9 +9,12 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from ..compression.promise import Promise
 from ..stages.probe import Probe, Value
 from ..stages.route import Route
 from .instruction import Instruction, Op
+
+_RAW = frozenset({"raw"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +68,21 @@ class Itinerary:
     def value(self, message: Message) -> Value:
         """What is known of the value that a message carries."""
         return self.records[message.micro_batch].values[message.value]
+
+    def promise(self, message: Message, codecs: frozenset[str]) -> Promise:
+        """What the frame of a message will bring, packed with one of ``codecs``.
+
+        A gradient may lie in any way that a frame keeps: autograd decides, and no probe has run it."""
+        value, back = self.value(message), message.op is Op.B
+        return Promise(
+            value.shape,
+            value.dtype,
+            None if back else value.strides,
+            codecs if value.number is None else _RAW,
+            value.requires_grad,
+            masked=back and message.masked,
+            none=back,
+        )
 
     def channels(self, rank: int) -> dict[int, list[Message]]:
         """For every other rank the messages it sends to ``rank``, in the order in which it sends them."""

@@ -29,14 +29,16 @@ class Value:
     """One tensor or Python number of a run: made by layer ``producer`` (-1: an input), read by the layers
     ``users`` (the model's output reads last: it counts as one more layer).
 
-    ``refused`` says why it must not cross a cut, "" if it may. ``parameter``: a (tied) parameter, sent once a
-    step. ``writers``: the layers that wrote to its memory, ascending, each with whether it left zeros that
-    stop every gradient (``proof.py``)."""
+    ``strides`` are those of a real run, None where they are not known: the meta device lays some results out
+    otherwise, and a copy of a parameter drops its gaps. ``refused`` says why it must not cross a cut, "" if
+    it may. ``parameter``: a (tied) parameter, sent once a step. ``writers``: the layers that wrote to its
+    memory, ascending, each with whether it left zeros that stop every gradient (``proof.py``)."""
 
     name: str
     producer: int
     users: tuple[int, ...]
     shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
     dtype: torch.dtype
     number: type | None
     requires_grad: bool
@@ -152,6 +154,7 @@ def _value(recorder: Recorder, number: int, stops: Collection[tuple[int, int]]) 
     leaf = recorder.objects[number]
     tensor = leaf if isinstance(leaf, torch.Tensor) else None
     refused = ""
+    known = tensor is None or not (tensor.is_meta or isinstance(tensor, nn.Parameter))
     if tensor is None and type(leaf) not in NUMBERS:
         refused = f"a Python value of type {type(leaf).__name__} ({recorder.names[number]}) would cross it"
     elif tensor is not None and not _travels(tensor):
@@ -163,6 +166,7 @@ def _value(recorder: Recorder, number: int, stops: Collection[tuple[int, int]]) 
         producer=recorder.producers[number],
         users=tuple(sorted(recorder.users[number])),
         shape=() if tensor is None else tuple(tensor.shape),
+        strides=(() if tensor is None else _strides(tensor)) if known else None,
         dtype=NUMBERS.get(type(leaf), torch.uint8) if tensor is None else tensor.dtype,
         number=type(leaf) if tensor is None else None,
         requires_grad=tensor is not None and tensor.requires_grad,
@@ -170,6 +174,10 @@ def _value(recorder: Recorder, number: int, stops: Collection[tuple[int, int]]) 
         refused=refused,
         writers=tuple((writer, (writer, number) in stops) for writer in recorder.writers(number)),
     )
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.stride()) if tensor.layout == torch.strided else ()
 
 
 def _travels(tensor: torch.Tensor) -> bool:
