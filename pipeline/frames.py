@@ -134,6 +134,11 @@ class Frames:
             item = torch.tensor(item, dtype=value.dtype)
         elif item is not None:
             _check_tensor(message, value, item)
+        elif not self.itinerary.may_be_none(message):
+            raise StageError(
+                f"a gradient comes back to {value.name}, as it was traced, found None; a loss that has "
+                "nothing to learn from a micro-batch reads its outputs all the same: outputs.sum() * 0"
+            )
         began = time.perf_counter()
         if item is not None and self.policy.sees(message):
             self.policy.leaving(message, item)

@@ -81,8 +81,13 @@ class Itinerary:
             codecs if value.number is None else _RAW,
             value.requires_grad,
             masked=back and message.masked,
-            none=back,
+            none=self.may_be_none(message),
         )
+
+    def may_be_none(self, message: Message) -> bool:
+        """Whether a message may bring None: a gradient of which nothing says that autograd makes one."""
+        sender = self.routes[message.micro_batch][message.source]
+        return message.op is Op.B and message.value not in sender.returns
 
     def channels(self, rank: int) -> dict[int, list[Message]]:
         """For every other rank the messages it sends to ``rank``, in the order in which it sends them."""

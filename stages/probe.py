@@ -19,6 +19,7 @@ from ..compression.geometry import geometry
 from .compare import same_bits
 from .layers import Layer, Parts, Traced, is_local, run_layer
 from .proof import zeros_that_stop
+from .reached import edges_of, leads, reached
 from .recorder import Outputs, Recorder
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -32,7 +33,8 @@ class Value:
     ``strides`` are those of a real run, None where they are not known: the meta device lays some results out
     otherwise, and a copy of a parameter drops its gaps. ``refused`` says why it must not cross a cut, "" if
     it may. ``parameter``: a (tied) parameter, sent once a step. ``writers``: the layers that wrote to its
-    memory, ascending, each with whether it left zeros that stop every gradient (``proof.py``)."""
+    memory, ascending, each with whether it left zeros that stop every gradient (``proof.py``). ``reached``:
+    the last layer through which a gradient surely comes back to it (``reached.py``), -1 if none does."""
 
     name: str
     producer: int
@@ -45,6 +47,7 @@ class Value:
     parameter: bool
     refused: str
     writers: tuple[tuple[int, bool], ...]
+    reached: int
 
     def stops(self, layer: int) -> bool:
         """Whether a zero of this value, as it is after ``layer``, makes its gradient irrelevant."""
@@ -85,7 +88,9 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
         key = buffer.untyped_storage()._cdata
         recorder.accesses.setdefault(key, (name, set()))[1].add(len(traced.layers))
     stops = zeros_that_stop(traced, parts, recorder.outputs, recorder.last_writer, recorder.watched())
-    values = tuple(_value(recorder, i, stops) for i in range(len(recorder.objects)))
+    asked = {i for i in recorder.reads(traced.output) if getattr(recorder.objects[i], "requires_grad", False)}
+    last = reached(recorder.leads, asked, len(traced.layers))
+    values = tuple(_value(recorder, i, stops, last.get(i, -1)) for i in range(len(recorder.objects)))
     record = Probe(values=values, outputs=recorder.outputs, random=frozenset(recorder.random), refused={})
     for cut in range(len(traced.layers) - 1):
         if reason := _refusal(recorder, record, cut):
@@ -102,6 +107,7 @@ def _record_layer(
     versions = [t._version for t in (*tensors, *buffers.values())]
     contents = [None if t.is_meta else t.clone() for t in buffers.values()]
     state = torch.get_rng_state()
+    before = edges_of((i, recorder.objects[i]) for i in read)
     try:
         env[layer.node] = run_layer(layer, env, parts)
     except Exception as error:
@@ -124,6 +130,8 @@ def _record_layer(
     for number in read:
         recorder.users[number].add(index)
     recorder.add(layer.node, index, env[layer.node])
+    after = edges_of((i, recorder.objects[i]) for i in recorder.outputs[layer.node].values)
+    recorder.leads[index] = leads(layer, parts, made=after, read=before)
 
 
 def _buffers(layer: Layer, parts: Parts) -> dict[str, torch.Tensor]:
@@ -150,7 +158,7 @@ def _refuse_written_constants(recorder: Recorder, layer: Layer, traced: Traced, 
             )
 
 
-def _value(recorder: Recorder, number: int, stops: Collection[tuple[int, int]]) -> Value:
+def _value(recorder: Recorder, number: int, stops: Collection[tuple[int, int]], last: int) -> Value:
     leaf = recorder.objects[number]
     tensor = leaf if isinstance(leaf, torch.Tensor) else None
     refused = ""
@@ -173,6 +181,7 @@ def _value(recorder: Recorder, number: int, stops: Collection[tuple[int, int]]) 
         parameter=isinstance(tensor, nn.Parameter),
         refused=refused,
         writers=tuple((writer, (writer, number) in stops) for writer in recorder.writers(number)),
+        reached=last,
     )
 
 
