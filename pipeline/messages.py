@@ -73,16 +73,12 @@ class Itinerary:
         """What the frame of a message will bring, packed with one of ``codecs``.
 
         A gradient may lie in any way that a frame keeps: autograd decides, and no probe has run it."""
-        value, back = self.value(message), message.op is Op.B
-        return Promise(
-            value.shape,
-            value.dtype,
-            None if back else value.strides,
-            codecs if value.number is None else _RAW,
-            value.requires_grad,
-            masked=back and message.masked,
-            none=self.may_be_none(message),
-        )
+        value = self.records[message.micro_batch].values[message.value]
+        if message.op is Op.F:
+            codecs = codecs if value.number is None else _RAW
+            return Promise(value.shape, value.dtype, value.strides, codecs, value.requires_grad)
+        none = self.may_be_none(message)
+        return Promise(value.shape, value.dtype, None, codecs, value.requires_grad, message.masked, none)
 
     def may_be_none(self, message: Message) -> bool:
         """Whether a message may bring None: a gradient of which nothing says that autograd makes one."""
