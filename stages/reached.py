@@ -21,6 +21,8 @@ _OWN = ("torch", "torch.functional", "torch.nn.functional", "_operator", "math",
 
 def edges_of(items: Iterable[tuple[int, object]]) -> Edges:
     """Where the gradients of values (number, object) enter the graph; of those that have one."""
+    if not torch.is_grad_enabled():  # there is no graph
+        return {}
     asked = [(number, t) for number, t in items if isinstance(t, torch.Tensor) and t.requires_grad]
     edges = [(number, get_gradient_edge(tensor)) for number, tensor in asked]
     return {(edge.node, edge.output_nr): number for number, edge in edges}

@@ -317,6 +317,17 @@ def test_memory_that_is_not_there_is_a_codec_error(codec: str) -> None:
         assert decode(frame) is not None
 
 
+def test_memory_that_ends_while_a_frame_is_unpacked_is_a_codec_error() -> None:
+    """There is room for the tensor and its words, 64 MiB each, but not to see which places they have."""
+    interleaved = torch.ones((1 << 26) + 4, dtype=torch.uint8).as_strided((1 << 25, 2), (2, 3))
+    frame = encode(interleaved, "raw")
+    with limited(160 << 20), pytest.raises(CodecError, match="found RuntimeError"):
+        decode(frame)
+    back = decode(frame)
+    assert back is not None
+    assert torch.equal(back, interleaved)
+
+
 def test_a_short_fuzz_keeps_every_promise() -> None:
     assert lawful() > 200
     with limited():
