@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..compression.codec import buffer_bytes, decode_received, pack_into
-from ..compression.errors import StageError
+from ..compression.errors import CodecError, StageError
 from ..compression.frame import asks_gradient
 from ..compression.geometry import geometry
 from ..compression.pool import Frame
@@ -39,6 +39,7 @@ class Frames:
         self.transport, self.policy, self.noted = transport, policy, noted
         self.kept: dict[tuple[int, Message], Frame] = {}
         self.placed: dict[tuple[int, int], Frame] = {}
+        self.frozen: set[Message] = set()
         self.start()
         self.totals: dict[Flow, tuple[int, int]] = {}
 
@@ -51,6 +52,7 @@ class Frames:
             for frame in self.kept.values():
                 frame.release()
             self.kept.clear()
+            self.frozen.clear()
         self.transport.begin(itinerary)
 
     def end(self) -> None:
@@ -73,7 +75,11 @@ class Frames:
         frame = self.transport.receive(message)
         came = time.perf_counter()
         mask = self._mask(message, message.target)
-        item, frame.num_bytes = decode_received(frame.buffer, mask=mask)
+        promise = self.itinerary.promise(message, self.policy.codecs, none=self._may_be_none(message))
+        try:
+            item, frame.num_bytes = decode_received(frame.buffer, promise, mask=mask)
+        except CodecError as error:
+            raise CodecError(f"{_name(message, self.itinerary)}: {error}") from error
         if item is not None and message.op is Op.F and self.policy.sees(message):
             self.policy.arriving(message, item)
         self.waited += came - began
@@ -90,6 +96,7 @@ class Frames:
             return item.item()
         if value.requires_grad and message.op is Op.F:
             item.requires_grad_(asks_gradient(frame.buffer))
+            self._ask(message, item)
         return item
 
     def send(self, message: Message, item: Any) -> tuple[int, int]:
@@ -104,6 +111,8 @@ class Frames:
             self.kept[message.source, message] = frame.hold()
         if message.op is Op.F:
             self._note(item, frame)
+            if value.requires_grad:
+                self._ask(message, item)
         raw, sent = 0 if item is None else value.num_bytes, frame.num_bytes
         if self.training:
             flow = self._flow(message)
@@ -137,6 +146,11 @@ class Frames:
             item = torch.tensor(item, dtype=NUMBERS[type(item)])  # as it is now, not as it was when traced
         elif item is not None:
             _check_tensor(message, value, item)
+        elif not self._may_be_none(message):
+            raise StageError(
+                f"a gradient comes back to {value.name}, as it was traced, found None; a loss that has "
+                "nothing to learn from a micro-batch reads its outputs all the same: outputs.sum() * 0"
+            )
         began = time.perf_counter()
         if item is not None and self.policy.sees(message):
             self.policy.leaving(message, item)
@@ -149,6 +163,17 @@ class Frames:
         self.packing += time.perf_counter() - began
         return Frame(buffer, num_bytes, pool)
 
+    def _ask(self, message: Message, item: torch.Tensor) -> None:
+        """Remember a value that asks for no gradient though it did when it was traced: it was frozen since."""
+        if not item.requires_grad:
+            self.frozen.add(message)
+
+    def _may_be_none(self, message: Message) -> bool:
+        """Whether a message may bring None: a gradient that nobody asked for, or that autograd may not make."""
+        if message.op is Op.F:
+            return False
+        return not self.itinerary.brings_one(message) or message.downstream in self.frozen
+
     def _mask(self, message: Message, stage: int) -> torch.Tensor | None:
         """The frame whose bitmap says where the gradient ``message`` matters."""
         if message.op is Op.F or not message.masked:
@@ -157,11 +182,22 @@ class Frames:
         return frame.buffer[: frame.num_bytes]
 
 
+def _name(message: Message, itinerary: Itinerary) -> str:
+    what = "the gradient of" if message.op is Op.B else "the value"
+    way = f"from stage {message.source} on rank {itinerary.rank_of[message.source]}"
+    return f"{what} {itinerary.value(message).name} of micro-batch {message.micro_batch}, {way}"
+
+
 def _check_tensor(message: Message, value: Value, tensor: torch.Tensor) -> None:
     """Refuse what the receiver does not expect, or would get in another geometry than it has here."""
     if (tuple(tensor.shape), tensor.dtype) != (value.shape, value.dtype):
         found = f"{tuple(tensor.shape)} {tensor.dtype}"
         raise StageError(f"{value.name} was {value.shape} {value.dtype} when it was traced, found {found}")
+    if message.op is Op.F and value.strides is not None and tensor.stride() != value.strides:
+        raise StageError(
+            f"{value.name} had strides {value.strides} when it was traced, found {tensor.stride()}, which "
+            "its receiver refuses; lay it out the same way in every forward, or cut elsewhere"
+        )
     if not geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).travels:
         what = "the gradient of " if message.op is Op.B else ""
         raise StageError(

@@ -19,6 +19,7 @@ from ..compression.geometry import geometry
 from .compare import same_bits
 from .layers import Layer, Parts, Traced, is_local, run_layer
 from .proof import zeros_that_stop
+from .reached import edges_of, leads, reached
 from .recorder import Outputs, Recorder
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -29,21 +30,25 @@ class Value:
     """One tensor or Python number of a run: made by layer ``producer`` (-1: an input), read by the layers
     ``users`` (the model's output reads last: it counts as one more layer).
 
-    ``refused`` says why it must not cross a cut, "" if it may. ``number``: the type that a number had, which
-    may be another one later; ``dtype`` then has room for any. ``parameter``: a (tied) parameter, sent once a
-    step. ``writers``: the layers that wrote to its memory, ascending, each with whether it left zeros that
-    stop every gradient (``proof.py``)."""
+    ``strides`` are those of a real run, None where they are not known: the meta device lays some results out
+    otherwise, and a copy of a parameter drops its gaps. ``refused`` says why it must not cross a cut, "" if
+    it may. ``number``: the type that a number had, which may be another one later; ``dtype`` then has room for
+    any. ``parameter``: a (tied) parameter, sent once a step. ``writers``: the layers that wrote to its memory,
+    ascending, each with whether it left zeros that stop every gradient (``proof.py``). ``reached``: the last
+    layer through which a gradient surely comes back to it (``reached.py``), -1 if none does."""
 
     name: str
     producer: int
     users: tuple[int, ...]
     shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
     dtype: torch.dtype
     number: type | None
     requires_grad: bool
     parameter: bool
     refused: str
     writers: tuple[tuple[int, bool], ...]
+    reached: int
 
     def stops(self, layer: int) -> bool:
         """Whether a zero of this value, as it is after ``layer``, makes its gradient irrelevant."""
@@ -84,7 +89,9 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
         key = buffer.untyped_storage()._cdata
         recorder.accesses.setdefault(key, (name, set()))[1].add(len(traced.layers))
     stops = zeros_that_stop(traced, parts, recorder.outputs, recorder.last_writer, recorder.watched())
-    values = tuple(_value(recorder, i, stops) for i in range(len(recorder.objects)))
+    asked = {i for i in recorder.reads(traced.output) if getattr(recorder.objects[i], "requires_grad", False)}
+    last = reached(recorder.leads, asked, len(traced.layers))
+    values = tuple(_value(recorder, i, stops, last.get(i, -1)) for i in range(len(recorder.objects)))
     record = Probe(values=values, outputs=recorder.outputs, random=frozenset(recorder.random), refused={})
     for cut in range(len(traced.layers) - 1):
         if reason := _refusal(recorder, record, cut):
@@ -101,6 +108,7 @@ def _record_layer(
     versions = [t._version for t in (*tensors, *buffers.values())]
     contents = [None if t.is_meta else t.clone() for t in buffers.values()]
     state = torch.get_rng_state()
+    before = edges_of((i, recorder.objects[i]) for i in read)
     try:
         env[layer.node] = run_layer(layer, env, parts)
     except Exception as error:
@@ -123,6 +131,8 @@ def _record_layer(
     for number in read:
         recorder.users[number].add(index)
     recorder.add(layer.node, index, env[layer.node])
+    after = edges_of((i, recorder.objects[i]) for i in recorder.outputs[layer.node].values)
+    recorder.leads[index] = leads(layer, parts, made=after, read=before)
 
 
 def _buffers(layer: Layer, parts: Parts) -> dict[str, torch.Tensor]:
@@ -149,10 +159,11 @@ def _refuse_written_constants(recorder: Recorder, layer: Layer, traced: Traced, 
             )
 
 
-def _value(recorder: Recorder, number: int, stops: Collection[tuple[int, int]]) -> Value:
+def _value(recorder: Recorder, number: int, stops: Collection[tuple[int, int]], last: int) -> Value:
     leaf = recorder.objects[number]
     tensor = leaf if isinstance(leaf, torch.Tensor) else None
     refused = ""
+    known = tensor is None or not (tensor.is_meta or isinstance(tensor, nn.Parameter))
     if tensor is None and type(leaf) not in NUMBERS:
         refused = f"a Python value of type {type(leaf).__name__} ({recorder.names[number]}) would cross it"
     elif type(leaf) is int and leaf.bit_length() > 63:
@@ -166,13 +177,19 @@ def _value(recorder: Recorder, number: int, stops: Collection[tuple[int, int]]) 
         producer=recorder.producers[number],
         users=tuple(sorted(recorder.users[number])),
         shape=() if tensor is None else tuple(tensor.shape),
+        strides=(() if tensor is None else _strides(tensor)) if known else None,
         dtype=torch.float64 if tensor is None else tensor.dtype,  # room for a number of any type
         number=type(leaf) if tensor is None else None,
         requires_grad=tensor is not None and tensor.requires_grad,
         parameter=isinstance(tensor, nn.Parameter),
         refused=refused,
         writers=tuple((writer, (writer, number) in stops) for writer in recorder.writers(number)),
+        reached=last,
     )
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.stride()) if tensor.layout == torch.strided else ()
 
 
 def _travels(tensor: torch.Tensor) -> bool:

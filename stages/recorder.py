@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ class Outputs:
     spec: TreeSpec
 
 
+Leads = Mapping[int, Collection[int]]  # from values that a layer made to those that it read
+
+
 class Recorder:
     """Gathers values by object identity; keeps every object, so that no identity is used twice."""
 
@@ -37,6 +40,7 @@ class Recorder:
         self.accesses: dict[int, tuple[str, set[int]]] = {}
         self.written: set[int] = set()
         self.writes: dict[int, list[int]] = {}
+        self.leads: dict[int, Leads] = {}
 
     def add(self, node: fx.Node, index: int, result: Any) -> None:
         """Note what the layer ``index``, which is ``node``, returned: a known object is a known value."""

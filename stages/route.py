@@ -24,7 +24,8 @@ class Route:
     ``done``: after each layer, the nodes and values that nothing on this stage needs any more.
     ``foreign`` are the nodes of earlier stages (and the model's inputs) whose results its layers read.
     ``passes``: received values that are sent on as they came. ``stops``: values whose zeros, as they are
-    sent, stop their gradient: it may travel without them."""
+    sent, stop their gradient: it may travel without them. ``returns``: received values to which a gradient
+    surely comes back from this stage or a later one."""
 
     layers: tuple[Layer, ...]
     foreign: tuple[fx.Node, ...]
@@ -33,6 +34,7 @@ class Route:
     done: tuple[tuple[tuple[fx.Node, ...], tuple[int, ...]], ...]
     passes: frozenset[int]
     stops: frozenset[int]
+    returns: frozenset[int]
 
 
 def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages: int) -> tuple[Route, ...]:
@@ -69,6 +71,11 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages
                 done=_done(layers[stage], foreign, record, set(sent), output),
                 passes=frozenset({n for n, _ in receives[stage]} & set(sent) - written),
                 stops=frozenset(n for n, value in sent.items() if own and value.stops(own[-1])),
+                returns=frozenset(
+                    n
+                    for n, _ in receives[stage]
+                    if (last := record.values[n].reached) >= 0 and places[last] >= stage
+                ),
             )
         )
     return tuple(made)
