@@ -16,10 +16,10 @@ from torch import fx, nn
 
 from ..compression.errors import PlanError
 from ..compression.geometry import geometry
-from .compare import same_bits
 from .layers import Layer, Parts, Traced, is_local, run_layer
 from .proof import zeros_that_stop
 from .recorder import Outputs, Recorder
+from .unseen import Contents
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -97,8 +97,9 @@ def _record_layer(
     read = list(recorder.reads(layer.node, [source for _, source in layer.lifted]))
     tensors = [t for i in read if isinstance(t := recorder.objects[i], torch.Tensor)]
     buffers = _buffers(layer, parts)
-    versions = [t._version for t in (*tensors, *buffers.values())]
-    contents = [None if t.is_meta else t.clone() for t in buffers.values()]
+    at_hand = [*recorder.beside(tensors), *buffers.values()]
+    versions, contents = [t._version for t in at_hand], Contents(at_hand)
+    recorder.kept += contents.storages
     state = torch.get_rng_state()
     try:
         env[layer.node] = run_layer(layer, env, parts)
@@ -107,12 +108,12 @@ def _record_layer(
         raise PlanError(f"layer {layer.name} does not take an input of shape {size}: {error}") from error
     if not torch.equal(state, torch.get_rng_state()):
         recorder.random.add(layer.name)
-    changed = [
-        t for t, before in zip((*tensors, *buffers.values()), versions, strict=True) if t._version != before
-    ]
-    # batch_norm writes its statistics without giving them a new version
-    pairs = zip(buffers.values(), contents, strict=True)
-    changed += [buffer for buffer, content in pairs if content is not None and not same_bits(buffer, content)]
+    changed = [t for t, before in zip(at_hand, versions, strict=True) if t._version != before]
+    # batch_norm writes its statistics without giving them a new version, others through .data or NumPy
+    other, counted = contents.changed(), {id(t) for t in changed}
+    unseen = [t for t in at_hand if id(t) not in counted and t.untyped_storage()._cdata in other]
+    recorder.unseen |= {recorder.numbers[id(t)]: index for t in unseen if id(t) in recorder.numbers}
+    changed += unseen
     for storage in {t.untyped_storage()._cdata for t in changed}:
         recorder.mutated.add(storage)
         recorder.writes.setdefault(storage, []).append(index)
@@ -184,6 +185,13 @@ def _refusal(recorder: Recorder, record: Probe, cut: int) -> str:
     for number in alive:
         if record.values[number].refused:
             return record.values[number].refused
+    for number, writer in recorder.unseen.items():
+        name, producer = record.values[number].name, record.values[number].producer
+        if producer <= cut < writer:
+            return (
+                f"a layer behind it writes to the memory of {name}, which one before it may have saved, "
+                "where autograd counts no write (through .data or NumPy)"
+            )
     seen: dict[int, int] = {}
     for number, storage in recorder.storages(alive).items():
         first = seen.setdefault(storage, number)
