@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -46,7 +46,7 @@ WORDS = {
 class Engine:
     """Runs this process's programs over its stages.
 
-    Args:    parameters: id() of every parameter of the model, which no loss may read beside the outputs."""
+    Args:    parameters: those of the model, held weakly: no loss may read one beside the outputs."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Engine:
         policy: Policy,
         loss: Loss,
         update: Update,
-        parameters: Collection[int],
+        parameters: Container[object],
         seed: int,
     ) -> None:
         self.rank, self.stages, self.transport = rank, stages, transport

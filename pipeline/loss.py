@@ -6,7 +6,7 @@ parameter that it reads beside them lives on another stage, and its gradient wou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -50,9 +50,8 @@ def total_loss(losses: Mapping[int, torch.Tensor], shares: Mapping[int, float], 
     return float(total) / (sum(shares.values()) if mean else 1)
 
 
-def refuse_side_ways(loss: torch.Tensor, outputs: Any, parameters: Collection[int]) -> None:
-    """Raise StageError if ``loss`` reaches one of ``parameters`` (their identities) beside the
-    ``outputs``."""
+def refuse_side_ways(loss: torch.Tensor, outputs: Any, parameters: Container[object]) -> None:
+    """Raise StageError if ``loss`` reaches one of ``parameters`` beside the ``outputs``."""
     leaves = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
     seen = {get_gradient_edge(t).node for t in leaves}
     ahead = [get_gradient_edge(loss).node]
@@ -61,7 +60,7 @@ def refuse_side_ways(loss: torch.Tensor, outputs: Any, parameters: Collection[in
         if node in seen:
             continue
         seen.add(node)
-        if id(getattr(node, "variable", None)) in parameters:
+        if getattr(node, "variable", None) in parameters:
             raise StageError(
                 "the loss reads a parameter of the model, which may be on another stage; return it from "
                 "forward"

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..stages.graph import trace
 from ..stages.plan import Plan
@@ -124,7 +125,7 @@ class Pipeline:
             policy=self.policy,
             loss=loss,
             update=self.update,
-            parameters={id(parameter) for parameter in model.parameters()},
+            parameters=WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()}),
             seed=seed,
         )
         resident.begin()

@@ -346,3 +346,34 @@ def test_what_was_used_meanwhile_is_not_brought_back_again():
     assert saved.num_unpacks == saved.num_packs > 0
     saved.drop(0)
     saved.close()
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_what_was_freed_stays_so_until_it_is_filled_again(filled):
+    """As sharded training does between a forward and a backward; torch itself would read at address 0."""
+    model, x = Net(nn.Sequential(nn.Linear(64, 64), nn.Sigmoid())), torch.randn(8, 64)
+    expected, _ = gradients(model, x, None)
+    model.model.zero_grad()
+    saved = saved_for(model)
+    with saved.forward(0, {0: x}):
+        out = model.run(x, saved)
+    content, storage = out.detach().clone(), out.untyped_storage()
+    storage.resize_(0)
+    saved.leave(0, {}, {})
+    saved.wait()
+    assert storage.nbytes() == 0
+    saved.fetch(0)
+    saved.ready(0)
+    edge = torch.autograd.graph.get_gradient_edge(out)
+    weight = torch.linspace(-1, 1, content.numel()).view(content.shape)
+    if filled:
+        storage.resize_(content.nbytes)
+        out.detach().numpy()[:] = content.numpy()
+        torch.autograd.backward([edge], [weight])
+        found = [content, *(p.grad for p in model.model.parameters())]
+        assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
+    else:
+        with pytest.raises(StageError, match=r"must keep its memory until its backward.*resized to 0"):
+            torch.autograd.backward([edge], [weight])
+    saved.drop(0)
+    saved.close()

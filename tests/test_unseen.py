@@ -1,10 +1,16 @@
 """What a layer writes where autograd counts no write: no cut comes before it."""
 
+import copy
+
 import pytest
 import torch
+from cases import OPTIMIZERS
+from reference import plain_loop, same_bits
 from torch import nn
+from zoo import cross_entropy
 
 import penstock
+from penstock.stages import stage
 from penstock.stages.unseen import Contents
 
 
@@ -30,6 +36,7 @@ WRITES = {
     "data": through_data,
     "numpy": through_numpy,
     "counted": counted,
+    "uneven": lambda x: through_data(x) if len(x) == 3 else None,
     "freed": lambda x: x.untyped_storage().resize_(0),
     "nothing": lambda x: None,
 }
@@ -92,3 +99,42 @@ def test_contents_see_every_byte_and_skip_what_has_none():
             assert contents.changed() == set()
             t.numpy()[place] ^= 1
             assert contents.changed() == {t.untyped_storage()._cdata}
+
+
+def is_equal(model, cut, monkeypatch, *, unseen=lambda outputs: None):
+    """Whether a step with everything packed has the gradients of the plain loop; 4 samples, 3 and 3.
+
+    ``unseen``: what the loss does to the outputs, when all that was to leave before has left."""
+    monkeypatch.setattr(stage, "LEAST_SAVED", 1)
+    pipes = []
+
+    def loss(outputs, targets):
+        pipes[0].stages[1].saved.wait()
+        unseen(outputs)
+        return cross_entropy(outputs, targets)
+
+    plain, example = copy.deepcopy(model), (torch.randn(4, 6),)
+    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
+    plan = penstock.partition(profile, cuts=[cut], micro_batches=3, tier="packed", schedule="gpipe")
+    batch = torch.randn(10, 6), torch.randint(3, (10,))
+    pipes.append(penstock.Pipeline(model, plan, loss=loss, optimizer=OPTIMIZERS["sgd"]))
+    pipes[0].step(*batch)
+    (wanted,) = plain_loop(plain, [batch], loss=loss, optimizer=OPTIMIZERS["sgd"], micro_batches=3)
+    pipes[0].close()
+    return all(same_bits(p.grad, wanted["gradients"][name]) for name, p in model.named_parameters())
+
+
+def test_what_came_is_saved_as_it_is_by_then(monkeypatch):
+    """The example's size shows no write: what comes in at another has one."""
+
+    class Read(Net):
+        def forward(self, x):
+            y = self.first(x) + 1
+            return self.end(layer(y, self.write) * 0 + y.cos())
+
+    assert is_equal(Read("uneven", "itself"), "add", monkeypatch)
+
+
+def test_a_loss_may_write_to_what_the_last_layer_saved(monkeypatch):
+    model = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 300), nn.ReLU(), nn.Tanh())
+    assert is_equal(model, "_1", monkeypatch, unseen=lambda outputs: outputs.data.mul_(0.5))
