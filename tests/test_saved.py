@@ -321,7 +321,7 @@ def test_resident_has_every_method_of_saved():
         n for n in dir(Resident) if not n.startswith("_")
     }
     resident = Resident()
-    with resident.forward(0, []):
+    with resident.forward(0, {}):
         resident.layer = None
     resident.leave(0, {}, {})
     resident.fetch(0)
