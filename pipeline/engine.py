@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -47,7 +47,7 @@ WORDS = {
 class Engine:
     """Runs this process's programs over its stages.
 
-    Args:    parameters: id() of every parameter of the model, which no loss may read beside the outputs."""
+    Args:    parameters: those of the model, held weakly: no loss may read one beside the outputs."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Engine:
         loss: Loss,
         update: Update,
         flags: Flags,
-        parameters: Collection[int],
+        parameters: Container[object],
         seed: int,
     ) -> None:
         self.rank, self.stages, self.transport = rank, stages, transport
@@ -207,12 +207,13 @@ class Engine:
             batch=batch.batch,
         )
         self.crossing.leave(instruction, sent)
-        stage.leave(index, self.frames.placed)
-        self.frames.let_go(stage.index, [m for m in self.itinerary.receives[instruction] if not m.masked])
         if stage.last:
             self._lose(stage, index, outputs, batch)
             if self.wanted:
                 self.outputs[index] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), outputs)
+        # Behind the loss: it may write to the outputs, and a backward reads memory as it is by then.
+        stage.leave(index, self.frames.came(instruction), self.frames.went)
+        self.frames.let_go(stage.index, [m for m in self.itinerary.receives[instruction] if not m.masked])
 
     def _lose(self, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:
         with stage.weights.backward(index):  # outputs may be parameters

@@ -17,9 +17,8 @@ from ..compression.errors import CodecError, StageError
 from ..compression.frame import asks_gradient
 from ..compression.geometry import geometry
 from ..compression.pool import Frame
-from ..stages.memory.held import place
 from ..stages.probe import NUMBERS, Value
-from .instruction import Op
+from .instruction import Instruction, Op
 from .messages import Itinerary, Message
 from .policy import Policy
 from .prices import MASKED, Flow, flow_of
@@ -29,8 +28,8 @@ from .transport import Transport
 class Frames:
     """Packs what leaves a stage and unpacks what arrives.
 
-    ``placed`` has the frames of an instruction's values by where these lie (``memory.held.place``), if they
-    are to be ``noted`` for a store of saved tensors; ``waited`` and ``packing`` count the seconds without a
+    ``went`` has by number what an instruction packed and sent downstream, with its frame, if that is to be
+    ``noted`` for a store of saved tensors; ``waited`` and ``packing`` count the seconds without a
     frame and those of packing and unpacking, ``bytes_raw`` and ``bytes_sent`` what was sent in ``codecs``,
     all for one instruction; ``totals`` the bytes of every flow in training, unpacked and
     packed."""
@@ -38,7 +37,7 @@ class Frames:
     def __init__(self, transport: Transport, *, policy: Policy, noted: bool) -> None:
         self.transport, self.policy, self.noted = transport, policy, noted
         self.kept: dict[tuple[int, Message], Frame] = {}
-        self.placed: dict[tuple[int, int], Frame] = {}
+        self.went: dict[int, tuple[torch.Tensor, Frame]] = {}
         self.frozen: set[Message] = set()
         self.start()
         self.totals: dict[Flow, tuple[int, int]] = {}
@@ -61,13 +60,17 @@ class Frames:
         self.transport.end()
 
     def start(self) -> None:
-        """Begin to count, and to note where the tensors lie whose frames pass, for the next instruction."""
+        """Begin to count, and to note what is packed, for the next instruction."""
         self.waited = self.packing = 0.0
         self.bytes_raw = self.bytes_sent = 0
         self.codecs: dict[str, None] = {}
-        for frame in self.placed.values():
+        for _, frame in self.went.values():
             frame.release()
-        self.placed.clear()
+        self.went.clear()
+
+    def came(self, instruction: Instruction) -> dict[int, Frame]:
+        """The frames of the values that an instruction received, by number."""
+        return {m.value: self.kept[m.target, m] for m in self.itinerary.receives[instruction]}
 
     def receive(self, message: Message) -> Any:
         """Wait for a frame and unpack it; a value's frame is kept as it came until ``let_go``."""
@@ -86,7 +89,6 @@ class Frames:
         self.packing += time.perf_counter() - came
         if message.op is Op.F:
             self.kept[message.target, message] = frame
-            self._note(item, frame)
         else:
             frame.release()
         value = self.itinerary.value(message)
@@ -109,10 +111,10 @@ class Frames:
             frame = self.kept[message.source, came].hold()
         if message.op is Op.F and message.masked:
             self.kept[message.source, message] = frame.hold()
-        if message.op is Op.F:
-            self._note(item, frame)
-            if value.requires_grad:
-                self._ask(message, item)
+        if message.op is Op.F and came is None:
+            self._note(message, item, frame)
+        if message.op is Op.F and value.requires_grad:
+            self._ask(message, item)
         raw, sent = 0 if item is None else value.num_bytes, frame.num_bytes
         if self.training:
             flow = self._flow(message)
@@ -134,12 +136,11 @@ class Frames:
             self.flows[message] = flow_of(message, self.itinerary)
         return self.flows[message]
 
-    def _note(self, item: Any, frame: Frame) -> None:
-        """Note where a value lies, so that who saves it need not pack it again."""
+    def _note(self, message: Message, item: Any, frame: Frame) -> None:
+        """Note the frame of a value, so that who saved it need not pack it again."""
         if not self.noted or not isinstance(item, torch.Tensor) or item.is_conj() or item.is_neg():
             return  # a frame holds what a lazy conjugate means, its memory what it was made from
-        if place(item) not in self.placed:
-            self.placed[place(item)] = frame.hold()
+        self.went[message.value] = item, frame.hold()
 
     def _pack(self, message: Message, value: Value, item: Any) -> Frame:
         if value.number is not None:
@@ -164,12 +165,12 @@ class Frames:
         return Frame(buffer, num_bytes, pool)
 
     def _ask(self, message: Message, item: torch.Tensor) -> None:
-        """Remember a value that asks for no gradient though it did when it was traced: it was frozen since."""
+        """Remember a value that was frozen since it was traced, and asks for no gradient any more."""
         if not item.requires_grad:
             self.frozen.add(message)
 
     def _may_be_none(self, message: Message) -> bool:
-        """Whether a message may bring None: a gradient that nobody asked for, or that autograd may not make."""
+        """Whether a message may bring None: a gradient not asked for, or one that autograd may not make."""
         if message.op is Op.F:
             return False
         return not self.itinerary.brings_one(message) or message.downstream in self.frozen

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -62,9 +62,8 @@ def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
             yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
-def refuse_side_ways(loss: torch.Tensor, outputs: Any, parameters: Collection[int]) -> None:
-    """Raise StageError if ``loss`` reaches one of ``parameters`` (their identities) beside the
-    ``outputs``."""
+def refuse_side_ways(loss: torch.Tensor, outputs: Any, parameters: Container[object]) -> None:
+    """Raise StageError if ``loss`` reaches one of ``parameters`` beside the ``outputs``."""
     leaves = [t for t in _tensors(outputs) if t.requires_grad]
     seen = {get_gradient_edge(t).node for t in leaves}
     ahead = [get_gradient_edge(loss).node]
@@ -73,7 +72,7 @@ def refuse_side_ways(loss: torch.Tensor, outputs: Any, parameters: Collection[in
         if node in seen:
             continue
         seen.add(node)
-        if id(getattr(node, "variable", None)) in parameters:
+        if getattr(node, "variable", None) in parameters:
             raise StageError(
                 "the loss reads a parameter of the model, which may be on another stage; return it from "
                 "forward"

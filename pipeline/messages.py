@@ -70,7 +70,7 @@ class Itinerary:
         return self.records[message.micro_batch].values[message.value]
 
     def promise(self, message: Message, codecs: frozenset[str], *, none: bool) -> Promise:
-        """What the frame of a message will bring, packed with one of ``codecs``; or None, if it may be ``none``.
+        """What the frame of a message will bring, packed with one of ``codecs``; ``none``: or nothing.
 
         A gradient may lie in any way that a frame keeps: autograd decides, and no probe has run it."""
         value = self.records[message.micro_batch].values[message.value]
@@ -81,7 +81,7 @@ class Itinerary:
         return Promise(value.shape, value.dtype, None, codecs, value.requires_grad, message.masked, none)
 
     def brings_one(self, message: Message) -> bool:
-        """Whether the gradient ``message`` is one that autograd surely makes, as the value was when traced."""
+        """Whether autograd surely makes the gradient ``message``, as the value was when it was traced."""
         return message.value in self.routes[message.micro_batch][message.source].returns
 
     def channels(self, rank: int) -> dict[int, list[Message]]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..stages.graph import trace
 from ..stages.plan import Plan
@@ -143,7 +144,7 @@ class Pipeline:
             loss=loss,
             update=self.update,
             flags=self.steps.flags(model),
-            parameters={id(parameter) for parameter in model.parameters()},
+            parameters=WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()}),
             seed=seed,
         )
         self.same = SameBatches(self.engine.failure)

@@ -16,11 +16,11 @@ from torch import fx, nn
 
 from ..compression.errors import PlanError
 from ..compression.geometry import geometry
-from .compare import same_bits
 from .layers import Layer, Parts, Traced, is_local, run_layer
 from .proof import zeros_that_stop
 from .reached import edges_of, leads, reached
 from .recorder import Outputs, Recorder
+from .unseen import Contents
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -32,8 +32,8 @@ class Value:
 
     ``strides`` are those of a real run, None where they are not known: the meta device lays some results out
     otherwise, and a copy of a parameter drops its gaps. ``refused`` says why it must not cross a cut, "" if
-    it may. ``number``: the type that a number had, which may be another one later; ``dtype`` then has room for
-    any. ``parameter``: a (tied) parameter, sent once a step. ``writers``: the layers that wrote to its memory,
+    it may. ``number``: the type that a number had, which may be another later; ``dtype`` has room for any.
+    ``parameter``: a (tied) parameter, sent once a step. ``writers``: the layers that wrote to its memory,
     ascending, each with whether it left zeros that stop every gradient (``proof.py``). ``reached``: the last
     layer through which a gradient surely comes back to it (``reached.py``), -1 if none does."""
 
@@ -105,8 +105,9 @@ def _record_layer(
     read = list(recorder.reads(layer.node, [source for _, source in layer.lifted]))
     tensors = [t for i in read if isinstance(t := recorder.objects[i], torch.Tensor)]
     buffers = _buffers(layer, parts)
-    versions = [t._version for t in (*tensors, *buffers.values())]
-    contents = [None if t.is_meta else t.clone() for t in buffers.values()]
+    at_hand = [*recorder.beside(tensors), *buffers.values()]
+    versions, contents = [t._version for t in at_hand], Contents(at_hand)
+    recorder.kept += contents.storages
     state = torch.get_rng_state()
     before = edges_of((i, recorder.objects[i]) for i in read)
     try:
@@ -116,12 +117,12 @@ def _record_layer(
         raise PlanError(f"layer {layer.name} does not take an input of shape {size}: {error}") from error
     if not torch.equal(state, torch.get_rng_state()):
         recorder.random.add(layer.name)
-    changed = [
-        t for t, before in zip((*tensors, *buffers.values()), versions, strict=True) if t._version != before
-    ]
-    # batch_norm writes its statistics without giving them a new version
-    pairs = zip(buffers.values(), contents, strict=True)
-    changed += [buffer for buffer, content in pairs if content is not None and not same_bits(buffer, content)]
+    changed = [t for t, before in zip(at_hand, versions, strict=True) if t._version != before]
+    # batch_norm writes its statistics without giving them a new version, others through .data or NumPy
+    other, counted = contents.changed(), {id(t) for t in changed}
+    unseen = [t for t in at_hand if id(t) not in counted and t.untyped_storage()._cdata in other]
+    recorder.unseen |= {recorder.numbers[id(t)]: index for t in unseen if id(t) in recorder.numbers}
+    changed += unseen
     for storage in {t.untyped_storage()._cdata for t in changed}:
         recorder.mutated.add(storage)
         recorder.writes.setdefault(storage, []).append(index)
@@ -204,6 +205,13 @@ def _refusal(recorder: Recorder, record: Probe, cut: int) -> str:
     for number in alive:
         if record.values[number].refused:
             return record.values[number].refused
+    for number, writer in recorder.unseen.items():
+        name, producer = record.values[number].name, record.values[number].producer
+        if producer <= cut < writer:
+            return (
+                f"a layer behind it writes to the memory of {name}, which one before it may have saved, "
+                "where autograd counts no write (through .data or NumPy)"
+            )
     seen: dict[int, int] = {}
     for number, storage in recorder.storages(alive).items():
         first = seen.setdefault(storage, number)

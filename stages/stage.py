@@ -120,7 +120,7 @@ class Stage:
         with (
             self.weights.forward(micro_batch, batch),
             casting(self.autocast),
-            self.saved.forward(micro_batch, values.values(), tied),
+            self.saved.forward(micro_batch, values, tied),
         ):
             env = walk(
                 values,
@@ -147,9 +147,14 @@ class Stage:
             return parameter
         return parameter.detach().clone().requires_grad_(parameter.requires_grad)
 
-    def leave(self, micro_batch: int, frames: Mapping[tuple[int, int], Frame]) -> None:
-        """After ``forward``: what it saved may leave; ``frames`` by place are those of the values."""
-        self.saved.leave(micro_batch, frames)
+    def leave(
+        self, micro_batch: int, came: Mapping[int, Frame], went: Mapping[int, tuple[torch.Tensor, Frame]]
+    ) -> None:
+        """After ``forward``: what it saved may leave.
+
+        Args:    came: by number, the frames in which values were received.
+                 went: by number, the values that were packed to be sent, and their frames."""
+        self.saved.leave(micro_batch, came, went)
 
     def fetch(self, micro_batch: int | None) -> None:
         """Ahead of ``backward``: begin to bring back what the forward saved."""
