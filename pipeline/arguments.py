@@ -77,11 +77,15 @@ def _check_scaler(model: nn.Module, plan: Plan, scaler: object) -> None:
             f"with {STREAM} there is no moment at which all stages hold the same step, to skip it or to move "
             "its loss scale; give scaler a number, such as 1024.0"
         )
-    half = next((n for n, p in model.named_parameters() if p.dtype == torch.float16 and p.requires_grad), "")
-    if half:
+    trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
+    if half := next((name for name, dtype in trained if dtype == torch.float16), ""):
         raise PlanError(
             f"a loss scale cannot be taken off gradients of float16 without losing them, and {half} is "
             "float16; keep the parameters in float32 and give autocast=torch.float16"
+        )
+    if odd := next((name for name, dtype in trained if dtype.is_complex), ""):
+        raise PlanError(
+            f"torch takes a loss scale off real gradients only, and {odd} is complex; give scaler=None"
         )
 
 

@@ -106,8 +106,7 @@ class Pipeline:
         self.state = State(model, graph, stages=self.stages, own=own)
         self.update = Update(
             parameters=own.here,
-            dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
-            owner=own.ranks,
+            owner={name: own.ranks[name] for name, _ in model.named_parameters()},
             weights={s: stage.weights for s, stage in self.stages.items()},
             optimizer=optimizer,
             scheduler=scheduler,

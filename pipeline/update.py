@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..compression.errors import PlanError
 from ..stages.weights import Weights
 from . import group
+from .clip import clip_together
 from .scale import Scaler, scale_of
 
 Named = list[tuple[str, torch.nn.Parameter]]
@@ -26,8 +27,7 @@ class Update:
     """Optimizers (and schedulers) of this process's stages.
 
     Args:    parameters: per stage its (name, parameter) pairs, in the model's own order.
-             dtypes: the dtype of every parameter of the model by name, in the model's own order.
-             owner: the rank that owns each of them.
+             owner: the rank of every parameter of the model by name, in the model's own order.
              weights: the versions of each stage's parameters.
              scheduler: stepped after every update of its stage that was not skipped for an overflow.
              clip: largest L2 norm of the gradients, or None; ``scope``: of all, or of each stage.
@@ -37,7 +37,6 @@ class Update:
         self,
         *,
         parameters: Mapping[int, Named],
-        dtypes: Mapping[str, torch.dtype],
         owner: Mapping[str, int],
         weights: Mapping[int, Weights],
         optimizer: Callable[[Named], Optimizer],
@@ -50,7 +49,7 @@ class Update:
         self.parameters, self.weights, self.scale = parameters, weights, scale_of(scaler)
         self.named = {name: parameter for named in parameters.values() for name, parameter in named}
         self.names = {id(parameter): name for name, parameter in self.named.items()}
-        self.dtypes, self.owner = dtypes, owner
+        self.owner = owner
         self.clip, self.scope, self.together = clip, scope, together
         self.optimizers = {
             stage: made for stage, named in parameters.items() if (made := _make(optimizer, named))
@@ -98,27 +97,10 @@ class Update:
             self.skipped = any(overflow for (overflow,) in group.exchange([self.skipped]))
         self.scale.update(overflow=self.skipped)
         if self.clip is not None and self.scope == "global":
-            self._clip(self.clip)
+            clip_together(self.named, self.clip, owner=self.owner)
         elif self.clip is not None:
             for stage in stages:
                 torch.nn.utils.clip_grad_norm_([p for _, p in self.parameters[stage]], self.clip)
-
-    def _clip(self, largest: float) -> None:
-        """Norms per parameter, put together in the model's own order: the bits of clip_grad_norm_."""
-        gradients = {name: p.grad for name, p in self.named.items() if p.grad is not None}
-        mine = [
-            (1.0, float(torch.linalg.vector_norm(gradients[name]))) if name in gradients else (0.0, 0.0)
-            for name in self.dtypes
-        ]
-        everybody = group.exchange([number for pair in mine for number in pair])
-        norms: dict[torch.dtype, list[torch.Tensor]] = {}
-        for i, name in enumerate(self.dtypes):
-            found, norm = everybody[self.owner[name]][2 * i : 2 * i + 2]
-            if found:
-                norms.setdefault(self.dtypes[name], []).append(torch.tensor(norm, dtype=self.dtypes[name]))
-        if norms:
-            total = torch.linalg.vector_norm(torch.stack([norm for same in norms.values() for norm in same]))
-            torch.nn.utils.clip_grads_with_norm_(list(self.named.values()), largest, total)
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Per parameter name: the optimizer's state of it, and the hyper-parameters of its group."""
