@@ -18,6 +18,7 @@ from ..stages.graph import trace
 from ..stages.plan import Plan
 from ..stages.rules import STREAM
 from . import group
+from .apart import check_apart
 from .arguments import (
     check_arguments,
     check_gradients,
@@ -32,6 +33,7 @@ from .batches import example_of, joined, micro_batches, positional
 from .engine import Engine
 from .gather import gather_flows, gather_reports, gather_spans
 from .loss import total_loss
+from .optimizers import Named
 from .ownership import make_stages, ownership
 from .report import Report
 from .scale import Scaler
@@ -40,7 +42,7 @@ from .steps import Flushed, Step, Steps
 from .stream import Stream
 from .timeline import Span
 from .transport import GlooTransport, LocalTransport
-from .update import Named, Update
+from .update import Update
 from .usage import Resident, Usage
 
 
@@ -115,6 +117,7 @@ class Pipeline:
             scaler=scaler,
             together=plan.schedule != STREAM,
         )
+        check_apart(optimizer, [*model.named_parameters()], own.stage_of, self.update.optimizers)
         self.policy = policy_named(plan.codec, deadline=deadline)
         self.engine = Engine(
             rank=self.rank,

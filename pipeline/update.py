@@ -6,20 +6,20 @@ flush, every update is a step of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..compression.errors import PlanError
 from ..stages.weights import Weights
 from . import group
 from .clip import clip_together
+from .optimizers import Make, Named, make_optimizer
 from .scale import Scaler, scale_of
 
-Named = list[tuple[str, torch.nn.Parameter]]
 SCOPES = ("global", "stage")
 
 
@@ -39,7 +39,7 @@ class Update:
         parameters: Mapping[int, Named],
         owner: Mapping[str, int],
         weights: Mapping[int, Weights],
-        optimizer: Callable[[Named], Optimizer],
+        optimizer: Make,
         scheduler: Callable[[Optimizer], LRScheduler] | None,
         clip: float | None,
         scope: str = "global",
@@ -52,7 +52,7 @@ class Update:
         self.owner = owner
         self.clip, self.scope, self.together = clip, scope, together
         self.optimizers = {
-            stage: made for stage, named in parameters.items() if (made := _make(optimizer, named))
+            stage: made for stage, named in parameters.items() if (made := make_optimizer(optimizer, named))
         }
         for stage, made in self.optimizers.items():
             weights[stage].bind(made)
@@ -141,34 +141,3 @@ class Update:
                         k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in kept["state"].items()
                     }
                     optimizer.state[parameter] = fresh
-
-
-def _make(
-    optimizer: Callable[[Named], Optimizer], named: Iterable[tuple[str, torch.nn.Parameter]]
-) -> Optimizer | None:
-    pairs = list(named)
-    if not pairs:
-        return None
-    try:
-        made = optimizer(pairs)
-    except ValueError as error:
-        if "empty parameter list" in str(error):  # the caller's choice of names leaves nothing on this stage
-            return None
-        raise PlanError(
-            f"the optimizer of a stage cannot be made: {error}; leave out groups that are empty"
-        ) from error
-    if not isinstance(made, Optimizer):
-        raise PlanError(
-            f"optimizer makes a torch optimizer from (name, parameter) pairs, found {type(made).__name__}"
-        )
-    given = {id(parameter) for _, parameter in pairs}
-    if any(id(parameter) not in given for group in made.param_groups for parameter in group["params"]):
-        raise PlanError(
-            "an optimizer takes parameters of its own stage only; make it from the pairs it is given"
-        )
-    if isinstance(made, LBFGS):
-        raise PlanError(
-            "an optimizer works on one stage's parameters at a time and LBFGS needs all at once; use SGD or "
-            "Adam"
-        )
-    return made
