@@ -117,11 +117,14 @@ def check_versions_of(state: Mapping[str, Any], plan: Plan) -> None:
         )
 
 
-def _said(versions: Mapping[str, Any] | None) -> str:
+def _said(versions: object) -> str:
     if versions is None:
         return "a synchronous schedule"
+    known = {"schedule", "weights", "prediction", "cuts"}
+    if not isinstance(versions, Mapping) or not known <= set(versions):
+        return "no known versions"
     predicted = ", prediction=true" if versions["prediction"] else ""
-    cuts = ",".join(versions["cuts"])
+    cuts = ",".join(map(str, versions["cuts"])) if isinstance(versions["cuts"], list | tuple) else "?"
     return f"schedule={versions['schedule']} weights={versions['weights']}{predicted} cuts=[{cuts}]"
 
 

@@ -26,7 +26,6 @@ from .arguments import (
     check_model,
     check_ranks,
     check_update,
-    check_versions_of,
 )
 from .auto import policy_named
 from .batches import example_of, joined, micro_batches, positional
@@ -203,10 +202,10 @@ class Pipeline:
         """Take over what ``state_dict`` returned on rank 0, on whatever cut; every rank passes all of it.
 
         What is in flight is finished first. A state of asynchronous training fits the same schedule, policy
-        and cuts only, because they decide which weights a micro-batch sees."""
+        and cuts only, because they decide which weights a micro-batch sees.
+        Raises:  PlanError: some of it is damaged or does not suit; on every rank, and nothing changed."""
         self.drain()
-        check_versions_of(state, self.plan)
-        self.num_steps = self.state.load(self.update, state)
+        self.num_steps = self.state.load(self.update, state, self.plan)
 
     def timeline(self) -> list[Span]:
         """What all ranks did in the last step, in seconds since it began; collective."""

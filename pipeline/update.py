@@ -6,6 +6,7 @@ flush, every update is a step of its own."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,12 +14,15 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..compression.errors import PlanError
 from ..stages.weights import Weights
 from . import group
 from .clip import clip_together
+from .entries import Entries
+from .kinds import is_number, is_plain
+from .optimizer_checks import check_kept, check_optimizer, saved_settings
 from .optimizers import Make, Named, make_optimizer
 from .scale import Scaler, scale_of
+from .state_checks import check_scaler, check_scheduler
 
 SCOPES = ("global", "stage")
 
@@ -49,7 +53,7 @@ class Update:
         self.parameters, self.weights, self.scale = parameters, weights, scale_of(scaler)
         self.named = {name: parameter for named in parameters.values() for name, parameter in named}
         self.names = {id(parameter): name for name, parameter in self.named.items()}
-        self.owner = owner
+        self.owner, self.optimizer = owner, optimizer
         self.clip, self.scope, self.together = clip, scope, together
         self.optimizers = {
             stage: made for stage, named in parameters.items() if (made := make_optimizer(optimizer, named))
@@ -102,42 +106,70 @@ class Update:
             for stage in stages:
                 torch.nn.utils.clip_grad_norm_([p for _, p in self.parameters[stage]], self.clip)
 
+    def tensors(self) -> list[torch.nn.Parameter]:
+        """The parameters that the optimizers of this process have."""
+        groups = [settings for optimizer in self.optimizers.values() for settings in optimizer.param_groups]
+        return [parameter for settings in groups for parameter in settings["params"]]
+
     def state(self) -> dict[str, dict[str, Any]]:
         """Per parameter name: the optimizer's state of it, and the hyper-parameters of its group."""
         found: dict[str, dict[str, Any]] = {}
         for optimizer in self.optimizers.values():
             for settings in optimizer.param_groups:
-                hyper = {k: v for k, v in settings.items() if k not in ("params", "param_names")}
                 for parameter in settings["params"]:
                     found[self.names[id(parameter)]] = {
                         "state": dict(optimizer.state.get(parameter, {})),
-                        "group": hyper,
+                        "group": saved_settings(settings),
                     }
         return found
 
     def scheduler_state(self) -> dict[str, Any] | None:
         """The state of a scheduler (they all keep step), as far as JSON can say it."""
         for scheduler in self.schedulers.values():
-            state = scheduler.state_dict().items()
-            return {k: v for k, v in state if isinstance(v, bool | int | float | str | list | None)}
+            return copy.deepcopy({k: v for k, v in scheduler.state_dict().items() if is_plain(v)})
         return None
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that does not suit the optimizers, schedulers and scale of this process."""
+        for name, kept in state["optimizer"].items():
+            check_kept(name, kept)
+        for optimizer in self.optimizers.values():
+            check_optimizer(state, optimizer, self.names, Entries(self.optimizer, optimizer))
+        for scheduler in self.schedulers.values() or [None]:
+            check_scheduler(scheduler, state.get("scheduler"))
+        check_scaler(state.get("scaler"), needed=self.scale.state() is not None)
 
     def load(self, state: Mapping[str, Mapping[str, Any]], scheduler: Mapping[str, Any] | None) -> None:
         """Take over what ``state`` and ``scheduler_state`` returned, for the parameters of this process."""
         for ours in self.schedulers.values():
-            if scheduler is None:
-                raise PlanError(
-                    "this pipeline has a scheduler and the state has none; load it without a scheduler"
-                )
-            ours.load_state_dict({k: v for k, v in scheduler.items() if k != "base_lrs"})
+            ours.load_state_dict(_course(scheduler))
         for optimizer in self.optimizers.values():
             for settings in optimizer.param_groups:
                 for parameter in settings["params"]:
-                    kept = state.get(self.names[id(parameter)])
-                    if kept is None:
-                        continue
-                    settings.update(kept["group"])
-                    fresh = {
-                        k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in kept["state"].items()
-                    }
-                    optimizer.state[parameter] = fresh
+                    kept = state[self.names[id(parameter)]]
+                    settings.update({k: _own(v, parameter) for k, v in kept["group"].items()})
+                    optimizer.state[parameter] = {k: _own(v, parameter) for k, v in kept["state"].items()}
+        for stage, ours in self.schedulers.items():
+            ours._last_lr = [float(settings["lr"]) for settings in self.optimizers[stage].param_groups]
+
+
+def _own(value: Any, parameter: torch.Tensor) -> Any:
+    """A copy that shares no memory with the state; numbers stay with the host, as torch's optimizers do."""
+    if isinstance(value, torch.Tensor):
+        copied = torch.empty_like(value, device=parameter.device if value.dim() else "cpu")
+        return copied.copy_(value.detach())
+    return copy.deepcopy(value)
+
+
+def _course(scheduler: Any) -> Any:
+    """A scheduler's state without what it has of each group of the stage it was taken from: other stages
+    have other groups, and their constructor gave it to them."""
+    if isinstance(scheduler, list | tuple):
+        return [_course(each) for each in scheduler]
+    if isinstance(scheduler, Mapping):
+        return {k: _course(v) for k, v in scheduler.items() if k == "_last_lr" or not _is_numbers(v)}
+    return scheduler
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(map(is_number, value))
