@@ -139,11 +139,15 @@ def _check_scaler(model: nn.Module, plan: Plan, scaler: object) -> None:
             f"a loss scale is taken off dense gradients, and {sparse} gives sparse ones; make it with "
             "sparse=False, or give scaler=None"
         )
-    half = next((n for n, p in model.named_parameters() if p.dtype == torch.float16 and p.requires_grad), "")
-    if half:
+    trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
+    if half := next((name for name, dtype in trained if dtype == torch.float16), ""):
         raise PlanError(
             f"a loss scale cannot be taken off gradients of float16 without losing them, and {half} is "
             "float16; keep the parameters in float32 and give autocast=torch.float16"
+        )
+    if odd := next((name for name, dtype in trained if dtype.is_complex), ""):
+        raise PlanError(
+            f"torch takes a loss scale off real gradients only, and {odd} is complex; give scaler=None"
         )
 
 
@@ -171,11 +175,14 @@ def check_versions_of(state: Mapping[str, Any], plan: Plan) -> None:
         )
 
 
-def _said(versions: Mapping[str, Any] | None) -> str:
+def _said(versions: object) -> str:
     if versions is None:
         return "a synchronous schedule"
+    known = {"schedule", "weights", "prediction", "cuts"}
+    if not isinstance(versions, Mapping) or not known <= set(versions):
+        return "no known versions"
     predicted = ", prediction=true" if versions["prediction"] else ""
-    cuts = ",".join(versions["cuts"])
+    cuts = ",".join(map(str, versions["cuts"])) if isinstance(versions["cuts"], list | tuple) else "?"
     return f"schedule={versions['schedule']} weights={versions['weights']}{predicted} cuts=[{cuts}]"
 
 

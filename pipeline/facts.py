@@ -169,7 +169,8 @@ def of_batch(inputs: Sequence[torch.Tensor], names: Iterable[str], targets: Any)
 def of_state(state: Any) -> list[Fact]:
     """What a state holds, tensors as checksums."""
     leaves, _ = tree_flatten_with_path(state)
-    return [Fact(f"the state{keystr(path)}", _shown(leaf), STATE) for path, leaf in leaves]
+    facts = [Fact(f"the state{keystr(path)}", _shown(leaf), STATE) for path, leaf in leaves]
+    return sorted(facts, key=lambda fact: fact.what)  # whatever the order in which it was written down
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -22,8 +22,8 @@ from ..stages.rules import STREAM
 from ..stages.stage import Stage
 from ..stages.weights import weights_named
 from . import group
+from .optimizers import Named
 from .steps import Steps
-from .update import Named
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

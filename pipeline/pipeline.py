@@ -21,6 +21,7 @@ from ..stages.rules import STREAM
 from ..stages.watch import Watch
 from . import facts, group
 from .agreement import SameBatches, agree, agree_on_plan, together
+from .apart import check_apart
 from .arguments import (
     check_arguments,
     check_functions,
@@ -28,7 +29,6 @@ from .arguments import (
     check_layers,
     check_plan,
     check_update,
-    check_versions_of,
     optimizer_of,
     scheduler_of,
 )
@@ -37,6 +37,7 @@ from .batches import example_of, joined, micro_batches, positional
 from .engine import Engine
 from .gather import gather_flows, gather_reports, gather_spans
 from .loss import total_loss
+from .optimizers import Named
 from .ownership import make_stages, ownership
 from .report import Report
 from .scale import Scaler
@@ -45,7 +46,7 @@ from .steps import Flushed, Step, Steps
 from .stream import Stream
 from .timeline import Span
 from .transport import GlooTransport, LocalTransport
-from .update import Named, Update
+from .update import Update
 from .usage import Resident, Usage
 
 
@@ -125,8 +126,7 @@ class Pipeline:
         self.state = State(model, graph, stages=self.stages, own=own)
         self.update = Update(
             parameters=own.here,
-            dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
-            owner=own.ranks,
+            owner={name: own.ranks[name] for name, _ in model.named_parameters()},
             weights={s: stage.weights for s, stage in self.stages.items()},
             optimizer=optimizer_of(optimizer),
             scheduler=scheduler_of(scheduler) if scheduler else None,
@@ -135,6 +135,7 @@ class Pipeline:
             scaler=scaler,
             together=plan.schedule != STREAM,
         )
+        check_apart(optimizer, [*model.named_parameters()], own.stage_of, self.update.optimizers)
         self.policy = policy_named(plan.codec, deadline=deadline)
         self.engine = Engine(
             rank=self.rank,
@@ -229,12 +230,13 @@ class Pipeline:
         """Take over what ``state_dict`` returned on rank 0, on whatever cut; every rank passes all of it.
 
         What is in flight is finished first. A state of asynchronous training fits the same schedule, policy
-        and cuts only, because they decide which weights a micro-batch sees."""
+        and cuts only, because they decide which weights a micro-batch sees.
+        Raises:  PlanError: some of it is damaged or does not suit; on every rank, and nothing changed."""
         self.drain()
         with together("loading a state"):
-            check_versions_of(state, self.plan)
-            agree("a state to load", lambda: facts.of_state(state))
-            self.num_steps = self.state.load(self.update, state)
+            parts = self.state.checked(self.update, state, self.plan)
+            agree("a state to load", lambda: facts.of_state(parts))
+            self.num_steps = self.state.load(self.update, parts)
         self.same.restart()
 
     def timeline(self) -> list[Span]:
