@@ -44,8 +44,8 @@ def positional(inputs: Any, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
         few = tensors[: len(names) + 1]
         kinds = ", ".join(type(x).__name__ for x in few) + (", ..." if len(few) < len(tensors) else "")
         raise PlanError(
-            f"the model takes {len(names)} tensors ({', '.join(names)}), found {len(tensors)} ({kinds}); give "
-            "a tensor for each: torch.as_tensor makes one of an array, torch.stack of samples"
+            f"the model takes {len(names)} tensors ({', '.join(names)}), found {len(tensors)} ({kinds}); "
+            "give a tensor for each: torch.as_tensor makes one of an array, torch.stack of samples"
         )
     return tensors
 
