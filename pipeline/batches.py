@@ -42,10 +42,10 @@ def positional(inputs: Any, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
     tensors = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     if len(tensors) != len(names) or not all(isinstance(x, torch.Tensor) for x in tensors):
         few = tensors[: len(names) + 1]
-        found = ", ".join(f"{type(x).__name__}" for x in few) + (", ..." if len(few) < len(tensors) else "")
+        kinds = ", ".join(type(x).__name__ for x in few) + (", ..." if len(few) < len(tensors) else "")
         raise PlanError(
-            f"the model takes one tensor for each of {', '.join(names)}, found {found or 'none'}; give "
-            "tensors, as torch.as_tensor makes of arrays and torch.stack of samples"
+            f"the model takes {len(names)} tensors ({', '.join(names)}), found {len(tensors)} ({kinds}); "
+            "give a tensor for each: torch.as_tensor makes one of an array, torch.stack of samples"
         )
     return tensors
 

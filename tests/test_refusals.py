@@ -491,10 +491,10 @@ def test_a_wrong_argument_is_refused_at_construction(settings, told):
 X, Y = torch.zeros(9, 6), torch.zeros(9, dtype=torch.long)
 
 BATCHES = {
-    "an array": ((X.numpy(), Y), "found ndarray; give tensors"),
-    "lists": ((X.tolist(), Y), r"found list, list, \.\.\.; give tensors"),
-    "a generator": (((x for x in X), Y), "found generator; give tensors"),
-    "nothing": ((None, Y), "found NoneType; give tensors"),
+    "an array": ((X.numpy(), Y), r"found 1 \(ndarray\); give a tensor"),
+    "lists": ((X.tolist(), Y), r"found 9 \(list, list, \.\.\.\); give"),
+    "a generator": (((x for x in X), Y), r"found 1 \(generator\); give"),
+    "nothing": ((None, Y), r"found 1 \(NoneType\); give"),
     "targets in an array": ((X, Y.numpy()), r"found an array; give torch\.as_tensor"),
     "targets in a list": ((X, Y.tolist()), r"found a list of numbers; give torch\.as_tensor"),
     "sparse": ((X.to_sparse(), Y), r"dense tensors on the CPU, found a torch\.sparse_coo one"),
