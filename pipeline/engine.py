@@ -157,9 +157,8 @@ class Engine:
         self.began = time.perf_counter()
         self.failed = ""
         self.reports = {index: StageReport(live_versions=1) for index in self.stages}
-        moved = self.flags.check(mode)
         for stage in self.stages.values():
-            stage.moved = moved
+            stage.moved = self.flags.moved
             if not self.itinerary.goes_on:
                 stage.stop()
         self.crossing.begin(self.itinerary, self.reports)

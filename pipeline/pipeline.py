@@ -18,7 +18,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..stages.graph import trace
 from ..stages.plan import Plan
 from ..stages.rules import STREAM
-from ..stages.watch import Watch
 from . import facts, group
 from .agreement import SameBatches, agree, agree_on_plan, together
 from .apart import check_apart
@@ -113,7 +112,6 @@ class Pipeline:
         graph = trace(model, example_of(plan), autocast=autocast)
         agree("the layers of a model", lambda: facts.of_layers(graph))
         check_layers(plan, graph)
-        self.watch = Watch(model, graph.called)
         self.plan, self.weight, self.num_steps = plan, weight, 0
         self.inputs = [str(node.target) for node in graph.train.inputs]
         self.steps = Steps(plan, graph)
@@ -173,7 +171,7 @@ class Pipeline:
         began = time.perf_counter()
         self.engine.check()
         with self.same.batch("step", self.num_steps):
-            self.watch.check()
+            self.engine.flags.check("train")
             check_gradients()
             given = positional(inputs, self.inputs)
             batches = micro_batches(given, targets, self.plan.micro_batches, self.weight)
@@ -211,7 +209,7 @@ class Pipeline:
         self.drain()
         self.engine.check()
         with self.same.batch("evaluation", self.same.counts["evaluation"]):
-            self.watch.check()
+            self.engine.flags.check("eval")
             given = positional(inputs, self.inputs)
             (batch,) = micro_batches(given, None, 1, None)
             self.same.compare(lambda: facts.of_batch(given, self.inputs, None))

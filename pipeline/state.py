@@ -85,10 +85,15 @@ class State:
 
     def checked(self, update: Update, state: object, plan: Plan) -> Mapping[str, Any]:
         """The parts of a state that ``gather`` returned on rank 0; raises PlanError for whatever is wrong."""
-        parts = check_parts(state)
-        check_versions_of(parts, plan)
-        check_model(parts["model"], self.expected, self.shared)
-        update.check(parts)
+        try:
+            parts = check_parts(state)
+            check_versions_of(parts, plan)
+            check_model(parts["model"], self.expected, self.shared)
+            update.check(parts)
+        except RecursionError as error:
+            raise PlanError(
+                "a state ends somewhere, and this one holds itself; take one from state_dict"
+            ) from error
         return parts
 
     def load(self, update: Update, parts: Mapping[str, Any]) -> int:

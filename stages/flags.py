@@ -19,6 +19,7 @@ from ..compression.errors import PlanError
 from .layers import Traced, parts_of
 from .proof import HOOKS, is_itself
 from .reads import reads_of
+from .watch import Watch
 from .watched import Watched
 
 REMEDY = "set it back, or make the Pipeline anew and load its state_dict()"
@@ -48,6 +49,10 @@ class Flags:
                     called.add(id(module))
                     if mode == "train":
                         self.layers_of.setdefault(id(module), set()).add(layer.name)
+        paths = {
+            str(la.node.target) for t in traces.values() for la in t.layers if la.node.op == "call_module"
+        }
+        self.watch = Watch(model, paths, read=lambda path, name: (path, name) in self._reads())
         self.watched = [Watched(path, m, leaf=id(m) in called) for path, m in model.named_modules()]
         self.asleep = [module.training for module in roots["eval"].modules()]
         self.everywhere = _on_all_modules()
@@ -55,8 +60,9 @@ class Flags:
         self.moved: frozenset[str] = frozenset()
         self.reads: set[tuple[str, str]] | None = None
 
-    def check(self, mode: str) -> frozenset[str]:
-        """The names of layers whose modules are set in another way than when they were traced.
+    def check(self, mode: str) -> None:
+        """Refuse what has changed since the trace and cannot be honoured; note in ``moved`` the names of the
+        layers whose modules are set in another way than then.
 
         Args:    mode: "train" for a step; "eval": the training flags are going to be ``evaluating``.
         Raises:  PlanError: what was changed is part of the trace, or a cut relies on it."""
@@ -79,7 +85,7 @@ class Flags:
                     f"{name} was frozen when the model was traced, is used on several stages, and requires a "
                     f"gradient now; {REMEDY}"
                 )
-        return self.moved
+        self.watch.check()
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

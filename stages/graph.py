@@ -58,12 +58,6 @@ class LayerGraph:
         """Names of the layers, in the order in which they run."""
         return tuple(layer.name for layer in self.train.layers)
 
-    @property
-    def called(self) -> set[str]:
-        """Paths of the modules that run as they are, in either mode."""
-        layers = (*self.train.layers, *self.eval.layers)
-        return {str(layer.node.target) for layer in layers if layer.node.op == "call_module"}
-
 
 def trace(
     model: nn.Module, example_inputs: tuple[torch.Tensor, ...], *, autocast: torch.dtype | None = None

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -27,12 +28,22 @@ CALLED = -1
 _OF_EVERY = operator.itemgetter(*REGISTERED, *HOOKS)
 
 
+Read = Callable[[str, str], bool]
+
+
+def _any(path: str, name: str) -> bool:
+    """Every attribute was read."""
+    return True
+
+
 class Watch:
     """``check`` refuses a model that has changed since this was made.
 
-    Args:    layers: paths of the modules that run as they are."""
+    Args:    layers: paths of the modules that run as they are.
+             read: (path of a module, name of an attribute) -> whether the trace read it; what it did not read
+             may change."""
 
-    def __init__(self, model: nn.Module, layers: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, layers: Collection[str], read: Read = _any) -> None:
         follows = in_memory_of(model)  # they change with every update
         self.modules: list[_Module] = []
         kinds: dict[type, None] = {}
@@ -40,7 +51,7 @@ class Watch:
             called = any(path == layer or path.startswith(f"{layer}.") for layer in layers)
             kinds |= {} if called else dict.fromkeys(written_kinds(module))
             if not called or any(vars(module)[name] for name in REGISTERED):
-                self.modules.append(_Module(module, path=path, called=called, follows=follows))
+                self.modules.append(_Module(module, path=path, called=called, follows=follows, read=read))
         self.classes = [_Class(kind, follows=follows) for kind in kinds if data_of(kind)]
         self.deep = [watched for watched in self.modules if watched.attributes.deep]
 
@@ -73,15 +84,11 @@ def _identities(held: dict[str, Any], start: int) -> list[int]:
 class _Attributes:
     """Plain attributes by identity, which is exact while they are held here; others by their contents."""
 
-    def __init__(self, held: Mapping[str, Any], *, path: str, follows: Collection[int]) -> None:
-        self.path, self.follows = path, follows
-        self.plain = [value for value in held.values() if is_plain(value)]
-        self.facts = self.facts_of(held)
-        self.deep = {
-            name: self.facts_of({name: value})
-            for name, value in held.items()
-            if name not in APART and not is_plain(value)
-        }
+    def __init__(
+        self, held: Mapping[str, Any], *, path: str, follows: Collection[int], read: Read = _any
+    ) -> None:
+        self.path, self.follows, self.read = path, follows, read
+        self._take(held, self.facts_of(held))
 
     def facts_of(self, held: Mapping[str, Any]) -> Facts:
         found: Facts = {}
@@ -94,15 +101,46 @@ class _Attributes:
     def check(self, held: Mapping[str, Any], known: set[int]) -> None:
         """Hold what can change inside against what it was; ``known``: what was, in this check."""
         for name, facts in self.deep.items():
-            if id(held[name]) not in known:
+            if name in held and id(held[name]) not in known:
                 known.add(id(held[name]))
-                refuse_other(facts, self.facts_of({name: held[name]}))
+                self.deep[name] = self._held_against(facts, self.facts_of({name: held[name]}))
+
+    def compare(self, held: Mapping[str, Any]) -> None:
+        """Some identity has changed: find out whether anything else has that was read."""
+        now = self._held_against(self.facts, self.facts_of(held))
+        self._take(held, now)
+
+    def _take(self, held: Mapping[str, Any], facts: Facts) -> None:
+        self.plain = [value for value in held.values() if is_plain(value)]
+        self.facts = facts
+        self.deep = {
+            name: self.facts_of({name: value})
+            for name, value in held.items()
+            if name not in APART and not is_plain(value)
+        }
+
+    def _held_against(self, before: Facts, now: Facts) -> Facts:
+        """``now``, unless something that was read is not as ``before``."""
+        if before != now:
+            refuse_other(self._read(before), self._read(now))
+        return now
+
+    def _read(self, facts: Facts) -> Facts:
+        start = len(self.path) + 1 if self.path else 0
+        return {path: fact for path, fact in facts.items() if self.read(self.path, _attribute(path[start:]))}
+
+
+def _attribute(path: str) -> str:
+    """The attribute that a path of its contents begins with."""
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
 class _Module:
-    def __init__(self, module: nn.Module, *, path: str, called: bool, follows: Collection[int]) -> None:
+    def __init__(
+        self, module: nn.Module, *, path: str, called: bool, follows: Collection[int], read: Read
+    ) -> None:
         self.module, self.called, self.path = weakref.ref(module), called, path
-        self.attributes = _Attributes({} if called else vars(module), path=path, follows=follows)
+        self.attributes = _Attributes({} if called else vars(module), path=path, follows=follows, read=read)
         self.registered = self._registered(module)
         self.gone: list[object] = []  # an identity is one only while its object lives
         parts = [part for name in REGISTERED for part in vars(module)[name].values() if part is not None]
@@ -115,8 +153,7 @@ class _Module:
         """Some identity has changed: find out whether anything else has."""
         refuse_other(self.registered, self._registered(module))
         if not self.called:
-            refuse_other(self.attributes.facts, self.attributes.facts_of(vars(module)))
-            self.attributes.plain = [value for value in vars(module).values() if is_plain(value)]
+            self.attributes.compare(vars(module))
         self.identities = _identities(vars(module), self.start)
 
     def _registered(self, module: nn.Module) -> Facts:
@@ -139,7 +176,7 @@ class _Class:
     def check(self, known: set[int]) -> None:
         held = self._held()
         if list(map(id, held.values())) != self.identities:
-            refuse_other(self.attributes.facts, self.attributes.facts_of(held))
+            self.attributes.compare(held)
         self.attributes.check(held, known)
 
     def _held(self) -> dict[str, Any]:

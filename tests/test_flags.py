@@ -347,8 +347,8 @@ def test_unfreezing_what_a_cut_was_made_without_is_refused_by_name():
 def test_what_was_frozen_arrives_without_asking_for_a_gradient():
     """Some kernels are picked by it: a product folds its dimensions only where no gradient is asked for."""
     model, asked = quiet(), []
-    model.second.linear.register_forward_pre_hook(lambda module, args: asked.append(args[0].requires_grad))
     pipe = pipe_of(model, cuts=["first"])
+    model.second.linear.register_forward_pre_hook(lambda module, args: asked.append(args[0].requires_grad))
     for part in (model.start, model.first):
         part.requires_grad_(False)
     pipe.step(*batch())

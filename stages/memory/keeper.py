@@ -122,6 +122,8 @@ class Keeper:
     def _frame(self, flat: Tensor, most: int) -> Frame | None:
         """The frame of ``flat``, unless it is longer than ``most`` bytes."""
         codec = self.codec
+        if flat.dtype is torch.bool:  # a view of other bytes, perhaps, and a decoded bool is 0 or 1
+            flat = flat.view(torch.uint8)
         if not (flat.is_floating_point() or flat.is_complex() or codec == "raw"):
             codec = "narrow"
         if flat.is_cuda:
