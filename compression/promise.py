@@ -20,8 +20,7 @@ NUMBERS = (torch.bool, torch.int64, torch.float64)
 class Promise(NamedTuple):
     """The frame that will come; a tuple, since one is made for every message.
 
-    A tensor that was frozen since asks for no gradient any more, so ``requires_grad`` is what it may do. Any
-    address mod 64 is lawful: it costs 63 bytes at most, and moves no element to another one's place.
+    Any address mod 64 is lawful: it costs 63 bytes at most, and moves no element to another one's place.
     """
 
     sizes: tuple[int, ...]
@@ -32,6 +31,7 @@ class Promise(NamedTuple):
     masked: bool = False  # whether it may be values alone, at the set bits of the mask that the reader has
     none: bool = False  # whether a frame of None may come instead
     number: bool = False  # a Python number, whose type may be another than it was
+    frozen: bool = False  # whether it may ask for no gradient all the same: it was frozen since
 
     def hold(self, header: Header) -> None:
         """Raise CodecError unless ``header`` is what was promised."""
@@ -41,7 +41,8 @@ class Promise(NamedTuple):
         kept = dtype is self.dtype or (self.number and dtype in NUMBERS)
         kept = kept and sizes == self.sizes and codec in self.codecs
         kept = kept and (strides == self.strides or self.strides is None)
-        if not kept or requires_grad > self.requires_grad or (flags == MASKED and not self.masked):
+        kept = kept and (requires_grad == self.requires_grad or (self.frozen and not requires_grad))
+        if not kept or (flags == MASKED and not self.masked):
             remedy = "give every rank the same model and plan, and let nobody else reach its ports"
             raise CodecError(f"a frame brings what was promised, {self._difference(header)}; {remedy}")
 
@@ -51,13 +52,14 @@ class Promise(NamedTuple):
             return f"a tensor of {self.dtype} and sizes {self.sizes}, found None"
         strides = header.strides if self.strides is None else self.strides
         dtype = header.dtype if self.number and header.dtype in NUMBERS else self.dtype
+        asks = self.requires_grad and (header.requires_grad or not self.frozen)
         codec = header.codec if header.codec in self.codecs else " or ".join(sorted(self.codecs))
         for name, promised, found in (
             ("dtype", dtype, header.dtype),
             ("sizes", self.sizes, header.sizes),
             ("strides", strides, header.strides),
             ("codec", codec, header.codec),
-            ("requires_grad", self.requires_grad and header.requires_grad, header.requires_grad),
+            ("requires_grad", asks, header.requires_grad),
         ):
             if promised != found:
                 return f"{name} {promised}, found {found}"

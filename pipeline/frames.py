@@ -38,7 +38,7 @@ class Frames:
         self.transport, self.policy, self.noted = transport, policy, noted
         self.kept: dict[tuple[int, Message], Frame] = {}
         self.went: dict[int, tuple[torch.Tensor, Frame]] = {}
-        self.frozen: set[Message] = set()
+        self.frozen: set[tuple[int, Message]] = set()
         self.start()
         self.totals: dict[Flow, tuple[int, int]] = {}
 
@@ -78,7 +78,9 @@ class Frames:
         frame = self.transport.receive(message)
         came = time.perf_counter()
         mask = self._mask(message, message.target)
-        promise = self.itinerary.promise(message, self.policy.codecs, none=self._may_be_none(message))
+        promise = self.itinerary.promise(
+            message, self.policy.codecs, none=self._may_be_none(message, message.target)
+        )
         try:
             item, frame.num_bytes = decode_received(frame.buffer, promise, mask=mask)
         except CodecError as error:
@@ -98,7 +100,7 @@ class Frames:
             return item.item()
         if value.requires_grad and message.op is Op.F:
             item.requires_grad_(asks_gradient(frame.buffer))
-            self._ask(message, item)
+            self._ask(message, message.target, item)
         return item
 
     def send(self, message: Message, item: Any) -> tuple[int, int]:
@@ -114,7 +116,7 @@ class Frames:
         if message.op is Op.F and came is None:
             self._note(message, item, frame)
         if message.op is Op.F and value.requires_grad:
-            self._ask(message, item)
+            self._ask(message, message.source, item)
         raw, sent = 0 if item is None else value.num_bytes, frame.num_bytes
         if self.training:
             flow = self._flow(message)
@@ -147,7 +149,7 @@ class Frames:
             item = torch.tensor(item, dtype=NUMBERS[type(item)])  # as it is now, not as it was when traced
         elif item is not None:
             _check_tensor(message, value, item)
-        elif not self._may_be_none(message):
+        elif not self._may_be_none(message, message.source):
             raise StageError(
                 f"a gradient comes back to {value.name}, as it was traced, found None; a loss that has "
                 "nothing to learn from a micro-batch reads its outputs all the same: outputs.sum() * 0"
@@ -164,16 +166,16 @@ class Frames:
         self.packing += time.perf_counter() - began
         return Frame(buffer, num_bytes, pool)
 
-    def _ask(self, message: Message, item: torch.Tensor) -> None:
-        """Remember a value that was frozen since it was traced, and asks for no gradient any more."""
+    def _ask(self, message: Message, stage: int, item: torch.Tensor) -> None:
+        """Remember, at either end, a value that was frozen since the trace and asks for no gradient now."""
         if not item.requires_grad:
-            self.frozen.add(message)
+            self.frozen.add((stage, message))
 
-    def _may_be_none(self, message: Message) -> bool:
+    def _may_be_none(self, message: Message, stage: int) -> bool:
         """Whether a message may bring None: a gradient not asked for, or one that autograd may not make."""
         if message.op is Op.F:
             return False
-        return not self.itinerary.brings_one(message) or message.downstream in self.frozen
+        return not self.itinerary.brings_one(message) or (stage, message.downstream) in self.frozen
 
     def _mask(self, message: Message, stage: int) -> torch.Tensor | None:
         """The frame whose bitmap says where the gradient ``message`` matters."""

@@ -77,7 +77,8 @@ class Itinerary:
         if value.number is not None:
             return Promise((), value.dtype, (), _RAW, number=True)
         if message.op is Op.F:
-            return Promise(value.shape, value.dtype, value.strides, codecs, value.requires_grad)
+            asks = value.requires_grad
+            return Promise(value.shape, value.dtype, value.strides, codecs, asks, frozen=asks)
         return Promise(value.shape, value.dtype, None, codecs, value.requires_grad, message.masked, none)
 
     def brings_one(self, message: Message) -> bool:
