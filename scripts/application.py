@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ..compression.errors import ConfigError, PenstockError
 from ..pipeline import console
 from ..pipeline.run_folder import RunFolder
-from . import overrides
+from . import overrides, stopping
 from .command import REFUSED
 
 CONFIGURATION = "penstock.conf"
@@ -54,6 +54,10 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str]) -
             folder.release()
             console.refuse(error)
             codes.append(REFUSED)
+        except KeyboardInterrupt as stop:
+            folder.release()
+            stop.add_note(stopping.kept(folder.path))
+            raise
 
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where model._target_=my.Net usually lies

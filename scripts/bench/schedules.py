@@ -15,7 +15,7 @@ from ...conf.bench import BenchPipelineConfig
 from ...pipeline import build
 from ...pipeline.course import example_inputs
 from ...pipeline.decide import prepare
-from ...pipeline.launch import check_ranks
+from ...pipeline.launch import check_ranks, start_ranks
 from ...stages.graph import trace
 from ...stages.measure import measure
 from ...stages.partition import partition
@@ -26,7 +26,6 @@ from .links import Link, joined, parse_link, why_not
 from .overhead import overhead
 from .pipeline import AUTO
 from .schedules_race import Told
-from .start import run_ranks
 from .torch_pipelines import stages_of
 
 STAGES_OF_OVERHEAD = 4
@@ -103,7 +102,14 @@ def bench_schedules(
     Told(config=config, link=link, raced=list(chosen), beside=list(rivals(dict(chosen)))).save(told)
     try:
         with joined(link, ranks=config.ranks) as ends:
-            run_ranks(schedules_race.__name__, [str(folder)], link=link, ends=ends, errors=folder / "errors")
+            start_ranks(
+                schedules_race.__name__,
+                [str(folder)],
+                errors=folder / "errors",
+                stages_of_rank=[[rank] for rank in range(config.ranks)],
+                ends=ends,
+                device=link.device,
+            )
         if not measured.exists():
             raise TransportError("the ranks ended without a result; look at their output above")
         found = json.loads(measured.read_text())
