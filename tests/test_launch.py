@@ -157,6 +157,16 @@ def test_cores_are_those_this_process_may_use():
     assert 1 <= launch.cores() <= (os.cpu_count() or 1)
 
 
+@pytest.mark.ranks
+def test_groups_start_and_end_again_and_again_without_an_abort():
+    command = [sys.executable, str(Path(__file__).with_name("leaving.py")), "10"]
+    surroundings = os.environ | {"GLOO_SOCKET_IFNAME": launch._loopback()}
+    ended = subprocess.run(
+        command, env=surroundings, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (ended.stdout, ended.stderr) == ("{0: 20}\n", "")
+
+
 if __name__ == "__main__":
     left = Path(sys.argv[2]) / ERRORS
     run_rank(lambda: act(sys.argv[1], left, sys.argv[3]), left)
