@@ -83,8 +83,10 @@ def _meeting(deadline: float) -> tuple[Store, int, int]:
     if folder is None:
         return next(iter(rendezvous("env://", timeout=datetime.timedelta(seconds=deadline))))
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    path = str(Path(folder) / "store")
-    return dist.FileStore(path, ranks), rank, ranks  # pyright: ignore[reportPrivateImportUsage]
+    # No number of users: a store that counts them removes its file with the last, and aborts the process
+    # when it is gone. The folder is removed by the launcher.
+    store = dist.FileStore(str(Path(folder) / "store"))  # pyright: ignore[reportPrivateImportUsage]
+    return store, rank, ranks
 
 
 def start_ranks(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import os
+import shutil
 import sys
 import tempfile
 
@@ -21,7 +22,7 @@ RANKS = 2
 
 def live(rank: int, path: str) -> None:
     """What a rank does from its start to its end."""
-    store = dist.FileStore(path, RANKS)  # pyright: ignore[reportPrivateImportUsage]
+    store = dist.FileStore(path)  # pyright: ignore[reportPrivateImportUsage]
     group.join(store, rank=rank, ranks=RANKS, deadline=60)
     others = [(rank + 1) % RANKS, (rank - 1) % RANKS]
     passed = [dist.isend(torch.ones(1000), others[0]), dist.irecv(torch.empty(1000), others[1])]
@@ -36,14 +37,15 @@ def ends(number: int) -> dict[int, int]:
     """Exit codes of the processes of so many groups, and how often each came."""
     codes: collections.Counter[int] = collections.Counter()
     for _ in range(number):
-        with tempfile.TemporaryDirectory() as folder:
-            pids = []
-            for rank in range(RANKS):
-                if not (pid := os.fork()):  # torch is imported already, which takes seconds
-                    live(rank, os.path.join(folder, "store"))
-                    sys.exit(0)
-                pids.append(pid)
-            codes.update(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
+        folder = tempfile.mkdtemp()  # no ``with``, which every process would leave
+        pids = []
+        for rank in range(RANKS):
+            if not (pid := os.fork()):  # torch is imported already, which takes seconds
+                live(rank, os.path.join(folder, "store"))
+                sys.exit(0)
+            pids.append(pid)
+        codes.update(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
+        shutil.rmtree(folder)
     return dict(codes)
 
 

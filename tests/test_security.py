@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,7 +110,7 @@ def wait_for(met, process, *, seconds=120):
 def run(tmp_path):
     """A local run of two ranks."""
     command = [sys.executable, "-m", "penstock.scripts.command", *JOB.split()]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as process:
         yield process
         process.kill()
