@@ -83,8 +83,8 @@ def _meeting(deadline: float) -> tuple[Store, int, int]:
     if folder is None:
         return next(iter(rendezvous("env://", timeout=datetime.timedelta(seconds=deadline))))
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # No number of users: a store that counts them removes its file with the last, and aborts the process
-    # when it is gone. The folder is removed by the launcher.
+    # No number of users: a store that counts them removes its file with the last, and may abort the
+    # process where another removes it meanwhile. The launcher removes the folder.
     store = dist.FileStore(str(Path(folder) / "store"))  # pyright: ignore[reportPrivateImportUsage]
     return store, rank, ranks
 

@@ -72,7 +72,7 @@ def _serve(pipe):
         except EOFError:
             return
         try:
-            # A store that counts its users aborts the process when its file is gone.
+            # A store that counts its users may abort the process when its file is removed.
             group.join(dist.FileStore(path), rank=rank, ranks=ranks, deadline=30)  # type: ignore[attr-defined]
             result = function(*args)
             group.close()
