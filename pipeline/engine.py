@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -138,17 +138,25 @@ class Engine:
     def _told(self, where: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
-            raise self.failure(where, error) from error
+        except BaseException as error:
+            self._fail(where, error)
 
-    def failure(self, where: str, error: Exception) -> PenstockError:
+    def _fail(self, where: str, error: BaseException) -> NoReturn:
+        """Raise what is told of an error, SystemExit in a layer included; Ctrl-C stays what it is."""
+        failure = self.failure(where, error)
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        raise failure from error
+
+    def failure(self, where: str, error: BaseException) -> PenstockError:
         """Say of an error where it was, leave word for the other ranks, and let go of what was running."""
         kind = type(error) if isinstance(error, PenstockError) else StageError
         what = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+        what = what.removesuffix(": ")
         sentence = what if what.startswith("rank ") else f"rank {self.rank}, {where}: {what}"
         if not self.failed:
+            self.failed = sentence
             self.transport.fail(sentence)
-        self.failed = sentence
         for stage in self.stages.values():
             stage.stop()
         return kind(sentence)
@@ -169,10 +177,10 @@ class Engine:
         self.frames.start()
         try:
             run(instruction)
-        except Exception as error:
+        except BaseException as error:
             of = "" if instruction.micro_batch is None else f" of micro-batch {instruction.micro_batch}"
             what = f"{WORDS[instruction.op]}{of}, step {self.number}"
-            raise self.failure(f"stage {instruction.stage}, {what}", error) from error
+            self._fail(f"stage {instruction.stage}, {what}", error)
         end, waited = time.perf_counter(), self.frames.waited
         report = self.reports[instruction.stage]
         report.compute_seconds += end - start - waited

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ..compression.errors import ConfigError, PenstockError
 from ..pipeline import console
 from ..pipeline.run_folder import RunFolder
-from . import overrides
+from . import overrides, stopping
 from .command import REFUSED
 
 CONFIGURATION = "penstock.conf"
@@ -58,6 +58,10 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str]) -
         except PenstockError as error:
             console.refuse(error)
             codes.append(REFUSED)
+        except KeyboardInterrupt as stop:
+            folder.release()
+            stop.add_note(stopping.kept(folder.path))
+            raise
 
     sweep = _sweep(name, arguments)
     if os.getcwd() not in sys.path:

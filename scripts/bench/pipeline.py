@@ -15,14 +15,13 @@ from ...compression.codec import codec_named
 from ...compression.errors import ConfigError, TransportError
 from ...conf.bench import BenchPipelineConfig
 from ...pipeline.decide import decide, prepare
-from ...pipeline.launch import check_ranks
+from ...pipeline.launch import check_ranks, start_ranks
 from ...pipeline.run_folder import RunFolder
 from ...stages.plan import Plan
 from . import race
 from .links import LOOPBACK, Link, joined, parse_link, why_not
 from .pipeline_rows import Measured, link_facts, rows_of
 from .race import Race
-from .start import run_ranks
 from .torch_pipelines import stages_of
 
 AUTO = "auto"
@@ -106,7 +105,14 @@ def _race(job: Race, folder: Path) -> Measured:
         job.save(told.path / "race.json")
         shutil.copy(folder / "plan.json", told.plan)
         with joined(job.link, ranks=job.config.ranks) as ends:
-            run_ranks(race.__name__, [str(told.path)], link=job.link, ends=ends, errors=told.errors)
+            start_ranks(
+                race.__name__,
+                [str(told.path)],
+                errors=told.errors,
+                stages_of_rank=[[rank] for rank in range(job.config.ranks)],
+                ends=ends,
+                device=job.link.device,
+            )
         measured = told.path / "measured.json"
         if not measured.exists():
             raise TransportError("the ranks ended without a result; look at their output above")

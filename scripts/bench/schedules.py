@@ -16,7 +16,7 @@ from ...conf.bench import BenchPipelineConfig
 from ...pipeline import build
 from ...pipeline.course import example_inputs
 from ...pipeline.decide import prepare
-from ...pipeline.launch import check_ranks
+from ...pipeline.launch import check_ranks, start_ranks
 from ...pipeline.run_folder import RunFolder
 from ...stages.graph import trace
 from ...stages.measure import measure
@@ -28,7 +28,6 @@ from .links import Link, joined, parse_link, why_not
 from .overhead import overhead
 from .pipeline import AUTO
 from .schedules_race import Told
-from .start import run_ranks
 from .torch_pipelines import stages_of
 
 STAGES_OF_OVERHEAD = 4
@@ -106,7 +105,14 @@ def bench_schedules(
         job.save(told.path / "race.json")
         shutil.copytree(folder / "plans", told.plans)
         with joined(link, ranks=config.ranks) as ends:
-            run_ranks(schedules_race.__name__, [str(told.path)], link=link, ends=ends, errors=told.errors)
+            start_ranks(
+                schedules_race.__name__,
+                [str(told.path)],
+                errors=told.errors,
+                stages_of_rank=[[rank] for rank in range(config.ranks)],
+                ends=ends,
+                device=link.device,
+            )
         measured = told.path / "measured.json"
         if not measured.exists():
             raise TransportError("the ranks ended without a result; look at their output above")
