@@ -59,7 +59,6 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str]) -
             console.refuse(error)
             codes.append(REFUSED)
         except KeyboardInterrupt as stop:
-            folder.release()
             stop.add_note(stopping.kept(folder.path))
             raise
 
