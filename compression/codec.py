@@ -19,19 +19,22 @@ from .frame import (
     ALIGNMENT,
     MASKED,
     Header,
+    accounts,
     check_memory,
     header_bytes,
     no_tensor,
     read_header,
     write_header,
 )
-from .geometry import Geometry, Words, contiguous, gather, geometry, in_memory, scatter
-from .masked import bitmap_for, bitmap_of, has_bitmap, pack_masked, unpack_masked
-from .memory import SMALL_BYTES, Kept, cut, lent, memory, new_bytes
-from .raw import Codec
+from .geometry import Geometry, Words, contiguous, gather, geometry, in_memory
+from .masked import bitmap_of, has_bitmap, pack_masked
+from .memory import SMALL_BYTES, Kept, cut, new_bytes
+from .promise import Promise
+from .raw import Codec, Raw
 from .registry import CODECS as CODECS
 from .registry import LOSSY_CODECS as LOSSY_CODECS
-from .registry import ZERO_VALUE, codec_named
+from .registry import ZERO_VALUE, codec_named, inner_of
+from .unpack import check_bytes, unpacked
 
 _kept = Kept()
 
@@ -109,7 +112,9 @@ def pack_into(
     if bitmap is None or not bitmap.suits(dtype, geo):
         bitmap, packed = None, chosen.pack(words, buffer.data_ptr() + start)
     else:
-        packed = pack_masked(words, bitmap, buffer.data_ptr() + start, ZERO_VALUE, _inner(codec))
+        packed = pack_masked(words, bitmap, buffer.data_ptr() + start, ZERO_VALUE, inner_of(codec))
+    if bitmap is None and not accounts(packed.num_bytes, geo):  # wide gaps around what shrank to nothing
+        packed = Raw().pack(words, buffer.data_ptr() + start)
     header = Header(
         codec=packed.codec,
         dtype=dtype,
@@ -124,68 +129,48 @@ def pack_into(
     return write_header(buffer, header) + packed.num_bytes
 
 
-def decode(frame: Tensor, buffer: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor | None:
-    """Unpack a frame: same bits, shape, strides and address mod 64, outside autograd.
+def decode(
+    frame: Tensor, buffer: Tensor | None = None, *, mask: Tensor | None = None, max_bytes: int | None = None
+) -> Tensor | None:
+    """Unpack a frame: same bits, shape, strides and address mod 64, outside autograd; a bool is 0 or 1.
+
+    Memory is taken only once the payload accounts for it: with the gaps between elements at most 64 bytes per
+    byte of a raw payload, 4,096 of a packed one, or of the mask's; while it unpacks, up to three times that.
 
     Args:    frame: 1-D uint8 tensor of the frame's exact length.
              buffer: memory for the tensor, 1-D uint8 at a multiple of 64 and of at least
              ``decoded_bytes(header)`` bytes; default: new memory.
              mask: the frame that ``encode`` was given as mask; needed if it was used.
+             max_bytes: refuse a tensor of more bytes, its gaps and repeated elements included; default: what
+             the header says.
     Returns: the tensor, or None for the frame of None.
-    Raises:  CodecError: the frame is truncated or damaged, or the buffer does not fit; nothing else ever.
+    Raises:  CodecError: the frame is truncated or damaged, the buffer does not fit, or there is no memory;
+             nothing else ever.
     """
     if isinstance(frame, Tensor) and frame.is_cuda:
         from . import gpu
 
-        return gpu.decode(frame, mask=mask)
+        return gpu.decode(frame, mask=mask, max_bytes=max_bytes)
     header = read_header(frame)
     if frame.numel() != (length := header_bytes(len(header.sizes)) + header.payload_bytes):
         raise CodecError(f"this frame has {length} bytes, found {frame.numel()}; cut off what follows it")
-    return _unpack(frame, header, buffer, mask)
+    check_bytes(header, max_bytes)
+    return unpacked(frame, header, buffer, mask)
 
 
-def decode_received(buffer: Tensor, *, mask: Tensor | None = None) -> tuple[Tensor | None, int]:
+def decode_received(
+    buffer: Tensor, promise: Promise, *, mask: Tensor | None = None
+) -> tuple[Tensor | None, int]:
     """Unpack the frame at the start of ``buffer``, which was posted before anybody knew how long it would be.
 
+    Args:    promise: what must come; nothing is allocated for anything else.
+             mask: as ``decode``.
     Returns: the tensor as ``decode``, and the length of the frame in bytes.
-    Raises:  CodecError: as ``decode``.
+    Raises:  CodecError: as ``decode``, or the promise is broken.
     """
     header = read_header(buffer)
-    return _unpack(buffer, header, None, mask), header_bytes(len(header.sizes)) + header.payload_bytes
-
-
-def _unpack(frame: Tensor, header: Header, buffer: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    if header.dtype is None:
-        return None
-    start, geo, codec = header_bytes(len(header.sizes)), header.geometry, codec_named(header.codec)
-    masked = bool(header.flags & MASKED)
-    bitmap = bitmap_for(header, mask, ZERO_VALUE) if masked else None
-    if not masked and not codec.fits(geo.num_words, geo.word_bits, header.payload_bytes):
-        found = f"{header.payload_bytes} bytes for {geo.num_stored} elements of {geo.item_bytes}"
-        raise CodecError(f"a {header.codec} payload suits its elements, found {found}; it is damaged")
-    needed = header.address + geo.span * geo.item_bytes
-    storage, base = memory(needed) if buffer is None else lent(buffer, needed, geo.item_bytes)
-    first = base + header.address
-    words = None if geo.order == "dense" else new_bytes(geo.num_words * geo.word_bits // 8)
-    address = storage.data_ptr() + first if words is None else words.data_ptr()
-    out = Words(address, geo.num_words, geo.word_bits, header.dtype)
-    if bitmap is None:
-        codec.unpack(frame.data_ptr() + start, header.payload_bytes, out)
-    else:
-        inner = _inner(header.codec)
-        unpack_masked(frame.data_ptr() + start, header.payload_bytes, bitmap, out, ZERO_VALUE, inner)
-    if words is not None:
-        scatter(words, storage, first, geo)
-    if header.dtype.is_complex:  # torch.empty warns of the experimental ones, which the sender chose
-        tensor = torch.empty(0, dtype=torch.uint8).view(header.dtype)
-    else:
-        tensor = torch.empty(0, dtype=header.dtype)
-    return tensor.set_(storage, first // geo.item_bytes, geo.sizes, geo.strides)
-
-
-def _inner(codec: str) -> Codec | None:
-    """The codec that a combination packs the values with."""
-    return CODECS.get(codec.partition("+")[2])
+    promise.hold(header)
+    return unpacked(buffer, header, None, mask), header_bytes(len(header.sizes)) + header.payload_bytes
 
 
 def _geometry_of(tensor: Tensor) -> Geometry:

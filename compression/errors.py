@@ -16,6 +16,10 @@ class PlanError(PenstockError):
     """A model, graph, cut or plan that cannot be trained as asked."""
 
 
+class Disagreement(PlanError):
+    """What ranks were given differs, or one of them refused it; every rank raises it at the same point."""
+
+
 class ScheduleError(PenstockError):
     """A schedule that does not exist, does not suit the micro-batches, or would deadlock."""
 

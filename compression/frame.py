@@ -1,7 +1,8 @@
 """The frame: one packed tensor as bytes, header and payload, in the same layout for every device.
 
 It is the only thing that leaves a stage, so its header says everything a receiver needs, and all of it is
-checked before anything is allocated (law L9). Little-endian, every section at a multiple of 64 bytes::
+checked before anything is allocated (law L9), at a cost that grows with its dimensions alone. Little-endian,
+every section at a multiple of 64 bytes::
 
     header   4s magic, u16 version, u8 codec, u8 dtype, u8 flags, u8 number of dimensions, u8 address mod 64,
              u8 requires_grad, u32 CRC32 of all the rest, u64 payload bytes, u64 payload checksum (0: none),
@@ -36,7 +37,7 @@ ALIGNMENT = 64
 BLOCK = 4096  # words per block of a zero_value payload
 NO_TENSOR = 1  # flag: this frame stands for None, as where there is no gradient
 MASKED = 2  # flag: values alone, at the set bits of a bitmap that the reader has; its checksum is the frame's
-MAX_RATIO = 4096  # raw bytes per payload byte: a few bytes must not ask for a machine's memory
+MAX_RATIO = 4096  # bytes laid out, gaps included, per payload byte: few must not ask for a machine's memory
 # A codec's number in the header is its place here: append, never reorder.
 CODEC_NAMES = (
     "raw", "zero_value", "zero_value+lz4", "exponent", "zero_value+exponent", "byte_plane",
@@ -93,6 +94,11 @@ MAX_HEADER_BYTES = header_bytes(MAX_DIMS)
 def frame_bytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
     """The longest frame of a tensor of these sizes, in bytes: what a receiver posts."""
     return header_bytes(len(sizes)) + math.prod(sizes) * dtype.itemsize
+
+
+def accounts(payload_bytes: int, geo: Geometry) -> bool:
+    """Whether a payload is long enough to ask for the memory of this geometry, gaps included."""
+    return geo.span * geo.item_bytes <= payload_bytes * MAX_RATIO
 
 
 def decoded_bytes(header: Header) -> int:
@@ -167,6 +173,11 @@ def read_header(buffer: Tensor) -> Header:
     return parse_header(ctypes.string_at(buffer.data_ptr(), min(length, MAX_HEADER_BYTES)), length)
 
 
+def asks_gradient(buffer: Tensor) -> bool:
+    """Whether the header at the start of ``buffer``, which was read and checked, says requires_grad."""
+    return ctypes.string_at(buffer.data_ptr() + _START.size - 1, 1) != b"\0"
+
+
 def parse_header(text: bytes, length: int) -> Header:
     """Read and check the header in ``text``, the first bytes of a frame (``MAX_HEADER_BYTES`` are enough).
 
@@ -198,9 +209,10 @@ def parse_header(text: bytes, length: int) -> Header:
 
 
 def _check(header: Header) -> None:
-    """Refuse what is well-formed but cannot be, cheap questions first.
+    """Refuse what is well-formed but cannot be.
 
-    The payload, whose bytes are really there, bounds the elements before anything is enumerated.
+    The payload, whose bytes are really there, bounds the memory that is asked for; of values alone the mask
+    does, which has the same geometry. Nothing is enumerated: what only that would tell, ``scatter`` finds.
     """
     if header.dtype is None or header.flags & NO_TENSOR:
         if header != no_tensor():
@@ -210,14 +222,14 @@ def _check(header: Header) -> None:
     if header.address >= ALIGNMENT or header.address % geo.item_bytes:
         found = f"{header.address} for elements of {geo.item_bytes} bytes"
         raise CodecError(f"an address mod {ALIGNMENT} suits its elements, found {found}; it is damaged")
+    if not geo.plausible:
+        rule = f"elements in a frame do not overlap and span at most {MAX_SPREAD} times their number"
+        raise CodecError(f"{rule}, found sizes {header.sizes}, strides {header.strides}; it is damaged")
     raw = geo.num_stored * geo.item_bytes
     if header.codec == "raw":
         fits = payload == raw and not header.flags
     else:
-        fits = payload < raw and (header.flags == MASKED or raw <= payload * MAX_RATIO)
+        fits = payload < raw and (header.flags == MASKED or accounts(payload, geo))
     if not fits:
-        found = f"{payload} bytes for {geo.num_stored} elements of {geo.item_bytes}"
+        found = f"{payload} bytes for {geo.num_stored} elements of {geo.item_bytes}, span {geo.span}"
         raise CodecError(f"a {header.codec} payload suits its elements, found {found}; it is damaged")
-    if not geo.travels:
-        rule = f"elements in a frame do not overlap and span at most {MAX_SPREAD} times their number"
-        raise CodecError(f"{rule}, found sizes {header.sizes}, strides {header.strides}; it is damaged")

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,9 +57,18 @@ class Geometry:
     words_per_item: int  # 2 for 16-byte elements, else 1
 
     @property
+    def plausible(self) -> bool:
+        """Whether its sizes and strides alone allow it in a frame, at no more cost than its dimensions.
+
+        Of dimensions that interleave only a look at every place tells whether two elements share one."""
+        return self.order not in ("overlapping", "spread")
+
+    @property
     def travels(self) -> bool:
-        """Whether a frame may have this geometry; other tensors are made contiguous first."""
-        return self.order in ("dense", "gaps") or (self.order == "scattered" and _distinct(self.walk))
+        """Whether a frame may have this geometry; other tensors are made contiguous first.
+
+        Asked of a tensor in memory: it may cost as much as the tensor is long."""
+        return self.plausible and (self.order != "scattered" or _distinct(self.walk, self.span))
 
 
 @lru_cache(maxsize=4096)
@@ -132,18 +140,17 @@ def _order(walk: Sequence[tuple[int, int]], num_stored: int, span: int) -> str:
 
 
 @lru_cache(maxsize=256)
-def _distinct(walk: Sequence[tuple[int, int]]) -> bool:
+def _distinct(walk: Sequence[tuple[int, int]], span: int) -> bool:
     """Whether no two elements share a place."""
-    return not (np.diff(_places(walk)) == 0).any()
+    num_places = int(torch.count_nonzero(_taken(walk, span, torch.device("cpu"))))
+    return num_places == math.prod(size for size, _ in walk)
 
 
-def _places(walk: Sequence[tuple[int, int]]) -> np.ndarray:
-    """The offset of every element from the first, ascending; only for dimensions that interleave: rare."""
-    places = np.zeros(1, np.int64)
-    for size, stride in walk:
-        places = np.add.outer(places, np.arange(size, dtype=np.int64) * stride).reshape(-1)
-    places.sort()
-    return places
+def _taken(walk: Sequence[tuple[int, int]], span: int, device: torch.device) -> Tensor:
+    """Which of the ``span`` places hold an element; only for dimensions that interleave: rare."""
+    taken = torch.zeros(span, dtype=torch.bool, device=device)
+    taken.as_strided([size for size, _ in walk], [stride for _, stride in walk]).fill_(True)
+    return taken
 
 
 def _view(
@@ -166,17 +173,25 @@ def gather(tensor: Tensor, geo: Geometry) -> Tensor:
     if not geo.travels:
         return _view(storage, first, geo, tuple(zip(geo.sizes, geo.strides, strict=True))).contiguous()
     if geo.order == "scattered":
-        return _view(storage, first, geo, [(geo.span, 1)])[torch.from_numpy(_places(geo.walk))]
+        flat = _view(storage, first, geo, [(geo.span, 1)])
+        return flat.masked_select(_taken(geo.walk, geo.span, flat.device)[:, None])
     return _view(storage, first, geo, geo.walk).contiguous()
 
 
 def scatter(words: Tensor, storage: torch.UntypedStorage, first_byte: int, geo: Geometry) -> None:
-    """Undo ``gather``: put ``words`` (as bytes) at their places in ``storage``, and zeros into the gaps."""
+    """Undo ``gather``: put ``words`` (as bytes) at their places in ``storage``, and zeros into the gaps.
+
+    Raises: CodecError: two of them have one place.
+    """
     first = first_byte // (geo.word_bits // 8)
     flat = _view(storage, first, geo, [(geo.span, 1)]).zero_()
     words = words.view(flat.dtype)
     if geo.order == "scattered":
-        flat[torch.from_numpy(_places(geo.walk))] = words.view(-1, geo.words_per_item)
+        taken = _taken(geo.walk, geo.span, flat.device)
+        if int(torch.count_nonzero(taken)) != geo.num_stored:
+            found = f"sizes {geo.sizes}, strides {geo.strides}"
+            raise CodecError(f"elements in a frame do not overlap, found {found}; it is damaged")
+        flat.masked_scatter_(taken[:, None], words)
     else:
         view = _view(storage, first, geo, geo.walk)
         view.copy_(words.view(view.shape))

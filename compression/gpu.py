@@ -21,6 +21,7 @@ from .frame import (
     CODEC_NAMES,
     MASKED,
     Header,
+    accounts,
     header_bytes,
     header_text,
 )
@@ -37,6 +38,7 @@ from .gpu_checks import (
 from .masked import has_bitmap
 from .memory import memory, new_bytes
 from .registry import codec_named
+from .unpack import check_bytes, no_memory
 
 
 class Packed(NamedTuple):
@@ -86,6 +88,8 @@ def encode(
         if mask is not None and has_bitmap(codec):
             bitmap = bitmap_in(mask, tensor.dtype, header.geometry)
         frame = finish(_pack(words, buffer, start, codec, tensor.dtype, bitmap), header)
+        if bitmap is None and not accounts(frame.numel() - start, header.geometry):
+            frame = finish(_pack(words, buffer, start, "raw", tensor.dtype, None), header)
         return frame.clone() if frame.numel() * 9 < room * 8 else frame
 
 
@@ -158,36 +162,47 @@ def unpack_on_device(header: Header, payload: Tensor, out: Tensor, *, mask: Tens
     with torch.cuda.device_of(out):
         mask = mask if header.flags & MASKED else None
         assert header.dtype is not None, "a frame without a tensor has no payload"
-        return gpu_words.unpack(header.codec, payload, out.view(-1), header.dtype, mask)
+        error = gpu_words.unpack(header.codec, payload, out.view(-1), header.dtype, mask)
+        if header.dtype is torch.bool:  # as codec.decode does
+            out.view(torch.uint8).ne_(0)
+        return error
 
 
-def decode(frame: Tensor, *, mask: Tensor | None = None) -> Tensor | None:
+def decode(frame: Tensor, *, mask: Tensor | None = None, max_bytes: int | None = None) -> Tensor | None:
     """Unpack a frame to a tensor on its device, and wait for it; as ``codec.decode``.
 
     Args:    mask: the frame that ``encode`` was given as mask; needed if it was used.
-    Raises:  CodecError: the frame is truncated or damaged, or of another mask; nothing else ever.
+             max_bytes: as for ``codec.decode``.
+    Raises:  CodecError: the frame is truncated or damaged, or of another mask, or there is no memory; nothing
+             else ever.
     """
     with torch.cuda.device_of(frame):
         header = read_header(frame)
-        if header.dtype is None:
-            return None
-        geo, start = header.geometry, header_bytes(len(header.sizes))
-        bitmap = bitmap_for(header, mask) if header.flags & MASKED else None
-        check_payload(header, frame[start:], geo.num_words, geo.word_bits, bitmap)
-        storage, base = memory(header.address + geo.span * geo.item_bytes, frame.device)
-        first = base + header.address
-        in_place = geo.order == "dense" and geo.num_words > 0
-        words = gpu_launch.empty(0 if in_place else geo.num_words, geo.word_bits, frame.device)
-        if in_place:
-            words.set_(storage, first * 8 // geo.word_bits, (geo.num_words,), (1,))
-        if int(unpack_on_device(header, frame[start:], words, mask=bitmap)):
-            rule = f"bitmap, offsets and values of a {header.codec} frame agree"
-            raise CodecError(f"{rule}, these do not; it was damaged")
-        if geo.num_words and not in_place:
-            scatter(words, storage, first, geo)
-        kind = torch.uint8 if header.dtype.is_complex else header.dtype  # as codec.decode does
-        tensor = torch.empty(0, dtype=kind, device=frame.device).view(header.dtype)
-        return tensor.set_(storage, first // geo.item_bytes, geo.sizes, geo.strides)
+        check_bytes(header, max_bytes)
+        try:
+            return None if header.dtype is None else _laid_out(frame, header, header.dtype, mask)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise no_memory(error) from error
+
+
+def _laid_out(frame: Tensor, header: Header, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
+    geo, start = header.geometry, header_bytes(len(header.sizes))
+    bitmap = bitmap_for(header, mask) if header.flags & MASKED else None
+    check_payload(header, frame[start:], geo.num_words, geo.word_bits, bitmap)
+    storage, base = memory(header.address + geo.span * geo.item_bytes, frame.device)
+    first = base + header.address
+    in_place = geo.order == "dense" and geo.num_words > 0
+    words = gpu_launch.empty(0 if in_place else geo.num_words, geo.word_bits, frame.device)
+    if in_place:
+        words.set_(storage, first * 8 // geo.word_bits, (geo.num_words,), (1,))
+    if int(unpack_on_device(header, frame[start:], words, mask=bitmap)):
+        rule = f"bitmap, offsets and values of a {header.codec} frame agree"
+        raise CodecError(f"{rule}, these do not; it was damaged")
+    if geo.num_words and not in_place:
+        scatter(words, storage, first, geo)
+    kind = torch.uint8 if dtype.is_complex else dtype  # as codec.decode does
+    tensor = torch.empty(0, dtype=kind, device=frame.device).view(dtype)
+    return tensor.set_(storage, first // geo.item_bytes, geo.sizes, geo.strides)
 
 
 def _pack(

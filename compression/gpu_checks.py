@@ -22,7 +22,7 @@ from .frame import (
 )
 from .geometry import Geometry, geometry
 from .gpu_launch import at_64
-from .masked import Bitmap, has_bitmap
+from .masked import Bitmap, has_bitmap, shows_bitmap
 from .registry import codec_named
 
 
@@ -79,8 +79,7 @@ def bitmap_in(frame: Tensor, dtype: torch.dtype, geo: Geometry) -> Tensor | None
     Raises: CodecError: the frame is damaged.
     """
     header = read_header(frame)
-    unreadable = not has_bitmap(header.codec) or header.flags
-    if unreadable or not Bitmap(0, header, 0).suits(dtype, geo):
+    if not shows_bitmap(header) or not Bitmap(0, header, 0).suits(dtype, geo):
         return None
     start = header_bytes(len(header.sizes))
     return at_64(frame[start : start + sections(geo.num_words).offsets])

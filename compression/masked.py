@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .errors import CodecError
-from .frame import Header, header_bytes, read_header
+from .frame import Header, header_bytes, read_header, sections
 from .geometry import Geometry, Words
 from .pool import Scratch
 from .raw import Codec, Packed
@@ -38,12 +38,30 @@ class Bitmap(NamedTuple):
 
 
 def bitmap_of(frame: Tensor, codec: ZeroValue) -> Bitmap | None:
-    """The bitmap of a frame; None if it has none that can be read in place (it travelled raw, say)."""
+    """The bitmap of a frame; None if it has none that can be read in place (it travelled raw, say).
+
+    Raises: CodecError: the frame is damaged.
+    """
     header = read_header(frame)
-    if header.codec not in CODECS_WITH_BITMAP or header.flags:
+    if not shows_bitmap(header):
         return None
     address = frame.data_ptr() + header_bytes(len(header.sizes))
     return Bitmap(address, header, codec.bitmap_checksum(address, header.geometry.num_words))
+
+
+def shows_bitmap(header: Header) -> bool:
+    """Whether the frame of ``header`` has a bitmap that can be read in place, as long as its words need.
+
+    Raises: CodecError: its payload is too short for one.
+    """
+    if not has_bitmap(header.codec) or header.flags:
+        return False
+    needed, found = sections(header.geometry.num_words).values, header.payload_bytes
+    if found < needed:
+        raise CodecError(
+            f"bitmap and offsets of this frame take {needed} bytes, found {found}; it is damaged"
+        )
+    return True
 
 
 def bitmap_for(header: Header, mask: Tensor | None, codec: ZeroValue) -> Bitmap:
@@ -52,6 +70,8 @@ def bitmap_for(header: Header, mask: Tensor | None, codec: ZeroValue) -> Bitmap:
     Raises: CodecError: there is none, or another one.
     """
     rule = "this frame has values alone; decode it with mask=, the frame whose bitmap it was made with"
+    if not has_bitmap(header.codec):
+        raise CodecError(f"values alone are packed by {', '.join(CODECS_WITH_BITMAP)}, found {header.codec}")
     if mask is None:
         raise CodecError(f"{rule}, found none")
     bitmap = bitmap_of(mask, codec)

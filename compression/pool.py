@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .frame import ALIGNMENT
+from .memory import new_bytes
 
 _PAGE = 4096
 
@@ -89,13 +90,14 @@ class Scratch(threading.local):
 
     def __init__(self) -> None:
         """Start without memory."""
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = new_bytes(0)
 
     def address(self, num_bytes: int) -> int:
         """Where this thread has ``num_bytes`` bytes, at a multiple of 64, until it asks again."""
-        if self._buffer.numel() < num_bytes + ALIGNMENT:
-            self._buffer = torch.empty(size_class(num_bytes + ALIGNMENT), dtype=torch.uint8)
-        return -(-self._buffer.data_ptr() // ALIGNMENT) * ALIGNMENT
+        if self._buffer.numel() < num_bytes:
+            self._buffer = new_bytes(0)  # what it holds goes first, or both would be there at once
+            self._buffer = new_bytes(size_class(num_bytes))
+        return self._buffer.data_ptr()
 
 
 def size_class(num_bytes: int) -> int:

@@ -41,3 +41,8 @@ def codec_named(name: str) -> Codec:
         known = f"{', '.join(CODECS)}, or lossy: {', '.join(LOSSY_CODECS)}"
         raise CodecError(f"codec is one of {known}, found {name!r}; choose one of these")
     return found
+
+
+def inner_of(codec: str) -> Codec | None:
+    """The codec that a combination packs the values with."""
+    return CODECS.get(codec.partition("+")[2])

@@ -4,7 +4,7 @@ remedy."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..compression.errors import PlanError
 from ..stages.graph import LayerGraph, fingerprint
 from ..stages.plan import Plan
 from ..stages.rules import STREAM
 from . import group
-from .update import SCOPES
+from .update import SCOPES, Named
 
 
 def check_gradients() -> None:
@@ -31,7 +32,7 @@ def check_arguments(
     model: object, plan: object, optimizer: object, clip: object, autocast: object, deadline: float
 ) -> None:
     """What a person may pass to Pipeline."""
-    if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
+    if not isinstance(model, nn.Module) or not isinstance(plan, Plan | None):
         raise PlanError(
             f"Pipeline takes a torch module and a Plan, found {type(model).__name__} and "
             f"{type(plan).__name__}"
@@ -47,8 +48,63 @@ def check_arguments(
         raise PlanError(
             f"autocast is a dtype such as torch.bfloat16, found {autocast}; give None for no cast"
         )
-    if not deadline > 0:
-        raise PlanError(f"deadline is a number of seconds above 0, found {deadline}")
+    if not isinstance(deadline, int | float) or not deadline > 0:
+        raise PlanError(f"deadline is a number of seconds above 0, found {deadline!r}")
+
+
+def check_functions(loss: object, scheduler: object, weight: object, seed: object) -> None:
+    """What is called in every step, or once for every stage."""
+    if not callable(loss) or isinstance(loss, type):
+        what = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
+        raise PlanError(
+            f"loss is a function of (outputs, targets), found {what}; give torch.nn.CrossEntropyLoss() or a "
+            "function"
+        )
+    if scheduler is not None and not callable(scheduler):
+        raise PlanError(
+            "scheduler is a function of an optimizer, called once per stage, found "
+            f"{type(scheduler).__name__}; give lambda optimizer: StepLR(optimizer, 10)"
+        )
+    if weight is not None and not callable(weight):
+        raise PlanError(f"weight is a function of targets, found {weight!r}; give None for their number")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise PlanError(f"seed is an integer, found {seed!r}")
+
+
+def optimizer_of(optimizer: Callable[[Named], Optimizer]) -> Callable[[Named], Optimizer]:
+    """``optimizer``, whose mistakes are told as what they are; what a ValueError says, ``Update`` knows."""
+
+    def make(named: Named) -> Optimizer:
+        try:
+            return optimizer(named)
+        except (PlanError, ValueError):
+            raise
+        except Exception as error:
+            raise PlanError(f"the optimizer of a stage cannot be made: {_said_of(error)}") from error
+
+    return make
+
+
+def scheduler_of(scheduler: Callable[[Optimizer], LRScheduler]) -> Callable[[Optimizer], LRScheduler]:
+    """The same for ``scheduler``; what it makes must be stepped without arguments, after every update."""
+
+    def make(optimizer: Optimizer) -> LRScheduler:
+        try:
+            made = scheduler(optimizer)
+        except Exception as error:
+            raise PlanError(f"the scheduler of a stage cannot be made: {_said_of(error)}") from error
+        if isinstance(made, ReduceLROnPlateau) or not callable(getattr(made, "step", None)):
+            raise PlanError(
+                "scheduler makes what is stepped after every update without arguments, found "
+                f"{type(made).__name__}; use one such as StepLR or LambdaLR"
+            )
+        return made
+
+    return make
+
+
+def _said_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def check_update(model: nn.Module, plan: Plan, *, clip: object, scope: str, scaler: object) -> None:
@@ -77,25 +133,31 @@ def _check_scaler(model: nn.Module, plan: Plan, scaler: object) -> None:
             f"with {STREAM} there is no moment at which all stages hold the same step, to skip it or to move "
             "its loss scale; give scaler a number, such as 1024.0"
         )
-    half = next((n for n, p in model.named_parameters() if p.dtype == torch.float16 and p.requires_grad), "")
-    if half:
+    sparse = next((n for n, m in model.named_modules() if getattr(m, "sparse", False) is True), "")
+    if sparse:
+        raise PlanError(
+            f"a loss scale is taken off dense gradients, and {sparse} gives sparse ones; make it with "
+            "sparse=False, or give scaler=None"
+        )
+    trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
+    if half := next((name for name, dtype in trained if dtype == torch.float16), ""):
         raise PlanError(
             f"a loss scale cannot be taken off gradients of float16 without losing them, and {half} is "
             "float16; keep the parameters in float32 and give autocast=torch.float16"
         )
+    if odd := next((name for name, dtype in trained if dtype.is_complex), ""):
+        raise PlanError(
+            f"torch takes a loss scale off real gradients only, and {odd} is complex; give scaler=None"
+        )
 
 
-def check_ranks(plan: Plan) -> None:
-    """A group of ranks has as many as the plan."""
+def check_plan(plan: Plan, model: nn.Module) -> None:
+    """A group of ranks has as many as the plan, the model the parameters and buffers it was made for."""
     if group.joined() and group.num_ranks() != plan.num_ranks:
         raise PlanError(
             f"the plan is made for {plan.num_ranks} ranks, {group.num_ranks()} were started; start as many, "
             "or plan again"
         )
-
-
-def check_model(plan: Plan, model: nn.Module) -> None:
-    """The model has the parameters and buffers that the plan was made for."""
     if plan.fingerprint != fingerprint(model):
         raise PlanError(
             "a plan belongs to the model it was made for, and this model has other parameters or "
@@ -113,11 +175,14 @@ def check_versions_of(state: Mapping[str, Any], plan: Plan) -> None:
         )
 
 
-def _said(versions: Mapping[str, Any] | None) -> str:
+def _said(versions: object) -> str:
     if versions is None:
         return "a synchronous schedule"
+    known = {"schedule", "weights", "prediction", "cuts"}
+    if not isinstance(versions, Mapping) or not known <= set(versions):
+        return "no known versions"
     predicted = ", prediction=true" if versions["prediction"] else ""
-    cuts = ",".join(versions["cuts"])
+    cuts = ",".join(map(str, versions["cuts"])) if isinstance(versions["cuts"], list | tuple) else "?"
     return f"schedule={versions['schedule']} weights={versions['weights']}{predicted} cuts=[{cuts}]"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..compression.choose import AUTO, Cost, candidates, check_name, sample, trial
-from ..compression.codec import encode
+from ..compression.codec import CODECS, encode
 from ..compression.masked import has_bitmap
 from ..compression.pool import Pool
 from . import group
@@ -49,7 +49,7 @@ class Auto:
     """
 
     def __init__(self, *, deadline: float) -> None:
-        self.deadline = deadline
+        self.deadline, self.codecs = deadline, frozenset(CODECS)
         self.pool = Pool()
         self.number = 0
         self.chosen: Choice | None = None  # None: START for everything

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -40,9 +41,11 @@ def positional(inputs: Any, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
         inputs = tuple(inputs[name] for name in names)
     tensors = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     if len(tensors) != len(names) or not all(isinstance(x, torch.Tensor) for x in tensors):
+        few = tensors[: len(names) + 1]
+        kinds = ", ".join(type(x).__name__ for x in few) + (", ..." if len(few) < len(tensors) else "")
         raise PlanError(
-            f"the model takes {len(names)} tensors ({', '.join(names)}), found {len(tensors)}; give one for "
-            "each"
+            f"the model takes {len(names)} tensors ({', '.join(names)}), found {len(tensors)} ({kinds}); "
+            "give a tensor for each: torch.as_tensor makes one of an array, torch.stack of samples"
         )
     return tensors
 
@@ -55,6 +58,7 @@ def micro_batches(
     ``weight(targets)`` says over how much the loss of a micro-batch is a mean; None: over its samples."""
     leaves, spec = tree_flatten(targets)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    _refuse_unsplit(leaves, (*inputs, *tensors), samples=len(inputs[0]) if inputs[0].dim() else 0)
     lengths = {x.shape[0] if x.dim() else None for x in (*inputs, *tensors)}
     if len(lengths) != 1 or not (length := lengths.pop()):
         found = sorted({str(tuple(x.shape)) for x in (*inputs, *tensors)})
@@ -68,7 +72,7 @@ def micro_batches(
         leaf.tensor_split(number) if isinstance(leaf, torch.Tensor) else [leaf] * number for leaf in leaves
     ]
     parts = [tree_unflatten([_fresh(column[i]) for column in split_targets], spec) for i in range(number)]
-    weights = [split[0][i].shape[0] if weight is None else weight(parts[i]) for i in range(number)]
+    weights = [split[0][i].shape[0] if weight is None else _weight(weight, parts[i]) for i in range(number)]
     total = sum(weights)
     if not total > 0:
         raise PlanError(
@@ -80,6 +84,30 @@ def micro_batches(
         )
         for i in range(number)
     ]
+
+
+def _refuse_unsplit(targets: Sequence[Any], tensors: Sequence[torch.Tensor], *, samples: int) -> None:
+    """Refuse what would go to every micro-batch as a whole, or cannot be split."""
+    numbers = len(targets) == samples > 1 and all(isinstance(leaf, int | float) for leaf in targets)
+    if numbers or any(isinstance(leaf, numpy.ndarray) for leaf in targets):
+        raise PlanError(
+            "targets are tensors, which are split like the inputs, found "
+            f"{'a list of numbers' if numbers else 'an array'}; give torch.as_tensor(targets)"
+        )
+    for tensor in tensors:
+        if tensor.layout != torch.strided or tensor.is_nested or not tensor.is_cpu:
+            kind = "nested" if tensor.is_nested else str(tensor.layout)
+            raise PlanError(
+                f"inputs and targets are dense tensors on the CPU, found a {kind} one on {tensor.device}; "
+                "convert it first"
+            )
+
+
+def _weight(weight: Callable[[Any], float], targets: Any) -> float:
+    found = weight(targets)
+    if not isinstance(found, int | float) and not (isinstance(found, torch.Tensor) and found.numel() == 1):
+        raise PlanError(f"weight says of targets over how much the loss is a mean, a number, found {found!r}")
+    return found  # pyright: ignore[reportReturnType] (a tensor of one element counts as a number)
 
 
 def joined(parts: Sequence[Any]) -> Any:

@@ -204,7 +204,12 @@ def _codecs(summary: Mapping[str, Any]) -> list[str]:
 
 def refuse(error: BaseException) -> None:
     """Print the one sentence of an error, on standard error."""
-    print(f"penstock: {' '.join(str(error).split())}", file=sys.stderr)
+    warn(str(error))
+
+
+def warn(sentence: str) -> None:
+    """Print a sentence on standard error, in one line."""
+    print(f"penstock: {' '.join(sentence.split())}", file=sys.stderr)
 
 
 def packed(raw: float, sent: float) -> str:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from ..compression.errors import PenstockError, StageError, TransportError
+from ..stages.flags import Flags
 from ..stages.seeds import layer_seed
 from ..stages.stage import Stage
 from .batches import MicroBatch
@@ -46,7 +47,7 @@ WORDS = {
 class Engine:
     """Runs this process's programs over its stages.
 
-    Args:    parameters: id() of every parameter of the model, which no loss may read beside the outputs."""
+    Args:    parameters: those of the model, held weakly: no loss may read one beside the outputs."""
 
     def __init__(
         self,
@@ -57,13 +58,15 @@ class Engine:
         policy: Policy,
         loss: Loss,
         update: Update,
-        parameters: Collection[int],
+        flags: Flags,
+        parameters: Container[object],
         seed: int,
     ) -> None:
         self.rank, self.stages, self.transport = rank, stages, transport
         self.frames = Frames(transport, policy=policy, noted=any(stage.stores for stage in stages.values()))
         self.crossing = Crossing(self.frames)
         self.loss, self.update, self.parameters, self.seed = loss, update, parameters, seed
+        self.flags = flags
         self.run = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -115,7 +118,7 @@ class Engine:
             self._begin("eval")
             for instruction in program:
                 stage = self.stages[instruction.stage]
-                with self._told(f"stage {stage.index}, forward"):
+                with self._told(f"stage {stage.index}, forward"), self.flags.evaluating():
                     received = self.crossing.arrive(instruction, inputs)
                     route = itinerary.routes[0][stage.index]
                     sent, outputs = stage.evaluate(received, record=itinerary.records[0], route=route)
@@ -135,17 +138,25 @@ class Engine:
     def _told(self, where: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
-            raise self._failure(where, error) from error
+        except BaseException as error:
+            self._fail(where, error)
 
-    def _failure(self, where: str, error: Exception) -> PenstockError:
+    def _fail(self, where: str, error: BaseException) -> NoReturn:
+        """Raise what is told of an error, SystemExit in a layer included; Ctrl-C stays what it is."""
+        failure = self.failure(where, error)
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        raise failure from error
+
+    def failure(self, where: str, error: BaseException) -> PenstockError:
         """Say of an error where it was, leave word for the other ranks, and let go of what was running."""
         kind = type(error) if isinstance(error, PenstockError) else StageError
         what = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+        what = what.removesuffix(": ")
         sentence = what if what.startswith("rank ") else f"rank {self.rank}, {where}: {what}"
         if not self.failed:
+            self.failed = sentence
             self.transport.fail(sentence)
-        self.failed = sentence
         for stage in self.stages.values():
             stage.stop()
         return kind(sentence)
@@ -155,8 +166,9 @@ class Engine:
         self.failed = ""
         self.reports = {index: StageReport(live_versions=1) for index in self.stages}
         for stage in self.stages.values():
+            stage.moved = self.flags.moved
             if not self.itinerary.goes_on:
-                stage.begin(mode)
+                stage.stop()
         self.crossing.begin(self.itinerary, self.reports)
         self.frames.begin(self.itinerary, training=mode == "train")
 
@@ -165,10 +177,10 @@ class Engine:
         self.frames.start()
         try:
             run(instruction)
-        except Exception as error:
+        except BaseException as error:
             of = "" if instruction.micro_batch is None else f" of micro-batch {instruction.micro_batch}"
             what = f"{WORDS[instruction.op]}{of}, step {self.number}"
-            raise self._failure(f"stage {instruction.stage}, {what}", error) from error
+            self._fail(f"stage {instruction.stage}, {what}", error)
         end, waited = time.perf_counter(), self.frames.waited
         report = self.reports[instruction.stage]
         report.compute_seconds += end - start - waited
@@ -202,12 +214,13 @@ class Engine:
             batch=batch.batch,
         )
         self.crossing.leave(instruction, sent)
-        stage.leave(index, self.frames.placed)
-        self.frames.let_go(stage.index, [m for m in self.itinerary.receives[instruction] if not m.masked])
         if stage.last:
             self._lose(stage, index, outputs, batch)
             if self.wanted:
                 self.outputs[index] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), outputs)
+        # Behind the loss: it may write to the outputs, and a backward reads memory as it is by then.
+        stage.leave(index, self.frames.came(instruction), self.frames.went)
+        self.frames.let_go(stage.index, [m for m in self.itinerary.receives[instruction] if not m.masked])
 
     def _lose(self, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:
         with stage.weights.backward(index):  # outputs may be parameters

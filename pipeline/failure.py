@@ -9,15 +9,17 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..compression.errors import PenstockError, TransportError
+from .processes import Ends
 
-TOLD_TO_END = 128 + signal.SIGTERM
-"""The exit code of a rank that ends because the launcher told it to."""
+_GLOO = "gloo/transport"
+"""Stands in what gloo says of a connection that broke, which is never a rank's own failure."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,7 @@ class Failure:
     trace: list[str]
 
 
-def leave(errors: Path, error: Exception) -> None:
+def leave(errors: Path, error: BaseException) -> None:
     """Write what ended this rank into the folder ``errors``, whole or not at all."""
     rank = int(os.environ.get("RANK", "0"))
     path = errors / f"rank{rank}.json"
@@ -41,14 +43,17 @@ def leave(errors: Path, error: Exception) -> None:
     failure = Failure(
         rank=rank,
         sentence=sentence if sentence.startswith(f"rank {rank}") else f"rank {rank}: {sentence}",
-        consequence=isinstance(error, TransportError),
+        consequence=isinstance(error, TransportError) or _GLOO in str(error),
         at=time.time(),
         trace="".join(traceback.format_exception(error)).splitlines(),
     )
-    errors.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(dataclasses.asdict(failure), indent=1))
-    part.replace(path)
+    try:
+        errors.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(dataclasses.asdict(failure), indent=1))
+        part.replace(path)
+    except OSError as refused:  # a full disk may be the very error
+        print(f"{failure.sentence} ({path} cannot be written: {refused.strerror})", file=sys.stderr)
 
 
 def read_failures(errors: Path) -> list[Failure]:
@@ -61,32 +66,31 @@ def read_failures(errors: Path) -> list[Failure]:
 
 
 def cause(
-    ends: Mapping[int, int], failures: Sequence[Failure], *, stages_of_rank: Sequence[Sequence[int]]
+    ends: Ends, failures: Sequence[Failure], *, stages_of_rank: Sequence[Sequence[int]]
 ) -> PenstockError:
-    """Choose what to tell: a rank's own error, else a rank that ended mute, else the first that lost a peer.
-
-    Args: ends: the exit code of each failed rank, negative for a signal, the launcher's own SIGTERM included.
-    """
+    """Choose what to tell: a rank's own error, else a rank that ended mute, else one that did not even end
+    when told to, else the first that lost a peer."""
     own = [failure for failure in failures if not failure.consequence]
     if own:
         return PenstockError(own[0].sentence)
-    mute = {rank: code for rank, code in ends.items() if code not in (-signal.SIGTERM, TOLD_TO_END)}
-    for failure in failures:
-        mute.pop(failure.rank, None)
+    told = {failure.rank for failure in failures}
+    mute = [rank for rank in ends.codes if rank not in told]
     seen = f"; {failures[0].sentence}" if failures else ""
     if mute:
-        rank = min(mute)
-        return TransportError(f"{_named(rank, stages_of_rank)} {_how(mute[rank])}{seen}")
-    if failures:
-        return TransportError(failures[0].sentence)
-    return TransportError(f"{_named(min(ends), stages_of_rank)} was ended from outside by SIGTERM")
+        # gloo may abort a process whose peer has gone, so an abort is the last to be the cause.
+        rank = min(mute, key=lambda rank: ends.codes[rank] == -signal.SIGABRT)
+        return TransportError(f"{_named(rank, stages_of_rank)} {_how(ends.codes[rank])}{seen}")
+    if ends.stuck:
+        named = _named(ends.stuck[0], stages_of_rank)
+        return TransportError(f"{named} was stopped or hangs: it did not even end when it was told to{seen}")
+    return TransportError(failures[0].sentence)
 
 
 def _how(code: int) -> str:
     """Say how a rank ended that left no sentence."""
     if code >= 0:
         return f"ended with exit code {code} and gave no reason; look at its output above"
-    name = signal.Signals(-code).name
+    name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
     return f"was killed by {name}" + "; if nobody did that, memory ran out" * (name == "SIGKILL")
 
 

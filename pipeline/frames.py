@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from ..compression.codec import buffer_bytes, decode_received, pack_into
-from ..compression.errors import StageError
+from ..compression.errors import CodecError, StageError
+from ..compression.frame import asks_gradient
 from ..compression.geometry import geometry
 from ..compression.pool import Frame
-from ..stages.memory.held import place
-from ..stages.probe import Value
-from .instruction import Op
+from ..stages.probe import NUMBERS, Value
+from .instruction import Instruction, Op
 from .messages import Itinerary, Message
 from .policy import Policy
 from .prices import MASKED, Flow, flow_of
@@ -28,8 +28,8 @@ from .transport import Transport
 class Frames:
     """Packs what leaves a stage and unpacks what arrives.
 
-    ``placed`` has the frames of an instruction's values by where these lie (``memory.held.place``), if they
-    are to be ``noted`` for a store of saved tensors; ``waited`` and ``packing`` count the seconds without a
+    ``went`` has by number what an instruction packed and sent downstream, with its frame, if that is to be
+    ``noted`` for a store of saved tensors; ``waited`` and ``packing`` count the seconds without a
     frame and those of packing and unpacking, ``bytes_raw`` and ``bytes_sent`` what was sent in ``codecs``,
     all for one instruction; ``totals`` the bytes of every flow in training, unpacked and
     packed."""
@@ -37,7 +37,8 @@ class Frames:
     def __init__(self, transport: Transport, *, policy: Policy, noted: bool) -> None:
         self.transport, self.policy, self.noted = transport, policy, noted
         self.kept: dict[tuple[int, Message], Frame] = {}
-        self.placed: dict[tuple[int, int], Frame] = {}
+        self.went: dict[int, tuple[torch.Tensor, Frame]] = {}
+        self.frozen: set[tuple[int, Message]] = set()
         self.start()
         self.totals: dict[Flow, tuple[int, int]] = {}
 
@@ -50,6 +51,7 @@ class Frames:
             for frame in self.kept.values():
                 frame.release()
             self.kept.clear()
+            self.frozen.clear()
         self.transport.begin(itinerary)
 
     def end(self) -> None:
@@ -58,13 +60,17 @@ class Frames:
         self.transport.end()
 
     def start(self) -> None:
-        """Begin to count, and to note where the tensors lie whose frames pass, for the next instruction."""
+        """Begin to count, and to note what is packed, for the next instruction."""
         self.waited = self.packing = 0.0
         self.bytes_raw = self.bytes_sent = 0
         self.codecs: dict[str, None] = {}
-        for frame in self.placed.values():
+        for _, frame in self.went.values():
             frame.release()
-        self.placed.clear()
+        self.went.clear()
+
+    def came(self, instruction: Instruction) -> dict[int, Frame]:
+        """The frames of the values that an instruction received, by number."""
+        return {m.value: self.kept[m.target, m] for m in self.itinerary.receives[instruction]}
 
     def receive(self, message: Message) -> Any:
         """Wait for a frame and unpack it; a value's frame is kept as it came until ``let_go``."""
@@ -72,18 +78,30 @@ class Frames:
         frame = self.transport.receive(message)
         came = time.perf_counter()
         mask = self._mask(message, message.target)
-        item, frame.num_bytes = decode_received(frame.buffer, mask=mask)
+        promise = self.itinerary.promise(
+            message, self.policy.codecs, none=self._may_be_none(message, message.target)
+        )
+        try:
+            item, frame.num_bytes = decode_received(frame.buffer, promise, mask=mask)
+        except CodecError as error:
+            raise CodecError(f"{_name(message, self.itinerary)}: {error}") from error
         if item is not None and message.op is Op.F and self.policy.sees(message):
             self.policy.arriving(message, item)
         self.waited += came - began
         self.packing += time.perf_counter() - came
         if message.op is Op.F:
             self.kept[message.target, message] = frame
-            self._note(item, frame)
         else:
             frame.release()
-        number = self.itinerary.value(message).number
-        return item if number is None or item is None else number(item.item())
+        value = self.itinerary.value(message)
+        if item is None:
+            return None
+        if value.number is not None:
+            return item.item()
+        if value.requires_grad and message.op is Op.F:
+            item.requires_grad_(asks_gradient(frame.buffer))
+            self._ask(message, message.target, item)
+        return item
 
     def send(self, message: Message, item: Any) -> tuple[int, int]:
         """Send a value or gradient, in the frame in which it came if it did; returns bytes raw and packed."""
@@ -95,8 +113,10 @@ class Frames:
             frame = self.kept[message.source, came].hold()
         if message.op is Op.F and message.masked:
             self.kept[message.source, message] = frame.hold()
-        if message.op is Op.F:
-            self._note(item, frame)
+        if message.op is Op.F and came is None:
+            self._note(message, item, frame)
+        if message.op is Op.F and value.requires_grad:
+            self._ask(message, message.source, item)
         raw, sent = 0 if item is None else value.num_bytes, frame.num_bytes
         if self.training:
             flow = self._flow(message)
@@ -118,18 +138,22 @@ class Frames:
             self.flows[message] = flow_of(message, self.itinerary)
         return self.flows[message]
 
-    def _note(self, item: Any, frame: Frame) -> None:
-        """Note where a value lies, so that who saves it need not pack it again."""
+    def _note(self, message: Message, item: Any, frame: Frame) -> None:
+        """Note the frame of a value, so that who saved it need not pack it again."""
         if not self.noted or not isinstance(item, torch.Tensor) or item.is_conj() or item.is_neg():
             return  # a frame holds what a lazy conjugate means, its memory what it was made from
-        if place(item) not in self.placed:
-            self.placed[place(item)] = frame.hold()
+        self.went[message.value] = item, frame.hold()
 
     def _pack(self, message: Message, value: Value, item: Any) -> Frame:
         if value.number is not None:
-            item = torch.tensor(item, dtype=value.dtype)
+            item = torch.tensor(item, dtype=NUMBERS[type(item)])  # as it is now, not as it was when traced
         elif item is not None:
             _check_tensor(message, value, item)
+        elif not self._may_be_none(message, message.source):
+            raise StageError(
+                f"a gradient comes back to {value.name}, as it was traced, found None; a loss that has "
+                "nothing to learn from a micro-batch reads its outputs all the same: outputs.sum() * 0"
+            )
         began = time.perf_counter()
         if item is not None and self.policy.sees(message):
             self.policy.leaving(message, item)
@@ -137,9 +161,21 @@ class Frames:
         codec, pool = named.removeprefix(MASKED), self.transport.pool
         mask = None if codec == named else self._mask(message, message.source)
         buffer = pool.take(buffer_bytes(value.shape, value.dtype, codec))
-        num_bytes = pack_into(item, buffer, codec=codec, requires_grad=value.requires_grad, mask=mask)
+        asks = value.requires_grad and (item is None or message.op is Op.B or item.requires_grad)
+        num_bytes = pack_into(item, buffer, codec=codec, requires_grad=asks, mask=mask)
         self.packing += time.perf_counter() - began
         return Frame(buffer, num_bytes, pool)
+
+    def _ask(self, message: Message, stage: int, item: torch.Tensor) -> None:
+        """Remember, at either end, a value that was frozen since the trace and asks for no gradient now."""
+        if not item.requires_grad:
+            self.frozen.add((stage, message))
+
+    def _may_be_none(self, message: Message, stage: int) -> bool:
+        """Whether a message may bring None: a gradient not asked for, or one that autograd may not make."""
+        if message.op is Op.F:
+            return False
+        return not self.itinerary.brings_one(message) or (stage, message.downstream) in self.frozen
 
     def _mask(self, message: Message, stage: int) -> torch.Tensor | None:
         """The frame whose bitmap says where the gradient ``message`` matters."""
@@ -149,11 +185,22 @@ class Frames:
         return frame.buffer[: frame.num_bytes]
 
 
+def _name(message: Message, itinerary: Itinerary) -> str:
+    what = "the gradient of" if message.op is Op.B else "the value"
+    way = f"from stage {message.source} on rank {itinerary.rank_of[message.source]}"
+    return f"{what} {itinerary.value(message).name} of micro-batch {message.micro_batch}, {way}"
+
+
 def _check_tensor(message: Message, value: Value, tensor: torch.Tensor) -> None:
     """Refuse what the receiver does not expect, or would get in another geometry than it has here."""
     if (tuple(tensor.shape), tensor.dtype) != (value.shape, value.dtype):
         found = f"{tuple(tensor.shape)} {tensor.dtype}"
         raise StageError(f"{value.name} was {value.shape} {value.dtype} when it was traced, found {found}")
+    if message.op is Op.F and value.strides is not None and tensor.stride() != value.strides:
+        raise StageError(
+            f"{value.name} had strides {value.strides} when it was traced, found {tensor.stride()}, which "
+            "its receiver refuses; lay it out the same way in every forward, or cut elsewhere"
+        )
     if not geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).travels:
         what = "the gradient of " if message.op is Op.B else ""
         raise StageError(

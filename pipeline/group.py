@@ -1,14 +1,14 @@
 """The group of ranks: joining it, and what ranks tell each other beside frames. Nothing is pickled.
 
-Without a process group every function answers for a world of one, so callers never ask which case it is."""
+Without a process group every function answers for a world of one, so callers never ask which case it is.
+Every wait ends: by the deadline given at ``join``, or a moment later where the store itself has gone."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..compression.errors import TransportError
+from . import words
+
+_LEAVING_SECONDS = 2.0
+"""How long a rank that has done its work waits for the others before it closes its connections."""
 
 
 def joined() -> bool:
@@ -37,28 +41,40 @@ def num_ranks() -> int:
 def join(store: Store, *, rank: int, ranks: int, deadline: float) -> None:
     """Become ``rank`` of ``ranks`` in the group that meets at ``store``.
 
-    Args:    deadline: seconds until every rank must be there.
+    Args:    deadline: seconds until every rank must be there; then, those that any wait for all may take.
     Raises:  TransportError: a rank is not; the sentence names it.
     """
     limit = datetime.timedelta(seconds=deadline)
     signs = {other: f"penstock/joined/{other}" for other in range(ranks)}
-    store.set(signs[rank], "")
-    try:
+
+    def meet() -> None:
+        store.set(signs[rank], "")
         store.wait(list(signs.values()), limit)
+
+    try:
+        words.bounded(meet, seconds=deadline + words.MOMENT)
     except Exception as error:
-        missing = ", ".join(str(other) for other, sign in signs.items() if not store.check([sign]))
-        raise TransportError(
-            f"rank {missing} of {ranks} did not join within {deadline:g} s; see why it did not start"
-        ) from error
-    dist.init_process_group(
-        "gloo", store=PrefixStore("penstock", store), rank=rank, world_size=ranks, timeout=limit
-    )
+        raise TransportError(_who_is_missing(store, signs, ranks=ranks, deadline=deadline)) from error
+    own = PrefixStore("penstock", store)
+    try:
+        words.bounded(
+            lambda: dist.init_process_group("gloo", store=own, rank=rank, world_size=ranks, timeout=limit),
+            seconds=deadline + words.MOMENT,
+        )
+    except (RuntimeError, TimeoutError) as error:
+        raise TransportError(_who_is_cut_off(own, rank, ranks=ranks, error=error)) from error
 
 
 def close() -> None:
-    """Leave the group together, after success only: else an error hides behind those of the peers."""
+    """Leave the group together, after success only: else an error hides behind those of the peers.
+
+    First everybody has what it waits for, then everybody says so, and only then does anybody close its
+    connections: none ever breaks under a transfer of a peer that is a little behind.
+    """
     if joined():
-        exchange([0.0])  # nobody leaves while another still waits for it
+        exchange([0.0])
+        with contextlib.suppress(Exception):  # a peer that has left already misses nothing
+            words.bounded(_part, seconds=_LEAVING_SECONDS + words.MOMENT)
         dist.destroy_process_group()
 
 
@@ -103,40 +119,43 @@ def gather_tensors(frames: Sequence[torch.Tensor]) -> list[list[torch.Tensor]] |
     return gathered
 
 
-def leave_word(sentence: str) -> None:
-    """Tell the other ranks, through the group's store, why this one stops."""
-    with contextlib.suppress(
-        Exception
-    ):  # the store may have gone with the rank that held it; the error itself travels on
-        _store().set(f"failed/{rank()}", sentence)
-
-
-def words_of_others() -> str:
-    """What ranks that failed left word of; "" if none did."""
-    with contextlib.suppress(Exception):
-        store = _store()
-        said = [f"failed/{other}" for other in range(num_ranks()) if other != rank()]
-        return "; ".join(store.get(key).decode() for key in said if store.check([key]))
-    return ""
-
-
-def reason_of(error: RuntimeError) -> str:
-    """What gloo says of a failed transfer, less its source line and its advice."""
-    return re.sub(r"^\[[^]]*\] ", "", str(error)).split(". ")[0]
-
-
-def _store() -> Store:
-    return distributed_c10d._get_default_store()
-
-
 def share(number: float, source: int) -> float:
     """The number that rank ``source`` gives, on every rank."""
     return exchange([number])[source][0]
 
 
-def _collective(call: Any) -> None:
+def _collective(call: Callable[[], Any]) -> None:
     try:
         call()
     except RuntimeError as error:
-        reason = words_of_others() or reason_of(error)
-        raise TransportError(f"rank {rank()} lost the group of ranks: {reason}") from error
+        raise TransportError(f"rank {rank()} lost the group of ranks: {words.why(error)}") from error
+
+
+def _part() -> None:
+    """Say that nothing is left to do, and wait until all have said so."""
+    store = distributed_c10d._get_default_store()
+    store.set(f"left/{rank()}", "")
+    everybody = [f"left/{other}" for other in range(num_ranks())]
+    store.wait(everybody, datetime.timedelta(seconds=_LEAVING_SECONDS))
+
+
+def _who_is_missing(store: Store, signs: dict[int, str], *, ranks: int, deadline: float) -> str:
+    """What to say when not all ranks came to the store in time, or it has gone."""
+    try:
+        missing = words.bounded(
+            lambda: [other for other, sign in signs.items() if not store.check([sign])], seconds=words.MOMENT
+        )
+    except Exception:
+        return f"the store where {ranks} ranks meet did not answer within {deadline:g} s; see why it ended"
+    names = ", ".join(map(str, missing))
+    return f"rank {names} of {ranks} did not join within {deadline:g} s; see why it did not start"
+
+
+def _who_is_cut_off(store: Store, rank: int, *, ranks: int, error: Exception) -> str:
+    """What to say when ranks that met at the store found no connection to each other."""
+    others = [other for other in range(ranks) if other != rank]
+    with contextlib.suppress(Exception):
+        others = words.bounded(
+            lambda: words.silent(store, f"apart/{rank}", "apart", others) or others, seconds=words.MOMENT
+        )
+    return f"rank {rank} could not connect to {words.ranks_named(others)}: {words.of_gloo(error)}"

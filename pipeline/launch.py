@@ -1,45 +1,34 @@
-"""Start the ranks of a run on this machine by torch's elastic launcher, and say which one failed and why.
+"""Start the ranks of a run on this machine, and say which one failed and why.
 
 One rank's failure must end all of them and be told as one sentence, so every rank leaves its own sentence in
-the run folder and the launcher picks the cause among the consequences (law L7)."""
+the run folder and the launcher picks the cause among the consequences (law L7). Local ranks meet in a folder
+that only their user may enter, and speak over the loopback device: no network reaches them."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
-import logging
 import os
-import signal
 import socket
 import sys
 import tempfile
-import threading
-import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ..compression.errors import ConfigError, TransportError
-from .failure import TOLD_TO_END, cause, leave, read_failures
+from . import rank as first
+from .failure import cause, leave, read_failures
+from .processes import run_together
 
 if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
+    from torch.distributed.distributed_c10d import Store
 
 MOST_RANKS_PER_CORE = 4
 """More than this only take each other's time and memory."""
 
-_LINGER_SECONDS = 2.0
-"""How long a rank that merely lost its peer stays, so that the launcher sees the peer's own end first."""
-
-_LAST_WORD_SECONDS = 1.0
-"""How long a rank that is told to end may still take to say what it was waiting for."""
-
-_AT_ONCE_SECONDS = 10.0
-"""A rank that ends later than this after the first did not fail: it was stuck, and killed by the launcher."""
-
-_PR_SET_PDEATHSIG = 1
+MEETING = "PENSTOCK_MEETING"
+"""The environment variable with the folder where the ranks of a local run meet."""
 
 
 def cores() -> int:
@@ -66,19 +55,18 @@ def check_ranks(ranks: int) -> None:
 
 
 def init(*, deadline: float = 60.0) -> None:
-    """Join the ranks that torchrun's environment describes; in a process started plainly, do nothing.
+    """Join the ranks of a local run, or those that torchrun's environment describes; started plainly, do
+    nothing.
 
     Args:   deadline: seconds until every rank must have joined.
     Raises: TransportError: there is no store to meet at, or a rank did not join; the sentence names it.
     """
-    from torch.distributed.rendezvous import rendezvous
-
-    from . import group
+    from . import group, words
 
     if "RANK" not in os.environ or group.joined():
         return
     try:
-        store, rank, ranks = next(iter(rendezvous("env://", timeout=datetime.timedelta(seconds=deadline))))
+        store, rank, ranks = words.bounded(lambda: _meeting(deadline), seconds=deadline + words.MOMENT)
     except Exception as error:
         raise TransportError(
             f"rank {os.environ['RANK']} found no store to meet the others at within {deadline:g} s: {error}"
@@ -86,127 +74,88 @@ def init(*, deadline: float = 60.0) -> None:
     group.join(store, rank=rank, ranks=ranks, deadline=deadline)
 
 
+def _meeting(deadline: float) -> tuple[Store, int, int]:
+    """The store where the ranks meet, this rank, and how many there are."""
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    folder = os.environ.pop(MEETING, None)  # what a rank starts itself does not meet there
+    if folder is None:
+        return next(iter(rendezvous("env://", timeout=datetime.timedelta(seconds=deadline))))
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # No number of users: a store that counts them removes its file with the last, and may abort the
+    # process where another removes it meanwhile. The launcher removes the folder.
+    store = dist.FileStore(str(Path(folder) / "store"))  # pyright: ignore[reportPrivateImportUsage]
+    return store, rank, ranks
+
+
 def start_ranks(
-    module: str, arguments: Sequence[str], *, errors: Path, stages_of_rank: Sequence[Sequence[int]]
+    module: str,
+    arguments: Sequence[str],
+    *,
+    errors: Path,
+    stages_of_rank: Sequence[Sequence[int]],
+    ends: Sequence[Sequence[str]] | None = None,
+    device: str | None = None,
 ) -> None:
     """Run ``python -m module *arguments`` once for every rank and wait until all have ended.
 
     Args:   errors: the folder where ``run_rank`` leaves sentences; stages_of_rank: one entry for each rank.
-    Raises: PenstockError: the first cause among the failures, as one sentence. SystemExit: Ctrl-C, SIGTERM.
+            ends: for each rank, the command that runs another one where that rank shall be.
+            device: the network device between the ranks; the loopback device where nothing is said.
+    Raises: PenstockError: the first cause among the failures, as one sentence. No rank is left running,
+            whatever is raised.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="penstock_") as logs,
-            _quiet(),
-            _surroundings(_loopback()),
-        ):
-            # -P and PYTHONPATH: the ranks find modules where this process does, the user's own included.
-            elastic_launch(_launch_config(len(stages_of_rank), logs), sys.executable)(
-                "-P", "-m", module, *arguments
-            )
-    except SignalException as stop:
-        raise SystemExit(128 + stop.sigval) from None
-    except ChildFailedError as failed:
-        first = min(failure.timestamp for failure in failed.failures.values())
-        ends = {
-            rank: failure.exitcode
-            for rank, failure in failed.failures.items()
-            if failure.timestamp - first < _AT_ONCE_SECONDS
+    num_ranks = len(stages_of_rank)
+    # -P and PYTHONPATH: the ranks find modules where this process does, the user's own included.
+    command = [sys.executable, "-P", "-m", first.__name__, module, *arguments]
+    with _folder() as meeting:
+        surroundings = os.environ | {
+            "WORLD_SIZE": str(num_ranks),
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "GLOO_SOCKET_IFNAME": device or _loopback(),
+            MEETING: meeting,
+            first.LAUNCHER: str(os.getpid()),
         }
-        raise cause(ends, read_failures(errors), stages_of_rank=stages_of_rank) from None
-
-
-def _launch_config(ranks: int, logs: str) -> LaunchConfig:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # a free port of its own choice
-        run_id=uuid.uuid4().hex,
-        local_addr="localhost",  # a machine whose own name does not resolve must do as well
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=logs),
-        monitor_interval=0.5,  # long enough for a peer to say what it was waiting for when a rank was killed
-    )
+        found = run_together(
+            ([*end, *command], surroundings | {"RANK": str(rank)})
+            for rank, end in enumerate(ends or [()] * num_ranks)
+        )
+    if found.codes:
+        raise cause(found, read_failures(errors), stages_of_rank=stages_of_rank)
 
 
 def run_rank(work: Callable[[], None], errors: Path) -> None:
     """Do the work of one started rank and end at once; when it fails, leave a sentence in ``errors``."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_last_word, name="last-word", daemon=True).start()
-    _end_with_launcher()
     try:
         work()
-    except Exception as error:
+    except BaseException as error:  # SystemExit in a layer ends a run as any other does
         leave(errors, error)
-        if isinstance(error, TransportError):
-            time.sleep(_LINGER_SECONDS)
         _end(1)
     _end(0)
 
 
 def _end(code: int) -> NoReturn:
     """End at once: a normal exit waits for transfers whose other end is gone, and torch may abort in it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
     os._exit(code)
 
 
-def _last_word() -> None:
-    """End the rank a moment after SIGTERM, even while its main thread waits in a transfer."""
-    signal.sigwait({signal.SIGTERM})
-    time.sleep(_LAST_WORD_SECONDS)
-    os._exit(TOLD_TO_END)
-
-
-def _end_with_launcher() -> None:
-    """Let the kernel end this rank when the launcher is gone, however it went (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _loopback() -> dict[str, str]:
-    """What the ranks get beside this process's environment: its module path, and gloo's interface."""
-    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
-    surroundings = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    if names and "GLOO_SOCKET_IFNAME" not in os.environ:
-        surroundings["GLOO_SOCKET_IFNAME"] = names.pop()
-    return surroundings
-
-
-@contextlib.contextmanager
-def _surroundings(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder that only this user may enter."""
     try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        return tempfile.TemporaryDirectory(prefix="penstock_", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise TransportError(
+            f"ranks meet in a temporary folder, and there is none ({error}); name one with TMPDIR"
+        ) from error
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the elastic launcher's own account of a failure off the screen; ours is one sentence."""
-    loggers = [
-        logging.getLogger(name) for name in logging.root.manager.loggerDict if "distributed.elastic" in name
-    ]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+def _loopback() -> str:
+    """The network device that nobody outside this machine reaches."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if not names:
+        raise TransportError("ranks speak over the loopback device, and this machine has none; take ranks=1")
+    return names[0]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..compression.errors import TransportError
-from . import group
+from . import group, words
 
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes of the probes
 ENOUGH = 0.03  # seconds after which a probe has told the rate
@@ -38,22 +38,29 @@ def _probe(link: tuple[int, int], deadline: float) -> float | None:
         data = torch.zeros(size, dtype=torch.uint8)
         note = torch.zeros(1)
         began = time.perf_counter()
-        _wait(dist.isend(data, target, tag=TAG) if here else dist.irecv(data, source, tag=TAG), deadline)
-        _wait(dist.irecv(note, target, tag=TAG) if here else dist.isend(note, source, tag=TAG), deadline)
+        _pass(data, link, deadline)
+        _pass(note, (target, source), deadline)
         seconds = time.perf_counter() - began
         rate = (size - before[0]) / max(seconds - before[1], 1e-6)
         before = (size, seconds)
         note[0] = seconds > ENOUGH
-        _wait(dist.isend(note, target, tag=TAG) if here else dist.irecv(note, source, tag=TAG), deadline)
+        _pass(note, link, deadline)
         if note[0]:
             break
     return rate if here else None
 
 
-def _wait(work: dist.Work | None, deadline: float) -> None:
-    assert work is not None
+def _pass(tensor: torch.Tensor, link: tuple[int, int], deadline: float) -> None:
+    """Send ``tensor`` along the link, or receive it there, and wait until that is done."""
+    source, target = link
+    here = group.rank() == source
     try:
+        work = dist.isend(tensor, target, tag=TAG) if here else dist.irecv(tensor, source, tag=TAG)
+        assert work is not None
         work.wait(datetime.timedelta(seconds=deadline))
     except RuntimeError as error:
-        reason = group.words_of_others() or group.reason_of(error)
-        raise TransportError(f"rank {group.rank()} could not measure its links: {reason}") from error
+        reason = words.of_others() or words.of_gloo(error)
+        raise TransportError(
+            f"rank {group.rank()} could not measure its link with rank {target if here else source} "
+            f"within {deadline:g} s: {reason}"
+        ) from error

@@ -5,8 +5,9 @@ parameter that it reads beside them lives on another stage, and its gradient wou
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ def mean_loss(loss: Loss, outputs: Any, targets: Any, *, autocast: torch.dtype |
         raise StageError(
             f"the loss is one number, a mean over its micro-batch, as a 0-dim tensor; found {shape}"
         )
+    if not found.is_floating_point():
+        raise StageError(f"the loss is a floating-point number, found one of {found.dtype}; convert it")
     if not found.requires_grad:
         raise StageError("the loss depends on trained parameters, found one that was detached or has none")
     return found
@@ -50,10 +53,18 @@ def total_loss(losses: Mapping[int, torch.Tensor], shares: Mapping[int, float], 
     return float(total) / (sum(shares.values()) if mean else 1)
 
 
-def refuse_side_ways(loss: torch.Tensor, outputs: Any, parameters: Collection[int]) -> None:
-    """Raise StageError if ``loss`` reaches one of ``parameters`` (their identities) beside the
-    ``outputs``."""
-    leaves = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    """The tensors of what the model returns, in the fields of dataclasses too."""
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+
+
+def refuse_side_ways(loss: torch.Tensor, outputs: Any, parameters: Container[object]) -> None:
+    """Raise StageError if ``loss`` reaches one of ``parameters`` beside the ``outputs``."""
+    leaves = [t for t in _tensors(outputs) if t.requires_grad]
     seen = {get_gradient_edge(t).node for t in leaves}
     ahead = [get_gradient_edge(loss).node]
     while ahead:
@@ -61,7 +72,7 @@ def refuse_side_ways(loss: torch.Tensor, outputs: Any, parameters: Collection[in
         if node in seen:
             continue
         seen.add(node)
-        if id(getattr(node, "variable", None)) in parameters:
+        if getattr(node, "variable", None) in parameters:
             raise StageError(
                 "the loss reads a parameter of the model, which may be on another stage; return it from "
                 "forward"

@@ -9,9 +9,12 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from ..compression.promise import Promise
 from ..stages.probe import Probe, Value
 from ..stages.route import Route
 from .instruction import Instruction, Op
+
+_RAW = frozenset({"raw"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +68,22 @@ class Itinerary:
     def value(self, message: Message) -> Value:
         """What is known of the value that a message carries."""
         return self.records[message.micro_batch].values[message.value]
+
+    def promise(self, message: Message, codecs: frozenset[str], *, none: bool) -> Promise:
+        """What the frame of a message will bring, packed with one of ``codecs``; ``none``: or nothing.
+
+        A gradient may lie in any way that a frame keeps: autograd decides, and no probe has run it."""
+        value = self.records[message.micro_batch].values[message.value]
+        if value.number is not None:
+            return Promise((), value.dtype, (), _RAW, number=True)
+        if message.op is Op.F:
+            asks = value.requires_grad
+            return Promise(value.shape, value.dtype, value.strides, codecs, asks, frozen=asks)
+        return Promise(value.shape, value.dtype, None, codecs, value.requires_grad, message.masked, none)
+
+    def brings_one(self, message: Message) -> bool:
+        """Whether autograd surely makes the gradient ``message``, as the value was when it was traced."""
+        return message.value in self.routes[message.micro_batch][message.source].returns
 
     def channels(self, rank: int) -> dict[int, list[Message]]:
         """For every other rank the messages it sends to ``rank``, in the order in which it sends them."""

@@ -4,15 +4,18 @@ The numbers of ``metrics.jsonl``, ``summary.json`` and the closing table come fr
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..compression.errors import ConfigError
+from ..stages.files import reason, refusing, remedy
 from .report import Report, bubble
-from .run_folder import writing
 
 if TYPE_CHECKING:
     from ..stages.plan import Plan
@@ -22,26 +25,60 @@ MOST = ("live_micro_batches", "live_versions", "versions_bytes", "peak_bytes", "
 
 
 class Metrics:
-    """The growing ``metrics.jsonl`` and the totals of the run so far; without a path, only the totals."""
+    """The growing ``metrics.jsonl`` and the totals of the run so far; without a path, only the totals.
 
-    def __init__(self, path: Path | None, *, num_stages: int) -> None:
+    A disk that fills up ends no training: lines wait until they can be written, and ``tell`` is called with a
+    sentence when that begins, and at the end if some still wait."""
+
+    def __init__(self, path: Path | None, *, num_stages: int, tell: Callable[[str], None] = print) -> None:
         self.totals = Totals(num_stages=num_stages)
-        self._path = path or Path(os.devnull)
-        with writing(self._path):
-            self._file = self._path.open("w")
+        self._path, self._tell = path or Path(os.devnull), tell
+        self._waiting: collections.deque[bytes] = collections.deque()
+        self._told = False
+        self._size = 0  # of the whole lines
+        with refusing(self._path):
+            self._file = self._path.open("wb", buffering=0)
 
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
+    def __exit__(self, *_: object) -> None:
+        if self._waiting:
+            self._write()
+        lost = f"the last {len(self._waiting)}" if self._waiting else ""
+        try:
+            self._file.close()
+        except OSError as error:  # a disk over the network may say only now that it is full
+            lost = lost or f"some ({reason(error)})"
+        if lost:
+            self._tell(f"{self._path} lacks {lost} of {self.totals.num_steps} steps")
 
     def add(self, report: Report) -> None:
-        """Write one step's line, flushed, so that a killed run keeps its history."""
+        """Write one step's line at once, so that a killed run keeps its history."""
         self.totals.add(report)
-        with writing(self._path):
-            self._file.write(f"{json.dumps(step_line(report), allow_nan=False)}\n")
-            self._file.flush()
+        self._waiting.append(f"{json.dumps(step_line(report), allow_nan=False)}\n".encode())
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._waiting:
+                self._size += self._append(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size)  # no half line
+                self._file.seek(self._size)
+            if not self._told:
+                self._tell(
+                    f"{self._path} cannot be written ({reason(error)}); training goes on, {remedy(error)}"
+                )
+                self._told = True
+
+    def _append(self, line: bytes) -> int:
+        written = 0
+        while written < len(line):
+            written += self._file.write(line[written:])
+        return written
 
 
 class Totals:
@@ -89,6 +126,18 @@ class Totals:
     def bubble(self, rank: int) -> float:
         """The share of the steps in which ``rank`` neither computed nor packed."""
         return bubble(self.busy[rank], self.steady) if rank < len(self.busy) else 0.0
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read what ``Metrics`` wrote; the last line of a run that was killed may be half there, and is left out.
+
+    Raises: ConfigError: a line is damaged. OSError: the file cannot be read.
+    """
+    *whole, _ = path.read_text(encoding="utf-8").split("\n")
+    try:
+        return [json.loads(line) for line in whole]
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {error}; take it from the run again") from error
 
 
 def step_line(report: Report) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from torch import nn
 
 from ..compression.choose import AUTO
 from ..compression.codec import CODECS
+from ..compression.errors import PlanError
+from ..stages.aliases import said
 from ..stages.graph import LayerGraph
 from ..stages.measure import owned_parameters
 from ..stages.memory.keeper import STORES
@@ -20,8 +22,8 @@ from ..stages.rules import STREAM
 from ..stages.stage import Stage
 from ..stages.weights import weights_named
 from . import group
+from .optimizers import Named
 from .steps import Steps
-from .update import Named
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,7 @@ class Ownership:
 def ownership(model: nn.Module, plan: Plan, graph: LayerGraph, steps: Steps) -> Ownership:
     """Return who owns the parameters of ``model``: a shared one belongs to its first user."""
     layers = steps.stage_of["train"]
+    _check_shared(graph, steps, plan)
     pairs = zip(layers, owned_parameters(graph), strict=True)
     stage_of = {name: stage for stage, names in pairs for name in names}
     mine = [s for s in range(plan.num_stages) if not group.joined() or plan.ranks[s] == group.rank()]
@@ -58,6 +61,22 @@ def ownership(model: nn.Module, plan: Plan, graph: LayerGraph, steps: Steps) -> 
         rank_of=tuple(rank if group.joined() else 0 for rank in plan.ranks),
         here={s: [(n, p) for n, p in model.named_parameters() if stage_of[n] == s] for s in mine},
     )
+
+
+def _check_shared(graph: LayerGraph, steps: Steps, plan: Plan) -> None:
+    """Tensors in one memory are on one stage, and each has one version."""
+    for mode, shared in zip(("train", "eval"), graph.shared, strict=True):
+        if mode not in steps.stage_of:
+            continue
+        places = [*steps.stage_of[mode], plan.num_stages - 1]  # the model's output reads last
+        for names, layers in shared.items():
+            if plan.versions is not None:
+                raise PlanError(
+                    f"versions of the weights need parameters in memory of their own, and {names[0]} shares "
+                    f"that of {names[1]}; make them one parameter, or give one memory of its own (clone)"
+                )
+            if len({places[layer] for layer in layers}) > 1:
+                raise PlanError(f"the plan parts what belongs together: {said(names)}; plan again")
 
 
 def make_stages(

@@ -13,25 +13,30 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..stages.graph import trace
 from ..stages.plan import Plan
 from ..stages.rules import STREAM
-from . import group
+from . import facts, group
+from .agreement import SameBatches, agree, agree_on_plan, together
+from .apart import check_apart
 from .arguments import (
     check_arguments,
+    check_functions,
     check_gradients,
     check_layers,
-    check_model,
-    check_ranks,
+    check_plan,
     check_update,
-    check_versions_of,
+    optimizer_of,
+    scheduler_of,
 )
 from .auto import policy_named
 from .batches import example_of, joined, micro_batches, positional
 from .engine import Engine
 from .gather import gather_flows, gather_reports, gather_spans
 from .loss import total_loss
+from .optimizers import Named
 from .ownership import make_stages, ownership
 from .report import Report
 from .scale import Scaler
@@ -40,18 +45,24 @@ from .steps import Flushed, Step, Steps
 from .stream import Stream
 from .timeline import Span
 from .transport import GlooTransport, LocalTransport
-from .update import Named, Update
+from .update import Update
 from .usage import Resident, Usage
 
 
 class Pipeline:
     """Trains ``model`` as ``plan`` says; every rank passes the same arguments and the same batches.
 
+    They compare it all, and the first difference is refused on every rank; functions (``loss``, ``weight``,
+    those of a scheduler) they compare by name only, ``deadline`` not at all.
+
     Args:
         model: the plain model, put into train mode if it is in eval mode as a whole; in a group of ranks drop
             your own reference to it: a rank keeps only its layers.
+        plan: rank 0's is the one that runs, and ``pipe.plan`` on every rank. Another rank gives None, or a
+            plan of its own for which ``partition`` was asked the same: measured seconds may cut elsewhere.
         loss: (outputs, targets) -> mean over the micro-batch, a 0-dim tensor.
-        optimizer: list of (name, parameter) -> torch optimizer; called once per stage that has parameters.
+        optimizer: list of (name, parameter) -> torch optimizer; called once per stage that has parameters;
+            among several ranks before that for all parameters, to compare its settings.
         scheduler: optimizer -> learning-rate scheduler, stepped once after every update.
         clip: largest L2 norm of the gradients, None for no clipping.
         clip_scope: of all gradients ("global"), or of those of each stage ("stage").
@@ -64,14 +75,16 @@ class Pipeline:
         seed: what random layers are seeded with, one by one (``penstock.layer_seed``).
         deadline: seconds that any wait for another rank may take.
     Raises:
-        PlanError: the plan was made for another model, or a cut cannot be trained exactly.
+        PlanError: the plan was made for another model, a cut cannot be trained exactly, ranks were given
+            different things, or another rank refused.
         ScheduleError: the schedule is unknown or would deadlock.
     """
 
+    @together("making a Pipeline")
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
+        plan: Plan | None,
         *,
         loss: Callable[[Any, Any], torch.Tensor],
         optimizer: Callable[[Named], Optimizer],
@@ -85,14 +98,19 @@ class Pipeline:
         deadline: float = 60.0,
     ) -> None:
         check_arguments(model, plan, optimizer, clip, autocast, deadline)
+        check_functions(loss, scheduler, weight, seed)
+        rest = {"loss": loss, "weight": weight, "seed": seed, "clip": clip, "clip_scope": clip_scope}
+        rest |= {"scaler": scaler, "autocast": autocast}
+        agree("its arguments", lambda: facts.of_pipeline(model, optimizer, scheduler, rest))
+        plan = agree_on_plan(plan)
         check_update(model, plan, clip=clip, scope=clip_scope, scaler=scaler)
         check_gradients()
-        check_ranks(plan)
-        check_model(plan, model)
+        check_plan(plan, model)
         if not model.training:
             model.train()
         resident = Resident(model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
         graph = trace(model, example_of(plan), autocast=autocast)
+        agree("the layers of a model", lambda: facts.of_layers(graph))
         check_layers(plan, graph)
         self.plan, self.weight, self.num_steps = plan, weight, 0
         self.inputs = [str(node.target) for node in graph.train.inputs]
@@ -106,16 +124,16 @@ class Pipeline:
         self.state = State(model, graph, stages=self.stages, own=own)
         self.update = Update(
             parameters=own.here,
-            dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
-            owner=own.ranks,
+            owner={name: own.ranks[name] for name, _ in model.named_parameters()},
             weights={s: stage.weights for s, stage in self.stages.items()},
-            optimizer=optimizer,
-            scheduler=scheduler,
+            optimizer=optimizer_of(optimizer),
+            scheduler=scheduler_of(scheduler) if scheduler else None,
             clip=clip,
             scope=clip_scope,
             scaler=scaler,
             together=plan.schedule != STREAM,
         )
+        check_apart(optimizer, [*model.named_parameters()], own.stage_of, self.update.optimizers)
         self.policy = policy_named(plan.codec, deadline=deadline)
         self.engine = Engine(
             rank=self.rank,
@@ -124,9 +142,11 @@ class Pipeline:
             policy=self.policy,
             loss=loss,
             update=self.update,
-            parameters={id(parameter) for parameter in model.parameters()},
+            flags=self.steps.flags(model),
+            parameters=WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()}),
             seed=seed,
         )
+        self.same = SameBatches(self.engine.failure)
         resident.begin()
         self.usage = Usage(plan, own.tensors, self.update.optimizers, resident=resident)
 
@@ -146,15 +166,17 @@ class Pipeline:
                  step.
         Returns: the Report, on every rank.
         Raises:  StageError: a layer failed; TransportError: a rank did not answer. Both name rank, stage,
-                 micro-batch.
+                 micro-batch. PlanError: the model was changed since it was traced.
         """
         began = time.perf_counter()
         self.engine.check()
-        check_gradients()
-        batches = micro_batches(
-            positional(inputs, self.inputs), targets, self.plan.micro_batches, self.weight
-        )
-        fed = self.slices.feed(batches, step=self.num_steps)
+        with self.same.batch("step", self.num_steps):
+            self.engine.flags.check("train")
+            check_gradients()
+            given = positional(inputs, self.inputs)
+            batches = micro_batches(given, targets, self.plan.micro_batches, self.weight)
+            self.same.compare(lambda: facts.of_batch(given, self.inputs, targets))
+            fed = self.slices.feed(batches, step=self.num_steps)
         num_samples = sum(len(batch.inputs[0]) for batch in batches)
         report = self._run(fed, num_samples=num_samples, began=began, outputs=outputs)
         self.policy.end(self.engine.spans, report.seconds)
@@ -179,14 +201,19 @@ class Pipeline:
         self.update.begin()
         return report
 
+    @torch.inference_mode(False)  # its tensors could not be packed
     def evaluate(self, inputs: Any) -> Any:
         """The plain model in eval mode on all of ``inputs`` at once; on the last stage's rank, else None.
 
         What is in flight is finished first."""
         self.drain()
         self.engine.check()
-        (batch,) = micro_batches(positional(inputs, self.inputs), None, 1, None)
-        itinerary, program = self.steps.step("eval", [batch.inputs])
+        with self.same.batch("evaluation", self.same.counts["evaluation"]):
+            self.engine.flags.check("eval")
+            given = positional(inputs, self.inputs)
+            (batch,) = micro_batches(given, None, 1, None)
+            self.same.compare(lambda: facts.of_batch(given, self.inputs, None))
+            itinerary, program = self.steps.step("eval", [batch.inputs])
         return self.engine.evaluate(program, itinerary, batch.inputs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,10 +228,14 @@ class Pipeline:
         """Take over what ``state_dict`` returned on rank 0, on whatever cut; every rank passes all of it.
 
         What is in flight is finished first. A state of asynchronous training fits the same schedule, policy
-        and cuts only, because they decide which weights a micro-batch sees."""
+        and cuts only, because they decide which weights a micro-batch sees.
+        Raises:  PlanError: some of it is damaged or does not suit; on every rank, and nothing changed."""
         self.drain()
-        check_versions_of(state, self.plan)
-        self.num_steps = self.state.load(self.update, state)
+        with together("loading a state"):
+            parts = self.state.checked(self.update, state, self.plan)
+            agree("a state to load", lambda: facts.of_state(parts))
+            self.num_steps = self.state.load(self.update, parts)
+        self.same.restart()
 
     def timeline(self) -> list[Span]:
         """What all ranks did in the last step, in seconds since it began; collective."""

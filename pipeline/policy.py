@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from ..compression.masked import has_bitmap
+from ..compression.promise import written_by
 from .messages import Itinerary, Message
 from .prices import MASKED, Flow
 from .timeline import Span
@@ -28,8 +29,10 @@ class Policy(Protocol):
     """Says with which codec a flow is packed; looks at what travels, and at the steps, to find out.
 
     ``turns``: the last choices that ran against each other; none where there was nothing to choose.
+    ``codecs``: what its frames may be packed with, whatever it says when; receivers refuse the others.
     """
 
+    codecs: frozenset[str]
     turns: tuple[Turn, ...]
 
     @property
@@ -66,7 +69,7 @@ class Fixed:
     """One codec for everything."""
 
     def __init__(self, codec: str) -> None:
-        self.name = codec
+        self.name, self.codecs = codec, written_by(codec)
         self.turns: tuple[Turn, ...] = ()
 
     @property

@@ -8,20 +8,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import platform
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
 from .. import __version__
-from ..compression.errors import ConfigError
+from ..compression.errors import ConfigError, PenstockError
 from ..conf.schema import PlanConfig, TrainConfig
+from ..stages.files import refusing, remove_parts, writing
+from .lock import held
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ..stages.plan import Plan
 
 
@@ -30,6 +32,11 @@ class RunFolder:
     """Where one run keeps its files."""
 
     path: Path
+
+    @property
+    def lock(self) -> Path:
+        """Held by the process whose run it is; there only while it runs."""
+        return self.path / ".lock"
 
     @property
     def config(self) -> Path:
@@ -87,29 +94,71 @@ class RunFolder:
         return self.path / "model.safetensors"
 
     @property
+    def plans(self) -> Path:
+        """The plans that a bench compares."""
+        return self.path / "plans"
+
+    @property
     def errors(self) -> Path:
         """What failing ranks left; there only if some did."""
         return self.path / "errors"
 
-    def claim(self) -> None:
-        """Make the folder, or take over an unfinished run's.
+    @contextlib.contextmanager
+    def claim(self) -> Iterator[str | None]:
+        """Make the folder, or take it over from a run that did not finish, and keep other runs out of it.
 
-        Raises: ConfigError: it holds a finished run, or cannot be written.
+        With the block the claim ends, and so does a folder into which nothing was written.
+
+        Returns: what to tell a person where the file system cannot keep others out; else None.
+        Raises:  ConfigError: it holds a finished run, another run works in it, or it cannot be written.
         """
-        if self.summary.exists() or self.results.exists():
-            raise ConfigError(
-                f"hydra.run.dir={self.path} already holds a finished run; choose another folder or remove it"
-            )
-        with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / ".probe"
-            probe.touch()
-            probe.unlink()
-        for failure in self.errors.glob("*"):
-            failure.unlink()
+        with contextlib.ExitStack() as claimed:
+            with refusing(self.path):
+                missing = claimed.enter_context(held(self.lock))
+                self._refuse_finished()
+                self._remove_parts()
+            claimed.callback(self._leave, self.mark())
+            yield missing
+
+    def begin(self, tell: Callable[[str], None]) -> None:
+        """Remove what an unfinished run left and this one would not write over at once.
+
+        Args:   tell: is called with a sentence if there is any.
+        Raises: ConfigError: it cannot be removed.
+        """
+        left = [path for path in (self.metrics, self.timeline, self.trace) if path.exists()]
+        left += self.errors.glob("*")
+        with refusing(self.path):
+            for path in left:
+                path.unlink()
+        if left:
+            names = ", ".join(str(path.relative_to(self.path)) for path in left)
+            tell(f"{self.path} is taken over from a run that did not finish, without its {names}")
+
+    def mark(self) -> os.stat_result:
+        """Return by what ``check`` knows the claimed folder again."""
+        with refusing(self.path):
+            return self.lock.stat()
+
+    def check(self, mark: os.stat_result) -> None:
+        """Refuse to write into a folder that was removed, and may by now be another run's.
+
+        Raises: ConfigError: it was.
+        """
+        with contextlib.suppress(OSError):
+            if os.path.samestat(mark, self.lock.stat()):  # its holder keeps the number from being given anew
+                return
+        raise ConfigError(
+            f"{self.path} was removed while this run wrote into it; leave it alone until the run has ended"
+        )
 
     def save(self, config: PlanConfig, plan: Plan) -> None:
         """Write the resolved configuration, with the versions that ran it, and the plan with its picture."""
+        self.tell(config, plan)
+        plan.draw(self.plan_picture)
+
+    def tell(self, config: PlanConfig, plan: Plan) -> None:
+        """Write what ranks need to know."""
         import torch
 
         content = dataclasses.asdict(config)
@@ -118,13 +167,30 @@ class RunFolder:
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         }
-        with writing(self.path):
-            OmegaConf.save(content, self.config)
-            plan.save(self.plan)
-            plan.draw(self.plan_picture)
+        with writing(self.config) as part:
+            OmegaConf.save(content, part)
+        plan.save(self.plan)
+
+    @contextlib.contextmanager
+    def private(self) -> Iterator[RunFolder]:
+        """A folder that only this user can reach, for what ranks are told: nobody else writes into it.
+
+        What failing ranks leave in its ``errors`` is kept in this folder's, and told as lying there.
+        """
+        with contextlib.ExitStack() as made:
+            with refusing("a temporary folder (TMPDIR)"):
+                path = tempfile.TemporaryDirectory(prefix="penstock_", ignore_cleanup_errors=True)
+                told = RunFolder(path=Path(made.enter_context(path)))
+            try:
+                yield told
+            except PenstockError as error:
+                with contextlib.suppress(OSError, ConfigError):  # a full disk may be what they failed of
+                    self._keep_errors(told)
+                error.args = (str(error).replace(str(told.errors), str(self.errors)),)
+                raise
 
     def read_config(self) -> TrainConfig:
-        """Return the configuration that ``save`` wrote."""
+        """Return the configuration that ``save`` or ``tell`` wrote."""
         content = OmegaConf.merge(OmegaConf.structured(TrainConfig), OmegaConf.load(self.config))
         config = OmegaConf.to_object(content)
         assert isinstance(config, TrainConfig)
@@ -134,44 +200,28 @@ class RunFolder:
         """Return what rank 0 left of a finished run."""
         return json.loads(self.summary.read_text())
 
-    def release(self) -> None:
-        """Remove the folder again if nothing was written into it."""
-        with contextlib.suppress(OSError):
-            self.path.rmdir()
+    def _refuse_finished(self) -> None:
+        if self.summary.exists() or self.results.exists():
+            raise ConfigError(
+                f"hydra.run.dir={self.path} already holds a finished run; choose another folder or remove it"
+            )
+        if self.model.exists():
+            raise ConfigError(
+                f"hydra.run.dir={self.path} already holds trained weights, {self.model.name}; choose another "
+                "folder or move them"
+            )
 
+    def _keep_errors(self, told: RunFolder) -> None:
+        for left in told.errors.glob("*"):
+            self.errors.mkdir(exist_ok=True)
+            with writing(self.errors / left.name) as part:
+                part.write_bytes(left.read_bytes())
 
-def save_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON whole or not at all."""
-    part = path.with_suffix(".part")
-    with writing(path):
-        part.write_text(f"{json.dumps(content, indent=2, allow_nan=False)}\n")
-        part.replace(path)
+    def _leave(self, mark: os.stat_result) -> None:
+        with contextlib.suppress(OSError, ConfigError):
+            self.check(mark)  # else these are another run's
+            self._remove_parts()
 
-
-def save_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a state dict as safetensors; a tied tensor stands under each of its names."""
-    from safetensors.torch import save_file
-
-    seen: set[int] = set()
-    apart: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage().data_ptr()
-        plain = tensor.detach().contiguous()
-        apart[name] = plain.clone() if storage in seen else plain  # the format knows no sharing
-        seen.add(storage)
-    with writing(path):
-        save_file(apart, path)
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn what the file system refuses into one sentence.
-
-    Raises: ConfigError: no space, no permission, no such place.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written ({error.strerror or error}); choose another folder with hydra.run.dir="
-        ) from error
+    def _remove_parts(self) -> None:
+        for folder in (self.path, self.plans, self.errors):
+            remove_parts(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,13 @@ from ..compression.codec import decode, encode
 from ..compression.errors import PlanError
 from ..stages.graph import LayerGraph
 from ..stages.layers import is_local
+from ..stages.plan import Plan
 from ..stages.stage import Stage
 from . import group
+from .arguments import check_versions_of
+from .kinds import is_plain, kind_of
 from .ownership import Ownership
+from .state_checks import check_model, check_names, check_parts
 from .update import Update
 
 
@@ -36,8 +41,11 @@ class State:
         readers = _readers(model, graph, own.layers)
         held = {key for stage in stages.values() for key in stage.held}
         self.keys: list[str] = []
+        self.shared: dict[str, str] = {}  # for every further name of a tensor its first one
+        firsts: dict[int, str] = {}
         self.source: dict[str, int] = {}
         self.held: dict[str, torch.Tensor] = {}
+        self.expected: dict[str, torch.Tensor] = {}  # on the meta device: of all ranks, without memory
         for key, tensor in model.state_dict(keep_vars=True).items():
             if not isinstance(tensor, torch.Tensor):
                 raise PlanError(
@@ -45,53 +53,87 @@ class State:
                 )
             read = {own.stage_of[names[id(tensor)]]} if id(tensor) in names else readers.get(id(tensor), {0})
             self.keys.append(key)
+            if (first := firsts.setdefault(id(tensor), key)) != key:
+                self.shared[key] = first
+            self.expected[key] = torch.empty_like(tensor, device="meta")
             self.source[key] = own.rank_of[min(read)]
             if read & set(stages) or id(tensor) in held:
                 self.held[key] = tensor
 
     def gather(self, update: Update, steps: int) -> dict[str, Any]:
-        """{"model", "optimizer", "scheduler", "scaler", "step"}: everything on rank 0, this process's part
-        elsewhere."""
+        """{"model", "optimizer", "optimizer_class", "scheduler", "scaler", "step"}: everything on rank 0,
+        this process's part elsewhere."""
         mine = [key for key in self.held if self.source[key] == group.rank()]
-        optimizer = update.state()
         tensors = [self.held[key].detach() for key in mine]
-        notes: dict[str, Any] = {}
-        for name, kept in optimizer.items():
-            notes[name] = {"group": kept["group"], "state": {}}
-            for what, item in kept["state"].items():
-                if isinstance(item, torch.Tensor):
-                    notes[name]["state"][what] = {"tensor": len(tensors)}
-                    tensors.append(item)
-                else:
-                    notes[name]["state"][what] = {"plain": item}
-        said = group.gather_json({"keys": mine, "optimizer": notes, "scheduler": update.scheduler_state()})
+        notes = {
+            name: {part: _noted(name, items, tensors) for part, items in kept.items()}
+            for name, kept in update.state().items()
+        }
+        said = group.gather_json(
+            {
+                "keys": mine,
+                "optimizer": notes,
+                "classes": sorted({type(made).__name__ for made in update.optimizers.values()}),
+                "scheduler": update.scheduler_state(),
+            }
+        )
         frames = [encode(tensor, codec="raw") for tensor in tensors]
         gathered = group.gather_tensors(frames)
         if gathered is None:
             said, gathered = [said[group.rank()]], [frames]
         return _put_together(said, gathered, self.keys, steps) | {"scaler": update.scale.state()}
 
-    def load(self, update: Update, state: Mapping[str, Any]) -> int:
-        """Copy what ``gather`` returned on rank 0 into this process's tensors; returns the steps done."""
-        if not {"model", "optimizer", "step"} <= set(state):
+    def checked(self, update: Update, state: object, plan: Plan) -> Mapping[str, Any]:
+        """The parts of a state that ``gather`` returned on rank 0; raises PlanError for whatever is wrong."""
+        try:
+            parts = check_parts(state)
+            check_versions_of(parts, plan)
+            check_model(parts["model"], self.expected, self.shared)
+            update.check(parts)
+        except RecursionError as error:
             raise PlanError(
-                "a state has the keys model, optimizer and step, found "
-                f"{', '.join(map(str, state)) or 'none'}; take one from state_dict"
-            )
-        model = state["model"]
-        if strange := sorted(set(self.keys) ^ set(model)):
-            raise PlanError(f"a state belongs to the model it was taken from; {strange[0]} is not in both")
+                "a state ends somewhere, and this one holds itself; take one from state_dict"
+            ) from error
+        return parts
+
+    def load(self, update: Update, parts: Mapping[str, Any]) -> int:
+        """Copy ``checked`` parts, the same on all ranks, into this process's tensors; returns the steps done.
+
+        Raises: PlanError, on every rank: they have something of other parameters than all ranks together."""
+        names = group.gather_json([update.names[id(p)] for p in update.tensors()])
+        check_names(parts["optimizer"], {name for some in names for name in some})
+        update.load(parts["optimizer"], parts.get("scheduler"))
+        update.scale.load(parts.get("scaler"))
+        self._copy(parts["model"])
+        return int(parts["step"])
+
+    def _copy(self, model: Mapping[str, torch.Tensor]) -> None:
+        """Into this process's tensors; a state that holds some of these is read before they are written."""
+        live = {tensor.untyped_storage().data_ptr() for tensor in self.held.values()}
+        sources = {key: model[key].detach() for key in self.held}
+        for key, tensor in sources.items():
+            if tensor.untyped_storage().data_ptr() in live:
+                sources[key] = tensor.clone()
         with torch.no_grad():
             for key, tensor in self.held.items():
-                if model[key].shape != tensor.shape:
-                    raise PlanError(
-                        f"{key} of the model has shape {tuple(tensor.shape)}, the state "
-                        f"{tuple(model[key].shape)}"
-                    )
-                tensor.copy_(model[key])
-        update.load(state["optimizer"], state.get("scheduler"))
-        update.scale.load(state.get("scaler"))
-        return int(state["step"])
+                tensor.copy_(sources[key])
+
+
+def _noted(name: str, items: Mapping[str, Any], tensors: list[torch.Tensor]) -> dict[str, Any]:
+    """What JSON can say of an optimizer's items: plain values, and which of ``tensors`` each other is."""
+    notes: dict[str, Any] = {}
+    for what, item in items.items():
+        if isinstance(item, torch.Tensor):
+            notes[what] = {"tensor": len(tensors)}
+            tensors.append(item.detach())
+        elif is_plain(item):
+            notes[what] = {"plain": copy.deepcopy(item)}
+        else:
+            raise PlanError(
+                f"a state holds tensors and plain values, and the optimizer keeps {what} of {name} as "
+                f"{kind_of(item)}; train to the end with it, or take another optimizer"
+            )
+    return notes
 
 
 def _readers(model: nn.Module, graph: LayerGraph, stage_of: Sequence[int]) -> dict[int, set[int]]:
@@ -126,10 +168,18 @@ def _put_together(
         tensors = [decode(frame) for frame in frames]
         model |= dict(zip(part["keys"], tensors, strict=False))
         for name, kept in part["optimizer"].items():
-            state = {
-                w: tensors[i["tensor"]] if "tensor" in i else i["plain"] for w, i in kept["state"].items()
+            items = {
+                what: {k: tensors[i["tensor"]] if "tensor" in i else i["plain"] for k, i in noted.items()}
+                for what, noted in kept.items()
             }
-            settings = {k: tuple(v) if isinstance(v, list) else v for k, v in kept["group"].items()}
-            optimizer[name] = {"state": state, "group": settings}
+            settings = {k: tuple(v) if isinstance(v, list) else v for k, v in items["group"].items()}
+            optimizer[name] = {"state": items["state"], "group": settings}
     ordered = {key: model[key] for key in keys if key in model}
-    return {"model": ordered, "optimizer": optimizer, "scheduler": scheduler, "step": steps}
+    classes = ", ".join(sorted({kind for part in said for kind in part["classes"]}))
+    return {
+        "model": ordered,
+        "optimizer": optimizer,
+        "optimizer_class": classes or None,
+        "scheduler": scheduler,
+        "step": steps,
+    }

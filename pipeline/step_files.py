@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..stages.files import save_json
 from .compare import Comparison
 from .perfetto import trace
-from .run_folder import RunFolder, save_json, writing
+from .run_folder import RunFolder
 from .simulate import simulate_spans
 from .timeline import Panel, Span, draw
 
@@ -24,13 +25,11 @@ def save_step(folder: RunFolder, spans: Sequence[Span], *, title: str) -> None:
         Panel(title=SIMULATED, spans=simulate_spans(spans).spans),
         Panel(title=MEASURED, spans=spans),
     ]
-    with writing(folder.timeline):
-        draw(panels, folder.timeline, title=title)
+    draw(panels, folder.timeline, title=title)
     save_json(folder.trace, trace(spans, title=title))
 
 
 def save_comparison(folder: RunFolder, found: Comparison, *, title: str) -> None:
     """Write ``schedules.json`` and ``schedules.png``: a simulated step of every schedule on the same axis."""
     save_json(folder.schedules, found.facts())
-    with writing(folder.schedules_picture):
-        draw(found.panels(), folder.schedules_picture, title=title)
+    draw(found.panels(), folder.schedules_picture, title=title)

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
+from torch import nn
 
 from ..compression.errors import PlanError
+from ..stages.flags import Flags
 from ..stages.graph import LayerGraph
 from ..stages.layers import Layer, Traced
 from ..stages.plan import Plan
@@ -44,6 +46,11 @@ class Steps:
             self.refusal = str(error)
         self.known: dict[object, Step] = {}
         self.routes: dict[int, tuple[Probe, tuple[Route, ...]]] = {}
+
+    def flags(self, model: nn.Module) -> Flags:
+        """What these traces took from the modules of ``model``, to be held against them at every step."""
+        shapes = self.shapes
+        return Flags(model, traces=shapes.traced, roots=shapes.roots, stage_of=self.stage_of["train"])
 
     def layers(self, mode: str, stage: int) -> tuple[Traced, list[Layer]]:
         """The trace of a mode, and the layers of one stage in it."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..stages.files import save_picture
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -108,7 +110,7 @@ def bubbles(spans: Sequence[Span], *, num_ranks: int) -> tuple[float, ...]:
 
 def draw(panels: Sequence[Panel], path: str | Path, *, title: str) -> None:
     """Draw timelines, one above the other on the same axis, into a PNG wide enough for the top of a page."""
-    figure(panels, title=title).savefig(path, format="png", dpi=160)
+    save_picture(path, figure(panels, title=title))
 
 
 def figure(panels: Sequence[Panel], *, title: str) -> "Figure":

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..compression.errors import PlanError, ScheduleError
 from ..conf.schema import TrainConfig
+from ..stages.files import save_json
 from ..stages.layers import casting
 from ..stages.plan import Plan
 from . import build, console, group
@@ -28,9 +29,10 @@ from .course import check_batches, count_steps, count_updates, training_batches
 from .decide import decide, model_name, prepare, take_over
 from .launch import check_ranks, cores, init, run_rank, start_ranks
 from .metrics import Metrics, summarise
+from .model_file import keeping, rescuing, save_model
 from .pipeline import Pipeline
 from .report import Report
-from .run_folder import RunFolder, save_json, save_model
+from .run_folder import RunFolder
 from .samples.samples import Samples
 from .step_files import save_step
 
@@ -38,22 +40,26 @@ from .step_files import save_step
 def train(config: TrainConfig, folder: RunFolder, typed: Sequence[str] = ()) -> None:
     """Train as ``config`` says and leave everything in ``folder``; print what a person sees.
 
-    Args:   typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored.
+    Args:   folder: claimed for this run.
+            typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored.
     Raises: PenstockError: something that was asked for cannot be had, or a rank failed.
     """
-    folder.claim()
     given = take_over(config, typed) if config.plan else None
     check_ranks(config.ranks)
     samples = prepare(config)
     plan = given or decide(config, samples, autocast=build.autocast(config.autocast))
     config.stages = plan.num_stages
     rehearse(config, plan, samples)
+    folder.begin(console.warn)
     folder.save(config, plan)
     console.begin(plan, folder.path)
     if plan.num_ranks == 1:
-        train_rank(folder)
+        train_rank(config, plan, folder)
     else:
-        start_ranks(__name__, [str(folder.path)], errors=folder.errors, stages_of_rank=plan.stages_of_rank)
+        with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
+            told.tell(config, plan)
+            arguments = [str(told.path), str(folder.path)]
+            start_ranks(__name__, arguments, errors=told.errors, stages_of_rank=plan.stages_of_rank)
     console.close(folder.read_summary(), files=[folder.plan_picture, folder.timeline, folder.trace])
 
 
@@ -89,22 +95,25 @@ def assemble(config: TrainConfig, plan: Plan, samples: Samples) -> Pipeline:
     )
 
 
-def train_rank(folder: RunFolder) -> None:
+def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder) -> None:
     """Train this rank's stages; rank 0 also tells and writes what happens."""
-    config, plan = folder.read_config(), Plan.load(folder.plan)
     init(deadline=config.deadline)
     samples = prepare(config)
     pipe, num_steps = assemble(config, plan, samples), count_steps(config, samples)
-    first = group.rank() == 0
+    first, mark = group.rank() == 0, folder.mark()
     with (
-        Metrics(folder.metrics if first else None, num_stages=plan.num_stages) as metrics,
         console.Training(num_steps, shown=first) as progress,
+        Metrics(folder.metrics if first else None, num_stages=plan.num_stages, tell=progress.note) as metrics,
     ):
         test = run_epochs(pipe, plan, config, samples, see=[metrics.add, progress.step], note=progress.note)
     weights, spans, flows = pipe.state_dict()["model"], pipe.timeline(), pipe.flows()
     pipe.close()
-    if first:
+    if not first:
+        return
+    with rescuing(folder.model.name, weights):
+        folder.check(mark)
         save_model(folder.model, weights)
+    with keeping(folder.model):
         save_step(folder, spans, title=_title(config, plan, step=num_steps - 1))
         sizes = {name: weight.numel() for name, weight in weights.items()}
         facts = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
@@ -167,5 +176,5 @@ def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
 
 
 if __name__ == "__main__":
-    run_folder = RunFolder(path=Path(sys.argv[1]))
-    run_rank(lambda: train_rank(run_folder), run_folder.errors)
+    told, run_folder = (RunFolder(path=Path(path)) for path in sys.argv[1:])
+    run_rank(lambda: train_rank(told.read_config(), Plan.load(told.plan), run_folder), told.errors)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..compression.errors import TransportError
 from ..compression.frame import frame_bytes
 from ..compression.pool import Frame, Pool
-from . import group
+from . import words
 from .messages import Itinerary, Message
 
 
@@ -173,7 +173,7 @@ class GlooTransport:
 
     def fail(self, sentence: str) -> None:
         """Leave word in the group's store; the others look there when a wait of theirs fails."""
-        group.leave_word(sentence)
+        words.leave(sentence)
 
     def _post(self, channel: _Channel) -> None:
         if not channel.ahead:
@@ -204,7 +204,7 @@ class GlooTransport:
 
     def _lost(self, what: str, error: RuntimeError) -> TransportError:
         """The error of a failed wait: the deadline and why, in the words of the rank that failed."""
-        reason = group.words_of_others() or group.reason_of(error)
+        reason = words.of_others() or words.of_gloo(error)
         return TransportError(f"{what} within {self.deadline.total_seconds():g} s: {reason}")
 
     def _name(self, message: Message) -> str:

@@ -6,19 +6,24 @@ flush, every update is a step of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..compression.errors import PlanError
 from ..stages.weights import Weights
 from . import group
+from .clip import clip_together
+from .entries import Entries
+from .kinds import is_number, is_plain
+from .optimizer_checks import check_kept, check_optimizer, saved_settings
+from .optimizers import Make, Named, make_optimizer
 from .scale import Scaler, scale_of
+from .state_checks import check_scaler, check_scheduler
 
-Named = list[tuple[str, torch.nn.Parameter]]
 SCOPES = ("global", "stage")
 
 
@@ -26,8 +31,7 @@ class Update:
     """Optimizers (and schedulers) of this process's stages.
 
     Args:    parameters: per stage its (name, parameter) pairs, in the model's own order.
-             dtypes: the dtype of every parameter of the model by name, in the model's own order.
-             owner: the rank that owns each of them.
+             owner: the rank of every parameter of the model by name, in the model's own order.
              weights: the versions of each stage's parameters.
              scheduler: stepped after every update of its stage that was not skipped for an overflow.
              clip: largest L2 norm of the gradients, or None; ``scope``: of all, or of each stage.
@@ -37,10 +41,9 @@ class Update:
         self,
         *,
         parameters: Mapping[int, Named],
-        dtypes: Mapping[str, torch.dtype],
         owner: Mapping[str, int],
         weights: Mapping[int, Weights],
-        optimizer: Callable[[Named], Optimizer],
+        optimizer: Make,
         scheduler: Callable[[Optimizer], LRScheduler] | None,
         clip: float | None,
         scope: str = "global",
@@ -50,10 +53,10 @@ class Update:
         self.parameters, self.weights, self.scale = parameters, weights, scale_of(scaler)
         self.named = {name: parameter for named in parameters.values() for name, parameter in named}
         self.names = {id(parameter): name for name, parameter in self.named.items()}
-        self.dtypes, self.owner = dtypes, owner
+        self.owner, self.optimizer = owner, optimizer
         self.clip, self.scope, self.together = clip, scope, together
         self.optimizers = {
-            stage: made for stage, named in parameters.items() if (made := _make(optimizer, named))
+            stage: made for stage, named in parameters.items() if (made := make_optimizer(optimizer, named))
         }
         for stage, made in self.optimizers.items():
             weights[stage].bind(made)
@@ -98,95 +101,75 @@ class Update:
             self.skipped = any(overflow for (overflow,) in group.exchange([self.skipped]))
         self.scale.update(overflow=self.skipped)
         if self.clip is not None and self.scope == "global":
-            self._clip(self.clip)
+            clip_together(self.named, self.clip, owner=self.owner)
         elif self.clip is not None:
             for stage in stages:
                 torch.nn.utils.clip_grad_norm_([p for _, p in self.parameters[stage]], self.clip)
 
-    def _clip(self, largest: float) -> None:
-        """Norms per parameter, put together in the model's own order: the bits of clip_grad_norm_."""
-        gradients = {name: p.grad for name, p in self.named.items() if p.grad is not None}
-        mine = [
-            (1.0, float(torch.linalg.vector_norm(gradients[name]))) if name in gradients else (0.0, 0.0)
-            for name in self.dtypes
-        ]
-        everybody = group.exchange([number for pair in mine for number in pair])
-        norms: dict[torch.dtype, list[torch.Tensor]] = {}
-        for i, name in enumerate(self.dtypes):
-            found, norm = everybody[self.owner[name]][2 * i : 2 * i + 2]
-            if found:
-                norms.setdefault(self.dtypes[name], []).append(torch.tensor(norm, dtype=self.dtypes[name]))
-        if norms:
-            total = torch.linalg.vector_norm(torch.stack([norm for same in norms.values() for norm in same]))
-            torch.nn.utils.clip_grads_with_norm_(list(self.named.values()), largest, total)
+    def tensors(self) -> list[torch.nn.Parameter]:
+        """The parameters that the optimizers of this process have."""
+        groups = [settings for optimizer in self.optimizers.values() for settings in optimizer.param_groups]
+        return [parameter for settings in groups for parameter in settings["params"]]
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Per parameter name: the optimizer's state of it, and the hyper-parameters of its group."""
         found: dict[str, dict[str, Any]] = {}
         for optimizer in self.optimizers.values():
             for settings in optimizer.param_groups:
-                hyper = {k: v for k, v in settings.items() if k not in ("params", "param_names")}
                 for parameter in settings["params"]:
                     found[self.names[id(parameter)]] = {
                         "state": dict(optimizer.state.get(parameter, {})),
-                        "group": hyper,
+                        "group": saved_settings(settings),
                     }
         return found
 
     def scheduler_state(self) -> dict[str, Any] | None:
         """The state of a scheduler (they all keep step), as far as JSON can say it."""
         for scheduler in self.schedulers.values():
-            state = scheduler.state_dict().items()
-            return {k: v for k, v in state if isinstance(v, bool | int | float | str | list | None)}
+            return copy.deepcopy({k: v for k, v in scheduler.state_dict().items() if is_plain(v)})
         return None
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that does not suit the optimizers, schedulers and scale of this process."""
+        for name, kept in state["optimizer"].items():
+            check_kept(name, kept)
+        for optimizer in self.optimizers.values():
+            check_optimizer(state, optimizer, self.names, Entries(self.optimizer, optimizer))
+        for scheduler in self.schedulers.values() or [None]:
+            check_scheduler(scheduler, state.get("scheduler"))
+        check_scaler(state.get("scaler"), needed=self.scale.state() is not None)
 
     def load(self, state: Mapping[str, Mapping[str, Any]], scheduler: Mapping[str, Any] | None) -> None:
         """Take over what ``state`` and ``scheduler_state`` returned, for the parameters of this process."""
         for ours in self.schedulers.values():
-            if scheduler is None:
-                raise PlanError(
-                    "this pipeline has a scheduler and the state has none; load it without a scheduler"
-                )
-            ours.load_state_dict({k: v for k, v in scheduler.items() if k != "base_lrs"})
+            ours.load_state_dict(_course(scheduler))
         for optimizer in self.optimizers.values():
             for settings in optimizer.param_groups:
                 for parameter in settings["params"]:
-                    kept = state.get(self.names[id(parameter)])
-                    if kept is None:
-                        continue
-                    settings.update(kept["group"])
-                    fresh = {
-                        k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in kept["state"].items()
-                    }
-                    optimizer.state[parameter] = fresh
+                    kept = state[self.names[id(parameter)]]
+                    settings.update({k: _own(v, parameter) for k, v in kept["group"].items()})
+                    optimizer.state[parameter] = {k: _own(v, parameter) for k, v in kept["state"].items()}
+        for stage, ours in self.schedulers.items():
+            ours._last_lr = [float(settings["lr"]) for settings in self.optimizers[stage].param_groups]
 
 
-def _make(
-    optimizer: Callable[[Named], Optimizer], named: Iterable[tuple[str, torch.nn.Parameter]]
-) -> Optimizer | None:
-    pairs = list(named)
-    if not pairs:
-        return None
-    try:
-        made = optimizer(pairs)
-    except ValueError as error:
-        if "empty parameter list" in str(error):  # the caller's choice of names leaves nothing on this stage
-            return None
-        raise PlanError(
-            f"the optimizer of a stage cannot be made: {error}; leave out groups that are empty"
-        ) from error
-    if not isinstance(made, Optimizer):
-        raise PlanError(
-            f"optimizer makes a torch optimizer from (name, parameter) pairs, found {type(made).__name__}"
-        )
-    given = {id(parameter) for _, parameter in pairs}
-    if any(id(parameter) not in given for group in made.param_groups for parameter in group["params"]):
-        raise PlanError(
-            "an optimizer takes parameters of its own stage only; make it from the pairs it is given"
-        )
-    if isinstance(made, LBFGS):
-        raise PlanError(
-            "an optimizer works on one stage's parameters at a time and LBFGS needs all at once; use SGD or "
-            "Adam"
-        )
-    return made
+def _own(value: Any, parameter: torch.Tensor) -> Any:
+    """A copy that shares no memory with the state; numbers stay with the host, as torch's optimizers do."""
+    if isinstance(value, torch.Tensor):
+        copied = torch.empty_like(value, device=parameter.device if value.dim() else "cpu")
+        return copied.copy_(value.detach())
+    return copy.deepcopy(value)
+
+
+def _course(scheduler: Any) -> Any:
+    """A scheduler's state without what it has of each group of the stage it was taken from: other stages
+    have other groups, and their constructor gave it to them."""
+    if isinstance(scheduler, list | tuple):
+        return [_course(each) for each in scheduler]
+    if isinstance(scheduler, Mapping):
+        return {k: _course(v) for k, v in scheduler.items() if k == "_last_lr" or not _is_numbers(v)}
+    return scheduler
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(map(is_number, value))

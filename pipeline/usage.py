@@ -94,7 +94,10 @@ def state_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None)
     total = sum(p.nbytes * (1 + p.requires_grad) for p in parameters)
     kept = [] if optimizer is None else optimizer.state.values()
     return total + sum(
-        item.nbytes for state in kept for item in state.values() if isinstance(item, torch.Tensor)
+        item.numel() * item.itemsize  # of a sparse one, what a dense one would take
+        for state in kept
+        for item in state.values()
+        if isinstance(item, torch.Tensor)
     )
 
 

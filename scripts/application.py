@@ -5,6 +5,7 @@ Hydra tells a wrong option in several lines and an exception of the task as a tr
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -21,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ..compression.errors import ConfigError, PenstockError
 from ..pipeline import console
 from ..pipeline.run_folder import RunFolder
-from . import overrides
+from . import overrides, stopping
 from .command import REFUSED
 
 CONFIGURATION = "penstock.conf"
@@ -37,6 +38,7 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str]) -
     Raises:  ConfigError: an option is unknown or does not fit.
     """
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    OmegaConf.register_new_resolver("pid", os.getpid, replace=True)  # makes the folder's name unique
     arguments = overrides.with_own_groups(arguments)
     if not any(
         argument.startswith("-") for argument in arguments
@@ -49,17 +51,24 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str]) -
         settings = HydraConfig.get()
         folder = RunFolder(path=Path(settings.runtime.output_dir))
         try:
-            task(checked(config, schema), folder, list(settings.overrides.task))
+            with folder.claim() as missing:
+                if missing:
+                    console.warn(missing)
+                task(checked(config, schema), folder, list(settings.overrides.task))
         except PenstockError as error:
-            folder.release()
             console.refuse(error)
             codes.append(REFUSED)
+        except KeyboardInterrupt as stop:
+            stop.add_note(stopping.kept(folder.path))
+            raise
 
+    sweep = _sweep(name, arguments)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where model._target_=my.Net usually lies
     typed, sys.argv = sys.argv, [f"penstock {name}", *arguments]
     try:
-        application()
+        with sweep.claim() if sweep else contextlib.nullcontext():
+            application()
     finally:
         sys.argv = typed
     return max(codes)
@@ -92,6 +101,19 @@ def _check_names(made: Any, prefix: str = "") -> None:
             _check_names(value, prefix=f"{prefix}{name}.")
 
 
+def _sweep(name: str, arguments: Sequence[str]) -> RunFolder | None:
+    """Return the folder of all runs of --multirun; None without it."""
+    if not {"-m", "--multirun"} & set(arguments):
+        return None
+    typed = [argument for argument in arguments if argument.startswith("hydra.")]
+    with hydra.initialize_config_module(CONFIGURATION, version_base="1.3"):
+        try:
+            composed = hydra.compose(name, overrides=typed, return_hydra_config=True)
+        except Exception as error:
+            raise overrides.refusal(name, typed, error) from error
+    return RunFolder(path=Path(composed.hydra.sweep.dir))
+
+
 def _try(name: str, schema: type[Any], arguments: Sequence[str]) -> None:
     """Refuse wrong options and an impossible run folder before Hydra makes anything."""
     with hydra.initialize_config_module(CONFIGURATION, version_base="1.3"):
@@ -103,6 +125,5 @@ def _try(name: str, schema: type[Any], arguments: Sequence[str]) -> None:
     with open_dict(config):
         del config["hydra"]
     checked(config, schema)
-    run_folder = RunFolder(path=folder)
-    run_folder.claim()
-    run_folder.release()
+    with RunFolder(path=folder).claim():
+        pass  # and is gone again, if this made it

@@ -9,6 +9,7 @@ import sys
 
 from .. import __version__
 from ..compression.errors import PenstockError
+from . import stopping
 
 COMMANDS = {
     "train": ("train", "train a network across pipeline stages"),
@@ -24,16 +25,18 @@ USAGE = "\n".join(
         "penstock COMMAND --help lists the options of a command.",
     ]
 )
-REFUSED, INTERRUPTED = 2, 130
+REFUSED = 2
 
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    stopping.listen()
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """Run ``arguments`` as typed; return 0, 2 when something is refused or fails, 130 for Ctrl-C."""
+    """Run ``arguments`` as typed; return 0, 2 when something is refused or fails, 128 + its number for
+    a signal."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0 if arguments else REFUSED
@@ -48,8 +51,9 @@ def run(arguments: list[str]) -> int:
     except PenstockError as error:
         print(f"penstock: {' '.join(str(error).split())}", file=sys.stderr)
         return REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except KeyboardInterrupt as stop:
+        print(f"penstock: {stopping.sentence(stop)}", file=sys.stderr)
+        return stopping.exit_code(stop)
 
 
 if __name__ == "__main__":

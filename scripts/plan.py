@@ -15,19 +15,19 @@ def main(arguments: Sequence[str]) -> int:
     if usage.wanted(arguments):
         print(usage.text("plan", PlanConfig))
         return 0
+    from ..pipeline import console
     from ..pipeline.compare import ALL, check_order
-    from ..pipeline.console import short
     from ..pipeline.decide import compare_schedules, decide, prepare
     from ..pipeline.run_folder import RunFolder
     from .application import run
 
     def plan(config: PlanConfig, folder: RunFolder, typed: Sequence[str]) -> None:
-        folder.claim()
         everything = config.schedule == ALL
         made = compare_schedules(config, folder) if everything else decide(config, prepare(config))
         check_order(made)
+        folder.begin(console.warn)
         folder.save(config, made)
         files = [folder.plan, folder.plan_picture, *([folder.schedules_picture] if everything else [])]
-        print(made, *map(short, files), sep="\n")
+        print(made, *map(console.short, files), sep="\n")
 
     return run("plan", PlanConfig, plan, arguments=arguments)

@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 FOOT = """\
-hydra.run.dir=PATH        where the run is kept; default: runs/<date>_<time>
+hydra.run.dir=PATH        where the run is kept; default: runs/<date>_<time>-<process>
 --multirun KEY=A,B        one run for each value
 --cfg job                 print the whole configuration and stop
 --hydra-help              everything else that Hydra offers"""

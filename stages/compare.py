@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..compression.errors import PlanError
+from .contents import Facts, change, contents
 
 
 def fresh(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -27,39 +28,45 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether shape, dtype and every bit agree (torch.equal takes -0.0 for 0.0 and no NaN for itself)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    if a.layout != b.layout:
+        return False
+    a, b = (t.detach().to_dense() if t.layout != torch.strided else t for t in (a, b))
     a, b = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (a, b))
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-State = dict[str, tuple[Any, Any]]
+def refuse_changes(before: Facts, root: nn.Module, *, again: Callable[[], Any]) -> None:
+    """Refuse a forward that changed ``root`` beside its registered buffers since ``before``.
 
-
-def state_of(root: nn.Module) -> State:
-    """Every tensor and plain value that a module holds, by path: the object and its version, or the value."""
-    found: State = {}
-    for path, module in root.named_modules():
-        held = {**vars(module), **module._parameters, **module._buffers}
-        for name, item in held.items():
-            where = f"{path}.{name}" if path else name
-            if isinstance(item, torch.Tensor):
-                found[where] = item, item._version
-            elif isinstance(item, bool | int | float | str):
-                found[where] = None, item
-    return found
-
-
-def refuse_changes(before: State, root: nn.Module, *, buffers: bool) -> None:
-    """Refuse a forward that changes its modules: torch.fx runs that once and loses it.
-
-    ``buffers``: whether registered buffers must stand still too (while tracing, not while running)."""
-    after, registered = state_of(root), {name for name, _ in root.named_buffers(remove_duplicate=False)}
-    made = {name: (None, None) for name, (item, _) in after.items() if buffers and item is None}
-    for name, (item, version) in (made | before).items():
-        now = after.get(name)
-        same = now is not None and now[0] is item and now[1] == version
-        if not same and (buffers or name not in registered):
+    ``again`` runs it once more: what only the first run changes, as a cache does, has a remedy of its own."""
+    after = contents(root, running=True)
+    for path in before | after:
+        was, now = before.get(path), after.get(path)
+        if was != now:
+            again()
             raise PlanError(
-                f"torch.fx loses what forward writes to {name}; register it as a buffer, and write to it in "
+                f"a forward may write to registered buffers alone, found that it changes {path} "
+                f"({change(was, now)}), which other stages, other ranks and the loss do not see; "
+                f"{_remedy(settled=contents(root, running=True) == after)}"
+            )
+
+
+def _remedy(*, settled: bool) -> str:
+    if settled:
+        return "only the first run does so: call the model once, under torch.no_grad(), before it is traced"
+    return (
+        "return it from forward, write it into a registered buffer (copy_), or switch off the option that "
+        "keeps it"
+    )
+
+
+def refuse_lost_writes(before: Facts, root: nn.Module) -> None:
+    """Refuse what changed while ``root`` was traced: torch.fx runs that once and loses it."""
+    after = contents(root)
+    for path, was in before.items():
+        if after.get(path) != was:
+            raise PlanError(
+                f"torch.fx loses what forward writes to {path}; register it as a buffer, and write to it in "
                 "a module of its own that torch.fx takes as a leaf"
             )
 
@@ -87,7 +94,7 @@ def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
 def observe(
     run: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor | None]:
-    """Outputs, gradients and buffers of one forward and backward from a fixed random state."""
+    """Outputs, gradients, parameters and buffers of one forward and backward from a fixed random state."""
     torch.manual_seed(0)
     model.zero_grad()
     outputs = list(_tensors(run(*fresh(inputs))))
@@ -100,6 +107,7 @@ def observe(
     if roots:
         torch.autograd.backward(roots, weights)
     seen |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    seen |= {f"parameter {name}": p.detach().clone() for name, p in model.named_parameters()}
     seen |= {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
     return seen
 

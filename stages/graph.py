@@ -11,24 +11,32 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from ..compression.errors import PlanError
+from .aliases import Groups, refuse_cuts, shared
 from .capture.call import Call, Example
 from .capture.capture import Captured, capture, default_leaf, other_data, path_of, resized
-from .compare import fresh, observe, refuse_changes, refuse_difference, state_of, undrawn
+from .compare import fresh, observe, refuse_changes, refuse_difference, same_bits, undrawn
+from .contents import contents
+from .copied import Copied
 from .layers import Layer, Traced, casting, is_local, parts_of, run_all
 from .leaves import is_compiled
 from .lift import lift_shared
 from .probe import Probe, probe
+from .unsupported import refuse_model, refuse_objects
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGraph:
-    """A recorded model: its two runs, the probe of each at the example's shape, the copy they ran on."""
+    """A recorded model: its two runs, the probe of each at the example's shape, the copy they ran on.
+
+    ``shared``: in the train and in the eval run the tensors that share memory, with the layers that need
+    them: all on one stage."""
 
     train: Traced
     eval: Traced
@@ -37,6 +45,7 @@ class LayerGraph:
     twin: nn.Module
     example_inputs: tuple[torch.Tensor, ...]
     fingerprint: str
+    shared: tuple[Groups, Groups]
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -44,9 +53,7 @@ class LayerGraph:
         return tuple(layer.name for layer in self.train.layers)
 
 
-def trace(
-    model: nn.Module, example_inputs: Example, *, autocast: torch.dtype | None = None
-) -> LayerGraph:
+def trace(model: nn.Module, example_inputs: Example, *, autocast: torch.dtype | None = None) -> LayerGraph:
     """Record what ``model`` does, in train and in eval mode, and prove both records on copies of it.
 
     Modules keep their own training flags, unless the whole model stands in eval mode: then it is recorded in
@@ -61,116 +68,113 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"a model is a torch.nn.Module, found {type(model).__name__}")
+    call, example = Call.of(model, example_inputs)
+    if any(x.layout != torch.strided for x in example):
+        raise PlanError("inputs are dense tensors, found a sparse one in example_inputs; convert it")
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise PlanError(
+            f"autocast is a dtype such as torch.bfloat16, found {autocast!r}; give None for no cast"
+        )
     if is_compiled(model):
         raise PlanError(
             "a compiled module is one layer, which no cut divides, and the whole model is compiled; compile "
             "its parts instead: model.layer1 = torch.compile(model.layer1)"
         )
-    call, example = Call.of(model, example_inputs)
-    twin = _training_copy(model)
+    refuse_model(model)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), casting(autocast):
-        train, train_probe = _recorded(model, twin, call, example, mode="train")
+        copies = Copied(model), Copied(model)
+        train, train_probe, written = _proven(model, copies[0], call, example)
         tied = {str(node.target) for layer in train.layers for _, node in layer.lifted}
-        other = copy.deepcopy(twin).eval()
-        with torch.no_grad():
-            evaluation, eval_probe = _recorded(model, other, call, example, mode="eval", tied=tied)
+        copies[1].root.eval()
+        evaluation, eval_probe, _ = _proven(model, copies[1], call, example, tied=tied)
+    groups = (
+        shared(model, train, written=written, unread=(0,)),
+        shared(model, evaluation, written=written, unread=()),
+    )
+    refuse_cuts(groups[0], train_probe.refused)
     return LayerGraph(
         train=train,
         eval=evaluation,
         train_probe=train_probe,
         eval_probe=eval_probe,
-        twin=twin,
+        twin=copies[0].root,
         example_inputs=fresh(example),
         fingerprint=fingerprint(model),
+        shared=groups,
     )
 
 
-def _recorded(
+def _proven(
     model: nn.Module,
-    twin: nn.Module,
+    copied: Copied,
     call: Call,
     example: tuple[torch.Tensor, ...],
     *,
-    mode: str,
     tied: Collection[str] = (),
-) -> tuple[Traced, Probe]:
-    """The record of one mode on ``twin``, a copy of ``model`` in that mode, and its probe."""
-    _run_eager(copy.deepcopy(twin), call, example)
+) -> tuple[Traced, Probe, set[str]]:
+    """The record of a copy in the mode in which it stands, its probe, and the buffers that it writes to."""
+    root, mode = copied.root, "train" if copied.root.training else "eval"
+    with torch.set_grad_enabled(root.training):
+        written = _run_eager(copy.deepcopy(root), call, example)
+        captured = _captured(model, root, call, example)
+        traced = _traced(root, captured, call, tied=tied)
+        copied.refuse_constants(traced)
+        parts = parts_of(root, traced)
+        for inputs in _proofs(captured, example):
+            copied.shift()
+            eager = copy.deepcopy(root)
+            expected = observe(lambda *x: call.run(eager, x), eager, inputs)
+            found = observe(lambda *x: run_all(traced, parts, x), root, inputs)
+            refuse_difference(expected, found, mode=mode)
+            copied.restore()
+        record = probe(traced, parts, fresh(example))
+        copied.restore()
+    return traced, record, written
+
+
+def _captured(model: nn.Module, root: nn.Module, call: Call, example: Sequence[torch.Tensor]) -> Captured:
     compiled = {name for name, module in model.named_modules() if is_compiled(module)}
     with undrawn():
-        captured = capture(
-            twin,
+        return capture(
+            root,
             call,
             example,
-            copies=lambda: copy.deepcopy(twin),
+            copies=lambda: copy.deepcopy(root),
             leaf=lambda path, module: path in compiled or default_leaf(path, module),
         )
-    traced = _traced(twin, captured, call, tied=tied)
-    parts = parts_of(twin, traced)
-    for inputs in _proofs(captured, example):
-        _restore(twin, model)
-        _shift(twin)
-        eager = copy.deepcopy(twin)
-        expected = observe(lambda *x: call.run(eager, x), eager, inputs)
-        found = observe(lambda *x: run_all(traced, parts, x), twin, inputs)
-        refuse_difference(expected, found, mode=mode)
-    _restore(twin, model)
-    record = probe(traced, parts, fresh(example))
-    _restore(twin, model)
-    return traced, record
 
 
 def _proofs(captured: Captured, example: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
-    """What record and model are compared on: the example, and other data, of another size if it holds for any."""
+    """What record and model are compared on: the example, and other data, of another size where that is
+    known."""
     other = other_data(example)
     return [tuple(example), tuple(other if captured.fixed else resized(other, captured.sizes[-1]))]
 
 
-def _run_eager(eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> None:
-    """See that the model runs, and does not change itself beside its buffers."""
-    before = state_of(eager)
+def _run_eager(eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> set[str]:
+    """The buffers that a forward writes to; refused if it does not run, or changes the model beside them."""
+    buffers = {name: buffer.clone() for name, buffer in eager.named_buffers()}
+    before = contents(eager, running=True)
+    run: Callable[..., Any] = lambda *x: call.run(eager, x)  # noqa: E731
     try:
-        observe(lambda *x: call.run(eager, x), eager, inputs)
+        observe(run, eager, inputs)
     except Exception as error:
         shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
         raise PlanError(
             f"the model does not run on inputs of shape {shapes}: {error}; give another example"
         ) from error
-    refuse_changes(before, eager, buffers=False)
-
-
-def _training_copy(model: nn.Module) -> nn.Module:
-    """A copy as it will train: modules keep their own flags, unless the whole model stands in eval mode."""
-    try:
-        twin = copy.deepcopy(model)
-    except Exception as error:
-        raise PlanError(f"a model is traced on a copy, and this one cannot be copied: {error}") from error
-    return twin if twin.training else twin.train()
-
-
-def _restore(twin: nn.Module, model: nn.Module) -> None:
-    """Give a copy the model's tensors back after a run, and no gradients."""
-    pairs = zip((*twin.parameters(), *twin.buffers()), (*model.parameters(), *model.buffers()), strict=True)
-    with torch.no_grad():
-        for ours, original in pairs:
-            ours.copy_(original)
-    twin.zero_grad()
-
-
-def _shift(twin: nn.Module) -> None:
-    """Move every weight and buffer a little: what recording took for a constant then shows."""
-    with torch.no_grad():
-        for tensor in (*twin.parameters(), *twin.buffers()):
-            if tensor.is_floating_point():
-                tensor.mul_(1.0625).add_(0.0078125)
+    refuse_changes(before, eager, again=lambda: observe(run, eager, inputs))
+    return {name for name, buffer in eager.named_buffers() if not same_bits(buffer, buffers[name])}
 
 
 def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection[str]) -> Traced:
-    """The recorded graph as layers: shared and ``tied`` parameters lifted, numbers that move written as such."""
+    """The recorded graph as layers: shared and ``tied`` parameters lifted, numbers that move written as
+    such."""
     graph = captured.graph
     for node, (args, kwargs, expect, shape) in captured.moving.items():
         node.args, node.kwargs = args, kwargs
         node.meta |= {k: v for k, v in (("expect", expect), ("shape", shape)) if v is not None}
+    refuse_objects(graph)
     lifted = lift_shared(root, graph, tied, captured.constants)
     layers = tuple(
         Layer(
@@ -196,6 +200,7 @@ def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection
         buffers=frozenset(held) & {name for name, _ in root.named_buffers(remove_duplicate=False)},
         fixed=captured.fixed,
         again=captured.again,
+        reads=captured.reads,
     )
 
 

@@ -52,7 +52,8 @@ class Traced:
     ``call`` says how the model is called, ``spec`` puts its outputs together. ``constants`` are the tensors that
     came from outside the run, by the name that they were given; ``buffers`` the names of registered buffers that
     layers read by themselves: no other tensor of the model may be written to. ``fixed``: why the run holds for the
-    example's number of samples only, "" where it holds for any; ``again`` records a copy of the model anew."""
+    example's number of samples only, "" where it holds for any; ``again`` records a copy of the model anew;
+    ``reads`` are the (module path, attribute) that the run itself read, outside of its layers."""
 
     inputs: tuple[fx.Node, ...]
     layers: tuple[Layer, ...]
@@ -63,6 +64,7 @@ class Traced:
     buffers: frozenset[str]
     fixed: str
     again: Callable[[nn.Module, Sequence[torch.Tensor]], fx.Graph]
+    reads: frozenset[tuple[str, str]]
 
     def extend(self, twin: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         """Learn the numbers of another size from ``twin``, where they follow no rule.

@@ -6,6 +6,7 @@ plain loop over the same pieces."""
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from typing import Any
 
@@ -26,6 +27,12 @@ def as_written() -> contextlib.AbstractContextManager[Any]:
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
+
+
+def defaults_of(root: nn.Module, num_inputs: int) -> dict[str, Any]:
+    """The defaults at which the arguments of forward behind its first ``num_inputs`` stay."""
+    parameters = list(inspect.signature(root.forward).parameters.values())
+    return {p.name: p.default for p in parameters[num_inputs:] if p.default is not p.empty}
 
 
 class Tracer(fx.Tracer):

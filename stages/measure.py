@@ -8,7 +8,6 @@ Source: resource management of a training step, S1 and S11-S13 (kinds, sizes and
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Mapping
@@ -20,7 +19,9 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..compression.errors import PlanError
+from .aliases import memory_of
 from .capture.call import Call, Example
+from .files import save_json
 from .graph import LayerGraph
 from .layers import Layer, Parts, parts_of, run_layer
 from .probe import Probe
@@ -72,9 +73,9 @@ class Profile:
     torch: str
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON; ``Profile.load`` gives back an equal one."""
+        """Write the profile as JSON, whole or not at all, else ConfigError; ``Profile.load`` reads it."""
         data = {"penstock_profile": 1, **dataclasses.asdict(self)}
-        Path(path).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        save_json(path, data, indent=1)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -95,18 +96,23 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 3) -> 
     Returns: the Profile; seconds are per micro-batch with the threads that torch has now.
     Raises:  PlanError: the inputs do not suit the traced model.
     """
+    if not isinstance(graph, LayerGraph) or not isinstance(repeats, int) or repeats < 1:
+        raise PlanError(
+            f"measure takes what trace(model, example) returned and repeats=1 or more, found a "
+            f"{type(graph).__name__} and repeats={repeats!r}"
+        )
     _, inputs = Call.of(graph.twin, example_inputs)
     shapes = tuple(tuple(x.shape) for x in inputs)
     if shapes != tuple(tuple(x.shape) for x in graph.example_inputs):
         raise PlanError(
             f"a profile is measured at the shapes that were traced, found {shapes}; trace with this example"
         )
-    buffers = [b.clone() for b in graph.twin.buffers()]
+    buffers = [memory_of(b).clone() for b in graph.twin.buffers()]
     with torch.random.fork_rng(devices=[]):
         runs = [_timed_run(graph, inputs) for _ in range(repeats + 1)][1:]
         saved = _saved_bytes(graph, inputs)
     for buffer, before in zip(graph.twin.buffers(), buffers, strict=True):
-        buffer.copy_(before)
+        memory_of(buffer).copy_(before)
     owned = owned_parameters(graph)
     parameters = dict(graph.twin.named_parameters())
     return Profile(
@@ -191,13 +197,14 @@ def _timed_run(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> _Run:
         wanted = [anchor, *(p for p in parameters_of(layer, parts) if p.requires_grad)]
         backward = time.perf_counter()
         if roots:
-            torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+            _backward(layer, roots, wanted, gradients)
         run.seconds.append((middle - begun, time.perf_counter() - backward if roots else 0.0))
         _write_back(layer, index, local, env, record)
         env[layer.node] = result
         for number, leaf in zip(record.outputs[layer.node].values, tree_leaves(result), strict=True):
             if isinstance(leaf, torch.Tensor) and leaf.numel():
-                run.zeros[number] = 1 - int(torch.count_nonzero(leaf)) / leaf.numel()
+                bits = leaf.view(torch.uint8) if leaf.itemsize == 1 else leaf  # torch counts no float8
+                run.zeros[number] = 1 - int(torch.count_nonzero(bits)) / leaf.numel()
     return run
 
 
@@ -210,6 +217,21 @@ def _write_back(
         for number, copied, original in pairs:
             if isinstance(copied, torch.Tensor) and (index, False) in record.values[number].writers:
                 original.detach().copy_(copied.detach())
+
+
+def _backward(
+    layer: Layer, roots: list[torch.Tensor], wanted: list[torch.Tensor], gradients: list[torch.Tensor]
+) -> None:
+    """A layer's backward; a half of one, as some schedules run, asks for some gradients only, too."""
+    try:
+        torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+    except Exception as error:
+        if "use_reentrant" in str(error):
+            raise PlanError(
+                f"layer {layer.name} checkpoints with use_reentrant=True, which gives no gradient that "
+                "is asked for by itself; use use_reentrant=False"
+            ) from error
+        raise PlanError(f"the backward of layer {layer.name}: {type(error).__name__}: {error}") from error
 
 
 def _reads(layer: Layer, env: Mapping[fx.Node, Any]) -> list[fx.Node]:

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from ..compression.choose import check_name
 from ..compression.errors import PlanError
+from .asked import Asked
 from .costs import Costs, with_margin
 from .cuts import allowed_cuts, named_cuts
 from .measure import Profile
@@ -64,6 +65,12 @@ def partition(
         PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
         CodecError: the codec is not known.
     """
+    if not isinstance(profile, Profile):
+        raise PlanError(
+            f"partition takes what measure(graph, example) returned, found a {type(profile).__name__}; "
+            "measure first"
+        )
+    asked = Asked(stages=stages, ranks=ranks, cuts=tuple(cuts) if cuts else None)
     check_name(codec)
     _check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
     _check_counts(least=0, extra_in_flight=extra_in_flight)
@@ -104,13 +111,14 @@ def partition(
         weights_first=weights_first,
         prediction=prediction,
         program=tuple(program),
+        asked=asked,
     )
 
 
 def _check_counts(*, least: int = 1, **counts: int | None) -> None:
     for name, count in counts.items():
-        if count is not None and count < least:
-            raise PlanError(f"{name} counts from {least}, found {name}={count}; use {least} or more")
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < least):
+            raise PlanError(f"{name} counts from {least}, found {name}={count!r}; use {least} or more")
 
 
 def _sizes(

@@ -4,12 +4,13 @@ A plan can be printed, drawn, saved, edited and loaded again, so that a person s
 """
 
 import dataclasses
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ..compression.errors import PlanError
+from .asked import Asked
+from .files import save_json
 from .record import load_json, read, shortened
 from .rules import check_versions, streams
 from .units import show_bytes, show_count, show_rate, show_seconds
@@ -49,6 +50,7 @@ class Plan:
     weights as they are expected to be at the backward; ``weights_first``: in a backward a layer's weight
     gradient comes before the gradient of its input. ``program``: a custom schedule, a line for each rank.
     ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
+    ``asked``: which cuts ``partition`` was asked for; None in a plan that does not know.
     Raises:  PlanError: the fields contradict each other.
     """
 
@@ -69,6 +71,7 @@ class Plan:
     weights_first: bool = False
     prediction: bool = False
     program: tuple[str, ...] = ()
+    asked: Asked | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         layers = [layer for stage in self.stages for layer in stage.layers]
@@ -138,23 +141,30 @@ class Plan:
         """The layers after which the model is cut, as ``partition`` takes them."""
         return tuple(stage.layers[-1] for stage in self.stages[:-1])
 
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON data, which ``Plan.of_json`` takes."""
+        return {"penstock_plan": VERSION, **dataclasses.asdict(self)}
+
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; ``Plan.load`` gives back an equal one."""
-        data = {"penstock_plan": VERSION, **dataclasses.asdict(self)}
-        Path(path).write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        """Write the plan as JSON, whole or not at all, else ConfigError; ``Plan.load`` gives an equal one."""
+        save_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
         """Read a plan; raises PlanError, and nothing else, for a file that is missing, damaged or no plan."""
-        data = load_json(path, "plan")
+        return cls.of_json(load_json(path, "plan"), str(path))
+
+    @classmethod
+    def of_json(cls, data: Any, source: str) -> "Plan":
+        """Read a plan that came from ``source``; raises PlanError, and nothing else, for what is none."""
         if not isinstance(data, dict) or "penstock_plan" not in data:
             raise PlanError(
-                f"a plan is a JSON object with the key penstock_plan, {path} is not; make one anew"
+                f"a plan is a JSON object with the key penstock_plan, {source} is not; make one anew"
             )
         version = data.pop("penstock_plan")
         if type(version) is not int or version != VERSION:
             raise PlanError(
-                f"plans have version {VERSION} here, found {shortened(version)} in {path}; make the plan anew"
+                f"plans have version {VERSION} here, found {shortened(version)} in {source}; make it anew"
             )
         for field in dataclasses.fields(cls):  # a plan made before there were tiers, or versions
             if field.default is not dataclasses.MISSING:

@@ -6,6 +6,7 @@ A person judges a cut by balance and by the bytes on its links; both are seen he
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .files import save_picture
 from .plan import Plan, PlanStage
 from .units import show_bytes, show_count, show_seconds
 
@@ -24,7 +25,7 @@ WIDTH, GAP = 1.0, 0.42  # of a stage and of the link behind it
 
 def draw(plan: Plan, path: str | Path) -> None:
     """Draw the plan into a PNG."""
-    figure(plan).savefig(path, format="png", dpi=160)
+    save_picture(path, figure(plan))
 
 
 def figure(plan: Plan) -> "Figure":

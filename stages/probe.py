@@ -17,10 +17,11 @@ from torch import fx, nn
 from ..compression.errors import PlanError
 from ..compression.geometry import geometry
 from .capture.capture import samples_of
-from .compare import same_bits
 from .layers import Layer, Parts, Traced, is_local, run_layer
 from .proof import zeros_that_stop
+from .reached import edges_of, leads, reached
 from .recorder import Outputs, Recorder
+from .unseen import Contents
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -30,20 +31,25 @@ class Value:
     """One tensor or Python number of a run: made by layer ``producer`` (-1: an input), read by the layers
     ``users`` (the model's output reads last: it counts as one more layer).
 
-    ``refused`` says why it must not cross a cut, "" if it may. ``parameter``: a (tied) parameter, sent once a
-    step. ``writers``: the layers that wrote to its memory, ascending, each with whether it left zeros that
-    stop every gradient (``proof.py``)."""
+    ``strides`` are those of a real run, None where they are not known: the meta device lays some results out
+    otherwise, and a copy of a parameter drops its gaps. ``refused`` says why it must not cross a cut, "" if
+    it may. ``number``: the type that a number had, which may be another later; ``dtype`` has room for any.
+    ``parameter``: a (tied) parameter, sent once a step. ``writers``: the layers that wrote to its memory,
+    ascending, each with whether it left zeros that stop every gradient (``proof.py``). ``reached``: the last
+    layer through which a gradient surely comes back to it (``reached.py``), -1 if none does."""
 
     name: str
     producer: int
     users: tuple[int, ...]
     shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
     dtype: torch.dtype
     number: type | None
     requires_grad: bool
     parameter: bool
     refused: str
     writers: tuple[tuple[int, bool], ...]
+    reached: int
 
     def stops(self, layer: int) -> bool:
         """Whether a zero of this value, as it is after ``layer``, makes its gradient irrelevant."""
@@ -85,7 +91,9 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
         key = buffer.untyped_storage()._cdata
         recorder.accesses.setdefault(key, (name, set()))[1].add(len(traced.layers))
     stops = zeros_that_stop(traced, parts, recorder.outputs, recorder.last_writer, recorder.watched())
-    values = tuple(_value(recorder, i, stops) for i in range(len(recorder.objects)))
+    asked = {i for i in recorder.reads(traced.output) if getattr(recorder.objects[i], "requires_grad", False)}
+    last = reached(recorder.leads, asked, len(traced.layers))
+    values = tuple(_value(recorder, i, stops, last.get(i, -1)) for i in range(len(recorder.objects)))
     record = Probe(
         values=values,
         outputs=recorder.outputs,
@@ -105,9 +113,11 @@ def _record_layer(
     read = list(recorder.reads(layer.node, [source for _, source in layer.lifted]))
     tensors = [t for i in read if isinstance(t := recorder.objects[i], torch.Tensor)]
     buffers = _buffers(layer, parts)
-    versions = [t._version for t in (*tensors, *buffers.values())]
-    contents = [None if t.is_meta else t.clone() for t in buffers.values()]
+    at_hand = [*recorder.beside(tensors), *buffers.values()]
+    versions, contents = [t._version for t in at_hand], Contents(at_hand)
+    recorder.kept += contents.storages
     state = torch.get_rng_state()
+    before = edges_of((i, recorder.objects[i]) for i in read)
     try:
         env[layer.node] = run_layer(layer, env, parts, samples=samples)
     except Exception as error:
@@ -115,12 +125,12 @@ def _record_layer(
         raise PlanError(f"layer {layer.name} does not take an input of shape {size}: {error}") from error
     if not torch.equal(state, torch.get_rng_state()):
         recorder.random.add(layer.name)
-    changed = [
-        t for t, before in zip((*tensors, *buffers.values()), versions, strict=True) if t._version != before
-    ]
-    # batch_norm writes its statistics without giving them a new version
-    pairs = zip(buffers.values(), contents, strict=True)
-    changed += [buffer for buffer, content in pairs if content is not None and not same_bits(buffer, content)]
+    changed = [t for t, before in zip(at_hand, versions, strict=True) if t._version != before]
+    # batch_norm writes its statistics without giving them a new version, others through .data or NumPy
+    other, counted = contents.changed(), {id(t) for t in changed}
+    unseen = [t for t in at_hand if id(t) not in counted and t.untyped_storage()._cdata in other]
+    recorder.unseen |= {recorder.numbers[id(t)]: index for t in unseen if id(t) in recorder.numbers}
+    changed += unseen
     for storage in {t.untyped_storage()._cdata for t in changed}:
         recorder.mutated.add(storage)
         recorder.writes.setdefault(storage, []).append(index)
@@ -130,6 +140,8 @@ def _record_layer(
     for number in read:
         recorder.users[number].add(index)
     recorder.add(layer.node, index, env[layer.node])
+    after = edges_of((i, recorder.objects[i]) for i in recorder.outputs[layer.node].values)
+    recorder.leads[index] = leads(layer, parts, made=after, read=before)
 
 
 def _buffers(layer: Layer, parts: Parts) -> dict[str, torch.Tensor]:
@@ -156,12 +168,15 @@ def _refuse_written_constants(recorder: Recorder, layer: Layer, traced: Traced, 
             )
 
 
-def _value(recorder: Recorder, number: int, stops: Collection[tuple[int, int]]) -> Value:
+def _value(recorder: Recorder, number: int, stops: Collection[tuple[int, int]], last: int) -> Value:
     leaf = recorder.objects[number]
     tensor = leaf if isinstance(leaf, torch.Tensor) else None
     refused = ""
+    known = tensor is None or not (tensor.is_meta or isinstance(tensor, nn.Parameter))
     if tensor is None and type(leaf) not in NUMBERS:
         refused = f"a Python value of type {type(leaf).__name__} ({recorder.names[number]}) would cross it"
+    elif type(leaf) is int and leaf.bit_length() > 63:
+        refused = f"an int of more than 64 bits ({recorder.names[number]}) would cross it"
     elif tensor is not None and not _travels(tensor):
         refused = (
             f"the tensor {recorder.names[number]}, whose elements overlap or lie far apart, would cross it"
@@ -171,13 +186,19 @@ def _value(recorder: Recorder, number: int, stops: Collection[tuple[int, int]]) 
         producer=recorder.producers[number],
         users=tuple(sorted(recorder.users[number])),
         shape=() if tensor is None else tuple(tensor.shape),
-        dtype=NUMBERS.get(type(leaf), torch.uint8) if tensor is None else tensor.dtype,
+        strides=(() if tensor is None else _strides(tensor)) if known else None,
+        dtype=torch.float64 if tensor is None else tensor.dtype,  # room for a number of any type
         number=type(leaf) if tensor is None else None,
         requires_grad=tensor is not None and tensor.requires_grad,
         parameter=isinstance(tensor, nn.Parameter),
         refused=refused,
         writers=tuple((writer, (writer, number) in stops) for writer in recorder.writers(number)),
+        reached=last,
     )
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.stride()) if tensor.layout == torch.strided else ()
 
 
 def _travels(tensor: torch.Tensor) -> bool:
@@ -192,6 +213,13 @@ def _refusal(recorder: Recorder, record: Probe, cut: int) -> str:
     for number in alive:
         if record.values[number].refused:
             return record.values[number].refused
+    for number, writer in recorder.unseen.items():
+        name, producer = record.values[number].name, record.values[number].producer
+        if producer <= cut < writer:
+            return (
+                f"a layer behind it writes to the memory of {name}, which one before it may have saved, "
+                "where autograd counts no write (through .data or NumPy)"
+            )
     seen: dict[int, int] = {}
     for number, storage in recorder.storages(alive).items():
         first = seen.setdefault(storage, number)

@@ -18,7 +18,7 @@ class Receive(torch.autograd.Function):
         """(anchor that asks for a gradient, tensor, slot) -> another tensor over the same memory."""
         _, tensor, ctx.slot = args
         ctx.set_materialize_grads(False)
-        return _same_memory(tensor)
+        return tensor.data  # over the same memory, and no view for autograd
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
@@ -26,10 +26,3 @@ class Receive(torch.autograd.Function):
         if gradients[0] is not None:
             ctx.slot["gradient"] = gradients[0]
         return None, None, None
-
-
-def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor object over the same memory that is no view of ``tensor`` for autograd."""
-    return tensor.new_empty(0).set_(
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ class Outputs:
     spec: TreeSpec
 
 
+Leads = Mapping[int, Collection[int]]  # from values that a layer made to those that it read
+
+
 class Recorder:
     """Gathers values by object identity; keeps every object, so that no identity is used twice."""
 
@@ -37,6 +40,10 @@ class Recorder:
         self.accesses: dict[int, tuple[str, set[int]]] = {}
         self.written: set[int] = set()
         self.writes: dict[int, list[int]] = {}
+        self.leads: dict[int, Leads] = {}
+        self.unseen: dict[int, int] = {}  # by value, the last layer that wrote to it uncounted
+        self.on: dict[int, list[torch.Tensor]] = {}
+        self.kept: list[torch.UntypedStorage] = []  # else one that is exchanged gives its number to another
 
     def add(self, node: fx.Node, index: int, result: Any) -> None:
         """Note what the layer ``index``, which is ``node``, returned: a known object is a known value."""
@@ -52,6 +59,8 @@ class Recorder:
                 self.users.append(set())
                 if isinstance(leaf, torch.Tensor):
                     self.numbers[id(leaf)] = known
+                    if leaf.layout is torch.strided:
+                        self.on.setdefault(leaf.untyped_storage()._cdata, []).append(leaf)
             values.append(known)
         self.outputs[node] = Outputs(values=tuple(values), spec=spec)
 
@@ -67,6 +76,14 @@ class Recorder:
                 yield outputs.values[picks]
             else:
                 yield from outputs.values
+
+    def beside(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """These tensors, and all that lie in the same memories."""
+        found = {id(t): t for t in tensors}
+        for t in list(found.values()):
+            if t.layout is torch.strided:
+                found |= {id(other): other for other in self.on.get(t.untyped_storage()._cdata, ())}
+        return list(found.values())
 
     def writers(self, number: int) -> list[int]:
         """The layers that wrote to the memory of a value, ascending, its producer first."""

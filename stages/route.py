@@ -24,7 +24,8 @@ class Route:
     ``done``: after each layer, the nodes and values that nothing on this stage needs any more.
     ``foreign`` are the nodes of earlier stages (and the model's inputs) whose results its layers read.
     ``passes``: received values that are sent on as they came. ``stops``: values whose zeros, as they are
-    sent, stop their gradient: it may travel without them."""
+    sent, stop their gradient: it may travel without them. ``returns``: received values to which a gradient
+    surely comes back from this stage or a later one."""
 
     layers: tuple[Layer, ...]
     foreign: tuple[fx.Node, ...]
@@ -33,6 +34,7 @@ class Route:
     done: tuple[tuple[tuple[fx.Node, ...], tuple[int, ...]], ...]
     passes: frozenset[int]
     stops: frozenset[int]
+    returns: frozenset[int]
 
 
 def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages: int) -> tuple[Route, ...]:
@@ -69,6 +71,11 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages
                 done=_done(layers[stage], foreign, record, set(sent), output),
                 passes=frozenset({n for n, _ in receives[stage]} & set(sent) - written),
                 stops=frozenset(n for n, value in sent.items() if own and value.stops(own[-1])),
+                returns=frozenset(
+                    n
+                    for n, _ in receives[stage]
+                    if (last := record.values[n].reached) >= 0 and places[last] >= stage
+                ),
             )
         )
     return tuple(made)
@@ -137,14 +144,17 @@ def follow(train: Traced, stage_of: Sequence[int], evaluation: Traced) -> list[i
         if layer.holds:
             home.setdefault(layer.node.target, stage)
     stages: list[int] = []
+    place: dict[fx.Node, int] = {}
     earliest = 0
     for layer in evaluation.layers:
-        stage = home.get(layer.node.target, earliest) if layer.holds else earliest
+        # a tied parameter waits on the stage that trains it, which may be one behind
+        possible = max((earliest, *(place[node] for node in reads(layer) if node in place)))
+        stage = place[layer.node] = home.get(layer.node.target, possible) if layer.holds else possible
         if layer.node.op != "get_attr":  # a parameter has no arguments and may wait for its first reader
-            if stage < earliest:
+            if stage < possible:
                 raise PlanError(
                     f"the model takes another way in eval mode: layer {layer.name} is held by stage {stage} "
-                    f"and comes after layers of stage {earliest}; cut elsewhere"
+                    f"and comes after layers of stage {possible}; cut elsewhere"
                 )
             earliest = stage
         stages.append(stage)

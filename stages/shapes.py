@@ -16,7 +16,7 @@ from ..compression.errors import PlanError
 from .graph import LayerGraph
 from .layers import Traced, parts_of
 from .leaves import as_written
-from .probe import Probe, probe
+from .probe import Probe, Value, probe
 
 KEPT = 256  # records; texts of varying length would make ever more
 
@@ -69,7 +69,10 @@ class Shapes:
         real = self.real[mode].values  # autocast knows no meta device; a dtype does not depend on the size
         if len(real) == len(found.values):
             pairs = zip(found.values, real, strict=True)
-            values = tuple(dataclasses.replace(ours, dtype=theirs.dtype) for ours, theirs in pairs)
+            values = tuple(
+                dataclasses.replace(ours, dtype=theirs.dtype, writers=_all_writers(ours, theirs))
+                for ours, theirs in pairs
+            )
             found = dataclasses.replace(found, values=values, refused=self.real[mode].refused | found.refused)
         return found
 
@@ -93,10 +96,17 @@ class Shapes:
             if outputs != meta.outputs[node]:
                 return f"the results of {node.name} differ on the meta device"
         for value, other in zip(real.values, meta.values, strict=True):
-            facts = ("shape", "dtype", "users", "number", "writers")
-            if any(getattr(value, fact) != getattr(other, fact) for fact in facts):
+            facts = ("shape", "dtype", "users", "writers")
+            kinds = (value.number is None) != (other.number is None)  # a number's type travels with it
+            if kinds or any(getattr(value, fact) != getattr(other, fact) for fact in facts):
                 return f"the value {value.name} differs on the meta device"
         return ""
+
+
+def _all_writers(meta: Value, real: Value) -> tuple[tuple[int, bool], ...]:
+    """Those of the real run, unless it lacks one: on the meta device, no write is seen by its bytes."""
+    lacks = {writer for writer, _ in meta.writers} - {writer for writer, _ in real.writers}
+    return meta.writers if lacks else real.writers
 
 
 _Key = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]

@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..compression.errors import StageError
 from ..compression.pool import Frame
 from .backward import Split, run
+from .frozen import Frozen
 from .layers import Layer, Traced, casting, parts_of, run_output
 from .memory.saved import Resident, Saved
 from .memory.store import Store
@@ -25,7 +26,7 @@ from .probe import Probe
 from .receive import Receive
 from .route import Route
 from .running import Running
-from .walk import walk
+from .walk import NO_LAYERS, walk
 from .weights import Latest, Weights
 from .weights_first import run_weights_first
 
@@ -59,12 +60,8 @@ class Stage:
             "train": parts_of(model, *train, output=last),
             "eval": parts_of(model, *evaluation, output=last),
         }
-        self.modules = {
-            m: m.training
-            for part in self.parts.values()
-            for root in part.modules.values()
-            for m in root.modules()
-        }
+        self.moved = NO_LAYERS
+        self.asked = Frozen(self.parts["train"])
         self.anchor = torch.zeros((), requires_grad=True)
         self.autocast, self.weights_first = autocast, weights_first
         self.running: dict[int, Running] = {}
@@ -95,14 +92,6 @@ class Stage:
             tensors += [*module.parameters(), *module.buffers()]
         return tensors
 
-    def begin(self, mode: str) -> None:
-        """Set the training flags for a step (``mode`` "train") or an evaluation ("eval")."""
-        self.stop()
-        for module, training in self.modules.items():
-            wanted = training and mode == "train"
-            if module.training != wanted:
-                module.training = wanted
-
     def stop(self) -> None:
         """Forget every micro-batch between forward and backward."""
         for micro_batch in self.running:
@@ -131,25 +120,41 @@ class Stage:
         with (
             self.weights.forward(micro_batch, batch),
             casting(self.autocast),
-            self.saved.forward(micro_batch, values.values(), tied),
+            self.saved.forward(micro_batch, values, tied),
         ):
-            env = walk(values, self.parts["train"], record=record, route=route, saved=self.saved, seed=seed)
+            env = walk(
+                values,
+                self.parts["train"],
+                record=record,
+                route=route,
+                saved=self.saved,
+                seed=seed,
+                moved=self.moved,
+            )
             out = {number: values[number] for number, _ in route.sends}
             sent = {
                 n: self._as_it_is(item) if record.values[n].parameter else item for n, item in out.items()
             }
         tensors = {n: t for n, t in out.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+        self.asked.check(record, tensors)
         running.roots = {n: get_gradient_edge(t) for n, t in tensors.items()}
         return sent, run_output(self.traced["train"], env, self.parts["train"]) if self.last else None
 
     def _as_it_is(self, parameter: torch.Tensor) -> torch.Tensor:
         """A tied parameter to send: behind the forward, another version may be in its place, or its memory
         gone."""
-        return parameter if isinstance(self.weights, Latest) else parameter.detach().clone()
+        if isinstance(self.weights, Latest):
+            return parameter
+        return parameter.detach().clone().requires_grad_(parameter.requires_grad)
 
-    def leave(self, micro_batch: int, frames: Mapping[tuple[int, int], Frame]) -> None:
-        """After ``forward``: what it saved may leave; ``frames`` by place are those of the values."""
-        self.saved.leave(micro_batch, frames)
+    def leave(
+        self, micro_batch: int, came: Mapping[int, Frame], went: Mapping[int, tuple[torch.Tensor, Frame]]
+    ) -> None:
+        """After ``forward``: what it saved may leave.
+
+        Args:    came: by number, the frames in which values were received.
+                 went: by number, the values that were packed to be sent, and their frames."""
+        self.saved.leave(micro_batch, came, went)
 
     def fetch(self, micro_batch: int | None) -> None:
         """Ahead of ``backward``: begin to bring back what the forward saved."""
@@ -159,7 +164,13 @@ class Stage:
 
     def lose(self, micro_batch: int, weighted_loss: torch.Tensor) -> None:
         """On the last stage: where the backward of ``micro_batch`` begins, its loss times its share."""
-        self.running[micro_batch].loss = weighted_loss
+        running = self.running[micro_batch]
+        if any(running.slots.values()):
+            raise StageError(
+                "a backward ran inside the forward or the loss, and its gradients end at this stage; leave "
+                "backward to the pipeline"
+            )
+        running.loss = weighted_loss
 
     def backward(
         self, micro_batch: int, gradients: Mapping[int, torch.Tensor | None]
@@ -218,17 +229,13 @@ class Stage:
     ) -> tuple[dict[int, Any], Any]:
         """The layers in eval mode without autograd: the values to send, the outputs on the last stage."""
         values = dict(received)
-        for number, item in received.items():
-            if record.values[number].parameter:  # a kernel may be picked by it, even under no_grad
-                item.requires_grad_(record.values[number].requires_grad)
         with torch.no_grad(), casting(self.autocast):
             env = walk(values, self.parts["eval"], record=record, route=route, saved=self.saved, seed=None)
             outputs = run_output(self.traced["eval"], env, self.parts["eval"]) if self.last else None
         return {number: values[number] for number, _ in route.sends}, outputs
 
     def _enter(self, running: Running, number: int, item: Any, record: Probe) -> Any:
-        value = record.values[number]
-        if not value.requires_grad:
+        if not record.values[number].requires_grad:
             return item
-        slot = running.slots[number] = {}
-        return Receive.apply(self.anchor, item, slot)
+        slot = running.slots[number] = {}  # stays empty for what was frozen since the probe
+        return Receive.apply(self.anchor, item.detach(), slot) if item.requires_grad else item

@@ -149,7 +149,7 @@ class Chain:
 
     def forward(self, s, m):
         x = self.parts[m][0] if s == 0 else self.between.pop((s, m)).detach().clone().requires_grad_()
-        with self.weights[s].forward(m, m // MICRO_BATCHES), self.saved[s].forward(m, [x]):
+        with self.weights[s].forward(m, m // MICRO_BATCHES), self.saved[s].forward(m, {0: x}):
             y = self.model[s](x)
         if s == NUM_STAGES - 1:
             loss = nn.functional.cross_entropy(y, self.parts[m][1])
@@ -157,7 +157,7 @@ class Chain:
         else:
             self.between[s + 1, m] = y
         self.between["run", s, m] = x, y
-        self.saved[s].leave(m, {})
+        self.saved[s].leave(m, {}, {})
         self.saved[s].wait()
 
     def backward(self, s, m):

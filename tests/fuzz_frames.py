@@ -5,6 +5,8 @@ mutated, and those that reach new lines of ``compression/`` are kept and mutated
 at unreadable pages: an access out of bounds kills the process, and the same seed leads there again.
 
     python tests/fuzz_frames.py --seconds 600 --seed 0
+
+``--promises`` fuzzes ``decode_received`` instead, see ``fuzz_promises.py``.
 """
 
 from __future__ import annotations
@@ -147,6 +149,9 @@ class Fuzz:
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             self._find(f"{type(error).__name__} in {Path(last.filename).name}:{last.lineno}: {error}", frame)
+        self._measure(frame)
+
+    def _measure(self, frame: bytes) -> None:
         growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self._before) * 1024
         self.report.growth_bytes, self.report.num_arcs = growth, len(self.arcs.seen)
         if growth > MOST_GROWTH_BYTES:
@@ -170,11 +175,17 @@ def _as_declared(tensor: Tensor | None, header: Header) -> bool:
     return found == (header.dtype, header.sizes, header.strides)
 
 
-def fuzz(*, seconds: float, seed: int, show: Callable[[Report], None] = lambda report: None) -> Report:
-    """Run for ``seconds``; ``show`` is called about every ten of them."""
+def fuzz(
+    *,
+    seconds: float,
+    seed: int,
+    show: Callable[[Report], None] = lambda report: None,
+    kind: type[Fuzz] = Fuzz,
+) -> Report:
+    """Run a fuzz of this ``kind`` for ``seconds``; ``show`` is called about every ten of them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = Fuzz(seed)
+        run = kind(seed)
         start = shown = time.monotonic()
         while (now := time.monotonic()) < start + seconds:
             for _ in range(50):
@@ -192,10 +203,18 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--promises", action="store_true")
     options = parser.parse_args()
     faulthandler.enable()
     torch.set_num_threads(1)
-    report = fuzz(seconds=options.seconds, seed=options.seed, show=lambda report: print(report, flush=True))
+    run = {"seconds": options.seconds, "seed": options.seed}
+    if options.promises:
+        from fuzz_promises import Promised, limited
+
+        with limited():
+            report = fuzz(**run, show=lambda report: print(report, flush=True), kind=Promised)
+    else:
+        report = fuzz(**run, show=lambda report: print(report, flush=True))
     print(report)
     for what, frame in report.findings.items():
         print(f"\n{what}\n{frame.hex()}")

@@ -72,7 +72,8 @@ def _serve(pipe):
         except EOFError:
             return
         try:
-            group.join(dist.FileStore(path, ranks), rank=rank, ranks=ranks, deadline=30)  # type: ignore[attr-defined]
+            # A store that counts its users may abort the process when its file is removed.
+            group.join(dist.FileStore(path), rank=rank, ranks=ranks, deadline=30)  # type: ignore[attr-defined]
             result = function(*args)
             group.close()
             pipe.send(("", result))

@@ -63,7 +63,8 @@ def plain_loop(
             losses.append(value.detach())
             reported = reported + value.detach().to(torch.promote_types(value.dtype, torch.float32)) * share
         scaler.unscale_(made)
-        overflow = not all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None and scaler.is_enabled()]
+        overflow = not all(gradient.isfinite().all() for gradient in gradients)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         gradients = {name: p.grad for name, p in model.named_parameters()}

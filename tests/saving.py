@@ -62,9 +62,9 @@ def gradients(net, x, settings, *, knows=True):
     saved = Resident() if settings is None else saved_for(net, **settings)
     net.model.zero_grad()
     torch.manual_seed(7)
-    with saved.forward(0, [x]):
+    with saved.forward(0, {0: x}):
         out = net.run(x.clone(), saved, knows=knows)
-    saved.leave(0, {})
+    saved.leave(0, {}, {})
     saved.wait()
     edge, result = torch.autograd.graph.get_gradient_edge(out), out.detach().clone()
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)

@@ -20,8 +20,9 @@ from torch import nn
 import penstock
 from penstock import ConfigError, PenstockError, PlanError
 from penstock.conf.bench import BenchPipelineConfig
+from penstock.pipeline import launch
 from penstock.scripts import command, usage
-from penstock.scripts.bench import links, pipeline_picture, pipeline_rows, race, start
+from penstock.scripts.bench import links, pipeline_picture, pipeline_rows, race
 from penstock.scripts.bench.offload import switch_off
 from penstock.scripts.bench.torch_pipelines import stages_of
 
@@ -143,7 +144,7 @@ from penstock.pipeline.launch import run_rank
 
 def work():
     pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
-    assert os.environ["MASTER_ADDR"] == "127.0.0.1" and os.environ["WORLD_SIZE"] == "2"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and os.environ["WORLD_SIZE"] == "2"
     if sys.argv[2] == "fail" and os.environ["RANK"] == "1":
         raise ValueError("a bad cut")
     time.sleep(100)
@@ -189,8 +190,7 @@ def test_ctrl_c_leaves_no_rank(somewhere_else):
 
 
 def run_ranks(folder: Path, what: str) -> None:
-    link = links.parse_link("loopback")
-    start.run_ranks("a_rank", [str(folder), what], link=link, ends=[[], []], errors=folder / "errors")
+    launch.start_ranks("a_rank", [str(folder), what], errors=folder / "errors", stages_of_rank=[[0], [1]])
 
 
 # The race

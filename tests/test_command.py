@@ -118,6 +118,17 @@ def test_trying_the_options_leaves_nothing(tmp_path):
     assert not (tmp_path / "here" / "run").exists()
 
 
+def test_two_runs_of_one_moment_have_a_folder_each(tmp_path, capfd):
+    for typed in ("", "--multirun seed=1,2"):
+        job = f"plan {typed} {SMALL} ranks=1"
+        assert [penstock(job, capfd)[0] for _ in range(2)] == [0, 0]
+    one, other, *sweeps = sorted((tmp_path / "runs").iterdir())
+    for folder in (one, other, *sweeps):
+        assert folder.name.endswith(f"-{os.getpid()}")  # of two processes never the same
+    assert [(folder / "plan.json").exists() for folder in (one, other)] == [True, True]
+    assert [(folder / "1" / "plan.json").exists() for folder in sweeps] == [True, True]
+
+
 def test_without_a_command_the_commands_are_listed(capfd):
     assert penstock("", capfd)[::2] == (2, "")
     code, out, error = penstock("--help", capfd)
@@ -127,6 +138,13 @@ def test_without_a_command_the_commands_are_listed(capfd):
     assert penstock("--version", capfd)[0] == 0
     code, out, error = penstock("trian", capfd)
     assert (code, error) == (2, "penstock: trian is not a command; known are train, plan, bench\n")
+
+
+def test_a_sweep_that_cannot_be_kept_is_refused_in_one_sentence(capfd):
+    code, out, error = penstock(f"plan --multirun {SMALL} seed=1,2 hydra.sweep.dir=/dev/null/sweep", capfd)
+    assert (code, out) == (2, "")
+    assert error.startswith("penstock: /dev/null/sweep cannot be written (Not a directory)")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("typed", ["train", "plan", "bench", "bench codecs"])
@@ -260,25 +278,37 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, capfd):
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
-def test_ctrl_c_is_quiet(monkeypatch, capfd):
+def test_ctrl_c_is_one_sentence(monkeypatch, capfd):
     def interrupt(config):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(training, "prepare", interrupt)
-    assert penstock("train", capfd) == (130, "", "")
+    code, out, error = penstock("train", capfd)
+    assert (code, out) == (130, "")
+    assert error.startswith("penstock: stopped by Ctrl-C; nothing was kept; no checkpoint was made")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.ranks
-def test_ctrl_c_ends_the_ranks_too(tmp_path):
-    job = f"train {SMALL} epochs=100000 hydra.run.dir=run".split()
+@pytest.mark.parametrize(
+    ("number", "ranks", "told"), [(signal.SIGINT, 2, "Ctrl-C"), (signal.SIGTERM, 1, "SIGTERM")]
+)
+def test_a_signal_ends_the_ranks_too_and_says_what_is_left(number, ranks, told, tmp_path):
+    job = f"train {SMALL} ranks={ranks} epochs=100000 hydra.run.dir=run".split()
     command = [sys.executable, "-m", "penstock.scripts.command", *job]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert any(line.startswith("step 1/") for line in process.stdout)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 130
-        assert process.stderr.read() == ""
+        process.send_signal(number)
+        process.stdout.read()
+        assert process.wait(timeout=30) == 128 + number
+        error = process.stderr.read()
+    assert error.startswith(
+        f"penstock: stopped by {told}; {tmp_path / 'run'} keeps config.yaml, metrics.jsonl"
+    )
+    assert error.endswith("no checkpoint was made, so the same command starts anew\n")
+    assert error.count("\n") == 1
     assert not ranks_in(tmp_path / "run")
 
 

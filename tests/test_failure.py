@@ -8,6 +8,7 @@ import pytest
 
 from penstock import PenstockError, TransportError
 from penstock.pipeline.failure import Failure, cause, leave, read_failures
+from penstock.pipeline.processes import Ends
 
 TWO = [[0], [1, 2]]
 
@@ -16,20 +17,29 @@ def failure(rank, *, sentence="it broke", consequence=False, at=1.0):
     return Failure(rank=rank, sentence=sentence, consequence=consequence, at=at, trace=[])
 
 
+LOST = failure(0, sentence="lost", consequence=True)
+
+
 @pytest.mark.parametrize(
-    ("ends", "failures", "told"),
+    ("codes", "stuck", "failures", "told"),
     [
-        ({0: 1, 1: 1}, [failure(0, sentence="lost", consequence=True), failure(1, sentence="own")], "own"),
-        ({0: 1, 1: -11}, [failure(0, sentence="lost", consequence=True)], "rank 1 .*killed by SIGSEGV; lost"),
-        ({0: -15, 1: -9}, [], "rank 1 .*killed by SIGKILL; if nobody did that, memory ran out"),
-        ({0: 143, 1: 3}, [], "rank 1 .*exit code 3"),
-        ({0: 1, 1: 143}, [failure(0, sentence="lost", consequence=True)], "lost"),
-        ({0: -15, 1: -15}, [], "rank 0 .*SIGTERM"),
+        ({0: 1, 1: 1}, [], [LOST, failure(1, sentence="own")], "own"),
+        ({0: 1, 1: -11}, [], [LOST], "rank 1 .*killed by SIGSEGV; lost"),
+        ({1: -9}, [], [], "rank 1 .*killed by SIGKILL; if nobody did that, memory ran out"),
+        ({1: 3}, [], [], "rank 1 .*exit code 3"),
+        ({1: 3, 0: -9}, [], [], "rank 1 .*exit code 3"),  # the first comes first
+        ({0: -6, 1: -9}, [], [], "rank 1 .*SIGKILL"),  # gloo aborts where a peer has gone
+        ({0: -6}, [], [], "rank 0 .*SIGABRT"),
+        ({0: 1}, [], [LOST], "lost"),
+        ({0: 1}, [1], [LOST], "rank 1 .*was stopped or hangs: .*; lost"),
+        ({0: 1}, [1], [failure(0, sentence="own")], "own"),
+        ({0: -15, 1: -15}, [], [], "rank 0 .*SIGTERM"),
+        ({0: -40}, [], [], "rank 0 .*signal 40"),
     ],
 )
-def test_the_cause_among_the_ends(ends, failures, told):
+def test_the_cause_among_the_ends(codes, stuck, failures, told):
     with pytest.raises(PenstockError, match=f"^{told}"):
-        raise cause(ends, failures, stages_of_rank=TWO)
+        raise cause(Ends(codes=codes, stuck=stuck), failures, stages_of_rank=TWO)
 
 
 def test_a_rank_leaves_its_sentence_with_its_number(tmp_path, monkeypatch):
@@ -57,3 +67,18 @@ def test_failures_come_in_their_order_and_half_a_file_says_nothing(tmp_path):
     (tmp_path / "rank2.json").write_text('{"rank": 2')
     (tmp_path / "rank3.json").write_text('{"rank": 3}')
     assert [found.rank for found in read_failures(tmp_path)] == [1, 0]
+
+
+def test_a_broken_connection_is_a_consequence_whoever_met_it(tmp_path):
+    leave(tmp_path, RuntimeError("[../gloo/transport/tcp/pair.cc:525] Connection closed by peer"))
+    (found,) = read_failures(tmp_path)
+    assert found.consequence
+    leave(tmp_path, SystemExit(3))
+    (found,) = read_failures(tmp_path)
+    assert (found.sentence.partition(";")[0], found.consequence) == ("rank 0: SystemExit: 3", False)
+
+
+def test_a_failure_that_cannot_be_written_is_told(tmp_path, capsys):
+    (tmp_path / "errors").write_text("in the way")
+    leave(tmp_path / "errors", PenstockError("rank 0: it broke"))
+    assert capsys.readouterr().err.startswith("rank 0: it broke (")

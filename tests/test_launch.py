@@ -12,35 +12,39 @@ from pathlib import Path
 import pytest
 
 from penstock import ConfigError, PenstockError, StageError, TransportError
-from penstock.pipeline import launch
+from penstock.pipeline import launch, rank
 from penstock.pipeline.launch import check_ranks, run_rank, start_ranks
 
 ERRORS = Path("errors")
 TWO = [[0], [1, 2]]
 
 
-def act(what, errors):
-    """What each of two started ranks runs: rank 1 ends as it is told, a moment after rank 0 has lost it."""
+def act(what, errors, which):
+    """What each of two started ranks runs: one ends as it is told, a moment after the other has lost it."""
     if what == "end well":
         return
-    if os.environ["RANK"] == "0":
-        raise TransportError("rank 0 waited for the gradient of micro-batch 3")
-    while not (errors / "rank0.json").exists():
+    if os.environ["RANK"] != which:
+        raise TransportError("a neighbour waited for the gradient of micro-batch 3")
+    while not list(errors.glob("*.json")):
         time.sleep(0.01)
-    time.sleep(1.6)  # longer than a rank that is told to end still lives
+    time.sleep(0.5)  # the launcher has seen the other one's end
     if what == "be killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "leave":
         os._exit(7)
+    if what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "exit":
+        raise SystemExit(3)
     if what == "raise":
         raise StageError("rank 1, stage 1, forward of micro-batch 2: the sky fell")
     raise ValueError("no such thing")
 
 
-def start(what, folder, monkeypatch):
+def start(what, folder, monkeypatch, *, which="1"):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     started = time.monotonic()
-    start_ranks("test_launch", [what, str(folder)], errors=folder / ERRORS, stages_of_rank=TWO)
+    start_ranks("test_launch", [what, str(folder), which], errors=folder / ERRORS, stages_of_rank=TWO)
     return time.monotonic() - started
 
 
@@ -49,14 +53,16 @@ def test_ranks_that_end_well_raise_nothing_and_leave_nothing(tmp_path, monkeypat
     before = dict(os.environ)
     start("end well", tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
-    assert {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} == before
+    assert dict(os.environ) == before
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("what", "kind", "told"),
     [
-        ("be killed", TransportError, "rank 1 (stages 1, 2) was killed by SIGKILL; .*; rank 0 waited"),
+        ("be killed", TransportError, "rank 1 (stages 1, 2) was killed by SIGKILL; .*; rank 0: a neighbour"),
+        ("stop", TransportError, "rank 1 (stages 1, 2) was stopped or hangs: .*; rank 0: a neighbour waited"),
+        ("exit", PenstockError, "rank 1: SystemExit: 3; its traceback is in"),
         ("leave", TransportError, "rank 1 (stages 1, 2) ended with exit code 7"),
         ("raise", PenstockError, "rank 1, stage 1, forward of micro-batch 2: the sky fell"),
         ("have a bug", PenstockError, "rank 1: ValueError: no such thing"),
@@ -71,49 +77,61 @@ def test_the_cause_is_told_and_not_its_consequence(what, kind, told, tmp_path, m
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-MORTAL = """
-import time
-from penstock.pipeline import launch
-launch._end_with_launcher()
-print("ready", flush=True)
-time.sleep(60)
+@pytest.mark.ranks
+def test_the_first_rank_is_named_when_it_stops(tmp_path, monkeypatch):
+    with pytest.raises(
+        TransportError, match=r"^rank 0 \(stage 0\) was stopped or hangs: .*; rank 1: a neigh"
+    ):
+        start("stop", tmp_path, monkeypatch, which="0")
+
+
+SLOW = """
+import os, time
+print(os.getpid(), flush=True)
+time.sleep(60)  # as long as an import may take
 """
 LAUNCHER = """
-import subprocess, sys, time
-print(subprocess.Popen([sys.executable, "-c", sys.argv[1]]).pid, flush=True)
-time.sleep(60)
+from pathlib import Path
+from penstock.pipeline.launch import start_ranks
+start_ranks("slow_to_import", [], errors=Path("errors"), stages_of_rank=[[0], [1]])
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's promise is Linux's")
-def test_a_rank_ends_with_its_launcher():
-    command = [sys.executable, "-c", LAUNCHER, MORTAL]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_ranks_that_still_import_end_with_their_launcher(number, tmp_path):
+    (tmp_path / "slow_to_import.py").write_text(SLOW)
+    command = [sys.executable, "-c", LAUNCHER]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path
+    ) as launcher:
         assert launcher.stdout is not None
-        pid = int(launcher.stdout.readline())
-        assert launcher.stdout.readline() == "ready\n"
-        launcher.kill()
-    deadline = time.monotonic() + 10
-    while _runs(pid):
-        assert time.monotonic() < deadline, "the rank outlived its launcher"
+        pids = [int(launcher.stdout.readline()) for _ in range(2)]
+        launcher.send_signal(number)
+    deadline = time.monotonic() + 20
+    while any(map(_runs, pids)):
+        assert time.monotonic() < deadline, "a rank outlived its launcher"
         time.sleep(0.05)
 
 
-TOLD_TO_END = """
-import os, signal, time
-from pathlib import Path
-from penstock.pipeline import launch
-def work():
-    os.kill(os.getpid(), signal.SIGTERM)
-    print("last word", flush=True)
-    time.sleep(60)
-launch.run_rank(work, Path("errors"))
-"""
+def test_a_rank_whose_launcher_went_before_it_could_be_tied_ends_at_once():
+    command = [sys.executable, "-m", "penstock.pipeline.rank", "nothing"]
+    gone = os.environ | {rank.LAUNCHER: "1" if os.getpid() != 1 else "2"}
+    ended = subprocess.run(command, env=gone, capture_output=True, text=True, timeout=30, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")
 
 
-def test_a_rank_that_is_told_to_end_has_a_last_word():
-    ended = subprocess.run([sys.executable, "-c", TOLD_TO_END], stdout=subprocess.PIPE, text=True, timeout=30)
-    assert (ended.stdout, ended.returncode) == ("last word\n", 128 + signal.SIGTERM)
+@pytest.mark.ranks
+def test_a_rank_that_cannot_be_started_is_one_sentence_and_leaves_none(tmp_path):
+    with pytest.raises(TransportError, match=r"^nowhere could not be started: No such file"):
+        start_ranks("time", [], errors=tmp_path, stages_of_rank=TWO, ends=[["sleep", "60", ";"], ["nowhere"]])
+
+
+def test_ranks_that_find_no_folder_to_meet_in_say_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(TransportError, match=r"temporary folder, and there is none .*; name one with TMPDIR"):
+        start_ranks("time", [], errors=tmp_path, stages_of_rank=TWO)
 
 
 def _runs(pid):
@@ -139,6 +157,16 @@ def test_cores_are_those_this_process_may_use():
     assert 1 <= launch.cores() <= (os.cpu_count() or 1)
 
 
+@pytest.mark.ranks
+def test_groups_start_and_end_again_and_again_without_an_abort():
+    command = [sys.executable, str(Path(__file__).with_name("leaving.py")), "10"]
+    surroundings = os.environ | {"GLOO_SOCKET_IFNAME": launch._loopback()}
+    ended = subprocess.run(
+        command, env=surroundings, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (ended.stdout, ended.stderr) == ("{0: 20}\n", "")
+
+
 if __name__ == "__main__":
     left = Path(sys.argv[2]) / ERRORS
-    run_rank(lambda: act(sys.argv[1], left), left)
+    run_rank(lambda: act(sys.argv[1], left, sys.argv[3]), left)

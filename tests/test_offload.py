@@ -545,3 +545,26 @@ def example():
 def test_the_example_with_torch_s_own_pipeline(ranks):
     for raw, kept in ranks.run(example, ranks=2):
         assert raw > kept > 0
+
+
+class OddBools(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bools):  # type: ignore[override]
+        ctx.save_for_backward(bools)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[override]
+        (bools,) = ctx.saved_tensors
+        return gradient * bools.view(torch.uint8), None
+
+
+def test_a_bool_that_is_a_view_of_other_bytes_comes_back_as_it_was() -> None:
+    x = torch.ones(1 << 12, requires_grad=True)
+    odd = (torch.arange(1 << 12) % 7).to(torch.uint8)
+    with offload(min_bytes=1) as saved:
+        y = OddBools.apply(x, odd.clone().view(torch.bool)).sum()
+    y.backward()
+    assert saved.bytes_kept < saved.bytes_raw
+    assert x.grad is not None
+    assert torch.equal(x.grad, odd.float())

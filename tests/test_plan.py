@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 
 from penstock.compression.errors import PlanError
+from penstock.stages.asked import Asked
 from penstock.stages.plan import TIERS, Plan, PlanStage
 from penstock.stages.plan_picture import figure
 
@@ -91,6 +92,18 @@ def test_a_plan_from_before_the_tiers_keeps_saved_tensors_on_the_device(tmp_path
     old = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
     del old["tier"]
     assert load_text(tmp_path, json.dumps(old)) == dataclasses.replace(PLAN, tier="device")
+
+
+def test_a_plan_remembers_which_cuts_were_asked_for(tmp_path):
+    asked = dataclasses.replace(PLAN, asked=Asked(stages=None, ranks=2, cuts=("relu", "pool")))
+    asked.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").asked == asked.asked
+    old = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    del old["asked"]
+    assert load_text(tmp_path, json.dumps(old)).asked is None
+    assert asked == PLAN, "what was decided is one plan, however it was asked for"
+    assert str(asked) == str(PLAN)
+    assert str(asked.asked) == "ranks=2 cuts=[relu,pool]"
 
 
 def test_a_lossy_codec_is_called_lossy():

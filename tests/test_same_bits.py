@@ -65,6 +65,8 @@ CASES = [
     Case(model="OneLayoutOfMany", cuts=4, schedule="zb_h1", micro_batches=4, steps=2),
     Case(model="OneLayoutOfMany", cuts=4, ranks=2, schedule="zbv", micro_batches=4, steps=2),
     Case(model="Conjugate", cuts=["conj"], schedule="gpipe", tier="packed"),
+    Case(model="SmallMasks", cuts=["a"], tier="packed", codec="raw"),
+    Case(model="Freed", cuts=["sub"], tier="packed", codec="raw"),
     Case(model="resnet18", cuts=RESIDUAL, tier="packed", steps=2),
     Case(model="resnet18_channels_last", cuts=3, tier="host", steps=2, codec="zero_value+byte_plane"),
     Case(model="gpt_gelu_dropout", cuts=3, tier="packed", codec="exponent", extra_in_flight=1),

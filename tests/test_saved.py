@@ -14,7 +14,6 @@ from penstock.compression.codec import buffer_bytes, decode, pack_into
 from penstock.compression.errors import CodecError, StageError
 from penstock.compression.frame import MASKED, read_header, write_header
 from penstock.compression.pool import Frame, Pool
-from penstock.stages.memory.held import place
 from penstock.stages.memory.host import HostStore
 from penstock.stages.memory.saved import Resident, Saved
 from penstock.stages.memory.store import PackedStore
@@ -53,12 +52,12 @@ def run_program(program, store, xs):
         index = int(step[1:])
         following = [s for s in steps[place_in_program + 1 :] if s[0] == "B"]
         if step[0] == "F":
-            with saved.forward(index, [xs[index]]):
+            with saved.forward(index, {0: xs[index]}):
                 out = model.run(xs[index].clone(), saved)
             results.append(out.detach().clone())
             outs[index] = torch.autograd.graph.get_gradient_edge(out)
             del out
-            saved.leave(index, {})
+            saved.leave(index, {}, {})
             continue
         saved.ready(index)
         if following and int(following[0][1:]) in outs:
@@ -88,9 +87,9 @@ def test_what_left_is_gone_until_it_is_fetched():
     model = net()
     store = PackedStore()
     saved = saved_for(model, store=store)
-    with saved.forward(0, []):
+    with saved.forward(0, {}):
         out = model.run(batches(1)[0], saved)
-    saved.leave(0, {})
+    saved.leave(0, {}, {})
     saved.wait()
     assert saved.bytes_raw > 3 * saved.bytes_kept > 0
     assert store.num_bytes <= saved.bytes_kept
@@ -123,20 +122,19 @@ def test_a_frame_of_the_wire_is_kept_as_it_came():
     lent = frame_of(x, pool)
     received = decode(lent.buffer[: lent.num_bytes])
     assert received is not None
-    places = {place(received): lent}
-    with saved.forward(0, [received]):
+    with saved.forward(0, {7: received}):
         out = model.run(received, saved)
-    places[place(out)] = frame_of(out, pool)
+    made = frame_of(out, pool)
+    came, went = {7: lent}, {9: (out.detach(), made)}
     result, edge = out.detach().clone(), torch.autograd.graph.get_gradient_edge(out)
     del out, received
-    saved.leave(0, places)
+    saved.leave(0, came, went)
+    went.clear()
     saved.wait()
     assert saved.num_packs == 0
-    assert {f.buffer.data_ptr() for f in store._frames.values()} == {
-        f.buffer.data_ptr() for f in places.values()
-    }
-    for frame in places.values():
-        frame.release()
+    assert {id(frame) for frame in store._frames.values()} == {id(lent), id(made)}
+    lent.release()
+    made.release()
     saved.ready(0)
     weight = torch.linspace(-1, 1, result.numel()).view(result.shape)
     torch.autograd.backward([edge], [weight])
@@ -147,25 +145,62 @@ def test_a_frame_of_the_wire_is_kept_as_it_came():
     assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
 
 
-class InPlace(nn.Module):
-    def __init__(self):
+class After(nn.Module):
+    """A convolution behind a layer of one's own."""
+
+    def __init__(self, first):
         super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3)
+        self.first, self.conv = first, nn.Conv2d(3, 8, 3)
 
     def forward(self, x):
-        return self.conv(torch.relu_(x))
+        return self.conv(call(self.first, x))
+
+
+@torch.fx.wrap
+def call(name, x):
+    return WRITERS[name](x)
+
+
+def through_data(x):
+    x.data.relu_()
+    return x
+
+
+def through_numpy(x):
+    x.numpy()[0, 0, 0, 0] += 1
+    return x
+
+
+def into_other_memory(x):
+    x.data = x.data.relu()
+    return x
+
+
+def at_its_address(x):
+    """What another storage has there, as if that of ``x`` were freed and its memory given out again."""
+    other = torch.from_numpy(x.numpy())
+    return other.relu_()
+
+
+WRITERS = {
+    "a layer wrote to it": torch.relu_,
+    "unseen through .data": through_data,
+    "unseen through NumPy": through_numpy,
+    "its memory was exchanged": into_other_memory,
+    "its address is another's": at_its_address,
+}
 
 
 @pytest.mark.parametrize(
-    "what", ["what was saved", "a layer wrote to it", "it has gaps", "it is lossy", "it has values alone"]
+    "what", ["what was saved", *WRITERS, "it has gaps", "it is lossy", "it has values alone"]
 )
 def test_only_a_frame_of_what_was_saved_is_taken(what):
     model, store, pool = (
-        Net(InPlace() if what == "a layer wrote to it" else nn.Conv2d(3, 8, 3)),
+        Net(After(what) if what in WRITERS else nn.Conv2d(3, 8, 3)),
         PackedStore(),
         Pool(),
     )
-    wide = batches(1)[0].repeat(1, 1, 1, 2)
+    wide = nn.functional.hardshrink(torch.randn(4, 3, 16, 16)).repeat(1, 1, 1, 2)
     received = wide[..., :16] if what == "it has gaps" else wide[..., :16].contiguous()
     frame = frame_of(received, pool)
     header = read_header(frame.buffer)
@@ -174,9 +209,9 @@ def test_only_a_frame_of_what_was_saved_is_taken(what):
     if what == "it has values alone":
         write_header(frame.buffer, header._replace(flags=MASKED, checksum=1))
     saved = saved_for(model, store=store)
-    with saved.forward(0, [received]):
+    with saved.forward(0, {0: received}):
         out = model.run(received, saved)
-    saved.leave(0, {place(received): frame})
+    saved.leave(0, {0: frame}, {})
     saved.wait()
     assert any(kept is frame for kept in store._frames.values()) == (what == "what was saved")
     frame.release()
@@ -190,11 +225,11 @@ def test_only_a_frame_of_what_was_saved_is_taken(what):
 def test_what_is_fetched_before_it_left_stays():
     model, xs = net(), batches(1)
     saved = saved_for(model)
-    with saved.forward(0, []):
+    with saved.forward(0, {}):
         out = model.run(xs[0], saved)
     gate = threading.Event()
     saved._keeper.worker.submit(functools.partial(wait_for, gate))
-    saved.leave(0, {})
+    saved.leave(0, {}, {})
     saved.fetch(0)
     gate.set()
     saved.ready(0)
@@ -209,9 +244,9 @@ def test_what_is_fetched_before_it_left_stays():
 def test_a_second_backward_after_the_drop_is_refused():
     model = net()
     saved = saved_for(model)
-    with saved.forward(0, []):
+    with saved.forward(0, {}):
         out = model.run(batches(1)[0], saved)
-    saved.leave(0, {})
+    saved.leave(0, {}, {})
     saved.ready(0)
     out.sum().backward(retain_graph=True)
     saved.drop(0)
@@ -229,9 +264,9 @@ def test_what_the_thread_raises_is_raised_by_who_waits():
     settle()
     model = net()
     saved = saved_for(model, store=Full())
-    with saved.forward(0, []):
+    with saved.forward(0, {}):
         out = model.run(batches(1)[0], saved)
-    saved.leave(0, {})
+    saved.leave(0, {}, {})
     with pytest.raises(OSError, match="no space left"):
         saved.wait()
     saved._keeper.worker.check()  # once
@@ -245,13 +280,13 @@ def test_a_failed_step_leaves_nothing():
     saved = saved_for(model, store=store)
 
     def fail():
-        with saved.forward(1, []):
+        with saved.forward(1, {}):
             model.run(batches(1)[0], saved)
             raise ValueError("in a layer")
 
-    with saved.forward(0, []):
+    with saved.forward(0, {}):
         out = model.run(batches(1)[0], saved)
-    saved.leave(0, {})
+    saved.leave(0, {}, {})
     with pytest.raises(ValueError, match="in a layer"):
         fail()
     assert saved.layer is None
@@ -263,9 +298,9 @@ def test_a_failed_step_leaves_nothing():
 def test_a_frame_that_was_damaged_in_the_store_is_told():
     model, store = net(), PackedStore()
     saved = saved_for(model, store=store)
-    with saved.forward(0, []):
+    with saved.forward(0, {}):
         out = model.run(batches(1)[0], saved)
-    saved.leave(0, {})
+    saved.leave(0, {}, {})
     saved.wait()
     for frame in store._frames.values():
         frame.buffer[0] = 0
@@ -286,9 +321,9 @@ def test_resident_has_every_method_of_saved():
         n for n in dir(Resident) if not n.startswith("_")
     }
     resident = Resident()
-    with resident.forward(0, []):
+    with resident.forward(0, {}):
         resident.layer = None
-    resident.leave(0, {})
+    resident.leave(0, {}, {})
     resident.fetch(0)
     resident.ready(0)
     resident.drop(0)
@@ -298,9 +333,9 @@ def test_resident_has_every_method_of_saved():
 def test_what_was_used_meanwhile_is_not_brought_back_again():
     model = net()
     saved = saved_for(model)
-    with saved.forward(0, []):
+    with saved.forward(0, {}):
         out = model.run(batches(1)[0], saved)
-    saved.leave(0, {})
+    saved.leave(0, {}, {})
     saved.wait()
     gate = threading.Event()
     saved._keeper.worker.submit(functools.partial(wait_for, gate))
@@ -309,5 +344,36 @@ def test_what_was_used_meanwhile_is_not_brought_back_again():
     gate.set()
     saved.wait()
     assert saved.num_unpacks == saved.num_packs > 0
+    saved.drop(0)
+    saved.close()
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_what_was_freed_stays_so_until_it_is_filled_again(filled):
+    """As sharded training does between a forward and a backward; torch itself would read at address 0."""
+    model, x = Net(nn.Sequential(nn.Linear(64, 64), nn.Sigmoid())), torch.randn(8, 64)
+    expected, _ = gradients(model, x, None)
+    model.model.zero_grad()
+    saved = saved_for(model)
+    with saved.forward(0, {0: x}):
+        out = model.run(x, saved)
+    content, storage = out.detach().clone(), out.untyped_storage()
+    storage.resize_(0)
+    saved.leave(0, {}, {})
+    saved.wait()
+    assert storage.nbytes() == 0
+    saved.fetch(0)
+    saved.ready(0)
+    edge = torch.autograd.graph.get_gradient_edge(out)
+    weight = torch.linspace(-1, 1, content.numel()).view(content.shape)
+    if filled:
+        storage.resize_(content.nbytes)
+        out.detach().numpy()[:] = content.numpy()
+        torch.autograd.backward([edge], [weight])
+        found = [content, *(p.grad for p in model.model.parameters())]
+        assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
+    else:
+        with pytest.raises(StageError, match=r"must keep its memory until its backward.*resized to 0"):
+            torch.autograd.backward([edge], [weight])
     saved.drop(0)
     saved.close()

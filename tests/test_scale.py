@@ -9,6 +9,7 @@ import torch
 from cases import OPTIMIZERS, Case, loud, plan_of
 from law import differences, rank_differences
 from reference import same_bits
+from torch import nn
 from zoo import build, cross_entropy
 
 import penstock
@@ -61,6 +62,13 @@ def test_ranks_skip_and_move_alike(case, ranks, tmp_path):
     plan.save(tmp_path / "plan.json")
     found = ranks.run(rank_differences, case, str(tmp_path / "plan.json"), ranks=plan.num_ranks)
     assert found == [[]] * plan.num_ranks
+
+
+class Modulus(nn.Module):
+    """From complex to real."""
+
+    def forward(self, x):
+        return x.abs()
 
 
 def pipeline(scaler, **settings):
@@ -198,3 +206,19 @@ def test_parameters_of_float16_are_refused_as_by_the_grad_scaler(scaler):
     model, _ = build("mlp", HALF)
     with pytest.raises(penstock.PlanError, match=r"1\.weight is float16; keep the parameters in float32"):
         penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], scaler=scaler)
+
+
+@pytest.mark.parametrize("scaler", [1024.0, torch.amp.GradScaler("cpu")])
+def test_complex_parameters_are_refused_as_the_grad_scaler_has_no_kernel_for_them(scaler):
+    model, example = (
+        nn.Sequential(nn.Linear(6, 8, dtype=torch.complex64), Modulus()),
+        (torch.randn(3, 6) + 0j,),
+    )
+    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
+    plan = penstock.partition(profile, stages=1, micro_batches=2)
+    settings = {"loss": cross_entropy, "optimizer": OPTIMIZERS["sgd"]}
+    with pytest.raises(
+        penstock.PlanError, match=r"real gradients only, and 0\.weight is complex; give scaler"
+    ):
+        penstock.Pipeline(model, plan, scaler=scaler, **settings)
+    penstock.Pipeline(model.requires_grad_(False), plan, scaler=scaler, **settings)

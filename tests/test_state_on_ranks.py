@@ -2,6 +2,7 @@
 loaded."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -121,3 +122,31 @@ def test_ranks_that_stopped_in_a_step_refuse_another(tmp_path):
     assert "StageError: rank 1, stage 1, forward of micro-batch 0, step 0: the loss: IndexError" in texts[1]
     for text in texts:
         assert " / TransportError: these ranks stopped in the middle of a step" in text
+
+
+def step_with_a_loss_that_trains(plan_path):
+    """The loss has a parameter of its own, made where one of the model was that another rank trains."""
+    model, own = built(TiedInTraining, seed=5), []
+    pipe = penstock.Pipeline(
+        model,
+        penstock.Plan.load(plan_path),
+        loss=lambda outputs, targets: cross_entropy(outputs, targets) + own[-1].square(),
+        optimizer=OPTIMIZERS["sgd"],
+        deadline=20,
+    )
+    gone = {id(parameter) for parameter in model.parameters()}
+    del model
+    gc.collect()
+    while not own or (id(own[-1]) not in gone and len(own) < 10_000):
+        own.append(nn.Parameter(torch.ones(())))
+    pipe.step(*batches()[0])
+    return id(own[-1]) in gone
+
+
+@pytest.mark.ranks
+def test_a_loss_keeps_its_parameters_where_some_of_the_model_were(ranks, tmp_path):
+    model = built(TiedInTraining, seed=5)
+    example = (batches()[0][0][:4].clone(),)
+    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
+    penstock.partition(profile, cuts=["add"], micro_batches=3).save(tmp_path / "plan.json")
+    assert ranks.run(step_with_a_loss_that_trains, str(tmp_path / "plan.json"), ranks=2)[1]

@@ -15,8 +15,9 @@ from reference import plain_loop, same_bits
 from safetensors.torch import load_file
 from test_command import ranks_in
 
-from penstock import Plan
-from penstock.pipeline import models, train
+from penstock import ConfigError, Plan
+from penstock.pipeline import launch, models, train
+from penstock.pipeline.run_folder import RunFolder
 from penstock.pipeline.samples import digits
 from penstock.scripts import command
 
@@ -224,6 +225,41 @@ def own(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", sys.path[:])
     yield
     sys.modules.pop("own", None)
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("own")
+def test_ranks_train_what_their_launcher_composed_whatever_lies_in_the_run_folder(monkeypatch):
+    start, folder = launch.start_ranks, RunFolder(path=Path("run"))
+
+    def start_after_others_wrote(*arguments, **more):
+        for record in ("run/config.yaml", "run/plan.json"):
+            Path(record).write_text("another run's")
+        with pytest.raises(ConfigError, match="run is in use by another run, pid "), folder.claim():
+            pass
+        start(*arguments, **more)
+
+    monkeypatch.setattr(train, "start_ranks", start_after_others_wrote)
+    penstock(f"{OWN_JOB} cuts=[relu] epochs=1 max_steps=2 hydra.run.dir=run")
+    assert load_file("run/model.safetensors")["wide.weight"].shape == (3, 6)
+    assert len(lines("run")) == 2
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("own")
+def test_a_full_disk_costs_no_weights_and_is_told_in_one_sentence(small_disk, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    job = f"{OWN_JOB} model.width=20000 cuts=[relu] epochs=1 max_steps=1 hydra.run.dir={small_disk}/run"
+    assert command.run(["train", *job.split()]) == 2
+    error = capfd.readouterr().err
+    told = f"{small_disk}/run/model.safetensors cannot be written (No space left on device); free space there"
+    assert told in error
+    assert error.count("\n") == 1
+    weights = Path(error.partition("the trained weights are in ")[2].strip())
+    assert load_file(weights)["wide.weight"].shape == (20000, 6)
+    assert weights.is_relative_to(tmp_path)
+    left = {path.name for path in (small_disk / "run").iterdir()}
+    assert left == {"config.yaml", "plan.json", "plan.png", "metrics.jsonl", "errors"}
 
 
 @pytest.mark.ranks

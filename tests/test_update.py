@@ -48,7 +48,6 @@ def made(gradients, **settings):
     settings = {"clip": None, "scheduler": None, **settings}
     update = Update(
         parameters={s: [(f"p{s}", parameters[s])] for s in range(2)},
-        dtypes={f"p{s}": torch.float32 for s in range(2)},
         owner={f"p{s}": 0 for s in range(2)},
         weights=weights,
         optimizer=lambda named: torch.optim.SGD(named, lr=1.0),

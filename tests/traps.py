@@ -229,6 +229,49 @@ class OneLayoutOfMany(Base):
         return self.end(y + torch.tanh(self.small(z)).reshape(-1))
 
 
+class SmallMasks(Base):
+    """A size crosses in a tensor that is freed at once; as small ones are made and saved behind it."""
+
+    def forward(self, x):
+        rows = x.size(0)
+        y = self.a(x.flatten(1))
+        for _ in range(8):
+            y = y * y.new_empty(2, 1).fill_(3.0)[:1]
+        return self.end(y.view(rows, -1) / 3**8)
+
+
+@torch.fx.wrap
+def last_use(x):
+    total = x.sum()
+    x.untyped_storage().resize_(0)
+    return total
+
+
+class Freed(Base):
+    """A layer frees what came without a gradient; what is made behind it is as large."""
+
+    def forward(self, x):
+        y = self.a(x.flatten(1))
+        y = y + last_use(y.detach() - 1) / 1e6
+        for _ in range(3):
+            y = y.sigmoid().exp().tanh()
+        return self.end(y)
+
+
+@torch.fx.wrap
+def doubled_unseen(x):
+    x.data.mul_(2)
+    return x
+
+
+class WrittenUnseen(Base):
+    """A layer writes, where autograd counts no write, to what one has saved and others save and read."""
+
+    def forward(self, x):
+        y = doubled_unseen(self.a(x.flatten(1)).exp())
+        return self.end(y * y.cos())
+
+
 TRAPS = {
     kind.__name__: kind
     for kind in (
@@ -251,5 +294,8 @@ TRAPS = {
         Conjugate,
         ParameterCalledRelu,
         OneLayoutOfMany,
+        SmallMasks,
+        Freed,
+        WrittenUnseen,
     )
 }

@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from ...stages.files import save_picture
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -24,7 +26,7 @@ _MOST_RATIO = 64  # a tensor of nearly nothing but zeros would press all others 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
     """Draw ``results.json`` into a PNG."""
-    figure(results).savefig(path, format="png", dpi=160)
+    save_picture(path, figure(results))
 
 
 def figure(results: Mapping[str, Any]) -> Figure:

@@ -19,7 +19,8 @@ from ...compression.errors import ConfigError
 from ...conf.bench import BenchPipelineConfig
 from ...conf.convergence import BenchConvergenceConfig
 from ...conf.schema import BenchCodecsConfig
-from ...pipeline.run_folder import RunFolder, save_json, writing
+from ...pipeline.run_folder import RunFolder
+from ...stages.files import save_json
 from .. import usage
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def codecs(config: BenchCodecsConfig, folder: RunFolder, typed: Sequence[str]) -
     from .codecs_picture import draw
     from .codecs_table import CAPTION, overhead_table, table
 
-    folder.claim()
+    folder.begin(console.warn)
     config.threads = config.threads or 1
     torch.set_num_threads(config.threads)
     screen, results = console.screen(width_of_a_log=WIDTH_OF_CODECS), circumstances("codecs", typed)
@@ -83,8 +84,7 @@ def codecs(config: BenchCodecsConfig, folder: RunFolder, typed: Sequence[str]) -
         screen.print(overhead_table(results["overhead"]))
     screen.print(CAPTION, highlight=False)
     save_json(folder.path / "results.json", results | {"load_after": os.getloadavg()})
-    with writing(folder.path / "results.png"):
-        draw(results, folder.path / "results.png")
+    draw(results, folder.path / "results.png")
     for line in filter(None, (missing(), *(console.short(folder.path / name) for name in RESULTS))):
         print(line)
 
@@ -99,9 +99,9 @@ def pipeline(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str
     from .pipeline_picture import draw
     from .pipeline_rows import describe, table, title
 
-    folder.claim()
     links = check(config)
     plan = plan_of(config)
+    folder.begin(console.warn)
     plan.save(folder.plan)
     screen = console.screen(width_of_a_log=WIDTH_OF_A_RACE)
     results = circumstances("pipeline", typed) | {"threads": config.threads, "job": _job(config, plan)}
@@ -112,8 +112,7 @@ def pipeline(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str
         results["rows"] += found["rows"]
         save_json(folder.path / "results.json", results)
         screen.print(describe(found["link"]), highlight=False, soft_wrap=True)
-    with writing(folder.path / "results.png"):
-        draw(results, folder.path / "results.png")
+    draw(results, folder.path / "results.png")
     screen.print(table(results))
     for name in RESULTS:
         print(console.short(folder.path / name))
@@ -128,12 +127,12 @@ def schedules(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[st
     from .schedules_picture import draw
     from .schedules_rows import CAPTION, overhead_lines, rows_of, table, title
 
-    folder.claim()
     link, chosen = check(config)
     plans = plans_of(config, chosen)
-    (folder.path / "plans").mkdir(parents=True, exist_ok=True)
+    folder.begin(console.warn)
+    folder.plans.mkdir(exist_ok=True)
     for name, plan in plans.items():
-        plan.save(folder.path / "plans" / f"{name}.json")
+        plan.save(folder.plans / f"{name}.json")
     screen = console.screen(width_of_a_log=WIDTH_OF_SCHEDULES)
     job = _job(config, next(iter(plans.values()))) | {"codec": config.codecs[0], "schedules": list(chosen)}
     results = circumstances("pipeline", typed) | {"threads": config.threads, "job": job}
@@ -144,8 +143,7 @@ def schedules(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[st
     results["link"] = link_facts(link, measured=found["facts"])
     results["rows"] = rows_of(found["rows"], batch_size=config.batch_size)
     save_json(folder.path / "results.json", results | {"load_after": os.getloadavg()})
-    with writing(folder.path / "results.png"):
-        draw(results, folder.path / "results.png")
+    draw(results, folder.path / "results.png")
     screen.print(table(results))
     missing = left_out() if config.schedule == ALL else []
     told = [f"Left out, for want of the schedule: {', '.join(missing)}."] if missing else []
@@ -161,8 +159,8 @@ def convergence(config: BenchConvergenceConfig, folder: RunFolder, typed: Sequen
     from .convergence import bench_convergence, check
     from .convergence_picture import curves, draw
 
-    folder.claim()
     runs = check(config)
+    folder.begin(console.warn)
     names = ("cuts", "batch_size", "micro_batches", "points", "test_samples", "optimizer", "scheduler")
     job = {"model": _name(config.model), **{name: getattr(config, name) for name in names}}
     results = circumstances("convergence", typed) | {"threads": 1, "job": job, "runs": []}
@@ -172,8 +170,7 @@ def convergence(config: BenchConvergenceConfig, folder: RunFolder, typed: Sequen
         told = f"{found['set']} {found['policy']} seed {found['seed']}: {found['accuracy'][-1]:.2%} after"
         told += f" {found['updates']} updates from lr {found['lr']:g}, {found['seconds']:.0f} s"
         print(f"{number}/{len(runs)} {told}", flush=True)
-    with writing(folder.path / "results.png"):
-        draw(results, folder.path / "results.png")
+    draw(results, folder.path / "results.png")
     for name in config.sets:
         for policy, curve in curves([run for run in results["runs"] if run["set"] == name]).items():
             ends = f"{curve['mean'][-1]:.2%} ({curve['least'][-1]:.2%}-{curve['most'][-1]:.2%})"

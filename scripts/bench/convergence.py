@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -78,11 +79,16 @@ def bench_convergence(
     Raises:  PenstockError: a run failed.
     """
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(config.processes, mp_context=spawn) as pool:
+    silently = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}  # by Ctrl-C
+    with ProcessPoolExecutor(config.processes, mp_context=spawn, **silently) as pool:
         futures = [pool.submit(train_one, config, *run) for run in runs]
         try:
             for future in as_completed(futures):
                 yield future.result()
+        except KeyboardInterrupt:
+            for process in multiprocessing.active_children():
+                process.terminate()  # the pool would wait until they have trained
+            raise
         finally:
             for future in futures:
                 future.cancel()

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...stages.files import save_picture
 from .convergence import POLICIES
 from .pipeline_picture import COLOURS, GREY
 
@@ -21,7 +22,7 @@ _APART = 0.055  # of the height of a panel: what two labels need
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
     """Draw ``results.json`` into a PNG."""
-    figure(results).savefig(path, format="png", dpi=160)
+    save_picture(path, figure(results))
 
 
 def figure(results: Mapping[str, Any]) -> Figure:

@@ -141,7 +141,7 @@ def report(rows: Sequence[Mapping[str, Any]], arguments: Sequence[str], path: Pa
     import triton
 
     from ...pipeline import console
-    from ...pipeline.run_folder import save_json
+    from ...stages.files import save_json
     from .command import circumstances
 
     about = circumstances("gpu", [])

@@ -48,11 +48,6 @@ class Link:
         """The network device of either rank."""
         return "lo" if self.rate is None else DEVICE
 
-    @property
-    def address(self) -> str:
-        """Where rank 0 listens."""
-        return "127.0.0.1" if self.rate is None else ADDRESSES[0]
-
 
 def parse_link(value: Any, *, burst: Any = "64KiB", delay: float = 0.0) -> Link:
     """Return the link that ``links=[...]`` names: ``loopback`` or a rate such as ``100Mbit``.

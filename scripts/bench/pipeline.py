@@ -6,6 +6,7 @@ since the speed of a machine differs from minute to minute."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from ...compression.codec import codec_named
 from ...compression.errors import ConfigError, TransportError
 from ...conf.bench import BenchPipelineConfig
 from ...pipeline.decide import decide, prepare
-from ...pipeline.launch import check_ranks
+from ...pipeline.launch import check_ranks, start_ranks
+from ...pipeline.run_folder import RunFolder
 from ...stages.plan import Plan
 from . import race
 from .links import LOOPBACK, Link, joined, parse_link, why_not
 from .pipeline_rows import Measured, link_facts, rows_of
 from .race import Race
-from .start import run_ranks
 from .torch_pipelines import stages_of
 
 AUTO = "auto"
@@ -100,14 +101,19 @@ def bench_pipeline(
 
 def _race(job: Race, folder: Path) -> Measured:
     """Start the ranks on one link, wait for them, and return what they measured."""
-    told, measured = folder / "race.json", folder / "measured.json"
-    job.save(told)
-    try:
+    with RunFolder(path=folder).private() as told:
+        job.save(told.path / "race.json")
+        shutil.copy(folder / "plan.json", told.plan)
         with joined(job.link, ranks=job.config.ranks) as ends:
-            run_ranks(race.__name__, [str(folder)], link=job.link, ends=ends, errors=folder / "errors")
+            start_ranks(
+                race.__name__,
+                [str(told.path)],
+                errors=told.errors,
+                stages_of_rank=[[rank] for rank in range(job.config.ranks)],
+                ends=ends,
+                device=job.link.device,
+            )
+        measured = told.path / "measured.json"
         if not measured.exists():
             raise TransportError("the ranks ended without a result; look at their output above")
         return Measured.of(json.loads(measured.read_text()))
-    finally:
-        told.unlink(missing_ok=True)
-        measured.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...stages.files import save_picture
 from .pipeline_rows import TORCH, title
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _WIDTH = 0.8  # of a group; groups are 1 apart
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
     """Draw ``results.json`` into a PNG."""
-    figure(results).savefig(path, format="png", dpi=160)
+    save_picture(path, figure(results))
 
 
 def figure(results: Mapping[str, Any]) -> Figure:

@@ -28,8 +28,8 @@ from ...pipeline.decide import prepare
 from ...pipeline.launch import init, run_rank
 from ...pipeline.metrics import DIRECTIONS, Totals
 from ...pipeline.pipeline import Pipeline
-from ...pipeline.run_folder import save_json
 from ...pipeline.train import loss
+from ...stages.files import save_json
 from ...stages.plan import Plan
 from .links import Link
 from .offload import switch_off

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compression.errors import ConfigError
-from ...pipeline.metrics import DIRECTIONS
+from ...pipeline.metrics import DIRECTIONS, read_lines
 from ...pipeline.run_folder import RunFolder
 from ...stages.plan import Plan
 from .pipeline_picture import COLOURS, GREY
@@ -72,7 +72,7 @@ def read_run(folder: str | Path, *, label: str | None = None) -> Run:
     """
     files = RunFolder(path=Path(folder))
     try:
-        lines, summary = files.metrics.read_text().splitlines(), files.read_summary()
+        steps, summary = read_lines(files.metrics), files.read_summary()
     except FileNotFoundError as error:
         name = Path(str(error.filename)).name
         raise ConfigError(
@@ -82,7 +82,7 @@ def read_run(folder: str | Path, *, label: str | None = None) -> Run:
     return Run(
         label=label or plan.codec,
         folder=files,
-        steps=[json.loads(line) for line in lines],
+        steps=steps,
         summary=summary,
         plan=plan,
     )

@@ -5,6 +5,7 @@ Where the number of stages is the same, so is the cut: rows differ in the order 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from ...conf.bench import BenchPipelineConfig
 from ...pipeline import build
 from ...pipeline.course import example_inputs
 from ...pipeline.decide import prepare
-from ...pipeline.launch import check_ranks
+from ...pipeline.launch import check_ranks, start_ranks
+from ...pipeline.run_folder import RunFolder
 from ...stages.graph import trace
 from ...stages.measure import measure
 from ...stages.partition import partition
@@ -26,7 +28,6 @@ from .links import Link, joined, parse_link, why_not
 from .overhead import overhead
 from .pipeline import AUTO
 from .schedules_race import Told
-from .start import run_ranks
 from .torch_pipelines import stages_of
 
 STAGES_OF_OVERHEAD = 4
@@ -99,17 +100,23 @@ def bench_schedules(
     """
     if reason := why_not(link):
         raise TransportError(f"links=[{link.name}] could not be shaped: {reason}")
-    told, measured = folder / "race.json", folder / "measured.json"
-    Told(config=config, link=link, raced=list(chosen), beside=list(rivals(dict(chosen)))).save(told)
-    try:
+    job = Told(config=config, link=link, raced=list(chosen), beside=list(rivals(dict(chosen))))
+    with RunFolder(path=folder).private() as told:
+        job.save(told.path / "race.json")
+        shutil.copytree(folder / "plans", told.plans)
         with joined(link, ranks=config.ranks) as ends:
-            run_ranks(schedules_race.__name__, [str(folder)], link=link, ends=ends, errors=folder / "errors")
+            start_ranks(
+                schedules_race.__name__,
+                [str(told.path)],
+                errors=told.errors,
+                stages_of_rank=[[rank] for rank in range(config.ranks)],
+                ends=ends,
+                device=link.device,
+            )
+        measured = told.path / "measured.json"
         if not measured.exists():
             raise TransportError("the ranks ended without a result; look at their output above")
         found = json.loads(measured.read_text())
-    finally:
-        told.unlink(missing_ok=True)
-        measured.unlink(missing_ok=True)
     alone = overhead(stages=STAGES_OF_OVERHEAD, micro_batches=config.micro_batches, repeats=config.repeats)
     found["facts"]["overhead"] = [alone, found["facts"]["overhead"]]
     return found

@@ -22,8 +22,8 @@ from ...pipeline.decide import prepare
 from ...pipeline.launch import init, run_rank
 from ...pipeline.pipeline import Pipeline
 from ...pipeline.report import Report
-from ...pipeline.run_folder import save_json
 from ...pipeline.train import loss
+from ...stages.files import save_json
 from ...stages.plan import Plan
 from .bubbles import durations, simulated
 from .entrants import ENTRANTS, TORCH, Entrant

@@ -8,7 +8,7 @@ follow the size of the micro-batch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec
 from ...compression.errors import PlanError
 from .call import Call
 from .outputs import flattened
-from .recorder import Recorder, Unrecordable
+from .recorder import Recorder
 from .sizes import Different, moving, refuse_data
 
 _MOST_LEAVES = 64
@@ -33,7 +33,8 @@ class Captured:
     outside; ``moving`` has for nodes whose numbers follow the size of the micro-batch what they become;
     ``sizes`` are the other sizes it was recorded at; ``fixed`` says why the graph holds for one size only, "" where it holds for all; ``leaves`` names the
     modules that were taken as one layer because of what they do, and why; ``dropped`` the outputs left out;
-    ``again`` records a copy of the model on other inputs, with the same leaves."""
+    ``again`` records a copy of the model on other inputs, with the same leaves; ``reads`` are the attributes of
+    modules that the run read outside of its layers: what nobody read may change."""
 
     graph: fx.Graph
     spec: TreeSpec
@@ -44,6 +45,7 @@ class Captured:
     leaves: Mapping[str, str]
     dropped: tuple[str, ...]
     again: Callable[[nn.Module, Sequence[torch.Tensor]], fx.Graph]
+    reads: frozenset[tuple[str, str]]
 
 
 def capture(
@@ -93,6 +95,7 @@ def capture(
         leaves=chosen,
         dropped=dropped,
         again=again,
+        reads=frozenset(recorder.reads),
     )
 
 
@@ -101,6 +104,7 @@ def _recorded(
 ) -> tuple[Recorder, TreeSpec, tuple[str, ...]]:
     """One run: its nodes, the structure of what the model returned, and what was left out of that."""
     recorder = Recorder(twin, leaf)
+    recorder.note_reads()
     for name, tensor in zip(call.names, inputs, strict=True):
         recorder.input(name, tensor)
     with recorder.recording():

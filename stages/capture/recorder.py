@@ -29,7 +29,9 @@ FACTS = frozenset(
 """Methods that tell the geometry of a tensor and nothing of its elements."""
 _SHAPE = frozenset({"size", "numel", "nelement", "__len__", "stride", "is_same_size"})
 _ARITHMETIC = frozenset("add_ sub_ mul_ div_ pow_ remainder_ floor_divide_".split())
-_REFLECTED = {f"r{name}": name for name in "add sub mul div truediv floordiv pow mod matmul and or xor".split()}
+_REFLECTED = {
+    f"r{name}": name for name in "add sub mul div truediv floordiv pow mod matmul and or xor".split()
+}
 _OUT_OF_SIGHT = "made where recording cannot see it (torch.func transforms, torch.jit, a C++ extension)"
 
 
@@ -56,6 +58,13 @@ class Recorder(TorchFunctionMode):
         self.names = {id(tensor): name for name, tensor in held}
         self.held = [tensor for _, tensor in held]  # alive, so that no other tensor gets such an id
         self.nodes: dict[int, tuple[Callable[[], torch.Tensor | None], fx.Node]] = {}
+        self.reads: set[tuple[str, str]] = set()
+
+    def note_reads(self) -> None:
+        """Note which attributes of its modules the run reads by itself, outside of the layers."""
+        for module, path in self.paths.items():
+            if not self.leaf(path, module) or not path:
+                module.__class__ = _noting(type(module), path, self)
 
     def input(self, name: str, tensor: torch.Tensor) -> None:
         """The next input of the model."""
@@ -109,9 +118,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self.stack.pop()
 
-    def opaque(
-        self, op: str, target: Any, name: str, run: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def opaque(self, op: str, target: Any, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run something as one node, whatever it does inside."""
         if self.quiet:
             return run(*args, **kwargs)
@@ -217,6 +224,18 @@ class Recorder(TorchFunctionMode):
             if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(item)):
                 picked = self.graph.call_function(pick, (node, key))
                 self._spread(self._tag(picked, None), item)
+
+
+def _noting(kind: type[nn.Module], path: str, recorder: Recorder) -> type[nn.Module]:
+    """The class ``kind`` for one module of a copy, noting what is read of it."""
+
+    def note(self: nn.Module, name: str) -> Any:
+        if not recorder.quiet:
+            recorder.reads.add((path, name))
+        return kind.__getattribute__(self, name)
+
+    named = {"__getattribute__": note, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), named)
 
 
 def _items(value: Any) -> tuple[Callable[..., Any], list[tuple[Any, Any]]]:

@@ -183,7 +183,11 @@ class _Merge:
         return type(ours)(*items) if hasattr(ours, "_fields") else tuple(items)
 
     def _leaf(self, ours: Any, theirs: Mapping[int, Any]) -> Any:
-        other = [its for its in theirs.values() if not (its is ours or its == ours or (its != its and ours != ours))]
+        other = [
+            its
+            for its in theirs.values()
+            if not (its is ours or its == ours or (its != its and ours != ours))
+        ]
         if not other or not isinstance(ours, bool | int | float | complex | str | bytes):
             return ours  # a function made anew in each run is the same by its name
         if type(ours) is not int or list(theirs) == [self.samples]:

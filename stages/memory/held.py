@@ -46,7 +46,13 @@ class Look(NamedTuple):
         return self.start + geometry(self.size, self.stride, self.dtype.itemsize).span * self.dtype.itemsize
 
     def into(self, found: Bytes) -> Tensor:
-        """The tensor over ``found``."""
+        """The tensor over ``found``; StageError if that was cut short since: torch would make it longer."""
+        if found.origin + self.end > found.storage.nbytes():
+            raise StageError(
+                "what the forward saved must keep its memory until its backward, found a storage of "
+                f"{self.end} bytes or more that was resized to {found.storage.nbytes()}; do not free what a "
+                "layer saved"
+            )
         first = (found.origin + self.start) // self.dtype.itemsize
         return empty(self.dtype, found.storage.device).set_(found.storage, first, self.size, self.stride)
 
@@ -55,12 +61,6 @@ def look(tensor: Tensor, layer: Layer | None) -> Look:
     """How ``tensor``, saved by ``layer``, looks into its storage."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     return Look(layer, tensor.dtype, tuple(tensor.size()), tensor.stride(), start)
-
-
-def place(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor lies: the address of its first element, and the bytes from there to its last."""
-    span = geometry(tuple(tensor.size()), tensor.stride(), tensor.itemsize).span
-    return tensor.data_ptr(), span * tensor.itemsize
 
 
 def empty(dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -153,7 +153,7 @@ class Held:
         storage = tensor.untyped_storage()
         self.key, self.keeper = object(), keeper
         self.num_bytes, self.dtype = storage.nbytes(), tensor.dtype
-        self.address, self.place = storage.data_ptr() % ALIGNMENT, storage.data_ptr()
+        self.address, self._pointer = storage.data_ptr() % ALIGNMENT, storage.data_ptr()
         self.writes, self.mark = Writes(tensor), keeper.lane(tensor.device).mark()
         self.before = (lambda: None) if before is None else weakref.ref(before)
         self.looks: list[Look] = []
@@ -173,10 +173,14 @@ class Held:
         self.looks.append(look(tensor, layer))
         return Record(self, len(self.looks) - 1, tensor)
 
+    def unmoved(self, storage: torch.UntypedStorage) -> bool:
+        """Whether ``storage``, which is the one held, has the memory that it had then: it may be resized."""
+        return storage.nbytes() == self.num_bytes and storage.data_ptr() == self._pointer
+
     def flat(self) -> Tensor | None:
-        """The whole storage as one row of elements while it is in memory, else None."""
+        """The whole storage as one row of elements; None where it left, or got other memory meanwhile."""
         found = self.bytes
-        if found is None:
+        if found is None or not self.unmoved(found.storage):
             return None
         dtype = torch.uint8 if self.num_bytes % self.dtype.itemsize else self.dtype
         return Look(None, dtype, (self.num_bytes // dtype.itemsize,), (1,), 0).into(found)

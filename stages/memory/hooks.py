@@ -17,7 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...compression.dtypes import DTYPE_NUMBERS
 from ..layers import Layer
-from .held import Held, Record, Untouched, place
+from .framed import span_bytes
+from .held import Held, Record, Untouched
 from .keeper import Keeper
 
 _PART = 8  # a tensor that looks into less than this part of its storage leaves it where it is
@@ -115,10 +116,10 @@ class Hooks:
         storage = tensor.untyped_storage()
         with self._lock:
             held = self._helds.get(storage._cdata)
-            if held is not None and held.writes.none_to(tensor):
+            if held is not None and held.unmoved(storage) and held.writes.none_to(tensor):
                 return held.add(tensor, self._layer())
             num_bytes = storage.nbytes()
-            if num_bytes < self._min_bytes or place(tensor)[1] * _PART < num_bytes:
+            if num_bytes < self._min_bytes or span_bytes(tensor) * _PART < num_bytes:
                 return Untouched(tensor)
             held = Held(tensor, keeper=self._keeper, before=self._latest())
             record = held.add(tensor, self._layer())

@@ -68,7 +68,8 @@ class Keeper:
     def pack(self, held: Held, frame: Frame | None = None, shrunk: Shrunk | None = None) -> None:
         """Move ``held`` to the store, as ``frame`` if that holds it already, as ``shrunk`` if it is known."""
         flat = held.flat()
-        assert flat is not None, "a storage leaves once"
+        if flat is None:
+            return self.stays(held)
         with self.lane(held.device).aside(held.mark):
             if frame is None:
                 most = held.num_bytes * 2 if self.store.takes_away(held.device) else held.num_bytes // _WORTH
@@ -121,6 +122,8 @@ class Keeper:
     def _frame(self, flat: Tensor, most: int) -> Frame | None:
         """The frame of ``flat``, unless it is longer than ``most`` bytes."""
         codec = self.codec
+        if flat.dtype is torch.bool:  # a view of other bytes, perhaps, and a decoded bool is 0 or 1
+            flat = flat.view(torch.uint8)
         if not (flat.is_floating_point() or flat.is_complex() or codec == "raw"):
             codec = "narrow"
         if flat.is_cuda:

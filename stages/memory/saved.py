@@ -15,12 +15,11 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from ...compression.codec import CODECS
-from ...compression.frame import read_header
 from ...compression.pool import Frame, Pool
 from ..layers import Layer
 from .counts import Counts
-from .held import Held, Writes
+from .framed import Framed, place
+from .held import Held
 from .hooks import Hooks, Weights
 from .keeper import Keeper
 from .known import Known
@@ -34,12 +33,14 @@ class Resident:
     bytes_raw = bytes_kept = num_packs = num_unpacks = 0
 
     def forward(
-        self, micro_batch: int, entered: Iterable[Any], keep: Iterable[Tensor] = ()
+        self, micro_batch: int, entered: Mapping[int, Any], keep: Iterable[Tensor] = ()
     ) -> contextlib.AbstractContextManager[None]:
         """No hooks."""
         return contextlib.nullcontext()
 
-    def leave(self, micro_batch: int, frames: Mapping[tuple[int, int], Frame]) -> None:
+    def leave(
+        self, micro_batch: int, came: Mapping[int, Frame], went: Mapping[int, tuple[Tensor, Frame]]
+    ) -> None:
         """Nothing leaves."""
 
     def fetch(self, micro_batch: int) -> None:
@@ -61,9 +62,9 @@ class Resident:
 class _Forward:
     """What one micro-batch saved: its storages, their keys in the store, and the values that came in."""
 
-    def __init__(self, entered: Iterable[Any]) -> None:
-        tensors = [item for item in entered if isinstance(item, Tensor)]
-        self.entered = {tensor.untyped_storage()._cdata: Writes(tensor) for tensor in tensors}
+    def __init__(self, entered: Mapping[int, Any]) -> None:
+        tensors = {number: item for number, item in entered.items() if isinstance(item, Tensor)}
+        self.entered = {number: place(tensor) for number, tensor in tensors.items()}
         self.helds: list[weakref.ref[Held]] = []
         self.keys: list[object] = []
 
@@ -76,18 +77,10 @@ class _Forward:
         """The storages that the graph still holds, in the order in which they were saved."""
         return [held for reference in self.helds if (held := reference()) is not None]
 
-    def frame_of(self, held: Held, frames: Mapping[tuple[int, int], Frame]) -> Frame | None:
-        """One more hold on a frame that has everything the graph reads of ``held``; None if there is none."""
-        writes = self.entered.get(held.original.cdata)
-        if writes is not None and writes.found:  # a layer wrote into what came in: its frame is old
-            return None
-        first, end = min(look.start for look in held.looks), max(look.end for look in held.looks)
-        for (address, num_bytes), frame in frames.items():
-            shift = address - held.place
-            if shift <= first and end <= shift + num_bytes and _is_whole(frame):
-                held.shift = shift
-                return frame.hold()
-        return None
+    def framed(self, came: Mapping[int, Frame], went: Mapping[int, tuple[Tensor, Frame]]) -> list[Framed]:
+        """The frames of the values that came in and went out, with their places: the newer ones first."""
+        made = [Framed(frame, place(tensor), True) for tensor, frame in went.values()]
+        return made + [Framed(came[n], here, False) for n, here in self.entered.items() if n in came]
 
 
 class Saved(Counts):
@@ -116,12 +109,11 @@ class Saved(Counts):
 
     @contextlib.contextmanager
     def forward(
-        self, micro_batch: int, entered: Iterable[Any], keep: Iterable[Tensor] = ()
+        self, micro_batch: int, entered: Mapping[int, Any], keep: Iterable[Tensor] = ()
     ) -> Iterator[None]:
         """The block in which the layers of ``micro_batch`` run.
 
-        Args:    entered: the values as the layers get them; a frame is used again only for one of them that
-                 no layer wrote to.
+        Args:    entered: the values by number, as the layers get them.
                  keep: tied parameters of other stages among them."""
         run = self._forwards[micro_batch] = _Forward(entered)
         more = list(keep)
@@ -139,11 +131,15 @@ class Saved(Counts):
         finally:
             self.layer = None
 
-    def leave(self, micro_batch: int, frames: Mapping[tuple[int, int], Frame]) -> None:
+    def leave(
+        self, micro_batch: int, came: Mapping[int, Frame], went: Mapping[int, tuple[Tensor, Frame]]
+    ) -> None:
         """Begin to move what the forward of ``micro_batch`` saved; waits where the thread is behind.
 
-        Args:    frames: by ``place`` of their tensors, those that came from upstream or were made for
-                 downstream; what they have is not packed again, the store holds the same frame."""
+        What these frames have is not packed again, the store holds the same frame.
+
+        Args:    came: by number, the frames of values that entered.
+                 went: by number, tensors and the frames that were made of them since."""
         self._keeper.worker.check()
         run = self._forwards[micro_batch]
         helds = run.alive()
@@ -153,9 +149,12 @@ class Saved(Counts):
             for look in held.looks
             if look.layer is not None and look.dtype.is_floating_point
         }
+        framed = run.framed(came, went)
         for held in helds:
-            frame = run.frame_of(held, frames)
-            self._keeper.worker.submit(functools.partial(self._pack, weakref.ref(held), frame, inputs))
+            found = next((one for one in framed if one.covers(held)), None)
+            if found is not None:
+                found.frame.hold()
+            self._keeper.worker.submit(functools.partial(self._pack, weakref.ref(held), found, inputs))
 
     def fetch(self, micro_batch: int) -> None:
         """Begin to bring back what ``micro_batch`` saved, last saved first; returns at once."""
@@ -193,28 +192,24 @@ class Saved(Counts):
         self._keeper.worker.drain()
 
     def _pack(
-        self, reference: weakref.ref[Held], frame: Frame | None, inputs: Mapping[fx.Node, tuple[int, ...]]
+        self, reference: weakref.ref[Held], framed: Framed | None, inputs: Mapping[fx.Node, tuple[int, ...]]
     ) -> None:
-        held = reference()
-        if held is None or held.dropped or held.expected:  # gone, or asked for again before it left
-            if frame is not None:
-                frame.release()
-            if held is not None:
-                self._keeper.stays(held)
+        held, flat = reference(), None
+        if held is not None and not (held.dropped or held.expected):  # else gone, or asked for again already
+            flat = held.flat()
+        if framed is not None and (flat is None or not framed.tells(flat)):
+            framed = framed.frame.release()
+        if held is None:
             return
-        flat, shrunk = held.flat(), None
-        if frame is None and flat is not None:
-            shrunk = self._known.shrink(flat, held.looks, inputs)
-        self._keeper.pack(held, frame, shrunk)
+        if flat is None:
+            self._keeper.stays(held)
+        elif framed is None:
+            self._keeper.pack(held, None, self._known.shrink(flat, held.looks, inputs))
+        else:
+            held.shift = framed.place.start
+            self._keeper.pack(held, framed.frame)
 
     def _bring(self, micro_batch: int) -> None:
         run = self._forwards.get(micro_batch)
         for held in reversed(run.alive() if run is not None else []):
             held.bring_ahead()
-
-
-def _is_whole(frame: Frame) -> bool:
-    """Whether a frame has every byte of its tensor's memory: no gaps, no bitmap elsewhere, no loss."""
-    header = read_header(frame.buffer)
-    whole = header.dtype is not None and not header.flags and header.codec in CODECS
-    return whole and header.geometry.order == "dense"

@@ -1,0 +1,66 @@
+"""A copy of a model to trace and to run: every weight is moved a little, and put back.
+
+What tracing computed from a weight and baked in shows when the weight moves. A copied parameter has memory of
+its own, whatever shared it in the model."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from ..compression.errors import PlanError
+from .aliases import hidden, memory_of
+from .contents import tensors
+from .layers import Traced
+from .unsupported import refuse_resized
+
+
+class Copied:
+    """``root`` is the copy, as it will train: modules keep their own flags, unless all stand in eval mode.
+
+    ``apart``: paths of tensors that lie in the memory of a trained parameter and are not registered: they
+    change with every update, so they are moved like a weight."""
+
+    def __init__(self, model: nn.Module) -> None:
+        try:
+            self.root = copy.deepcopy(model)
+        except Exception as error:
+            raise PlanError(f"a model is traced on a copy, and this one cannot be copied: {error}") from error
+        if not self.root.training:
+            self.root.train()
+        self.apart = hidden(model)
+        ours, theirs = (tensors(root) if self.apart else {} for root in (self.root, model))
+        self.names = {id(ours[name]): name for name in self.apart}
+        named = (*model.named_parameters(), *model.named_buffers())
+        copies = (*self.root.parameters(), *self.root.buffers())
+        self.pairs = [
+            *((name, ours, original) for ours, (name, original) in zip(copies, named, strict=True)),
+            *((name, ours[name], theirs[name]) for name in self.apart),
+        ]
+
+    def shift(self) -> None:
+        """Move every weight and buffer a little."""
+        with torch.no_grad():
+            for _, ours, _ in self.pairs:
+                if ours.is_floating_point() and ours.itemsize > 1:  # torch does not compute with float8
+                    memory_of(ours).mul_(1.0625).add_(0.0078125)
+
+    def restore(self) -> None:
+        """Give the copy the model's tensors back after a run, and no gradients."""
+        with torch.no_grad():
+            for name, ours, original in self.pairs:
+                refuse_resized(name, ours, original)
+                same = ours.stride() == original.stride()
+                (memory_of(ours) if same else ours).copy_(memory_of(original) if same else original)
+        self.root.zero_grad()
+
+    def refuse_constants(self, traced: Traced) -> None:
+        """Refuse a trace that keeps a tensor of the copy where the model's follows an update."""
+        for tensor in traced.constants.values():
+            if name := self.names.get(id(tensor)):
+                raise PlanError(
+                    f"torch.fx takes {name} for a constant, and it lies in the memory of a trained "
+                    "parameter; read the parameter itself in forward"
+                )

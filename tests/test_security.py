@@ -1,0 +1,190 @@
+"""Nothing unsafe comes in: what a stranger reaches of a local run, and what he can do there."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+
+PACKAGE = Path(str(penstock.__file__)).parent
+JOB = "train model=mlp model.hidden=[8] data=fake data.size=4 data.num_samples=64 ranks=2 batch_size=8"
+JOB += " micro_batches=2 epochs=100000 deadline=20 hydra.run.dir=run"
+
+LISTENS = "0A"
+
+
+class Bomb:
+    """Pickled, it leaves a file where it is loaded."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self):
+        return Path.touch, (self.canary,)
+
+
+def processes_of(root: int) -> list[int]:
+    """A process and all that it started."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = [root]
+    for one in found:
+        found += [pid for pid, parent in parents.items() if parent == one]
+    return found
+
+
+def listening(pids: list[int]) -> set[tuple[str, int]]:
+    """(address, port) of every socket that listens in one of the processes."""
+    inodes = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for entry in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    inodes.add(os.readlink(f"/proc/{pid}/fd/{entry}"))
+    found = set()
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENS and f"socket:[{fields[9]}]" in inodes:
+                address, port = fields[1].split(":")
+                words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
+                packed = struct.pack(f"={len(words)}I", *words)
+                found.add((socket.inet_ntop(family, packed), int(port, 16)))
+    return found
+
+
+def texts_of_a_stranger(canary: Path) -> list[bytes]:
+    """Garbage, what torch's store understands (its greeting, then "set" and "get"), and next to nothing."""
+
+    def text(data: bytes) -> bytes:
+        return struct.pack("<Q", len(data)) + data
+
+    bomb = pickle.dumps(Bomb(canary))
+    greeting = b"\x00" + struct.pack("<I", 0x3C85F7CE)
+    keys = [b"torch.rendezvous.none", b"penstock/joined/0", b"failed/1", b"/torch.rendezvous.state"]
+    store = greeting + b"".join(b"\x01" + text(key) + text(bomb) for key in keys)
+    store += b"".join(b"\x03" + text(key) for key in keys)
+    return [bytes(range(256)) * 64, store, bomb, b"\xff" * 8, b"GET / HTTP/1.1\r\n\r\n", b"\x00"]
+
+
+def pester(port: int, texts: list[bytes]) -> list[socket.socket]:
+    """Send every text on a connection of its own and leave all of them open, one that says nothing too."""
+    held = []
+    for said in [b"", *texts]:
+        with contextlib.suppress(OSError):
+            held.append(connection := socket.create_connection(("127.0.0.1", port), timeout=5))
+            connection.sendall(said)
+    return held
+
+
+def steps_of(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def wait_for(met, process, *, seconds=120):
+    """Until ``met()`` or the end of the process; whether it was met."""
+    until = time.monotonic() + seconds
+    while not (done := met()) and process.poll() is None:
+        assert time.monotonic() < until, "the run neither goes on nor ends"
+        time.sleep(0.1)
+    return done
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A local run of two ranks."""
+    command = [sys.executable, "-m", "penstock.scripts.command", *JOB.split()]
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("when", ["while the ranks meet", "while they train"])
+def test_a_stranger_reaches_nothing_and_executes_nothing(when, run, tmp_path):
+    folder, canary = tmp_path / "run", tmp_path / "canary"
+    texts, seen, held = texts_of_a_stranger(canary), set(), []
+
+    def visit():
+        found = listening(processes_of(run.pid)) - seen
+        assert all(address in ("127.0.0.1", "::1") for address, _ in found), f"open to the network: {found}"
+        seen.update(found)
+        for _, port in found:
+            held.extend(pester(port, texts))
+
+    def trained():
+        if when == "while the ranks meet":
+            visit()
+        return steps_of(folder) > 2
+
+    goes_on = wait_for(trained, run)
+    visit()
+    assert seen, "the ranks have connections, so somebody listened"
+    if goes_on:
+        before = steps_of(folder)
+        goes_on = wait_for(lambda: steps_of(folder) > before + 10, run)
+    assert goes_on or when == "while the ranks meet", run.stderr.read()
+    run.send_signal(signal.SIGINT)
+    error = run.communicate(timeout=60)[1]
+    for connection in held:
+        connection.close()
+    assert not canary.exists()
+    assert error.startswith("penstock: ")
+    assert error.count("\n") == 1
+    assert run.returncode == (130 if goes_on else 2)
+
+
+def test_the_bomb_of_these_tests_goes_off_where_it_is_loaded(tmp_path):
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "canary")))
+    assert (tmp_path / "canary").exists()
+
+
+def test_a_stranger_is_seen_where_one_listens():
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        assert ("0.0.0.0", server.getsockname()[1]) in listening([os.getpid()])
+
+
+UNPICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+
+
+def test_no_file_of_ours_unpickles():
+    paths = [
+        path
+        for part in ("compression", "stages", "pipeline", "conf", "scripts")
+        for path in (PACKAGE / part).rglob("*.py")
+    ]
+    assert len(paths) > 100
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            )
+            module = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not UNPICKLES & {*names, *module}, path
+            if isinstance(node, ast.Attribute):
+                name = node.attr
+                loads = name == "load" and ast.unparse(node.value) in ("torch", "th")
+                assert not loads, f"{path}: torch.load"
+                assert not name.endswith(("_object", "_object_list")) or name == "to_object", (
+                    f"{path}: {name}"
+                )
+            if isinstance(node, ast.keyword):
+                assert node.arg != "allow_pickle" or ast.unparse(node.value) == "False", path
