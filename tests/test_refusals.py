@@ -312,7 +312,7 @@ def quantised():
 
 class Grows(nn.BatchNorm1d):
     def forward(self, input):
-        self.running_mean = torch.zeros(6)
+        self.running_mean.resize_(6).zero_()
         return super().forward(input)
 
 
