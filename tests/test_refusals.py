@@ -312,6 +312,7 @@ def quantised():
 
 class Grows(nn.BatchNorm1d):
     def forward(self, input):
+        assert self.running_mean is not None
         self.running_mean.resize_(6).zero_()
         return super().forward(input)
 
