@@ -159,17 +159,19 @@ def decode(
 
 
 def decode_received(
-    buffer: Tensor, promise: Promise, *, mask: Tensor | None = None
+    buffer: Tensor, promise: Promise | None = None, *, mask: Tensor | None = None
 ) -> tuple[Tensor | None, int]:
     """Unpack the frame at the start of ``buffer``, which was posted before anybody knew how long it would be.
 
-    Args:    promise: what must come; nothing is allocated for anything else.
+    Args:    promise: what must come; nothing is allocated for anything else. None: what the header says,
+             within the bounds of ``decode``.
              mask: as ``decode``.
     Returns: the tensor as ``decode``, and the length of the frame in bytes.
     Raises:  CodecError: as ``decode``, or the promise is broken.
     """
     header = read_header(buffer)
-    promise.hold(header)
+    if promise is not None:
+        promise.hold(header)
     return unpacked(buffer, header, None, mask), header_bytes(len(header.sizes)) + header.payload_bytes
 
 

@@ -47,9 +47,8 @@ class Flags:
                     called.add(id(module))
                     if mode == "train":
                         self.layers_of.setdefault(id(module), set()).add(layer.name)
-        paths = {
-            str(la.node.target) for t in traces.values() for la in t.layers if la.node.op == "call_module"
-        }
+        layers = [layer for traced in traces.values() for layer in traced.layers]
+        paths = {str(layer.node.target) for layer in layers if layer.node.op == "call_module"}
         self.watch = Watch(model, paths, read=lambda path, name: (path, name) in self.reads)
         self.watched = [Watched(path, m, leaf=id(m) in called) for path, m in model.named_modules()]
         self.asleep = [module.training for module in roots["eval"].modules()]

@@ -102,8 +102,11 @@ class _Attributes:
         """Hold what can change inside against what it was; ``known``: what was, in this check."""
         for name, facts in self.deep.items():
             if name in held and id(held[name]) not in known:
-                known.add(id(held[name]))
-                self.deep[name] = self._held_against(facts, self.facts_of({name: held[name]}))
+                now = self.facts_of({name: held[name]})
+                if now == facts:
+                    known.add(id(held[name]))
+                else:  # another module may hold it too, and read it
+                    self.deep[name] = self._held_against(facts, now)
 
     def compare(self, held: Mapping[str, Any]) -> None:
         """Some identity has changed: find out whether anything else has that was read."""

@@ -351,3 +351,27 @@ def test_a_model_that_nobody_holds_any_more_is_let_go():
     gc.collect()
     assert gone() is None
     watch.check()
+
+
+class Keeps(nn.Module):
+    """Holds ``powers``, which it may read or not."""
+
+    def __init__(self, powers, *, reads):
+        super().__init__()
+        self.powers, self.reads = powers, reads
+
+    def forward(self, x):
+        return x * self.powers[0] if self.reads else x + 1
+
+
+def test_what_two_modules_hold_is_refused_where_only_the_second_reads_it():
+    powers = [2.0]
+    parts = nn.Linear(6, 8), Keeps(powers, reads=False), Keeps(powers, reads=True), nn.Linear(8, 3)
+    model, example = nn.Sequential(*parts), (torch.randn(3, 6),)
+    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
+    plan = penstock.partition(profile, cuts=["_0"], micro_batches=3)
+    pipe = penstock.Pipeline(model, plan, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"])
+    pipe.step(*batch())
+    powers[0] = 3.0
+    with pytest.raises(penstock.PlanError, match=r"2\.powers\[0\] has changed since \(2\.0, then 3\.0\)"):
+        pipe.step(*batch())

@@ -312,7 +312,8 @@ def quantised():
 
 class Grows(nn.BatchNorm1d):
     def forward(self, input):
-        self.running_mean = torch.zeros(6)
+        assert self.running_mean is not None
+        self.running_mean.resize_(6).zero_()
         return super().forward(input)
 
 
