@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+import sys
+import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,15 +42,20 @@ class Unrecordable(Exception):
 
 
 class Recorder(TorchFunctionMode):
-    """Records what one call of ``model`` does; ``leaf`` says which modules are one node.
+    """Records what one call of ``model`` does; ``leaf`` says which modules are one node, as are ``functions``.
 
     ``graph`` grows by a node for each call. In a node's ``meta``: ``nn_module_stack`` as torch.fx has it,
     ``modes`` (grad mode and autocast) where they differ from those around the run, ``expect`` for a guard,
     ``shape`` where Python read the shape of its result, ``sizes`` the shapes of the tensors in it."""
 
-    def __init__(self, model: nn.Module, leaf: Callable[[str, nn.Module], bool]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        leaf: Callable[[str, nn.Module], bool],
+        functions: Collection[Callable[..., Any]] = (),
+    ) -> None:
         super().__init__()
-        self.graph, self.leaf = fx.Graph(), leaf
+        self.graph, self.leaf, self.functions = fx.Graph(), leaf, functions
         self.constants: dict[str, torch.Tensor] = {}
         self.outside = Modes.now()
         self.quiet = 0
@@ -83,11 +90,7 @@ class Recorder(TorchFunctionMode):
             run = apply.__get__(None, function)  # does not pass through torch's dispatch
             return recorder.opaque("call_function", run, function.__name__, run, args, kwargs)
 
-        wrapped = [
-            (frame, name, frame[name])
-            for (_, name), frame in fx._symbolic_trace._wrapped_fns_to_patch.items()
-            if callable(frame.get(name))
-        ]
+        wrapped = [*_wrapped(), *_bound(self.functions)]
         nn.Module.__call__, torch.autograd.Function.apply = called, classmethod(applied)  # type: ignore
         for frame, name, function in wrapped:
             frame[name] = self._opaque_function(name, function)
@@ -236,6 +239,26 @@ def _noting(kind: type[nn.Module], path: str, recorder: Recorder) -> type[nn.Mod
 
     named = {"__getattribute__": note, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), named)
+
+
+_Place = tuple[dict[str, Any], str, Callable[..., Any]]
+
+
+def _wrapped() -> list[_Place]:
+    """Where functions stand that are marked with ``torch.fx.wrap``."""
+    marked = fx._symbolic_trace._wrapped_fns_to_patch.items()
+    return [(frame, name, frame[name]) for (_, name), frame in marked if callable(frame.get(name))]
+
+
+def _bound(functions: Collection[Callable[..., Any]]) -> list[_Place]:
+    """Every name of every imported file that stands for one of ``functions``."""
+    files = [vars(file) for file in list(sys.modules.values()) if isinstance(file, types.ModuleType)]
+    return [
+        (file, name, held)
+        for file in (files if functions else ())
+        for name, held in list(file.items())
+        if any(held is function for function in functions)
+    ]
 
 
 def _items(value: Any) -> tuple[Callable[..., Any], list[tuple[Any, Any]]]:
