@@ -35,20 +35,26 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def refuse_changes(before: Facts, root: nn.Module, *, again: Callable[[], Any]) -> None:
+def refuse_changes(
+    before: Facts, root: nn.Module, *, again: Callable[[], Any], settles: Callable[[], bool]
+) -> None:
     """Refuse a forward that changed ``root`` beside its registered buffers since ``before``.
 
-    ``again`` runs it once more: what only the first run changes, as a cache does, has a remedy of its own."""
+    ``again`` runs it once more: what only the first run changes may stay if it ``settles``."""
     after = contents(root, running=True)
-    for path in before | after:
-        was, now = before.get(path), after.get(path)
-        if was != now:
-            again()
-            raise PlanError(
-                f"a forward may write to registered buffers alone, found that it changes {path} "
-                f"({change(was, now)}), which other stages, other ranks and the loss do not see; "
-                f"{_remedy(settled=contents(root, running=True) == after)}"
-            )
+    changed = next((path for path in before | after if before.get(path) != after.get(path)), None)
+    if changed is None:
+        return
+    again()
+    once = contents(root, running=True) == after
+    weights = [path for path, fact in before.items() if issubclass(fact[0], nn.Parameter)]
+    if once and all(before[path] == after.get(path) for path in weights) and settles():
+        return
+    raise PlanError(
+        f"a forward may write to registered buffers alone, found that it changes {changed} "
+        f"({change(before.get(changed), after.get(changed))}), which other stages, other ranks and the loss do "
+        f"not see; {_remedy(settled=once)}"
+    )
 
 
 def _remedy(*, settled: bool) -> str:

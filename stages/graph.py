@@ -28,6 +28,7 @@ from .layers import Layer, Traced, casting, is_local, parts_of, run_all
 from .leaves import Leaf, chosen_leaves, is_compiled
 from .lift import lift_shared
 from .probe import Probe, probe
+from .settled import settles
 from .unsupported import refuse_model, refuse_objects
 
 
@@ -129,7 +130,7 @@ def _proven(
     """The record of a copy in the mode in which it stands, its probe, and the buffers that it writes to."""
     root, mode = copied.root, "train" if copied.root.training else "eval"
     with torch.set_grad_enabled(root.training):
-        written = _run_eager(copy.deepcopy(root), call, example)
+        written = _run_eager(copy.deepcopy(root), call, example, cold=lambda: copy.deepcopy(root))
         captured = _captured(model, root, call, example, modules, functions.values())
         why = {**modules, **captured.leaves, **dict.fromkeys(functions, "by request")}
         traced = dataclasses.replace(_traced(root, captured, call, tied=tied), leaves=why)
@@ -174,7 +175,9 @@ def _proofs(captured: Captured, call: Call, example: Sequence[torch.Tensor]) -> 
     return [tuple(example), tuple(other if captured.fixed else resized(call, other, captured.sizes[-1]))]
 
 
-def _run_eager(eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> set[str]:
+def _run_eager(
+    eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...], *, cold: Callable[[], nn.Module]
+) -> set[str]:
     """The buffers that a forward writes to; refused if it does not run, or changes the model beside them."""
     buffers = {name: buffer.clone() for name, buffer in eager.named_buffers()}
     before = contents(eager, running=True)
@@ -186,7 +189,12 @@ def _run_eager(eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -
         raise PlanError(
             f"the model does not run on inputs of shape {shapes}: {error}; give another example"
         ) from error
-    refuse_changes(before, eager, again=lambda: observe(run, eager, inputs))
+    refuse_changes(
+        before,
+        eager,
+        again=lambda: observe(run, eager, inputs),
+        settles=lambda: settles(eager, cold(), call.run, other_data(call, inputs)),
+    )
     return {name for name, buffer in eager.named_buffers() if not same_bits(buffer, buffers[name])}
 
 

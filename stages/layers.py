@@ -19,8 +19,8 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from ..compression.errors import PlanError
 from .capture.call import Call
 from .capture.capture import path_of
-from .capture.recorder import plain
 from .capture.sizes import at_size, extend, facts_of, has_table
+from .capture.values import plain
 
 _META = torch.device("meta")
 

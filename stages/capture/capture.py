@@ -23,6 +23,7 @@ from .sizes import Different, moving, refuse_data
 
 _MOST_LEAVES = 64
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_OF_BLOCKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,5 +194,7 @@ def _unrepeatable(model: nn.Module, difference: Different) -> PlanError:
 
 
 def default_leaf(path: str, module: nn.Module) -> bool:
-    """Modules of torch.nn are one layer each, containers are not: as torch.fx has it."""
-    return type(module).__module__.startswith("torch.nn") and not isinstance(module, _CONTAINERS)
+    """Modules of torch.nn are one layer each; containers, and what is a list of blocks, are not."""
+    return type(module).__module__.startswith("torch.nn") and not isinstance(
+        module, (*_CONTAINERS, *_OF_BLOCKS)
+    )

@@ -19,21 +19,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from .modes import Modes
+from .values import FACTS, SHAPE, is_foreign, items_of, node_name, plain, rebuilt
 
-FACTS = frozenset(
-    "size dim stride numel nelement ndimension element_size storage_offset is_floating_point is_complex "
-    "is_signed is_contiguous is_same_size get_device __len__ __hash__ __repr__ __format__ "
-    "untyped_storage data_ptr __dlpack__ __dlpack_device__".split()
-)
-"""Methods that tell the geometry of a tensor and nothing of its elements."""
-_SHAPE = frozenset({"size", "numel", "nelement", "__len__", "stride", "is_same_size"})
-_ARITHMETIC = frozenset("add_ sub_ mul_ div_ pow_ remainder_ floor_divide_".split())
-_REFLECTED = {
-    f"r{name}": name for name in "add sub mul div truediv floordiv pow mod matmul and or xor".split()
-}
 _OUT_OF_SIGHT = "made where recording cannot see it (torch.func transforms, torch.jit, a C++ extension)"
 
 
@@ -140,7 +130,7 @@ class Recorder(TorchFunctionMode):
         """One call of torch."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "call")
         if self.quiet or name in FACTS or name == "_set_grad_enabled":
-            if name in _SHAPE and not self.quiet:
+            if name in SHAPE and not self.quiet:
                 self._read_shape(args)
             return func(*args, **kwargs)
         if name in ("__get__", "__set__", "__delete__"):
@@ -148,9 +138,9 @@ class Recorder(TorchFunctionMode):
         given = self.named((args, kwargs))
         result = func(*args, **kwargs)
         if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)) or plain(result) is None:
-            self._emit("call_function", func, given, result, _name(name))
+            self._emit("call_function", func, given, result, node_name(name))
         elif any(isinstance(leaf, fx.Node) for leaf in tree_leaves(given)):
-            self._emit("call_function", func, given, None, f"guard_{_name(name)}", expect=plain(result))
+            self._emit("call_function", func, given, None, f"guard_{node_name(name)}", expect=plain(result))
         return result
 
     def _property(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
@@ -179,8 +169,17 @@ class Recorder(TorchFunctionMode):
             node.meta["shape"] = tuple(args[0].shape)
 
     def named(self, item: Any) -> Any:
-        """``item`` with a node in the place of every tensor."""
-        return tree_map(lambda v: self._node(v) if isinstance(v, torch.Tensor) else v, item)
+        """``item`` with a node in the place of every tensor, and of every structure that is no plain one."""
+        return tree_map(self._noded, item, is_leaf=is_foreign)
+
+    def _noded(self, item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return self._node(item)
+        if not is_foreign(item):
+            return item
+        leaves, spec = tree_flatten(item)
+        given = (spec, *(self._noded(leaf) for leaf in leaves))
+        return self._tag(self.graph.call_function(rebuilt, given), None)
 
     def _known(self, tensor: torch.Tensor) -> fx.Node | None:
         kept, node = self.nodes.get(id(tensor), (lambda: None, None))
@@ -222,7 +221,7 @@ class Recorder(TorchFunctionMode):
         """Give every tensor in a result a node: the result's own, or one that picks it."""
         if isinstance(value, torch.Tensor):
             return self._bind(value, node)
-        pick, items = _items(value)
+        pick, items = items_of(value)
         for key, item in items:
             if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(item)):
                 picked = self.graph.call_function(pick, (node, key))
@@ -259,28 +258,3 @@ def _bound(functions: Collection[Callable[..., Any]]) -> list[_Place]:
         for name, held in list(file.items())
         if any(held is function for function in functions)
     ]
-
-
-def _items(value: Any) -> tuple[Callable[..., Any], list[tuple[Any, Any]]]:
-    """How the parts of a result are picked, and by which key each."""
-    if isinstance(value, Mapping):
-        return operator.getitem, list(value.items())
-    if isinstance(value, tuple | list):
-        return operator.getitem, list(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return getattr, [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    return operator.getitem, []
-
-
-def plain(result: Any) -> Any:
-    """What was read of a tensor, as values that can be compared; None: nothing was."""
-    value = result.tolist() if hasattr(result, "tolist") else result
-    return value if isinstance(value, bool | int | float | complex | str | list | tuple) else None
-
-
-def _name(name: str) -> str:
-    """The name that torch.fx gives to the node of such a call."""
-    if name.startswith("__") and name.endswith("__"):
-        name = name[2:-2]
-        return _REFLECTED.get(name, name)
-    return name.removesuffix("_") if name in _ARITHMETIC else name  # `x += y` is an addition there

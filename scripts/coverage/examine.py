@@ -1,0 +1,149 @@
+"""One network: recorded, measured, cut in three, and a step of training held against the plain loop.
+
+A network is used as people use one: no choice of layers, no help. What fails is told in the words that a person
+would read."""
+
+from __future__ import annotations
+
+import copy
+import resource
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ...compression.errors import PenstockError
+from ...pipeline.pipeline import Pipeline
+from ...stages.compare import same_bits
+from ...stages.graph import LayerGraph, trace
+from ...stages.measure import Profile, measure
+from ...stages.partition import partition
+from .eager import drawing_calls, plain_step
+from .network import ByPosition, Network
+
+SAMPLES = 2  # of a micro-batch, and as many micro-batches
+STAGES = 3
+Row = dict[str, Any]
+
+
+def examine(network: Network, *, trace_only: bool = False) -> Row:
+    """Try ``network``; the row says what came of it: ``result`` is same, different, refused, failed or traced."""
+    torch.manual_seed(0)
+    model = network.make().train()
+    row: Row = {"name": network.full_name, "note": network.note}
+    row["parameters"] = sum(p.numel() for p in model.parameters())
+    try:
+        _examine(row, network, model, trace_only)
+    except PenstockError as error:
+        row |= {"result": "refused", "why": str(error)}
+    row["megabytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    return row
+
+
+def _examine(row: Row, network: Network, model: nn.Module, trace_only: bool) -> None:
+    batch = network.batch(SAMPLES * SAMPLES)
+    names = tuple(batch)
+    wrapped = ByPosition(model, names) if len(names) > 1 or names != ("x",) else model
+    inputs = tuple(batch.values())
+    micro_batches = [tuple(part) for part in zip(*(x.tensor_split(SAMPLES) for x in inputs), strict=True)]
+    example = tuple(x.clone() for x in micro_batches[0])
+    begun = time.perf_counter()
+    graph = trace(wrapped, example)
+    row["trace_seconds"] = round(time.perf_counter() - begun, 2)
+    row |= _facts(graph)
+    row["result"] = "traced"
+    if trace_only:
+        return
+    begun = time.perf_counter()
+    profile = measure(graph, example, repeats=1)
+    row["measure_seconds"] = round(time.perf_counter() - begun, 2)
+    row["cuts"] = len(profile.layers) - 1 - len(profile.refused)
+    differences = _trained(row, wrapped, graph, profile, micro_batches)
+    row |= {"result": "different" if differences else "same", "why": "; ".join(differences[:3])}
+
+
+def _facts(graph: LayerGraph) -> Row:
+    layers = graph.train.layers
+    return {
+        "layers": len(layers),
+        "leaves": dict(getattr(graph.train, "leaves", {})),
+        "guards": sum("expect" in layer.node.meta for layer in layers),
+        "random": len(graph.train_probe.random),
+        "fixed": graph.train.fixed,
+    }
+
+
+def _trained(
+    row: Row,
+    model: nn.Module,
+    graph: LayerGraph,
+    profile: Profile,
+    micro_batches: Sequence[tuple[torch.Tensor, ...]],
+) -> list[str]:
+    """What differs from the plain loop after one step in three stages."""
+    stages = min(STAGES, row["cuts"] + 1)
+    plan = partition(profile, stages=stages, micro_batches=len(micro_batches), codec="zero_value")
+    row |= {"stages": stages} | _shares(plan, profile, row["parameters"])
+    targets = torch.linspace(-1, 1, SAMPLES * len(micro_batches))
+    ordered = [layer.name for layer in graph.train.layers if layer.name in graph.train_probe.random]
+    modules = {str(layer.node.target) for layer in graph.train.layers if layer.node.op == "call_module"}
+    draws = drawing_calls(copy.deepcopy(model), [x.clone() for x in micro_batches[0]], modules, ordered)
+    plain = copy.deepcopy(model)
+    begun = time.perf_counter()
+    pipe = Pipeline(model, plan, loss=mean_square, optimizer=_sgd)
+    row["pipeline_seconds"] = round(time.perf_counter() - begun, 2)
+    pipe.step(tuple(torch.cat(column) for column in zip(*micro_batches, strict=True)), targets)
+    fresh = [tuple(x.clone() for x in inputs) for inputs in micro_batches]
+    losses = plain_step(
+        plain,
+        list(zip(fresh, targets.tensor_split(len(fresh)), strict=True)),
+        loss=mean_square,
+        optimizer=_sgd(list(plain.named_parameters())),
+        layers=modules,
+        draws=draws,
+    )
+    ours = [pipe.engine.losses[i] for i in range(len(losses))]
+    pairs = {f"loss {i}": pair for i, pair in enumerate(zip(losses, ours, strict=True))}
+    return _different(pairs | _state(plain, model))
+
+
+def _state(plain: nn.Module, model: nn.Module) -> dict[str, tuple[Any, Any]]:
+    theirs, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    found = {f"gradient {name}": (p.grad, theirs[name].grad) for name, p in plain.named_parameters()}
+    found |= {name: (p, theirs[name]) for name, p in plain.named_parameters()}
+    return found | {name: (b, buffers[name]) for name, b in plain.named_buffers()}
+
+
+def _different(pairs: dict[str, tuple[Any, Any]]) -> list[str]:
+    return [
+        name
+        for name, (a, b) in pairs.items()
+        if (a is None) != (b is None) or (a is not None and not same_bits(a, b))
+    ]
+
+
+def _shares(plan: Any, profile: Profile, total: int) -> Row:
+    """Shares of the parameters: of the largest stage, and of the largest layer, which no cut divides."""
+    if not total:
+        return {}
+    largest = max(layer.num_parameters for layer in profile.layers)
+    return {
+        "largest_stage": round(max(stage.num_parameters for stage in plan.stages) / total, 3),
+        "largest_layer": round(largest / total, 3),
+    }
+
+
+def mean_square(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    """The model's own loss where it gives one, else a mean over all numbers in its outputs."""
+    own = outputs.get("loss") if isinstance(outputs, dict) else None
+    if own is not None:
+        return own * (1 + targets.mean())
+    found = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    return sum((t.abs().float() - targets.mean()).square().mean() for t in found)  # type: ignore[return-value]
+
+
+def _sgd(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.05, momentum=0.9)

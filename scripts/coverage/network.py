@@ -1,0 +1,53 @@
+"""A public network to try: how to make it small, and a batch for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """``make()`` builds it, with random weights; ``batch(n)`` is n samples by the name of the input.
+
+    ``note`` says what was made smaller than its authors have it; ``skip`` why it is not tried here, "" if it is."""
+
+    name: str
+    library: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], Batch]
+    note: str = ""
+    skip: str = ""
+
+    @property
+    def full_name(self) -> str:
+        """Library and name: what rows are known by."""
+        return f"{self.library}/{self.name}"
+
+
+class ByPosition(nn.Module):
+    """A model that takes its inputs by name, as one that takes them by position."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """Call the model by name."""
+        return self.model(**dict(zip(self.names, inputs, strict=True)))
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    """Normal numbers, the same for one seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(seed: int, *shape: int, most: int = 97) -> torch.Tensor:
+    """Tokens from 3 up to ``most``, so that none is a padding."""
+    return torch.randint(3, most, shape, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,134 @@
+"""The networks of torchvision, all that list_models names, and networks of torch itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torchvision import models
+
+from .network import Batch, Network, normal
+
+SIZES = {"inception_v3": 160, "maxvit_t": 224, "vit_h_14": 28}
+"""Pixels, where 64 do not do."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "inception_v3": {"init_weights": False},
+    "googlenet": {"init_weights": False},
+    "vit_h_14": {"image_size": 28},
+    **{name: {"image_size": 64} for name in ("vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32")},
+}
+GIANTS = {"regnet_y_128gf": 10, "vit_h_14": 10, "vit_l_16": 5, "vit_l_32": 5}
+"""Gigabytes, where a copy for each purpose takes more than a small machine has."""
+
+
+def networks() -> Iterator[Network]:
+    """Classification, segmentation and video, smallest inputs that the architecture takes."""
+    for name in models.list_models(module=models):
+        yield _network(name, functools.partial(_images, SIZES.get(name, 64)), **OPTIONS.get(name, {}))
+    for name in models.list_models(module=models.segmentation):
+        options = {"weights_backbone": None, "aux_loss": None if "lraspp" in name else True}
+        if "lraspp" in name:
+            options.pop("aux_loss")
+        yield _network(name, functools.partial(_images, 64), **options)
+    for name in models.list_models(module=models.video):
+        frames, pixels = (16, 224) if "mvit" in name else (14, 224) if name == "s3d" else (4, 32)
+        yield _network(name, functools.partial(_videos, frames, pixels))
+
+
+def _network(name: str, batch: Callable[[int], Batch], **options: Any) -> Network:
+    make = functools.partial(models.get_model, name, weights=None, **options)
+    return Network(name=name, library="torchvision", make=make, batch=batch)
+
+
+def _images(pixels: int, samples: int) -> Batch:
+    return {"x": normal(samples, samples, 3, pixels, pixels)}
+
+
+def _videos(frames: int, pixels: int, samples: int) -> Batch:
+    return {"x": normal(samples, samples, 3, frames, pixels, pixels)}
+
+
+class Recurrent(nn.Module):
+    """Two recurrent layers, and a classifier behind the last step."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(97, 16)
+        self.first = kind(16, 24, 1, batch_first=True)
+        self.second = kind(24, 24, 1, batch_first=True)
+        self.head = nn.Linear(24, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Class scores of token sequences."""
+        x, _ = self.first(self.embedding(x))
+        return self.head(self.second(x)[0][:, -1])
+
+
+class Packed(Recurrent):
+    """The same over sequences of several lengths, packed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Class scores of token sequences, the second of which is shorter."""
+        lengths = torch.tensor([x.shape[1]] * (len(x) - 1) + [x.shape[1] - 3])
+        packed = nn.utils.rnn.pack_padded_sequence(self.embedding(x), lengths, batch_first=True)
+        _, state = self.first(packed)
+        hidden = state[0] if isinstance(state, tuple) else state
+        return self.head(hidden[-1])
+
+
+class Experts(nn.Module):
+    """A mixture of experts: every token goes to the best of four, chosen by value."""
+
+    def __init__(self, width: int = 16, number: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, number)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width)) for _ in range(number)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens of any shape, each through its expert."""
+        flat = x.flatten(0, -2)
+        weights, chosen = self.router(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            where = (chosen == number).nonzero()[:, 0]
+            if len(where):
+                out = out.index_add(0, where, expert(flat[where]) * weights[where, None])
+        return out.view_as(x)
+
+
+def of_torch() -> Iterator[Network]:
+    """Networks out of torch.nn alone."""
+    from .network import tokens
+
+    def add(name: str, make: Callable[[], nn.Module], batch: Callable[[int], Batch]) -> Network:
+        return Network(name=name, library="torch", make=make, batch=batch)
+
+    def sentences(samples: int) -> Batch:
+        return {"x": tokens(samples, samples, 12)}
+
+    def vectors(samples: int) -> Batch:
+        return {"x": normal(samples, samples, 12, 16)}
+
+    layer = functools.partial(nn.TransformerEncoderLayer, 16, 4, 32)
+    yield add("lstm", lambda: Recurrent(nn.LSTM), sentences)
+    yield add("gru", lambda: Recurrent(nn.GRU), sentences)
+    yield add("lstm_packed", lambda: Packed(nn.LSTM), sentences)
+    yield add("transformer_encoder", lambda: nn.TransformerEncoder(layer(batch_first=True), 3), vectors)
+    yield add(
+        "transformer_encoder_time_first", lambda: nn.Sequential(nn.TransformerEncoder(layer(), 3)), vectors
+    )
+    yield add(
+        "experts",
+        lambda: nn.Sequential(nn.Linear(16, 16), Experts(), nn.Linear(16, 16), Experts(), nn.Linear(16, 4)),
+        vectors,
+    )
+    yield add(
+        "transformer",
+        lambda: nn.Transformer(16, 4, 2, 2, 32, batch_first=True),
+        lambda n: {"src": normal(n, n, 12, 16), "tgt": normal(n + 1, n, 7, 16)},
+    )

@@ -1,0 +1,60 @@
+"""What a call of torch takes and gives, as a recording writes it: names, parts of results, what was read."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+FACTS = frozenset(
+    "size dim stride numel nelement ndimension element_size storage_offset is_floating_point is_complex "
+    "is_signed is_contiguous is_same_size get_device __len__ __hash__ __repr__ __format__ "
+    "untyped_storage data_ptr __dlpack__ __dlpack_device__".split()
+)
+"""Methods that tell the geometry of a tensor and nothing of its elements."""
+SHAPE = frozenset({"size", "numel", "nelement", "__len__", "stride", "is_same_size"})
+_ARITHMETIC = frozenset("add_ sub_ mul_ div_ pow_ remainder_ floor_divide_".split())
+_REFLECTED = {
+    f"r{name}": name for name in "add sub mul div truediv floordiv pow mod matmul and or xor".split()
+}
+
+
+def items_of(value: Any) -> tuple[Callable[..., Any], list[tuple[Any, Any]]]:
+    """How the parts of a result are picked, and by which key each."""
+    if isinstance(value, Mapping):
+        return operator.getitem, list(value.items())
+    if isinstance(value, tuple | list):
+        return operator.getitem, list(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return getattr, [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return operator.getitem, []
+
+
+def plain(result: Any) -> Any:
+    """What was read of a tensor, as values that can be compared; None: nothing was."""
+    value = result.tolist() if hasattr(result, "tolist") else result
+    return value if isinstance(value, bool | int | float | complex | str | list | tuple) else None
+
+
+def node_name(name: str) -> str:
+    """The name that torch.fx gives to the node of such a call."""
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]
+        return _REFLECTED.get(name, name)
+    return name.removesuffix("_") if name in _ARITHMETIC else name  # `x += y` is an addition there
+
+
+def rebuilt(spec: pytree.TreeSpec, *leaves: Any) -> Any:
+    """A structure put together from its leaves: what a node can be given only as a value of its own."""
+    return pytree.tree_unflatten(list(leaves), spec)
+
+
+def is_foreign(item: Any) -> bool:
+    """Whether ``item`` is a structure around tensors that torch.fx would hand on as something else."""
+    if isinstance(item, torch.Tensor) or type(item) in (tuple, list, dict):
+        return False
+    return not pytree.tree_is_leaf(item) and any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(item))
