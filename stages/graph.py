@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from ..compression.errors import PlanError
-from .aliases import Groups, refuse_cuts, shared
+from .aliases import Groups, hidden, refuse_cuts, shared
 from .capture.call import Call, Example
 from .capture.capture import Captured, capture, default_leaf, other_data, path_of, resized
 from .compare import fresh, observe, refuse_changes, refuse_difference, same_bits, undrawn
@@ -28,6 +28,7 @@ from .layers import Layer, Traced, casting, is_local, parts_of, run_all
 from .leaves import Leaf, chosen_leaves, is_compiled
 from .lift import lift_shared
 from .probe import Probe, probe
+from .remembered import remember
 from .settled import settles
 from .unsupported import refuse_model, refuse_objects
 
@@ -92,19 +93,21 @@ def trace(
         )
     refuse_model(model)
     modules, functions = chosen_leaves(model, leaves)
+    modules |= {path: "it is compiled" for path, module in model.named_modules() if is_compiled(module)}
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), casting(autocast):
-        copies = Copied(model), Copied(model)
-        train, train_probe, written = _proven(model, copies[0], call, example, modules, functions)
+        apart = hidden(model)
+        copies, eager = [Copied(model, apart) for _ in range(2)], Copied(model, apart)
+        train, train_probe, written = _proven(copies[0], eager, call, example, modules, functions)
         tied = {str(node.target) for layer in train.layers for _, node in layer.lifted}
-        copies[1].root.eval()
+        copies[1].root.eval(), eager.root.eval()
         modules = modules | train.leaves
-        evaluation, eval_probe, _ = _proven(model, copies[1], call, example, modules, functions, tied=tied)
+        evaluation, eval_probe, _ = _proven(copies[1], eager, call, example, modules, functions, tied=tied)
     groups = (
         shared(model, train, written=written, unread=(0,)),
         shared(model, evaluation, written=written, unread=()),
     )
     refuse_cuts(groups[0], train_probe.refused)
-    return LayerGraph(
+    graph = LayerGraph(
         train=train,
         eval=evaluation,
         train_probe=train_probe,
@@ -115,11 +118,13 @@ def trace(
         shared=groups,
         autocast=autocast,
     )
+    remember(model, graph)
+    return graph
 
 
 def _proven(
-    model: nn.Module,
     copied: Copied,
+    eager: Copied,
     call: Call,
     example: tuple[torch.Tensor, ...],
     modules: Mapping[str, str],
@@ -127,19 +132,21 @@ def _proven(
     *,
     tied: Collection[str] = (),
 ) -> tuple[Traced, Probe, set[str]]:
-    """The record of a copy in the mode in which it stands, its probe, and the buffers that it writes to."""
+    """The record of a copy in the mode in which it stands, its probe, and the buffers that it writes to.
+
+    Args:   eager: another copy in that mode, to run as it is."""
     root, mode = copied.root, "train" if copied.root.training else "eval"
     with torch.set_grad_enabled(root.training):
-        written = _run_eager(copy.deepcopy(root), call, example, cold=lambda: copy.deepcopy(root))
-        captured = _captured(model, root, call, example, modules, functions.values())
+        written, eager.clean = _run_eager(copy.deepcopy(root), call, example, cold=eager.anew)
+        captured = _captured(eager, call, example, modules, functions.values())
         why = {**modules, **captured.leaves, **dict.fromkeys(functions, "by request")}
         traced = dataclasses.replace(_traced(root, captured, call, tied=tied), leaves=why)
         copied.refuse_constants(traced)
         parts = parts_of(root, traced)
         for inputs in _proofs(captured, call, example):
             copied.shift()
-            eager = copy.deepcopy(root)
-            expected = observe(lambda *x: call.run(eager, x), eager, inputs)
+            twin = eager.anew(shifted=True)
+            expected = observe(lambda *x, twin=twin: call.run(twin, x), twin, inputs)
             found = observe(lambda *x: run_all(traced, parts, x), root, inputs)
             refuse_difference(expected, found, mode=mode)
             copied.restore()
@@ -149,21 +156,19 @@ def _proven(
 
 
 def _captured(
-    model: nn.Module,
-    root: nn.Module,
+    eager: Copied,
     call: Call,
     example: Sequence[torch.Tensor],
     modules: Collection[str],
     functions: Collection[Callable[..., Any]],
 ) -> Captured:
-    compiled = {name for name, module in model.named_modules() if is_compiled(module)}
     with undrawn():
         return capture(
-            root,
+            eager.root,
             call,
             example,
-            copies=lambda: copy.deepcopy(root),
-            leaf=lambda path, module: path in modules or path in compiled or default_leaf(path, module),
+            copies=eager.anew,
+            leaf=lambda path, module: path in modules or default_leaf(path, module),
             functions=functions,
         )
 
@@ -177,8 +182,9 @@ def _proofs(captured: Captured, call: Call, example: Sequence[torch.Tensor]) -> 
 
 def _run_eager(
     eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...], *, cold: Callable[[], nn.Module]
-) -> set[str]:
-    """The buffers that a forward writes to; refused if it does not run, or changes the model beside them."""
+) -> tuple[set[str], bool]:
+    """The buffers that a forward writes to, and whether it changes nothing else; refused if it does not run,
+    or changes the model beside them every time."""
     buffers = {name: buffer.clone() for name, buffer in eager.named_buffers()}
     before = contents(eager, running=True)
     run: Callable[..., Any] = lambda *x: call.run(eager, x)  # noqa: E731
@@ -189,13 +195,13 @@ def _run_eager(
         raise PlanError(
             f"the model does not run on inputs of shape {shapes}: {error}; give another example"
         ) from error
-    refuse_changes(
+    clean = refuse_changes(
         before,
         eager,
         again=lambda: observe(run, eager, inputs),
         settles=lambda: settles(eager, cold(), call.run, other_data(call, inputs)),
     )
-    return {name for name, buffer in eager.named_buffers() if not same_bits(buffer, buffers[name])}
+    return {n for n, buffer in eager.named_buffers() if not same_bits(buffer, buffers[n])}, clean
 
 
 def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection[str]) -> Traced:

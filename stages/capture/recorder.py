@@ -57,11 +57,17 @@ class Recorder(TorchFunctionMode):
         self.nodes: dict[int, tuple[Callable[[], torch.Tensor | None], fx.Node]] = {}
         self.reads: set[tuple[str, str]] = set()
 
-    def note_reads(self) -> None:
-        """Note which attributes of its modules the run reads by itself, outside of the layers."""
-        for module, path in self.paths.items():
-            if not self.leaf(path, module) or not path:
-                module.__class__ = _noting(type(module), path, self)
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """The block in which attributes of modules that the run reads by itself, outside of the layers, are noted."""
+        kinds = {m: type(m) for m, path in self.paths.items() if not self.leaf(path, m) or not path}
+        try:
+            for module, kind in kinds.items():
+                module.__class__ = _noting(kind, self.paths[module], self)
+            yield
+        finally:
+            for module, kind in kinds.items():
+                module.__class__ = kind
 
     def input(self, name: str, tensor: torch.Tensor) -> None:
         """The next input of the model."""
