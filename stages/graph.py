@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,9 +85,11 @@ def trace(model: nn.Module, example_inputs: Example, *, autocast: torch.dtype | 
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), casting(autocast):
         copies = Copied(model), Copied(model)
         train, train_probe, written = _proven(model, copies[0], call, example)
-        tied = {str(node.target) for layer in train.layers for _, node in layer.lifted}
         copies[1].root.eval()
-        evaluation, eval_probe, _ = _proven(model, copies[1], call, example, tied=tied)
+        evaluation, eval_probe, _ = _proven(model, copies[1], call, example, beside=train)
+        if evaluation.leaves != train.leaves:  # one layer here is one layer there
+            train, train_probe, written = _proven(model, copies[0], call, example, beside=evaluation)
+            evaluation, eval_probe, _ = _proven(model, copies[1], call, example, beside=train)
     groups = (
         shared(model, train, written=written, unread=(0,)),
         shared(model, evaluation, written=written, unread=()),
@@ -111,13 +113,16 @@ def _proven(
     call: Call,
     example: tuple[torch.Tensor, ...],
     *,
-    tied: Collection[str] = (),
+    beside: Traced | None = None,
 ) -> tuple[Traced, Probe, set[str]]:
-    """The record of a copy in the mode in which it stands, its probe, and the buffers that it writes to."""
+    """The record of a copy in the mode in which it stands, its probe, and the buffers that it writes to.
+
+    ``beside``: the record of the other mode, with the same tied parameters and modules that are one layer."""
+    tied = {str(node.target) for layer in beside.layers for _, node in layer.lifted} if beside else ()
     root, mode = copied.root, "train" if copied.root.training else "eval"
     with torch.set_grad_enabled(root.training):
         written = _run_eager(copy.deepcopy(root), call, example, cold=lambda: copy.deepcopy(root))
-        captured = _captured(model, root, call, example)
+        captured = _captured(model, root, call, example, beside.leaves if beside else {})
         traced = _traced(root, captured, call, tied=tied)
         copied.refuse_constants(traced)
         parts = parts_of(root, traced)
@@ -133,7 +138,9 @@ def _proven(
     return traced, record, written
 
 
-def _captured(model: nn.Module, root: nn.Module, call: Call, example: Sequence[torch.Tensor]) -> Captured:
+def _captured(
+    model: nn.Module, root: nn.Module, call: Call, example: Sequence[torch.Tensor], known: Mapping[str, str]
+) -> Captured:
     compiled = {name for name, module in model.named_modules() if is_compiled(module)}
     with undrawn():
         return capture(
@@ -142,6 +149,7 @@ def _captured(model: nn.Module, root: nn.Module, call: Call, example: Sequence[t
             example,
             copies=lambda: copy.deepcopy(root),
             leaf=lambda path, module: path in compiled or default_leaf(path, module),
+            known=known,
         )
 
 
@@ -209,6 +217,7 @@ def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection
         fixed=captured.fixed,
         again=captured.again,
         reads=captured.reads,
+        leaves=captured.leaves,
     )
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from ..compression.errors import PlanError
 from .capture.call import Call
-from .capture.capture import path_of, samples_of
+from .capture.capture import samples_of, where_of
 from .capture.sizes import at_size, extend, facts_of, has_table
 from .capture.values import plain
 
@@ -53,7 +53,8 @@ class Traced:
     came from outside the run, by the name that they were given; ``buffers`` the names of registered buffers that
     layers read by themselves: no other tensor of the model may be written to. ``fixed``: why the run holds for the
     example's number of samples only, "" where it holds for any; ``again`` records a copy of the model anew;
-    ``reads`` are the (module path, attribute) that the run itself read, outside of its layers."""
+    ``reads`` are the (module path, attribute) that the run itself read, outside of its layers; ``leaves`` the modules
+    that are one layer because of what they do, and why."""
 
     inputs: tuple[fx.Node, ...]
     layers: tuple[Layer, ...]
@@ -65,6 +66,7 @@ class Traced:
     fixed: str
     again: Callable[[nn.Module, Sequence[torch.Tensor]], fx.Graph]
     reads: frozenset[tuple[str, str]]
+    leaves: Mapping[str, str]
 
     def extend(self, twin: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         """Learn the numbers of another size from ``twin``, where they follow no rule.
@@ -181,9 +183,8 @@ def _check_read(node: fx.Node, result: Any, samples: int) -> None:
     else:
         seen, found = at_size(node.meta["shape"], samples), tuple(result.shape)
     if seen != found and repr(seen) != repr(found):  # NaN is not unequal to itself here
-        where = f" in module {path}" if (path := path_of(node)) else ""
         raise PlanError(
-            f"forward read {seen} from {node.name}{where} when it was recorded and goes on from that, and now it is "
+            f"forward read {seen} from {node.name}{where_of(node)} when it was recorded and goes on from that, and now it is "
             f"{found}; name the module around it in leaves="
         )
 

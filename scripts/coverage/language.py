@@ -384,7 +384,7 @@ VISION: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "cvt": (
         "CvtForImageClassification",
-        {"embed_dim": [8, 16, 32], "num_heads": [1, 2, 4], "depth": [1, 1, 2]},
+        {"embed_dim": [8, 16, 32], "num_heads": [1, 2, 4], "depth": [1, 2, 3]},
     ),
     "levit": (
         "LevitForImageClassification",

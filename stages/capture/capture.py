@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec
 from ...compression.errors import PlanError
 from .call import Call
 from .outputs import flattened
-from .recorder import Recorder
+from .recorder import Recorder, Unrecordable
 from .sizes import Different, moving, refuse_data
 
 _MOST_LEAVES = 64
@@ -56,11 +56,13 @@ def capture(
     *,
     copies: Callable[[], nn.Module],
     leaf: Callable[[str, nn.Module], bool],
+    known: Mapping[str, str],
 ) -> Captured:
     """Record ``model`` on ``example``.
 
     Args:    copies: gives a fresh copy of the model for each run, in the mode to record.
              leaf: whether a module is one layer by somebody's choice.
+             known: modules that another mode showed to be one layer, and why.
     Raises:  PlanError: a run cannot be repeated node by node, and no module around the place can be one layer.
     """
     chosen: dict[str, str] = {}
@@ -72,18 +74,23 @@ def capture(
     def again(twin: nn.Module, inputs: Sequence[torch.Tensor]) -> fx.Graph:
         return _recorded(twin, call, inputs, is_leaf)[0].graph
 
+    def choose(path: str, why: str) -> None:
+        chosen[path] = why
+        if not isinstance(model.get_submodule(path), _CONTAINERS):
+            kinds.add(type(model.get_submodule(path)))
+
+    for path, why in known.items():
+        choose(path, why)
     while True:
-        recorder, spec, dropped = _recorded(copies(), call, [x.clone() for x in example], is_leaf)
         try:
+            recorder, spec, dropped = _recorded(copies(), call, [x.clone() for x in example], is_leaf)
             refuse_data(recorder.graph, again(copies(), other_data(example)), samples_of(example))
             break
-        except Different as difference:
-            path = _around(model, difference)
+        except (Different, Unrecordable) as failure:
+            path = _around(model, failure)
             if not path or len(chosen) == _MOST_LEAVES or path in chosen:
-                raise _unrepeatable(model, difference) from None
-            chosen[path] = difference.what
-            if not isinstance(model.get_submodule(path), _CONTAINERS):
-                kinds.add(type(model.get_submodule(path)))
+                raise _unrepeatable(model, failure) from None
+            choose(path, failure.what)
     sizes = (samples_of(example) + 1, 2 * samples_of(example) + 1)
     moves, fixed = _sizes(recorder.graph, lambda inputs: again(copies(), inputs), example, sizes)
     return Captured(
@@ -158,9 +165,11 @@ def other_data(example: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def _around(model: nn.Module, difference: Different) -> str:
-    """The path of the smallest module around both nodes, "" for the model itself."""
-    paths = [path_of(node).split(".") for node in (difference.node, difference.other or difference.node)]
+def _around(model: nn.Module, failure: Different | Unrecordable) -> str:
+    """The path of the smallest module around what failed, "" for the model itself."""
+    if isinstance(failure, Unrecordable):
+        return failure.path
+    paths = [path_of(node).split(".") for node in (failure.node, failure.other or failure.node)]
     common = []
     for ours, theirs in zip(*paths, strict=False):
         if ours != theirs:
@@ -177,10 +186,21 @@ def path_of(node: fx.Node) -> str:
     return str(next(reversed(stack.values()))[0]) if stack else ""
 
 
-def _unrepeatable(model: nn.Module, difference: Different) -> PlanError:
+def where_of(node: fx.Node) -> str:
+    """Module path, file and line of a node, as far as they are known, for a sentence."""
+    path, where = path_of(node), node.meta.get("where")
+    return (f" in module {path}" if path else "") + (f" ({where})" if where else "")
+
+
+def _unrepeatable(model: nn.Module, failure: Different | Unrecordable) -> PlanError:
+    if isinstance(failure, Unrecordable):
+        found, where = failure.what, f" ({failure.where})" if failure.where else ""
+    else:
+        found, where = f"it goes another way with other data: {failure.what}", where_of(failure.node)
     return PlanError(
-        f"forward of {type(model).__name__} itself goes another way with other data ({difference.what}); put the part "
-        "that chooses into a module of its own, which then is one layer"
+        f"forward of {type(model).__name__} itself must be the same calls every time, found that {found}{where}; put "
+        "that part into a module of its own, which then is one layer; where the code is not yours, in a subclass "
+        "that overrides the method"
     )
 
 

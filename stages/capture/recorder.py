@@ -8,8 +8,8 @@ read of a tensor into Python (a truth value, a list) becomes a guard: a node tha
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import operator
+import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,15 +18,22 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointFunction
 
 from .modes import Modes
-from .values import FACTS, SHAPE, is_foreign, items_of, node_name, plain, rebuilt
+from .patches import Patches, overridden
+from .reads import noting
+from .values import FACTS, SHAPE, is_foreign, items_of, line_of_model, node_name, plain, rebuilt
 
 _OUT_OF_SIGHT = "made where recording cannot see it (torch.func transforms, torch.jit, a C++ extension)"
 
 
 class Unrecordable(Exception):
-    """The run did something that no list of nodes can repeat."""
+    """The run did something that no list of nodes can repeat: in the module at ``path``, on line ``where``."""
+
+    def __init__(self, what: str, *, path: str, where: str) -> None:
+        super().__init__(what)
+        self.what, self.path, self.where = what, path, where
 
 
 class Recorder(TorchFunctionMode):
@@ -49,12 +56,16 @@ class Recorder(TorchFunctionMode):
         self.held = [tensor for _, tensor in held]  # alive, so that no other tensor gets such an id
         self.nodes: dict[int, tuple[Callable[[], torch.Tensor | None], fx.Node]] = {}
         self.reads: set[tuple[str, str]] = set()
+        self.patches = Patches(self._patches())
 
     def note_reads(self) -> None:
         """Note which attributes of its modules the run reads by itself, outside of the layers."""
+        layers: list[str] = []
         for module, path in self.paths.items():
-            if not self.leaf(path, module) or not path:
-                module.__class__ = _noting(type(module), path, self)
+            if path and self.leaf(path, module):
+                layers.append(f"{path}.")
+            elif not path.startswith(tuple(layers)):
+                module.__class__ = noting(type(module), path, self)
 
     def input(self, name: str, tensor: torch.Tensor) -> None:
         """The next input of the model."""
@@ -62,32 +73,39 @@ class Recorder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """The block in which the model is called; torch.fx patches the same two functions while it traces."""
-        call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+        """The block in which the model is called."""
+        with self.patches.on(), self:
+            yield
+
+    def _patches(self) -> Iterator[tuple[Any, str, Any]]:
+        """What does not pass through torch's dispatch: modules, autograd Functions, scripted and wrapped ones."""
+        apply, scripted = torch.autograd.Function.__dict__["apply"], torch.jit.ScriptFunction.__call__
         recorder = self
 
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return recorder._module(module, call, args, kwargs)
-
         def applied(function: type, *args: Any, **kwargs: Any) -> Any:
-            run = apply.__get__(None, function)  # does not pass through torch's dispatch
+            run = apply.__get__(None, function)
+            if function is CheckpointFunction and not recorder.quiet:
+                return _flat(*args)
             return recorder.opaque("call_function", run, function.__name__, run, args, kwargs)
 
-        wrapped = [
-            (frame, name, frame[name])
-            for (_, name), frame in fx._symbolic_trace._wrapped_fns_to_patch.items()
-            if callable(frame.get(name))
-        ]
-        nn.Module.__call__, torch.autograd.Function.apply = called, classmethod(applied)  # type: ignore
-        for frame, name, function in wrapped:
-            frame[name] = self._opaque_function(name, function)
-        try:
-            with self:
-                yield
-        finally:
-            nn.Module.__call__, torch.autograd.Function.apply = call, apply
-            for frame, name, function in wrapped:
-                frame[name] = function
+        def script(function: Any, *args: Any, **kwargs: Any) -> Any:
+            run = functools.partial(scripted, function)
+            return recorder.opaque("call_function", run, function.name, run, args, kwargs)
+
+        for kind in _kinds_that_are_called():
+            yield kind, "__call__", self._called(kind.__call__)
+        yield torch.autograd.Function, "apply", classmethod(applied)
+        yield torch.jit.ScriptFunction, "__call__", script
+        yield torch.overrides, "has_torch_function", overridden
+        for (_, name), frame in fx._symbolic_trace._wrapped_fns_to_patch.items():
+            if callable(frame.get(name)):
+                yield frame, name, self._opaque_function(name, frame[name])
+
+    def _called(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._module(module, call, args, kwargs)
+
+        return called
 
     def _opaque_function(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -99,14 +117,20 @@ class Recorder(TorchFunctionMode):
         if self.quiet:
             return call(module, *args, **kwargs)
         path = self.paths.get(module)
-        if path and self.leaf(path, module):
+        if path and self.leaf(path, module) and self._as_it_was(module):
             name = path.replace(".", "_")
             return self.opaque("call_module", path, name, lambda *a, **k: call(module, *a, **k), args, kwargs)
         self.stack.append((self.stack[-1][0] if path is None else path, type(module)))
         try:
-            return call(module, *args, **kwargs)
+            result = call(module, *args, **kwargs)
+            self._refuse_unseen(result)  # here, where it was made, not where it is used
+            return result
         finally:
             self.stack.pop()
+
+    def _as_it_was(self, module: nn.Module) -> bool:
+        """Whether a module has its own parameters, not those that torch.func.functional_call lends it."""
+        return all(id(parameter) in self.names for parameter in module.parameters())
 
     def opaque(self, op: str, target: Any, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run something as one node, whatever it does inside."""
@@ -115,7 +139,8 @@ class Recorder(TorchFunctionMode):
         self.quiet += 1
         try:
             given = self.named((args, kwargs))
-            result = run(*args, **kwargs)
+            with self.patches.off(self):
+                result = run(*args, **kwargs)
             self._emit(op, target, given, result, name)
         finally:
             self.quiet -= 1
@@ -185,10 +210,9 @@ class Recorder(TorchFunctionMode):
     def _node(self, tensor: torch.Tensor) -> fx.Node:
         node = self._known(tensor)
         if node is None:
+            self._refuse_unseen(tensor)
             name = self.names.get(id(tensor))
             if name is None:
-                if tensor.requires_grad:
-                    raise Unrecordable(f"a tensor of shape {tuple(tensor.shape)} was {_OUT_OF_SIGHT}")
                 name = f"_constant_{len(self.constants)}"
                 self.constants[name] = tensor.detach().clone()
                 self.held.append(tensor)
@@ -196,12 +220,23 @@ class Recorder(TorchFunctionMode):
             self._bind(tensor, node)
         return node
 
+    def _refuse_unseen(self, item: Any) -> None:
+        for tensor in tree_leaves(item):
+            if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+                continue
+            if self._known(tensor) is None and id(tensor) not in self.names:
+                raise self._unrecordable(f"a tensor of shape {tuple(tensor.shape)} was {_OUT_OF_SIGHT}")
+
+    def _unrecordable(self, what: str) -> Unrecordable:
+        return Unrecordable(what, path=self.stack[-1][0], where=line_of_model())
+
     def _bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
         self.nodes[id(tensor)] = weakref.ref(tensor), node
 
     def _tag(self, node: fx.Node, expect: Any) -> fx.Node:
         path, kind = self.stack[-1]
         node.meta["nn_module_stack"] = {path: (path, kind)}
+        node.meta["where"] = line_of_model()
         if (now := Modes.now()) != self.outside:
             node.meta["modes"] = now
         if expect is not None:
@@ -210,6 +245,8 @@ class Recorder(TorchFunctionMode):
 
     def _emit(self, op: str, target: Any, given: Any, result: Any, name: str, expect: Any = None) -> None:
         args, kwargs = given
+        if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in tree_leaves(result)):
+            raise self._unrecordable("a nested tensor was made, which has no shape that could be told")
         node = self._tag(self.graph.create_node(op, target, tuple(args), dict(kwargs), name=name), expect)
         node.meta["sizes"] = [tuple(t.shape) for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         self._spread(node, result)
@@ -225,13 +262,15 @@ class Recorder(TorchFunctionMode):
                 self._spread(self._tag(picked, None), item)
 
 
-def _noting(kind: type[nn.Module], path: str, recorder: Recorder) -> type[nn.Module]:
-    """The class ``kind`` for one module of a copy, noting what is read of it."""
+def _kinds_that_are_called() -> Iterator[type[nn.Module]]:
+    yield nn.Module
+    dynamo = sys.modules.get("torch._dynamo")  # two seconds to import; who compiled a module has done so
+    if dynamo is not None and "__call__" in vars(dynamo.OptimizedModule):
+        yield dynamo.OptimizedModule
 
-    def note(self: nn.Module, name: str) -> Any:
-        if not recorder.quiet:
-            recorder.reads.add((path, name))
-        return kind.__getattribute__(self, name)
 
-    named = {"__getattribute__": note, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), named)
+def _flat(run: Callable[..., Any], keep_random: bool, *args: Any) -> Any:
+    """What a reentrant checkpoint computes, without dropping and computing it again."""
+    graded = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and graded):  # else it gives nobody a gradient
+        return run(*args)
