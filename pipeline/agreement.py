@@ -135,7 +135,7 @@ def agree_on_plan(plan: Plan | None) -> Plan:
 
 def _other_wish(ours: Plan, theirs: Plan) -> tuple[str, str, str] | None:
     """What two plans decide that the planner's measurements cannot have made different, and each side's."""
-    searched = ("stages", "ranks", "asked")
+    searched = ("stages", "ranks", "asked", "signature")  # an example of other data has other integers
     for name in (field.name for field in dataclasses.fields(Plan) if field.name not in searched):
         if getattr(ours, name) != getattr(theirs, name):
             what = "the fingerprint of the model" if name == "fingerprint" else name

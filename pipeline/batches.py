@@ -14,7 +14,6 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..compression.errors import PlanError
-from ..stages.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,48 +30,40 @@ class MicroBatch:
     batch: int = 0
 
 
-def positional(inputs: Any, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
-    """A tensor, a tuple (by position) or a dict (by name) of tensors as the model's positional inputs."""
-    if isinstance(inputs, dict):
-        if set(inputs) != set(names):
-            raise PlanError(
-                f"the model takes the inputs {', '.join(names)}, found {', '.join(map(str, inputs))}"
-            )
-        inputs = tuple(inputs[name] for name in names)
-    tensors = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    if len(tensors) != len(names) or not all(isinstance(x, torch.Tensor) for x in tensors):
-        few = tensors[: len(names) + 1]
-        kinds = ", ".join(type(x).__name__ for x in few) + (", ..." if len(few) < len(tensors) else "")
-        raise PlanError(
-            f"the model takes {len(names)} tensors ({', '.join(names)}), found {len(tensors)} ({kinds}); "
-            "give a tensor for each: torch.as_tensor makes one of an array, torch.stack of samples"
-        )
-    return tensors
-
-
 def micro_batches(
-    inputs: tuple[torch.Tensor, ...], targets: Any, number: int, weight: Callable[[Any], float] | None
+    inputs: tuple[torch.Tensor, ...],
+    targets: Any,
+    number: int,
+    weight: Callable[[Any], float] | None,
+    *,
+    whole: Sequence[bool] = (),
 ) -> list[MicroBatch]:
     """Split a batch into ``number`` micro-batches of near-equal size (fewer samples: one each).
 
-    ``weight(targets)`` says over how much the loss of a micro-batch is a mean; None: over its samples."""
+    ``weight(targets)`` says over how much the loss of a micro-batch is a mean; None: over its samples. ``whole``:
+    which of the inputs are constants, that every micro-batch gets all of."""
     leaves, spec = tree_flatten(targets)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    _refuse_unsplit(leaves, (*inputs, *tensors), samples=len(inputs[0]) if inputs[0].dim() else 0)
-    lengths = {x.shape[0] if x.dim() else None for x in (*inputs, *tensors)}
+    kept = list(whole) or [False] * len(inputs)
+    several = [*(x for x, all_of in zip(inputs, kept, strict=True) if not all_of), *tensors]
+    _refuse_unsplit(leaves, (*inputs, *tensors), samples=len(several[0]) if several[0].dim() else 0)
+    lengths = {x.shape[0] if x.dim() else None for x in several}
     if len(lengths) != 1 or not (length := lengths.pop()):
-        found = sorted({str(tuple(x.shape)) for x in (*inputs, *tensors)})
+        found = sorted({str(tuple(x.shape)) for x in several})
         raise PlanError(
             "inputs and targets of a batch have the same number of samples, one or more, found "
-            f"{', '.join(found)}"
+            f"{', '.join(found)}; what has no samples is traced as penstock.Constant(tensor)"
         )
     number = min(number, length)
-    split = [x.tensor_split(number) for x in inputs]
+    split = [
+        [x] * number if all_of else x.tensor_split(number) for x, all_of in zip(inputs, kept, strict=True)
+    ]
+    sizes = [len(part) for part in several[0].tensor_split(number)]
     split_targets = [
         leaf.tensor_split(number) if isinstance(leaf, torch.Tensor) else [leaf] * number for leaf in leaves
     ]
     parts = [tree_unflatten([_fresh(column[i]) for column in split_targets], spec) for i in range(number)]
-    weights = [split[0][i].shape[0] if weight is None else _weight(weight, parts[i]) for i in range(number)]
+    weights = [sizes[i] if weight is None else _weight(weight, parts[i]) for i in range(number)]
     total = sum(weights)
     if not total > 0:
         raise PlanError(
@@ -122,16 +113,3 @@ def joined(parts: Sequence[Any]) -> Any:
 
 def _fresh(item: Any) -> Any:
     return item.detach().clone() if isinstance(item, torch.Tensor) else item
-
-
-def example_of(plan: Plan) -> tuple[torch.Tensor, ...]:
-    """Inputs of the plan's shapes and dtypes to trace with: normal numbers, zeros for indices."""
-    generator = torch.Generator().manual_seed(0)
-    example = []
-    for shape, name in zip(plan.input_shapes, plan.input_dtypes, strict=True):
-        dtype = getattr(torch, name)
-        floating = dtype.is_floating_point
-        example.append(
-            torch.randn(shape, generator=generator).to(dtype) if floating else torch.zeros(shape, dtype=dtype)
-        )
-    return tuple(example)

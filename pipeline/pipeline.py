@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..stages.examples import example_of
 from ..stages.graph import trace
 from ..stages.plan import Plan
 from ..stages.rules import STREAM
@@ -32,7 +33,7 @@ from .arguments import (
     scheduler_of,
 )
 from .auto import policy_named
-from .batches import example_of, joined, micro_batches, positional
+from .batches import joined, micro_batches
 from .engine import Engine
 from .gather import gather_flows, gather_reports, gather_spans
 from .loss import total_loss
@@ -109,12 +110,12 @@ class Pipeline:
         if not model.training:
             model.train()
         resident = Resident(model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
-        graph = trace(model, example_of(plan), autocast=autocast)
+        graph = trace(model, example_of(plan), autocast=autocast, leaves=plan.leaves)
         agree("the layers of a model", lambda: facts.of_layers(graph))
         check_layers(plan, graph)
         self.plan, self.weight, self.num_steps = plan, weight, 0
-        self.inputs = [str(node.target) for node in graph.train.inputs]
-        self.steps = Steps(plan, graph)
+        self.call = graph.train.call
+        self.steps = Steps(plan, graph, model)
         self.slices = Stream(plan, self.steps) if plan.streams else Flushed(self.steps)
         self.slices.rehearse([graph.example_inputs] * plan.micro_batches)
 
@@ -155,12 +156,14 @@ class Pipeline:
         """Whether this process holds the last stage, where losses and outputs are."""
         return self.plan.num_stages - 1 in self.stages
 
-    def step(self, inputs: Any, targets: Any, *, outputs: bool = False) -> Report:
+    def step(self, inputs: Any, targets: Any = None, *, outputs: bool = False) -> Report:
         """Train on one batch: micro-batches through the schedule, one update.
 
         Args:    inputs: a tensor, a tuple (positional) or a dict (by name) of tensors; dimension 0 is the
-                 batch.
-                 targets: a tensor, tuple or dict of tensors, split along dimension 0 like the inputs.
+                 batch; what the example had beside tensors may stand between them. ``Constant`` tensors of the
+                 example go to every micro-batch whole.
+                 targets: a tensor, tuple or dict of tensors, split along dimension 0 like the inputs; None for a
+                 model that computes its own loss.
                  outputs: keep the model's outputs for the report, on the last stage's rank; of a stream,
                  those of the micro-batches that finished, in their order: the oldest were fed by the last
                  step.
@@ -173,12 +176,12 @@ class Pipeline:
         with self.same.batch("step", self.num_steps):
             self.engine.flags.check("train")
             check_gradients()
-            given = positional(inputs, self.inputs)
-            batches = micro_batches(given, targets, self.plan.micro_batches, self.weight)
-            self.same.compare(lambda: facts.of_batch(given, self.inputs, targets))
+            given, call = self.call.tensors(inputs), self.call
+            number, weight = self.plan.micro_batches, self.weight
+            batches = micro_batches(given, targets, number, weight, whole=call.whole)
+            self.same.compare(lambda: facts.of_batch(given, call.names, targets))
             fed = self.slices.feed(batches, step=self.num_steps)
-        num_samples = sum(len(batch.inputs[0]) for batch in batches)
-        report = self._run(fed, num_samples=num_samples, began=began, outputs=outputs)
+        report = self._run(fed, num_samples=call.samples_of(given), began=began, outputs=outputs)
         self.policy.end(self.engine.spans, report.seconds)
         self.num_steps += 1
         return report
@@ -210,9 +213,9 @@ class Pipeline:
         self.engine.check()
         with self.same.batch("evaluation", self.same.counts["evaluation"]):
             self.engine.flags.check("eval")
-            given = positional(inputs, self.inputs)
-            (batch,) = micro_batches(given, None, 1, None)
-            self.same.compare(lambda: facts.of_batch(given, self.inputs, None))
+            given, call = self.call.tensors(inputs), self.call
+            (batch,) = micro_batches(given, None, 1, None, whole=call.whole)
+            self.same.compare(lambda: facts.of_batch(given, call.names, None))
             itinerary, program = self.steps.step("eval", [batch.inputs])
         return self.engine.evaluate(program, itinerary, batch.inputs)
 

@@ -34,9 +34,9 @@ KEPT = 256  # plans of steps; texts of varying length would make ever more
 class Steps:
     """The steps of a plan over a traced model; ``mode`` is "train" or "eval" throughout."""
 
-    def __init__(self, plan: Plan, graph: LayerGraph) -> None:
+    def __init__(self, plan: Plan, graph: LayerGraph, model: nn.Module) -> None:
         self.plan = plan
-        self.shapes = Shapes(graph)
+        self.shapes = Shapes(graph, model)
         stage_of = stage_of_layers(graph.train, plan.cuts)
         self.stage_of = {"train": stage_of}
         self.refusal = ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from .compare import fresh, observe, refuse_changes, refuse_difference, same_bit
 from .contents import contents
 from .copied import Copied
 from .layers import Layer, Traced, casting, is_local, parts_of, run_all
-from .leaves import is_compiled
+from .leaves import Leaf, chosen_leaves, is_compiled
 from .lift import lift_shared
 from .probe import Probe, probe
 from .settled import settles
@@ -47,6 +47,7 @@ class LayerGraph:
     example_inputs: tuple[torch.Tensor, ...]
     fingerprint: str
     shared: tuple[Groups, Groups]
+    autocast: torch.dtype | None
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -54,7 +55,13 @@ class LayerGraph:
         return tuple(layer.name for layer in self.train.layers)
 
 
-def trace(model: nn.Module, example_inputs: Example, *, autocast: torch.dtype | None = None) -> LayerGraph:
+def trace(
+    model: nn.Module,
+    example_inputs: Example,
+    *,
+    autocast: torch.dtype | None = None,
+    leaves: Iterable[Leaf] = (),
+) -> LayerGraph:
     """Record what ``model`` does, in train and in eval mode, and prove both records on copies of it.
 
     Modules keep their own training flags, unless the whole model stands in eval mode: then it is recorded in
@@ -63,6 +70,8 @@ def trace(model: nn.Module, example_inputs: Example, *, autocast: torch.dtype | 
     Args:    model: any module; left bit for bit as it was (weights, gradients, mode, random state).
              example_inputs: one micro-batch as the model takes it: a tuple by position, or a dict by name.
              autocast: the dtype that training will cast to, None for none.
+             leaves: what is one layer each: classes of modules, paths of modules, functions. Modules of torch.nn
+             are by themselves, and so is the smallest module around a place that other data make run otherwise.
     Returns: the LayerGraph; a layer is one torch call or one module of torch.nn, with the name that torch.fx
              would give it.
     Raises:  PlanError: what the model does cannot be repeated layer by layer.
@@ -82,14 +91,20 @@ def trace(model: nn.Module, example_inputs: Example, *, autocast: torch.dtype | 
             "its parts instead: model.layer1 = torch.compile(model.layer1)"
         )
     refuse_model(model)
+    modules, functions = chosen_leaves(model, leaves)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), casting(autocast):
         copies = Copied(model), Copied(model)
-        train, train_probe, written = _proven(model, copies[0], call, example)
+        train, train_probe, written = _proven(model, copies[0], call, example, modules, functions)
         copies[1].root.eval()
-        evaluation, eval_probe, _ = _proven(model, copies[1], call, example, beside=train)
+        evaluation, eval_probe, _ = _proven(
+            model, copies[1], call, example, train.leaves, functions, beside=train
+        )
         if evaluation.leaves != train.leaves:  # one layer here is one layer there
-            train, train_probe, written = _proven(model, copies[0], call, example, beside=evaluation)
-            evaluation, eval_probe, _ = _proven(model, copies[1], call, example, beside=train)
+            modules = evaluation.leaves
+            train, train_probe, written = _proven(model, copies[0], call, example, modules, functions)
+            evaluation, eval_probe, _ = _proven(
+                model, copies[1], call, example, modules, functions, beside=train
+            )
     groups = (
         shared(model, train, written=written, unread=(0,)),
         shared(model, evaluation, written=written, unread=()),
@@ -104,6 +119,7 @@ def trace(model: nn.Module, example_inputs: Example, *, autocast: torch.dtype | 
         example_inputs=fresh(example),
         fingerprint=fingerprint(model),
         shared=groups,
+        autocast=autocast,
     )
 
 
@@ -112,6 +128,8 @@ def _proven(
     copied: Copied,
     call: Call,
     example: tuple[torch.Tensor, ...],
+    modules: Mapping[str, str],
+    functions: Mapping[str, Callable[..., Any]],
     *,
     beside: Traced | None = None,
 ) -> tuple[Traced, Probe, set[str]]:
@@ -122,11 +140,12 @@ def _proven(
     root, mode = copied.root, "train" if copied.root.training else "eval"
     with torch.set_grad_enabled(root.training):
         written = _run_eager(copy.deepcopy(root), call, example, cold=lambda: copy.deepcopy(root))
-        captured = _captured(model, root, call, example, beside.leaves if beside else {})
-        traced = _traced(root, captured, call, tied=tied)
+        captured = _captured(model, root, call, example, modules, functions.values())
+        why = {**modules, **captured.leaves, **dict.fromkeys(functions, "by request")}
+        traced = dataclasses.replace(_traced(root, captured, call, tied=tied), leaves=why)
         copied.refuse_constants(traced)
         parts = parts_of(root, traced)
-        for inputs in _proofs(captured, example):
+        for inputs in _proofs(captured, call, example):
             copied.shift()
             eager = copy.deepcopy(root)
             expected = observe(lambda *x: call.run(eager, x), eager, inputs)
@@ -139,7 +158,12 @@ def _proven(
 
 
 def _captured(
-    model: nn.Module, root: nn.Module, call: Call, example: Sequence[torch.Tensor], known: Mapping[str, str]
+    model: nn.Module,
+    root: nn.Module,
+    call: Call,
+    example: Sequence[torch.Tensor],
+    modules: Collection[str],
+    functions: Collection[Callable[..., Any]],
 ) -> Captured:
     compiled = {name for name, module in model.named_modules() if is_compiled(module)}
     with undrawn():
@@ -148,16 +172,18 @@ def _captured(
             call,
             example,
             copies=lambda: copy.deepcopy(root),
-            leaf=lambda path, module: path in compiled or default_leaf(path, module),
-            known=known,
+            leaf=lambda path, module: path in modules or path in compiled or default_leaf(path, module),
+            functions=functions,
         )
 
 
-def _proofs(captured: Captured, example: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+def _proofs(
+    captured: Captured, call: Call, example: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, ...]]:
     """What record and model are compared on: the example, and other data, of another size where that is
     known."""
-    other = other_data(example)
-    return [tuple(example), tuple(other if captured.fixed else resized(other, captured.sizes[-1]))]
+    other = other_data(call, example)
+    return [tuple(example), tuple(other if captured.fixed else resized(call, other, captured.sizes[-1]))]
 
 
 def _run_eager(
@@ -178,7 +204,7 @@ def _run_eager(
         before,
         eager,
         again=lambda: observe(run, eager, inputs),
-        settles=lambda: settles(eager, cold(), call.run, other_data(inputs)),
+        settles=lambda: settles(eager, cold(), call.run, other_data(call, inputs)),
     )
     return {name for name, buffer in eager.named_buffers() if not same_bits(buffer, buffers[name])}
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from ..compression.errors import PlanError
 from .capture.call import Call
-from .capture.capture import samples_of, where_of
+from .capture.capture import where_of
 from .capture.sizes import at_size, extend, facts_of, has_table
 from .capture.values import plain
 
@@ -53,8 +53,8 @@ class Traced:
     came from outside the run, by the name that they were given; ``buffers`` the names of registered buffers that
     layers read by themselves: no other tensor of the model may be written to. ``fixed``: why the run holds for the
     example's number of samples only, "" where it holds for any; ``again`` records a copy of the model anew;
-    ``reads`` are the (module path, attribute) that the run itself read, outside of its layers; ``leaves`` the modules
-    that are one layer because of what they do, and why."""
+    ``reads`` are the (module path, attribute) that the run itself read, outside of its layers; ``leaves``: what is one
+    layer beside the modules of torch.nn, and why."""
 
     inputs: tuple[fx.Node, ...]
     layers: tuple[Layer, ...]
@@ -66,15 +66,22 @@ class Traced:
     fixed: str
     again: Callable[[nn.Module, Sequence[torch.Tensor]], fx.Graph]
     reads: frozenset[tuple[str, str]]
-    leaves: Mapping[str, str]
+    leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def extend(self, twin: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         """Learn the numbers of another size from ``twin``, where they follow no rule.
 
         Raises: Different: the model goes another way at that size."""
-        tables = [layer.node for layer in self.layers if layer.moves and has_table(facts_of(layer.node))]
-        if tables:
-            extend(tables, self.again(twin, inputs), samples_of(inputs))
+        if tables := self._tables():
+            extend(tables, self.again(twin, inputs), self.call.samples_of(inputs))
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether some numbers follow no rule, so that each size must be recorded."""
+        return bool(self._tables())
+
+    def _tables(self) -> list[fx.Node]:
+        return [layer.node for layer in self.layers if layer.moves and has_table(facts_of(layer.node))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,7 +207,7 @@ def run_output(traced: Traced, env: Mapping[fx.Node, Any], parts: Parts) -> Any:
 def run_all(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Any:
     """The whole recorded network, layer by layer."""
     env: dict[fx.Node, Any] = dict(zip(traced.inputs, inputs, strict=True))
-    samples = samples_of(inputs)
+    samples = traced.call.samples_of(inputs)
     for layer in traced.layers:
         env[layer.node] = run_layer(layer, env, parts, samples=samples)
     return run_output(traced, env, parts)

@@ -1,17 +1,21 @@
-"""What torch.fx must take as one layer beside torch's own modules: a module that a person compiled.
+"""What is taken as one layer beside torch's own modules: by request (``leaves=``), or because it was compiled.
 
-A compiled piece is a function of its own, which cannot be looked into; the pipeline then is compared with the
-plain loop over the same pieces."""
+A leaf runs as it is, whatever it does inside; cuts are between leaves."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
+import difflib
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
+
+from ..compression.errors import PlanError
+
+Leaf = str | type[nn.Module] | Callable[..., Any]
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -29,21 +33,62 @@ def as_written() -> contextlib.AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
-def defaults_of(root: nn.Module, num_inputs: int) -> dict[str, Any]:
-    """The defaults at which the arguments of forward behind its first ``num_inputs`` stay."""
-    parameters = list(inspect.signature(root.forward).parameters.values())
-    return {p.name: p.default for p in parameters[num_inputs:] if p.default is not p.empty}
+def chosen_leaves(
+    model: nn.Module, leaves: Iterable[Leaf]
+) -> tuple[dict[str, str], dict[str, Callable[..., Any]]]:
+    """The modules of ``model`` by path, and functions by dotted name, that ``leaves`` names; each with why.
+
+    Args:    leaves: classes of modules (or their names), paths of modules, functions (or their dotted names: only
+             among what is imported already, since a plan may name them).
+    Raises:  PlanError: one names nothing of the model.
+    """
+    if isinstance(leaves, str) or not isinstance(leaves, Iterable):
+        raise PlanError(
+            f"leaves is a list of classes, module paths and functions, found {leaves!r}; wrap it: [...]"
+        )
+    modules: dict[str, str] = {}
+    functions: dict[str, Callable[..., Any]] = {}
+    paths = dict(model.named_modules())
+    for leaf in leaves:
+        found = [path for path, module in paths.items() if _is_meant(leaf, path, module)]
+        if found == [""]:
+            raise PlanError(
+                f"the whole model as one leaf is one layer, which no cut divides, found {leaf!r} in leaves"
+            )
+        if found:
+            modules |= {path: "by request" for path in found if path}
+        elif function := _function(leaf):
+            functions[f"{function.__module__}.{function.__qualname__}"] = function
+        else:
+            raise _unknown(leaf, paths)
+    for path in modules:
+        if isinstance(paths[path], nn.ModuleList | nn.ModuleDict):
+            raise PlanError(
+                f"{path} is a {type(paths[path]).__name__}, which nobody calls; name the modules in it"
+            )
+    return modules, functions
 
 
-class Tracer(fx.Tracer):
-    """The default tracer with the compiled modules of ``model`` as leaves, in any copy of it.
+def _is_meant(leaf: Leaf, path: str, module: nn.Module) -> bool:
+    kind = type(module)
+    if isinstance(leaf, str):
+        return leaf in (path, kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+    return isinstance(leaf, type) and isinstance(module, leaf)
 
-    A copy forgets that a module was compiled in place, and runs it as it was: its structure is the same."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.compiled = {name for name, module in model.named_modules() if is_compiled(module)}
+def _function(leaf: Leaf) -> Callable[..., Any] | None:
+    if isinstance(leaf, str):
+        home, _, name = leaf.rpartition(".")
+        leaf = getattr(sys.modules.get(home), name, None)  # type: ignore[assignment]
+    ours = callable(leaf) and not isinstance(leaf, type | nn.Module)
+    return leaf if ours and hasattr(leaf, "__qualname__") else None  # type: ignore[return-value]
 
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a call of the module becomes one node."""
-        return module_qualified_name in self.compiled or super().is_leaf_module(m, module_qualified_name)
+
+def _unknown(leaf: object, paths: Mapping[str, nn.Module]) -> PlanError:
+    known = [*dict.fromkeys(type(module).__name__ for module in paths.values()), *filter(None, paths)]
+    said = leaf if isinstance(leaf, str) else getattr(leaf, "__name__", repr(leaf))
+    near = difflib.get_close_matches(str(said), known, n=3) or known[1:6]
+    return PlanError(
+        f"leaves names classes and paths of the model's modules, or functions that are imported, found {said!r}; it has "
+        f"{', '.join(near)}"
+    )

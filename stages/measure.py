@@ -21,12 +21,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..compression.errors import PlanError
 from .aliases import memory_of
 from .capture.call import Call, Example
+from .examples import signature_of
 from .files import save_json
 from .graph import LayerGraph
 from .layers import Layer, Parts, parts_of, run_layer
 from .probe import Probe
 from .receive import Receive
 from .record import load_json, read
+from .signature import Signature
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,8 @@ class ValueProfile:
 class Profile:
     """What a plan is made from: the layers and values of one micro-batch, and where not to cut.
 
-    ``refused``: for a layer's number, why the model must not be cut behind it."""
+    ``refused``: for a layer's number, why the model must not be cut behind it. ``signature``: how the model is called,
+    None in a profile that does not know: by position. ``leaves``: what was taken as one layer, by request or need."""
 
     layers: tuple[LayerProfile, ...]
     values: tuple[ValueProfile, ...]
@@ -71,6 +74,8 @@ class Profile:
     threads: int
     device: str
     torch: str
+    signature: Signature | None = None
+    leaves: tuple[str, ...] = ()
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all, else ConfigError; ``Profile.load`` reads it."""
@@ -85,6 +90,9 @@ class Profile:
             raise PlanError(
                 f"a profile is a JSON object with the key penstock_profile, {path} is not; measure again"
             )
+        for field in dataclasses.fields(cls):  # a profile made before models were called by name
+            if field.default is not dataclasses.MISSING:
+                data.setdefault(field.name, field.default)
         return read(cls, data, "profile")
 
 
@@ -101,7 +109,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 3) -> 
             f"measure takes what trace(model, example) returned and repeats=1 or more, found a "
             f"{type(graph).__name__} and repeats={repeats!r}"
         )
-    _, inputs = Call.of(graph.twin, example_inputs)
+    call, inputs = Call.of(graph.twin, example_inputs)
     shapes = tuple(tuple(x.shape) for x in inputs)
     if shapes != tuple(tuple(x.shape) for x in graph.example_inputs):
         raise PlanError(
@@ -144,10 +152,12 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 3) -> 
         fingerprint=graph.fingerprint,
         input_shapes=shapes,
         input_dtypes=tuple(str(x.dtype).removeprefix("torch.") for x in inputs),
-        num_samples=shapes[0][0] if shapes and shapes[0] else 1,
+        num_samples=call.samples_of(inputs) or 1,
         threads=torch.get_num_threads(),
         device=inputs[0].device.type,
         torch=torch.__version__,
+        signature=signature_of(call, inputs),
+        leaves=tuple(graph.train.leaves),
     )
 
 

@@ -112,6 +112,8 @@ def partition(
         prediction=prediction,
         program=tuple(program),
         asked=asked,
+        signature=profile.signature,
+        leaves=profile.leaves,
     )
 
 

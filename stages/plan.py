@@ -13,6 +13,7 @@ from .asked import Asked
 from .files import save_json
 from .record import load_json, read, shortened
 from .rules import check_versions, streams
+from .signature import Signature
 from .units import show_bytes, show_count, show_rate, show_seconds
 
 VERSION = 1
@@ -51,6 +52,7 @@ class Plan:
     gradient comes before the gradient of its input. ``program``: a custom schedule, a line for each rank.
     ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
     ``asked``: which cuts ``partition`` was asked for; None in a plan that does not know.
+    ``signature``: how the model is called, None for by position; ``leaves``: what is one layer, by request or need.
     Raises:  PlanError: the fields contradict each other.
     """
 
@@ -72,6 +74,8 @@ class Plan:
     prediction: bool = False
     program: tuple[str, ...] = ()
     asked: Asked | None = dataclasses.field(default=None, compare=False)
+    signature: Signature | None = dataclasses.field(default=None, compare=False)
+    leaves: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         layers = [layer for stage in self.stages for layer in stage.layers]

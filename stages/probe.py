@@ -16,7 +16,6 @@ from torch import fx, nn
 
 from ..compression.errors import PlanError
 from ..compression.geometry import geometry
-from .capture.capture import samples_of
 from .layers import Layer, Parts, Traced, is_local, run_layer
 from .proof import zeros_that_stop
 from .reached import edges_of, leads, reached
@@ -78,7 +77,7 @@ class Probe:
 
 def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe:
     """Run ``traced`` once on ``inputs`` (both are written to: pass copies) and record what happens."""
-    recorder, samples = Recorder(), samples_of(inputs)
+    recorder, samples = Recorder(), traced.call.samples_of(inputs)
     env: dict[fx.Node, Any] = dict(zip(traced.inputs, inputs, strict=True))
     for node, tensor in env.items():
         recorder.add(node, -1, tensor)

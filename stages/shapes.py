@@ -2,7 +2,7 @@
 
 A rank that holds only its own layers cannot run the whole network any more, but it must know what every stage
 sends for a micro-batch of any size: identities can depend on it (a contiguous() of one sample does
-nothing)."""
+nothing). Where the meta device tells a model's shapes otherwise than a real run, ``scaled.py`` takes its place."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from ..compression.errors import PlanError
 from .graph import LayerGraph
-from .layers import Traced, parts_of
+from .layers import Traced, casting, parts_of
 from .leaves import as_written
 from .probe import Probe, Value, probe
+from .scaled import Scaled, scaled
 
 KEPT = 256  # records; texts of varying length would make ever more
 
@@ -24,14 +26,21 @@ KEPT = 256  # records; texts of varying length would make ever more
 class Shapes:
     """Records of both traces at any micro-batch size; that of the example comes from the real run."""
 
-    def __init__(self, graph: LayerGraph) -> None:
+    def __init__(self, graph: LayerGraph, model: nn.Module) -> None:
         self.traced = {"train": graph.train, "eval": graph.eval}
         self.real = {"train": graph.train_probe, "eval": graph.eval_probe}
-        self.example = _key(graph.example_inputs)
+        self.example, self.autocast = _key(graph.example_inputs), graph.autocast
         root = copy.deepcopy(graph.twin).to("meta")
         self.roots = {"train": root, "eval": copy.deepcopy(root).eval()}
         self.known: dict[tuple[str, object], Probe] = {}
-        self.trusted: dict[str, str] = {}
+        self.differences = {
+            mode: traced.fixed or self._difference(mode) for mode, traced in self.traced.items()
+        }
+        self.scaled = {
+            mode: self._scaled(model, mode, graph.example_inputs)
+            for mode, difference in self.differences.items()
+            if difference and not self.traced[mode].fixed
+        }
 
     def probe(self, mode: str, inputs: Sequence[torch.Tensor]) -> Probe:
         """The record of ``mode`` ("train" or "eval") for inputs of these shapes.
@@ -41,20 +50,40 @@ class Shapes:
         if key == self.example:
             return self.real[mode]
         if (mode, key) not in self.known:
-            if fixed := self.traced[mode].fixed:
-                self.trusted[mode] = fixed
-            if mode not in self.trusted:
-                self.trusted[mode] = self._difference(mode)
-            if self.trusted[mode]:
-                raise PlanError(
-                    f"a micro-batch has shapes {_show(key)}, the example had {_show(self.example)}, and this "
-                    f"model's shapes cannot be told without running it ({self.trusted[mode]}); use equal "
-                    "micro-batches of the example's size"
-                )
+            found = self._untold(mode, key) if self.differences[mode] else self._run(mode, key)
             if len(self.known) == KEPT:
                 del self.known[next(iter(self.known))]
-            self.known[mode, key] = dataclasses.replace(self._run(mode, key), random=self.real[mode].random)
+            self.known[mode, key] = dataclasses.replace(found, random=self.real[mode].random)
         return self.known[mode, key]
+
+    def _untold(self, mode: str, key: _Key) -> Probe:
+        """The record where the meta device cannot tell it."""
+        reason = self.differences[mode]
+        samples = self.traced[mode].call.samples_of([torch.empty(size, device="meta") for size, *_ in key])
+        others = [size[1:] for size, *_ in key] != [size[1:] for size, *_ in self.example]
+        if mode in self.scaled and not others:
+            try:
+                return self.scaled[mode].at(samples)
+            except PlanError as error:
+                reason = str(error)
+        raise PlanError(
+            f"a micro-batch has shapes {_show(key)}, the example had {_show(self.example)}, and this "
+            f"model's shapes cannot be told without running it ({reason}); use equal "
+            "micro-batches of the example's size"
+        )
+
+    def _scaled(self, model: nn.Module, mode: str, example: Sequence[torch.Tensor]) -> Scaled:
+        """Records of real runs at a few sizes, on copies that stand in ``mode``."""
+
+        def copies() -> nn.Module:
+            twin = copy.deepcopy(model)
+            if mode == "eval" or not twin.training:  # modules keep their own flags, as in the trace
+                twin.train(mode == "train")
+            return twin
+
+        grad = torch.set_grad_enabled(mode == "train")
+        with torch.random.fork_rng(devices=[]), grad, casting(self.autocast):
+            return scaled(self.traced[mode], copies, example)
 
     def _run(self, mode: str, key: _Key) -> Probe:
         traced: Traced = self.traced[mode]

@@ -8,7 +8,7 @@ follow the size of the micro-batch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,43 +56,41 @@ def capture(
     *,
     copies: Callable[[], nn.Module],
     leaf: Callable[[str, nn.Module], bool],
-    known: Mapping[str, str],
+    functions: Collection[Callable[..., Any]] = (),
 ) -> Captured:
     """Record ``model`` on ``example``.
 
     Args:    copies: gives a fresh copy of the model for each run, in the mode to record.
-             leaf: whether a module is one layer by somebody's choice.
-             known: modules that another mode showed to be one layer, and why.
+             leaf: whether a module is one layer by somebody's choice; ``functions``: those that are.
     Raises:  PlanError: a run cannot be repeated node by node, and no module around the place can be one layer.
     """
+    samples = call.samples_of(example)
     chosen: dict[str, str] = {}
-    kinds: set[type] = set()
+    kinds: dict[type, str] = {}
 
     def is_leaf(path: str, module: nn.Module) -> bool:
         return path in chosen or type(module) in kinds or leaf(path, module)
 
     def again(twin: nn.Module, inputs: Sequence[torch.Tensor]) -> fx.Graph:
-        return _recorded(twin, call, inputs, is_leaf)[0].graph
+        return record(twin, inputs)[0].graph
 
-    def choose(path: str, why: str) -> None:
-        chosen[path] = why
-        if not isinstance(model.get_submodule(path), _CONTAINERS):
-            kinds.add(type(model.get_submodule(path)))
+    def record(twin: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[Recorder, TreeSpec, tuple[str, ...]]:
+        return _recorded(Recorder(twin, is_leaf, functions), twin, call, inputs)
 
-    for path, why in known.items():
-        choose(path, why)
     while True:
         try:
-            recorder, spec, dropped = _recorded(copies(), call, [x.clone() for x in example], is_leaf)
-            refuse_data(recorder.graph, again(copies(), other_data(example)), samples_of(example))
+            recorder, spec, dropped = record(copies(), [x.clone() for x in example])
+            refuse_data(recorder.graph, again(copies(), other_data(call, example)), samples)
             break
         except (Different, Unrecordable) as failure:
             path = _around(model, failure)
             if not path or len(chosen) == _MOST_LEAVES or path in chosen:
                 raise _unrepeatable(model, failure) from None
-            choose(path, failure.what)
-    sizes = (samples_of(example) + 1, 2 * samples_of(example) + 1)
-    moves, fixed = _sizes(recorder.graph, lambda inputs: again(copies(), inputs), example, sizes)
+            chosen[path] = failure.what
+            if not isinstance(model.get_submodule(path), _CONTAINERS):
+                kinds[type(model.get_submodule(path))] = path
+    sizes = (samples + 1, 2 * samples + 1)
+    moves, fixed = _sizes(recorder.graph, lambda inputs: again(copies(), inputs), call, example, sizes)
     return Captured(
         graph=recorder.graph,
         spec=spec,
@@ -100,7 +98,12 @@ def capture(
         moving=moves,
         sizes=sizes,
         fixed=fixed,
-        leaves=chosen,
+        leaves=chosen
+        | {
+            p: f"like {kinds[type(m)]}"
+            for p, m in model.named_modules()
+            if type(m) in kinds and p not in chosen
+        },
         dropped=dropped,
         again=again,
         reads=frozenset(recorder.reads),
@@ -108,10 +111,9 @@ def capture(
 
 
 def _recorded(
-    twin: nn.Module, call: Call, inputs: Sequence[torch.Tensor], leaf: Callable[[str, nn.Module], bool]
+    recorder: Recorder, twin: nn.Module, call: Call, inputs: Sequence[torch.Tensor]
 ) -> tuple[Recorder, TreeSpec, tuple[str, ...]]:
     """One run: its nodes, the structure of what the model returned, and what was left out of that."""
-    recorder = Recorder(twin, leaf)
     recorder.note_reads()
     for name, tensor in zip(call.names, inputs, strict=True):
         recorder.input(name, tensor)
@@ -125,15 +127,16 @@ def _recorded(
 def _sizes(
     graph: fx.Graph,
     again: Callable[[Sequence[torch.Tensor]], fx.Graph],
+    call: Call,
     example: Sequence[torch.Tensor],
     sizes: tuple[int, ...],
 ) -> tuple[dict[fx.Node, Any], str]:
     """What moves with the number of samples, and why the graph is bound to the example's, if it is."""
-    samples = samples_of(example)
+    samples = call.samples_of(example)
     others: dict[int, fx.Graph] = {}
     for size in sizes:
         try:
-            others[size] = again(resized(example, size))
+            others[size] = again(resized(call, example, size))
         except Exception as error:
             return {}, f"the model does not run on {size} samples: {type(error).__name__}: {error}"
     try:
@@ -142,26 +145,30 @@ def _sizes(
         return {}, f"with another number of samples than {samples}, {difference.what}"
 
 
-def resized(example: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
-    """The example with ``size`` samples: its own, and then again; what has another length stays."""
-    samples = samples_of(example)
+def resized(call: Call, example: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
+    """The example with ``size`` samples: its own, and then again; constants stay."""
+    samples = call.samples_of(example)
     again = torch.arange(size) % max(1, samples)
-    return [x[again] if x.dim() and len(x) == samples else x.clone() for x in example]
+    pairs = zip(example, call.whole, strict=True)
+    return [x.clone() if whole or not x.dim() or len(x) != samples else x[again] for x, whole in pairs]
 
 
-def samples_of(inputs: Sequence[torch.Tensor]) -> int:
-    """The samples of a micro-batch: the length of its first input."""
-    return next((len(x) for x in inputs if x.dim()), 0)
-
-
-def other_data(example: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Inputs of the same shapes, dtypes, strides and range: elements drawn from the example's, with repeats."""
+def other_data(call: Call, example: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Inputs of the same shapes, dtypes, strides and range: every element is one from the same place of some sample
+    of the example, so that what holds for a place in all samples (positions, padding) goes on to hold; a single
+    sample lends from all of its places. Constants stay."""
     generator = torch.Generator().manual_seed(1)
     found = []
-    for tensor in example:
-        drawn = torch.randint(max(1, tensor.numel()), tensor.shape, generator=generator)
+    for tensor, whole in zip(example, call.whole, strict=True):
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        found.append(made.copy_(tensor.flatten()[drawn]) if tensor.numel() else made)
+        if whole or not tensor.numel() or not tensor.dim():
+            found.append(made.copy_(tensor))
+        elif len(tensor) == 1:
+            drawn = torch.randint(tensor.numel(), tensor.shape, generator=generator)
+            found.append(made.copy_(tensor.flatten()[drawn]))
+        else:
+            drawn = torch.randint(len(tensor), tensor.shape, generator=generator)
+            found.append(made.copy_(tensor.gather(0, drawn)))
     return found
 
 

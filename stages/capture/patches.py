@@ -34,7 +34,9 @@ class Patches:
         """A block inside it in which everything, the ``mode`` that records too, is as ever."""
         self._put(self.kept)
         try:
-            with _pop_mode_temporarily() if _get_current_function_mode() is mode else contextlib.nullcontext():
+            with (
+                _pop_mode_temporarily() if _get_current_function_mode() is mode else contextlib.nullcontext()
+            ):
                 yield
         finally:
             self._put([new for _, _, new in self.wanted])

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,15 +38,20 @@ class Unrecordable(Exception):
 
 
 class Recorder(TorchFunctionMode):
-    """Records what one call of ``model`` does; ``leaf`` says which modules are one node.
+    """Records what one call of ``model`` does; ``leaf`` says which modules are one node, as are ``functions``.
 
     ``graph`` grows by a node for each call. In a node's ``meta``: ``nn_module_stack`` as torch.fx has it,
     ``modes`` (grad mode and autocast) where they differ from those around the run, ``expect`` for a guard,
     ``shape`` where Python read the shape of its result, ``sizes`` the shapes of the tensors in it."""
 
-    def __init__(self, model: nn.Module, leaf: Callable[[str, nn.Module], bool]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        leaf: Callable[[str, nn.Module], bool],
+        functions: Collection[Callable[..., Any]] = (),
+    ) -> None:
         super().__init__()
-        self.graph, self.leaf = fx.Graph(), leaf
+        self.graph, self.leaf, self.functions = fx.Graph(), leaf, functions
         self.constants: dict[str, torch.Tensor] = {}
         self.outside = Modes.now()
         self.quiet = 0
@@ -97,9 +103,8 @@ class Recorder(TorchFunctionMode):
         yield torch.autograd.Function, "apply", classmethod(applied)
         yield torch.jit.ScriptFunction, "__call__", script
         yield torch.overrides, "has_torch_function", overridden
-        for (_, name), frame in fx._symbolic_trace._wrapped_fns_to_patch.items():
-            if callable(frame.get(name)):
-                yield frame, name, self._opaque_function(name, frame[name])
+        for frame, name, held in (*_wrapped(), *_bound(self.functions)):
+            yield frame, name, self._opaque_function(name, held)
 
     def _called(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -274,3 +279,23 @@ def _flat(run: Callable[..., Any], keep_random: bool, *args: Any) -> Any:
     graded = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     with torch.set_grad_enabled(torch.is_grad_enabled() and graded):  # else it gives nobody a gradient
         return run(*args)
+
+
+_Place = tuple[dict[str, Any], str, Callable[..., Any]]
+
+
+def _wrapped() -> list[_Place]:
+    """Where functions stand that are marked with ``torch.fx.wrap``."""
+    marked = fx._symbolic_trace._wrapped_fns_to_patch.items()
+    return [(frame, name, frame[name]) for (_, name), frame in marked if callable(frame.get(name))]
+
+
+def _bound(functions: Collection[Callable[..., Any]]) -> list[_Place]:
+    """Every name of every imported file that stands for one of ``functions``."""
+    files = [vars(file) for file in list(sys.modules.values()) if isinstance(file, types.ModuleType)]
+    return [
+        (file, name, held)
+        for file in (files if functions else ())
+        for name, held in list(file.items())
+        if any(held is function for function in functions)
+    ]

@@ -66,7 +66,9 @@ def is_foreign(item: Any) -> bool:
     """Whether ``item`` is a structure around tensors that torch.fx would hand on as something else."""
     if isinstance(item, torch.Tensor) or type(item) in (tuple, list, dict):
         return False
-    return not pytree.tree_is_leaf(item) and any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(item))
+    return not pytree.tree_is_leaf(item) and any(
+        isinstance(x, torch.Tensor) for x in pytree.tree_leaves(item)
+    )
 
 
 def line_of_model() -> str:

@@ -1,0 +1,70 @@
+"""Inputs to trace a plan's model with, on ranks that were given the plan alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..compression.errors import PlanError
+from .capture.call import Call, Constant, Example
+from .plan import Plan
+from .signature import HIGHEST, Place, Signature, form_of
+
+
+def signature_of(call: Call, tensors: Sequence[torch.Tensor]) -> Signature:
+    """How a model was called with these tensors."""
+    ranges = [_range(tensor) for tensor in tensors]
+    return Signature(
+        form=form_of(call.arguments([Place(i) for i in range(len(tensors))])),
+        names=call.names,
+        whole=call.whole,
+        lowest=tuple(low for low, _ in ranges),
+        highest=tuple(high for _, high in ranges),
+    )
+
+
+def example_of(plan: Plan) -> Example:
+    """Inputs of the plan's shapes and dtypes: normal numbers, and integers of the range that was seen (0 where the
+    plan does not know).
+
+    Raises: PlanError: the plan contradicts itself."""
+    generator = torch.Generator().manual_seed(0)
+    known, number = plan.signature, len(plan.input_shapes)
+    if len(plan.input_dtypes) != number or (known and len(known.names) != number):
+        raise PlanError("a plan has a name, a shape and a dtype for each input; make the plan anew")
+    ranges = list(zip(known.lowest, known.highest, strict=True)) if known else [(0, 0)] * number
+    tensors = [
+        _made(shape, _dtype(name), bounds, generator)
+        for shape, name, bounds in zip(plan.input_shapes, plan.input_dtypes, ranges, strict=True)
+    ]
+    if known is None:
+        return tuple(tensors)
+    args, kwargs = known.arguments(
+        [Constant(t) if w else t for t, w in zip(tensors, known.whole, strict=True)]
+    )
+    return args or kwargs
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
+        return 0, 0
+    whole = tensor.to(torch.int64)
+    return max(int(whole.min()), -HIGHEST), int(whole.max())
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PlanError(f"an input has a dtype of torch, found {name!r}; make the plan anew")
+    return dtype
+
+
+def _made(
+    shape: Sequence[int], dtype: torch.dtype, bounds: tuple[int, int], generator: torch.Generator
+) -> torch.Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        kind = dtype if dtype.is_complex else torch.float32
+        return torch.randn(tuple(shape), dtype=kind, generator=generator).to(dtype)
+    low, high = bounds
+    return torch.randint(low, min(high, HIGHEST - 1) + 1, tuple(shape), generator=generator).to(dtype)
