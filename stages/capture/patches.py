@@ -6,10 +6,13 @@ compile what they would, and modules that ask whether anybody watches take the p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import sys
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 
@@ -57,3 +60,32 @@ def overridden(tensors: Iterable[Any]) -> bool:
     """What torch.overrides.has_torch_function says where nobody records: is one of them of a kind of its own?"""
     plain = (torch.Tensor, torch.nn.Parameter)
     return any(type(t) not in plain and hasattr(type(t), "__torch_function__") for t in tensors)
+
+
+def kinds_that_are_called() -> Iterator[type[nn.Module]]:
+    """The classes whose ``__call__`` runs a module."""
+    yield nn.Module
+    dynamo = sys.modules.get("torch._dynamo")  # two seconds to import; who compiled a module has done so
+    if dynamo is not None and "__call__" in vars(dynamo.OptimizedModule):
+        yield dynamo.OptimizedModule
+
+
+Place = tuple[dict[str, Any], str, Callable[..., Any]]
+"""Globals of a file, a name in them, and the function that it stands for."""
+
+
+def wrapped() -> list[Place]:
+    """Where functions stand that are marked with ``torch.fx.wrap``."""
+    marked = fx._symbolic_trace._wrapped_fns_to_patch.items()
+    return [(frame, name, frame[name]) for (_, name), frame in marked if callable(frame.get(name))]
+
+
+def bound(functions: Collection[Callable[..., Any]]) -> list[Place]:
+    """Every name of every imported file that stands for one of ``functions``."""
+    files = [vars(file) for file in list(sys.modules.values()) if isinstance(file, types.ModuleType)]
+    return [
+        (file, name, held)
+        for file in (files if functions else ())
+        for name, held in list(file.items())
+        if any(held is function for function in functions)
+    ]

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -22,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from .modes import Modes
-from .patches import Patches, overridden
+from .patches import Patches, bound, kinds_that_are_called, overridden, wrapped
 from .reads import noting
 from .values import FACTS, SHAPE, is_foreign, items_of, line_of_model, node_name, plain, rebuilt
 
@@ -98,12 +96,12 @@ class Recorder(TorchFunctionMode):
             run = functools.partial(scripted, function)
             return recorder.opaque("call_function", run, function.name, run, args, kwargs)
 
-        for kind in _kinds_that_are_called():
+        for kind in kinds_that_are_called():
             yield kind, "__call__", self._called(kind.__call__)
         yield torch.autograd.Function, "apply", classmethod(applied)
         yield torch.jit.ScriptFunction, "__call__", script
         yield torch.overrides, "has_torch_function", overridden
-        for frame, name, held in (*_wrapped(), *_bound(self.functions)):
+        for frame, name, held in (*wrapped(), *bound(self.functions)):
             yield frame, name, self._opaque_function(name, held)
 
     def _called(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -267,35 +265,8 @@ class Recorder(TorchFunctionMode):
                 self._spread(self._tag(picked, None), item)
 
 
-def _kinds_that_are_called() -> Iterator[type[nn.Module]]:
-    yield nn.Module
-    dynamo = sys.modules.get("torch._dynamo")  # two seconds to import; who compiled a module has done so
-    if dynamo is not None and "__call__" in vars(dynamo.OptimizedModule):
-        yield dynamo.OptimizedModule
-
-
 def _flat(run: Callable[..., Any], keep_random: bool, *args: Any) -> Any:
     """What a reentrant checkpoint computes, without dropping and computing it again."""
     graded = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     with torch.set_grad_enabled(torch.is_grad_enabled() and graded):  # else it gives nobody a gradient
         return run(*args)
-
-
-_Place = tuple[dict[str, Any], str, Callable[..., Any]]
-
-
-def _wrapped() -> list[_Place]:
-    """Where functions stand that are marked with ``torch.fx.wrap``."""
-    marked = fx._symbolic_trace._wrapped_fns_to_patch.items()
-    return [(frame, name, frame[name]) for (_, name), frame in marked if callable(frame.get(name))]
-
-
-def _bound(functions: Collection[Callable[..., Any]]) -> list[_Place]:
-    """Every name of every imported file that stands for one of ``functions``."""
-    files = [vars(file) for file in list(sys.modules.values()) if isinstance(file, types.ModuleType)]
-    return [
-        (file, name, held)
-        for file in (files if functions else ())
-        for name, held in list(file.items())
-        if any(held is function for function in functions)
-    ]
