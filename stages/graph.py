@@ -140,7 +140,7 @@ def _proven(
     root, mode = copied.root, "train" if copied.root.training else "eval"
     with torch.set_grad_enabled(root.training):
         written = _run_eager(copy.deepcopy(root), call, example, cold=lambda: copy.deepcopy(root))
-        captured = _captured(model, root, call, example, modules, functions.values())
+        captured = _captured(model, root, call, example, modules, functions.values(), written)
         why = {**modules, **captured.leaves, **dict.fromkeys(functions, "by request")}
         traced = dataclasses.replace(_traced(root, captured, call, tied=tied), leaves=why)
         copied.refuse_constants(traced)
@@ -164,6 +164,7 @@ def _captured(
     example: Sequence[torch.Tensor],
     modules: Collection[str],
     functions: Collection[Callable[..., Any]],
+    written: Collection[str],
 ) -> Captured:
     compiled = {name for name, module in model.named_modules() if is_compiled(module)}
     with undrawn():
@@ -174,6 +175,7 @@ def _captured(
             copies=lambda: copy.deepcopy(root),
             leaf=lambda path, module: path in modules or path in compiled or default_leaf(path, module),
             functions=functions,
+            written=written,
         )
 
 
@@ -190,7 +192,7 @@ def _run_eager(
     eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...], *, cold: Callable[[], nn.Module]
 ) -> set[str]:
     """The buffers that a forward writes to; refused if it does not run, or changes the model beside them."""
-    buffers = {name: buffer.clone() for name, buffer in eager.named_buffers()}
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in eager.named_buffers()}
     before = contents(eager, running=True)
     run: Callable[..., Any] = lambda *x: call.run(eager, x)  # noqa: E731
     try:
@@ -206,7 +208,11 @@ def _run_eager(
         again=lambda: observe(run, eager, inputs),
         settles=lambda: settles(eager, cold(), call.run, other_data(call, inputs)),
     )
-    return {name for name, buffer in eager.named_buffers() if not same_bits(buffer, buffers[name])}
+    return {
+        name
+        for name, buffer in eager.named_buffers()
+        if name in buffers and (buffer is not buffers[name][0] or not same_bits(buffer, buffers[name][1]))
+    }
 
 
 def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection[str]) -> Traced:

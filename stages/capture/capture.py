@@ -57,11 +57,13 @@ def capture(
     copies: Callable[[], nn.Module],
     leaf: Callable[[str, nn.Module], bool],
     functions: Collection[Callable[..., Any]] = (),
+    written: Collection[str] = (),
 ) -> Captured:
     """Record ``model`` on ``example``.
 
     Args:    copies: gives a fresh copy of the model for each run, in the mode to record.
              leaf: whether a module is one layer by somebody's choice; ``functions``: those that are.
+             written: the buffers that a forward changes.
     Raises:  PlanError: a run cannot be repeated node by node, and no module around the place can be one layer.
     """
     samples = call.samples_of(example)
@@ -75,7 +77,7 @@ def capture(
         return record(twin, inputs)[0].graph
 
     def record(twin: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[Recorder, TreeSpec, tuple[str, ...]]:
-        return _recorded(Recorder(twin, is_leaf, functions), twin, call, inputs)
+        return _recorded(Recorder(twin, is_leaf, functions, written=written), twin, call, inputs)
 
     while True:
         try:
@@ -119,6 +121,7 @@ def _recorded(
         recorder.input(name, tensor)
     with recorder.recording():
         result = call.run(twin, inputs)
+    recorder.write_back(twin)
     leaves, spec, dropped = flattened(result)
     recorder.graph.output(tuple(recorder.named(leaves)))
     return recorder, spec, dropped

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
+from .buffers import Buffers, only_read
 from .modes import Modes
 from .patches import Patches, bound, kinds_that_are_called, overridden, wrapped
 from .reads import noting
@@ -47,6 +48,8 @@ class Recorder(TorchFunctionMode):
         model: nn.Module,
         leaf: Callable[[str, nn.Module], bool],
         functions: Collection[Callable[..., Any]] = (),
+        *,
+        written: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.graph, self.leaf, self.functions = fx.Graph(), leaf, functions
@@ -60,7 +63,7 @@ class Recorder(TorchFunctionMode):
         self.held = [tensor for _, tensor in held]  # alive, so that no other tensor gets such an id
         self.nodes: dict[int, tuple[Callable[[], torch.Tensor | None], fx.Node]] = {}
         self.reads: set[tuple[str, str]] = set()
-        self.patches = Patches(self._patches())
+        self.patches, self.buffers = Patches(self._patches()), Buffers(model, written)
 
     def note_reads(self) -> None:
         """Note which attributes of its modules the run reads by itself, outside of the layers."""
@@ -160,18 +163,34 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in ("__get__", "__set__", "__delete__"):
             return self._property(func, name, args)
-        given = self.named((args, kwargs))
+        given, watched = self.named((args, kwargs)), self.buffers.among((args, kwargs))
         result = func(*args, **kwargs)
+        for buffer, before in watched:
+            if only_read(buffer, before, result):
+                given = self._of_copy(given, self._node(buffer))
         if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)) or plain(result) is None:
             self._emit("call_function", func, given, result, node_name(name))
         elif any(isinstance(leaf, fx.Node) for leaf in tree_leaves(given)):
             self._emit("call_function", func, given, None, f"guard_{node_name(name)}", expect=plain(result))
         return result
 
+    def _of_copy(self, given: Any, read: fx.Node) -> Any:
+        copied = self._tag(self.graph.call_function(torch.clone, (read,)), None)
+        return tree_map(lambda item: copied if item is read else item, given)
+
+    def write_back(self, model: nn.Module) -> None:
+        """Write into the buffers that were replaced what they were replaced by, when the run is over."""
+        for name, old, new in self.buffers.replaced(model):
+            if self._known(new) is None or new.requires_grad or new.shape != old.shape:
+                raise self._unrecordable(f"{name} is replaced by what cannot be written into it")
+            self._emit(
+                "call_function", torch.Tensor.copy_, ((self._node(old), self._node(new)), {}), None, "copy_"
+            )
+
     def _property(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
         """``x.T`` and ``x.data`` make tensors, ``x.shape`` and ``x.device`` do not."""
         if name != "__get__":
-            owner, *value = args
+            owner = args[0]
             if isinstance(owner, torch.Tensor) and name == "__set__" and self._known(owner):
                 return self._write_property(func, args)
             return func(*args)
