@@ -21,14 +21,13 @@ from ..compression.errors import PlanError
 from .aliases import Groups, refuse_cuts, shared
 from .capture.call import Call, Example
 from .capture.capture import Captured, capture, default_leaf, other_data, path_of, resized
-from .compare import fresh, observe, refuse_changes, refuse_difference, same_bits, undrawn
-from .contents import contents
+from .compare import fresh, observe, refuse_difference, undrawn
 from .copied import Copied
 from .layers import Layer, Traced, casting, is_local, parts_of, run_all
 from .leaves import Leaf, chosen_leaves, is_compiled
 from .lift import lift_shared
 from .probe import Probe, probe
-from .settled import settles
+from .settled import run_eager
 from .unsupported import refuse_model, refuse_objects
 
 
@@ -139,7 +138,7 @@ def _proven(
     tied = {str(node.target) for layer in beside.layers for _, node in layer.lifted} if beside else ()
     root, mode = copied.root, "train" if copied.root.training else "eval"
     with torch.set_grad_enabled(root.training):
-        written = _run_eager(copy.deepcopy(root), call, example, cold=lambda: copy.deepcopy(root))
+        written = run_eager(copy.deepcopy(root), call, example, cold=lambda: copy.deepcopy(root))
         captured = _captured(model, root, call, example, modules, functions.values(), written)
         why = {**modules, **captured.leaves, **dict.fromkeys(functions, "by request")}
         traced = dataclasses.replace(_traced(root, captured, call, tied=tied), leaves=why)
@@ -186,33 +185,6 @@ def _proofs(
     known."""
     other = other_data(call, example)
     return [tuple(example), tuple(other if captured.fixed else resized(call, other, captured.sizes[-1]))]
-
-
-def _run_eager(
-    eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...], *, cold: Callable[[], nn.Module]
-) -> set[str]:
-    """The buffers that a forward writes to; refused if it does not run, or changes the model beside them."""
-    buffers = {name: (buffer, buffer.clone()) for name, buffer in eager.named_buffers()}
-    before = contents(eager, running=True)
-    run: Callable[..., Any] = lambda *x: call.run(eager, x)  # noqa: E731
-    try:
-        observe(run, eager, inputs)
-    except Exception as error:
-        shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
-        raise PlanError(
-            f"the model does not run on inputs of shape {shapes}: {error}; give another example"
-        ) from error
-    refuse_changes(
-        before,
-        eager,
-        again=lambda: observe(run, eager, inputs),
-        settles=lambda: settles(eager, cold(), call.run, other_data(call, inputs)),
-    )
-    return {
-        name
-        for name, buffer in eager.named_buffers()
-        if name in buffers and (buffer is not buffers[name][0] or not same_bits(buffer, buffers[name][1]))
-    }
 
 
 def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection[str]) -> Traced:

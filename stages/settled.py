@@ -1,4 +1,4 @@
-"""What only the first run of a model changes: harmless if a run that finds it computes what the first one did.
+"""What a real run leaves in a model, and what only the first one does: harmless if a run that finds it computes what the first one did.
 
 A table of indices made at the first call, a bias gathered once for evaluation, a setting that is guessed from the
 first labels: a recording of the first run makes it anew every time. That is the same unless it was made from the
@@ -13,8 +13,39 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compression.errors import PlanError
 from .aliases import memory_of
-from .compare import observe, same_bits
+from .capture.call import Call
+from .capture.capture import other_data
+from .compare import observe, refuse_changes, same_bits
+from .contents import contents
+
+
+def run_eager(
+    eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...], *, cold: Callable[[], nn.Module]
+) -> set[str]:
+    """The buffers that a forward writes to; refused if it does not run, or changes the model beside them."""
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in eager.named_buffers()}
+    before = contents(eager, running=True)
+    run: Callable[..., Any] = lambda *x: call.run(eager, x)  # noqa: E731
+    try:
+        observe(run, eager, inputs)
+    except Exception as error:
+        shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
+        raise PlanError(
+            f"the model does not run on inputs of shape {shapes}: {error}; give another example"
+        ) from error
+    refuse_changes(
+        before,
+        eager,
+        again=lambda: observe(run, eager, inputs),
+        settles=lambda: settles(eager, cold(), call.run, other_data(call, inputs)),
+    )
+    return {
+        name
+        for name, buffer in eager.named_buffers()
+        if name in buffers and (buffer is not buffers[name][0] or not same_bits(buffer, buffers[name][1]))
+    }
 
 
 def settles(

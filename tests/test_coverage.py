@@ -30,7 +30,7 @@ def same(network):
     return row
 
 
-@pytest.mark.parametrize("network", vision.of_torch(), ids=lambda network: network.name)
+@pytest.mark.parametrize("network", list(vision.of_torch()), ids=lambda network: network.name)
 def test_a_network_of_torch(network):
     same(network)
 

@@ -17,8 +17,9 @@ from torch.utils._pytree import TreeSpec
 
 from ...compression.errors import PlanError
 from .call import Call
+from .nodes import Unrecordable
 from .outputs import flattened
-from .recorder import Recorder, Unrecordable
+from .recorder import Recorder
 from .sizes import Different, moving, refuse_data
 
 _MOST_LEAVES = 64
@@ -179,7 +180,7 @@ def _around(model: nn.Module, failure: Different | Unrecordable) -> str:
     """The path of the smallest module around what failed, "" for the model itself."""
     if isinstance(failure, Unrecordable):
         return failure.path
-    paths = [path_of(node).split(".") for node in (failure.node, failure.other or failure.node)]
+    paths = [_around_node(node) for node in (failure.node, failure.other or failure.node)]
     common = []
     for ours, theirs in zip(*paths, strict=False):
         if ours != theirs:
@@ -188,6 +189,11 @@ def _around(model: nn.Module, failure: Different | Unrecordable) -> str:
     while common and isinstance(model.get_submodule(".".join(common)), nn.ModuleList | nn.ModuleDict):
         common.pop()  # nobody calls these
     return ".".join(common)
+
+
+def _around_node(node: fx.Node) -> list[str]:
+    path = path_of(node).split(".")
+    return path[:-1] if node.op == "call_module" else path  # a layer as a whole is not smaller for being one
 
 
 def path_of(node: fx.Node) -> str:
