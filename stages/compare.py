@@ -49,12 +49,25 @@ def refuse_changes(
     again()
     once = contents(root, running=True) == after
     weights = [path for path, fact in before.items() if issubclass(fact[0], nn.Parameter)]
-    if once and all(before[path] == after.get(path) for path in weights) and settles():
+    once = once and all(before[path] == after.get(path) for path in weights)
+    if once and settles():
         return
     raise PlanError(
         f"a forward may write to registered buffers alone, found that it changes {changed} "
-        f"({change(before.get(changed), after.get(changed))}), which other stages, other ranks and the loss do "
-        f"not see; {_remedy(settled=once)}"
+        f"({change(before.get(changed), after.get(changed))}){_author(root, changed)}, which other stages, other "
+        f"ranks and the loss do not see; {_remedy(settled=once)}"
+    )
+
+
+def _author(root: nn.Module, path: str) -> str:
+    """Class, file and line of the forward that a path belongs to, as far as they are known."""
+    while path and path not in dict(root.named_modules()):
+        path = path.rpartition(".")[0]
+    code = getattr(type(root.get_submodule(path)).forward, "__code__", None)
+    if code is None:
+        return ""
+    return (
+        f" in forward of {type(root.get_submodule(path)).__name__} ({code.co_filename}:{code.co_firstlineno})"
     )
 
 

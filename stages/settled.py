@@ -1,9 +1,10 @@
-"""What a real run leaves in a model, and what only the first one does: harmless if a run that finds it computes what the first one did.
+"""What a real run leaves in a model, and what only the first one does: harmless if a run that finds it
+computes what the first one did.
 
-A table of indices made at the first call, a bias gathered once for evaluation, a setting that is guessed from the
-first labels: a recording of the first run makes it anew every time. That is the same unless it was made from the
-first batch, or from weights that have moved since; so a copy that has run is held against one that has not, on
-other data and with moved weights."""
+A table of indices made at the first call, a bias gathered once for evaluation, a setting that is guessed
+from the first labels: a recording of the first run makes it anew every time. That is the same unless it was
+made from the first batch, or from weights that have moved since; so a copy that has run is held against one
+that has not, on other data and with moved weights."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from penstock.scripts.coverage import eager, language, vision
 from penstock.scripts.coverage.examine import examine
 from penstock.scripts.coverage.network import Network, normal
 
-TORCHVISION = ("shufflenet_v2_x0_5", "mnasnet0_5", "squeezenet1_1", "lraspp_mobilenet_v3_large")
-TRANSFORMERS = ("gpt2", "llama", "mixtral", "bert_classes", "deberta", "t5", "levit", "funnel", "segformer")
-TIMM = ("test_efficientnet", "test_vit", "test_nfnet")
+TORCHVISION = ("shufflenet_v2_x0_5", "squeezenet1_1")
+TRANSFORMERS = ("gpt2", "mixtral", "bert_classes", "t5", "levit")
+TIMM = ("test_efficientnet", "test_vit")
 
 
 def needs(library):
@@ -26,7 +26,6 @@ def same(network):
     row = examine(network)
     assert (row["result"], row.get("why")) == ("same", "")
     assert row["stages"] == 3
-    assert row["largest_stage"] <= max(0.9, row["largest_layer"])
     return row
 
 

@@ -115,8 +115,8 @@ def _child(network: Network, pipe: Connection, trace_only: bool) -> None:
         row = examine(network, trace_only=trace_only)
     except BaseException as error:
         where = traceback.format_exc().strip().splitlines()[-7:]
-        row = {"name": network.full_name, "result": "failed", "why": f"{type(error).__name__}: {error}"}
-        row["traceback"] = where
+        told = f"{type(error).__name__}: {error}"
+        row = {"name": network.full_name, "result": "failed", "why": told, "traceback": where}
     pipe.send(row)
     pipe.close()
 

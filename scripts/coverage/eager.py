@@ -1,6 +1,7 @@
 """The plain loop on the eager model, its random calls seeded one by one as a pipeline seeds its layers.
 
-It shares no code with the recorder: calls are numbered as they come, and a first run shows which of them draw."""
+It shares no code with the recorder: calls are numbered as they come, and a first run shows which of them
+draw."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from .network import Batch
 class Drawing(TorchFunctionMode):
     """Numbers the calls of a run that are not inside another; ``layers`` are the modules that are one call.
 
-    ``drew`` are the numbers of those that drew. With ``seeds`` (number of a call -> seed) those are seeded."""
+    ``drew`` are the numbers of those that drew. With ``seeds`` (number of a call -> seed) those are
+    seeded."""
 
     def __init__(self, layers: Mapping[nn.Module, str], seeds: Mapping[int, int] | None = None) -> None:
         super().__init__()

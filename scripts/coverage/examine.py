@@ -1,7 +1,7 @@
 """One network: recorded, measured, cut in three, and a step of training held against the plain loop.
 
-A network is used as people use one: no choice of layers, no help. What fails is told in the words that a person
-would read."""
+A network is used as people use one: no choice of layers, no help. What fails is told in the words that a
+person would read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ Row = dict[str, Any]
 
 
 def examine(network: Network, *, trace_only: bool = False) -> Row:
-    """Try ``network``; the row says what came of it: ``result`` is same, different, refused, failed or traced."""
+    """Try ``network``; the row says what came of it: ``result`` is same, different, refused, failed or
+    traced."""
     torch.manual_seed(0)
     model = network.make().train()
     row: Row = {"name": network.full_name, "note": network.note}

@@ -13,9 +13,11 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """``make()`` builds it, with random weights; ``batch(n)`` is n samples by name, one that is called x by position.
+    """``make()`` builds it, with random weights; ``batch(n)`` is n samples by name, one that is called x by
+    position.
 
-    ``note`` says what was made smaller than its authors have it; ``skip`` why it is not tried here, "" if it is."""
+    ``note`` says what was made smaller than its authors have it; ``skip`` why it is not tried here, "" if it
+    is."""
 
     name: str
     library: str

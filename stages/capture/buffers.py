@@ -1,7 +1,8 @@
 """Buffers that a forward writes to: read as copies where autograd may keep them, replaced ones written back.
 
 A pipeline runs several forwards before the first backward, and what a layer kept of a buffer must not change
-between. A forward that gives a module another tensor for a buffer becomes one that writes into the one it has."""
+between. A forward that gives a module another tensor for a buffer becomes one that writes into the one it
+has."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """capture(model, call, example) -> Captured: the graph of what a model does, from a few real eager runs.
 
-The first run gives the nodes. A second one with other data shows what depends on it: the smallest module around
-such a place is taken as one layer, whatever it does inside. A third one with one more sample shows which numbers
-follow the size of the micro-batch.
+The first run gives the nodes. A second one with other data shows what depends on it: the smallest module
+around such a place is taken as one layer, whatever it does inside. A third one with one more sample shows
+which numbers follow the size of the micro-batch.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Captured:
 
     ``spec`` puts the model's outputs together from that list; ``constants`` are the tensors that came from
     outside; ``moving`` has for nodes whose numbers follow the size of the micro-batch what they become;
-    ``sizes`` are the other sizes it was recorded at; ``fixed`` says why the graph holds for one size only, "" where it holds for all; ``leaves`` names the
-    modules that were taken as one layer because of what they do, and why; ``dropped`` the outputs left out;
-    ``again`` records a copy of the model on other inputs, with the same leaves; ``reads`` are the attributes of
-    modules that the run read outside of its layers: what nobody read may change."""
+    ``sizes`` are the other sizes it was recorded at; ``fixed`` says why the graph holds for one size only,
+    "" where it holds for all; ``leaves`` names the modules that were taken as one layer because of what they do, and why; ``dropped`` the outputs left out;
+    ``again`` records a copy of the model on other inputs, with the same leaves; ``reads`` are the attributes
+    of modules that the run read outside of its layers: what nobody read may change."""
 
     graph: fx.Graph
     spec: TreeSpec
@@ -65,7 +65,8 @@ def capture(
     Args:    copies: gives a fresh copy of the model for each run, in the mode to record.
              leaf: whether a module is one layer by somebody's choice; ``functions``: those that are.
              written: the buffers that a forward changes.
-    Raises:  PlanError: a run cannot be repeated node by node, and no module around the place can be one layer.
+    Raises:  PlanError: a run cannot be repeated node by node, and no module around the place can be one
+    layer.
     """
     samples = call.samples_of(example)
     chosen: dict[str, str] = {}
@@ -158,9 +159,9 @@ def resized(call: Call, example: Sequence[torch.Tensor], size: int) -> list[torc
 
 
 def other_data(call: Call, example: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Inputs of the same shapes, dtypes, strides and range: every element is one from the same place of some sample
-    of the example, so that what holds for a place in all samples (positions, padding) goes on to hold; a single
-    sample lends from all of its places. Constants stay."""
+    """Inputs of the same shapes, dtypes, strides and range: every element is one from the same place of some
+    sample of the example, so that what holds for a place in all samples (positions, padding) goes on to
+    hold; a single sample lends from all of its places. Constants stay."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for tensor, whole in zip(example, call.whole, strict=True):
@@ -214,9 +215,9 @@ def _unrepeatable(model: nn.Module, failure: Different | Unrecordable) -> PlanEr
     else:
         found, where = f"it goes another way with other data: {failure.what}", where_of(failure.node)
     return PlanError(
-        f"forward of {type(model).__name__} itself must be the same calls every time, found that {found}{where}; put "
-        "that part into a module of its own, which then is one layer; where the code is not yours, in a subclass "
-        "that overrides the method"
+        f"forward of {type(model).__name__} itself must be the same calls every time, found that "
+        f"{found}{where}; put that part into a module of its own, which then is one layer; where the code is not "
+        "yours, in a subclass that overrides the method"
     )
 
 

@@ -19,7 +19,8 @@ _OUT_OF_SIGHT = "made where recording cannot see it (torch.func transforms, torc
 
 
 class Unrecordable(Exception):
-    """The run did something that no list of nodes can repeat: in the module at ``path``, on line ``where``."""
+    """The run did something that no list of nodes can repeat: in the module at ``path``, on line
+    ``where``."""
 
     def __init__(self, what: str, *, path: str, where: str) -> None:
         super().__init__(what)
@@ -29,9 +30,9 @@ class Unrecordable(Exception):
 class Nodes:
     """A graph that grows by a node for each call of ``model``; ``stack`` are the modules that run now.
 
-    In a node's ``meta``: ``nn_module_stack`` as torch.fx has it, ``where`` the file and line of the model's code,
-    ``modes`` (grad mode and autocast) where they differ from those around the run, ``expect`` for a guard,
-    ``shape`` where Python read the shape of its result, ``sizes`` the shapes of the tensors in it."""
+    In a node's ``meta``: ``nn_module_stack`` as torch.fx has it, ``where`` the file and line of the model's
+    code, ``modes`` (grad mode and autocast) where they differ from those around the run, ``expect`` for a
+    guard, ``shape`` where Python read the shape of its result, ``sizes`` the shapes of the tensors in it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.graph = fx.Graph()
@@ -57,7 +58,7 @@ class Nodes:
         if not is_foreign(item):
             return item
         leaves, spec = tree_flatten(item)
-        given = (spec, *(self._noded(leaf) for leaf in leaves))
+        given: tuple[Any, ...] = (spec, *(self._noded(leaf) for leaf in leaves))
         return self.tag(self.graph.call_function(rebuilt, given), None)
 
     def known(self, tensor: torch.Tensor) -> fx.Node | None:

@@ -1,7 +1,8 @@
 """What torch's dispatch does not show, exchanged while a run is recorded, and put back while a layer runs.
 
-A layer runs as it will run later: with torch's own functions and with no mode around it, so that compiled pieces
-compile what they would, and modules that ask whether anybody watches take the path that they always take."""
+A layer runs as it will run later: with torch's own functions and with no mode around it, so that compiled
+pieces compile what they would, and modules that ask whether anybody watches take the path that they always
+take."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
+from torch.fx import _symbolic_trace
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 
@@ -57,7 +59,8 @@ def _look(owner: Any, name: str) -> Any:
 
 
 def overridden(tensors: Iterable[Any]) -> bool:
-    """What torch.overrides.has_torch_function says where nobody records: is one of them of a kind of its own?"""
+    """What torch.overrides.has_torch_function says where nobody records: is one of them of a kind of its
+    own?"""
     plain = (torch.Tensor, torch.nn.Parameter)
     return any(type(t) not in plain and hasattr(type(t), "__torch_function__") for t in tensors)
 
@@ -76,7 +79,7 @@ Place = tuple[dict[str, Any], str, Callable[..., Any]]
 
 def wrapped() -> list[Place]:
     """Where functions stand that are marked with ``torch.fx.wrap``."""
-    marked = fx._symbolic_trace._wrapped_fns_to_patch.items()
+    marked = _symbolic_trace._wrapped_fns_to_patch.items()
     return [(frame, name, frame[name]) for (_, name), frame in marked if callable(frame.get(name))]
 
 

@@ -1,8 +1,8 @@
 """The nodes of one real eager run, seen through torch's own dispatch.
 
 Real tensors, no proxies and no compiler: every branch and every kernel choice is eager's own. Each torch call
-becomes a node; a module of torch.nn, and whatever is named as a leaf, becomes one node as a whole. What the run
-read of a tensor into Python (a truth value, a list) becomes a guard: a node that expects what was read.
+becomes a node; a module of torch.nn, and whatever is named as a leaf, becomes one node as a whole. What the
+run read of a tensor into Python (a truth value, a list) becomes a guard: a node that expects what was read.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from .values import FACTS, SHAPE, node_name, plain
 
 
 class Recorder(Nodes, TorchFunctionMode):
-    """Records what one call of ``model`` does; ``leaf`` says which modules are one node, as are ``functions``.
+    """Records what one call of ``model`` does; ``leaf`` says which modules are one node, as are
+    ``functions``.
 
-    ``written`` are the buffers that the call changes; ``reads`` what it reads of its modules outside of layers."""
+    ``written`` are the buffers that the call changes; ``reads`` what it reads of its modules outside of
+    layers."""
 
     def __init__(
         self,
@@ -61,7 +63,8 @@ class Recorder(Nodes, TorchFunctionMode):
             yield
 
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """What does not pass through torch's dispatch: modules, autograd Functions, scripted and wrapped ones."""
+        """What does not pass through torch's dispatch: modules, autograd Functions, scripted and wrapped
+        ones."""
         apply, scripted = torch.autograd.Function.__dict__["apply"], torch.jit.ScriptFunction.__call__
         recorder = self
 
