@@ -212,7 +212,7 @@ def test_a_cache_that_a_first_run_fills_is_taken_before_and_after_it():
     penstock.trace(model, example)
 
 
-class Scaled(nn.Module):
+class Keeping(nn.Module):
     """Keeps what its first run made of its input or its weight, and scales with it ever after."""
 
     def __init__(self, make):
@@ -229,7 +229,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("make", [lambda net, y: y, lambda net, y: net.a.weight], ids=["batch", "weight"])
 def test_a_cache_of_the_first_batch_or_of_weights_is_refused(make):
     with pytest.raises(penstock.PlanError, match=r"kept .*call the model once, under torch\.no_grad"):
-        penstock.trace(Scaled(make), (torch.randn(4, 6),))
+        penstock.trace(Keeping(make), (torch.randn(4, 6),))
 
 
 def cleared(self, y):
