@@ -42,18 +42,32 @@ def refuse_changes(
 
     ``again`` runs it once more: what only the first run changes may stay if it ``settles``."""
     after = contents(root, running=True)
-    changed = next((path for path in before | after if before.get(path) != after.get(path)), None)
+    held = {name for name, _ in root.named_buffers() if name in before}  # may be other tensors now
+    changed = next((p for p in before | after if p not in held and before.get(p) != after.get(p)), None)
     if changed is None:
         return True
     again()
     once = contents(root, running=True) == after
     weights = [path for path, fact in before.items() if issubclass(fact[0], nn.Parameter)]
-    if once and all(before[path] == after.get(path) for path in weights) and settles():
+    once = once and all(before[path] == after.get(path) for path in weights)
+    if once and settles():
         return False
     raise PlanError(
         f"a forward may write to registered buffers alone, found that it changes {changed} "
-        f"({change(before.get(changed), after.get(changed))}), which other stages, other ranks and the loss do "
-        f"not see; {_remedy(settled=once)}"
+        f"({change(before.get(changed), after.get(changed))}){_author(root, changed)}, which other stages, other "
+        f"ranks and the loss do not see; {_remedy(settled=once)}"
+    )
+
+
+def _author(root: nn.Module, path: str) -> str:
+    """Class, file and line of the forward that a path belongs to, as far as they are known."""
+    while path and path not in dict(root.named_modules()):
+        path = path.rpartition(".")[0]
+    code = getattr(type(root.get_submodule(path)).forward, "__code__", None)
+    if code is None:
+        return ""
+    return (
+        f" in forward of {type(root.get_submodule(path)).__name__} ({code.co_filename}:{code.co_firstlineno})"
     )
 
 

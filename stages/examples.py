@@ -40,7 +40,9 @@ def example_of(plan: Plan) -> Example:
     ]
     if known is None:
         return tuple(tensors)
-    args, kwargs = known.arguments([Constant(t) if w else t for t, w in zip(tensors, known.whole, strict=True)])
+    args, kwargs = known.arguments(
+        [Constant(t) if w else t for t, w in zip(tensors, known.whole, strict=True)]
+    )
     return args or kwargs
 
 

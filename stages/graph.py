@@ -21,15 +21,14 @@ from ..compression.errors import PlanError
 from .aliases import Groups, hidden, refuse_cuts, shared
 from .capture.call import Call, Example
 from .capture.capture import Captured, capture, default_leaf, other_data, path_of, resized
-from .compare import fresh, observe, refuse_changes, refuse_difference, same_bits, undrawn
-from .contents import contents
+from .compare import fresh, observe, refuse_difference, undrawn
 from .copied import Copied
 from .layers import Layer, Traced, casting, is_local, parts_of, run_all
 from .leaves import Leaf, chosen_leaves, is_compiled
 from .lift import lift_shared
 from .probe import Probe, probe
 from .remembered import remember
-from .settled import settles
+from .settled import run_eager
 from .unsupported import refuse_model, refuse_objects
 
 
@@ -96,12 +95,15 @@ def trace(
     modules |= {path: "it is compiled" for path, module in model.named_modules() if is_compiled(module)}
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), casting(autocast):
         apart = hidden(model)
-        copies, eager = [Copied(model, apart) for _ in range(2)], Copied(model, apart)
-        train, train_probe, written = _proven(copies[0], eager, call, example, modules, functions)
-        tied = {str(node.target) for layer in train.layers for _, node in layer.lifted}
-        copies[1].root.eval(), eager.root.eval()
-        modules = modules | train.leaves
-        evaluation, eval_probe, _ = _proven(copies[1], eager, call, example, modules, functions, tied=tied)
+        ours, theirs = (tuple(Copied(model, apart) for _ in range(2)) for _ in range(2))
+        for copied in theirs:
+            copied.root.eval()
+        train, train_probe, written = _proven(ours, call, example, modules, functions)
+        evaluation, eval_probe, _ = _proven(theirs, call, example, train.leaves, functions, beside=train)
+        if evaluation.leaves != train.leaves:  # one layer here is one layer there
+            modules = evaluation.leaves
+            train, train_probe, written = _proven(ours, call, example, modules, functions)
+            evaluation, eval_probe, _ = _proven(theirs, call, example, modules, functions, beside=train)
     groups = (
         shared(model, train, written=written, unread=(0,)),
         shared(model, evaluation, written=written, unread=()),
@@ -112,7 +114,7 @@ def trace(
         eval=evaluation,
         train_probe=train_probe,
         eval_probe=eval_probe,
-        twin=copies[0].root,
+        twin=ours[0].root,
         example_inputs=fresh(example),
         fingerprint=fingerprint(model),
         shared=groups,
@@ -123,22 +125,24 @@ def trace(
 
 
 def _proven(
-    copied: Copied,
-    eager: Copied,
+    copies: tuple[Copied, ...],
     call: Call,
     example: tuple[torch.Tensor, ...],
     modules: Mapping[str, str],
     functions: Mapping[str, Callable[..., Any]],
     *,
-    tied: Collection[str] = (),
+    beside: Traced | None = None,
 ) -> tuple[Traced, Probe, set[str]]:
     """The record of a copy in the mode in which it stands, its probe, and the buffers that it writes to.
 
-    Args:   eager: another copy in that mode, to run as it is."""
+    Args:   copies: one to run layer by layer, one to run as it is.
+            beside: the record of the other mode, with the same tied parameters and modules that are one layer."""
+    copied, eager = copies
+    tied = {str(node.target) for layer in beside.layers for _, node in layer.lifted} if beside else ()
     root, mode = copied.root, "train" if copied.root.training else "eval"
     with torch.set_grad_enabled(root.training):
-        written, eager.clean = _run_eager(copy.deepcopy(root), call, example, cold=eager.anew)
-        captured = _captured(eager, call, example, modules, functions.values())
+        written, eager.clean = run_eager(copy.deepcopy(root), call, example, cold=eager.anew)
+        captured = _captured(eager, call, example, modules, functions.values(), written)
         why = {**modules, **captured.leaves, **dict.fromkeys(functions, "by request")}
         traced = dataclasses.replace(_traced(root, captured, call, tied=tied), leaves=why)
         copied.refuse_constants(traced)
@@ -161,6 +165,7 @@ def _captured(
     example: Sequence[torch.Tensor],
     modules: Collection[str],
     functions: Collection[Callable[..., Any]],
+    written: Collection[str],
 ) -> Captured:
     with undrawn():
         return capture(
@@ -170,38 +175,17 @@ def _captured(
             copies=eager.anew,
             leaf=lambda path, module: path in modules or default_leaf(path, module),
             functions=functions,
+            written=written,
         )
 
 
-def _proofs(captured: Captured, call: Call, example: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+def _proofs(
+    captured: Captured, call: Call, example: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, ...]]:
     """What record and model are compared on: the example, and other data, of another size where that is
     known."""
     other = other_data(call, example)
     return [tuple(example), tuple(other if captured.fixed else resized(call, other, captured.sizes[-1]))]
-
-
-def _run_eager(
-    eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...], *, cold: Callable[[], nn.Module]
-) -> tuple[set[str], bool]:
-    """The buffers that a forward writes to, and whether it changes nothing else; refused if it does not run,
-    or changes the model beside them every time."""
-    buffers = {name: buffer.clone() for name, buffer in eager.named_buffers()}
-    before = contents(eager, running=True)
-    run: Callable[..., Any] = lambda *x: call.run(eager, x)  # noqa: E731
-    try:
-        observe(run, eager, inputs)
-    except Exception as error:
-        shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
-        raise PlanError(
-            f"the model does not run on inputs of shape {shapes}: {error}; give another example"
-        ) from error
-    clean = refuse_changes(
-        before,
-        eager,
-        again=lambda: observe(run, eager, inputs),
-        settles=lambda: settles(eager, cold(), call.run, other_data(call, inputs)),
-    )
-    return {n for n, buffer in eager.named_buffers() if not same_bits(buffer, buffers[n])}, clean
 
 
 def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection[str]) -> Traced:
@@ -238,6 +222,7 @@ def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection
         fixed=captured.fixed,
         again=captured.again,
         reads=captured.reads,
+        leaves=captured.leaves,
     )
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from ..compression.errors import PlanError
 from .capture.call import Call
-from .capture.capture import path_of
+from .capture.capture import where_of
 from .capture.sizes import at_size, extend, facts_of, has_table
 from .capture.values import plain
 
@@ -190,9 +190,8 @@ def _check_read(node: fx.Node, result: Any, samples: int) -> None:
     else:
         seen, found = at_size(node.meta["shape"], samples), tuple(result.shape)
     if seen != found and repr(seen) != repr(found):  # NaN is not unequal to itself here
-        where = f" in module {path}" if (path := path_of(node)) else ""
         raise PlanError(
-            f"forward read {seen} from {node.name}{where} when it was recorded and goes on from that, and now it is "
+            f"forward read {seen} from {node.name}{where_of(node)} when it was recorded and goes on from that, and now it is "
             f"{found}; name the module around it in leaves="
         )
 

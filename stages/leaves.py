@@ -33,7 +33,9 @@ def as_written() -> contextlib.AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
-def chosen_leaves(model: nn.Module, leaves: Iterable[Leaf]) -> tuple[dict[str, str], dict[str, Callable[..., Any]]]:
+def chosen_leaves(
+    model: nn.Module, leaves: Iterable[Leaf]
+) -> tuple[dict[str, str], dict[str, Callable[..., Any]]]:
     """The modules of ``model`` by path, and functions by dotted name, that ``leaves`` names; each with why.
 
     Args:    leaves: classes of modules (or their names), paths of modules, functions (or their dotted names: only
@@ -41,14 +43,18 @@ def chosen_leaves(model: nn.Module, leaves: Iterable[Leaf]) -> tuple[dict[str, s
     Raises:  PlanError: one names nothing of the model.
     """
     if isinstance(leaves, str) or not isinstance(leaves, Iterable):
-        raise PlanError(f"leaves is a list of classes, module paths and functions, found {leaves!r}; wrap it: [...]")
+        raise PlanError(
+            f"leaves is a list of classes, module paths and functions, found {leaves!r}; wrap it: [...]"
+        )
     modules: dict[str, str] = {}
     functions: dict[str, Callable[..., Any]] = {}
     paths = dict(model.named_modules())
     for leaf in leaves:
         found = [path for path, module in paths.items() if _is_meant(leaf, path, module)]
         if found == [""]:
-            raise PlanError(f"the whole model as one leaf is one layer, which no cut divides, found {leaf!r} in leaves")
+            raise PlanError(
+                f"the whole model as one leaf is one layer, which no cut divides, found {leaf!r} in leaves"
+            )
         if found:
             modules |= {path: "by request" for path in found if path}
         elif function := _function(leaf):
@@ -57,7 +63,9 @@ def chosen_leaves(model: nn.Module, leaves: Iterable[Leaf]) -> tuple[dict[str, s
             raise _unknown(leaf, paths)
     for path in modules:
         if isinstance(paths[path], nn.ModuleList | nn.ModuleDict):
-            raise PlanError(f"{path} is a {type(paths[path]).__name__}, which nobody calls; name the modules in it")
+            raise PlanError(
+                f"{path} is a {type(paths[path]).__name__}, which nobody calls; name the modules in it"
+            )
     return modules, functions
 
 

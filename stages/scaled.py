@@ -61,7 +61,9 @@ def scaled(traced: Traced, copies: Callable[[], nn.Module], example: Sequence[to
     several = {size: record for size, record in real.items() if size > 1}
     shapes, reason = _shapes(several)
     tables = f"numbers in forward follow no rule but at {', '.join(map(str, real))} samples"
-    return Scaled(real=real, shapes=shapes, reason=reason or (tables if traced.has_tables else ""), failed=failed)
+    return Scaled(
+        real=real, shapes=shapes, reason=reason or (tables if traced.has_tables else ""), failed=failed
+    )
 
 
 def _shapes(records: dict[int, Probe]) -> tuple[tuple[tuple[int | Affine, ...], ...], str]:

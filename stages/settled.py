@@ -1,9 +1,10 @@
-"""What only the first run of a model changes: harmless if a run that finds it computes what the first one did.
+"""What a real run leaves in a model, and what only the first one does: harmless if a run that finds it
+computes what the first one did.
 
-A table of indices made at the first call, a bias gathered once for evaluation, a setting that is guessed from the
-first labels: a recording of the first run makes it anew every time. That is the same unless it was made from the
-first batch, or from weights that have moved since; so a copy that has run is held against one that has not, on
-other data and with moved weights."""
+A table of indices made at the first call, a bias gathered once for evaluation, a setting that is guessed
+from the first labels: a recording of the first run makes it anew every time. That is the same unless it was
+made from the first batch, or from weights that have moved since; so a copy that has run is held against one
+that has not, on other data and with moved weights."""
 
 from __future__ import annotations
 
@@ -13,8 +14,40 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compression.errors import PlanError
 from .aliases import memory_of
-from .compare import observe, same_bits
+from .capture.call import Call
+from .capture.capture import other_data
+from .compare import observe, refuse_changes, same_bits
+from .contents import contents
+
+
+def run_eager(
+    eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...], *, cold: Callable[[], nn.Module]
+) -> tuple[set[str], bool]:
+    """The buffers that a forward writes to, and whether it leaves nothing else behind, no other buffer either.
+
+    Raises: PlanError: it does not run, or changes the model beside its buffers every time."""
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in eager.named_buffers()}
+    before = contents(eager, running=True)
+    run: Callable[..., Any] = lambda *x: call.run(eager, x)  # noqa: E731
+    try:
+        observe(run, eager, inputs)
+    except Exception as error:
+        shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
+        raise PlanError(
+            f"the model does not run on inputs of shape {shapes}: {error}; give another example"
+        ) from error
+    clean = refuse_changes(
+        before,
+        eager,
+        again=lambda: observe(run, eager, inputs),
+        settles=lambda: settles(eager, cold(), call.run, other_data(call, inputs)),
+    )
+    held = {name: buffer for name, buffer in eager.named_buffers() if name in buffers}
+    replaced = {name for name, buffer in held.items() if buffer is not buffers[name][0]}
+    written = {name for name, buffer in held.items() if not same_bits(buffer, buffers[name][1])}
+    return replaced | written, clean and not replaced
 
 
 def settles(

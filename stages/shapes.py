@@ -33,7 +33,9 @@ class Shapes:
         self.example, self.autocast = _key(graph.example_inputs), graph.autocast
         self.roots = {"train": on_meta(graph.twin), "eval": on_meta(graph.twin).eval()}
         self.known: dict[tuple[str, object], Probe] = {}
-        self.differences = {mode: traced.fixed or self._difference(mode) for mode, traced in self.traced.items()}
+        self.differences = {
+            mode: traced.fixed or self._difference(mode) for mode, traced in self.traced.items()
+        }
         self.scaled = {
             mode: self._scaled(model, mode, graph.example_inputs)
             for mode, difference in self.differences.items()

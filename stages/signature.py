@@ -43,7 +43,9 @@ class Signature:
             raise PlanError("a signature has one name, range and flag for each tensor; make the plan anew")
         for low, high in zip(self.lowest, self.highest, strict=True):
             if not -HIGHEST <= low <= high <= HIGHEST:
-                raise PlanError(f"integers go from lowest to highest, found {low} and {high}; make the plan anew")
+                raise PlanError(
+                    f"integers go from lowest to highest, found {low} and {high}; make the plan anew"
+                )
         self.arguments([None] * len(self.names))
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -54,7 +56,9 @@ class Signature:
                 return args, kwargs
         except (ValueError, TypeError, LookupError, RecursionError):
             pass
-        raise PlanError(f"the form of a signature is that of a call, found {self.form[:60]!r}; make the plan anew")
+        raise PlanError(
+            f"the form of a signature is that of a call, found {self.form[:60]!r}; make the plan anew"
+        )
 
 
 def form_of(arguments: Any) -> str:

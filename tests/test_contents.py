@@ -190,11 +190,12 @@ def test_what_a_forward_leaves_in_its_modules_is_refused_by_its_path(work, make,
         penstock.trace(model_of(make(), work), (torch.randn(4, 6),))
 
 
-def test_a_buffer_that_is_replaced_and_not_written_is_refused():
+def test_a_buffer_that_is_replaced_is_written_to():
     model = model_of(None, swapped_buffer)
     model.register_buffer("calls", torch.zeros(1))
-    with pytest.raises(penstock.PlanError, match=r"calls \(a Tensor, then another\).*\(copy_\)"):
-        penstock.trace(model, (torch.randn(4, 6),))
+    graph = penstock.trace(model, (torch.randn(4, 6),))
+    assert graph.layers[-1] == "copy_"
+    assert not model.calls.any()
 
 
 def cached(self, y):
@@ -202,13 +203,33 @@ def cached(self, y):
         self.kept = torch.arange(8.0)
 
 
-def test_a_cache_is_refused_until_the_model_was_called_once():
+def test_a_cache_that_a_first_run_fills_is_taken_before_and_after_it():
     model, example = model_of(None, cached), (torch.randn(4, 6),)
-    with pytest.raises(penstock.PlanError, match=r"kept .*call the model once, under torch\.no_grad"):
-        penstock.trace(model, example)
+    penstock.trace(model, example)
+    assert model.kept is None
     with torch.no_grad():
         model(*example)
     penstock.trace(model, example)
+
+
+class Keeping(nn.Module):
+    """Keeps what its first run made of its input or its weight, and scales with it ever after."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.a, self.b, self.make, self.kept = nn.Linear(6, 8), nn.Linear(8, 3), make, None
+
+    def forward(self, x):
+        y = self.a(x)
+        if self.kept is None:
+            self.kept = self.make(self, y).detach().mean()
+        return self.b(y * self.kept)
+
+
+@pytest.mark.parametrize("make", [lambda net, y: y, lambda net, y: net.a.weight], ids=["batch", "weight"])
+def test_a_cache_of_the_first_batch_or_of_weights_is_refused(make):
+    with pytest.raises(penstock.PlanError, match=r"kept .*call the model once, under torch\.no_grad"):
+        penstock.trace(Keeping(make), (torch.randn(4, 6),))
 
 
 def cleared(self, y):

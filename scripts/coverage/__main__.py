@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code is 1 where a network trained with other bits, else 0."""
     options = _options(arguments)
     rows = {row["name"]: row for row in _read(options.rows)}
-    found = [n for n in networks() if not options.names or any(name in n.full_name for name in options.names)]
+    found = _chosen(list(networks()), options.names)
     for network in found:
         if network.full_name in rows and not options.again:
             continue
@@ -42,6 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.table:
         options.table.write_text(page.written(list(rows.values()), " ".join(sys.argv[1:])))
     return int(any(row["result"] == "different" for row in rows.values()))
+
+
+def _chosen(networks: list[Network], names: Sequence[str]) -> list[Network]:
+    """Those that a name is a part of, in the order of the names; all, where there are none."""
+    found = [n for name in names for n in networks if name in n.full_name]
+    return list({n.full_name: n for n in found}.values()) if names else networks
 
 
 def networks() -> Iterator[Network]:
@@ -109,8 +115,8 @@ def _child(network: Network, pipe: Connection, trace_only: bool) -> None:
         row = examine(network, trace_only=trace_only)
     except BaseException as error:
         where = traceback.format_exc().strip().splitlines()[-7:]
-        row = {"name": network.full_name, "result": "failed", "why": f"{type(error).__name__}: {error}"}
-        row["traceback"] = where
+        told = f"{type(error).__name__}: {error}"
+        row = {"name": network.full_name, "result": "failed", "why": told, "traceback": where}
     pipe.send(row)
     pipe.close()
 

@@ -1,6 +1,7 @@
 """The plain loop on the eager model, its random calls seeded one by one as a pipeline seeds its layers.
 
-It shares no code with the recorder: calls are numbered as they come, and a first run shows which of them draw."""
+It shares no code with the recorder: calls are numbered as they come, and a first run shows which of them
+draw."""
 
 from __future__ import annotations
 
@@ -12,19 +13,23 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ...stages.capture.patches import Patches, kinds_that_are_called, overridden
 from ...stages.seeds import layer_seed
+from .network import Batch
 
 
 class Drawing(TorchFunctionMode):
     """Numbers the calls of a run that are not inside another; ``layers`` are the modules that are one call.
 
-    ``drew`` are the numbers of those that drew. With ``seeds`` (number of a call -> seed) those are seeded."""
+    ``drew`` are the numbers of those that drew. With ``seeds`` (number of a call -> seed) those are
+    seeded."""
 
     def __init__(self, layers: Mapping[nn.Module, str], seeds: Mapping[int, int] | None = None) -> None:
         super().__init__()
         self.layers, self.seeds = layers, seeds
         self.count, self.inside = 0, 0
         self.drew: list[int] = []
+        self.patches = Patches(self._patches())
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -37,43 +42,57 @@ class Drawing(TorchFunctionMode):
         if self.inside:
             return run()
         number, self.count, self.inside = self.count, self.count + 1, 1
-        before = torch.get_rng_state()
         try:
-            if self.seeds is not None and number in self.seeds:
-                torch.manual_seed(self.seeds[number])
-                result = run()
-                torch.set_rng_state(before)
-            else:
-                result = run()
-                if not torch.equal(before, torch.get_rng_state()):
-                    self.drew.append(number)
+            with self.patches.off(self):
+                return self._one(number, run)
         finally:
             self.inside = 0
+
+    def _one(self, number: int, run: Callable[[], Any]) -> Any:
+        before = torch.get_rng_state()
+        if self.seeds is not None and number in self.seeds:
+            torch.manual_seed(self.seeds[number])
+            result = run()
+            torch.set_rng_state(before)
+            return result
+        result = run()
+        if not torch.equal(before, torch.get_rng_state()):
+            self.drew.append(number)
         return result
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """The block in which the model runs."""
-        call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+        with self.patches.on(), self:
+            yield
 
+    def _patches(self) -> Iterator[tuple[Any, str, Any]]:
+        for kind in kinds_that_are_called():
+            yield kind, "__call__", self._called(kind.__call__)
+        apply = torch.autograd.Function.__dict__["apply"]
+        yield (
+            torch.autograd.Function,
+            "apply",
+            classmethod(lambda kind, *a, **k: self.one(lambda: apply.__get__(None, kind)(*a, **k))),
+        )
+        yield torch.overrides, "has_torch_function", overridden
+
+    def _called(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module in self.layers:
                 return self.one(lambda: call(module, *args, **kwargs))
             return call(module, *args, **kwargs)
 
-        def applied(function: type, *args: Any, **kwargs: Any) -> Any:
-            return self.one(lambda: apply.__get__(None, function)(*args, **kwargs))
+        return called
 
-        nn.Module.__call__, torch.autograd.Function.apply = called, classmethod(applied)  # type: ignore
-        try:
-            with self:
-                yield
-        finally:
-            nn.Module.__call__, torch.autograd.Function.apply = call, apply
+
+def called(model: nn.Module, batch: Batch) -> Any:
+    """What the model returns; one input that is called x is given by position."""
+    return model(*batch.values()) if tuple(batch) == ("x",) else model(**batch)
 
 
 def drawing_calls(
-    model: nn.Module, inputs: Sequence[torch.Tensor], layers: Collection[str], names: Sequence[str]
+    model: nn.Module, batch: Batch, layers: Collection[str], names: Sequence[str]
 ) -> dict[int, str]:
     """The numbers of the calls that draw, each with the name of its layer (``names``, in running order).
 
@@ -81,14 +100,14 @@ def drawing_calls(
     Raises: AssertionError: there are not as many calls as names."""
     drawing = Drawing({model.get_submodule(path): path for path in layers})
     with drawing.running():
-        model(*inputs)
+        called(model, batch)
     assert len(drawing.drew) == len(names), f"{len(drawing.drew)} calls draw, {len(names)} layers do"
     return dict(zip(drawing.drew, names, strict=True))
 
 
 def plain_step(
     model: nn.Module,
-    micro_batches: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]],
+    micro_batches: Sequence[tuple[Batch, torch.Tensor]],
     *,
     loss: Callable[[Any, torch.Tensor], torch.Tensor],
     optimizer: torch.optim.Optimizer,
@@ -99,11 +118,11 @@ def plain_step(
     optimizer.zero_grad()
     total = sum(len(y) for _, y in micro_batches)
     losses = []
-    for index, (inputs, targets) in enumerate(micro_batches):
+    for index, (batch, targets) in enumerate(micro_batches):
         seeds = {number: layer_seed(0, 0, index, name) for number, name in draws.items()}
         drawing = Drawing({model.get_submodule(path): path for path in layers}, seeds)
         with drawing.running():
-            outputs = model(*inputs)
+            outputs = called(model, batch)
         value = loss(outputs, targets)
         (value * (len(targets) / total)).backward()
         losses.append(value.detach())

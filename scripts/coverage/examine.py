@@ -1,7 +1,7 @@
 """One network: recorded, measured, cut in three, and a step of training held against the plain loop.
 
-A network is used as people use one: no choice of layers, no help. What fails is told in the words that a person
-would read."""
+A network is used as people use one: no choice of layers, no help. What fails is told in the words that a
+person would read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ...stages.graph import LayerGraph, trace
 from ...stages.measure import Profile, measure
 from ...stages.partition import partition
 from .eager import drawing_calls, plain_step
-from .network import ByPosition, Network
+from .network import Batch, Network
 
 SAMPLES = 2  # of a micro-batch, and as many micro-batches
 STAGES = 3
@@ -30,7 +30,8 @@ Row = dict[str, Any]
 
 
 def examine(network: Network, *, trace_only: bool = False) -> Row:
-    """Try ``network``; the row says what came of it: ``result`` is same, different, refused, failed or traced."""
+    """Try ``network``; the row says what came of it: ``result`` is same, different, refused, failed or
+    traced."""
     torch.manual_seed(0)
     model = network.make().train()
     row: Row = {"name": network.full_name, "note": network.note}
@@ -44,14 +45,12 @@ def examine(network: Network, *, trace_only: bool = False) -> Row:
 
 
 def _examine(row: Row, network: Network, model: nn.Module, trace_only: bool) -> None:
-    batch = network.batch(SAMPLES * SAMPLES)
-    names = tuple(batch)
-    wrapped = ByPosition(model, names) if len(names) > 1 or names != ("x",) else model
-    inputs = tuple(batch.values())
-    micro_batches = [tuple(part) for part in zip(*(x.tensor_split(SAMPLES) for x in inputs), strict=True)]
-    example = tuple(x.clone() for x in micro_batches[0])
+    whole = network.batch(SAMPLES * SAMPLES)
+    parts = {name: x.tensor_split(SAMPLES) for name, x in whole.items()}
+    micro_batches = [{name: parts[name][i].clone() for name in parts} for i in range(SAMPLES)]
+    example = _given(micro_batches[0])
     begun = time.perf_counter()
-    graph = trace(wrapped, example)
+    graph = trace(model, example)
     row["trace_seconds"] = round(time.perf_counter() - begun, 2)
     row |= _facts(graph)
     row["result"] = "traced"
@@ -61,8 +60,16 @@ def _examine(row: Row, network: Network, model: nn.Module, trace_only: bool) -> 
     profile = measure(graph, example, repeats=1)
     row["measure_seconds"] = round(time.perf_counter() - begun, 2)
     row["cuts"] = len(profile.layers) - 1 - len(profile.refused)
-    differences = _trained(row, wrapped, graph, profile, micro_batches)
+    differences = _trained(row, model, graph, profile, micro_batches)
     row |= {"result": "different" if differences else "same", "why": "; ".join(differences[:3])}
+
+
+def _given(batch: Batch) -> Any:
+    return tuple(batch.values()) if tuple(batch) == ("x",) else dict(batch)
+
+
+def _fresh(batch: Batch) -> Batch:
+    return {name: x.clone() for name, x in batch.items()}
 
 
 def _facts(graph: LayerGraph) -> Row:
@@ -81,7 +88,7 @@ def _trained(
     model: nn.Module,
     graph: LayerGraph,
     profile: Profile,
-    micro_batches: Sequence[tuple[torch.Tensor, ...]],
+    micro_batches: Sequence[Batch],
 ) -> list[str]:
     """What differs from the plain loop after one step in three stages."""
     stages = min(STAGES, row["cuts"] + 1)
@@ -90,16 +97,16 @@ def _trained(
     targets = torch.linspace(-1, 1, SAMPLES * len(micro_batches))
     ordered = [layer.name for layer in graph.train.layers if layer.name in graph.train_probe.random]
     modules = {str(layer.node.target) for layer in graph.train.layers if layer.node.op == "call_module"}
-    draws = drawing_calls(copy.deepcopy(model), [x.clone() for x in micro_batches[0]], modules, ordered)
+    draws = drawing_calls(copy.deepcopy(model), _fresh(micro_batches[0]), modules, ordered)
     plain = copy.deepcopy(model)
     begun = time.perf_counter()
     pipe = Pipeline(model, plan, loss=mean_square, optimizer=_sgd)
     row["pipeline_seconds"] = round(time.perf_counter() - begun, 2)
-    pipe.step(tuple(torch.cat(column) for column in zip(*micro_batches, strict=True)), targets)
-    fresh = [tuple(x.clone() for x in inputs) for inputs in micro_batches]
+    whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
+    pipe.step(_given(whole), targets)
     losses = plain_step(
         plain,
-        list(zip(fresh, targets.tensor_split(len(fresh)), strict=True)),
+        list(zip(map(_fresh, micro_batches), targets.tensor_split(len(micro_batches)), strict=True)),
         loss=mean_square,
         optimizer=_sgd(list(plain.named_parameters())),
         layers=modules,

@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,20 +35,20 @@ test_vit_relpos samvit_base_patch16_224 vitamin_small_224 volo_d1_224 ese_vovnet
 legacy_xception xception41p xcit_nano_12_p8_224
     """.split()
 )
-"""The member with the fewest parameters of each family of timm 1.0.31; of another family, the first by name."""
+"""The member with the fewest parameters of each family of timm 1.0.31; of another family, the first by
+name."""
 PIXELS = (64, 96, 128, 192, 224, 256)
 
 
 def networks() -> Iterator[Network]:
     """One network of every family."""
-    from timm import list_models, list_modules, model_entrypoint
-
-    for family in sorted(list_modules()):
-        members = list_models(module=family)
+    timm = import_module("timm")
+    for family in sorted(timm.list_modules()):
+        members = timm.list_models(module=family)
         if not members:
             continue
         name = next((name for name in members if name in SMALLEST), sorted(members)[0])
-        family = Family(model_entrypoint(name).__name__)
+        family = Family(name)
         yield Network(name=name, library="timm", make=family.make, batch=family.batch)
 
 
@@ -63,7 +65,7 @@ class Family:
                 self._made(pixels).eval()(self._pictures(2, pixels))
                 break
         else:
-            pixels = self._made(0).default_cfg["input_size"][-1]  # type: ignore[index]
+            pixels = int(self._pretrained.input_size[-1])
         self.pixels = pixels
         torch.manual_seed(0)
         return self._made(pixels)
@@ -73,8 +75,7 @@ class Family:
         return {"x": self._pictures(samples, self.pixels)}
 
     def _made(self, pixels: int) -> nn.Module:
-        import timm
-
+        timm = import_module("timm")
         tries = [{"img_size": pixels, "drop_path_rate": 0.1}, {"img_size": pixels}, {"drop_path_rate": 0.1}]
         for options in tries if pixels else ():
             with contextlib.suppress(Exception):
@@ -82,10 +83,8 @@ class Family:
         return timm.create_model(self.name, num_classes=10)
 
     @functools.cached_property
-    def _channels(self) -> int:
-        import timm
-
-        return timm.models.get_pretrained_cfg(self.name).input_size[0]  # type: ignore[union-attr]
+    def _pretrained(self) -> Any:
+        return import_module("timm").models.get_pretrained_cfg(self.name)
 
     def _pictures(self, samples: int, pixels: int) -> torch.Tensor:
-        return normal(samples, samples, self._channels, pixels, pixels)
+        return normal(samples, samples, int(self._pretrained.input_size[0]), pixels, pixels)

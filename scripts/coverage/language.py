@@ -1,4 +1,5 @@
-"""Architectures of transformers, each as small as its configuration allows, some with labels and so with a loss.
+"""Architectures of transformers, each as small as its configuration allows, some with labels and so with a
+loss.
 
 Attention is what the library chooses by itself; dropout stays on where an architecture has it."""
 
@@ -6,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -384,7 +386,7 @@ VISION: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "cvt": (
         "CvtForImageClassification",
-        {"embed_dim": [8, 16, 32], "num_heads": [1, 2, 4], "depth": [1, 1, 2]},
+        {"embed_dim": [8, 16, 32], "num_heads": [1, 2, 4], "depth": [1, 2, 3]},
     ),
     "levit": (
         "LevitForImageClassification",
@@ -494,8 +496,7 @@ def _network(name: str, kind: str, options: Mapping[str, Any], batch: Callable[[
 
 
 def _made(kind: str, options: Mapping[str, Any]) -> nn.Module:
-    import transformers
-
+    transformers = import_module("transformers")
     transformers.logging.set_verbosity_error()
     model = getattr(transformers, kind)
     options = dict(options)

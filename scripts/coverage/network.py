@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +13,11 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """``make()`` builds it, with random weights; ``batch(n)`` is n samples by the name of the input.
+    """``make()`` builds it, with random weights; ``batch(n)`` is n samples by name, one that is called x by
+    position.
 
-    ``note`` says what was made smaller than its authors have it; ``skip`` why it is not tried here, "" if it is."""
+    ``note`` says what was made smaller than its authors have it; ``skip`` why it is not tried here, "" if it
+    is."""
 
     name: str
     library: str
@@ -29,18 +30,6 @@ class Network:
     def full_name(self) -> str:
         """Library and name: what rows are known by."""
         return f"{self.library}/{self.name}"
-
-
-class ByPosition(nn.Module):
-    """A model that takes its inputs by name, as one that takes them by position."""
-
-    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
-        super().__init__()
-        self.model, self.names = model, names
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        """Call the model by name."""
-        return self.model(**dict(zip(self.names, inputs, strict=True)))
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:

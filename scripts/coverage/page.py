@@ -74,11 +74,13 @@ def _preface(command: str) -> str:
         f"{name} {_version(name)}" for name in ("torch", "torchvision", "timm", "transformers")
     )
     return (
-        "Each network, small inputs and random weights, is recorded, measured, cut into three stages and trained for a "
-        "step of two micro-batches in one process; loss, gradients, updated parameters and buffers are compared with the "
-        "plain loop on the eager model, bit for bit. *same*: every bit agrees. *Layers by their own*: modules that were "
-        "taken as one layer because what they do depends on the data. *Guards*: values that forward read into Python. "
-        "*Largest stage*: its share of the parameters; in brackets that of the largest layer, where it is more than 90 %.\n\n"
+        "Each network, with small inputs and random weights, is recorded, measured, cut into three "
+        "stages and trained for a step of two micro-batches in one process; loss, gradients, updated "
+        "parameters and buffers are compared with the plain loop on the eager model, bit for bit. "
+        "*same*: every bit agrees. *Layers by their own*: modules that were taken as one layer because "
+        "of what they do. *Guards*: values that forward read into Python. *Largest stage*: its share of "
+        "the parameters; in brackets that of the largest layer, where it is more than 90 %. Seconds are "
+        "those of a busy machine.\n\n"
         f"`python -m penstock.scripts.coverage {command}`; {versions}; Python {platform.python_version()}; "
         f"{_processor()}, one thread, float32; {datetime.date.today()}."
     )

@@ -54,7 +54,7 @@ def _videos(frames: int, pixels: int, samples: int) -> Batch:
 class Recurrent(nn.Module):
     """Two recurrent layers, and a classifier behind the last step."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(97, 16)
         self.first = kind(16, 24, 1, batch_first=True)
@@ -120,7 +120,7 @@ def of_torch() -> Iterator[Network]:
     yield add("lstm_packed", lambda: Packed(nn.LSTM), sentences)
     yield add("transformer_encoder", lambda: nn.TransformerEncoder(layer(batch_first=True), 3), vectors)
     yield add(
-        "transformer_encoder_time_first", lambda: nn.Sequential(nn.TransformerEncoder(layer(), 3)), vectors
+        "transformer_encoder_time_first", lambda: nn.Sequential(nn.TransformerEncoder(layer(), 3, enable_nested_tensor=False)), vectors
     )
     yield add(
         "experts",

@@ -73,7 +73,9 @@ class Call:
             spec=spec,
         )
         if all(call.whole):
-            raise PlanError("example_inputs holds at least one tensor of samples, found none; give one micro-batch")
+            raise PlanError(
+                "example_inputs holds at least one tensor of samples, found none; give one micro-batch"
+            )
         return call, tuple(map(_tensor, (leaves[i] for i in places)))
 
     def tensors(self, given: Any) -> tuple[torch.Tensor, ...]:
@@ -84,13 +86,17 @@ class Call:
             found = self._by_name(dict(given))
         else:
             found = tuple(given) if isinstance(given, tuple | list) else (given,)
-            if len(found) != len(self.names) or not all(isinstance(x, torch.Tensor | Constant) for x in found):
+            if len(found) != len(self.names) or not all(
+                isinstance(x, torch.Tensor | Constant) for x in found
+            ):
                 found = self._by_structure((tuple(found), {}), found)
         return tuple(map(_tensor, found))
 
     def samples_of(self, tensors: Sequence[torch.Tensor]) -> int:
         """The samples of a micro-batch: the length of its first input that is no constant."""
-        return next((len(x) for x, whole in zip(tensors, self.whole, strict=True) if not whole and x.dim()), 0)
+        return next(
+            (len(x) for x, whole in zip(tensors, self.whole, strict=True) if not whole and x.dim()), 0
+        )
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with these tensors."""
@@ -122,7 +128,9 @@ class Call:
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor | Constant)]
         if spec != self.spec or tuple(places) != self.places:
             kinds = [type(x).__name__ for x in found]
-            shown = ", ".join(kinds[: len(self.names) + 1]) + (", ..." if len(kinds) > len(self.names) + 1 else "")
+            shown = ", ".join(kinds[: len(self.names) + 1]) + (
+                ", ..." if len(kinds) > len(self.names) + 1 else ""
+            )
             raise PlanError(
                 f"the model takes {len(self.names)} tensors ({', '.join(self.names)}), found {len(kinds)} ({shown}); "
                 "give a tensor for each: torch.as_tensor makes one of an array, torch.stack of samples"

@@ -1,8 +1,8 @@
 """capture(model, call, example) -> Captured: the graph of what a model does, from a few real eager runs.
 
-The first run gives the nodes. A second one with other data shows what depends on it: the smallest module around
-such a place is taken as one layer, whatever it does inside. A third one with one more sample shows which numbers
-follow the size of the micro-batch.
+The first run gives the nodes. A second one with other data shows what depends on it: the smallest module
+around such a place is taken as one layer, whatever it does inside. A third one with one more sample shows
+which numbers follow the size of the micro-batch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils._pytree import TreeSpec
 
 from ...compression.errors import PlanError
 from .call import Call
+from .nodes import Unrecordable
 from .outputs import flattened
 from .recorder import Recorder
 from .sizes import Different, moving, refuse_data
@@ -32,10 +33,10 @@ class Captured:
 
     ``spec`` puts the model's outputs together from that list; ``constants`` are the tensors that came from
     outside; ``moving`` has for nodes whose numbers follow the size of the micro-batch what they become;
-    ``sizes`` are the other sizes it was recorded at; ``fixed`` says why the graph holds for one size only, "" where it holds for all; ``leaves`` names the
-    modules that were taken as one layer because of what they do, and why; ``dropped`` the outputs left out;
-    ``again`` records a copy of the model on other inputs, with the same leaves; ``reads`` are the attributes of
-    modules that the run read outside of its layers: what nobody read may change."""
+    ``sizes`` are the other sizes it was recorded at; ``fixed`` says why the graph holds for one size only,
+    "" where it holds for all; ``leaves`` names the modules that were taken as one layer because of what they do, and why; ``dropped`` the outputs left out;
+    ``again`` records a copy of the model on other inputs, with the same leaves; ``reads`` are the attributes
+    of modules that the run read outside of its layers: what nobody read may change."""
 
     graph: fx.Graph
     spec: TreeSpec
@@ -57,12 +58,15 @@ def capture(
     copies: Callable[[], nn.Module],
     leaf: Callable[[str, nn.Module], bool],
     functions: Collection[Callable[..., Any]] = (),
+    written: Collection[str] = (),
 ) -> Captured:
     """Record ``model`` on ``example``.
 
     Args:    copies: gives a fresh copy of the model for each run, in the mode to record.
              leaf: whether a module is one layer by somebody's choice; ``functions``: those that are.
-    Raises:  PlanError: a run cannot be repeated node by node, and no module around the place can be one layer.
+             written: the buffers that a forward changes.
+    Raises:  PlanError: a run cannot be repeated node by node, and no module around the place can be one
+    layer.
     """
     samples = call.samples_of(example)
     chosen: dict[str, str] = {}
@@ -75,18 +79,18 @@ def capture(
         return record(twin, inputs)[0].graph
 
     def record(twin: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[Recorder, TreeSpec, tuple[str, ...]]:
-        return _recorded(Recorder(twin, is_leaf, functions), twin, call, inputs)
+        return _recorded(Recorder(twin, is_leaf, functions, written=written), twin, call, inputs)
 
     while True:
-        recorder, spec, dropped = record(copies(), [x.clone() for x in example])
         try:
+            recorder, spec, dropped = record(copies(), [x.clone() for x in example])
             refuse_data(recorder.graph, again(copies(), other_data(call, example)), samples)
             break
-        except Different as difference:
-            path = _around(model, difference)
+        except (Different, Unrecordable) as failure:
+            path = _around(model, failure)
             if not path or len(chosen) == _MOST_LEAVES or path in chosen:
-                raise _unrepeatable(model, difference) from None
-            chosen[path] = difference.what
+                raise _unrepeatable(model, failure) from None
+            chosen[path] = failure.what
             if not isinstance(model.get_submodule(path), _CONTAINERS):
                 kinds[type(model.get_submodule(path))] = path
     sizes = (samples + 1, 2 * samples + 1)
@@ -98,7 +102,12 @@ def capture(
         moving=moves,
         sizes=sizes,
         fixed=fixed,
-        leaves=chosen | {p: f"like {kinds[type(m)]}" for p, m in model.named_modules() if type(m) in kinds and p not in chosen},
+        leaves=chosen
+        | {
+            p: f"like {kinds[type(m)]}"
+            for p, m in model.named_modules()
+            if type(m) in kinds and p not in chosen
+        },
         dropped=dropped,
         again=again,
         reads=frozenset(recorder.reads),
@@ -113,6 +122,7 @@ def _recorded(
         recorder.input(name, tensor)
     with recorder.noting(), recorder.recording():
         result = call.run(twin, inputs)
+    recorder.write_back(twin)
     leaves, spec, dropped = flattened(result)
     recorder.graph.output(tuple(recorder.named(leaves)))
     return recorder, spec, dropped
@@ -148,9 +158,9 @@ def resized(call: Call, example: Sequence[torch.Tensor], size: int) -> list[torc
 
 
 def other_data(call: Call, example: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Inputs of the same shapes, dtypes, strides and range: every element is one from the same place of some sample
-    of the example, so that what holds for a place in all samples (positions, padding) goes on to hold; a single
-    sample lends from all of its places. Constants stay."""
+    """Inputs of the same shapes, dtypes, strides and range: every element is one from the same place of some
+    sample of the example, so that what holds for a place in all samples (positions, padding) goes on to
+    hold; a single sample lends from all of its places. Constants stay."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for tensor, whole in zip(example, call.whole, strict=True):
@@ -166,9 +176,11 @@ def other_data(call: Call, example: Sequence[torch.Tensor]) -> list[torch.Tensor
     return found
 
 
-def _around(model: nn.Module, difference: Different) -> str:
-    """The path of the smallest module around both nodes, "" for the model itself."""
-    paths = [path_of(node).split(".") for node in (difference.node, difference.other or difference.node)]
+def _around(model: nn.Module, failure: Different | Unrecordable) -> str:
+    """The path of the smallest module around what failed, "" for the model itself."""
+    if isinstance(failure, Unrecordable):
+        return failure.path
+    paths = [_around_node(node) for node in (failure.node, failure.other or failure.node)]
     common = []
     for ours, theirs in zip(*paths, strict=False):
         if ours != theirs:
@@ -179,16 +191,32 @@ def _around(model: nn.Module, difference: Different) -> str:
     return ".".join(common)
 
 
+def _around_node(node: fx.Node) -> list[str]:
+    path = path_of(node).split(".")
+    return path[:-1] if node.op == "call_module" else path  # a layer as a whole is not smaller for being one
+
+
 def path_of(node: fx.Node) -> str:
     """Dotted path of the module in which a node ran."""
     stack = node.meta.get("nn_module_stack")
     return str(next(reversed(stack.values()))[0]) if stack else ""
 
 
-def _unrepeatable(model: nn.Module, difference: Different) -> PlanError:
+def where_of(node: fx.Node) -> str:
+    """Module path, file and line of a node, as far as they are known, for a sentence."""
+    path, where = path_of(node), node.meta.get("where")
+    return (f" in module {path}" if path else "") + (f" ({where})" if where else "")
+
+
+def _unrepeatable(model: nn.Module, failure: Different | Unrecordable) -> PlanError:
+    if isinstance(failure, Unrecordable):
+        found, where = failure.what, f" ({failure.where})" if failure.where else ""
+    else:
+        found, where = f"it goes another way with other data: {failure.what}", where_of(failure.node)
     return PlanError(
-        f"forward of {type(model).__name__} itself goes another way with other data ({difference.what}); put the part "
-        "that chooses into a module of its own, which then is one layer"
+        f"forward of {type(model).__name__} itself must be the same calls every time, found that "
+        f"{found}{where}; put that part into a module of its own, which then is one layer; where the code is not "
+        "yours, in a subclass that overrides the method"
     )
 
 

@@ -1,102 +1,105 @@
 """The nodes of one real eager run, seen through torch's own dispatch.
 
 Real tensors, no proxies and no compiler: every branch and every kernel choice is eager's own. Each torch call
-becomes a node; a module of torch.nn, and whatever is named as a leaf, becomes one node as a whole. What the run
-read of a tensor into Python (a truth value, a list) becomes a guard: a node that expects what was read.
+becomes a node; a module of torch.nn, and whatever is named as a leaf, becomes one node as a whole. What the
+run read of a tensor into Python (a truth value, a list) becomes a guard: a node that expects what was read.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import operator
-import sys
-import types
-import weakref
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointFunction
 
-from .modes import Modes
-from .values import FACTS, SHAPE, is_foreign, items_of, node_name, plain, rebuilt
-
-_OUT_OF_SIGHT = "made where recording cannot see it (torch.func transforms, torch.jit, a C++ extension)"
-
-
-class Unrecordable(Exception):
-    """The run did something that no list of nodes can repeat."""
+from .buffers import Buffers, only_read
+from .nodes import Nodes
+from .patches import Patches, bound, kinds_that_are_called, overridden, wrapped
+from .reads import noting
+from .values import FACTS, SHAPE, node_name, plain
 
 
-class Recorder(TorchFunctionMode):
-    """Records what one call of ``model`` does; ``leaf`` says which modules are one node, as are ``functions``.
+class Recorder(Nodes, TorchFunctionMode):
+    """Records what one call of ``model`` does; ``leaf`` says which modules are one node, as are
+    ``functions``.
 
-    ``graph`` grows by a node for each call. In a node's ``meta``: ``nn_module_stack`` as torch.fx has it,
-    ``modes`` (grad mode and autocast) where they differ from those around the run, ``expect`` for a guard,
-    ``shape`` where Python read the shape of its result, ``sizes`` the shapes of the tensors in it."""
+    ``written`` are the buffers that the call changes; ``reads`` what it reads of its modules outside of
+    layers."""
 
     def __init__(
         self,
         model: nn.Module,
         leaf: Callable[[str, nn.Module], bool],
         functions: Collection[Callable[..., Any]] = (),
+        *,
+        written: Collection[str] = (),
     ) -> None:
-        super().__init__()
-        self.graph, self.leaf, self.functions = fx.Graph(), leaf, functions
-        self.constants: dict[str, torch.Tensor] = {}
-        self.outside = Modes.now()
-        self.quiet = 0
-        self.stack: list[tuple[str, type]] = [("", type(model))]
+        TorchFunctionMode.__init__(self)
+        Nodes.__init__(self, model)
+        self.leaf, self.functions, self.quiet = leaf, functions, 0
         self.paths = {module: path for path, module in model.named_modules()}
-        held = [*model.named_buffers(), *model.named_parameters()]
-        self.names = {id(tensor): name for name, tensor in held}
-        self.held = [tensor for _, tensor in held]  # alive, so that no other tensor gets such an id
-        self.nodes: dict[int, tuple[Callable[[], torch.Tensor | None], fx.Node]] = {}
         self.reads: set[tuple[str, str]] = set()
+        self.patches, self.buffers = Patches(self._patches()), Buffers(model, written)
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """The block in which attributes of modules that the run reads by itself, outside of the layers, are noted."""
-        kinds = {m: type(m) for m, path in self.paths.items() if not self.leaf(path, m) or not path}
+        """The block in which attributes that the run reads by itself, outside of the layers, are noted."""
+        layers: list[str] = []
+        kinds: dict[nn.Module, type[nn.Module]] = {}
+        for module, path in self.paths.items():
+            if path and self.leaf(path, module):
+                layers.append(f"{path}.")
+            elif not path.startswith(tuple(layers)):
+                kinds[module] = type(module)
         try:
             for module, kind in kinds.items():
-                module.__class__ = _noting(kind, self.paths[module], self)
+                module.__class__ = noting(kind, self.paths[module], self)
             yield
         finally:
             for module, kind in kinds.items():
                 module.__class__ = kind
 
-    def input(self, name: str, tensor: torch.Tensor) -> None:
-        """The next input of the model."""
-        self._bind(tensor, self._tag(self.graph.placeholder(name), None))
-
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """The block in which the model is called; torch.fx patches the same two functions while it traces."""
-        call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+        """The block in which the model is called."""
+        with self.patches.on(), self:
+            yield
+
+    def _patches(self) -> Iterator[tuple[Any, str, Any]]:
+        """What does not pass through torch's dispatch: modules, autograd Functions, scripted and wrapped
+        ones."""
+        apply, scripted = torch.autograd.Function.__dict__["apply"], torch.jit.ScriptFunction.__call__
         recorder = self
 
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return recorder._module(module, call, args, kwargs)
-
         def applied(function: type, *args: Any, **kwargs: Any) -> Any:
-            run = apply.__get__(None, function)  # does not pass through torch's dispatch
+            run = apply.__get__(None, function)
+            if function is CheckpointFunction and not recorder.quiet:
+                return _flat(*args)
             return recorder.opaque("call_function", run, function.__name__, run, args, kwargs)
 
-        wrapped = [*_wrapped(), *_bound(self.functions)]
-        nn.Module.__call__, torch.autograd.Function.apply = called, classmethod(applied)  # type: ignore
-        for frame, name, function in wrapped:
-            frame[name] = self._opaque_function(name, function)
-        try:
-            with self:
-                yield
-        finally:
-            nn.Module.__call__, torch.autograd.Function.apply = call, apply
-            for frame, name, function in wrapped:
-                frame[name] = function
+        def script(function: Any, *args: Any, **kwargs: Any) -> Any:
+            run = functools.partial(scripted, function)
+            return recorder.opaque("call_function", run, function.name, run, args, kwargs)
+
+        for kind in kinds_that_are_called():
+            yield kind, "__call__", self._called(kind.__call__)
+        yield torch.autograd.Function, "apply", classmethod(applied)
+        yield torch.jit.ScriptFunction, "__call__", script
+        yield torch.overrides, "has_torch_function", overridden
+        for frame, name, held in (*wrapped(), *bound(self.functions)):
+            yield frame, name, self._opaque_function(name, held)
+
+    def _called(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._module(module, call, args, kwargs)
+
+        return called
 
     def _opaque_function(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -108,14 +111,20 @@ class Recorder(TorchFunctionMode):
         if self.quiet:
             return call(module, *args, **kwargs)
         path = self.paths.get(module)
-        if path and self.leaf(path, module):
-            name = path.replace(".", "_")
-            return self.opaque("call_module", path, name, lambda *a, **k: call(module, *a, **k), args, kwargs)
         self.stack.append((self.stack[-1][0] if path is None else path, type(module)))
         try:
-            return call(module, *args, **kwargs)
+            if path and self.leaf(path, module) and self._as_it_was(module):
+                run = functools.partial(call, module)
+                return self.opaque("call_module", path, path.replace(".", "_"), run, args, kwargs)
+            result = call(module, *args, **kwargs)
+            self.refuse_unseen(result)  # here, where it was made, not where it is used
+            return result
         finally:
             self.stack.pop()
+
+    def _as_it_was(self, module: nn.Module) -> bool:
+        """Whether a module has its own parameters, not those that torch.func.functional_call lends it."""
+        return all(id(parameter) in self.names for parameter in module.parameters())
 
     def opaque(self, op: str, target: Any, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run something as one node, whatever it does inside."""
@@ -124,8 +133,9 @@ class Recorder(TorchFunctionMode):
         self.quiet += 1
         try:
             given = self.named((args, kwargs))
-            result = run(*args, **kwargs)
-            self._emit(op, target, given, result, name)
+            with self.patches.off(self):
+                result = run(*args, **kwargs)
+            self.emit(op, target, given, result, name)
         finally:
             self.quiet -= 1
         return result
@@ -141,126 +151,62 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in ("__get__", "__set__", "__delete__"):
             return self._property(func, name, args)
-        given = self.named((args, kwargs))
+        given, watched = self.named((args, kwargs)), self.buffers.among((args, kwargs))
         result = func(*args, **kwargs)
+        for buffer, before in watched:
+            if only_read(buffer, before, result):
+                given = self._of_copy(given, self.node_of(buffer))
         if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)) or plain(result) is None:
-            self._emit("call_function", func, given, result, node_name(name))
+            self.emit("call_function", func, given, result, node_name(name))
         elif any(isinstance(leaf, fx.Node) for leaf in tree_leaves(given)):
-            self._emit("call_function", func, given, None, f"guard_{node_name(name)}", expect=plain(result))
+            self.emit("call_function", func, given, None, f"guard_{node_name(name)}", expect=plain(result))
         return result
+
+    def _of_copy(self, given: Any, read: fx.Node) -> Any:
+        copied = self.tag(self.graph.call_function(torch.clone, (read,)), None)
+        return tree_map(lambda item: copied if item is read else item, given)
+
+    def write_back(self, model: nn.Module) -> None:
+        """Write into the buffers that were replaced what they were replaced by, when the run is over."""
+        for name, old, new in self.buffers.replaced(model):
+            if self.known(new) is None or new.requires_grad or new.shape != old.shape:
+                raise self.unrecordable(f"{name} is replaced by what cannot be written into it")
+            self.emit(
+                "call_function",
+                torch.Tensor.copy_,
+                ((self.node_of(old), self.node_of(new)), {}),
+                None,
+                "copy_",
+            )
 
     def _property(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
         """``x.T`` and ``x.data`` make tensors, ``x.shape`` and ``x.device`` do not."""
         if name != "__get__":
-            owner, *value = args
-            if isinstance(owner, torch.Tensor) and name == "__set__" and self._known(owner):
+            owner = args[0]
+            if isinstance(owner, torch.Tensor) and name == "__set__" and self.known(owner):
                 return self._write_property(func, args)
             return func(*args)
         result = func(*args)
         if isinstance(result, torch.Size):
             self._read_shape(args)
-        if isinstance(result, torch.Tensor) and not self._known(result) and id(result) not in self.names:
-            self._emit("call_function", func, self.named((args, {})), result, "getattr")
+        if isinstance(result, torch.Tensor) and not self.known(result) and id(result) not in self.names:
+            self.emit("call_function", func, self.named((args, {})), result, "getattr")
         return result
 
     def _write_property(self, func: Any, args: tuple[Any, ...]) -> Any:
         """``x.data = y`` and ``x.requires_grad = True`` change what the node made."""
         given = self.named((args, {}))
         result = func(*args)
-        self._emit("call_function", func, given, None, "setattr")
+        self.emit("call_function", func, given, None, "setattr")
         return result
 
     def _read_shape(self, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], torch.Tensor) and (node := self._known(args[0])) is not None:
+        if args and isinstance(args[0], torch.Tensor) and (node := self.known(args[0])) is not None:
             node.meta["shape"] = tuple(args[0].shape)
 
-    def named(self, item: Any) -> Any:
-        """``item`` with a node in the place of every tensor, and of every structure that is no plain one."""
-        return tree_map(self._noded, item, is_leaf=is_foreign)
 
-    def _noded(self, item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            return self._node(item)
-        if not is_foreign(item):
-            return item
-        leaves, spec = tree_flatten(item)
-        given = (spec, *(self._noded(leaf) for leaf in leaves))
-        return self._tag(self.graph.call_function(rebuilt, given), None)
-
-    def _known(self, tensor: torch.Tensor) -> fx.Node | None:
-        kept, node = self.nodes.get(id(tensor), (lambda: None, None))
-        return node if kept() is tensor else None
-
-    def _node(self, tensor: torch.Tensor) -> fx.Node:
-        node = self._known(tensor)
-        if node is None:
-            name = self.names.get(id(tensor))
-            if name is None:
-                if tensor.requires_grad:
-                    raise Unrecordable(f"a tensor of shape {tuple(tensor.shape)} was {_OUT_OF_SIGHT}")
-                name = f"_constant_{len(self.constants)}"
-                self.constants[name] = tensor.detach().clone()
-                self.held.append(tensor)
-            node = self._tag(self.graph.create_node("get_attr", name), None)
-            self._bind(tensor, node)
-        return node
-
-    def _bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        self.nodes[id(tensor)] = weakref.ref(tensor), node
-
-    def _tag(self, node: fx.Node, expect: Any) -> fx.Node:
-        path, kind = self.stack[-1]
-        node.meta["nn_module_stack"] = {path: (path, kind)}
-        if (now := Modes.now()) != self.outside:
-            node.meta["modes"] = now
-        if expect is not None:
-            node.meta["expect"] = expect
-        return node
-
-    def _emit(self, op: str, target: Any, given: Any, result: Any, name: str, expect: Any = None) -> None:
-        args, kwargs = given
-        node = self._tag(self.graph.create_node(op, target, tuple(args), dict(kwargs), name=name), expect)
-        node.meta["sizes"] = [tuple(t.shape) for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        self._spread(node, result)
-
-    def _spread(self, node: fx.Node, value: Any) -> None:
-        """Give every tensor in a result a node: the result's own, or one that picks it."""
-        if isinstance(value, torch.Tensor):
-            return self._bind(value, node)
-        pick, items = items_of(value)
-        for key, item in items:
-            if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(item)):
-                picked = self.graph.call_function(pick, (node, key))
-                self._spread(self._tag(picked, None), item)
-
-
-def _noting(kind: type[nn.Module], path: str, recorder: Recorder) -> type[nn.Module]:
-    """The class ``kind`` for one module of a copy, noting what is read of it."""
-
-    def note(self: nn.Module, name: str) -> Any:
-        if not recorder.quiet:
-            recorder.reads.add((path, name))
-        return kind.__getattribute__(self, name)
-
-    named = {"__getattribute__": note, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), named)
-
-
-_Place = tuple[dict[str, Any], str, Callable[..., Any]]
-
-
-def _wrapped() -> list[_Place]:
-    """Where functions stand that are marked with ``torch.fx.wrap``."""
-    marked = fx._symbolic_trace._wrapped_fns_to_patch.items()
-    return [(frame, name, frame[name]) for (_, name), frame in marked if callable(frame.get(name))]
-
-
-def _bound(functions: Collection[Callable[..., Any]]) -> list[_Place]:
-    """Every name of every imported file that stands for one of ``functions``."""
-    files = [vars(file) for file in list(sys.modules.values()) if isinstance(file, types.ModuleType)]
-    return [
-        (file, name, held)
-        for file in (files if functions else ())
-        for name, held in list(file.items())
-        if any(held is function for function in functions)
-    ]
+def _flat(run: Callable[..., Any], keep_random: bool, *args: Any) -> Any:
+    """What a reentrant checkpoint computes, without dropping and computing it again."""
+    graded = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and graded):  # else it gives nobody a gradient
+        return run(*args)

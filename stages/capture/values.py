@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +23,13 @@ _ARITHMETIC = frozenset("add_ sub_ mul_ div_ pow_ remainder_ floor_divide_".spli
 _REFLECTED = {
     f"r{name}": name for name in "add sub mul div truediv floordiv pow mod matmul and or xor".split()
 }
+
+
+_NOT_THE_MODEL = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    "<",
+)
 
 
 def items_of(value: Any) -> tuple[Callable[..., Any], list[tuple[Any, Any]]]:
@@ -57,4 +66,14 @@ def is_foreign(item: Any) -> bool:
     """Whether ``item`` is a structure around tensors that torch.fx would hand on as something else."""
     if isinstance(item, torch.Tensor) or type(item) in (tuple, list, dict):
         return False
-    return not pytree.tree_is_leaf(item) and any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(item))
+    return not pytree.tree_is_leaf(item) and any(
+        isinstance(x, torch.Tensor) for x in pytree.tree_leaves(item)
+    )
+
+
+def line_of_model() -> str:
+    """``file:line`` of the code that runs now: the innermost that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""

@@ -1,0 +1,126 @@
+"""The nodes of a recording: which tensor is the result of which, and what holds for each.
+
+It knows tensors and modules, and nothing of how a run is watched."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from .modes import Modes
+from .values import is_foreign, items_of, line_of_model, rebuilt
+
+_OUT_OF_SIGHT = "made where recording cannot see it (torch.func transforms, torch.jit, a C++ extension)"
+
+
+class Unrecordable(Exception):
+    """The run did something that no list of nodes can repeat: in the module at ``path``, on line
+    ``where``."""
+
+    def __init__(self, what: str, *, path: str, where: str) -> None:
+        super().__init__(what)
+        self.what, self.path, self.where = what, path, where
+
+
+class Nodes:
+    """A graph that grows by a node for each call of ``model``; ``stack`` are the modules that run now.
+
+    In a node's ``meta``: ``nn_module_stack`` as torch.fx has it, ``where`` the file and line of the model's
+    code, ``modes`` (grad mode and autocast) where they differ from those around the run, ``expect`` for a
+    guard, ``shape`` where Python read the shape of its result, ``sizes`` the shapes of the tensors in it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.graph = fx.Graph()
+        self.constants: dict[str, torch.Tensor] = {}
+        self.outside = Modes.now()
+        self.stack: list[tuple[str, type]] = [("", type(model))]
+        held = [*model.named_buffers(), *model.named_parameters()]
+        self.names = {id(tensor): name for name, tensor in held}
+        self.held = [tensor for _, tensor in held]  # alive, so that no other tensor gets such an id
+        self.nodes: dict[int, tuple[Callable[[], torch.Tensor | None], fx.Node]] = {}
+
+    def input(self, name: str, tensor: torch.Tensor) -> None:
+        """The next input of the model."""
+        self._bind(tensor, self.tag(self.graph.placeholder(name), None))
+
+    def named(self, item: Any) -> Any:
+        """``item`` with a node in the place of every tensor, and of every structure that is no plain one."""
+        return tree_map(self._noded, item, is_leaf=is_foreign)
+
+    def _noded(self, item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return self.node_of(item)
+        if not is_foreign(item):
+            return item
+        leaves, spec = tree_flatten(item)
+        given: tuple[Any, ...] = (spec, *(self._noded(leaf) for leaf in leaves))
+        return self.tag(self.graph.call_function(rebuilt, given), None)
+
+    def known(self, tensor: torch.Tensor) -> fx.Node | None:
+        """The node whose result ``tensor`` is, None for any other tensor."""
+        kept, node = self.nodes.get(id(tensor), (lambda: None, None))
+        return node if kept() is tensor else None
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
+        """That node, or one that reads a tensor of the model or a constant."""
+        node = self.known(tensor)
+        if node is None:
+            self.refuse_unseen(tensor)
+            name = self.names.get(id(tensor))
+            if name is None:
+                name = f"_constant_{len(self.constants)}"
+                self.constants[name] = tensor.detach().clone()
+                self.held.append(tensor)
+            node = self.tag(self.graph.create_node("get_attr", name), None)
+            self._bind(tensor, node)
+        return node
+
+    def refuse_unseen(self, item: Any) -> None:
+        """Raise Unrecordable for a tensor with a gradient that no node made."""
+        for tensor in tree_leaves(item):
+            if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+                continue
+            if self.known(tensor) is None and id(tensor) not in self.names:
+                raise self.unrecordable(f"a tensor of shape {tuple(tensor.shape)} was {_OUT_OF_SIGHT}")
+
+    def unrecordable(self, what: str) -> Unrecordable:
+        """The error for what happens now, with its place."""
+        return Unrecordable(what, path=self.stack[-1][0], where=line_of_model())
+
+    def _bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        self.nodes[id(tensor)] = weakref.ref(tensor), node
+
+    def tag(self, node: fx.Node, expect: Any) -> fx.Node:
+        """Note on a node where and how it ran, and what it must find again."""
+        path, kind = self.stack[-1]
+        node.meta["nn_module_stack"] = {path: (path, kind)}
+        node.meta["where"] = line_of_model()
+        if (now := Modes.now()) != self.outside:
+            node.meta["modes"] = now
+        if expect is not None:
+            node.meta["expect"] = expect
+        return node
+
+    def emit(self, op: str, target: Any, given: Any, result: Any, name: str, expect: Any = None) -> None:
+        """One more call, and its result."""
+        args, kwargs = given
+        if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in tree_leaves(result)):
+            raise self.unrecordable("a nested tensor was made, which has no shape that could be told")
+        node = self.tag(self.graph.create_node(op, target, tuple(args), dict(kwargs), name=name), expect)
+        node.meta["sizes"] = [tuple(t.shape) for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        self._spread(node, result)
+
+    def _spread(self, node: fx.Node, value: Any) -> None:
+        """Give every tensor in a result a node: the result's own, or one that picks it."""
+        if isinstance(value, torch.Tensor):
+            return self._bind(value, node)
+        pick, items = items_of(value)
+        for key, item in items:
+            if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(item)):
+                picked = self.graph.call_function(pick, (node, key))
+                self._spread(self.tag(picked, None), item)

@@ -1,0 +1,94 @@
+"""What torch's dispatch does not show, exchanged while a run is recorded, and put back while a layer runs.
+
+A layer runs as it will run later: with torch's own functions and with no mode around it, so that compiled
+pieces compile what they would, and modules that ask whether anybody watches take the path that they always
+take."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import _symbolic_trace
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+
+
+class Patches:
+    """``wanted``: (class, module or dict of globals, name, what stands there while recording)."""
+
+    def __init__(self, wanted: Iterable[tuple[Any, str, Any]]) -> None:
+        self.wanted = list(wanted)
+        self.kept = [_look(owner, name) for owner, name, _ in self.wanted]
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """The block that is recorded."""
+        self._put([new for _, _, new in self.wanted])
+        try:
+            yield
+        finally:
+            self._put(self.kept)
+
+    @contextlib.contextmanager
+    def off(self, mode: TorchFunctionMode) -> Iterator[None]:
+        """A block inside it in which everything, the ``mode`` that records too, is as ever."""
+        self._put(self.kept)
+        try:
+            with (
+                _pop_mode_temporarily() if _get_current_function_mode() is mode else contextlib.nullcontext()
+            ):
+                yield
+        finally:
+            self._put([new for _, _, new in self.wanted])
+
+    def _put(self, values: Iterable[Any]) -> None:
+        for (owner, name, _), value in zip(self.wanted, values, strict=True):
+            if isinstance(owner, dict):
+                owner[name] = value
+            else:
+                setattr(owner, name, value)
+
+
+def _look(owner: Any, name: str) -> Any:
+    return owner[name] if isinstance(owner, dict) else vars(owner)[name]
+
+
+def overridden(tensors: Iterable[Any]) -> bool:
+    """What torch.overrides.has_torch_function says where nobody records: is one of them of a kind of its
+    own?"""
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return any(type(t) not in plain and hasattr(type(t), "__torch_function__") for t in tensors)
+
+
+def kinds_that_are_called() -> Iterator[type[nn.Module]]:
+    """The classes whose ``__call__`` runs a module."""
+    yield nn.Module
+    dynamo = sys.modules.get("torch._dynamo")  # two seconds to import; who compiled a module has done so
+    if dynamo is not None and "__call__" in vars(dynamo.OptimizedModule):
+        yield dynamo.OptimizedModule
+
+
+Place = tuple[dict[str, Any], str, Callable[..., Any]]
+"""Globals of a file, a name in them, and the function that it stands for."""
+
+
+def wrapped() -> list[Place]:
+    """Where functions stand that are marked with ``torch.fx.wrap``."""
+    marked = _symbolic_trace._wrapped_fns_to_patch.items()
+    return [(frame, name, frame[name]) for (_, name), frame in marked if callable(frame.get(name))]
+
+
+def bound(functions: Collection[Callable[..., Any]]) -> list[Place]:
+    """Every name of every imported file that stands for one of ``functions``."""
+    files = [vars(file) for file in list(sys.modules.values()) if isinstance(file, types.ModuleType)]
+    return [
+        (file, name, held)
+        for file in (files if functions else ())
+        for name, held in list(file.items())
+        if any(held is function for function in functions)
+    ]

@@ -1,0 +1,148 @@
+"""Public networks, as people use them: three stages, a step of training, every bit of the plain loop.
+
+`python -m penstock.scripts.coverage` tries them all; these are a few that each hold another trap."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.scripts.coverage import eager, language, vision
+from penstock.scripts.coverage.examine import examine
+from penstock.scripts.coverage.network import Network, normal
+
+TORCHVISION = ("shufflenet_v2_x0_5", "squeezenet1_1")
+TRANSFORMERS = ("gpt2", "mixtral", "bert_classes", "t5", "levit")
+TIMM = ("test_efficientnet", "test_vit")
+
+
+def needs(library):
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed: pip install 'penstock[zoo]'")
+
+
+def same(network):
+    row = examine(network)
+    assert (row["result"], row.get("why")) == ("same", "")
+    assert row["stages"] == 3
+    return row
+
+
+@pytest.mark.parametrize("network", list(vision.of_torch()), ids=lambda network: network.name)
+def test_a_network_of_torch(network):
+    same(network)
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_a_network_of_torchvision(name):
+    same(next(network for network in vision.networks() if network.name == name))
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_network_of_transformers(name):
+    needs("transformers")
+    row = same(next(network for network in language.networks() if network.name == name))
+    assert bool(row["leaves"]) == (name == "mixtral")  # its experts are chosen by value
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_a_network_of_timm(name):
+    needs("timm")
+    from penstock.scripts.coverage import families
+
+    same(next(network for network in families.networks() if network.name == name))
+
+
+class Net(nn.Module):
+    """Three linear layers, and what ``trap`` does between the first two."""
+
+    def __init__(self, trap, prepare=None):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("n", torch.zeros(()))
+        self.trap = trap
+        if prepare:
+            prepare(self)
+
+    def forward(self, x):
+        return self.c(torch.relu(self.b(self.trap(self, self.a(x)))))
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        context.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * 3 * context.saved_tensors[0]
+
+
+def replaced_buffer(net, x):
+    net.n = net.n + x.detach().mean()
+    return x * (1 + net.n)
+
+
+def written_buffer(net, x):
+    net.n.add_(1)
+    return x * net.n
+
+
+def cache(net, x):
+    if not hasattr(net, "table"):
+        net.table = torch.arange(6.0)
+    return x + net.table
+
+
+def reentrant(net, x):
+    return torch.utils.checkpoint.checkpoint(lambda v: torch.tanh(v), x, use_reentrant=True)
+
+
+def borrowed(net, x):
+    return torch.func.functional_call(net.b, {"bias": net.a.bias * 2}, (x,))
+
+
+def padded(net, x):
+    words = x[:, None].repeat(1, 3, 1)
+    mask = torch.zeros(len(x), 3, dtype=torch.bool, device=x.device)
+    mask[:, 2] = True
+    return net.encoder(words, src_key_padding_mask=mask).sum(1)
+
+
+def add_encoder(net):
+    net.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 12, batch_first=True), 2)
+
+
+def add_compiled(net):
+    net.compiled = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), backend="eager")
+
+
+TRAPS = {
+    "a custom Function": (lambda net, x: Squared.apply(x), None),
+    "a buffer that is replaced": (replaced_buffer, None),
+    "a buffer that is written and read": (written_buffer, None),
+    "a cache": (cache, None),
+    "a reentrant checkpoint": (reentrant, None),
+    "a borrowed parameter": (borrowed, None),
+    "padding, which evaluation nests": (padded, add_encoder),
+    "a compiled part": (lambda net, x: net.compiled(x), add_compiled),
+    "complex numbers": (lambda net, x: torch.fft.irfft(torch.fft.rfft(x) * 1j, n=6), None),
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_a_trap(trap):
+    network = Network(
+        name=trap, library="test", make=lambda: Net(*TRAPS[trap]), batch=lambda n: {"x": normal(n, n, 6)}
+    )
+    row = examine(network)
+    assert (row["result"], row.get("why")) == ("same", "")
+
+
+def test_the_plain_loop_seeds_the_calls_that_draw():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.5))
+    batch = {"x": normal(0, 8, 4)}
+    draws = eager.drawing_calls(model, batch, ["0", "1", "2", "3"], ["first", "second"])
+    assert draws == {1: "first", 3: "second"}
