@@ -63,7 +63,7 @@ class PlanConfig:
 
     Attributes:
         model: the network; model._target_=my.Net for your own
-        data: the samples; data._target_=my.samples for your own
+        data: the samples; data._target_=my.data for your own Dataset, DataLoader or a (train, test) pair
         ranks: processes on this machine; 1 runs all stages in one process
         stages: pipeline stages; null: one a rank (two where the schedule takes two), or one more than cuts
         cuts: cut after these layers or modules, by hand: cuts=[layer2,layer3.0]
@@ -110,6 +110,11 @@ class PlanConfig:
             _at_least(1, name, getattr(self, name))
         for name in ("extra_in_flight", "seed"):
             _at_least(0, name, getattr(self, name))
+        if self.micro_batches > self.batch_size:
+            raise ConfigError(
+                f"batch_size={self.batch_size} is too small for micro_batches={self.micro_batches}, each of "
+                f"which has a sample at least; lower micro_batches to {self.batch_size}, or raise batch_size"
+            )
         if self.device != "cpu":
             raise ConfigError(f"device={self.device} is not known; Penstock computes on device=cpu so far")
         _one_of(WEIGHTS, "weights", self.weights)
@@ -135,9 +140,10 @@ class PlanConfig:
                 " leave out one of them"
             )
         if self.ranks > self.num_stages:
+            asked = f"stages={self.stages}" if self.cuts is None else f"cuts={shown(self.cuts)}"
             raise ConfigError(
-                f"ranks={self.ranks} is more than the {self.num_stages} stages, and a rank needs at least"
-                f" one; lower ranks to {self.num_stages}, or ask for more stages"
+                f"ranks={self.ranks} is more than the {self.num_stages} stages of {asked}, and a rank needs"
+                f" one at least; lower ranks to {self.num_stages}, or ask for more stages"
             )
 
 
