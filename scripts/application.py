@@ -49,6 +49,7 @@ def run(
     OmegaConf.register_new_resolver("pid", os.getpid, replace=True)  # makes the folder's name unique
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where model._target_=my.Net usually lies
+    asked = shlex.join(["penstock", *(command or name).split(), *arguments])
     arguments = overrides.with_own_groups(arguments)
     typed = dataclasses.replace(typed, options=overrides.with_own_groups(typed.options))
     if not flags.ELSEWHERE & typed.flags.keys():
@@ -57,9 +58,8 @@ def run(
 
     @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIGURATION}", config_name=name)
     def application(config: DictConfig) -> None:
-        settings = HydraConfig.get()
-        folder = RunFolder(path=Path(settings.runtime.output_dir))
-        options = list(settings.overrides.task)
+        folder = RunFolder(path=Path(HydraConfig.get().runtime.output_dir))
+        options = list(HydraConfig.get().overrides.task)
         try:
             with folder.claim() as missing:
                 if missing:
@@ -71,11 +71,11 @@ def run(
             console.refuse(error)
             codes.append(REFUSED)
         except KeyboardInterrupt as stop:
-            stop.add_note(stopping.kept(folder, command=shlex.join(["penstock", command or name, *given])))
+            stop.add_note(stopping.kept(folder, command=asked))
             raise
 
-    given, sweep = list(arguments), _sweep(name, typed)
-    before, sys.argv = sys.argv, [f"penstock {command or name}", *arguments]
+    sweep, before = _sweep(name, typed), sys.argv
+    sys.argv = [f"penstock {command or name}", *arguments]
     try:
         with sweep.claim() if sweep else contextlib.nullcontext():
             application()

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from ...compression import names
 from ...compression.errors import ConfigError
 from ...conf.bench import BenchPipelineConfig
+from ...conf.bench_codecs import BenchCodecsConfig
 from ...conf.convergence import BenchConvergenceConfig
-from ...conf.schema import BenchCodecsConfig
 from ...pipeline import early
 from ...pipeline.launch import check_ranks
 from ...stages.units import parse_bytes

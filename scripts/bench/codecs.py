@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...compression.codec import CODECS, decode, encode
-from ...conf.schema import BenchCodecsConfig
+from ...conf.bench_codecs import BenchCodecsConfig
 from . import codecs_sides as sides
 from .codecs_bounds import bound, words_of
 from .codecs_peers import PEERS, Peer, peers

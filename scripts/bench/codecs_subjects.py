@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...compression.codec import encode
 from ...compression.errors import ConfigError
-from ...conf.schema import BenchCodecsConfig
+from ...conf.bench_codecs import BenchCodecsConfig
 from ...pipeline import build
 from ...pipeline.samples.samples import Samples
 from ...pipeline.train import loss

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ... import __version__
 from ...compression.errors import ConfigError
 from ...conf.bench import BenchPipelineConfig
+from ...conf.bench_codecs import BenchCodecsConfig
 from ...conf.convergence import BenchConvergenceConfig
-from ...conf.schema import BenchCodecsConfig
 from ...pipeline.run_folder import RunFolder
 from ...stages.files import save_json
 from .. import usage
