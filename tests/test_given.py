@@ -228,9 +228,16 @@ class Streamed(IterableDataset[Any]):
         return iter(table())
 
 
-@pytest.mark.parametrize("made", [Streamed(), DataLoader(Streamed()), (table(), Streamed())])
+class Counted(Streamed):
+    def __len__(self) -> int:
+        return 10
+
+
+@pytest.mark.parametrize("made", [Streamed(), Counted(), DataLoader(Streamed()), (table(), Streamed())])
 def test_a_stream_of_samples_is_refused(made):
-    with pytest.raises(ConfigError, match=r"a Streamed to (train|test), which knows no numbers of samples"):
+    with pytest.raises(
+        ConfigError, match=r"a (Streamed|Counted) to (train|test), which knows no numbers of samples"
+    ):
         given(made)
 
 
