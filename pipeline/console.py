@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from ..compression.names import show_codec
 from ..stages.units import show_bytes
 from . import compare_table
 from .metrics import ratio
@@ -180,8 +181,6 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
 
 def _lossy(codec: str) -> str:
     """What to say of a codec that loses bits; nothing of the others."""
-    from ..compression.choose import show_codec  # brings torch
-
     shown = show_codec(codec)
     return "" if shown == codec else f" by {shown}, so not with the bits of the plain loop"
 

@@ -40,7 +40,7 @@ from .gather import gather_flows, gather_reports, gather_spans
 from .loss import total_loss
 from .optimizers import Named
 from .ownership import make_stages, ownership
-from .report import Report
+from .report import Report, described
 from .scale import Scaler
 from .state import State
 from .steps import Flushed, Step, Steps
@@ -152,6 +152,13 @@ class Pipeline:
         self.same = SameBatches(self.engine.failure)
         resident.begin()
         self.usage = Usage(plan, own.tensors, self.update.optimizers, resident=resident)
+
+    def __str__(self) -> str:
+        return described(self.plan, here=list(self.stages), num_steps=self.num_steps)
+
+    def __repr__(self) -> str:
+        first, _, _ = str(self).partition(",")
+        return f"<{first}, rank {self.rank}>"
 
     @property
     def is_last(self) -> bool:

@@ -24,10 +24,10 @@ from ..conf.schema import TrainConfig
 from ..stages.files import save_json
 from ..stages.layers import casting
 from ..stages.plan import Plan
-from . import build, console, group
+from . import build, console, early, group
 from .course import check_batches, count_steps, count_updates, training_batches
-from .decide import decide, model_name, prepare, take_over
-from .launch import check_ranks, cores, init, run_rank, start_ranks
+from .decide import decide, model_name, prepare
+from .launch import cores, init, run_rank, start_ranks
 from .metrics import Metrics, summarise
 from .model_file import keeping, rescuing, save_model
 from .pipeline import Pipeline
@@ -44,9 +44,13 @@ def train(config: TrainConfig, folder: RunFolder, typed: Sequence[str] = ()) -> 
             typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored.
     Raises: PenstockError: something that was asked for cannot be had, or a rank failed.
     """
-    given = take_over(config, typed) if config.plan else None
-    check_ranks(config.ranks)
+    given = early.check(config, typed)
+    build.check_targets(config)
+    build.optimizer(config.optimizer)
     samples = prepare(config)
+    for note in samples.notes:
+        console.warn(note)
+    build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
     plan = given or decide(config, samples, autocast=build.autocast(config.autocast))
     config.stages = plan.num_stages
     rehearse(config, plan, samples)
@@ -140,15 +144,18 @@ def run_epochs(
             for one in see:
                 one(report)
         test = evaluate(pipe, plan, config, samples)
-        result = f"test accuracy {test['accuracy']:.2%}, test loss {test['loss']:.4f}"
-        note(f"epoch {epoch + 1}/{config.epochs}: {result}")
+        if test:
+            result = f"test accuracy {test['accuracy']:.2%}, test loss {test['loss']:.4f}"
+            note(f"epoch {epoch + 1}/{config.epochs}: {result}")
         if left == 0:
             break
     return test
 
 
 def evaluate(pipe: Pipeline, plan: Plan, config: TrainConfig, samples: Samples) -> dict[str, float]:
-    """Return the accuracy and the mean loss over the test split, on every rank."""
+    """Return the accuracy and the mean loss over the test split, on every rank; nothing without one."""
+    if samples.test is None:
+        return {}
     right = total = 0
     lost = 0.0
     for inputs, targets in samples.batches("test", batch_size=config.batch_size):

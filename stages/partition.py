@@ -9,8 +9,8 @@ Source: the min-max recurrence of PipeDream (Narayanan et al., SOSP 2019, sectio
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ..compression.choose import check_name
 from ..compression.errors import PlanError
+from ..compression.names import check_name
 from .asked import Asked
 from .costs import Costs, with_margin
 from .cuts import allowed_cuts, named_cuts

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..compression.errors import PlanError
+from ..compression.names import show_codec
 from .asked import Asked
 from .files import save_json
 from .record import load_json, read, shortened
@@ -194,8 +195,6 @@ _FOOTNOTE = "predicted per micro-batch; memory for all micro-batches in flight; 
 
 
 def _title(plan: Plan) -> str:
-    from ..compression.choose import show_codec  # brings torch, which a plan is read without
-
     batches = f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
     parts = [plan.schedule, batches, f"codec {show_codec(plan.codec)}"]
     if plan.extra_in_flight:
