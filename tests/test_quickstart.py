@@ -29,7 +29,7 @@ def in_clone(folder: Path, line: str, **more: str) -> subprocess.CompletedProces
 def clone(tmp_path: Path) -> Path:
     """A checkout whose environment finds here what would have to be downloaded."""
     folder = copy_to(tmp_path / "clone")
-    subprocess.run([sys.executable, "-m", "venv", folder / ".venv"], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], check=True)
     (site,) = (folder / ".venv" / "lib").glob("python*/site-packages")
     here = dict.fromkeys(path for path in sys.path if path.endswith("site-packages"))
     (site / "shared.pth").write_text("\n".join([*here, sysconfig.get_path("purelib")]))
