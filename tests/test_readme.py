@@ -46,7 +46,7 @@ from penstock.pipeline.samples import digits
 
 class MyNet(torch.nn.Sequential):
     def __init__(self):
-        super().__init__(torch.nn.Flatten(), torch.nn.Linear(3072, 8), torch.nn.ReLU())
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(3072, 10), torch.nn.ReLU())
 
 def my_data():
     return digits.load()
