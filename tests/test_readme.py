@@ -16,7 +16,7 @@ import pytest
 import test_asynchronous
 import test_same_bits
 import test_same_bits_on_ranks
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from penstock.conf.schema import PlanConfig, TrainConfig
 from penstock.pipeline.schedules import SCHEDULES
@@ -115,7 +115,9 @@ def test_a_command_is_not_refused(typed, capsys, tmp_path, monkeypatch):
     out = capsys.readouterr().out
     if not shown:  # the words are known; now the rules between them
         schema = SCHEMAS[words[1] if words[0] == "bench" else words[0]]
-        application.checked(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(out)), schema)
+        merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(out))
+        assert isinstance(merged, DictConfig)
+        application.checked(merged, schema)
 
 
 @pytest.mark.slow
