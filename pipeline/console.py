@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from .compare import Comparison
     from .report import Report
 
-SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LINES = 10.0  # at first; every line of a log doubles it, so that a log stays short
+MOST_SECONDS_BETWEEN_LINES = 300.0
 WIDTH_OF_A_LOG = WIDTH_OF_RAW_BYTES = 110
 MOST_FLOWS = 4  # in the closing lines; summary.json has all
 KEY = (
@@ -48,7 +49,8 @@ class Training:
         self._num_steps, self._done = num_steps, 0
         self._raw = self._sent = 0
         self._seconds = 0.0
-        self._last_line = time.monotonic() - SECONDS_BETWEEN_LINES  # the first step gets a line
+        self._pause = SECONDS_BETWEEN_LINES
+        self._next_line = time.monotonic()  # the first step gets a line
         self._bar = Progress(
             BarColumn(bar_width=None),  # takes what the rest leaves
             MofNCompleteColumn(),
@@ -89,9 +91,10 @@ class Training:
 
     def _is_time_for_a_line(self) -> bool:
         now = time.monotonic()
-        if self._done < self._num_steps and now - self._last_line < SECONDS_BETWEEN_LINES:
+        if self._done < self._num_steps and now < self._next_line:
             return False
-        self._last_line = now
+        self._next_line = now + self._pause
+        self._pause = min(2 * self._pause, MOST_SECONDS_BETWEEN_LINES)
         return True
 
 
@@ -108,13 +111,12 @@ def begin(plan: Plan, folder: Path, *, console: Console | None = None) -> None:
 
 
 def close(summary: Mapping[str, Any], files: Iterable[Path], *, console: Console | None = None) -> None:
-    """Print the closing table, the totals, and where the pictures and the trace are."""
+    """Print the closing table, the totals, and in one line where the pictures and the trace are."""
     console = console or screen()
     console.print(closing_table(summary, wide=console.width >= WIDTH_OF_RAW_BYTES))
     for line in (*KEY, *totals(summary)):
         console.print(line, highlight=False, soft_wrap=True)
-    for path in files:
-        console.print(short(path), highlight=False, soft_wrap=True)
+    console.print("  ".join(map(short, files)), highlight=False, soft_wrap=True)
 
 
 def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
