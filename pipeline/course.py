@@ -4,17 +4,17 @@ Every rank follows it by itself, so it comes from the options and the data alone
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..compression.errors import ConfigError
 from ..conf.schema import PlanConfig, TrainConfig
+from ..stages.capture.call import Example
 from ..stages.plan import Plan
 from ..stages.rules import STREAM
-from .batches import positional
 from .samples.samples import Samples
 
 
@@ -29,21 +29,12 @@ def training_batches(config: PlanConfig, samples: Samples, *, epoch: int) -> Ite
     )
 
 
-def example_inputs(config: PlanConfig, samples: Samples, model: nn.Module) -> tuple[Tensor, ...]:
-    """Return the first micro-batch of the first training batch, as ``model`` takes it by position."""
+def example_inputs(config: PlanConfig, samples: Samples) -> Example:
+    """Return the first micro-batch of the first training batch, as the model takes it."""
     inputs, _ = next(training_batches(config, samples, epoch=0))
-    if isinstance(inputs, dict):
-        inputs = positional(inputs, _named(model, inputs))
-    given = inputs if isinstance(inputs, tuple) else (inputs,)
-    number = min(config.micro_batches, len(given[0]))
-    return tuple(tensor.tensor_split(number)[0].clone() for tensor in given)
-
-
-def _named(model: nn.Module, inputs: dict[str, Tensor]) -> list[str]:
-    """The arguments of ``forward`` up to the last that the data have: those in between must be there, too."""
-    names = list(inspect.signature(model.forward).parameters)
-    last = max((place for place, name in enumerate(names) if name in inputs), default=len(names) - 1)
-    return names[: last + 1]
+    given = inputs if isinstance(inputs, tuple | dict) else (inputs,)
+    number = min(config.micro_batches, len(tree_leaves(given)[0]))
+    return tree_map(lambda tensor: tensor.tensor_split(number)[0].clone(), given)
 
 
 def count_steps(config: TrainConfig, samples: Samples) -> int:

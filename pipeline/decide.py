@@ -7,6 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..compression.errors import PlanError
 from ..conf.schema import PlanConfig
@@ -38,14 +40,21 @@ def prepare(config: PlanConfig) -> Samples:
     return build.samples(config.data, batch_size=config.batch_size)
 
 
-def decide(config: PlanConfig, samples: Samples, *, autocast: torch.dtype | None = None) -> Plan:
+def decide(
+    config: PlanConfig,
+    samples: Samples,
+    *,
+    model: nn.Module | None = None,
+    autocast: torch.dtype | None = None,
+) -> Plan:
     """Return the plan for ``config``: trace and measure the model on one micro-batch, then choose the cuts.
 
-    Args:   autocast: the dtype that training will cast to.
+    Args:   model: what the configuration names, where it was made already.
+            autocast: the dtype that training will cast to.
     Raises: PlanError: the model cannot be traced, or cut as asked.
     """
     return partition(
-        look(config, samples, autocast=autocast),
+        look(config, samples, model=model, autocast=autocast),
         schedule=config.schedule,
         weights=config.weights,
         prediction=config.prediction,
@@ -54,17 +63,24 @@ def decide(config: PlanConfig, samples: Samples, *, autocast: torch.dtype | None
     )
 
 
-def look(config: PlanConfig, samples: Samples, *, autocast: torch.dtype | None = None) -> Profile:
+def look(
+    config: PlanConfig,
+    samples: Samples,
+    *,
+    model: nn.Module | None = None,
+    autocast: torch.dtype | None = None,
+) -> Profile:
     """Trace and measure the model on one micro-batch.
 
+    Args:   model: what the configuration names, where it was made already.
     Raises: PlanError: the model cannot be traced.
     """
-    model = build.model(config.model, describe=samples.describe, seed=config.seed)
-    example = example_inputs(config, samples, model)
+    model = model or build.model(config.model, describe=samples.describe, seed=config.seed)
+    example = example_inputs(config, samples)
     try:
         graph = trace(model, example, autocast=autocast)
     except PlanError as error:
-        if len(example[0]) > 1:
+        if len(tree_leaves(example)[0]) > 1:
             raise
         asked = f"batch_size={config.batch_size} micro_batches={config.micro_batches}"
         raise PlanError(

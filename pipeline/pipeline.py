@@ -169,10 +169,10 @@ class Pipeline:
         """Train on one batch: micro-batches through the schedule, one update.
 
         Args:    inputs: a tensor, a tuple (positional) or a dict (by name) of tensors; dimension 0 is the
-                 batch; what the example had beside tensors may stand between them. ``Constant`` tensors of the
-                 example go to every micro-batch whole.
-                 targets: a tensor, tuple or dict of tensors, split along dimension 0 like the inputs; None for a
-                 model that computes its own loss.
+                 batch; what the example had beside tensors may stand between them. ``Constant`` tensors of
+                 the example go to every micro-batch whole.
+                 targets: a tensor, tuple or dict of tensors, split along dimension 0 like the inputs; None
+                 for a model that computes its own loss.
                  outputs: keep the model's outputs for the report, on the last stage's rank; of a stream,
                  those of the micro-batches that finished, in their order: the oldest were fed by the last
                  step.

@@ -1,9 +1,9 @@
 """trace(model, example) -> LayerGraph: the network as layers and values, once as it trains and once as it
 evaluates.
 
-What a model does is recorded from real eager runs (``capture``). Before anybody relies on the record it is run
-beside the model on other data, another size and moved weights: same outputs, gradients and buffers, bit for
-bit, or a refusal.
+What a model does is recorded from real eager runs (``capture``). Before anybody relies on the record it is
+run beside the model on other data, another size and moved weights: same outputs, gradients and buffers, bit
+for bit, or a refusal.
 Source: claims B1.1-1.4 of CN110032450B (layer vertices, data vertices, dependencies)."""
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ def trace(
     Args:    model: any module; left bit for bit as it was (weights, gradients, mode, random state).
              example_inputs: one micro-batch as the model takes it: a tuple by position, or a dict by name.
              autocast: the dtype that training will cast to, None for none.
-             leaves: what is one layer each: classes of modules, paths of modules, functions. Modules of torch.nn
-             are by themselves, and so is the smallest module around a place that other data make run otherwise.
+             leaves: what is one layer each: classes of modules, paths of modules, functions. Modules of
+             torch.nn are by themselves, and so is the smallest module around a place that other data make run
+             otherwise.
     Returns: the LayerGraph; a layer is one torch call or one module of torch.nn, with the name that torch.fx
              would give it.
     Raises:  PlanError: what the model does cannot be repeated layer by layer.
@@ -136,7 +137,8 @@ def _proven(
     """The record of a copy in the mode in which it stands, its probe, and the buffers that it writes to.
 
     Args:   copies: one to run layer by layer, one to run as it is.
-            beside: the record of the other mode, with the same tied parameters and modules that are one layer."""
+            beside: the record of the other mode, with the same tied parameters and modules that are one
+            layer."""
     copied, eager = copies
     tied = {str(node.target) for layer in beside.layers for _, node in layer.lifted} if beside else ()
     root, mode = copied.root, "train" if copied.root.training else "eval"

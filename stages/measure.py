@@ -61,8 +61,9 @@ class ValueProfile:
 class Profile:
     """What a plan is made from: the layers and values of one micro-batch, and where not to cut.
 
-    ``refused``: for a layer's number, why the model must not be cut behind it. ``signature``: how the model is called,
-    None in a profile that does not know: by position. ``leaves``: what was taken as one layer, by request or need."""
+    ``refused``: for a layer's number, why the model must not be cut behind it. ``signature``: how the model
+    is called, None in a profile that does not know: by position. ``leaves``: what was taken as one layer, by
+    request or need."""
 
     layers: tuple[LayerProfile, ...]
     values: tuple[ValueProfile, ...]

@@ -53,7 +53,8 @@ class Plan:
     gradient comes before the gradient of its input. ``program``: a custom schedule, a line for each rank.
     ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
     ``asked``: which cuts ``partition`` was asked for; None in a plan that does not know.
-    ``signature``: how the model is called, None for by position; ``leaves``: what is one layer, by request or need.
+    ``signature``: how the model is called, None for by position; ``leaves``: what is one layer, by request or
+    need.
     Raises:  PlanError: the fields contradict each other.
     """
 

@@ -25,7 +25,8 @@ from .contents import contents
 def run_eager(
     eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...], *, cold: Callable[[], nn.Module]
 ) -> tuple[set[str], bool]:
-    """The buffers that a forward writes to, and whether it leaves nothing else behind, no other buffer either.
+    """The buffers that a forward writes to, and whether it leaves nothing else behind, no other buffer
+    either.
 
     Raises: PlanError: it does not run, or changes the model beside its buffers every time."""
     buffers = {name: (buffer, buffer.clone()) for name, buffer in eager.named_buffers()}

@@ -42,7 +42,7 @@ def plans_of(config: BenchPipelineConfig, chosen: Mapping[str, Entrant]) -> dict
     config.threads = job.threads
     build.optimizer(config.optimizer)
     model = build.model(config.model, describe=samples.describe, seed=config.seed)
-    example = example_inputs(job, samples, model)
+    example = example_inputs(job, samples)
     profile = measure(trace(model, example), example)
     plans = {}
     for name, entrant in (dict(chosen) | rivals(dict(chosen))).items():

@@ -1,6 +1,7 @@
 """Your own model, data and loop in a pipeline: run it as it is, or under `torchrun --nproc-per-node 2`."""
 
 import sys
+from typing import Any
 
 import torch
 import torchvision
@@ -17,7 +18,7 @@ def main(epochs: int = 1, file: str = "model.safetensors") -> None:
     penstock.init()  # joins torchrun's ranks; started plainly, all stages run in this process
     torch.manual_seed(0)  # every rank makes the same weights, and shuffles alike
     model = torchvision.models.resnet18(num_classes=10)
-    data = digits.load()
+    data: Any = digits.load()
     loader = DataLoader(data.train, batch_size=64, shuffle=True, drop_last=True)  # any map-style dataset
     example = (torch.stack([data.train[i][0] for i in range(8)]),)  # one micro-batch
     profile = penstock.measure(penstock.trace(model, example), example)
@@ -44,4 +45,4 @@ def main(epochs: int = 1, file: str = "model.safetensors") -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:2]))
+    main(epochs=int(sys.argv[1]) if len(sys.argv) > 1 else 1)
