@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,11 +19,12 @@ import torch
 from torch import fx, nn
 
 from ..compression.errors import PlanError
-from .aliases import Groups, hidden, refuse_cuts, shared
+from .aliases import hidden, refuse_cuts, shared
 from .capture.call import Call, Example
 from .capture.capture import Captured, capture, default_leaf, other_data, path_of, resized
 from .compare import fresh, observe, refuse_difference, undrawn
 from .copied import Copied
+from .layer_graph import LayerGraph
 from .layers import Layer, Traced, casting, is_local, parts_of, run_all
 from .leaves import Leaf, chosen_leaves, is_compiled
 from .lift import lift_shared
@@ -30,29 +32,6 @@ from .probe import Probe, probe
 from .remembered import remember
 from .settled import run_eager
 from .unsupported import refuse_model, refuse_objects
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LayerGraph:
-    """A recorded model: its two runs, the probe of each at the example's shape, the copy they ran on.
-
-    ``shared``: in the train and in the eval run the tensors that share memory, with the layers that need
-    them: all on one stage."""
-
-    train: Traced
-    eval: Traced
-    train_probe: Probe
-    eval_probe: Probe
-    twin: nn.Module
-    example_inputs: tuple[torch.Tensor, ...]
-    fingerprint: str
-    shared: tuple[Groups, Groups]
-    autocast: torch.dtype | None
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """Names of the layers, in the order in which they run."""
-        return tuple(layer.name for layer in self.train.layers)
 
 
 def trace(
@@ -110,6 +89,12 @@ def trace(
         shared(model, evaluation, written=written, unread=()),
     )
     refuse_cuts(groups[0], train_probe.refused)
+    for name in train.dropped:
+        warnings.warn(
+            f"the model returns {name}, which cannot be put together again from stages: it is left out; "
+            "switch it off (use_cache=False) where nothing needs it",
+            stacklevel=2,
+        )
     graph = LayerGraph(
         train=train,
         eval=evaluation,
@@ -224,6 +209,7 @@ def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection
         fixed=captured.fixed,
         again=captured.again,
         reads=captured.reads,
+        dropped=captured.dropped,
         leaves=captured.leaves,
     )
 

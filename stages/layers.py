@@ -54,7 +54,8 @@ class Traced:
     buffers that layers read by themselves: no other tensor of the model may be written to. ``fixed``: why the
     run holds for the example's number of samples only, "" where it holds for any; ``again`` records a copy of
     the model anew; ``reads`` are the (module path, attribute) that the run itself read, outside of its
-    layers; ``leaves``: what is one layer beside the modules of torch.nn, and why."""
+    layers; ``dropped``: outputs that are left out; ``leaves``: what is one layer beside the modules of
+    torch.nn, and why."""
 
     inputs: tuple[fx.Node, ...]
     layers: tuple[Layer, ...]
@@ -66,6 +67,7 @@ class Traced:
     fixed: str
     again: Callable[[nn.Module, Sequence[torch.Tensor]], fx.Graph]
     reads: frozenset[tuple[str, str]]
+    dropped: tuple[str, ...]
     leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def extend(self, twin: nn.Module, inputs: Sequence[torch.Tensor]) -> None:

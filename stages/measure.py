@@ -23,7 +23,7 @@ from .aliases import memory_of
 from .capture.call import Call, Example
 from .examples import signature_of
 from .files import save_json
-from .graph import LayerGraph
+from .layer_graph import LayerGraph
 from .layers import Layer, Parts, parts_of, run_layer
 from .probe import Probe
 from .receive import Receive

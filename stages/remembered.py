@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,12 +15,10 @@ from torch import nn
 from ..compression.errors import PlanError
 from .copied import on_meta
 from .examples import signature_of
+from .layer_graph import LayerGraph
 from .plan import Plan
 from .proof import HOOKS
 from .watch import Watch
-
-if TYPE_CHECKING:
-    from .graph import LayerGraph
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

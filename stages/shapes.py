@@ -16,7 +16,7 @@ from torch import nn
 
 from ..compression.errors import PlanError
 from .copied import on_meta
-from .graph import LayerGraph
+from .layer_graph import LayerGraph
 from .layers import Traced, casting, parts_of
 from .leaves import as_written
 from .probe import Probe, Value, probe

@@ -6,6 +6,7 @@ stages, so it is left out, and said."""
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ def flattened(result: Any) -> tuple[list[Any], pytree.TreeSpec, tuple[str, ...]]
             leaves.append(leaf)
         else:
             leaves.append(None)
-            dropped.append(f"{pytree.keystr(path).lstrip('.')} ({type(leaf).__name__})")
+            name = re.sub(r"\['(\w+)'\]", r".\1", pytree.keystr(path)).lstrip(".")
+            dropped.append(f"{name or 'its result'} ({type(leaf).__name__})")
     return leaves, spec, tuple(dropped)
 
 
