@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..stages.examples import example_of
 from ..stages.graph import trace
 from ..stages.plan import Plan
+from ..stages.remembered import recalled
 from ..stages.rules import STREAM
 from . import facts, group
 from .agreement import SameBatches, agree, agree_on_plan, together
@@ -110,7 +111,8 @@ class Pipeline:
         if not model.training:
             model.train()
         resident = Resident(model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
-        graph = trace(model, example_of(plan), autocast=autocast, leaves=plan.leaves)
+        graph = recalled(model, plan, autocast)
+        graph = graph or trace(model, example_of(plan), autocast=autocast, leaves=plan.leaves)
         agree("the layers of a model", lambda: facts.of_layers(graph))
         check_layers(plan, graph)
         self.plan, self.weight, self.num_steps = plan, weight, 0

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..compression.errors import PlanError
 from ..compression.geometry import Geometry, geometry
-from .contents import tensors
+from .contents import held_tensors, tensors
 from .layers import Traced, is_local
 
 
@@ -158,10 +158,14 @@ def _trained(group: Sequence[str], everything: Mapping[str, torch.Tensor]) -> li
 def _readers(model: nn.Module, traced: Traced) -> dict[int, set[int]]:
     """For every tensor of ``model`` (by identity) the layers that read it; the output counts as one more."""
     found: dict[int, set[int]] = {}
+    inside: dict[str, list[torch.Tensor]] = {}
     for index, node in enumerate([*(layer.node for layer in traced.layers), traced.output]):
         read: list[object] = []
         if node.op == "call_module":
-            read += tensors(model.get_submodule(str(node.target))).values()
+            path = str(node.target)
+            if path not in inside:
+                inside[path] = held_tensors(model.get_submodule(path))
+            read += inside[path]
         for source in (node, *node.all_input_nodes):
             if source.op == "get_attr" and source.target not in traced.constants:
                 if source is node or is_local(source):

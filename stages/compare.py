@@ -37,21 +37,21 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def refuse_changes(
     before: Facts, root: nn.Module, *, again: Callable[[], Any], settles: Callable[[], bool]
-) -> None:
-    """Refuse a forward that changed ``root`` beside its registered buffers since ``before``.
+) -> bool:
+    """Refuse a forward that changed ``root`` beside its registered buffers since ``before``; whether nothing did.
 
     ``again`` runs it once more: what only the first run changes may stay if it ``settles``."""
     after = contents(root, running=True)
     held = {name for name, _ in root.named_buffers() if name in before}  # may be other tensors now
     changed = next((p for p in before | after if p not in held and before.get(p) != after.get(p)), None)
     if changed is None:
-        return
+        return True
     again()
     once = contents(root, running=True) == after
     weights = [path for path, fact in before.items() if issubclass(fact[0], nn.Parameter)]
     once = once and all(before[path] == after.get(path) for path in weights)
     if once and settles():
-        return
+        return False
     raise PlanError(
         f"a forward may write to registered buffers alone, found that it changes {changed} "
         f"({change(before.get(changed), after.get(changed))}){_author(root, changed)}, which other stages, other "
@@ -127,8 +127,8 @@ def observe(
     if roots:
         torch.autograd.backward(roots, weights)
     seen |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
-    seen |= {f"parameter {name}": p.detach().clone() for name, p in model.named_parameters()}
-    seen |= {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
+    seen |= {f"parameter {name}": p.detach() for name, p in model.named_parameters()}
+    seen |= {f"buffer {name}": b for name, b in model.named_buffers()}
     return seen
 
 

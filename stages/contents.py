@@ -19,7 +19,7 @@ import numpy
 import torch
 from torch import nn
 
-from .reach import EXACT, attributes_of, is_plain, walk
+from .reach import EXACT, OF_EVERY, attributes_of, is_plain, walk
 
 OWN_STATE: dict[type, Callable[[Any], object]] = {
     numpy.ndarray: lambda item: (item.dtype.str, item.shape, zlib.crc32(item.tobytes())),
@@ -89,6 +89,14 @@ def tensors(root: nn.Module) -> dict[str, torch.Tensor]:
         for path, item in met
         if isinstance(item, torch.Tensor)
     }
+
+
+def held_tensors(root: nn.Module) -> list[torch.Tensor]:
+    """The tensors that ``root`` leads to; walks only where an attribute could lead to others than registered."""
+    others = (item for m in root.modules() for name, item in vars(m).items() if name not in OF_EVERY)
+    if all(map(is_plain, others)):
+        return [*root.parameters(), *root.buffers()]
+    return [*tensors(root).values()]
 
 
 def change(was: Fact | None, now: Fact | None) -> str:

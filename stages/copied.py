@@ -6,39 +6,58 @@ its own, whatever shared it in the model."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from ..compression.errors import PlanError
-from .aliases import hidden, memory_of
+from .aliases import memory_of
 from .contents import tensors
 from .layers import Traced
 from .unsupported import refuse_resized
 
 
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` whose parameters and buffers have no memory."""
+    known: dict[int, torch.Tensor] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if type(tensor) in (nn.Parameter, torch.Tensor):
+            bare = tensor.detach().to("meta")
+            known[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+    return copy.deepcopy(model, known).to("meta")  # type: ignore[arg-type]
+
+
 class Copied:
     """``root`` is the copy, as it will train: modules keep their own flags, unless all stand in eval mode.
 
+    ``clean``: a run leaves nothing behind in it that ``restore`` does not put back.
     ``apart``: paths of tensors that lie in the memory of a trained parameter and are not registered: they
     change with every update, so they are moved like a weight."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, apart: Sequence[str]) -> None:
         try:
             self.root = copy.deepcopy(model)
         except Exception as error:
             raise PlanError(f"a model is traced on a copy, and this one cannot be copied: {error}") from error
         if not self.root.training:
             self.root.train()
-        self.apart = hidden(model)
-        ours, theirs = (tensors(root) if self.apart else {} for root in (self.root, model))
-        self.names = {id(ours[name]): name for name in self.apart}
+        self.clean = True
+        ours, theirs = (tensors(root) if apart else {} for root in (self.root, model))
+        self.names = {id(ours[name]): name for name in apart}
         named = (*model.named_parameters(), *model.named_buffers())
         copies = (*self.root.parameters(), *self.root.buffers())
         self.pairs = [
             *((name, ours, original) for ours, (name, original) in zip(copies, named, strict=True)),
-            *((name, ours[name], theirs[name]) for name in self.apart),
+            *((name, ours[name], theirs[name]) for name in apart),
         ]
+
+    def anew(self, *, shifted: bool = False) -> nn.Module:
+        """A copy that has not run: this one, put back; or a copy of it, where a run leaves traces."""
+        self.restore()
+        if shifted:
+            self.shift()
+        return self.root if self.clean else copy.deepcopy(self.root)
 
     def shift(self) -> None:
         """Move every weight and buffer a little."""

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from ..compression.errors import PlanError
-from .aliases import Groups, refuse_cuts, shared
+from .aliases import Groups, hidden, refuse_cuts, shared
 from .capture.call import Call, Example
 from .capture.capture import Captured, capture, default_leaf, other_data, path_of, resized
 from .compare import fresh, observe, refuse_difference, undrawn
@@ -27,6 +27,7 @@ from .layers import Layer, Traced, casting, is_local, parts_of, run_all
 from .leaves import Leaf, chosen_leaves, is_compiled
 from .lift import lift_shared
 from .probe import Probe, probe
+from .remembered import remember
 from .settled import run_eager
 from .unsupported import refuse_model, refuse_objects
 
@@ -91,25 +92,24 @@ def trace(
         )
     refuse_model(model)
     modules, functions = chosen_leaves(model, leaves)
+    modules |= {path: "it is compiled" for path, module in model.named_modules() if is_compiled(module)}
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), casting(autocast):
-        copies = Copied(model), Copied(model)
-        train, train_probe, written = _proven(model, copies[0], call, example, modules, functions)
-        copies[1].root.eval()
-        evaluation, eval_probe, _ = _proven(
-            model, copies[1], call, example, train.leaves, functions, beside=train
-        )
-        if evaluation.leaves != train.leaves:  # one layer here is one layer there
-            modules = evaluation.leaves
-            train, train_probe, written = _proven(model, copies[0], call, example, modules, functions)
-            evaluation, eval_probe, _ = _proven(
-                model, copies[1], call, example, modules, functions, beside=train
-            )
+        apart = hidden(model)
+        copies, eager = [Copied(model, apart) for _ in range(2)], Copied(model, apart)
+        train, train_probe, written = _proven(copies[0], eager, call, example, modules, functions)
+        copies[1].root.eval(), eager.root.eval()
+        rest = call, example, train.leaves, functions
+        evaluation, eval_probe, _ = _proven(copies[1], eager, *rest, beside=train)
+        if evaluation.leaves != train.leaves:  # what is one layer there is one here
+            rest = call, example, evaluation.leaves, functions
+            train, train_probe, written = _proven(copies[0], Copied(model, apart), *rest)
+            evaluation, eval_probe, _ = _proven(copies[1], eager, *rest, beside=train)
     groups = (
         shared(model, train, written=written, unread=(0,)),
         shared(model, evaluation, written=written, unread=()),
     )
     refuse_cuts(groups[0], train_probe.refused)
-    return LayerGraph(
+    graph = LayerGraph(
         train=train,
         eval=evaluation,
         train_probe=train_probe,
@@ -120,11 +120,13 @@ def trace(
         shared=groups,
         autocast=autocast,
     )
+    remember(model, graph)
+    return graph
 
 
 def _proven(
-    model: nn.Module,
     copied: Copied,
+    eager: Copied,
     call: Call,
     example: tuple[torch.Tensor, ...],
     modules: Mapping[str, str],
@@ -134,20 +136,21 @@ def _proven(
 ) -> tuple[Traced, Probe, set[str]]:
     """The record of a copy in the mode in which it stands, its probe, and the buffers that it writes to.
 
-    ``beside``: the record of the other mode, with the same tied parameters and modules that are one layer."""
+    Args:   eager: another copy in that mode, to run as it is.
+            beside: the record of the other mode, which has the same tied parameters."""
     tied = {str(node.target) for layer in beside.layers for _, node in layer.lifted} if beside else ()
     root, mode = copied.root, "train" if copied.root.training else "eval"
     with torch.set_grad_enabled(root.training):
-        written = run_eager(copy.deepcopy(root), call, example, cold=lambda: copy.deepcopy(root))
-        captured = _captured(model, root, call, example, modules, functions.values(), written)
+        written, eager.clean = run_eager(copy.deepcopy(root), call, example, cold=eager.anew)
+        captured = _captured(eager, call, example, modules, functions.values(), written)
         why = {**modules, **captured.leaves, **dict.fromkeys(functions, "by request")}
         traced = dataclasses.replace(_traced(root, captured, call, tied=tied), leaves=why)
         copied.refuse_constants(traced)
         parts = parts_of(root, traced)
         for inputs in _proofs(captured, call, example):
             copied.shift()
-            eager = copy.deepcopy(root)
-            expected = observe(lambda *x: call.run(eager, x), eager, inputs)
+            twin = eager.anew(shifted=True)
+            expected = observe(lambda *x, twin=twin: call.run(twin, x), twin, inputs)
             found = observe(lambda *x: run_all(traced, parts, x), root, inputs)
             refuse_difference(expected, found, mode=mode)
             copied.restore()
@@ -157,30 +160,26 @@ def _proven(
 
 
 def _captured(
-    model: nn.Module,
-    root: nn.Module,
+    eager: Copied,
     call: Call,
     example: Sequence[torch.Tensor],
     modules: Collection[str],
     functions: Collection[Callable[..., Any]],
     written: Collection[str],
 ) -> Captured:
-    compiled = {name for name, module in model.named_modules() if is_compiled(module)}
     with undrawn():
         return capture(
-            root,
+            eager.root,
             call,
             example,
-            copies=lambda: copy.deepcopy(root),
-            leaf=lambda path, module: path in modules or path in compiled or default_leaf(path, module),
+            copies=eager.anew,
+            leaf=lambda path, module: path in modules or default_leaf(path, module),
             functions=functions,
             written=written,
         )
 
 
-def _proofs(
-    captured: Captured, call: Call, example: Sequence[torch.Tensor]
-) -> list[tuple[torch.Tensor, ...]]:
+def _proofs(captured: Captured, call: Call, example: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
     """What record and model are compared on: the example, and other data, of another size where that is
     known."""
     other = other_data(call, example)
@@ -221,7 +220,6 @@ def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection
         fixed=captured.fixed,
         again=captured.again,
         reads=captured.reads,
-        leaves=captured.leaves,
     )
 
 

@@ -8,7 +8,7 @@ micro-batch size for free."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -100,8 +100,8 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
         refused={},
         samples=samples,
     )
-    for cut in range(len(traced.layers) - 1):
-        if reason := _refusal(recorder, record, cut):
+    for cut, alive in enumerate(_alive(values, len(traced.layers) - 1)):
+        if reason := _refusal(recorder, record, cut, alive):
             record.refused[cut] = reason
     return record
 
@@ -206,9 +206,19 @@ def _travels(tensor: torch.Tensor) -> bool:
     return dense and geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).travels
 
 
-def _refusal(recorder: Recorder, record: Probe, cut: int) -> str:
-    """Why the model must not be cut behind layer ``cut``; "" if it may."""
-    alive = record.crossing(cut)
+def _alive(values: Sequence[Value], cuts: int) -> Iterator[list[int]]:
+    """What ``crossing`` gives for one cut after the other, in one pass."""
+    begin: dict[int, list[int]] = {}
+    for number, value in enumerate(values):
+        begin.setdefault(max(value.producer, 0), []).append(number)
+    alive: list[int] = []
+    for cut in range(cuts):
+        alive = sorted(i for i in (*alive, *begin.get(cut, ())) if cut < max(values[i].users, default=-1))
+        yield alive
+
+
+def _refusal(recorder: Recorder, record: Probe, cut: int, alive: Sequence[int]) -> str:
+    """Why the model must not be cut behind layer ``cut``, where ``alive`` cross; "" if it may."""
     for number in alive:
         if record.values[number].refused:
             return record.values[number].refused

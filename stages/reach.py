@@ -23,6 +23,7 @@ EXACT = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.lay
 REGISTERED = ("_parameters", "_buffers", "_modules")
 # A copy of an LSTM finds these out of date, and makes them anew; omegaconf fills its cache by reading.
 INTERNAL = {*REGISTERED, "_flat_weight_refs", "_flags_cache"}
+OF_EVERY = frozenset(vars(nn.Module()))  # attributes of every module
 OPAQUE = ("torch._", "torch.fx.", "torch.jit.", "torch.distributed.")
 
 
@@ -78,7 +79,12 @@ def _parts(item: object) -> Iterator[tuple[str, object]]:
             yield from ((f".{name}", part) for name, part in vars(item)[registered].items())
     held = attributes_of(item)
     if held is not None:
-        yield from ((f".{name}", part) for name, part in held.items() if name not in INTERNAL)
+        empty = OF_EVERY if isinstance(item, nn.Module) else ()  # a dozen dicts of hooks in every module
+        yield from (
+            (f".{name}", part)
+            for name, part in held.items()
+            if name not in INTERNAL and (name not in empty or part)
+        )
         yield from ((kind.__name__, kind) for kind in written_kinds(item))
 
 

@@ -24,8 +24,9 @@ from .contents import contents
 
 def run_eager(
     eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...], *, cold: Callable[[], nn.Module]
-) -> set[str]:
-    """The buffers that a forward writes to; refused if it does not run, or changes the model beside them."""
+) -> tuple[set[str], bool]:
+    """The buffers that a forward writes to, and whether it changes nothing else; refused if it does not run,
+    or changes the model beside them every time."""
     buffers = {name: (buffer, buffer.clone()) for name, buffer in eager.named_buffers()}
     before = contents(eager, running=True)
     run: Callable[..., Any] = lambda *x: call.run(eager, x)  # noqa: E731
@@ -36,17 +37,15 @@ def run_eager(
         raise PlanError(
             f"the model does not run on inputs of shape {shapes}: {error}; give another example"
         ) from error
-    refuse_changes(
+    clean = refuse_changes(
         before,
         eager,
         again=lambda: observe(run, eager, inputs),
         settles=lambda: settles(eager, cold(), call.run, other_data(call, inputs)),
     )
-    return {
-        name
-        for name, buffer in eager.named_buffers()
-        if name in buffers and (buffer is not buffers[name][0] or not same_bits(buffer, buffers[name][1]))
-    }
+    pairs = [(name, buffer, *buffers[name]) for name, buffer in eager.named_buffers() if name in buffers]
+    written = {name for name, now, was, bits in pairs if now is not was or not same_bits(now, bits)}
+    return written, clean and all(now is was for _, now, was, _ in pairs)
 
 
 def settles(

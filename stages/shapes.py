@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..compression.errors import PlanError
+from .copied import on_meta
 from .graph import LayerGraph
 from .layers import Traced, casting, parts_of
 from .leaves import as_written
@@ -30,8 +31,7 @@ class Shapes:
         self.traced = {"train": graph.train, "eval": graph.eval}
         self.real = {"train": graph.train_probe, "eval": graph.eval_probe}
         self.example, self.autocast = _key(graph.example_inputs), graph.autocast
-        root = copy.deepcopy(graph.twin).to("meta")
-        self.roots = {"train": root, "eval": copy.deepcopy(root).eval()}
+        self.roots = {"train": on_meta(graph.twin), "eval": on_meta(graph.twin).eval()}
         self.known: dict[tuple[str, object], Probe] = {}
         self.differences = {
             mode: traced.fixed or self._difference(mode) for mode, traced in self.traced.items()

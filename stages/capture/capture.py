@@ -118,10 +118,9 @@ def _recorded(
     recorder: Recorder, twin: nn.Module, call: Call, inputs: Sequence[torch.Tensor]
 ) -> tuple[Recorder, TreeSpec, tuple[str, ...]]:
     """One run: its nodes, the structure of what the model returned, and what was left out of that."""
-    recorder.note_reads()
     for name, tensor in zip(call.names, inputs, strict=True):
         recorder.input(name, tensor)
-    with recorder.recording():
+    with recorder.noting(), recorder.recording():
         result = call.run(twin, inputs)
     recorder.write_back(twin)
     leaves, spec, dropped = flattened(result)

@@ -47,14 +47,24 @@ class Recorder(Nodes, TorchFunctionMode):
         self.reads: set[tuple[str, str]] = set()
         self.patches, self.buffers = Patches(self._patches()), Buffers(model, written)
 
-    def note_reads(self) -> None:
-        """Note which attributes of its modules the run reads by itself, outside of the layers."""
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """The block in which attributes of modules that the run reads by itself, outside of the layers, are
+        noted."""
         layers: list[str] = []
+        kinds: dict[nn.Module, type[nn.Module]] = {}
         for module, path in self.paths.items():
             if path and self.leaf(path, module):
                 layers.append(f"{path}.")
             elif not path.startswith(tuple(layers)):
-                module.__class__ = noting(type(module), path, self)
+                kinds[module] = type(module)
+        try:
+            for module, kind in kinds.items():
+                module.__class__ = noting(kind, self.paths[module], self)
+            yield
+        finally:
+            for module, kind in kinds.items():
+                module.__class__ = kind
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

@@ -1,0 +1,77 @@
+"""The graph of a model that was traced a moment ago in this process: ``Pipeline`` needs it again.
+
+It is taken only for the very model, as long as nothing has changed that a trace could have read; else the model
+is traced anew. A model that is gone takes its graph with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..compression.errors import PlanError
+from .copied import on_meta
+from .examples import signature_of
+from .plan import Plan
+from .proof import HOOKS
+from .watch import Watch
+
+if TYPE_CHECKING:
+    from .graph import LayerGraph
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Known:
+    graph: LayerGraph
+    watch: Watch
+    facts: tuple[Any, ...]
+
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+
+
+def remember(model: nn.Module, graph: LayerGraph) -> None:
+    """Keep ``graph``, which was just made of ``model``, with a twin that has no memory."""
+    kept = dataclasses.replace(graph, twin=on_meta(graph.twin))
+    _KNOWN[model] = _Known(kept, Watch(model, ()), _facts(model))
+
+
+def recalled(model: nn.Module, plan: Plan, autocast: torch.dtype | None) -> LayerGraph | None:
+    """What was traced of ``model``, where that is what a trace for ``plan`` would find."""
+    known = _KNOWN.get(model)
+    if known is None or plan.signature is None or _facts(model) != known.facts:
+        return None
+    graph = known.graph
+    ours = signature_of(graph.train.call, graph.example_inputs)
+    shapes = tuple(tuple(x.shape) for x in graph.example_inputs)
+    asked = (ours.form, ours.names, ours.whole, shapes, graph.autocast, tuple(graph.train.leaves))
+    told = plan.signature
+    if asked != (told.form, told.names, told.whole, plan.input_shapes, autocast, plan.leaves):
+        return None
+    dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in graph.example_inputs)
+    if (dtypes, graph.fingerprint) != (plan.input_dtypes, plan.fingerprint):
+        return None
+    try:
+        known.watch.check()
+    except PlanError:
+        return None
+    return graph
+
+
+def _facts(model: nn.Module) -> tuple[Any, ...]:
+    """What a Watch leaves to its user: flags, code, where tensors lie, and how torch is set."""
+    modules = list(model.modules())
+    tensors = [*model.parameters(), *model.buffers()]
+    return (
+        [module.training or not model.training for module in modules],
+        [(type(module), type(module).forward) for module in modules],
+        [tuple(getattr(nn.modules.module, f"_global{name}")) for name in HOOKS],
+        [(t.requires_grad, t.shape, t.dtype, t.layout) for t in tensors],
+        [(t.stride(), t.data_ptr()) for t in tensors if t.layout is torch.strided],
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_enabled("cpu"),
+    )
