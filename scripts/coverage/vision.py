@@ -120,7 +120,9 @@ def of_torch() -> Iterator[Network]:
     yield add("lstm_packed", lambda: Packed(nn.LSTM), sentences)
     yield add("transformer_encoder", lambda: nn.TransformerEncoder(layer(batch_first=True), 3), vectors)
     yield add(
-        "transformer_encoder_time_first", lambda: nn.Sequential(nn.TransformerEncoder(layer(), 3, enable_nested_tensor=False)), vectors
+        "transformer_encoder_time_first",
+        lambda: nn.Sequential(nn.TransformerEncoder(layer(), 3, enable_nested_tensor=False)),
+        vectors,
     )
     yield add(
         "experts",
