@@ -107,7 +107,8 @@ class Nodes:
         return node
 
     def refuse_chance(self, given: Any) -> None:
-        """Raise Unrecordable where Python is about to read what was drawn at random, and from nothing else."""
+        """Raise Unrecordable where Python is about to read what was drawn at random, and from nothing
+        else."""
         waiting = [node for node in tree_leaves(given) if isinstance(node, fx.Node)]
         met: set[fx.Node] = set()
         while waiting:
