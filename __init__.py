@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .pipeline.launch import init as init
     from .pipeline.pipeline import Pipeline as Pipeline
     from .pipeline.report import Report as Report
+    from .stages.capture.call import Constant as Constant
     from .stages.graph import LayerGraph as LayerGraph
     from .stages.graph import trace as trace
     from .stages.measure import Profile as Profile
@@ -48,6 +49,7 @@ _HOMES = {
     "TransportError": "compression.errors",
     "ConfigError": "compression.errors",
     "StageError": "compression.errors",
+    "Constant": "stages.capture.call",
     "trace": "stages.graph",
     "LayerGraph": "stages.graph",
     "measure": "stages.measure",

@@ -13,27 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .codec import CODECS, LOSSY_CODECS, buffer_bytes, decode, pack_into
-from .errors import CodecError
+from .codec import buffer_bytes, decode, pack_into
 from .frame import header_bytes
 from .pool import Pool
 
-AUTO = "auto"
 SAMPLE_BYTES = 1 << 20
 _FLOATS = ("zero_value", "exponent", "zero_value+exponent", "byte_plane", "zero_value+byte_plane")
 _OTHERS = ("zero_value", "narrow", "byte_plane")
-
-
-def check_name(codec: str) -> None:
-    """Raise CodecError unless ``codec`` is "auto" or the name of a codec; the message lists them."""
-    if codec not in (AUTO, *CODECS, *LOSSY_CODECS):
-        known = f"{', '.join((AUTO, *CODECS))}, or lossy: {', '.join(LOSSY_CODECS)}"
-        raise CodecError(f"codec is one of {known}, found {codec!r}; choose one of these")
-
-
-def show_codec(codec: str) -> str:
-    """The name of a codec for people: a lossy one says so wherever it appears."""
-    return f"{codec} (lossy)" if codec in LOSSY_CODECS else codec
 
 
 class Cost(NamedTuple):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from .byte_plane import BytePlane
 from .combined import Combined
-from .errors import CodecError
 from .exponent import Exponent
 from .lossy import LOSSY_CODECS
 from .lz import ZeroValueLz4
+from .names import check_name
 from .narrow import Narrow
 from .raw import Codec, Raw
 from .zero_value import ZeroValue
@@ -36,11 +36,8 @@ def codec_named(name: str) -> Codec:
 
     Raises: CodecError: there is none; the message lists those there are.
     """
-    found = (CODECS.get(name) or LOSSY_CODECS.get(name)) if isinstance(name, str) else None
-    if found is None:
-        known = f"{', '.join(CODECS)}, or lossy: {', '.join(LOSSY_CODECS)}"
-        raise CodecError(f"codec is one of {known}, found {name!r}; choose one of these")
-    return found
+    check_name(name, auto=False)
+    return CODECS.get(name) or LOSSY_CODECS[name]
 
 
 def inner_of(codec: str) -> Codec | None:

@@ -25,7 +25,7 @@ class BenchPipelineConfig:
 
     Attributes:
         model: the network; model._target_=my.Net for your own
-        data: the samples; data._target_=my.samples for your own
+        data: the samples; data._target_=my.data for your own
         optimizer: what updates the weights, on both sides
         ranks: processes on this machine, one stage each; shaped links join 2
         schedule: 1f1b: against torch's, over links; all or a list of names: against torch's and each other

@@ -35,8 +35,8 @@ class MemoryConfig:
     weights: str = "device"
 
     def __post_init__(self) -> None:
-        _one_of(TIERS, "memory.tier", self.tier)
-        _one_of(TIERS, "memory.weights", self.weights)
+        one_of(TIERS, "memory.tier", self.tier)
+        one_of(TIERS, "memory.weights", self.weights)
 
 
 @dataclass
@@ -54,7 +54,7 @@ class ClipConfig:
     def __post_init__(self) -> None:
         if self.norm is not None and not self.norm > 0:
             raise ConfigError(f"clip.norm={self.norm} must be above 0; leave it out to clip nothing")
-        _one_of(("global", "stage"), "clip.scope", self.scope)
+        one_of(("global", "stage"), "clip.scope", self.scope)
 
 
 @dataclass
@@ -63,7 +63,7 @@ class PlanConfig:
 
     Attributes:
         model: the network; model._target_=my.Net for your own
-        data: the samples; data._target_=my.samples for your own
+        data: the samples; data._target_=my.data for your own Dataset, DataLoader or a (train, test) pair
         ranks: processes on this machine; 1 runs all stages in one process
         stages: pipeline stages; null: one a rank (two where the schedule takes two), or one more than cuts
         cuts: cut after these layers or modules, by hand: cuts=[layer2,layer3.0]
@@ -107,12 +107,17 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         for name in ("ranks", "stages", "batch_size", "micro_batches", "threads"):
-            _at_least(1, name, getattr(self, name))
+            at_least(1, name, getattr(self, name))
         for name in ("extra_in_flight", "seed"):
-            _at_least(0, name, getattr(self, name))
+            at_least(0, name, getattr(self, name))
+        if self.micro_batches > self.batch_size:
+            raise ConfigError(
+                f"batch_size={self.batch_size} is too small for micro_batches={self.micro_batches}, each of "
+                f"which has a sample at least; lower micro_batches to {self.batch_size}, or raise batch_size"
+            )
         if self.device != "cpu":
             raise ConfigError(f"device={self.device} is not known; Penstock computes on device=cpu so far")
-        _one_of(WEIGHTS, "weights", self.weights)
+        one_of(WEIGHTS, "weights", self.weights)
         if self.program is not None and self.schedule != "custom":
             raise ConfigError(
                 f"program={self.program} is for schedule=custom, found schedule={self.schedule}; drop either"
@@ -135,9 +140,10 @@ class PlanConfig:
                 " leave out one of them"
             )
         if self.ranks > self.num_stages:
+            asked = f"stages={self.stages}" if self.cuts is None else f"cuts={shown(self.cuts)}"
             raise ConfigError(
-                f"ranks={self.ranks} is more than the {self.num_stages} stages, and a rank needs at least"
-                f" one; lower ranks to {self.num_stages}, or ask for more stages"
+                f"ranks={self.ranks} is more than the {self.num_stages} stages of {asked}, and a rank needs"
+                f" one at least; lower ranks to {self.num_stages}, or ask for more stages"
             )
 
 
@@ -172,7 +178,7 @@ class TrainConfig(PlanConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("epochs", "max_steps"):
-            _at_least(1, name, getattr(self, name))
+            at_least(1, name, getattr(self, name))
         if not self.deadline > 0:
             raise ConfigError(f"deadline={self.deadline} must be above 0; write seconds")
         if self.plan is not None and self.cuts is not None:
@@ -183,7 +189,7 @@ class TrainConfig(PlanConfig):
 
     def _check_update(self) -> None:
         if self.autocast is not None:
-            _one_of(CASTS, "autocast", self.autocast)
+            one_of(CASTS, "autocast", self.autocast)
         scale = self.loss_scale
         number = isinstance(scale, int | float) and not isinstance(scale, bool) and 0 < scale < math.inf
         if scale not in (None, "dynamic") and not number:
@@ -199,51 +205,18 @@ class TrainConfig(PlanConfig):
             raise ConfigError(f"{alone}, and loss_scale=dynamic needs one; give a number: loss_scale=1024")
 
 
-@dataclass
-class BenchCodecsConfig(PlanConfig):
-    """The options of ``penstock bench codecs``; those of a plan, for classes=[job], and these.
-
-    Attributes:
-        optimizer: what updates the weights before real tensors are taken
-        classes: tensors measured: synthetic, images, text, integers, masks; job: what crosses this job's cuts
-        codecs: only these, of Penstock's and the others'; null: all that apply
-        sizes: bytes of the synthetic tensors
-        densities: shares of their elements that are not zero
-        dtypes: floats that synthetic tensors are made in, and real ones cast to
-        isa: kernels: avx512, avx2 or portable; null: the machine's best, and encode and decode beside them
-        capture_steps: steps a network trains before its tensors are taken
-        repeats: most alternating runs of all routes; medians count
-    """
-
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    classes: list[str] = field(default_factory=lambda: ["synthetic", "images", "text", "integers", "masks"])
-    codecs: list[str] | None = None
-    sizes: list[Any] = field(default_factory=lambda: ["32MiB"])
-    densities: list[float] = field(default_factory=lambda: [0.1, 0.5, 0.9, 1.0])
-    dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])
-    isa: str | None = None
-    capture_steps: int = 10
-    repeats: int = 9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("capture_steps", "repeats"):
-            _at_least(1, name, getattr(self, name))
-        for density in self.densities:
-            if not 0 <= density <= 1:
-                raise ConfigError(f"densities={self.densities} must lie between 0 and 1, found {density}")
-
-
 def shown(names: list[str]) -> str:
     """Return the list as it is typed on the command line."""
     return f"[{','.join(names)}]"
 
 
-def _one_of(known: Sequence[str], name: str, value: str) -> None:
+def one_of(known: Sequence[str], name: str, value: str) -> None:
+    """Refuse a name that is not known."""
     if value not in known:
         raise ConfigError(f"{name}={value} is not known; known are {', '.join(known)}")
 
 
-def _at_least(least: int, name: str, value: int | None) -> None:
+def at_least(least: int, name: str, value: int | None) -> None:
+    """Refuse a count below its least; None is no count."""
     if value is not None and value < least:
         raise ConfigError(f"{name}={value} must be {least} or more")

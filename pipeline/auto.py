@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from ..compression.choose import AUTO, Cost, candidates, check_name, sample, trial
+from ..compression.choose import Cost, candidates, sample, trial
 from ..compression.codec import CODECS, encode
 from ..compression.masked import has_bitmap
+from ..compression.names import AUTO, check_name
 from ..compression.pool import Pool
 from . import group
 from .instruction import Op

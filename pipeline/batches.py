@@ -40,8 +40,8 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Split a batch into ``number`` micro-batches of near-equal size (fewer samples: one each).
 
-    ``weight(targets)`` says over how much the loss of a micro-batch is a mean; None: over its samples. ``whole``:
-    which of the inputs are constants, that every micro-batch gets all of."""
+    ``weight(targets)`` says over how much the loss of a micro-batch is a mean; None: over its samples.
+    ``whole``: which of the inputs are constants, that every micro-batch gets all of."""
     leaves, spec = tree_flatten(targets)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     kept = list(whole) or [False] * len(inputs)

@@ -24,7 +24,6 @@ from .stream import Fed, between
 from .timeline import Panel
 from .verify import smallest_window
 
-ALL = "all"
 # What a batch's bits allow to choose from, then what has no flush and other bits than the plain loop.
 SYNCHRONOUS = tuple(name for name in SCHEDULES if name not in ("async_1f1b", "custom"))
 ASYNCHRONOUS = (("async_1f1b", "stashed"), ("1f1b", "double_buffered"))

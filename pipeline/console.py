@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from ..compression.names import show_codec
 from ..stages.units import show_bytes
 from . import compare_table
 from .metrics import ratio
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from .compare import Comparison
     from .report import Report
 
-SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LINES = 10.0  # at first; every line of a log doubles it, so that a log stays short
+MOST_SECONDS_BETWEEN_LINES = 300.0
 WIDTH_OF_A_LOG = WIDTH_OF_RAW_BYTES = 110
 MOST_FLOWS = 4  # in the closing lines; summary.json has all
 KEY = (
@@ -47,7 +49,8 @@ class Training:
         self._num_steps, self._done = num_steps, 0
         self._raw = self._sent = 0
         self._seconds = 0.0
-        self._last_line = time.monotonic() - SECONDS_BETWEEN_LINES  # the first step gets a line
+        self._pause = SECONDS_BETWEEN_LINES
+        self._next_line = time.monotonic()  # the first step gets a line
         self._bar = Progress(
             BarColumn(bar_width=None),  # takes what the rest leaves
             MofNCompleteColumn(),
@@ -88,9 +91,10 @@ class Training:
 
     def _is_time_for_a_line(self) -> bool:
         now = time.monotonic()
-        if self._done < self._num_steps and now - self._last_line < SECONDS_BETWEEN_LINES:
+        if self._done < self._num_steps and now < self._next_line:
             return False
-        self._last_line = now
+        self._next_line = now + self._pause
+        self._pause = min(2 * self._pause, MOST_SECONDS_BETWEEN_LINES)
         return True
 
 
@@ -107,13 +111,12 @@ def begin(plan: Plan, folder: Path, *, console: Console | None = None) -> None:
 
 
 def close(summary: Mapping[str, Any], files: Iterable[Path], *, console: Console | None = None) -> None:
-    """Print the closing table, the totals, and where the pictures and the trace are."""
+    """Print the closing table, the totals, and in one line where the pictures and the trace are."""
     console = console or screen()
     console.print(closing_table(summary, wide=console.width >= WIDTH_OF_RAW_BYTES))
     for line in (*KEY, *totals(summary)):
         console.print(line, highlight=False, soft_wrap=True)
-    for path in files:
-        console.print(short(path), highlight=False, soft_wrap=True)
+    console.print("  ".join(map(short, files)), highlight=False, soft_wrap=True)
 
 
 def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
@@ -180,8 +183,6 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
 
 def _lossy(codec: str) -> str:
     """What to say of a codec that loses bits; nothing of the others."""
-    from ..compression.choose import show_codec  # brings torch
-
     shown = show_codec(codec)
     return "" if shown == codec else f" by {shown}, so not with the bits of the plain loop"
 

@@ -5,17 +5,20 @@ Every rank follows it by itself, so it comes from the options and the data alone
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..compression.errors import ConfigError
 from ..conf.schema import PlanConfig, TrainConfig
+from ..stages.capture.call import Example
 from ..stages.plan import Plan
 from ..stages.rules import STREAM
 from .samples.samples import Samples
 
 
-def training_batches(config: PlanConfig, samples: Samples, *, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+def training_batches(config: PlanConfig, samples: Samples, *, epoch: int) -> Iterator[tuple[Any, Tensor]]:
     """Return the batches of one epoch, the same ones on every rank."""
     return samples.batches(
         "train",
@@ -26,10 +29,12 @@ def training_batches(config: PlanConfig, samples: Samples, *, epoch: int) -> Ite
     )
 
 
-def example_inputs(config: PlanConfig, samples: Samples) -> tuple[Tensor]:
-    """Return the first micro-batch of the first training batch."""
+def example_inputs(config: PlanConfig, samples: Samples) -> Example:
+    """Return the first micro-batch of the first training batch, as the model takes it."""
     inputs, _ = next(training_batches(config, samples, epoch=0))
-    return (inputs.tensor_split(min(config.micro_batches, len(inputs)))[0].clone(),)
+    given = inputs if isinstance(inputs, tuple | dict) else (inputs,)
+    number = min(config.micro_batches, len(tree_leaves(given)[0]))
+    return tree_map(lambda tensor: tensor.tensor_split(number)[0].clone(), given)
 
 
 def count_steps(config: TrainConfig, samples: Samples) -> int:
@@ -48,18 +53,17 @@ def count_updates(config: TrainConfig, samples: Samples) -> int:
 
 
 def check_batches(config: TrainConfig, plan: Plan, samples: Samples) -> None:
-    """Refuse batches, the last of an epoch too, that are too small for two versions of the weights.
+    """Refuse a last batch of an epoch that is too small for two versions of the weights.
 
-    Raises: ConfigError: one has fewer samples than there are stages.
+    Every other batch has as many samples as micro-batches at least, and so as many as stages.
+    Raises: ConfigError: it has fewer samples than there are stages.
     """
-    if plan.weights != "double_buffered":
+    if plan.weights != "double_buffered" or config.data.get("drop_last", True):
         return
-    found, smallest = f"batch_size={config.batch_size}", config.batch_size
     rest = samples.num_samples("train") % config.batch_size
-    if rest and not config.data.get("drop_last", True):
-        found, smallest = f"data.drop_last=false, whose last batch has {rest}", rest
-    if smallest < plan.num_stages:
+    if 0 < rest < plan.num_stages:
         raise ConfigError(
             "weights=double_buffered needs at least as many samples in a batch as there are stages, "
-            f"{plan.num_stages}, found {found}; choose another batch_size"
+            f"{plan.num_stages}, found data.drop_last=false, whose last batch has {rest}; choose another "
+            f"batch_size than {config.batch_size}"
         )

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from ..compression.choose import AUTO
 from ..compression.codec import CODECS
 from ..compression.errors import PlanError
+from ..compression.names import AUTO
 from ..stages.aliases import said
 from ..stages.graph import LayerGraph
 from ..stages.measure import owned_parameters

@@ -40,7 +40,7 @@ from .gather import gather_flows, gather_reports, gather_spans
 from .loss import total_loss
 from .optimizers import Named
 from .ownership import make_stages, ownership
-from .report import Report
+from .report import Report, described
 from .scale import Scaler
 from .state import State
 from .steps import Flushed, Step, Steps
@@ -153,6 +153,13 @@ class Pipeline:
         resident.begin()
         self.usage = Usage(plan, own.tensors, self.update.optimizers, resident=resident)
 
+    def __str__(self) -> str:
+        return described(self.plan, here=list(self.stages), num_steps=self.num_steps)
+
+    def __repr__(self) -> str:
+        first, _, _ = str(self).partition(",")
+        return f"<{first}, rank {self.rank}>"
+
     @property
     def is_last(self) -> bool:
         """Whether this process holds the last stage, where losses and outputs are."""
@@ -162,10 +169,10 @@ class Pipeline:
         """Train on one batch: micro-batches through the schedule, one update.
 
         Args:    inputs: a tensor, a tuple (positional) or a dict (by name) of tensors; dimension 0 is the
-                 batch; what the example had beside tensors may stand between them. ``Constant`` tensors of the
-                 example go to every micro-batch whole.
-                 targets: a tensor, tuple or dict of tensors, split along dimension 0 like the inputs; None for a
-                 model that computes its own loss.
+                 batch; what the example had beside tensors may stand between them. ``Constant`` tensors of
+                 the example go to every micro-batch whole.
+                 targets: a tensor, tuple or dict of tensors, split along dimension 0 like the inputs; None
+                 for a model that computes its own loss.
                  outputs: keep the model's outputs for the report, on the last stage's rank; of a stream,
                  those of the micro-batches that finished, in their order: the oldest were fed by the last
                  step.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..compression.names import show_codec
 from ..stages.units import show_bytes
+
+if TYPE_CHECKING:
+    from ..stages.plan import Plan
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -46,7 +50,7 @@ class StageReport:
         return cls(**made)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
     """One step; the same on every rank but for ``seconds``, which each rank measures itself, and for
     ``outputs``: the model's on the batch, if they were asked for, where the last stage is."""
@@ -90,10 +94,49 @@ class Report:
         return max(held, default=0)
 
     def __str__(self) -> str:
-        ratio = f" ({self.bytes_raw / self.bytes_sent:.2f}x)" if self.bytes_sent else ""
-        work = f"loss {self.loss:.4f}, {self.num_samples} samples in {self.seconds:.3f} s"
-        sent = f"{show_bytes(self.bytes_raw)} between stages sent as {show_bytes(self.bytes_sent)}{ratio}"
-        return f"step {self.step}: {work}, {sent}"
+        lines = [
+            f"step {self.step}: loss {self.loss:.4f}, {self.num_samples} samples in {self.seconds:.3f} s"
+        ]
+        sent = _packed(self.bytes_raw, "between stages sent as", self.bytes_sent)
+        lines.append(sent if self.bytes_raw else "nothing was sent between stages")
+        saved, kept = (sum(getattr(one, f"saved_{what}") for one in self.stages) for what in ("raw", "kept"))
+        if saved:
+            lines.append(_packed(saved, "saved for the backward, kept as", kept))
+        return "\n".join([*lines, *map(_line, range(len(self.stages)), self.stages)])
+
+    def __repr__(self) -> str:
+        return f"<Report of step {self.step}: loss {self.loss:.4f}, {self.seconds:.3f} s>"
+
+
+def _packed(before: int, what: str, after: int) -> str:
+    times = f" ({before / after:.2f}x)" if after else ""
+    return f"{show_bytes(before)} {what} {show_bytes(after)}{times}"
+
+
+def _line(number: int, stage: StageReport) -> str:
+    times = f"computed {stage.compute_seconds:.3f} s, waited {stage.waiting_seconds:.3f} s"
+    held = f"held {show_bytes(stage.peak_bytes)} at most"
+    return f"stage {number} on rank {stage.rank}: {times}, {held}"
+
+
+def described(plan: Plan, *, here: Sequence[int], num_steps: int) -> str:
+    """What a pipeline is, for people: its shape, then a line for each stage; those of this process marked."""
+    shape = f"{counted(plan.num_stages, 'stage')} on {counted(plan.num_ranks, 'rank')}"
+    batches = counted(plan.micro_batches, "micro-batch", "micro-batches")
+    lines = [f"pipeline of {shape}: schedule {plan.schedule}, {batches}, codec {show_codec(plan.codec)}"]
+    for number, (stage, owner) in enumerate(zip(plan.stages, plan.ranks, strict=True)):
+        ends = " .. ".join(dict.fromkeys([stage.layers[0], stage.layers[-1]]))
+        layers = f"{counted(len(stage.layers), 'layer')} ({ends})"
+        mark = ", here" if number in here and plan.num_ranks > 1 else ""
+        lines.append(
+            f"stage {number} on rank {owner}{mark}: {layers}, {counted(stage.num_parameters, 'parameter')}"
+        )
+    return "\n".join([*lines, f"{counted(num_steps, 'step')} taken"])
+
+
+def counted(number: int, one: str, several: str = "") -> str:
+    """``"1 stage"``, ``"1,280 stages"``."""
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
 def bubble(busy: float, seconds: float) -> float:

@@ -1,10 +1,11 @@
 """READ FIRST: how a run goes, from the options to the trained model.
 
 ``train`` runs in the process that was started: it refuses what cannot work, makes the plan, starts the ranks.
-``train_rank`` then runs once in every rank (in that same process when there is only one):
+Where there are several, each of them starts at ``join``; ``train_rank`` runs once in every one:
 
-    train:       options -> samples -> model -> trace -> measure -> partition -> Plan
-    train_rank:  options, Plan -> samples -> model -> Pipeline -> step after step -> the run folder
+    train:       options -> samples -> model -> trace -> measure -> partition -> Plan -> Pipeline, to try it
+    join:        options, Plan -> samples -> model -> Pipeline
+    train_rank:  Pipeline -> step after step -> the run folder
 
 ``decide.py`` and ``course.py`` read the configuration with it; below them functions take values."""
 
@@ -17,17 +18,17 @@ from itertools import islice
 from pathlib import Path
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..compression.errors import PlanError, ScheduleError
 from ..conf.schema import TrainConfig
 from ..stages.files import save_json
 from ..stages.layers import casting
 from ..stages.plan import Plan
-from . import build, console, group
+from . import build, console, early, group
 from .course import check_batches, count_steps, count_updates, training_batches
-from .decide import decide, model_name, prepare, take_over
-from .launch import check_ranks, cores, init, run_rank, start_ranks
+from .decide import decide, model_name, prepare
+from .launch import cores, init, run_rank, start_ranks
 from .metrics import Metrics, summarise
 from .model_file import keeping, rescuing, save_model
 from .pipeline import Pipeline
@@ -44,18 +45,25 @@ def train(config: TrainConfig, folder: RunFolder, typed: Sequence[str] = ()) -> 
             typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored.
     Raises: PenstockError: something that was asked for cannot be had, or a rank failed.
     """
-    given = take_over(config, typed) if config.plan else None
-    check_ranks(config.ranks)
+    given = early.check(config, typed)
+    build.check_targets(config)
+    build.optimizer(config.optimizer)
     samples = prepare(config)
-    plan = given or decide(config, samples, autocast=build.autocast(config.autocast))
+    for note in samples.notes:
+        console.warn(note)
+    build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
+    model = build.model(config.model, describe=samples.describe, seed=config.seed)
+    plan = given or decide(config, samples, model=model, autocast=build.autocast(config.autocast))
     config.stages = plan.num_stages
-    rehearse(config, plan, samples)
+    pipe = rehearse(config, plan, samples, model)
+    del model
     folder.begin(console.warn)
     folder.save(config, plan)
     console.begin(plan, folder.path)
     if plan.num_ranks == 1:
-        train_rank(config, plan, folder)
+        train_rank(config, plan, folder, samples, pipe)
     else:
+        del pipe  # the ranks need the memory
         with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
             told.tell(config, plan)
             arguments = [str(told.path), str(folder.path)]
@@ -63,25 +71,24 @@ def train(config: TrainConfig, folder: RunFolder, typed: Sequence[str] = ()) -> 
     console.close(folder.read_summary(), files=[folder.plan_picture, folder.timeline, folder.trace])
 
 
-def rehearse(config: TrainConfig, plan: Plan, samples: Samples) -> None:
+def rehearse(config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module) -> Pipeline:
     """Put the whole pipeline together in this process, to refuse now what a rank would refuse."""
     check_batches(config, plan, samples)
     try:
-        assemble(config, plan, samples)
+        return assemble(config, plan, samples, model)
     except (PlanError, ScheduleError) as error:
         given = next((name for name in ("plan", "program") if getattr(config, name)), None)
         source = f"{given}={getattr(config, given)}: " if given else ""
         raise type(error)(f"{source}{error}") from error
 
 
-def assemble(config: TrainConfig, plan: Plan, samples: Samples) -> Pipeline:
+def assemble(config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module) -> Pipeline:
     """Return the pipeline of this process: in a group of ranks its own stages, else all of them.
 
     Raises: PenstockError: the model, the plan, the optimizer and the schedule do not go together.
     """
     return Pipeline(
-        # No other reference is kept: the pipeline drops the layers of other ranks.
-        build.model(config.model, describe=samples.describe, seed=config.seed),
+        model,
         plan,
         loss=loss,
         optimizer=build.optimizer(config.optimizer),
@@ -95,11 +102,18 @@ def assemble(config: TrainConfig, plan: Plan, samples: Samples) -> Pipeline:
     )
 
 
-def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder) -> None:
-    """Train this rank's stages; rank 0 also tells and writes what happens."""
+def join(config: TrainConfig, plan: Plan, folder: RunFolder) -> None:
+    """Train as one rank among others."""
     init(deadline=config.deadline)
     samples = prepare(config)
-    pipe, num_steps = assemble(config, plan, samples), count_steps(config, samples)
+    # No other reference to the model is kept: the pipeline drops the layers of other ranks.
+    model = [build.model(config.model, describe=samples.describe, seed=config.seed)]
+    train_rank(config, plan, folder, samples, assemble(config, plan, samples, model.pop()))
+
+
+def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samples, pipe: Pipeline) -> None:
+    """Train this rank's stages; rank 0 also tells and writes what happens."""
+    num_steps = count_steps(config, samples)
     first, mark = group.rank() == 0, folder.mark()
     with (
         console.Training(num_steps, shown=first) as progress,
@@ -140,15 +154,18 @@ def run_epochs(
             for one in see:
                 one(report)
         test = evaluate(pipe, plan, config, samples)
-        result = f"test accuracy {test['accuracy']:.2%}, test loss {test['loss']:.4f}"
-        note(f"epoch {epoch + 1}/{config.epochs}: {result}")
+        if test:
+            result = f"test accuracy {test['accuracy']:.2%}, test loss {test['loss']:.4f}"
+            note(f"epoch {epoch + 1}/{config.epochs}: {result}")
         if left == 0:
             break
     return test
 
 
 def evaluate(pipe: Pipeline, plan: Plan, config: TrainConfig, samples: Samples) -> dict[str, float]:
-    """Return the accuracy and the mean loss over the test split, on every rank."""
+    """Return the accuracy and the mean loss over the test split, on every rank; nothing without one."""
+    if samples.test is None:
+        return {}
     right = total = 0
     lost = 0.0
     for inputs, targets in samples.batches("test", batch_size=config.batch_size):
@@ -177,4 +194,4 @@ def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
 
 if __name__ == "__main__":
     told, run_folder = (RunFolder(path=Path(path)) for path in sys.argv[1:])
-    run_rank(lambda: train_rank(told.read_config(), Plan.load(told.plan), run_folder), told.errors)
+    run_rank(lambda: join(told.read_config(), Plan.load(told.plan), run_folder), told.errors)

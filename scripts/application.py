@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,60 +19,68 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from ..compression.errors import ConfigError, PenstockError
 from ..pipeline import console
 from ..pipeline.run_folder import RunFolder
-from . import overrides, stopping
+from . import flags, overrides, stopping
 from .command import REFUSED
 
 CONFIGURATION = "penstock.conf"
 
 Task = Callable[[Any, RunFolder, Sequence[str]], None]
+Check = Callable[[Any, Sequence[str]], object]
 
 
-def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str]) -> int:
+def run(
+    name: str, schema: type[Any], task: Task, *, arguments: Sequence[str], early: Check, command: str = ""
+) -> int:
     """Compose the options of command ``name`` and call ``task(options, run folder, what was typed)``.
 
-    Args:    schema: the dataclass in ``conf/schema.py``; arguments: ``KEY=VALUE``, and Hydra's own flags.
+    Args:    schema: the dataclass in ``conf/``; arguments: ``KEY=VALUE``, and Hydra's own flags.
+             early: is called before ``task`` with the options and what was typed, to refuse what needs
+             neither a model nor torch. command: as it is typed, where that is not ``name``.
     Returns: the exit code; with --multirun a run that is refused does not keep the others from running.
     Raises:  ConfigError: an option is unknown or does not fit.
     """
+    typed = flags.read(command or name, arguments, schema)
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
     OmegaConf.register_new_resolver("pid", os.getpid, replace=True)  # makes the folder's name unique
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where model._target_=my.Net usually lies
+    asked = shlex.join(["penstock", *(command or name).split(), *arguments])
     arguments = overrides.with_own_groups(arguments)
-    if not any(
-        argument.startswith("-") for argument in arguments
-    ):  # --multirun and others compose differently
-        _try(name, schema, arguments)
+    typed = dataclasses.replace(typed, options=overrides.with_own_groups(typed.options))
+    if not flags.ELSEWHERE & typed.flags.keys():
+        _try(name, schema, typed, early)
     codes = [0]
 
     @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIGURATION}", config_name=name)
     def application(config: DictConfig) -> None:
-        settings = HydraConfig.get()
-        folder = RunFolder(path=Path(settings.runtime.output_dir))
+        folder = RunFolder(path=Path(HydraConfig.get().runtime.output_dir))
+        options = list(HydraConfig.get().overrides.task)
         try:
             with folder.claim() as missing:
                 if missing:
                     console.warn(missing)
-                task(checked(config, schema), folder, list(settings.overrides.task))
+                made = checked(config, schema)
+                early(made, options)
+                task(made, folder, options)
         except PenstockError as error:
             console.refuse(error)
             codes.append(REFUSED)
         except KeyboardInterrupt as stop:
-            stop.add_note(stopping.kept(folder.path))
+            stop.add_note(stopping.kept(folder, command=asked))
             raise
 
-    sweep = _sweep(name, arguments)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # where model._target_=my.Net usually lies
-    typed, sys.argv = sys.argv, [f"penstock {name}", *arguments]
+    sweep, before = _sweep(name, typed), sys.argv
+    sys.argv = [f"penstock {command or name}", *arguments]
     try:
         with sweep.claim() if sweep else contextlib.nullcontext():
             application()
     finally:
-        sys.argv = typed
+        sys.argv = before
     return max(codes)
 
 
@@ -80,9 +90,14 @@ def checked(config: DictConfig, schema: type[Any]) -> Any:
     Raises: ConfigError: a rule is broken, a value is missing, or an interpolation leads nowhere.
     """
     try:
+        if OmegaConf.get_type(config) is not schema:  # a configuration of one's own, without our schema
+            config = OmegaConf.merge(OmegaConf.structured(schema), config)  # pyright: ignore[reportAssignmentType]
         if missing := sorted(OmegaConf.missing_keys(config)):
             raise ConfigError(f"{missing[0]}= must be given; add {missing[0]}=VALUE")
         made = OmegaConf.to_object(config)
+    except ConfigKeyError as error:
+        known = [field.name for field in dataclasses.fields(error.object_type or schema)]
+        raise ConfigError(overrides.unknown(str(error.full_key), known)) from error
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{error.full_key or 'an option'} cannot be resolved: {reason}") from error
@@ -96,34 +111,71 @@ def _check_names(made: Any, prefix: str = "") -> None:
     known = [field.name for field in dataclasses.fields(made)]
     for name, value in vars(made).items():
         if name not in known:
-            raise ConfigError(f"{prefix}{name}={value}: there is no option {prefix}{name}; drop it")
+            typed = "" if isinstance(value, dict) else f"{prefix}{name}={value}: "
+            listed = [f"{prefix}{one}" for one in known if one not in overrides.NOT_TYPED]
+            raise ConfigError(typed + overrides.unknown(f"{prefix}{name}", listed))
         if dataclasses.is_dataclass(value):
             _check_names(value, prefix=f"{prefix}{name}.")
 
 
-def _sweep(name: str, arguments: Sequence[str]) -> RunFolder | None:
+def _sweep(name: str, typed: flags.Typed) -> RunFolder | None:
     """Return the folder of all runs of --multirun; None without it."""
-    if not {"-m", "--multirun"} & set(arguments):
+    if "--multirun" not in typed.flags:
         return None
-    typed = [argument for argument in arguments if argument.startswith("hydra.")]
-    with hydra.initialize_config_module(CONFIGURATION, version_base="1.3"):
-        try:
-            composed = hydra.compose(name, overrides=typed, return_hydra_config=True)
-        except Exception as error:
-            raise overrides.refusal(name, typed, error) from error
-    return RunFolder(path=Path(composed.hydra.sweep.dir))
+    own = [option for option in typed.options if option.startswith("hydra.")]
+    with _composing(name, typed) as composed:
+        return RunFolder(path=Path(composed(own).hydra.sweep.dir))
 
 
-def _try(name: str, schema: type[Any], arguments: Sequence[str]) -> None:
+def _try(name: str, schema: type[Any], typed: flags.Typed, early: Check) -> None:
     """Refuse wrong options and an impossible run folder before Hydra makes anything."""
-    with hydra.initialize_config_module(CONFIGURATION, version_base="1.3"):
-        try:
-            config = hydra.compose(name, overrides=list(arguments), return_hydra_config=True)
-        except Exception as error:  # Hydra's grammar and composition raise several unrelated kinds
-            raise overrides.refusal(name, arguments, error) from error
+    with _composing(name, typed) as composed:
+        if "--multirun" in typed.flags:
+            for options in overrides.one_by_one(typed.options):
+                composed(options)
+            return
+        config = composed(typed.options)
+        _check_hydra(typed.options, composed([]))
     folder = Path(config.hydra.run.dir)
     with open_dict(config):
         del config["hydra"]
-    checked(config, schema)
+    if "--cfg" in typed.flags:
+        return
+    early(checked(config, schema), typed.options)
     with RunFolder(path=folder).claim():
         pass  # and is gone again, if this made it
+
+
+def _check_hydra(options: Sequence[str], known: DictConfig) -> None:
+    """Refuse what ``+hydra.KEY=VALUE`` adds to Hydra's own options, among which there is no such one."""
+    for option in options:
+        key = option.partition("=")[0].lstrip("+")
+        group, _, leaf = key.rpartition(".")
+        if option.startswith("+hydra.") and leaf not in (node := OmegaConf.select(known, group) or {}):
+            raise ConfigError(overrides.unknown(key, [f"{group}.{name}" for name in node]))
+
+
+@contextlib.contextmanager
+def _composing(name: str, typed: flags.Typed) -> Iterator[Callable[[list[str]], DictConfig]]:
+    """Composes options as Hydra will, with the flags that say where configurations lie."""
+    name, where = typed.flags.get("--config-name", name), []
+    begin, home = hydra.initialize_config_module, CONFIGURATION
+    if folder := typed.flags.get("--config-dir"):
+        if not Path(folder).is_dir():
+            raise ConfigError(f"--config-dir {folder} is no folder; name the one with your configurations")
+        path = Path(folder).absolute()
+        where = [f"hydra.searchpath=[{json.dumps(f'file://{path}')}]"]
+        if (
+            path / f"{name.removesuffix('.yaml')}.yaml"
+        ).is_file():  # which is looked up in the first place only
+            where = [f"hydra.searchpath=[pkg://{CONFIGURATION}]"]
+            begin, home = hydra.initialize_config_dir, str(path)
+
+    def composed(options: list[str]) -> DictConfig:
+        try:
+            return hydra.compose(name, overrides=[*where, *options], return_hydra_config=True)
+        except Exception as error:  # Hydra's grammar and composition raise several unrelated kinds
+            raise overrides.refusal(name, where, options, error) from error
+
+    with begin(home, version_base="1.3"):
+        yield composed

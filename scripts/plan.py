@@ -5,9 +5,13 @@ With ``schedule=all`` every schedule is planned and simulated, and the fastest t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..conf.schema import PlanConfig
 from . import usage
+
+if TYPE_CHECKING:
+    from ..pipeline.run_folder import RunFolder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -15,19 +19,25 @@ def main(arguments: Sequence[str]) -> int:
     if usage.wanted(arguments):
         print(usage.text("plan", PlanConfig))
         return 0
-    from ..pipeline import console
-    from ..pipeline.compare import ALL, check_order
-    from ..pipeline.decide import compare_schedules, decide, prepare
-    from ..pipeline.run_folder import RunFolder
+    from ..pipeline import early
     from .application import run
 
-    def plan(config: PlanConfig, folder: RunFolder, typed: Sequence[str]) -> None:
-        everything = config.schedule == ALL
-        made = compare_schedules(config, folder) if everything else decide(config, prepare(config))
-        check_order(made)
-        folder.begin(console.warn)
-        folder.save(config, made)
-        files = [folder.plan, folder.plan_picture, *([folder.schedules_picture] if everything else [])]
-        print(made, *map(console.short, files), sep="\n")
+    return run("plan", PlanConfig, _plan, arguments=arguments, early=early.check)
 
-    return run("plan", PlanConfig, plan, arguments=arguments)
+
+def _plan(config: PlanConfig, folder: RunFolder, typed: Sequence[str]) -> None:
+    from ..pipeline import console  # what brings torch, which a refusal does not wait for
+    from ..pipeline.compare import check_order
+    from ..pipeline.decide import compare_schedules, decide, prepare
+    from ..pipeline.early import ALL
+
+    everything = config.schedule == ALL
+    samples = prepare(config)
+    for note in samples.notes:
+        console.warn(note)
+    made = compare_schedules(config, samples, folder) if everything else decide(config, samples)
+    check_order(made)
+    folder.begin(console.warn)
+    folder.save(config, made)
+    files = [folder.plan, folder.plan_picture, *([folder.schedules_picture] if everything else [])]
+    print(made, *map(console.short, files), sep="\n")

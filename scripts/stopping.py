@@ -5,9 +5,11 @@ The first signal unwinds the run, so that its ranks end with it; a second one en
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from ..pipeline.run_folder import RunFolder
 
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "the end of its terminal"}
 
@@ -45,11 +47,30 @@ def sentence(stop: KeyboardInterrupt) -> str:
     return f"stopped by {SIGNALS[signal.Signals(_number(stop))]}; {kept}"
 
 
-def kept(folder: Path) -> str:
-    """Say what an interrupted run left in its folder, and how to go on."""
-    names = sorted(path.name for path in folder.glob("*") if path.name[0] != "." and path.suffix != ".part")
-    left = f"{folder} keeps {', '.join(names)}" if names else "nothing was kept"
-    return f"{left}; no checkpoint was made, so the same command starts anew"
+def kept(folder: RunFolder, *, command: str) -> str:
+    """Say what an interrupted run left in its folder, and how to begin again.
+
+    Args:   command: what was typed.
+    """
+    files = sorted(
+        path.name for path in folder.path.glob("*") if path.name[0] != "." and path.suffix != ".part"
+    )
+    again = f"start it again from the beginning by {command}"
+    if not files:
+        return f"nothing was kept; {again}"
+    left = f"{folder.path} keeps {', '.join(files)}{_told(folder)}, and no checkpoint of the weights"
+    if folder.results.exists():  # which the next run would not write over
+        return f"{left}; to measure again, take another folder (hydra.run.dir=)"
+    return f"{left}; {again}"
+
+
+def _told(folder: RunFolder) -> str:
+    """How many steps the metrics have."""
+    try:
+        steps = folder.metrics.read_bytes().count(b"\n")
+    except OSError:
+        return ""
+    return f" ({steps} step{'s' * (steps != 1)})"
 
 
 def _number(stop: KeyboardInterrupt) -> int:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..conf.schema import TrainConfig
 from . import usage
+
+if TYPE_CHECKING:
+    from ..pipeline.run_folder import RunFolder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -13,7 +17,13 @@ def main(arguments: Sequence[str]) -> int:
     if usage.wanted(arguments):
         print(usage.text("train", TrainConfig))
         return 0
-    from ..pipeline.train import train
+    from ..pipeline import early
     from .application import run
 
-    return run("train", TrainConfig, train, arguments=arguments)
+    return run("train", TrainConfig, _train, arguments=arguments, early=early.check)
+
+
+def _train(config: TrainConfig, folder: RunFolder, typed: Sequence[str]) -> None:
+    from ..pipeline.train import train  # brings torch, which a refusal does not wait for
+
+    train(config, folder, typed)

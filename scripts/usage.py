@@ -7,8 +7,9 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from typing import Any
+
+from ..conf import groups
 
 FOOT = """\
 hydra.run.dir=PATH        where the run is kept; default: runs/<date>_<time>-<process>
@@ -19,7 +20,7 @@ hydra.run.dir=PATH        where the run is kept; default: runs/<date>_<time>-<pr
 
 def wanted(arguments: Sequence[str]) -> bool:
     """Return whether help was asked for."""
-    return any(argument in ("-h", "--help") for argument in arguments)
+    return any(argument in ("-h", "--help") for argument in arguments) or list(arguments) == ["help"]
 
 
 def text(command: str, schema: type[Any]) -> str:
@@ -33,15 +34,6 @@ def _wrapped(line: str) -> str:
     return textwrap.fill(
         line, 118, subsequent_indent=26 * " ", break_long_words=False, break_on_hyphens=False
     )
-
-
-def choices(group: str) -> list[str]:
-    """Return the names of a group of ``conf/``, or nothing where there is no such group."""
-    folder = resources.files("penstock.conf") / group
-    if not folder.is_dir():
-        return []
-    names = (entry.name for entry in folder.iterdir())
-    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 def meanings(schema: type[Any]) -> dict[str, str]:
@@ -58,7 +50,7 @@ def _options(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for field, default in ((field, getattr(schema(), field.name)) for field in dataclasses.fields(schema)):
         if dataclasses.is_dataclass(default):
             yield from _options(type(default), f"{prefix}{field.name}.")
-        elif names := choices(field.name):
+        elif names := groups.choices(field.name):
             yield f"{field.name}=NAME", f"{meaning[field.name]} (NAME: {', '.join(names)})"
         elif not isinstance(default, dict):
             yield f"{prefix}{field.name}={_shown(default)}", meaning[field.name]

@@ -38,7 +38,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def refuse_changes(
     before: Facts, root: nn.Module, *, again: Callable[[], Any], settles: Callable[[], bool]
 ) -> bool:
-    """Refuse a forward that changed ``root`` beside its registered buffers since ``before``; whether nothing did.
+    """Refuse a forward that changed ``root`` beside its registered buffers since ``before``; whether nothing
+    did.
 
     ``again`` runs it once more: what only the first run changes may stay if it ``settles``."""
     after = contents(root, running=True)
@@ -54,8 +55,8 @@ def refuse_changes(
         return False
     raise PlanError(
         f"a forward may write to registered buffers alone, found that it changes {changed} "
-        f"({change(before.get(changed), after.get(changed))}){_author(root, changed)}, which other stages, other "
-        f"ranks and the loss do not see; {_remedy(settled=once)}"
+        f"({change(before.get(changed), after.get(changed))}){_author(root, changed)}, which other stages, "
+        f"other ranks and the loss do not see; {_remedy(settled=once)}"
     )
 
 
@@ -102,8 +103,8 @@ def undrawn() -> Iterator[None]:
     yield
     if states() != before:
         raise PlanError(
-            "forward draws random numbers from Python or NumPy, which would be the same ever after; draw them "
-            "with torch, or in a function under torch.fx.wrap"
+            "forward draws random numbers from Python or NumPy, which would be the same ever after; draw "
+            "them with torch, or in a function under torch.fx.wrap"
         )
 
 

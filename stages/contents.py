@@ -92,7 +92,8 @@ def tensors(root: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def held_tensors(root: nn.Module) -> list[torch.Tensor]:
-    """The tensors that ``root`` leads to; walks only where an attribute could lead to others than registered."""
+    """The tensors that ``root`` leads to; walks only where an attribute could lead to others than
+    registered."""
     others = (item for m in root.modules() for name, item in vars(m).items() if name not in OF_EVERY)
     if all(map(is_plain, others)):
         return [*root.parameters(), *root.buffers()]

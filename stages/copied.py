@@ -24,7 +24,9 @@ def on_meta(model: nn.Module) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) in (nn.Parameter, torch.Tensor):
             bare = tensor.detach().to("meta")
-            known[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+            known[id(tensor)] = (
+                nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+            )
     return copy.deepcopy(model, known).to("meta")  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from .measure import Profile, ValueProfile
 from .plan import PlanStage
-from .split import Span
+from .split import TOLERANCE, Span
 
 COPIES_OF_PARAMETERS = 3  # weights, gradients, one state of the optimizer
 PICOSECONDS = 10**12  # times are compared as integers: rounding of sums would decide between equals
@@ -18,7 +18,7 @@ PICOSECONDS = 10**12  # times are compared as integers: rounding of sums would d
 
 def with_margin(num_bytes: int) -> int:
     """The budget that a prediction needs: predictions hold to 5 % (law L4)."""
-    return -(-num_bytes * 105 // 100)
+    return -(-num_bytes * (100 + TOLERANCE) // 100)
 
 
 class Costs:
@@ -47,11 +47,26 @@ class Costs:
         self.backward_bytes = _over_cuts(
             len(layers), [value for value in profile.values if value.requires_grad]
         )
-        self.cut_bytes = [sum(pair) for pair in zip(self.forward_bytes, self.backward_bytes, strict=True)]
+        self.cut_weights = self._cut_weights()
         self.link_times = [0] * (len(layers) + 1)
         if rate is not None:  # both directions of a link carry at once
             slower = map(max, self.forward_bytes, self.backward_bytes)
             self.link_times = [round(8 * num_bytes * PICOSECONDS / rate) for num_bytes in slower]
+
+    def _cut_weights(self) -> list[int]:
+        """What decides among cuts of equal cost, one number for each position: the bytes that pass both ways,
+        among equals those of values that are not zero, then whether the next cut passes the same values: a
+        ReLU that makes its zeros in place is only then in front of it."""
+        layers, values = self.profile.layers, self.profile.values
+        filled = [round(value.num_bytes * (1 - value.zero_fraction)) for value in values]
+        not_zero = _over_cuts(len(layers), values, filled)
+        changes = {place for value in values for place in _crossed(value, len(layers))}
+        return [
+            (((forward + backward) << 64) + nonzero << 16) + (position + 1 not in changes)
+            for position, (forward, backward, nonzero) in enumerate(
+                zip(self.forward_bytes, self.backward_bytes, not_zero, strict=True)
+            )
+        ]
 
     def memory(self, start: int, end: int, rank: int) -> int:
         """Predicted bytes on a rank."""
@@ -96,12 +111,19 @@ def _sums(amounts: Iterable[int]) -> list[int]:
     return [0, *accumulate(amounts)]
 
 
-def _over_cuts(num_layers: int, values: Sequence[ValueProfile]) -> list[int]:
-    """Bytes that pass each position: of the values made in front of it and used behind it."""
+def _over_cuts(
+    num_layers: int, values: Sequence[ValueProfile], amounts: Sequence[int] | None = None
+) -> list[int]:
+    """Bytes that pass each position, or ``amounts``: of the values made in front of it and used behind it."""
     changes = [0] * (num_layers + 2)
-    for value in values:
-        first, last = value.producer + 1, min(max(value.users, default=0), num_layers - 1)
-        if last >= first:
-            changes[first] += value.num_bytes
-            changes[last + 1] -= value.num_bytes
+    for value, amount in zip(values, amounts or [value.num_bytes for value in values], strict=True):
+        first, behind = _crossed(value, num_layers)
+        if behind > first:
+            changes[first] += amount
+            changes[behind] -= amount
     return list(accumulate(changes))[: num_layers + 1]
+
+
+def _crossed(value: ValueProfile, num_layers: int) -> tuple[int, int]:
+    """The first position that a value passes, and the first behind it that it does not."""
+    return value.producer + 1, min(max(value.users, default=0), num_layers - 1) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,8 +16,9 @@ from .signature import HIGHEST, Place, Signature, form_of
 def signature_of(call: Call, tensors: Sequence[torch.Tensor]) -> Signature:
     """How a model was called with these tensors."""
     ranges = [_range(tensor) for tensor in tensors]
+    places: Any = [Place(i) for i in range(len(tensors))]
     return Signature(
-        form=form_of(call.arguments([Place(i) for i in range(len(tensors))])),
+        form=form_of(call.arguments(places)),
         names=call.names,
         whole=call.whole,
         lowest=tuple(low for low, _ in ranges),
@@ -25,8 +27,8 @@ def signature_of(call: Call, tensors: Sequence[torch.Tensor]) -> Signature:
 
 
 def example_of(plan: Plan) -> Example:
-    """Inputs of the plan's shapes and dtypes: normal numbers, and integers of the range that was seen (0 where the
-    plan does not know).
+    """Inputs of the plan's shapes and dtypes: normal numbers, and integers of the range that was seen (0
+    where the plan does not know).
 
     Raises: PlanError: the plan contradicts itself."""
     generator = torch.Generator().manual_seed(0)

@@ -1,9 +1,9 @@
 """trace(model, example) -> LayerGraph: the network as layers and values, once as it trains and once as it
 evaluates.
 
-What a model does is recorded from real eager runs (``capture``). Before anybody relies on the record it is run
-beside the model on other data, another size and moved weights: same outputs, gradients and buffers, bit for
-bit, or a refusal.
+What a model does is recorded from real eager runs (``capture``). Before anybody relies on the record it is
+run beside the model on other data, another size and moved weights: same outputs, gradients and buffers, bit
+for bit, or a refusal.
 Source: claims B1.1-1.4 of CN110032450B (layer vertices, data vertices, dependencies)."""
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ def trace(
     Args:    model: any module; left bit for bit as it was (weights, gradients, mode, random state).
              example_inputs: one micro-batch as the model takes it: a tuple by position, or a dict by name.
              autocast: the dtype that training will cast to, None for none.
-             leaves: what is one layer each: classes of modules, paths of modules, functions. Modules of torch.nn
-             are by themselves, and so is the smallest module around a place that other data make run otherwise.
+             leaves: what is one layer each: classes of modules, paths of modules, functions. Modules of
+             torch.nn are by themselves, and so is the smallest module around a place that other data make run
+             otherwise.
     Returns: the LayerGraph; a layer is one torch call or one module of torch.nn, with the name that torch.fx
              would give it.
     Raises:  PlanError: what the model does cannot be repeated layer by layer.
@@ -95,15 +96,15 @@ def trace(
     modules |= {path: "it is compiled" for path, module in model.named_modules() if is_compiled(module)}
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), casting(autocast):
         apart = hidden(model)
-        copies, eager = [Copied(model, apart) for _ in range(2)], Copied(model, apart)
-        train, train_probe, written = _proven(copies[0], eager, call, example, modules, functions)
-        copies[1].root.eval(), eager.root.eval()
-        rest = call, example, train.leaves, functions
-        evaluation, eval_probe, _ = _proven(copies[1], eager, *rest, beside=train)
-        if evaluation.leaves != train.leaves:  # what is one layer there is one here
-            rest = call, example, evaluation.leaves, functions
-            train, train_probe, written = _proven(copies[0], Copied(model, apart), *rest)
-            evaluation, eval_probe, _ = _proven(copies[1], eager, *rest, beside=train)
+        ours, theirs = (tuple(Copied(model, apart) for _ in range(2)) for _ in range(2))
+        for copied in theirs:
+            copied.root.eval()
+        train, train_probe, written = _proven(ours, call, example, modules, functions)
+        evaluation, eval_probe, _ = _proven(theirs, call, example, train.leaves, functions, beside=train)
+        if evaluation.leaves != train.leaves:  # one layer here is one layer there
+            modules = evaluation.leaves
+            train, train_probe, written = _proven(ours, call, example, modules, functions)
+            evaluation, eval_probe, _ = _proven(theirs, call, example, modules, functions, beside=train)
     groups = (
         shared(model, train, written=written, unread=(0,)),
         shared(model, evaluation, written=written, unread=()),
@@ -114,7 +115,7 @@ def trace(
         eval=evaluation,
         train_probe=train_probe,
         eval_probe=eval_probe,
-        twin=copies[0].root,
+        twin=ours[0].root,
         example_inputs=fresh(example),
         fingerprint=fingerprint(model),
         shared=groups,
@@ -125,8 +126,7 @@ def trace(
 
 
 def _proven(
-    copied: Copied,
-    eager: Copied,
+    copies: tuple[Copied, ...],
     call: Call,
     example: tuple[torch.Tensor, ...],
     modules: Mapping[str, str],
@@ -136,8 +136,10 @@ def _proven(
 ) -> tuple[Traced, Probe, set[str]]:
     """The record of a copy in the mode in which it stands, its probe, and the buffers that it writes to.
 
-    Args:   eager: another copy in that mode, to run as it is.
-            beside: the record of the other mode, which has the same tied parameters."""
+    Args:   copies: one to run layer by layer, one to run as it is.
+            beside: the record of the other mode, with the same tied parameters and modules that are one
+            layer."""
+    copied, eager = copies
     tied = {str(node.target) for layer in beside.layers for _, node in layer.lifted} if beside else ()
     root, mode = copied.root, "train" if copied.root.training else "eval"
     with torch.set_grad_enabled(root.training):
@@ -179,7 +181,9 @@ def _captured(
         )
 
 
-def _proofs(captured: Captured, call: Call, example: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+def _proofs(
+    captured: Captured, call: Call, example: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, ...]]:
     """What record and model are compared on: the example, and other data, of another size where that is
     known."""
     other = other_data(call, example)
@@ -220,6 +224,7 @@ def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection
         fixed=captured.fixed,
         again=captured.again,
         reads=captured.reads,
+        leaves=captured.leaves,
     )
 
 

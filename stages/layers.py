@@ -30,8 +30,8 @@ class Layer:
     """One node of the recorded run; ``module`` is the dotted path it ran in.
 
     ``lifted``: for every tied parameter of a module, (its name inside the module, the get_attr layer that
-    reads it). ``holds``: whether it needs parameters or buffers that only its own stage has. ``moves``: whether
-    its numbers follow the size of the micro-batch."""
+    reads it). ``holds``: whether it needs parameters or buffers that only its own stage has. ``moves``:
+    whether its numbers follow the size of the micro-batch."""
 
     node: fx.Node
     module: str
@@ -49,12 +49,12 @@ class Layer:
 class Traced:
     """The recorded run of one mode (train or eval): input nodes, layers in running order, the output node.
 
-    ``call`` says how the model is called, ``spec`` puts its outputs together. ``constants`` are the tensors that
-    came from outside the run, by the name that they were given; ``buffers`` the names of registered buffers that
-    layers read by themselves: no other tensor of the model may be written to. ``fixed``: why the run holds for the
-    example's number of samples only, "" where it holds for any; ``again`` records a copy of the model anew;
-    ``reads`` are the (module path, attribute) that the run itself read, outside of its layers; ``leaves``: what is one
-    layer beside the modules of torch.nn, and why."""
+    ``call`` says how the model is called, ``spec`` puts its outputs together. ``constants`` are the tensors
+    that came from outside the run, by the name that they were given; ``buffers`` the names of registered
+    buffers that layers read by themselves: no other tensor of the model may be written to. ``fixed``: why the
+    run holds for the example's number of samples only, "" where it holds for any; ``again`` records a copy of
+    the model anew; ``reads`` are the (module path, attribute) that the run itself read, outside of its
+    layers; ``leaves``: what is one layer beside the modules of torch.nn, and why."""
 
     inputs: tuple[fx.Node, ...]
     layers: tuple[Layer, ...]
@@ -191,8 +191,8 @@ def _check_read(node: fx.Node, result: Any, samples: int) -> None:
         seen, found = at_size(node.meta["shape"], samples), tuple(result.shape)
     if seen != found and repr(seen) != repr(found):  # NaN is not unequal to itself here
         raise PlanError(
-            f"forward read {seen} from {node.name}{where_of(node)} when it was recorded and goes on from that, and now it is "
-            f"{found}; name the module around it in leaves="
+            f"forward read {seen} from {node.name}{where_of(node)} when it was recorded and goes on from "
+            f"that, and now it is {found}; name the module around it in leaves="
         )
 
 

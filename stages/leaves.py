@@ -1,4 +1,5 @@
-"""What is taken as one layer beside torch's own modules: by request (``leaves=``), or because it was compiled.
+"""What is taken as one layer beside torch's own modules: by request (``leaves=``), or because it was
+compiled.
 
 A leaf runs as it is, whatever it does inside; cuts are between leaves."""
 
@@ -38,8 +39,8 @@ def chosen_leaves(
 ) -> tuple[dict[str, str], dict[str, Callable[..., Any]]]:
     """The modules of ``model`` by path, and functions by dotted name, that ``leaves`` names; each with why.
 
-    Args:    leaves: classes of modules (or their names), paths of modules, functions (or their dotted names: only
-             among what is imported already, since a plan may name them).
+    Args:    leaves: classes of modules (or their names), paths of modules, functions (or their dotted names:
+             only among what is imported already, since a plan may name them).
     Raises:  PlanError: one names nothing of the model.
     """
     if isinstance(leaves, str) or not isinstance(leaves, Iterable):
@@ -89,6 +90,6 @@ def _unknown(leaf: object, paths: Mapping[str, nn.Module]) -> PlanError:
     said = leaf if isinstance(leaf, str) else getattr(leaf, "__name__", repr(leaf))
     near = difflib.get_close_matches(str(said), known, n=3) or known[1:6]
     return PlanError(
-        f"leaves names classes and paths of the model's modules, or functions that are imported, found {said!r}; it has "
-        f"{', '.join(near)}"
+        f"leaves names classes and paths of the model's modules, or functions that are imported, found "
+        f"{said!r}; it has {', '.join(near)}"
     )

@@ -61,8 +61,9 @@ class ValueProfile:
 class Profile:
     """What a plan is made from: the layers and values of one micro-batch, and where not to cut.
 
-    ``refused``: for a layer's number, why the model must not be cut behind it. ``signature``: how the model is called,
-    None in a profile that does not know: by position. ``leaves``: what was taken as one layer, by request or need."""
+    ``refused``: for a layer's number, why the model must not be cut behind it. ``signature``: how the model
+    is called, None in a profile that does not know: by position. ``leaves``: what was taken as one layer, by
+    request or need."""
 
     layers: tuple[LayerProfile, ...]
     values: tuple[ValueProfile, ...]
@@ -96,12 +97,13 @@ class Profile:
         return read(cls, data, "profile")
 
 
-def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 3) -> Profile:
+def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> Profile:
     """Run every layer of ``graph`` forward and backward by itself, on the copy of the model that was traced.
 
     Args:    example_inputs: one micro-batch, shaped as the example that was traced.
              repeats: runs of which the median is taken, after one that is not counted.
-    Returns: the Profile; seconds are per micro-batch with the threads that torch has now.
+    Returns: the Profile; seconds are per micro-batch with the threads that torch has now. One thread counts
+             its own seconds of a processor, not those in which other programs have it.
     Raises:  PlanError: the inputs do not suit the traced model.
     """
     if not isinstance(graph, LayerGraph) or not isinstance(repeats, int) or repeats < 1:
@@ -196,19 +198,21 @@ def _timed_run(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> _Run:
     parts, record = parts_of(graph.twin, graph.train), graph.train_probe
     anchor = torch.zeros((), requires_grad=True)
     env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, inputs, strict=True))
+    one = torch.get_num_threads() == 1 and all(x.device.type == "cpu" for x in inputs)
+    clock = time.thread_time if one else time.perf_counter
     run = _Run([], {})
     for index, layer in enumerate(graph.train.layers):
         local = {node: tree_map(lambda t: _received(t, anchor), env[node]) for node in _reads(layer, env)}
-        begun = time.perf_counter()
+        begun = clock()
         result = run_layer(layer, local, parts, samples=record.samples)
-        middle = time.perf_counter()
+        middle = clock()
         roots = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn]
         gradients = [torch.ones_like(t) for t in roots]
         wanted = [anchor, *(p for p in parameters_of(layer, parts) if p.requires_grad)]
-        backward = time.perf_counter()
+        backward = clock()
         if roots:
             _backward(layer, roots, wanted, gradients)
-        run.seconds.append((middle - begun, time.perf_counter() - backward if roots else 0.0))
+        run.seconds.append((middle - begun, clock() - backward if roots else 0.0))
         _write_back(layer, index, local, env, record)
         env[layer.node] = result
         for number, leaf in zip(record.outputs[layer.node].values, tree_leaves(result), strict=True):

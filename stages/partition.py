@@ -1,6 +1,7 @@
 """partition(profile) -> Plan: where to cut, and which rank runs which stage.
 
-The choice is exact: no legal cut has a cheaper costliest rank, and none that is as cheap sends fewer bytes.
+The choice is exact: of all legal cuts whose costliest rank is within 5 % of the cheapest possible, the one
+that the fewest bytes pass. Predictions may err by 5 %, so such cuts are equals for all that is known.
 Where a rank runs several stages, its own part is cut again so that its slowest stage is as fast as possible.
 
 Source: the min-max recurrence of PipeDream (Narayanan et al., SOSP 2019, section 3.1), one replica per stage.
@@ -9,8 +10,8 @@ Source: the min-max recurrence of PipeDream (Narayanan et al., SOSP 2019, sectio
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ..compression.choose import check_name
 from ..compression.errors import PlanError
+from ..compression.names import check_name
 from .asked import Asked
 from .costs import Costs, with_margin
 from .cuts import allowed_cuts, named_cuts
@@ -41,10 +42,13 @@ def partition(
     prediction: bool = False,
     program: Sequence[str] = (),
 ) -> Plan:
-    """Cut a measured model into stages, exactly: the costliest rank is as cheap as any legal cut makes it.
+    """Cut a measured model into stages, exactly: of the fastest cuts, to 5 %, the one that sends least.
 
     A rank costs the larger of its seconds per micro-batch and the seconds its links need for the tensors over
-    its cuts (unpacked, both directions at once); among equals the fewest bytes pass the cuts.
+    its cuts (unpacked, both directions at once). Of all cuts whose costliest rank is within 5 % of the
+    cheapest possible, the one is chosen that the fewest bytes pass; among equals the fewest that are not
+    zero, then behind what writes into the values that pass, then the cheapest costliest rank, then the
+    earliest.
 
     Args:
         stages: number of stages; default: as many as the schedule takes a rank (one or two), or one more
@@ -217,7 +221,7 @@ def _cut(
 def _fit(costs: Costs, points: list[int], rank_of: Sequence[int], *, memory: int | str | None) -> list[int]:
     """Ends of the stages where a schedule lays them on ranks: the slowest stage is as fast as it can be."""
     stages = len(rank_of)
-    ends = split(points, parts=stages, span=costs.of_rank, edge=costs.link_times, weight=costs.cut_bytes)
+    ends = split(points, parts=stages, span=costs.of_rank, edge=costs.link_times, weight=costs.cut_weights)
     used = [0] * (max(rank_of) + 1)
     for stage, (start, end) in enumerate(pairwise(ends or ())):
         used[rank_of[stage]] += costs.memory(start, end, stage)
@@ -234,13 +238,15 @@ def _choose(
 ) -> tuple[list[int], list[int]]:
     """Ends of the stages and of the ranks, as positions from 0 to the number of layers."""
     free = [0] * (points[-1] + 1)
-    rank_ends = split(points, parts=ranks, span=costs.of_rank, edge=costs.link_times, weight=costs.cut_bytes)
+    rank_ends = split(
+        points, parts=ranks, span=costs.of_rank, edge=costs.link_times, weight=costs.cut_weights
+    )
     if rank_ends is None:
         needed = with_margin(int(smallest_limit(points, parts=ranks, span=costs.memory, edge=free)))
         raise PlanError(
             f"memory={memory} on each of {ranks} ranks holds no legal cut of the model; the smallest budget "
             f"that does is memory={needed} ({show_bytes(needed)}); raise memory or ranks"
         )
-    ends = split(points, parts=stages, span=costs.of_stage(rank_ends), edge=free, weight=costs.cut_bytes)
+    ends = split(points, parts=stages, span=costs.of_stage(rank_ends), edge=free, weight=costs.cut_weights)
     assert ends is not None, "the ranks leave every other place to cut, and there are enough"
     return ends, rank_ends

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..compression.errors import PlanError
+from ..compression.names import show_codec
 from .asked import Asked
 from .files import save_json
 from .record import load_json, read, shortened
@@ -52,7 +53,8 @@ class Plan:
     gradient comes before the gradient of its input. ``program``: a custom schedule, a line for each rank.
     ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
     ``asked``: which cuts ``partition`` was asked for; None in a plan that does not know.
-    ``signature``: how the model is called, None for by position; ``leaves``: what is one layer, by request or need.
+    ``signature``: how the model is called, None for by position; ``leaves``: what is one layer, by request or
+    need.
     Raises:  PlanError: the fields contradict each other.
     """
 
@@ -194,8 +196,6 @@ _FOOTNOTE = "predicted per micro-batch; memory for all micro-batches in flight; 
 
 
 def _title(plan: Plan) -> str:
-    from ..compression.choose import show_codec  # brings torch, which a plan is read without
-
     batches = f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
     parts = [plan.schedule, batches, f"codec {show_codec(plan.codec)}"]
     if plan.extra_in_flight:

@@ -83,7 +83,7 @@ def _parts(item: object) -> Iterator[tuple[str, object]]:
         yield from (
             (f".{name}", part)
             for name, part in held.items()
-            if name not in INTERNAL and (name not in empty or part)
+            if name not in INTERNAL and not (name in empty and part in ({}, set()))
         )
         yield from ((kind.__name__, kind) for kind in written_kinds(item))
 

@@ -1,7 +1,7 @@
 """The graph of a model that was traced a moment ago in this process: ``Pipeline`` needs it again.
 
-It is taken only for the very model, as long as nothing has changed that a trace could have read; else the model
-is traced anew. A model that is gone takes its graph with it."""
+It is taken only for the very model, as long as nothing has changed that a trace could have read; else the
+model is traced anew. A model that is gone takes its graph with it."""
 
 from __future__ import annotations
 

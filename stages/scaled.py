@@ -1,8 +1,9 @@
-"""Records of a run at any number of samples, from real runs at a few: for models whose shapes the meta device does
-not tell (attention kernels lay their results out otherwise there, experts chosen by value have no shape at all).
+"""Records of a run at any number of samples, from real runs at a few: for models whose shapes the meta device
+does not tell (attention kernels lay their results out otherwise there, experts chosen by value have no shape
+at all).
 
-Every size in a shape is affine in the number of samples, or the record holds for the sizes that ran alone. One
-sample is a case of its own: a ``contiguous()`` of it does nothing."""
+Every size in a shape is affine in the number of samples, or the record holds for the sizes that ran alone.
+One sample is a case of its own: a ``contiguous()`` of it does nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from .probe import Probe, probe
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled:
     """``real``: records by number of samples; ``shapes``: for every value its shape, with ``Affine`` sizes;
-    ``reason``: why no other number of samples can be told, "" where any can; ``failed``: what a size failed with."""
+    ``reason``: why no other number of samples can be told, "" where any can; ``failed``: what a size failed
+    with."""
 
     real: dict[int, Probe]
     shapes: tuple[tuple[int | Affine, ...], ...]

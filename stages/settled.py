@@ -25,8 +25,10 @@ from .contents import contents
 def run_eager(
     eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...], *, cold: Callable[[], nn.Module]
 ) -> tuple[set[str], bool]:
-    """The buffers that a forward writes to, and whether it changes nothing else; refused if it does not run,
-    or changes the model beside them every time."""
+    """The buffers that a forward writes to, and whether it leaves nothing else behind, no other buffer
+    either.
+
+    Raises: PlanError: it does not run, or changes the model beside its buffers every time."""
     buffers = {name: (buffer, buffer.clone()) for name, buffer in eager.named_buffers()}
     before = contents(eager, running=True)
     run: Callable[..., Any] = lambda *x: call.run(eager, x)  # noqa: E731
@@ -43,9 +45,10 @@ def run_eager(
         again=lambda: observe(run, eager, inputs),
         settles=lambda: settles(eager, cold(), call.run, other_data(call, inputs)),
     )
-    pairs = [(name, buffer, *buffers[name]) for name, buffer in eager.named_buffers() if name in buffers]
-    written = {name for name, now, was, bits in pairs if now is not was or not same_bits(now, bits)}
-    return written, clean and all(now is was for _, now, was, _ in pairs)
+    held = {name: buffer for name, buffer in eager.named_buffers() if name in buffers}
+    replaced = {name for name, buffer in held.items() if buffer is not buffers[name][0]}
+    written = {name for name, buffer in held.items() if not same_bits(buffer, buffers[name][1])}
+    return replaced | written, clean and not replaced
 
 
 def settles(

@@ -2,7 +2,8 @@
 
 A rank that holds only its own layers cannot run the whole network any more, but it must know what every stage
 sends for a micro-batch of any size: identities can depend on it (a contiguous() of one sample does
-nothing). Where the meta device tells a model's shapes otherwise than a real run, ``scaled.py`` takes its place."""
+nothing). Where the meta device tells a model's shapes otherwise than a real run, ``scaled.py`` takes its
+place."""
 
 from __future__ import annotations
 
@@ -110,8 +111,8 @@ class Shapes:
             traced.extend(self.roots[mode], inputs)
         except Exception as error:
             raise PlanError(
-                f"the numbers in forward for a micro-batch of {_show(_key(inputs))} cannot be told without running it "
-                f"({error}); use equal micro-batches of the example's size"
+                f"the numbers in forward for a micro-batch of {_show(_key(inputs))} cannot be told without "
+                f"running it ({error}); use equal micro-batches of the example's size"
             ) from error
 
     def _difference(self, mode: str) -> str:

@@ -25,10 +25,11 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """``form``: (args, kwargs) as JSON, with {"tensor": n} for tensor n, {"tuple": [...]} and {"dict": {...}}.
+    """``form``: (args, kwargs) as JSON, with {"tensor": n} for tensor n, {"tuple": [...]} and {"dict":
+    {...}}.
 
-    For each tensor its name, whether it is a ``Constant`` (``whole``), and the ``lowest`` and ``highest`` that an
-    integer or bool was, 0 for other dtypes.
+    For each tensor its name, whether it is a ``Constant`` (``whole``), and the ``lowest`` and ``highest``
+    that an integer or bool was, 0 for other dtypes.
     Raises:  PlanError: the fields contradict each other."""
 
     form: str

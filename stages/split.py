@@ -1,7 +1,9 @@
-"""Cut a line into parts: the costliest part as cheap as possible, then the cuts as light as that allows.
+"""Cut a line into parts: the costliest part as cheap as can be, to 5 %, then the cuts as light as that lets.
 
-The one algorithm behind stages and ranks. Two passes, because a prefix of the best whole need not be a best
-prefix: the first finds the smallest limit that some split keeps, the second the lightest split that keeps it.
+The one algorithm behind stages and ranks. Costs are measured, and two that differ by less than measurements
+err are equals; what passes the cuts is known exactly. So that decides, and not the noise of a busy machine.
+Two passes, because a prefix of the best whole need not be a best prefix: the first finds the smallest limit
+that some split keeps, the second the lightest split near it.
 """
 
 import math
@@ -9,6 +11,8 @@ from collections.abc import Callable, Sequence
 
 # (start, end, part) -> cost of that part; never falls when the part grows; math.inf: not allowed
 Span = Callable[[int, int, int], float]
+
+TOLERANCE = 5  # per cent by which predictions may err (law L4), and costs differ that count as equal
 
 
 def split(
@@ -18,27 +22,36 @@ def split(
 
     Args:
         points: ascending positions; ``edge`` and ``weight`` are indexed by position.
-        span: cost of a part by itself.
+        span: cost of a part by itself, a whole number or math.inf.
         edge: what both parts at a cut pay for it, each as ``max(span, edges)``.
-        weight: the sum over the cuts decides among splits whose costliest part is equal.
+        weight: the sum over the cuts decides among splits whose costliest part is within the tolerance of the
+            cheapest possible; among equals the costliest part, then the earlier cut, from the last on.
     Returns: the chosen positions ascending, both ends included, or None where nothing is allowed.
     """
-    limit = smallest_limit(points, parts=parts, span=span, edge=edge)
-    if limit == math.inf:
+    smallest = smallest_limit(points, parts=parts, span=span, edge=edge)
+    if smallest == math.inf:
         return None
-    lightest: list[float] = [0, *[math.inf] * (len(points) - 1)]
+    limit = smallest * (100 + TOLERANCE) // 100
+    # The least (weight, cost of the costliest part) up to every point: a sum and a maximum, so that under a
+    # known limit a prefix of the best is a best prefix.
+    nowhere = (math.inf, math.inf)
+    best: list[tuple[float, float]] = [(0, 0), *[nowhere] * (len(points) - 1)]
     chosen: list[list[int]] = []
     for part in range(parts):
-        found, before = [math.inf] * len(points), [0] * len(points)
+        found, before = [nowhere] * len(points), [0] * len(points)
         for end in range(part + 1, len(points)):
-            if edge[points[end]] > limit:
+            edges = edge[points[end]]
+            if edges > limit:
                 continue
             for start in range(end - 1, part - 1, -1):
-                if span(points[start], points[end], part) > limit:
+                cost = span(points[start], points[end], part)
+                if cost > limit:
                     break  # and so would every longer one
-                if lightest[start] + weight[points[end]] < found[end]:
-                    found[end], before[end] = lightest[start] + weight[points[end]], start
-        lightest = found
+                lightest, costliest = best[start]
+                one = lightest + weight[points[end]], max(costliest, cost, edges)
+                if one <= found[end]:
+                    found[end], before[end] = one, start
+        best = found
         chosen.append(before)
     ends = [len(points) - 1]
     for before in reversed(chosen):

@@ -109,8 +109,8 @@ def refuse_objects(graph: fx.Graph) -> None:
         given = [*tree_leaves(node.args), *tree_leaves(node.kwargs)]
         if any(isinstance(item, torch.Generator) for item in given):
             raise PlanError(
-                f"{node.name} is given a Generator by forward; leave it out: the default generator is seeded for "
-                "every layer"
+                f"{node.name} is given a Generator by forward; leave it out: the default generator is "
+                "seeded for every layer"
             )
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.compression.errors import PlanError
-from penstock.pipeline.batches import micro_batches, positional
+from penstock.pipeline.batches import micro_batches
 
 
 def test_sizes_differ_by_at_most_one_and_shares_are_python_floats():
@@ -50,8 +50,11 @@ def test_weights_that_sum_to_nothing_are_refused():
         micro_batches((torch.zeros(4),), torch.zeros(4), 2, lambda targets: 0)
 
 
-def test_inputs_that_do_not_suit_the_model_are_refused():
-    with pytest.raises(PlanError, match=r"takes 2 tensors \(a, b\), found 1"):
-        positional(torch.zeros(4), ["a", "b"])
-    with pytest.raises(PlanError, match="takes 1 tensors"):
-        positional("text", ["a"])
+def test_a_constant_goes_whole_to_every_micro_batch():
+    mask = torch.eye(3)
+    parts = micro_batches((mask, torch.arange(4.0)), None, 2, None, whole=(True, False))
+    assert [part.inputs[1].tolist() for part in parts] == [[0.0, 1.0], [2.0, 3.0]]
+    assert all(torch.equal(part.inputs[0], mask) for part in parts)
+    assert parts[0].inputs[0].data_ptr() != parts[1].inputs[0].data_ptr()
+    with pytest.raises(PlanError, match=r"traced as penstock.Constant\(tensor\)"):
+        micro_batches((mask, torch.arange(4.0)), None, 2, None)

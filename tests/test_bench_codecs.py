@@ -17,7 +17,7 @@ from penstock.compression.frame import header_bytes
 from penstock.compression.geometry import Words
 from penstock.compression.kernels import jit
 from penstock.compression.raw import Raw
-from penstock.conf.schema import BenchCodecsConfig
+from penstock.conf.bench_codecs import BenchCodecsConfig
 from penstock.pipeline import build
 from penstock.pipeline.train import loss
 from penstock.scripts.bench import codecs_picture, codecs_sides, codecs_subjects

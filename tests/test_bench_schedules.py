@@ -293,7 +293,7 @@ def test_the_picture_has_bars_for_both_sides_and_dots_for_both_bubbles():
         ("pipeline schedule=all codecs=[raw,auto]", "one of codecs"),
         ("pipeline schedule=all links=[fast]", "links=fast is not a rate"),
         ("pipeline schedule=zbv model=mlp cuts=[_1]", "4 stages need 3 cuts, found 1"),
-        ("convergence policies=[lucky]", "policies holds lucky"),
+        ("convergence policies=[lucky]", "policies=[lucky] holds lucky"),
         ("convergence sets=[mnist]", "sets holds mnist"),
         ("convergence seeds=[1,1]", "seeds=[1, 1] must name one or more, each once"),
         ("convergence points=0", "points=0 must be 1 or more"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -14,9 +15,11 @@ from omegaconf import OmegaConf
 
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline import train as training
-from penstock.scripts import application, command, overrides
+from penstock.pipeline.run_folder import RunFolder
+from penstock.scripts import application, command, flags, overrides, stopping
 
 SMALL = "model=mlp model.hidden=[8] data.size=8"
+BATCH_NORM = "model=resnet18 micro_batches=8"  # of digits so small that a last layer sees one pixel
 
 
 @pytest.fixture(autouse=True)
@@ -58,10 +61,11 @@ def penstock(typed, capfd):
         ("schedule=custom", "schedule=custom runs the lines of its program, found none; give program="),
         (
             f"{SMALL} ranks=1 stages=3 weights=double_buffered micro_batches=3 batch_size=2",
-            "found batch_size=2; choose another",
+            "batch_size=2 is too small for micro_batches=3",
         ),
         (
-            f"{SMALL} ranks=1 stages=2 weights=double_buffered batch_size=4 data.drop_last=false",
+            f"{SMALL} ranks=1 stages=2 weights=double_buffered batch_size=4 micro_batches=4 "
+            "data.drop_last=false",
             "found data.drop_last=false, whose last batch has 1; choose another batch_size",
         ),
         ("rank=1", "did you mean ranks?"),
@@ -74,7 +78,49 @@ def penstock(typed, capfd):
         ("ranks=null", "ranks must have a value"),
         ("cuts=layer1", "cuts=[layer1]"),
         ("cuts=[layer1", "cuts=[layer1 cannot be read"),
-        ("ranks", "ranks cannot be read"),
+        ("ranks", "ranks has no value; write ranks=VALUE"),
+        ("batch_size=4 micro_batches=8", "batch_size=4 is too small for micro_batches=8"),
+        (f"{BATCH_NORM} batch_size=8", "batch_size=8 micro_batches=8 make micro-batches of one sample"),
+        ("ranks=3 cuts=[a]", "ranks=3 is more than the 2 stages of cuts=[a]"),
+        ("max_steps 3", "max_steps 3 are two words; options are one: max_steps=3"),
+        ("max_steps:3", "max_steps:3 has no value; write max_steps=3"),
+        ("max-steps=3", "did you mean max_steps? write max_steps=3"),
+        ("lr=0.1", "did you mean optimizer.lr? write optimizer.lr=0.1"),
+        ("optimizer.lr=abc", "optimizer.lr=abc does not fit: optimizer.lr takes a number, not abc"),
+        ("optimizer.lr=null", "optimizer.lr takes a number, not null"),
+        ("optimizer.nesterov=perhaps", "optimizer.nesterov takes true or false, not perhaps"),
+        ("model=mlp model.hidden=8", "model.hidden takes a list, for example model.hidden=[8]"),
+        ("optimizer.nope=3", "there is no option optimizer.nope; known are optimizer.lr"),
+        ("optimizer._target_=torch.optim.Adm", "torch.optim.Adm cannot be imported"),
+        ("loss=mse", "loss=mse: there is no option loss; known are"),
+        ("hydra.run.dri=x", "there is no option hydra.run.dri; known are hydra.run.dir"),
+        ("+hydra.foo=3", "there is no option hydra.foo; known are"),
+        ("+model.drop_last=true", "there is no option model.drop_last"),
+        ("scheduler=none +scheduler.gamma=3", "scheduler.gamma=3 has no target that takes it"),
+        (
+            "model._target_=torchvision.models.resnet18 model.nope=3",
+            "model has no option model.nope=3",
+        ),
+        ("data=image_folder data.root=/nowhere", "/nowhere must hold train/CLASS/*.png"),
+        ("memory.device=lots", "memory.device=lots is not a size in bytes"),
+        ("schedule=zbv stages=3", "found stages=3 for ranks=2; take stages=4"),
+        ("--max-steps 3", "--max-steps 3 is written max_steps=3 here"),
+        ("--max_steps=3", "--max_steps 3 is written max_steps=3 here"),
+        ("--batch-size 4 seed=1", "--batch-size 4 is written batch_size=4 here"),
+        ("--lr=0.1", "--lr 0.1 is written optimizer.lr=0.1 here"),
+        ("--max-steps", "--max-steps is written max_steps=VALUE here"),
+        (
+            "-n 2",
+            "there is no flag -n; options are KEY=VALUE, for example ranks=2, and penstock train --help",
+        ),
+        ("--hepl", "there is no flag --hepl; did you mean --help?"),
+        ("--multirun --max-steps 3", "written max_steps=3 here"),
+        ("--multirun seed=1,2 rank=3", "did you mean ranks? write ranks=3"),
+        ("--multirun ranks=1,two", "ranks=two does not fit: ranks takes a whole number, not two"),
+        ("--cfg everything", "--cfg takes one of job, hydra, all, found everything; write --cfg job"),
+        ("--config-dir", "--config-dir takes a value, found none"),
+        ("--config-dir /nowhere", "--config-dir /nowhere is no folder"),
+        ("--config-name mine", "--config-name mine: there is no mine.yaml"),
         ("ranks=1,2", "ranks=1,2 is several values"),
         ("ranks=3 stages=2", "ranks=3"),
         ("stages=3 cuts=[layer1]", "stages=3 contradicts cuts=[layer1]"),
@@ -96,7 +142,7 @@ def penstock(typed, capfd):
         ("model._target_=os.getcwd", "os.getcwd must return a torch module"),
         ("model._target_=torch.nn.Linear model.out_features=3", "needs model.in_features="),
         ("model._target_=torch.nn.Linear model.in_feature=3", "model.in_feature=3; it takes in_features"),
-        ("data._target_=os.getcwd", "os.getcwd must return"),
+        ("data._target_=os.getcwd", "os.getcwd returns a str; what works is one of: return torch"),
         (f"{SMALL} schedule=gpipe extra_in_flight=1", "extra_in_flight=1"),
         (f"{SMALL} link=fast", "link=fast"),
         (f"{SMALL} memory.device=1KiB", "smallest budget"),
@@ -114,7 +160,8 @@ def test_a_refusal_is_one_sentence_that_names_what_was_typed(typed, told, tmp_pa
 
 
 def test_trying_the_options_leaves_nothing(tmp_path):
-    application._try("train", TrainConfig, ["hydra.run.dir=here/run"])
+    typed = flags.Typed(options=["hydra.run.dir=here/run"])
+    application._try("train", TrainConfig, typed, lambda config, options: None)
     assert not (tmp_path / "here" / "run").exists()
 
 
@@ -285,7 +332,8 @@ def test_ctrl_c_is_one_sentence(monkeypatch, capfd):
     monkeypatch.setattr(training, "prepare", interrupt)
     code, out, error = penstock("train", capfd)
     assert (code, out) == (130, "")
-    assert error.startswith("penstock: stopped by Ctrl-C; nothing was kept; no checkpoint was made")
+    again = "start it again from the beginning by penstock train"
+    assert error == f"penstock: stopped by Ctrl-C; nothing was kept; {again}\n"
     assert error.count("\n") == 1
 
 
@@ -307,9 +355,26 @@ def test_a_signal_ends_the_ranks_too_and_says_what_is_left(number, ranks, told, 
     assert error.startswith(
         f"penstock: stopped by {told}; {tmp_path / 'run'} keeps config.yaml, metrics.jsonl"
     )
-    assert error.endswith("no checkpoint was made, so the same command starts anew\n")
+    again = shlex.join(["penstock", *job])
+    assert re.search(r"plan\.png \(\d+ steps?\), and no checkpoint of the weights; start it again", error)
+    assert error.endswith(f"; start it again from the beginning by {again}\n")
     assert error.count("\n") == 1
     assert not ranks_in(tmp_path / "run")
+
+
+def test_what_an_interrupted_run_kept_is_counted_and_a_bench_is_sent_elsewhere(tmp_path):
+    folder = RunFolder(path=tmp_path)
+    (tmp_path / "plan.json").touch()
+    (tmp_path / "metrics.jsonl").write_text("{}\n{}\n{")
+    assert stopping.kept(folder, command="penstock train seed=1") == (
+        f"{tmp_path} keeps metrics.jsonl, plan.json (2 steps), and no checkpoint of the weights; start it "
+        "again from the beginning by penstock train seed=1"
+    )
+    (tmp_path / "results.json").touch()  # which claims the folder
+    told = stopping.kept(folder, command="penstock bench pipeline")
+    assert told.endswith(
+        "no checkpoint of the weights; to measure again, take another folder (hydra.run.dir=)"
+    )
 
 
 def ranks_in(folder):
@@ -340,3 +405,108 @@ def test_options_beside_a_plan_are_refused_in_the_words_of_the_command_line(tmp_
     code, _, error = penstock(f"train {SMALL} plan=made/plan.json clip.norm=1", capfd)
     assert code == 2
     assert "clip.norm=1.0 needs one; add clip.scope=stage" in error
+
+
+SCHEMA = """
+defaults:
+  - train_schema
+  - model: resnet18
+  - data: digits
+  - optimizer: sgd
+  - scheduler: cosine
+  - override hydra/job_logging: none
+  - override hydra/hydra_logging: none
+  - _self_
+"""
+OURS = "defaults: [train, _self_]"
+FILES = {
+    "name.yaml": (f"{SCHEMA}\nrank: 3", "name.yaml: there is no option rank; did you mean ranks?"),
+    "nested.yaml": (f"{OURS}\nclip: {{nrom: 3}}", "there is no option clip.nrom; did you mean clip.norm?"),
+    "free.yaml": ("ranks: 1\nrnak: 3\nhydra: {run: {dir: x}}", "there is no option rnak; known are autocast"),
+    "deep.yaml": (f"{OURS}\nmemory: {{tier: {{x: 1}}}}", "memory.tier"),
+    "digits.yaml": (
+        f"{OURS}\ndata: {{chanels: 1}}",
+        "there is no option data.chanels; known are data.channels",
+    ),
+    "lone.yaml": (f"{OURS}\noptimizer: {{lr: high}}", "optimizer.lr takes a number, not high"),
+    "far.yaml": (f"{OURS}\noptimizer: {{nope: 1}}", "optimizer has no option optimizer.nope=1; it takes"),
+    "model/odd.yaml": (
+        "_target_: penstock.pipeline.models.mlp\nhidden: [8]\nactivaton: relu",
+        "there is no option model.activaton; known are model.activation, model.hidden",
+    ),
+    "scheduler/odd.yaml": ("gamma: 0.1", "scheduler.gamma=0.1 has no target that takes it"),
+    "all/odd.yaml": (
+        "# @package _global_\nrankz: 3",
+        "odd.yaml: there is no option rankz; did you mean ranks?",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_key_of_ones_own_file_that_nobody_reads_is_refused_by_its_full_name(name, tmp_path, capfd):
+    content, told = FILES[name]
+    (tmp_path / "own" / name).parent.mkdir(parents=True)
+    (tmp_path / "own" / name).write_text(content)
+    group, _, file = name.removesuffix(".yaml").rpartition("/")
+    chosen = f"--config-name {file}" if not group else f"{'+' * (group == 'all')}{group}={file}"
+    code, out, error = penstock(f"train --config-dir own {chosen} hydra.run.dir=run", capfd)
+    assert (code, out) == (2, "")
+    assert told in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_configuration_of_ones_own_trains(tmp_path, capfd):
+    (tmp_path / "own" / "model").mkdir(parents=True)
+    (tmp_path / "own" / "mine.yaml").write_text(f"{OURS}\nmax_steps: 2\nranks: 1\ndata: {{size: 8}}")
+    target = "_target_: penstock.pipeline.models.mlp"
+    (tmp_path / "own" / "model" / "tiny.yaml").write_text(f"{target}\nhidden: [8]\nactivation: relu")
+    typed = "train --config-dir own --config-name mine model=tiny hydra.run.dir=run"
+    code, _, error = penstock(typed, capfd)
+    assert (code, error) == (0, "")
+    assert OmegaConf.load(tmp_path / "run" / "config.yaml").model.hidden == [8]
+
+
+EARLY = [
+    "train batch_size=4 micro_batches=8",
+    "train --max-steps 3",
+    "train model=resnet19",
+    "train rank=3",
+    "train schedule=1f1",
+    "train codec=zip",
+    "train ranks=99",
+    "train ranks=two",
+    "train link=fast",
+    "train memory.device=lots",
+    "train weights=stashed",
+    "train schedule=gpipe extra_in_flight=1",
+    "train schedule=custom program=/nowhere",
+    "train plan=/nowhere.json",
+    "train optimizer.lr=abc",
+    "train data=image_folder data.root=/nowhere",
+    "train data=fashion_mnist data.root=/nowhere",
+    "train data=text data.path=/nowhere",
+    "train model._target_=nowhere.Net",
+    "train hydra.run.dir=/dev/null/run",
+    "train --multirun seed=1,2 ranks=0",
+    "plan schedule=zbv stages=3",
+    "bench codecs codecs=[zip]",
+    "bench codecs dtypes=[float7]",
+    "bench pipeline codecs=[zip]",
+    "bench pipeline schedule=nowhere",
+    "bench pipeline links=[fast]",
+    "bench convergence policies=[lucky]",
+]
+
+
+def test_what_names_counts_and_files_tell_is_refused_before_torch_is_imported(tmp_path):
+    script = f"""
+import sys
+from penstock.scripts import command
+for typed in {EARLY}:
+    assert command.run(typed.split()) == 2, typed
+    assert "torch" not in sys.modules, typed
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == len(EARLY) + 1  # the sweep's two runs are refused one by one

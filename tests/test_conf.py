@@ -10,13 +10,18 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
 from penstock import ConfigError
+from penstock.compression import names
+from penstock.compression.codec import CODECS, LOSSY_CODECS
 from penstock.conf import schema
-from penstock.conf.schema import BenchCodecsConfig, ClipConfig, MemoryConfig, PlanConfig, TrainConfig
+from penstock.conf.bench_codecs import BenchCodecsConfig
+from penstock.conf.schema import ClipConfig, MemoryConfig, PlanConfig, TrainConfig
 from penstock.pipeline.schedules import SCHEDULES
-from penstock.scripts import usage
+from penstock.scripts import flags, usage
+from penstock.scripts.bench import asked, codecs_subjects
 from penstock.stages import plan
 from penstock.stages.placement import layout
 
@@ -40,7 +45,8 @@ GROUPS = ("model", "data", "optimizer", "scheduler")
         ({"deadline": 0.0}, "deadline=0.0"),
         ({"deadline": float("nan")}, "deadline=nan"),
         ({"device": "cuda"}, "device=cuda"),
-        ({"ranks": 3, "stages": 2}, "ranks=3 is more than the 2 stages"),
+        ({"ranks": 3, "stages": 2}, "ranks=3 is more than the 2 stages of stages=2"),
+        ({"batch_size": 4}, "batch_size=4 is too small for micro_batches=8"),
         ({"ranks": 3, "cuts": ["a"]}, "ranks=3 is more than the 2 stages"),
         ({"stages": 3, "cuts": ["a"]}, "stages=3 contradicts cuts=[a]"),
         ({"plan": "p.json", "cuts": ["a"]}, "plan=p.json already decides the cuts"),
@@ -108,6 +114,21 @@ def test_what_the_schema_lists_is_what_there_is():
     (line,) = [line for line in (PlanConfig.__doc__ or "").splitlines() if "schedule:" in line]
     assert re.findall(r"\w+", line.partition("schedule:")[2].partition(";")[0]) == [*SCHEDULES]
     assert {*schema.TWO_A_RANK} == {name for name in SCHEDULES if layout(name) in ("loop", "vee")}
+
+
+def test_names_that_are_known_before_torch_are_those_there_are():
+    assert (names.LOSSLESS, names.LOSSY) == (tuple(CODECS), tuple(LOSSY_CODECS))
+    assert asked.CLASSES == tuple(codecs_subjects.CLASSES)
+
+
+def test_our_table_of_flags_is_that_of_hydra():
+    actions = [action for action in get_args_parser()._actions if action.option_strings]
+    assert {action.option_strings[0] for action in actions} == {*flags.FLAGS}
+    pairs = [action.option_strings for action in actions if action.option_strings[1:]]
+    assert {short: long for long, short in pairs} == flags.SHORT
+    assert {action.option_strings[0] for action in actions if action.nargs == 0} == {*flags.ALONE}
+    few = {action.option_strings[0]: tuple(action.choices) for action in actions if action.choices}
+    assert few == {"--cfg": flags.VALUED["--cfg"], **flags.MAY_HAVE_A_VALUE}
 
 
 def test_the_defaults_are_the_published_ones():

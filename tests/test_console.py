@@ -48,8 +48,7 @@ def test_the_closing_table(tmp_path, monkeypatch):
         "sent between stages: 360 B -> 200 B (1.80x)".split(),
         "2 steps, 16 samples in 0:01: 16 samples/s, ranks=2 threads=1, last loss 1.5000".split(),
         "test accuracy 96.53%, test loss 0.1234".split(),
-        ["run/timeline.png"],
-        [str(tmp_path.parent / "plan.png")],
+        ["run/timeline.png", str(tmp_path.parent / "plan.png")],
     ]
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock.scripts.coverage import eager, language, vision
 from penstock.scripts.coverage.examine import examine
@@ -76,7 +77,7 @@ class Squared(torch.autograd.Function):
         return x * x
 
     @staticmethod
-    def backward(context, gradient):
+    def backward(context, gradient):  # type: ignore[override]
         return gradient * 3 * context.saved_tensors[0]
 
 
@@ -97,7 +98,7 @@ def cache(net, x):
 
 
 def reentrant(net, x):
-    return torch.utils.checkpoint.checkpoint(lambda v: torch.tanh(v), x, use_reentrant=True)
+    return checkpoint(lambda v: torch.tanh(v), x, use_reentrant=True)
 
 
 def borrowed(net, x):

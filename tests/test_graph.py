@@ -1,6 +1,7 @@
 """trace: layers and values of a network, what it leaves untouched, and what it refuses."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -36,6 +37,14 @@ def test_trace_and_measure_leave_the_model_untouched(name):
         assert same_bits(tensor, before[key]), key
     for parameter in model.parameters():
         assert parameter.grad is None or not parameter.grad.any()
+
+
+def test_one_thread_counts_its_own_seconds_only():
+    example = (torch.zeros(2, 3),)
+    model = nn.Sequential(nn.Linear(3, 3))
+    model[0].register_forward_hook(lambda *_: time.sleep(0.2))
+    profile = penstock.measure(trace(model, example), example, repeats=1)
+    assert all(layer.forward_seconds < 0.2 for layer in profile.layers)  # as if others had the processor
 
 
 def test_a_layer_has_the_name_of_its_node_under_a_default_tracer():

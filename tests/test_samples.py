@@ -118,6 +118,7 @@ def test_the_resize_is_bilinear() -> None:
 
 def test_one_digit_is_the_same_alone_and_in_a_batch() -> None:
     table = SAMPLES["digits"]().test
+    assert table is not None
     inputs, targets = next(SAMPLES["digits"]().batches("test", batch_size=7))
     for index in range(7):
         alone, target = table[index]  # pyright: ignore[reportIndexIssue]

@@ -17,19 +17,18 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import ConfigError
+from .. import sources
 from .images import Images
 from .samples import Description, Samples
 
-DEBIAN_ROOT = "/usr/share/datasets/fashion-mnist"
 
-
-def load(*, root: str = DEBIAN_ROOT, size: int = 32, channels: int = 3) -> Samples:
+def load(*, root: str = sources.DEBIAN_ROOT, size: int = 32, channels: int = 3) -> Samples:
     """Return Fashion-MNIST (60,000 and 10,000 images of 28x28) from ``root``.
 
     Args:   root: holds ``FashionMNIST/raw`` as torchvision lays it out, or the four idx files themselves.
     Raises: ConfigError: a file is missing or damaged.
     """
-    folder = _folder(str(root))
+    folder = sources.fashion_mnist(root)
 
     def split(train: bool) -> Images:
         pixels, targets = _read(folder, train=train)
@@ -60,12 +59,12 @@ def _read(folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
             return False  # an old cache written by torch.save: never read
 
         def _check_exists(self) -> bool:
-            return True  # seen by _folder
+            return True  # seen by sources.py
 
         def _load_data(self) -> tuple[Tensor, Tensor]:
             stem = "train" if self.train else "t10k"
-            pixels = read_idx(_file(folder, f"{stem}-images-idx3-ubyte"), num_dims=3)
-            targets = read_idx(_file(folder, f"{stem}-labels-idx1-ubyte"), num_dims=1)
+            pixels = read_idx(sources.plain_or_gzipped(folder, f"{stem}-images-idx3-ubyte"), num_dims=3)
+            targets = read_idx(sources.plain_or_gzipped(folder, f"{stem}-labels-idx1-ubyte"), num_dims=1)
             if len(pixels) != len(targets) or int(targets.max()) > 9:
                 raise ConfigError(f"{folder} holds {stem} images and labels that do not belong together")
             return pixels, targets.long()
@@ -91,24 +90,3 @@ def read_idx(path: Path, *, num_dims: int) -> Tensor:
     if data[:4] != bytes([0, 0, 8, num_dims]) or len(data) != start + prod(sizes) or 0 in sizes:
         raise ConfigError(f"{path} is not a whole idx file of {num_dims} dimensions; fetch it again")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=start).view(sizes)
-
-
-def _folder(root: str) -> Path:
-    """Return where the four files lie: as torchvision lays them out, or in ``root`` itself."""
-    folders = [Path(root, "FashionMNIST", "raw"), Path(root)]
-    for folder in folders:
-        if all(_file(folder, name).is_file() for name in _NAMES):
-            return folder
-    raise ConfigError(
-        f"data.root={root} has no Fashion-MNIST files (looked in {folders[0]} and {folders[1]}); "
-        f"get them by `apt install dataset-fashion-mnist` for data.root={DEBIAN_ROOT}, or in Python by "
-        "`torchvision.datasets.FashionMNIST('data', download=True)` for data.root=data"
-    )
-
-
-_NAMES = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-
-
-def _file(folder: Path, name: str) -> Path:
-    plain = folder / name
-    return plain if plain.is_file() else folder / f"{name}.gz"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import ConfigError
+from .. import sources
 from ..options import check_image, check_known
 from .samples import Description, Samples
 
@@ -22,7 +23,6 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of ImageNet's pixels, red, green and blue: what published weights expect."""
 
 _GREY_MEAN, _GREY_DEVIATION = 0.449, 0.226  # the mean of the three
-_TEST_FOLDERS = ("val", "test")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +67,7 @@ def load(*, root: str, size: int = 64, channels: int = 3) -> Samples:
     """
     check_image(size=size)
     check_known("data.channels", channels, (1, 3))
-    folder = Path(str(root))
-    train = _listed(folder / "train", root=root)
-    names = [name for name in _TEST_FOLDERS if (folder / name).is_dir()]
-    test = _listed(folder / (names or _TEST_FOLDERS)[0], root=root)
+    train, test = (_listed(folder, root=root) for folder in sources.image_folder(root))
     if train.classes != test.classes:
         odd = sorted({*train.classes} ^ {*test.classes})
         raise ConfigError(
@@ -89,7 +86,4 @@ def _listed(folder: Path, *, root: str) -> ImageFolder:
     try:
         return ImageFolder(str(folder))
     except OSError as error:  # torchvision's for no folder, no class, a class without images
-        raise ConfigError(
-            f"data.root={root} must hold train/CLASS/*.png and val/CLASS/*.png (or test/), jpg and others as "
-            f"well; {folder} has none: {str(error).splitlines()[0]}"
-        ) from error
+        raise sources.no_images(root, folder, str(error).splitlines()[0]) from error

@@ -24,7 +24,7 @@ class Description:
     """What a model must know of the data.
 
     Attributes:
-        num_classes: targets are 0 .. num_classes - 1.
+        num_classes: targets are 0 .. num_classes - 1; 0 where the data do not tell.
         input_shape: of one sample: (channels, height, width) for images, (length,) for text.
         vocabulary:  the characters in the order of their numbers; empty where inputs are not text.
     """
@@ -53,11 +53,17 @@ class BatchTable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """The train and the test split; one's own are any two map-style torch data sets."""
+    """The train and the test split; one's own are any two map-style torch data sets.
+
+    Attributes:
+        test:  None: nothing is tested, and no accuracy told.
+        notes: what a person is told of them when a run begins, a sentence each.
+    """
 
     train: Table | BatchTable
-    test: Table | BatchTable
+    test: Table | BatchTable | None
     describe: Description
+    notes: tuple[str, ...] = ()
 
     def num_samples(self, split: Literal["train", "test"]) -> int:
         """Return how many samples the split holds."""
@@ -90,12 +96,12 @@ class Samples:
         seed: int = 0,
         shuffle: bool | None = None,
         drop_last: bool | None = None,
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Iterator[tuple[Any, Tensor]]:
         """Yield (inputs, targets) batch after batch.
 
         Args:    shuffle, drop_last: None means yes for ``train`` and no for ``test``.
-        Yields:  inputs (batch, *input_shape), float32 images or int64 text; targets int64, (batch,) or
-                 (batch, length).
+        Yields:  inputs (batch, *input_shape), float32 images or int64 text, of one's own also a tuple or a
+                 dict of tensors; targets int64, (batch,) or (batch, length).
         Raises:  ConfigError: the split holds no batch of this size.
         """
         num_batches = self.num_batches(split, batch_size=batch_size, drop_last=drop_last)
@@ -108,7 +114,10 @@ class Samples:
     def _table(self, split: str) -> Table | BatchTable:
         if split not in ("train", "test"):
             raise ConfigError(f"{split!r} is not a split; known are train, test")
-        return self.train if split == "train" else self.test
+        table = self.train if split == "train" else self.test
+        if table is None:
+            raise ConfigError("there are no samples to test on; return (train, test) from data._target_")
+        return table
 
 
 def _order(num_samples: int, *, seed: int, epoch: int) -> Tensor:
@@ -119,7 +128,7 @@ def _order(num_samples: int, *, seed: int, epoch: int) -> Tensor:
     )
 
 
-def _batch(table: Table | BatchTable, indices: Tensor) -> tuple[Tensor, Tensor]:
+def _batch(table: Table | BatchTable, indices: Tensor) -> tuple[Any, Tensor]:
     if isinstance(table, BatchTable):
         return table.batch(indices)
     inputs, targets = default_collate([table[index] for index in indices.tolist()])

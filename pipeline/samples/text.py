@@ -5,7 +5,6 @@ The default is the text of Python's own help topics: 600 kB of English that ever
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import ConfigError
+from .. import sources
 from ..options import check_count
 from .samples import Description, Samples
 
@@ -46,7 +46,7 @@ def load(*, path: str | None = None, length: int = 64) -> Samples:
     Raises: ConfigError: the file is missing, not UTF-8, or too short for one sample in each split.
     """
     check_count(data__length=length)
-    file = Path(str(path)) if path is not None else _help_topics()
+    file = sources.text(path)
     text = _read(file)
     characters, numbers = np.unique(np.frombuffer(text.encode("utf-32-le"), dtype="<u4"), return_inverse=True)
     border = len(text) * 9 // 10
@@ -74,12 +74,3 @@ def _read(file: Path) -> str:
         raise ConfigError(
             f"data.path={file} is not UTF-8 (byte {error.start}); convert it, for example with iconv"
         ) from error
-
-
-def _help_topics() -> Path:
-    """Return the file without importing it."""
-    spec = importlib.util.find_spec("pydoc_data")
-    file = Path(*(spec.submodule_search_locations or [""])[:1], "topics.py") if spec else None
-    if file is None or not file.is_file():
-        raise ConfigError("this Python comes without pydoc_data/topics.py; name a UTF-8 file with data.path=")
-    return file

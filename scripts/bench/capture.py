@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ...conf.schema import BenchCodecsConfig
+from ...conf.bench_codecs import BenchCodecsConfig
 from ...pipeline import build
 from ...pipeline.course import training_batches
 from ...pipeline.decide import decide, prepare

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from ... import __version__
 from ...compression.errors import ConfigError
 from ...conf.bench import BenchPipelineConfig
+from ...conf.bench_codecs import BenchCodecsConfig
 from ...conf.convergence import BenchConvergenceConfig
-from ...conf.schema import BenchCodecsConfig
 from ...pipeline.run_folder import RunFolder
 from ...stages.files import save_json
 from .. import usage
+from . import asked
 
 if TYPE_CHECKING:
     from ...stages.plan import Plan
@@ -37,20 +38,29 @@ def main(arguments: Sequence[str]) -> int:
 
     Raises: ConfigError: there is no such topic, or an option of it does not fit.
     """
-    topic = next((argument for argument in arguments if not argument.startswith("-")), None)
-    if topic is None and usage.wanted(arguments):
+    topic = arguments[0] if arguments else None
+    if usage.wanted(arguments[:1]):
         print(f"penstock bench TOPIC [KEY=VALUE ...]\n\nTOPIC, each with a --help: {', '.join(TOPICS)}")
         return 0
     if topic not in TOPICS:
-        found = f"{topic} is no topic of penstock bench" if topic else "penstock bench needs a topic"
+        named = topic and not topic.startswith("-")
+        found = f"{topic} is no topic of penstock bench" if named else "penstock bench needs a topic first"
         raise ConfigError(f"{found}; known are {', '.join(TOPICS)}")
-    rest = [argument for argument in arguments if argument != topic]
+    rest = arguments[1:]
     if usage.wanted(rest):
         print(usage.text(f"bench {topic}", TOPICS[topic].schema))
         return 0
     from ..application import run
 
-    return run(f"bench_{topic}", TOPICS[topic].schema, TOPICS[topic].task, arguments=rest)
+    chosen = TOPICS[topic]
+    return run(
+        f"bench_{topic}",
+        chosen.schema,
+        chosen.task,
+        arguments=rest,
+        early=chosen.early,
+        command=f"bench {topic}",
+    )
 
 
 def codecs(config: BenchCodecsConfig, folder: RunFolder, typed: Sequence[str]) -> None:
@@ -95,11 +105,11 @@ def pipeline(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str
         schedules(config, folder, typed)
         return
     from ...pipeline import console
-    from .pipeline import bench_pipeline, check, plan_of
+    from .pipeline import bench_pipeline, plan_of
     from .pipeline_picture import draw
     from .pipeline_rows import describe, table, title
 
-    links = check(config)
+    links = asked.links(config)
     plan = plan_of(config)
     folder.begin(console.warn)
     plan.save(folder.plan)
@@ -123,11 +133,11 @@ def schedules(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[st
     from ...pipeline import console
     from .entrants import ALL, left_out
     from .pipeline_rows import link_facts
-    from .schedules import bench_schedules, check, plans_of
+    from .schedules import bench_schedules, plans_of
     from .schedules_picture import draw
     from .schedules_rows import CAPTION, overhead_lines, rows_of, table, title
 
-    link, chosen = check(config)
+    link, chosen = asked.contestants(config)
     plans = plans_of(config, chosen)
     folder.begin(console.warn)
     folder.plans.mkdir(exist_ok=True)
@@ -223,10 +233,11 @@ class Topic:
 
     schema: type[Any]
     task: Callable[[Any, RunFolder, Sequence[str]], None]
+    early: Callable[[Any, Sequence[str]], None]
 
 
 TOPICS = {
-    "codecs": Topic(schema=BenchCodecsConfig, task=codecs),
-    "convergence": Topic(schema=BenchConvergenceConfig, task=convergence),
-    "pipeline": Topic(schema=BenchPipelineConfig, task=pipeline),
+    "codecs": Topic(schema=BenchCodecsConfig, task=codecs, early=asked.codecs),
+    "convergence": Topic(schema=BenchConvergenceConfig, task=convergence, early=asked.convergence),
+    "pipeline": Topic(schema=BenchPipelineConfig, task=pipeline, early=asked.pipeline),
 }

@@ -20,7 +20,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Subset
 
-from ...compression.errors import ConfigError
 from ...conf.convergence import BenchConvergenceConfig
 from ...pipeline import build
 from ...pipeline.course import training_batches
@@ -28,41 +27,15 @@ from ...pipeline.decide import decide, prepare
 from ...pipeline.pipeline import Pipeline
 from ...pipeline.samples.samples import Samples
 from ...pipeline.train import evaluate, loss
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """Which weights a micro-batch sees; ``label`` says it in the picture."""
-
-    label: str
-    schedule: str = "async_1f1b"
-    weights: str = "latest"
-    prediction: bool = False
-
-    @property
-    def each(self) -> bool:
-        """Whether every micro-batch is an update of its own."""
-        return self.schedule == "async_1f1b"
-
-
-POLICIES = {
-    "synchronous": Policy(label="synchronous 1f1b", schedule="1f1b"),
-    "double_buffered": Policy(label="double buffered", schedule="1f1b", weights="double_buffered"),
-    "stashed": Policy(label="async, stashed", weights="stashed"),
-    "latest": Policy(label="async, no stashing"),
-    "prediction": Policy(label="async, no stashing, prediction", prediction=True),
-}
+from .policies import POLICIES
 
 
 def check(config: BenchConvergenceConfig) -> list[tuple[str, str, int]]:
     """Return the runs: data set, policy and seed of each; the seeds of one curve are neighbours.
 
-    Raises: PenstockError: a policy is unknown, or an option does not fit.
+    Raises: PenstockError: an option does not fit.
     """
     policies = config.policies or list(POLICIES)
-    for name in policies:
-        if name not in POLICIES:
-            raise ConfigError(f"policies holds {name}, which is not known; known are {', '.join(POLICIES)}")
     build.optimizer(config.optimizer)
     for name in config.sets:
         build.samples(getattr(config, name))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...stages.files import save_picture
-from .convergence import POLICIES
 from .pipeline_picture import COLOURS, GREY
+from .policies import POLICIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,44 +11,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...compression.codec import codec_named
-from ...compression.errors import ConfigError, TransportError
+from ...compression.errors import TransportError
 from ...conf.bench import BenchPipelineConfig
 from ...pipeline.decide import decide, prepare
-from ...pipeline.launch import check_ranks, start_ranks
+from ...pipeline.launch import start_ranks
 from ...pipeline.run_folder import RunFolder
 from ...stages.plan import Plan
 from . import race
-from .links import LOOPBACK, Link, joined, parse_link, why_not
+from .links import LOOPBACK, Link, joined, why_not
 from .pipeline_rows import Measured, link_facts, rows_of
 from .race import Race
 from .torch_pipelines import stages_of
-
-AUTO = "auto"
-"""The codec that chooses for itself; what it chooses from has a name of its own."""
-
-
-def check(config: BenchPipelineConfig) -> list[Link]:
-    """Return the links to race on.
-
-    Raises: PenstockError: a codec or a link is not known, or the ranks do not suit them.
-    """
-    for name in config.codecs:
-        if name != AUTO:
-            codec_named(name)
-    links = [parse_link(link, burst=config.burst, delay=config.delay) for link in config.links]
-    shaped = [link.name for link in links if link.rate is not None]
-    if shaped and config.ranks != 2:
-        raise ConfigError(
-            f"ranks={config.ranks}: a shaped link joins 2; leave {', '.join(shaped)} out or take ranks=2"
-        )
-    if config.cuts is not None and len(config.cuts) != config.ranks - 1:
-        raise ConfigError(
-            f"torch's 1F1B runs one stage on each rank: ranks={config.ranks} needs {config.ranks - 1} cuts, "
-            f"found {len(config.cuts)}"
-        )
-    check_ranks(config.ranks)
-    return links
 
 
 def plan_of(config: BenchPipelineConfig) -> Plan:

@@ -10,43 +10,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...compression.codec import codec_named
 from ...compression.errors import ConfigError, TransportError
 from ...conf.bench import BenchPipelineConfig
 from ...pipeline import build
 from ...pipeline.course import example_inputs
 from ...pipeline.decide import prepare
-from ...pipeline.launch import check_ranks, start_ranks
+from ...pipeline.launch import start_ranks
 from ...pipeline.run_folder import RunFolder
 from ...stages.graph import trace
 from ...stages.measure import measure
 from ...stages.partition import partition
 from ...stages.plan import Plan
 from . import schedules_race
-from .entrants import Entrant, entrants, rivals
-from .links import Link, joined, parse_link, why_not
+from .entrants import Entrant, rivals
+from .links import Link, joined, why_not
 from .overhead import overhead
-from .pipeline import AUTO
 from .schedules_race import Told
 from .torch_pipelines import stages_of
 
 STAGES_OF_OVERHEAD = 4
 """Stages in one process on which the cost of an instruction is measured as well."""
-
-
-def check(config: BenchPipelineConfig) -> tuple[Link, dict[str, Entrant]]:
-    """Return the link to race on, and who races.
-
-    Raises: PenstockError: a schedule, a codec or a link is not known, or the ranks do not suit them.
-    """
-    chosen = entrants(config.schedule)
-    if config.codecs[0] != AUTO:
-        codec_named(config.codecs[0])
-    link = parse_link(config.links[0], burst=config.burst, delay=config.delay)
-    if link.rate is not None and config.ranks != 2:
-        raise ConfigError(f"ranks={config.ranks}: a shaped link joins 2; leave links out or take ranks=2")
-    check_ranks(config.ranks)
-    return link, chosen
 
 
 def plans_of(config: BenchPipelineConfig, chosen: Mapping[str, Entrant]) -> dict[str, Plan]:

@@ -22,22 +22,23 @@ Example = tuple[Any, ...] | Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Constant:
-    """A tensor among a model's inputs that has no sample in it (a mask of a fixed shape, a table of positions): every
-    micro-batch gets all of it."""
+    """A tensor among a model's inputs that has no sample in it (a mask of a fixed shape, a table of
+    positions): every micro-batch gets all of it."""
 
     tensor: torch.Tensor
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, torch.Tensor):
             raise PlanError(
-                f"penstock.Constant holds a tensor, found {self.tensor!r}; give numbers, flags and None as they are"
+                f"penstock.Constant holds a tensor, found {self.tensor!r}; give numbers, flags and None as "
+                "they are"
             )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """``names`` of the tensors among the leaves of (args, kwargs), and whether each is a ``Constant`` (``whole``);
-    the other leaves stay as they are."""
+    """``names`` of the tensors among the leaves of (args, kwargs), and whether each is a ``Constant``
+    (``whole``); the other leaves stay as they are."""
 
     names: tuple[str, ...]
     whole: tuple[bool, ...]
@@ -49,11 +50,12 @@ class Call:
     def of(cls, model: nn.Module, example: Example) -> tuple[Call, tuple[torch.Tensor, ...]]:
         """The call that ``example`` is one of, and its tensors.
 
-        Raises: PlanError: it is neither a tuple nor a dict, has no tensor, or something that is no plain value."""
+        Raises: PlanError: it is neither a tuple nor a dict, has no tensor, or something that is no plain
+        value."""
         if not isinstance(example, tuple | Mapping):
             raise PlanError(
-                "example_inputs is a tuple (by position) or a dict (by name) of what the model takes, found a "
-                f"{type(example).__name__}; wrap it: (x,)"
+                "example_inputs is a tuple (by position) or a dict (by name) of what the model takes, found "
+                f"a {type(example).__name__}; wrap it: (x,)"
             )
         args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
         leaves, spec = tree_flatten((args, kwargs))
@@ -62,8 +64,8 @@ class Call:
         for i, leaf in enumerate(leaves):
             if i not in places and not isinstance(leaf, PLAIN):
                 raise PlanError(
-                    f"a model is called with tensors, numbers, strings, None, and tuples, lists and dicts of them, "
-                    f"found a {type(leaf).__name__} for {names[i]}; make it inside the model"
+                    f"a model is called with tensors, numbers, strings, None, and tuples, lists and dicts "
+                    f"of them, found a {type(leaf).__name__} for {names[i]}; make it inside the model"
                 )
         call = cls(
             names=tuple(names[i] for i in places),
@@ -79,9 +81,11 @@ class Call:
         return call, tuple(map(_tensor, (leaves[i] for i in places)))
 
     def tensors(self, given: Any) -> tuple[torch.Tensor, ...]:
-        """The tensors of a batch: one alone, a tuple by position, a dict by name, or nested as the example was.
+        """The tensors of a batch: one alone, a tuple by position, a dict by name, or nested as the example
+        was.
 
-        Raises: PlanError: they are not those of the example, or something beside them is not as it was there."""
+        Raises: PlanError: they are not those of the example, or something beside them is not as it was
+        there."""
         if isinstance(given, Mapping):
             found = self._by_name(dict(given))
         else:
@@ -117,8 +121,8 @@ class Call:
         known = list(self.arguments([torch.empty(0)] * len(self.names))[1]) or list(self.names)
         if set(known) != given.keys():
             raise PlanError(
-                f"the model takes the inputs {', '.join(known)}, as in its example, found {', '.join(map(str, given))}; "
-                "trace it with an example of what it will get"
+                f"the model takes the inputs {', '.join(known)}, as in its example, found "
+                f"{', '.join(map(str, given))}; trace it with an example of what it will get"
             )
         return self._by_structure(((), {name: given[name] for name in known}), given.values())
 
@@ -132,14 +136,15 @@ class Call:
                 ", ..." if len(kinds) > len(self.names) + 1 else ""
             )
             raise PlanError(
-                f"the model takes {len(self.names)} tensors ({', '.join(self.names)}), found {len(kinds)} ({shown}); "
-                "give a tensor for each: torch.as_tensor makes one of an array, torch.stack of samples"
+                f"the model takes {len(self.names)} tensors ({', '.join(self.names)}), found {len(kinds)} "
+                f"({shown}); give a tensor for each: torch.as_tensor makes one of an array, torch.stack of "
+                "samples"
             )
         for name, seen, now in zip(range(len(leaves)), self.leaves, leaves, strict=True):
             if name not in places and (type(seen), seen) != (type(now), now):
                 raise PlanError(
-                    f"what stands beside the tensors is as in the example that was traced: {seen!r} there, found {now!r}; "
-                    "trace with an example that has it"
+                    f"what stands beside the tensors is as in the example that was traced: {seen!r} there, "
+                    f"found {now!r}; trace with an example that has it"
                 )
         return tuple(leaves[i] for i in places)
 

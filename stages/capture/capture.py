@@ -34,10 +34,10 @@ class Captured:
     ``spec`` puts the model's outputs together from that list; ``constants`` are the tensors that came from
     outside; ``moving`` has for nodes whose numbers follow the size of the micro-batch what they become;
     ``sizes`` are the other sizes it was recorded at; ``fixed`` says why the graph holds for one size only,
-    "" where it holds for all; ``leaves`` names the modules that were taken as one layer because
-    of what they do, and why; ``dropped`` the outputs left out;
-    ``again`` records a copy of the model on other inputs, with the same leaves; ``reads`` are the attributes
-    of modules that the run read outside of its layers: what nobody read may change."""
+    "" where it holds for all; ``leaves`` names the modules that were taken as one layer because of what they
+    do, and why; ``dropped`` the outputs left out; ``again`` records a copy of the model on other inputs, with
+    the same leaves; ``reads`` are the attributes of modules that the run read outside of its layers: what
+    nobody read may change."""
 
     graph: fx.Graph
     spec: TreeSpec
@@ -216,8 +216,8 @@ def _unrepeatable(model: nn.Module, failure: Different | Unrecordable) -> PlanEr
         found, where = f"it goes another way with other data: {failure.what}", where_of(failure.node)
     return PlanError(
         f"forward of {type(model).__name__} itself must be the same calls every time, found that "
-        f"{found}{where}; put that part into a module of its own, which then is one layer; where the code is "
-        "not yours, in a subclass that overrides the method"
+        f"{found}{where}; put that part into a module of its own, which then is one layer; where the code "
+        "is not yours, in a subclass that overrides the method"
     )
 
 

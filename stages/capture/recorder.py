@@ -49,8 +49,7 @@ class Recorder(Nodes, TorchFunctionMode):
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """The block in which attributes of modules that the run reads by itself, outside of the layers, are
-        noted."""
+        """The block in which attributes that the run reads by itself, outside of the layers, are noted."""
         layers: list[str] = []
         kinds: dict[nn.Module, type[nn.Module]] = {}
         for module, path in self.paths.items():

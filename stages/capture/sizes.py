@@ -142,7 +142,8 @@ def at_size(item: Any, samples: int) -> Any:
 
 
 def _called(node: fx.Node) -> Any:
-    """What a node calls, as far as two runs share it: a function made anew in each (a partial) counts by name."""
+    """What a node calls, as far as two runs share it: a function made anew in each (a partial) counts by
+    name."""
     target = node.target
     return target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__qualname__)
 

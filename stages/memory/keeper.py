@@ -13,9 +13,9 @@ import weakref
 import torch
 from torch import Tensor
 
-from ...compression.choose import AUTO
 from ...compression.codec import CODECS, buffer_bytes, decode, encode, pack_into
 from ...compression.errors import CodecError
+from ...compression.names import AUTO
 from ...compression.pool import Frame, Pool
 from .held import Bytes, Held
 from .host import CpuLane, CudaLane, HostStore, Lane

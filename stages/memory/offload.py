@@ -16,7 +16,7 @@ from types import TracebackType
 from torch import Tensor, nn
 
 from ...compression.errors import ConfigError, StageError
-from ..units import parse_bytes
+from ..units import parse_bytes, show_bytes
 from .counts import Counts
 from .held import Held
 from .hooks import Hooks, Weights
@@ -52,6 +52,16 @@ class Offload(Counts):
         self._keeper.close()
         if error is None:
             self._keeper.worker.check()
+
+    def __str__(self) -> str:
+        if not self.bytes_raw:
+            return "offload: nothing has left yet; run a forward inside its block"
+        times = f" ({self.bytes_raw / self.bytes_kept:.2f}x)" if self.bytes_kept else ""
+        kept = f"{show_bytes(self.bytes_raw)} saved, kept as {show_bytes(self.bytes_kept)}{times}"
+        return f"offload: {kept}, {self.num_packs} packed, {self.num_unpacks} brought back"
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
 
 
 def offload(

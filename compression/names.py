@@ -1,0 +1,37 @@
+"""The names of the codecs, known before torch is: a name that is wrong is refused at once.
+
+``registry.py`` and ``lossy.py`` hold what the names stand for; a test holds the lists against each other.
+"""
+
+from __future__ import annotations
+
+from .errors import CodecError
+
+AUTO = "auto"
+LOSSLESS = (
+    "raw",
+    "zero_value",
+    "zero_value+lz4",
+    "exponent",
+    "zero_value+exponent",
+    "byte_plane",
+    "zero_value+byte_plane",
+    "narrow",
+)
+LOSSY = ("bf16", "fp8", "int8")
+
+
+def check_name(codec: object, *, auto: bool = True) -> None:
+    """Refuse what is no codec's name; ``auto``: whether "auto" is one here.
+
+    Raises: CodecError: the message lists the names.
+    """
+    known = (*((AUTO,) if auto else ()), *LOSSLESS)
+    if codec not in (*known, *LOSSY):
+        listed = f"{', '.join(known)}, or lossy: {', '.join(LOSSY)}"
+        raise CodecError(f"codec is one of {listed}, found {codec!r}; choose one of these")
+
+
+def show_codec(codec: str) -> str:
+    """The name of a codec for people: a lossy one says so wherever it appears."""
+    return f"{codec} (lossy)" if codec in LOSSY else codec

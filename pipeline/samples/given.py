@@ -1,0 +1,178 @@
+"""What people have, as ``Samples``: torch data sets or their loaders, one to train on, perhaps one to test.
+
+The order of batches belongs to (seed, epoch), the same on every rank, so of a ``DataLoader`` its data set and
+its ``collate_fn`` are used and nothing else; what is not used is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from ...compression.errors import ConfigError
+from .samples import Description, Samples
+
+LABELS = "labels"
+
+WORKS = (
+    "return torch.utils.data.TensorDataset(inputs, targets)",
+    "return train_dataset, test_dataset",
+    "return torch.utils.data.DataLoader(dataset, collate_fn=mine)",
+    "return train_loader, test_loader",
+    "return penstock.pipeline.samples.Samples(train=.., test=.., describe=..)",
+)
+"""What a function of one's own may end with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collated:
+    """One split: a map-style data set, whose samples are put together as its owner says."""
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batch(self, indices: Tensor) -> tuple[Any, Any]:
+        """Return inputs and targets of the samples with these numbers."""
+        return pair(self.collate([self.dataset[index] for index in indices.tolist()]))
+
+
+def samples_of(made: object, *, target: str, batch_size: int | None) -> Samples:
+    """Return what ``target`` returned as ``Samples``.
+
+    Args:   batch_size: of the run, which a loader's yields to.
+    Raises: ConfigError: it is nothing that can be trained on.
+    """
+    if isinstance(made, Samples):
+        return made
+    parts = list(made) if isinstance(made, tuple | list) and len(made) == 2 else [made]
+    if not all(map(_is_split, parts)):
+        raise ConfigError(
+            f"data._target_={target} returns {_shown(made)}; what works is one of: {'; '.join(WORKS)}"
+        )
+    names = ["train", "test"][: len(parts)]
+    tables = [_table(part, target=target, name=name) for name, part in zip(names, parts, strict=True)]
+    notes = [note for part in parts[:1] if (note := _unused(part, batch_size))]
+    if len(parts) == 1:
+        notes.append(
+            f"data._target_={target} returns nothing to test on, so no accuracy is told; return (train, test)"
+        )
+    return Samples(
+        train=tables[0],
+        test=tables[1] if len(tables) > 1 else None,
+        describe=_described(tables[0]),
+        notes=tuple(notes),
+    )
+
+
+def pair(batch: Any) -> tuple[Any, Any]:
+    """Inputs and targets of a batch: of a pair, or of a mapping with the targets as "labels".
+
+    Raises: ConfigError: it is neither.
+    """
+    if isinstance(batch, Mapping) and LABELS in batch:
+        return {name: value for name, value in batch.items() if name != LABELS}, batch[LABELS]
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        inputs, targets = batch
+        return tuple(inputs) if isinstance(inputs, list) else inputs, targets
+    found = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else _shown(batch)
+    raise ConfigError(
+        f'a sample is (input, target), ((input, input), target), or a dict of tensors with "{LABELS}", found '
+        f"{found}; return such ones, or give a DataLoader a collate_fn that does"
+    )
+
+
+def _is_split(part: object) -> bool:
+    return isinstance(part, DataLoader | Dataset) or (
+        not isinstance(part, type | str | bytes | tuple | list | Mapping | Tensor)
+        and hasattr(part, "__len__")
+        and hasattr(part, "__getitem__")
+        and not hasattr(part, "dtype")  # an array is no data set
+    )
+
+
+def _table(part: Any, *, target: str, name: str) -> Collated:
+    dataset = part.dataset if isinstance(part, DataLoader) else part
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"data._target_={target} returns a {type(dataset).__name__} to {name}, which knows no numbers of "
+            "samples: every rank asks for the same ones by number; return a map-style Dataset, with __len__ "
+            "and __getitem__"
+        )
+    table = Collated(
+        dataset=dataset, collate=_collate(part) if isinstance(part, DataLoader) else default_collate
+    )
+    if not len(table):
+        raise ConfigError(f"data._target_={target} returns no samples to {name}; check where it looks")
+    return table
+
+
+def _collate(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
+    """Its own; one that does not batch has a function for single samples there."""
+    return (
+        default_collate if loader.batch_size is None and loader.batch_sampler is None else loader.collate_fn
+    )
+
+
+def _unused(part: object, batch_size: int | None) -> str:
+    """What of a loader is not used, as a sentence, or nothing."""
+    if not isinstance(part, DataLoader):
+        return ""
+    said = []
+    if batch_size is not None and part.batch_size != batch_size:
+        said.append(
+            f"the DataLoader's batch_size={part.batch_size} gives way to batch_size={batch_size}, an option "
+            "of the run"
+        )
+    if type(part.sampler) not in (SequentialSampler, RandomSampler):
+        said.append(
+            f"the DataLoader's {type(part.sampler).__name__} is not asked: the order of samples comes from "
+            "the seed and the epoch, so that it is the same on every rank"
+        )
+    return "; ".join(said)
+
+
+def _described(table: Collated) -> Description:
+    inputs, _ = table.batch(torch.tensor([0]))
+    first = inputs[0] if isinstance(inputs, tuple) else inputs
+    if isinstance(first, Mapping):
+        first = next(iter(first.values()), None)
+    shape = tuple(first.shape[1:]) if isinstance(first, Tensor) else ()
+    return Description(num_classes=_num_classes(table.dataset), input_shape=shape)
+
+
+def _num_classes(dataset: Any) -> int:
+    """As the data set tells it by ``classes``, or by the targets that it has at hand; 0: it does not tell."""
+    if isinstance(dataset, Subset):
+        return _num_classes(dataset.dataset)
+    if isinstance(classes := getattr(dataset, "classes", None), Sequence):
+        return len(classes)
+    at_hand = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else None
+    for targets in (at_hand, getattr(dataset, "targets", None), getattr(dataset, LABELS, None)):
+        if isinstance(targets, Tensor | Sequence) and len(targets):
+            numbers = torch.as_tensor(targets)
+            whole = not (numbers.is_floating_point() or numbers.is_complex())
+            return int(numbers.max()) + 1 if whole else 0
+    return 0
+
+
+def _shown(made: object) -> str:
+    if isinstance(made, tuple | list):
+        few = ", ".join(type(part).__name__ for part in made[:4])
+        return f"a {type(made).__name__} of {len(made)} ({few}{', ..' if len(made) > 4 else ''})"
+    return f"a {type(made).__name__}" if made is not None else "None"

@@ -1,0 +1,321 @@
+"""What people have to train on: data sets, loaders, pairs of them; what is not used of it is said."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import plain_loop, same_bits
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from penstock import ConfigError
+from penstock.conf.schema import TrainConfig
+from penstock.pipeline import build
+from penstock.pipeline.course import example_inputs
+from penstock.pipeline.samples import Description, Samples
+from penstock.pipeline.samples.given import WORKS, samples_of
+from penstock.scripts import command
+
+OWN = """
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+
+def table(rows=40, seed=0):
+    source = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(rows, 6, generator=source)
+    return TensorDataset(inputs, (inputs[:, 0] > 0).long())
+
+
+def one():
+    return table()
+
+
+def pair():
+    return table(), table(rows=10, seed=1)
+
+
+def loaders():
+    return DataLoader(table(), batch_size=5, shuffle=True), DataLoader(table(rows=10, seed=1))
+
+
+def stream():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(table())
+    return Stream()
+
+
+def arrays():
+    return table().tensors
+
+
+class Named(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        inputs, target = table()[index]
+        return {"y": inputs[3:], "x": inputs[:3], "labels": target}
+
+
+def named():
+    return Named()
+
+
+class Net(torch.nn.Module):
+    def __init__(self, num_classes=2):
+        super().__init__()
+        self.wide, self.narrow = torch.nn.Linear(6, 4), torch.nn.Linear(4, num_classes)
+
+    def forward(self, inputs):
+        return self.narrow(torch.relu(self.wide(inputs)))
+"""
+JOB = (
+    "model._target_=own.Net ranks=1 stages=2 batch_size=20 micro_batches=2 epochs=1 scheduler=none"
+    " optimizer.lr=0.1 optimizer.momentum=0 optimizer.nesterov=false optimizer.weight_decay=0"
+)
+
+
+@pytest.fixture
+def own(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    yield
+    sys.modules.pop("own", None)
+
+
+def given(made: object, batch_size: int | None = None) -> Samples:
+    return samples_of(made, target="my.data", batch_size=batch_size)
+
+
+def table(rows: int = 10) -> TensorDataset:
+    return TensorDataset(torch.arange(rows).float().view(rows, 1), torch.arange(rows) % 3)
+
+
+def first(samples: Samples, split: Any = "train") -> Any:
+    return next(samples.batches(split, batch_size=4, shuffle=False))
+
+
+def test_samples_stay_what_they_are():
+    samples = Samples(train=table(), test=table(), describe=Description(num_classes=3, input_shape=(1,)))
+    assert given(samples) is samples
+
+
+@pytest.mark.parametrize(
+    "made", [(table(), table(6)), [table(), table(6)], (DataLoader(table()), DataLoader(table(6)))]
+)
+def test_a_pair_trains_and_is_tested(made):
+    samples = given(made)
+    assert (samples.num_samples("train"), samples.num_samples("test")) == (10, 6)
+    assert samples.describe == Description(num_classes=3, input_shape=(1,))
+    assert samples.notes == ()
+    inputs, targets = first(samples, "test")
+    assert (inputs.tolist(), targets.tolist()) == ([[0.0], [1.0], [2.0], [3.0]], [0, 1, 2, 0])
+
+
+def test_one_data_set_trains_and_says_that_nothing_is_tested():
+    samples = given(table())
+    assert samples.test is None
+    assert samples.notes == (
+        "data._target_=my.data returns nothing to test on, so no accuracy is told; return (train, test)",
+    )
+    with pytest.raises(ConfigError, match="no samples to test on"):
+        samples.num_samples("test")
+
+
+def test_the_order_is_ours_whatever_the_loader_shuffles():
+    def order(samples: Samples, epoch: int) -> list[list[int]]:
+        batches = samples.batches("train", batch_size=5, epoch=epoch)
+        return [targets.tolist() for _, targets in batches]
+
+    for epoch in range(2):
+        assert order(given(table()), epoch) == order(given(DataLoader(table(), shuffle=True)), epoch)
+
+
+def test_of_a_loader_the_collate_fn_is_kept():
+    def doubled(items: list[Any]) -> Any:
+        inputs, targets = zip(*items, strict=True)
+        return 2 * torch.stack(inputs), torch.stack(targets)
+
+    inputs, _ = first(given(DataLoader(table(), collate_fn=doubled, batch_size=4)))
+    assert inputs.flatten().tolist() == [0.0, 2.0, 4.0, 6.0]
+    inputs, _ = first(given(DataLoader(table(), batch_size=None)))  # which does not batch itself
+    assert inputs.shape == (4, 1)
+
+
+def test_what_of_a_loader_is_not_used_is_said():
+    loader = DataLoader(table(), batch_size=5, shuffle=True)
+    assert given((loader, loader), 5).notes == ()
+    assert given((loader, loader), 20).notes == (
+        "the DataLoader's batch_size=5 gives way to batch_size=20, an option of the run",
+    )
+    weighted = DataLoader(table(), sampler=torch.utils.data.WeightedRandomSampler([1.0] * 10, 10))
+    (note,) = given((weighted, loader), 1).notes
+    assert note.startswith(
+        "the DataLoader's WeightedRandomSampler is not asked: the order of samples comes from"
+    )
+
+
+class Items(Dataset[Any]):
+    """A data set without a list of its targets."""
+
+    def __init__(self, item: Callable[[int], Any]) -> None:
+        self.item = item
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.item(index)
+
+
+def test_inputs_may_be_a_tuple_or_a_dict():
+    inputs, targets = first(given(Items(lambda i: ((torch.ones(2) * i, torch.zeros(3)), i))))
+    assert [tuple(x.shape) for x in inputs] == [(4, 2), (4, 3)]
+    assert isinstance(inputs, tuple)
+    assert targets.tolist() == [0, 1, 2, 3]
+    inputs, targets = first(given(Items(lambda i: {"x": torch.ones(2) * i, "labels": i})))
+    assert (list(inputs), targets.tolist()) == (["x"], [0, 1, 2, 3])
+    assert inputs["x"].shape == (4, 2)
+
+
+@pytest.mark.parametrize("item", [(torch.ones(1), torch.ones(1), 0), {"x": torch.ones(1)}, torch.ones(1)])
+def test_a_sample_that_is_no_pair_is_refused_with_what_works(item):
+    with pytest.raises(ConfigError, match=r'a sample is \(input, target\), .* "labels", found (a|the key)'):
+        given(Items(lambda i: item))
+
+
+def test_the_number_of_classes_is_what_the_data_tell():
+    listed = Items(lambda i: (torch.ones(1), i % 2))
+    assert given(listed).describe.num_classes == 0
+    listed.targets = [0, 1, 4]  # type: ignore[attr-defined]
+    assert given(listed).describe.num_classes == 5
+    listed.classes = ["cat", "dog"]  # type: ignore[attr-defined]
+    assert given(Subset(listed, [0, 1])).describe.num_classes == 2
+    assert given(TensorDataset(torch.ones(2, 1), torch.ones(2))).describe.num_classes == 0
+
+
+def test_a_model_that_asks_for_classes_nobody_told_is_refused():
+    unknown = Description(num_classes=0, input_shape=(1,))
+    for options, told in (
+        ({"_target_": "penstock.pipeline.models.mlp"}, "give it an attribute `classes`"),
+        ({"_target_": f"{__name__}.Asks"}, "add model.num_classes=NUMBER"),
+    ):
+        with pytest.raises(ConfigError, match="asks for the number of classes") as refused:
+            build.model(options, describe=unknown, seed=0)
+        assert told in str(refused.value)
+    options = {"_target_": f"{__name__}.Asks", "num_classes": 4}
+    assert build.model(options, describe=unknown, seed=0).out_features == 4
+    build.model({"_target_": "torch.nn.Identity"}, describe=unknown, seed=0)
+
+
+class Asks(nn.Linear):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(1, num_classes)
+
+
+class Streamed(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(table())
+
+
+class Counted(Streamed):
+    def __len__(self) -> int:
+        return 10
+
+
+@pytest.mark.parametrize("made", [Streamed(), Counted(), DataLoader(Streamed()), (table(), Streamed())])
+def test_a_stream_of_samples_is_refused(made):
+    with pytest.raises(
+        ConfigError, match=r"a (Streamed|Counted) to (train|test), which knows no numbers of samples"
+    ):
+        given(made)
+
+
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        (None, "None"),
+        ({"train": table()}, "a dict"),
+        ((torch.ones(2), torch.ones(2)), "a tuple of 2 (Tensor, Tensor)"),
+        ((table(), table(), table()), "a tuple of 3 (TensorDataset, TensorDataset, TensorDataset)"),
+        (torch.ones(2).numpy(), "a ndarray"),
+        (TensorDataset, "a type"),
+    ],
+)
+def test_anything_else_is_refused_with_lines_that_work(made, found):
+    with pytest.raises(ConfigError) as refused:
+        given(made)
+    assert (
+        str(refused.value)
+        == f"data._target_=my.data returns {found}; what works is one of: {'; '.join(WORKS)}"
+    )
+    assert len(WORKS) == 5
+
+
+def test_a_data_set_without_samples_is_refused():
+    with pytest.raises(ConfigError, match="returns no samples to train"):
+        given(TensorDataset(torch.ones(0, 1)))
+
+
+def test_the_example_is_what_the_model_takes():
+    config = TrainConfig(batch_size=4, micro_batches=2)
+    named = given(Items(lambda i: {"y": torch.zeros(1), "x": torch.ones(3), "labels": i}))
+    example: Any = example_inputs(config, named)
+    assert {name: tuple(x.shape) for name, x in example.items()} == {"y": (2, 1), "x": (2, 3)}
+    paired = given(Items(lambda i: ((torch.ones(3), torch.zeros(1)), i)))
+    assert [tuple(x.shape) for x in example_inputs(config, paired)] == [(2, 3), (2, 1)]
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize("target", ["one", "pair", "loaders"])
+def test_what_people_have_trains_with_the_bits_of_the_plain_loop(target, capfd):
+    assert command.run(["train", *JOB.split(), f"data._target_=own.{target}", "hydra.run.dir=run"]) == 0
+    out, error = capfd.readouterr()
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert ("test_accuracy" in summary) == ("test accuracy" in out) == (target != "one")
+    assert error.count("nothing to test on") == (target == "one")
+    assert error.count("batch_size=5 gives way to batch_size=20") == (target == "loaders")
+    import own  # pyright: ignore[reportMissingImports]
+
+    torch.manual_seed(0)
+    model = own.Net()
+    steps = plain_loop(
+        model,
+        list(given(own.one()).batches("train", batch_size=20)),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        micro_batches=2,
+    )
+    assert len(list(steps)) == 2
+    trained = load_file("run/model.safetensors")
+    for name, weight in model.state_dict().items():
+        assert same_bits(trained[name], weight), name
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("target", "told"), [("stream", "a Stream to train"), ("arrays", "(Tensor, Tensor)")]
+)
+def test_what_cannot_be_trained_on_is_one_sentence(target, told, capfd):
+    assert command.run(["train", *JOB.split(), f"data._target_=own.{target}"]) == 2
+    error = capfd.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("own")
+def test_a_data_set_without_a_test_trains_on_ranks():
+    job = JOB.replace("ranks=1", "ranks=2")
+    assert command.run(["train", *job.split(), "data._target_=own.one", "hydra.run.dir=run"]) == 0
+    assert "test_accuracy" not in json.loads(Path("run/summary.json").read_text())
