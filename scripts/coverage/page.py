@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import platform
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,6 +82,7 @@ def _preface(command: str) -> str:
         "of what they do. *Guards*: values that forward read into Python. *Largest stage*: its share of "
         "the parameters; in brackets that of the largest layer, where it is more than 90 %. Seconds are "
         "those of a busy machine.\n\n"
+        "What is not in the table has not been run.\n\n"
         f"`python -m penstock.scripts.coverage {command}`; {versions}; Python {platform.python_version()}; "
         f"{_processor()}, one thread, float32; {datetime.date.today()}."
     )
@@ -121,6 +123,11 @@ def _cells(row: Row) -> tuple[str, ...]:
     return row["name"], row["result"], *cells, share
 
 
+def _told(why: str) -> str:
+    """A message without the folder in which somebody keeps a library."""
+    return re.sub(r"/[^\s:]*/(?=(transformers|timm|torchvision|torch)/)", "", why)[:600]
+
+
 def _reasons(rows: Sequence[Row]) -> list[str]:
     found = [row for row in rows if row.get("why")]
     leaves = [row for row in rows if row.get("leaves")]
@@ -128,7 +135,7 @@ def _reasons(rows: Sequence[Row]) -> list[str]:
     if found:
         parts += [
             "## What was refused, failed or left out",
-            "\n".join(f"- {r['name']}: {r['why'][:600]}" for r in found),
+            "\n".join(f"- {r['name']}: {_told(r['why'])}" for r in found),
         ]
     if leaves:
         told = [

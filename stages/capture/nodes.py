@@ -106,7 +106,21 @@ class Nodes:
             node.meta["expect"] = expect
         return node
 
-    def emit(self, op: str, target: Any, given: Any, result: Any, name: str, expect: Any = None) -> None:
+    def refuse_chance(self, given: Any) -> None:
+        """Raise Unrecordable where Python is about to read what was drawn at random, and from nothing
+        else."""
+        waiting = [node for node in tree_leaves(given) if isinstance(node, fx.Node)]
+        met: set[fx.Node] = set()
+        while waiting:
+            node = waiting.pop()
+            if node.op != "call_function":
+                return  # follows data or weights as well, and is checked in every run
+            met.add(node)
+            waiting += [source for source in node.all_input_nodes if source not in met]
+        if any("drew" in node.meta for node in met):
+            raise self.unrecordable("it goes on from a number that was drawn at random")
+
+    def emit(self, op: str, target: Any, given: Any, result: Any, name: str, expect: Any = None) -> fx.Node:
         """One more call, and its result."""
         args, kwargs = given
         if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in tree_leaves(result)):
@@ -114,6 +128,7 @@ class Nodes:
         node = self.tag(self.graph.create_node(op, target, tuple(args), dict(kwargs), name=name), expect)
         node.meta["sizes"] = [tuple(t.shape) for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         self._spread(node, result)
+        return node
 
     def _spread(self, node: fx.Node, value: Any) -> None:
         """Give every tensor in a result a node: the result's own, or one that picks it."""

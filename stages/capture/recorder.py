@@ -152,13 +152,17 @@ class Recorder(Nodes, TorchFunctionMode):
         if name in ("__get__", "__set__", "__delete__"):
             return self._property(func, name, args)
         given, watched = self.named((args, kwargs)), self.buffers.among((args, kwargs))
+        state = torch.get_rng_state()
         result = func(*args, **kwargs)
         for buffer, before in watched:
             if only_read(buffer, before, result):
                 given = self._of_copy(given, self.node_of(buffer))
         if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)) or plain(result) is None:
-            self.emit("call_function", func, given, result, node_name(name))
+            node = self.emit("call_function", func, given, result, node_name(name))
+            if not torch.equal(state, torch.get_rng_state()):
+                node.meta["drew"] = True
         elif any(isinstance(leaf, fx.Node) for leaf in tree_leaves(given)):
+            self.refuse_chance(given)
             self.emit("call_function", func, given, None, f"guard_{node_name(name)}", expect=plain(result))
         return result
 
