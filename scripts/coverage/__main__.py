@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file.write(json.dumps(row) + "\n")
         print(page.line(row), flush=True)
     if options.table:
-        options.table.write_text(page.written(list(rows.values()), " ".join(sys.argv[1:])))
+        command = " ".join([*options.names, f"--table {options.table}"])
+        options.table.write_text(page.written(list(rows.values()), command))
     return int(any(row["result"] == "different" for row in rows.values()))
 
 

@@ -6,6 +6,7 @@ person would read."""
 from __future__ import annotations
 
 import copy
+import itertools
 import resource
 import time
 from collections.abc import Sequence
@@ -91,9 +92,9 @@ def _trained(
     micro_batches: Sequence[Batch],
 ) -> list[str]:
     """What differs from the plain loop after one step in three stages."""
-    stages = min(STAGES, row["cuts"] + 1)
-    plan = partition(profile, stages=stages, micro_batches=len(micro_batches), codec="zero_value")
-    row |= {"stages": stages} | _shares(plan, profile, row["parameters"])
+    cuts = even_cuts(profile)
+    plan = partition(profile, cuts=cuts or None, micro_batches=len(micro_batches), codec="zero_value")
+    row |= {"stages": plan.num_stages} | _shares(plan, profile, row["parameters"])
     targets = torch.linspace(-1, 1, SAMPLES * len(micro_batches))
     ordered = [layer.name for layer in graph.train.layers if layer.name in graph.train_probe.random]
     modules = {str(layer.node.target) for layer in graph.train.layers if layer.node.op == "call_module"}
@@ -115,6 +116,18 @@ def _trained(
     ours = [pipe.engine.losses[i] for i in range(len(losses))]
     pairs = {f"loss {i}": pair for i, pair in enumerate(zip(losses, ours, strict=True))}
     return _different(pairs | _state(plain, model))
+
+
+def even_cuts(profile: Profile) -> list[str]:
+    """The two allowed cuts that leave the fewest parameters in the largest of three stages."""
+    names = [layer.name for layer in profile.layers]
+    ends = list(itertools.accumulate(layer.num_parameters for layer in profile.layers))
+    allowed = [cut for cut in range(len(names) - 1) if cut not in profile.refused]
+    best = min(
+        itertools.combinations(allowed, min(STAGES - 1, len(allowed))),
+        key=lambda cuts: max(b - a for a, b in itertools.pairwise([0, *(ends[c] for c in cuts), ends[-1]])),
+    )
+    return [names[cut] for cut in best]
 
 
 def _state(plain: nn.Module, model: nn.Module) -> dict[str, tuple[Any, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,8 +21,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "vit_h_14": {"image_size": 28},
     **{name: {"image_size": 64} for name in ("vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32")},
 }
-GIANTS = {"regnet_y_128gf": 10, "vit_h_14": 10, "vit_l_16": 5, "vit_l_32": 5}
-"""Gigabytes, where a copy for each purpose takes more than a small machine has."""
+GIANTS = {"regnet_y_128gf": 32, "vit_h_14": 32, "vit_l_16": 16, "vit_l_32": 16}
+"""GiB of memory that a dozen copies (traced, measured, trained, plain, their gradients) take."""
 
 
 def networks() -> Iterator[Network]:
@@ -40,7 +41,12 @@ def networks() -> Iterator[Network]:
 
 def _network(name: str, batch: Callable[[int], Batch], **options: Any) -> Network:
     make = functools.partial(models.get_model, name, weights=None, **options)
-    return Network(name=name, library="torchvision", make=make, batch=batch)
+    return Network(name=name, library="torchvision", make=make, batch=batch, skip=_too_large(name))
+
+
+def _too_large(name: str) -> str:
+    needed, there = GIANTS.get(name, 0), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"takes {needed} GiB of memory, there are {there:.0f}" if needed > there else ""
 
 
 def _images(pixels: int, samples: int) -> Batch:

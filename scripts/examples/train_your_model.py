@@ -30,10 +30,13 @@ def main(epochs: int = 1, file: str = "model.safetensors") -> None:
         scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=0.02, total_steps=epochs * len(loader)),
         clip=1.0,
     )
-    print(pipe.plan)
+    if pipe.rank == 0:
+        print(pipe.plan)
     for _ in range(epochs):
         for inputs, targets in loader:
-            print(pipe.step(inputs, targets))
+            report = pipe.step(inputs, targets)
+            if pipe.rank == 0:
+                print(f"step {report.step}: loss {report.loss:.4f}")
     inputs, targets = next(iter(DataLoader(data.test, batch_size=len(data.test))))
     if (outputs := pipe.evaluate(inputs)) is not None:  # on the rank of the last stage
         print(f"test accuracy {(outputs.argmax(1) == targets).float().mean():.1%}")
