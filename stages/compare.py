@@ -1,7 +1,7 @@
 """Does a trace compute what the model computes? Outputs, gradients and buffers, compared bit for bit.
 
-torch.fx loses things without a word; one comparison before training costs seconds, a wrong model costs
-weeks."""
+What recording cannot see is lost without a word; one comparison before training costs seconds, a wrong model
+costs weeks."""
 
 from __future__ import annotations
 
@@ -81,17 +81,6 @@ def _remedy(*, settled: bool) -> str:
     )
 
 
-def refuse_lost_writes(before: Facts, root: nn.Module) -> None:
-    """Refuse what changed while ``root`` was traced: torch.fx runs that once and loses it."""
-    after = contents(root)
-    for path, was in before.items():
-        if after.get(path) != was:
-            raise PlanError(
-                f"torch.fx loses what forward writes to {path}; register it as a buffer, and write to it in "
-                "a module of its own that torch.fx takes as a leaf"
-            )
-
-
 @contextlib.contextmanager
 def undrawn() -> Iterator[None]:
     """Refuse a forward that draws random numbers while it is traced: they would be the same ever after."""
@@ -104,7 +93,7 @@ def undrawn() -> Iterator[None]:
     if states() != before:
         raise PlanError(
             "forward draws random numbers from Python or NumPy, which would be the same ever after; draw "
-            "them with torch, or in a function under torch.fx.wrap"
+            "them with torch, or in a function that is named in leaves="
         )
 
 

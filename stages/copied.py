@@ -82,6 +82,6 @@ class Copied:
         for tensor in traced.constants.values():
             if name := self.names.get(id(tensor)):
                 raise PlanError(
-                    f"torch.fx takes {name} for a constant, and it lies in the memory of a trained "
+                    f"the trace takes {name} for a constant, and it lies in the memory of a trained "
                     "parameter; read the parameter itself in forward"
                 )

@@ -1,6 +1,6 @@
 """What a trace took from the model's modules, held against them as they are at every step.
 
-torch.fx runs the forward of a container once: a flag or a number that it read there is part of the graph, and
+A trace runs the forward of a container once: a flag or a number that it read there is part of the graph, and
 hooks, children and a forward that come later are not. Layers call their modules, so what is set on those
 counts at once. A changed flag (``model.layer1.eval()`` freezes the statistics of a block) is honoured where
 no container's forward read it, and refused elsewhere."""
@@ -74,7 +74,7 @@ class Flags:
             self.moved = frozenset(name for w in moved for name in self.layers_of.get(w.key, ()))
         if _on_all_modules() != self.everywhere:
             raise PlanError(
-                "torch.fx traced through containers, and a hook on all modules that was registered after "
+                "a trace goes through containers, and a hook on all modules that was registered after "
                 f"Pipeline(...) does not run there; {REMEDY}"
             )
         for name, reference in self.frozen.items():
@@ -107,12 +107,12 @@ class Flags:
                 continue
             if name != "forward" and (watched.path, name) in self.reads:
                 raise PlanError(
-                    f"{where}.{name} was {old!r} when torch.fx traced the model, which read it once, and is "
+                    f"{where}.{name} was {old!r} when the model was traced, which read it once, and is "
                     f"{_said(new)} now; {REMEDY}"
                 )
         if not watched.leaf and watched.rebuilt(module):
             raise PlanError(
-                f"torch.fx traced through {where}, and its class, forward, hooks, children or own tensors, "
+                f"the trace went through {where}, and its class, forward, hooks, children or own tensors, "
                 f"which were changed after Pipeline(...), would not count; {REMEDY}"
             )
         if watched.proves and not is_itself(module):

@@ -194,7 +194,8 @@ def _check_read(node: fx.Node, result: Any, samples: int) -> None:
     if seen != found and repr(seen) != repr(found):  # NaN is not unequal to itself here
         raise PlanError(
             f"forward read {seen} from {node.name}{where_of(node)} when it was recorded and goes on from "
-            f"that, and now it is {found}; name the module around it in leaves="
+            f"that, and now it is {found}; name the module around it in leaves=, or "
+            "choose the model's option that does not look (transformers: attn_implementation='eager')"
         )
 
 

@@ -162,8 +162,8 @@ def _refuse_written_constants(recorder: Recorder, layer: Layer, traced: Traced, 
     for name, tensor in _local(layer.node, parts).items():
         if id(tensor) in recorder.written and name not in traced.buffers:
             raise PlanError(
-                f"layer {layer.name} writes to {name}, a tensor that torch.fx made once while tracing; make "
-                "it in a module of its own, in a function under torch.fx.wrap, or register it as a buffer"
+                f"layer {layer.name} writes to {name}, a tensor that was made once, while tracing; make "
+                "it in a module or function that is named in leaves=, or register it as a buffer"
             )
 
 

@@ -1,4 +1,4 @@
-"""One module of a traced model, seen again at every step: is it set as it was when torch.fx traced it?
+"""One module of a traced model, seen again at every step: is it set as it was when it was traced?
 
 The fast answer compares identities and costs about a microsecond; a module that the user dropped is gone and
 has nothing to say."""
