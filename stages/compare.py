@@ -16,12 +16,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..compression.errors import PlanError
+from .capture.capture import fresh
 from .contents import Facts, change, contents
-
-
-def fresh(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Copies in memory of their own: views may be misaligned, and a layer may write to its input."""
-    return tuple(x.detach().clone() for x in inputs)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -21,8 +21,8 @@ from torch import fx, nn
 from ..compression.errors import PlanError
 from .aliases import hidden, refuse_cuts, shared
 from .capture.call import Call, Example
-from .capture.capture import Captured, capture, default_leaf, other_data, path_of, resized
-from .compare import fresh, observe, refuse_difference, undrawn
+from .capture.capture import Captured, capture, default_leaf, fresh, other_data, path_of, resized
+from .compare import observe, refuse_difference, undrawn
 from .copied import Copied
 from .layer_graph import LayerGraph
 from .layers import Layer, Traced, casting, is_local, parts_of, run_all

@@ -27,7 +27,7 @@ def told(hidden):
 def times(hidden, number):
     """Every bit of a number's value and type shows in the result."""
     SEEN.append((type(number), number))
-    return hidden if number is TOO_LONG else hidden * number
+    return hidden if isinstance(number, int) and number > TOO_LONG // 2 else hidden * number
 
 
 SEEN: list = []

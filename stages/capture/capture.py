@@ -21,6 +21,7 @@ from .nodes import Unrecordable
 from .outputs import flattened
 from .recorder import Recorder
 from .sizes import Different, moving, refuse_data
+from .told import carry, hold
 
 _MOST_LEAVES = 64
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -76,15 +77,26 @@ def capture(
     def is_leaf(path: str, module: nn.Module) -> bool:
         return path in chosen or type(module) in kinds or leaf(path, module)
 
-    def again(twin: nn.Module, inputs: Sequence[torch.Tensor]) -> fx.Graph:
-        return record(twin, inputs)[0].graph
+    held = False  # to the numbers that its layers told
 
-    def record(twin: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[Recorder, TreeSpec, tuple[str, ...]]:
-        return _recorded(Recorder(twin, is_leaf, functions, written=written), twin, call, inputs)
+    def again(twin: nn.Module, inputs: Sequence[torch.Tensor]) -> fx.Graph:
+        graph = record(twin, inputs)[0].graph
+        if held:
+            hold(graph)
+        return graph
+
+    def record(
+        twin: nn.Module, inputs: Sequence[torch.Tensor], way: int | None = None
+    ) -> tuple[Recorder, TreeSpec, tuple[str, ...]]:
+        recorder = Recorder(twin, is_leaf, functions, written=written, way=way)
+        return _recorded(recorder, twin, call, inputs)
 
     while True:
         try:
-            recorder, spec, dropped = record(copies(), [x.clone() for x in example])
+            recorder, spec, dropped = record(copies(), fresh(example))
+            held = recorder.altering.count > 0 and not _carries(
+                recorder.graph, lambda way: record(copies(), fresh(example), way)[0].graph
+            )
             refuse_data(recorder.graph, again(copies(), other_data(call, example)), samples)
             break
         except (Different, Unrecordable) as failure:
@@ -113,6 +125,16 @@ def capture(
         again=again,
         reads=frozenset(recorder.reads),
     )
+
+
+def _carries(graph: fx.Graph, other: Callable[[int], fx.Graph]) -> bool:
+    """Whether the numbers that layers told travel from node to node; else they are held to what they were."""
+    try:
+        carry(graph, [other(way) for way in (0, 1)])
+    except Exception:  # whatever a run with other numbers fails with, it went on from them
+        hold(graph)
+        return False
+    return True
 
 
 def _recorded(
@@ -148,6 +170,11 @@ def _sizes(
         return moving(graph, others, samples), ""
     except Different as difference:
         return {}, f"with another number of samples than {samples}, {difference.what}"
+
+
+def fresh(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Copies in memory of their own: views may be misaligned, and a layer may write to its input."""
+    return tuple(x.detach().clone() for x in inputs)
 
 
 def resized(call: Call, example: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from .buffers import Buffers, only_read
 from .nodes import Nodes
 from .patches import Patches, bound, kinds_that_are_called, overridden, wrapped
 from .reads import noting
+from .told import NUMBERS, Altering, numbers_in, replaced
 from .values import FACTS, SHAPE, node_name, plain
 
 
@@ -39,12 +41,14 @@ class Recorder(Nodes, TorchFunctionMode):
         functions: Collection[Callable[..., Any]] = (),
         *,
         written: Collection[str] = (),
+        way: int | None = None,
     ) -> None:
         TorchFunctionMode.__init__(self)
         Nodes.__init__(self, model)
         self.leaf, self.functions, self.quiet = leaf, functions, 0
         self.paths = {module: path for path, module in model.named_modules()}
         self.reads: set[tuple[str, str]] = set()
+        self.altering = Altering(way)
         self.patches, self.buffers = Patches(self._patches()), Buffers(model, written)
 
     @contextlib.contextmanager
@@ -135,10 +139,26 @@ class Recorder(Nodes, TorchFunctionMode):
             given = self.named((args, kwargs))
             with self.patches.off(self):
                 result = run(*args, **kwargs)
-            self.emit(op, target, given, result, name)
+            return self._told(self.emit(op, target, given, result, name), result)
         finally:
             self.quiet -= 1
-        return result
+
+    def _told(self, node: fx.Node, result: Any) -> Any:
+        """``result`` with the numbers in it as Python is to see them; each has a node that tells it."""
+        if type(result) in NUMBERS:
+            node.meta["told"] = self.altering(result)
+            return node.meta["told"]
+        found = list(numbers_in(result))
+        if not found and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+            if (value := plain(result)) is not None:
+                node.meta["expect"] = value
+        told: dict[tuple[Any, ...], Any] = {}
+        for path, number in found:
+            picked = node
+            for key in path:
+                picked = self.tag(self.graph.call_function(operator.getitem, (picked, key)), None)
+            picked.meta["told"] = told[path] = self.altering(number)
+        return result if self.altering.way is None else replaced(result, told)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -53,7 +53,7 @@ def moving(graph: fx.Graph, others: Mapping[int, fx.Graph], samples: int) -> dic
     Raises:  Different: they are not the same nodes.
     """
     found: dict[fx.Node, Any] = {}
-    twins = {size: _pairs(graph, other) for size, other in others.items()}
+    twins = {size: pairs_of(graph, other) for size, other in others.items()}
     for node in graph.nodes:
         merge = _Merge(node, samples, twins)
         facts = merge.of(facts_of(node), {size: facts_of(pairs[node]) for size, pairs in twins.items()})
@@ -64,13 +64,13 @@ def moving(graph: fx.Graph, others: Mapping[int, fx.Graph], samples: int) -> dic
 
 def refuse_data(graph: fx.Graph, other: fx.Graph, samples: int) -> None:
     """Raise Different unless two recordings of one size, on other data, are the same."""
-    for node, its in _pairs(graph, other).items():
+    for node, its in pairs_of(graph, other).items():
         if node.meta.get("sizes") != its.meta.get("sizes"):
             raise Different(node, its, f"the shape of {node.name} depends on the data")
     moving(graph, {samples: other}, samples)
 
 
-def _pairs(graph: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node]:
+def pairs_of(graph: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node]:
     """The nodes of two recordings of one model beside each other."""
     pairs: dict[fx.Node, fx.Node] = {}
     for node, its in zip(graph.nodes, other.nodes, strict=False):
@@ -159,7 +159,8 @@ class _Merge:
         """``ours`` with what moves in the place of its numbers."""
         if isinstance(ours, fx.Node):
             for size, its in theirs.items():
-                if self.twins[size].get(ours) is not its:
+                handed = "told" in ours.meta and not isinstance(its, fx.Node)  # a number, whatever it is now
+                if self.twins[size].get(ours) is not its and not handed:
                     raise self._different(ours, its)
             return ours
         if any(type(its) is not type(ours) for its in theirs.values()):

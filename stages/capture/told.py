@@ -1,0 +1,130 @@
+"""Numbers that a layer returns: carried where Python hands them on as they are, held to what they were where
+it went on with them.
+
+A function under ``torch.fx.wrap``, or in ``leaves=``, may return another number next time. Who was given the
+number is seen by recording the run again with other numbers in its place: whatever changes with them, and
+only as they do, is the number itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from .sizes import Different, pairs_of
+
+NUMBERS = (bool, int, float)
+
+
+class Altering:
+    """Gives each number of a run another value; ``way`` 0 and 1 give two different ones, None leaves it."""
+
+    def __init__(self, way: int | None) -> None:
+        self.way, self.count = way, 0
+
+    def __call__(self, number: Any) -> Any:
+        """The number that Python gets to see."""
+        self.count += 1
+        if self.way is None:
+            return number
+        if isinstance(number, bool):
+            return not number
+        if isinstance(number, int):
+            return number + (1009, -2003)[self.way] * self.count
+        return number + (0.37, -1.61)[self.way] * self.count
+
+
+class _Row(NamedTuple):
+    node: fx.Node
+    seen: tuple[Any, ...]
+
+
+def carry(graph: fx.Graph, others: Sequence[fx.Graph]) -> None:
+    """Write the node that told a number in the place of the number, wherever it was handed on.
+
+    Args:    others: recordings of the same run in which every number was ``Altering``.
+    Raises:  Different: something else changed with them, or it cannot be told which number it was.
+    """
+    twins = [pairs_of(graph, other) for other in others]
+    rows = [
+        _Row(node, tuple(n.meta["told"] for n in (node, *(pairs[node] for pairs in twins))))
+        for node in graph.nodes
+        if "told" in node.meta
+    ]
+    for row in rows:
+        alike = [other for other in rows if _same(row.seen, other.seen)]
+        if len(alike) > 1 or any(_same((row.seen[0],), (now,)) for now in row.seen[1:]):
+            raise Different(row.node, None, f"{row.node.name} tells a number that cannot be followed")
+    handed = {}
+    for node in graph.nodes:
+        theirs = [_facts(pairs[node]) for pairs in twins]
+        handed[node] = _Handed(node, rows, twins).of(_facts(node), theirs)
+    for node, (args, kwargs) in handed.items():
+        node.args, node.kwargs = args, kwargs
+
+
+def hold(graph: fx.Graph) -> None:
+    """Make guards of the numbers: they were read, and must be the same in every run."""
+    for node in graph.nodes:
+        if "told" in node.meta:
+            node.meta["expect"] = node.meta.pop("told")
+
+
+def _facts(node: fx.Node) -> Any:
+    return node.args, node.kwargs
+
+
+def _same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    return all(type(a) is type(b) and repr(a) == repr(b) for a, b in zip(ours, theirs, strict=True))
+
+
+class _Handed:
+    """The arguments of one node, beside those in runs with other numbers."""
+
+    def __init__(
+        self, node: fx.Node, rows: Sequence[_Row], twins: Sequence[Mapping[fx.Node, fx.Node]]
+    ) -> None:
+        self.node, self.rows, self.twins = node, rows, twins
+
+    def of(self, ours: Any, theirs: Sequence[Any]) -> Any:
+        """``ours`` with nodes for numbers."""
+        if isinstance(ours, fx.Node):
+            return ours
+        if isinstance(ours, slice):
+            names = ("start", "stop", "step")
+            return slice(*(self.of(getattr(ours, n), [getattr(its, n) for its in theirs]) for n in names))
+        if isinstance(ours, tuple | list) and all(len(its) == len(ours) for its in theirs):
+            made = [self.of(item, [its[i] for its in theirs]) for i, item in enumerate(ours)]
+            return type(ours)(*made) if hasattr(ours, "_fields") else type(ours)(made)
+        if isinstance(ours, Mapping) and all(its.keys() == ours.keys() for its in theirs):
+            return {key: self.of(item, [its[key] for its in theirs]) for key, item in ours.items()}
+        if type(ours) not in NUMBERS or _same((ours,) * len(theirs), theirs):
+            return ours
+        for row in self.rows:
+            if _same(row.seen, (ours, *theirs)):
+                return row.node
+        raise Different(self.node, None, f"{self.node.name} is given a number made of one that a layer told")
+
+
+def replaced(item: Any, numbers: Mapping[tuple[Any, ...], Any], path: tuple[Any, ...] = ()) -> Any:
+    """``item`` with other numbers, by the keys that lead to each."""
+    if path in numbers:
+        return numbers[path]
+    if type(item) in (tuple, list):
+        return type(item)(replaced(one, numbers, (*path, i)) for i, one in enumerate(item))
+    if type(item) is dict:
+        return {key: replaced(one, numbers, (*path, key)) for key, one in item.items()}
+    return item
+
+
+def numbers_in(item: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Keys and value of every number in nested tuples, lists and dicts."""
+    if type(item) in NUMBERS:
+        yield path, item
+    elif type(item) in (tuple, list):
+        for i, one in enumerate(item):
+            yield from numbers_in(one, (*path, i))
+    elif type(item) is dict:
+        for key, one in item.items():
+            yield from numbers_in(one, (*path, key))
