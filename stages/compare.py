@@ -85,12 +85,14 @@ def undrawn() -> Iterator[None]:
         return random.getstate(), str(numpy.random.get_state())
 
     before = states()
-    yield
-    if states() != before:
-        raise PlanError(
-            "forward draws random numbers from Python or NumPy, which would be the same ever after; draw "
-            "them with torch, or in a function that is named in leaves="
-        )
+    try:
+        yield
+    finally:  # whatever else it is refused for follows from that
+        if states() != before:
+            raise PlanError(
+                "forward draws random numbers from Python or NumPy, which would be the same ever after; draw "
+                "them with torch, or in a function that is named in leaves="
+            )
 
 
 def _tensors(outputs: Any) -> Iterator[torch.Tensor]:

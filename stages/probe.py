@@ -136,6 +136,9 @@ def _record_layer(
     recorder.written |= {id(t) for t in changed}
     for name, buffer in buffers.items():
         recorder.accesses.setdefault(buffer.untyped_storage()._cdata, (name, set()))[1].add(index)
+    for tensor in (t for t in tensors if t.layout == torch.strided):  # a layer may have returned a buffer
+        if (known := recorder.accesses.get(tensor.untyped_storage()._cdata)) is not None:
+            known[1].add(index)
     for number in read:
         recorder.users[number].add(index)
     recorder.add(layer.node, index, env[layer.node])

@@ -31,6 +31,9 @@ class Net:
         self.model, self.trace = model, fx.symbolic_trace(model)
         self.parts = Parts(dict(self.trace.named_modules()), dict(self.trace.named_parameters()))
         nodes = list(self.trace.graph.nodes)
+        for node in nodes:
+            if node.op == "call_method":  # a record of a run has functions alone
+                node.op, node.target = "call_function", getattr(torch.Tensor, node.target)
         self.input, self.output = nodes[0], nodes[-1].args[0]
         self.layers = [Layer(node=node, module="") for node in nodes[1:-1]]
 

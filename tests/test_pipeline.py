@@ -158,7 +158,9 @@ def test_inputs_by_position_and_by_name():
     by_position = small(model=one, example=example).step((left, right), y).loss
     by_name = small(model=other, example=example).step({"right": right, "left": left}, y).loss
     assert by_position == by_name
-    with pytest.raises(penstock.PenstockError, match="the model takes the inputs left, right, found left"):
+    with pytest.raises(
+        penstock.PenstockError, match="the model takes the inputs left, right, as in its example, found left"
+    ):
         small(model=one, example=example).step({"left": left}, y)
 
 
@@ -250,10 +252,20 @@ def test_sizes_that_cannot_be_told_without_running_are_refused():
             return input.relu() if input.max() < 100 else input
 
     Leaf.__module__ = "torch.nn.modules.made_up"
-    pipe = small(model=nn.Sequential(nn.Linear(6, 6), Leaf(), nn.Linear(6, 3)))
+
+    class Squares(nn.Module):
+        def forward(self, x):
+            return x + torch.ones(len(x) ** 2).sum()
+
+    parts = nn.Linear(6, 6), Leaf(), nn.Linear(6, 3)
+    example = (torch.randn(4, 6),)
+    pipe = small(model=nn.Sequential(*parts, Squares()), example=example)
     pipe.step(torch.randn(12, 6), torch.randint(3, (12,)))
-    with pytest.raises(penstock.PenstockError, match="a micro-batch has shapes 3x6, the example had 4x6"):
+    said = "a micro-batch has shapes 3x6, the example had 4x6.*the shape of ones follows no rule"
+    with pytest.raises(penstock.PenstockError, match=said):
         pipe.step(torch.randn(9, 6), torch.randint(3, (9,)))
+    told = small(model=nn.Sequential(*parts), example=example)
+    assert told.step(torch.randn(9, 6), torch.randint(3, (9,))).num_samples == 9
 
 
 def test_the_timeline_has_every_instruction_in_order():

@@ -74,15 +74,29 @@ def scatters(self, x):
     return self.end(self.b(y) + made.sum(0))
 
 
-ONCE = [drops_layers, draws, bakes_a_buffer, scatters]
-
-
-@pytest.mark.parametrize("forward", ONCE)
-def test_what_happens_once_while_tracing_is_refused(forward):
+def test_numbers_that_python_draws_are_refused():
     state = random.getstate()
-    with pytest.raises(penstock.PlanError, match=r"torch\.fx"):
-        penstock.trace(of(forward), (torch.randn(4, 6),))
+    with pytest.raises(penstock.PlanError, match=r"draws random numbers from Python or NumPy"):
+        penstock.trace(of(drops_layers), (torch.randn(4, 6),))
     random.setstate(state)
+
+
+@pytest.mark.parametrize("forward", [bakes_a_buffer, scatters])
+def test_what_would_happen_once_in_a_trace_by_proxies_happens_every_time(forward):
+    model = of(forward)
+    plain, pipe = copy.deepcopy(model), every(model)
+    given = batches(12)
+    loop = plain_loop(
+        plain, given, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], micro_batches=pipe.plan.micro_batches
+    )
+    for batch, expected in zip(given, loop, strict=True):
+        assert pipe.step(*batch).loss == expected["loss"]
+    state = pipe.state_dict()["model"]
+    assert all(same_bits(tensor, state[name]) for name, tensor in plain.state_dict().items())
+
+
+def test_numbers_that_torch_draws_are_a_random_layer():
+    assert penstock.trace(of(draws), (torch.randn(4, 6),)).train_probe.random == {"rand"}
 
 
 def test_a_gradient_that_no_frame_keeps_is_refused():

@@ -64,7 +64,7 @@ def test_no_cut_comes_between_a_value_and_what_writes_to_it_unseen(write, side):
     x = torch.randn(4, 6)
     graph = penstock.trace(Net(write, side), (x,))
     names = [layer.name for layer in graph.train.layers]
-    last = names.index("layer" if write != "traced" else "mul_")
+    last = names.index("layer" if write != "traced" else "mul")
     refused = {names[cut] for cut in graph.train_probe.refused}
     assert set(names[names.index("exp") : last]) <= refused
     assert not {"first", *names[last:]} & refused

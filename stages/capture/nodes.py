@@ -5,7 +5,7 @@ It knows tensors and modules, and nothing of how a run is watched."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +27,14 @@ class Unrecordable(Exception):
         self.what, self.path, self.where = what, path, where
 
 
+def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that hang on modules under a name and are not registered: read from there in every run."""
+    for path, module in model.named_modules():
+        for name, item in vars(module).items():
+            if isinstance(item, torch.Tensor):
+                yield f"{path}.{name}" if path else name, item
+
+
 class Nodes:
     """A graph that grows by a node for each call of ``model``; ``stack`` are the modules that run now.
 
@@ -39,7 +47,7 @@ class Nodes:
         self.constants: dict[str, torch.Tensor] = {}
         self.outside = Modes.now()
         self.stack: list[tuple[str, type]] = [("", type(model))]
-        held = [*model.named_buffers(), *model.named_parameters()]
+        held = [*_attributes(model), *model.named_buffers(), *model.named_parameters()]
         self.names = {id(tensor): name for name, tensor in held}
         self.held = [tensor for _, tensor in held]  # alive, so that no other tensor gets such an id
         self.nodes: dict[int, tuple[Callable[[], torch.Tensor | None], fx.Node]] = {}
