@@ -273,7 +273,8 @@ def test_the_example_is_what_the_model_takes():
     example: Any = example_inputs(config, named)
     assert {name: tuple(x.shape) for name, x in example.items()} == {"y": (2, 1), "x": (2, 3)}
     paired = given(Items(lambda i: ((torch.ones(3), torch.zeros(1)), i)))
-    assert [tuple(x.shape) for x in example_inputs(config, paired)] == [(2, 3), (2, 1)]
+    both: Any = example_inputs(config, paired)
+    assert [tuple(x.shape) for x in both] == [(2, 3), (2, 1)]
 
 
 @pytest.mark.usefixtures("own")

@@ -106,6 +106,8 @@ class Lost:
             return self.end(self.linear(x) + torch.linspace(0, 1, 6) * torch.tensor([2.0]))
 
     class Counter(nn.Module):
+        calls: torch.Tensor
+
         def __init__(self):
             super().__init__()
             self.linear, self.end = nn.Linear(6, 6), nn.Linear(6, 3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from importlib.resources import files
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -32,7 +33,12 @@ def main(steps: int = 20) -> None:
     """Cut the network in two where the planner likes it, and train it."""
     penstock.init()
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **sizes))
     data = batches(steps)
     example = {name: x[: BATCH // MICRO_BATCHES] for name, x in data[0].items()}
