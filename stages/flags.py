@@ -55,6 +55,7 @@ class Flags:
         self.everywhere = _on_all_modules()
         self.states, self.frozen = _on_several(model, traces["train"], stage_of)
         self.moved: frozenset[str] = frozenset()
+        self.outside = [*traces["train"].outside, *traces["eval"].outside]
         evaluation = {read for read in traces["eval"].reads if read[1] != "training"}
         self.reads = traces["train"].reads | evaluation
 
@@ -84,6 +85,11 @@ class Flags:
                     f"gradient now; {REMEDY}"
                 )
         self.watch.check()
+        if other := next((read for read in self.outside if read.changed()), None):
+            raise PlanError(
+                f"forward goes on from {other.name}, which its code ({other.where}) read when the model was "
+                f"traced, and that is another now; {REMEDY}"
+            )
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

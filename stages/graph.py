@@ -209,6 +209,7 @@ def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection
         fixed=captured.fixed,
         again=captured.again,
         reads=captured.reads,
+        outside=captured.outside,
         dropped=captured.dropped,
         leaves=captured.leaves,
     )

@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from ..compression.errors import PlanError
 from .capture.call import Call
 from .capture.capture import where_of
+from .capture.outside import Read
 from .capture.sizes import at_size, extend, facts_of, has_table
 from .capture.values import plain
 
@@ -54,8 +55,8 @@ class Traced:
     buffers that layers read by themselves: no other tensor of the model may be written to. ``fixed``: why the
     run holds for the example's number of samples only, "" where it holds for any; ``again`` records a copy of
     the model anew; ``reads`` are the (module path, attribute) that the run itself read, outside of its
-    layers; ``dropped``: outputs that are left out; ``leaves``: what is one layer beside the modules of
-    torch.nn, and why."""
+    layers; ``outside``: what its code read of files and functions around it; ``dropped``: outputs that are
+    left out; ``leaves``: what is one layer beside the modules of torch.nn, and why."""
 
     inputs: tuple[fx.Node, ...]
     layers: tuple[Layer, ...]
@@ -67,6 +68,7 @@ class Traced:
     fixed: str
     again: Callable[[nn.Module, Sequence[torch.Tensor]], fx.Graph]
     reads: frozenset[tuple[str, str]]
+    outside: tuple[Read, ...]
     dropped: tuple[str, ...]
     leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

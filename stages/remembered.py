@@ -43,6 +43,8 @@ def recalled(model: nn.Module, plan: Plan, autocast: torch.dtype | None) -> Laye
     if known is None or plan.signature is None or _facts(model) != known.facts:
         return None
     graph = known.graph
+    if any(read.changed() for traced in (graph.train, graph.eval) for read in traced.outside):
+        return None
     ours = signature_of(graph.train.call, graph.example_inputs)
     shapes = tuple(tuple(x.shape) for x in graph.example_inputs)
     asked = (ours.form, ours.names, ours.whole, shapes, graph.autocast, tuple(graph.train.leaves))

@@ -16,6 +16,8 @@ from penstock.pipeline.batches import micro_batches
 from penstock.stages.capture.call import Call
 from penstock.stages.examples import example_of, signature_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:the model returns cache")
+
 
 @dataclasses.dataclass
 class Output:
@@ -110,6 +112,14 @@ def test_a_model_called_by_name_with_its_own_loss_has_the_bits_of_the_plain_loop
     assert found.cache is None
     assert same_bits(found.logits, expected.logits)
     assert same_bits(found.loss, expected.loss)
+
+
+def test_a_cache_is_left_out_with_a_sentence():
+    with pytest.warns(
+        UserWarning, match=r"returns cache \(Cache\), .* left out; switch it off \(use_cache=False\)"
+    ):
+        graph = penstock.trace(Masked(), example())
+    assert "left out    cache (Cache)" in str(graph)
 
 
 def test_what_stands_beside_the_tensors_is_as_in_the_example():

@@ -23,7 +23,7 @@ def kept(x, training):
 
 
 class Depth(nn.Module):
-    """A container whose forward reads its flag: torch.fx reads it once."""
+    """A container whose forward reads its flag: the trace reads it once."""
 
     def forward(self, x):
         return kept(x, self.training)
@@ -276,14 +276,14 @@ def new_flag(model):
 
 REFUSED = {
     "a flag that forward read": (functools.partial(sleep, "depth"), r"depth\.training was True"),
-    "the flags of all": (whole, r"depth\.training was True when torch\.fx traced .* and is False now"),
+    "the flags of all": (whole, r"depth\.training was True when the model was traced.* and is False now"),
     "a number that forward read": (lambda model: setattr(model, "warmth", 0.25), r"warmth was 0\.5"),
     "its type": (lambda model: setattr(model, "warmth", torch.tensor(0.5)), "warmth was 0.5 .* now"),
     "the sign of a zero": (lambda model: setattr(model, "cold", -0.0), r"cold was 0\.0 .* is -0\.0 now"),
     "a hook on a container": (lambda model: model.first.register_forward_hook(print), "through first"),
-    "another child": (replaced, "torch.fx traced through the model"),
-    "another forward": (own_forward, "torch.fx traced through first"),
-    "another parameter": (own_tensor, "torch.fx traced through the model"),
+    "another child": (replaced, "the trace went through the model"),
+    "another forward": (own_forward, "the trace went through first"),
+    "another parameter": (own_tensor, "the trace went through the model"),
     "a hook on a ReLU": (
         lambda model: model.relu.register_forward_hook(print),
         "stay behind where relu gives",

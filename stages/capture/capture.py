@@ -19,6 +19,7 @@ from ...compression.errors import PlanError
 from .call import Call
 from .nodes import Unrecordable
 from .outputs import flattened
+from .outside import Outside, Read
 from .recorder import Recorder
 from .sizes import Different, moving, refuse_data
 from .told import carry, hold
@@ -38,7 +39,7 @@ class Captured:
     "" where it holds for all; ``leaves`` names the modules that were taken as one layer because of what they
     do, and why; ``dropped`` the outputs left out; ``again`` records a copy of the model on other inputs, with
     the same leaves; ``reads`` are the attributes of modules that the run read outside of its layers: what
-    nobody read may change."""
+    nobody read may change; ``outside`` what its code read of files and functions around it."""
 
     graph: fx.Graph
     spec: TreeSpec
@@ -50,6 +51,7 @@ class Captured:
     dropped: tuple[str, ...]
     again: Callable[[nn.Module, Sequence[torch.Tensor]], fx.Graph]
     reads: frozenset[tuple[str, str]]
+    outside: tuple[Read, ...]
 
 
 def capture(
@@ -92,8 +94,10 @@ def capture(
         return _recorded(recorder, twin, call, inputs)
 
     while True:
+        outside = Outside(model)
         try:
-            recorder, spec, dropped = record(copies(), fresh(example))
+            with outside.watching():
+                recorder, spec, dropped = record(copies(), fresh(example))
             held = recorder.altering.count > 0 and not _carries(
                 recorder.graph, lambda way: record(copies(), fresh(example), way)[0].graph
             )
@@ -124,6 +128,7 @@ def capture(
         dropped=dropped,
         again=again,
         reads=frozenset(recorder.reads),
+        outside=outside.reads(),
     )
 
 

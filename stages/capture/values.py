@@ -25,6 +25,7 @@ _REFLECTED = {
 }
 
 
+_PYTHON = os.path.dirname(os.__file__) + os.sep
 _NOT_THE_MODEL = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
@@ -69,6 +70,12 @@ def is_foreign(item: Any) -> bool:
     return not pytree.tree_is_leaf(item) and any(
         isinstance(x, torch.Tensor) for x in pytree.tree_leaves(item)
     )
+
+
+def is_code_of_model(file: str) -> bool:
+    """Whether code in ``file`` is neither torch's nor ours nor Python's own."""
+    installed = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
+    return not file.startswith(_NOT_THE_MODEL) and (installed or not file.startswith(_PYTHON))
 
 
 def line_of_model() -> str:

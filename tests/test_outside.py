@@ -1,0 +1,95 @@
+"""What forward reads from outside of the model: globals and closures, held to what they were when traced."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock
+from penstock import PlanError
+
+SCALE, TABLE, UNREAD = 2.0, {"shift": 1}, 5
+
+
+def shifted(x):
+    return x + TABLE["shift"]
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.UNREAD = nn.Linear(4, 3), 1
+
+    def forward(self, x):
+        return self.linear(shifted(x) * SCALE * self.UNREAD)
+
+
+def pipe_of(model):
+    example = (torch.randn(3, 4),)
+    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
+    plan = penstock.partition(profile, stages=2, micro_batches=2)
+    return penstock.Pipeline(
+        model, plan, loss=F.cross_entropy, optimizer=lambda named: torch.optim.SGD(named, lr=0.1)
+    )
+
+
+def step(pipe):
+    return pipe.step(torch.randn(6, 4), torch.randint(3, (6,)))
+
+
+def test_a_global_that_forward_read_is_held_to_what_it_was(monkeypatch):
+    pipe = pipe_of(Reads())
+    monkeypatch.setitem(globals(), "UNREAD", 6)  # an attribute has that name
+    monkeypatch.setitem(globals(), "SCALE", float("2.0"))
+    step(pipe)
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    with pytest.raises(PlanError, match=r"goes on from SCALE, which its code \(.*test_outside.py:\d+\) read"):
+        step(pipe)
+    with pytest.raises(PlanError, match="goes on from SCALE"):
+        pipe.evaluate(torch.randn(2, 4))
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    step(pipe)
+
+
+def test_a_table_that_a_function_of_the_model_read_is_held_to_what_it_was(monkeypatch):
+    pipe = pipe_of(Reads())
+    monkeypatch.setitem(TABLE, "shift", 2)
+    with pytest.raises(PlanError, match="goes on from TABLE"):
+        step(pipe)
+
+
+def test_a_function_of_the_model_that_is_exchanged_is_refused(monkeypatch):
+    pipe = pipe_of(Reads())
+    monkeypatch.setitem(globals(), "shifted", lambda x: x)
+    with pytest.raises(PlanError, match="goes on from shifted"):
+        step(pipe)
+
+
+def test_a_variable_of_a_function_around_forward_is_held_to_what_it_was():
+    scale = 2.0
+
+    class Inside(Reads):
+        def forward(self, x):
+            return self.linear(x * scale)
+
+    pipe = pipe_of(Inside())
+    step(pipe)
+    scale = 3.0
+    with pytest.raises(PlanError, match="goes on from scale"):
+        step(pipe)
+
+
+def test_a_model_is_traced_anew_where_what_it_read_is_another(monkeypatch):
+    model, example = Reads(), (torch.randn(3, 4),)
+    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
+    plan = penstock.partition(profile, stages=2, micro_batches=2)
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    pipe = penstock.Pipeline(
+        model, plan, loss=F.cross_entropy, optimizer=lambda named: torch.optim.SGD(named, lr=0.1)
+    )
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    with torch.no_grad():
+        expected = sum(
+            F.cross_entropy(model(part), t) * 0.5 for part, t in zip(x.split(3), y.split(3), strict=True)
+        )
+    assert pipe.step(x, y).loss == pytest.approx(float(expected), rel=1e-6)
