@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from ..compression.errors import ConfigError
 
 OURS = "penstock."
-OF_THE_RUN = {"data": ("drop_last",)}
+OF_THE_RUN = {"data": ("drop_last",), "model": ("leaves",)}
 """Options of a group that are for the run, not for its target."""
 
 

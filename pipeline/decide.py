@@ -78,7 +78,7 @@ def look(
     model = model or build.model(config.model, describe=samples.describe, seed=config.seed)
     example = example_inputs(config, samples)
     try:
-        graph = trace(model, example, autocast=autocast)
+        graph = trace(model, example, autocast=autocast, leaves=config.model.get("leaves") or ())
     except PlanError as error:
         if len(tree_leaves(example)[0]) > 1:
             raise

@@ -10,6 +10,9 @@ from torch import nn
 
 import penstock
 from penstock import PlanError
+from penstock.conf.schema import PlanConfig
+from penstock.pipeline.build import samples
+from penstock.pipeline.decide import look
 
 
 def scaled(x):
@@ -142,3 +145,14 @@ def test_a_random_leaf_is_seeded_by_its_name():
 def test_a_leaf_that_is_nothing_of_the_model_is_refused(leaves, said):
     with pytest.raises(PlanError, match=said):
         layers(leaves)
+
+
+def test_a_run_is_told_its_leaves_by_an_option():
+    data = {"_target_": "penstock.pipeline.samples.fake.load"}
+    model = {"_target_": "penstock.pipeline.models.mlp", "hidden": [8], "leaves": ["Sequential.1"]}
+    config = PlanConfig(model=model, data=data, batch_size=16, micro_batches=2, threads=1)
+    with pytest.raises(PlanError, match=r"found 'Sequential\.1'"):
+        look(config, samples(config.data, batch_size=16))
+    config.model["leaves"] = ["ReLU"]
+    profile = look(config, samples(config.data, batch_size=16))
+    assert any(leaf in {layer.module for layer in profile.layers} for leaf in profile.leaves)
