@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..compression.errors import PlanError
-from .capture.capture import fresh
+from .capture.data import fresh
 from .contents import Facts, change, contents
 
 

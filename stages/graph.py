@@ -21,7 +21,8 @@ from torch import fx, nn
 from ..compression.errors import PlanError
 from .aliases import hidden, refuse_cuts, shared
 from .capture.call import Call, Example
-from .capture.capture import Captured, capture, default_leaf, fresh, other_data, path_of, resized
+from .capture.capture import Captured, capture, default_leaf, path_of
+from .capture.data import fresh, other_data, resized
 from .compare import observe, refuse_difference, undrawn
 from .copied import Copied
 from .layer_graph import LayerGraph

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..compression.errors import PlanError
-from .capture.capture import resized
+from .capture.data import resized
 from .capture.sizes import Affine
 from .layers import Traced, parts_of
 from .probe import Probe, probe

@@ -17,7 +17,7 @@ from torch import nn
 from ..compression.errors import PlanError
 from .aliases import memory_of
 from .capture.call import Call
-from .capture.capture import other_data
+from .capture.data import other_data
 from .compare import observe, refuse_changes, same_bits
 from .contents import contents
 

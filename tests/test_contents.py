@@ -325,9 +325,15 @@ MEANWHILE = [
     (lambda block: block.powers.__setitem__(1, 3.0), r"1\.powers\[1\] has changed since \(2\.0, then 3\.0\)"),
     (lambda block: block.table["shift"].mul_(2), r"1\.table\['shift'\]"),
     (lambda block: setattr(type(block), "factor", 3.0), r"Mine\.factor"),
-    (lambda block: setattr(block, "linear", nn.Linear(8, 8)), r"the trace went through 1, and its .* children"),
+    (
+        lambda block: setattr(block, "linear", nn.Linear(8, 8)),
+        r"the trace went through 1, and its .* children",
+    ),
     (lambda block: setattr(block.linear, "weight", nn.Parameter(torch.ones(8, 8))), r"1\.linear\.weight"),
-    (lambda block: block.register_forward_hook(lambda *_: None), r"the trace went through 1, and its .* hooks"),
+    (
+        lambda block: block.register_forward_hook(lambda *_: None),
+        r"the trace went through 1, and its .* hooks",
+    ),
 ]
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import TreeSpec
 
 from ...compression.errors import PlanError
 from .call import Call
+from .data import fresh, other_data, resized
 from .nodes import Unrecordable
 from .outputs import flattened
 from .outside import Outside, Read
@@ -175,38 +176,6 @@ def _sizes(
         return moving(graph, others, samples), ""
     except Different as difference:
         return {}, f"with another number of samples than {samples}, {difference.what}"
-
-
-def fresh(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Copies in memory of their own: views may be misaligned, and a layer may write to its input."""
-    return tuple(x.detach().clone() for x in inputs)
-
-
-def resized(call: Call, example: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
-    """The example with ``size`` samples: its own, and then again; constants stay."""
-    samples = call.samples_of(example)
-    again = torch.arange(size) % max(1, samples)
-    pairs = zip(example, call.whole, strict=True)
-    return [x.clone() if whole or not x.dim() or len(x) != samples else x[again] for x, whole in pairs]
-
-
-def other_data(call: Call, example: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Inputs of the same shapes, dtypes, strides and range: every element is one from the same place of some
-    sample of the example, so that what holds for a place in all samples (positions, padding) goes on to
-    hold; a single sample lends from all of its places. Constants stay."""
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    for tensor, whole in zip(example, call.whole, strict=True):
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        if whole or not tensor.numel() or not tensor.dim():
-            found.append(made.copy_(tensor))
-        elif len(tensor) == 1:
-            drawn = torch.randint(tensor.numel(), tensor.shape, generator=generator)
-            found.append(made.copy_(tensor.flatten()[drawn]))
-        else:
-            drawn = torch.randint(len(tensor), tensor.shape, generator=generator)
-            found.append(made.copy_(tensor.gather(0, drawn)))
-    return found
 
 
 def _around(model: nn.Module, failure: Different | Unrecordable) -> str:
