@@ -129,7 +129,7 @@ def _proven(
     tied = {str(node.target) for layer in beside.layers for _, node in layer.lifted} if beside else ()
     root, mode = copied.root, "train" if copied.root.training else "eval"
     with torch.set_grad_enabled(root.training):
-        written, eager.clean = run_eager(copy.deepcopy(root), call, example, cold=eager.anew)
+        written, eager.clean = run_eager(copy.deepcopy(root), call, example, cold=lambda: copy.deepcopy(root))
         captured = _captured(eager, call, example, modules, functions.values(), written)
         why = {**modules, **captured.leaves, **dict.fromkeys(functions, "by request")}
         traced = dataclasses.replace(_traced(root, captured, call, tied=tied), leaves=why)
