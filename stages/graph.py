@@ -26,7 +26,7 @@ from .capture.data import fresh, other_data, resized
 from .compare import observe, refuse_difference, undrawn
 from .copied import Copied
 from .layer_graph import LayerGraph
-from .layers import Layer, Traced, casting, is_local, parts_of, run_all
+from .layers import Layer, Parts, Traced, casting, is_local, parts_of, run_all
 from .leaves import Leaf, chosen_leaves, is_compiled
 from .lift import lift_shared
 from .probe import Probe, probe
@@ -139,12 +139,25 @@ def _proven(
             copied.shift()
             twin = eager.anew(shifted=True)
             expected = observe(lambda *x, twin=twin: call.run(twin, x), twin, inputs)
-            found = observe(lambda *x: run_all(traced, parts, x), root, inputs)
+            found = observe(lambda *x: _repeated(traced, parts, x), root, inputs)
             refuse_difference(expected, found, mode=mode)
             copied.restore()
         record = probe(traced, parts, fresh(example))
         copied.restore()
     return traced, record, written
+
+
+def _repeated(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Any:
+    try:
+        return run_all(traced, parts, inputs)
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"the recorded run cannot be repeated on other data and sizes ({error}): forward depends on "
+            "something that recording does not see (a global, a closure, a counter); name the module around "
+            "it in leaves="
+        ) from error
 
 
 def _captured(
@@ -173,7 +186,7 @@ def _proofs(
     """What record and model are compared on: the example, and other data, of another size where that is
     known."""
     other = other_data(call, example)
-    return [tuple(example), tuple(other if captured.fixed else resized(call, other, captured.sizes[-1]))]
+    return [tuple(example), tuple(other if captured.fixed else resized(call, other, max(captured.sizes)))]
 
 
 def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection[str]) -> Traced:
@@ -208,6 +221,7 @@ def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection
         constants=captured.constants,
         buffers=frozenset(held) & {name for name, _ in root.named_buffers(remove_duplicate=False)},
         fixed=captured.fixed,
+        sizes=captured.sizes,
         again=captured.again,
         reads=captured.reads,
         outside=captured.outside,

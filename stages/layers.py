@@ -20,7 +20,7 @@ from ..compression.errors import PlanError
 from .capture.call import Call
 from .capture.capture import where_of
 from .capture.outside import Read
-from .capture.sizes import at_size, extend, facts_of, has_table
+from .capture.sizes import at_size, facts_of, has_table, same_way
 from .capture.values import plain
 
 _META = torch.device("meta")
@@ -53,7 +53,8 @@ class Traced:
     ``call`` says how the model is called, ``spec`` puts its outputs together. ``constants`` are the tensors
     that came from outside the run, by the name that they were given; ``buffers`` the names of registered
     buffers that layers read by themselves: no other tensor of the model may be written to. ``fixed``: why the
-    run holds for the example's number of samples only, "" where it holds for any; ``again`` records a copy of
+    run holds for the example's number of samples only, "" where it holds for any; ``sizes`` are the numbers
+    of samples at which the model was seen to go this way; ``again`` records a copy of
     the model anew; ``reads`` are the (module path, attribute) that the run itself read, outside of its
     layers; ``outside``: what its code read of files and functions around it; ``dropped``: outputs that are
     left out; ``leaves``: what is one layer beside the modules of torch.nn, and why."""
@@ -66,18 +67,22 @@ class Traced:
     constants: Mapping[str, torch.Tensor]
     buffers: frozenset[str]
     fixed: str
-    again: Callable[[nn.Module, Sequence[torch.Tensor]], fx.Graph]
+    sizes: tuple[int, ...]
+    again: Callable[..., fx.Graph]
     reads: frozenset[tuple[str, str]]
     outside: tuple[Read, ...]
     dropped: tuple[str, ...]
     leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def extend(self, twin: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-        """Learn the numbers of another size from ``twin``, where they follow no rule.
+        """Record ``twin`` on inputs of another shape or kind, hold this record against that, and learn the
+        numbers that follow no rule.
 
-        Raises: Different: the model goes another way at that size."""
-        if tables := self._tables():
-            extend(tables, self.again(twin, inputs), self.call.samples_of(inputs))
+        Raises: Different: the model goes another way there."""
+        nodes = [*self.inputs, *(layer.node for layer in self.layers)]
+        samples = self.call.samples_of(inputs)
+        expects = [(n.target, at_size(n.meta["expect"], samples)) for n in nodes if "expect" in n.meta]
+        same_way(nodes, self.again(twin, inputs, expects), samples)
 
     @property
     def has_tables(self) -> bool:

@@ -51,7 +51,15 @@ class Shapes:
         if key == self.example:
             return self.real[mode]
         if (mode, key) not in self.known:
-            found = self._untold(mode, key) if self.differences[mode] else self._run(mode, key)
+            try:
+                found = self._untold(mode, key) if self.differences[mode] else self._run(mode, key)
+            except PlanError:
+                raise
+            except Exception as error:
+                raise PlanError(
+                    f"a micro-batch has shapes {_show(key)}, the example had {_show(self.example)}, and the "
+                    f"model does not run on it as it was traced ({error}); use micro-batches like the example"
+                ) from error
             if len(self.known) == KEPT:
                 del self.known[next(iter(self.known))]
             self.known[mode, key] = dataclasses.replace(found, random=self.real[mode].random)
@@ -60,10 +68,11 @@ class Shapes:
     def _untold(self, mode: str, key: _Key) -> Probe:
         """The record where the meta device cannot tell it."""
         reason = self.differences[mode]
-        samples = self.traced[mode].call.samples_of([torch.empty(size, device="meta") for size, *_ in key])
+        samples = self.traced[mode].call.samples_of(_bare(key))
         others = [size[1:] for size, *_ in key] != [size[1:] for size, *_ in self.example]
         if mode in self.scaled and not others:
             try:
+                self._refuse_other_way(mode, key)
                 return self.scaled[mode].at(samples)
             except PlanError as error:
                 reason = str(error)
@@ -88,14 +97,14 @@ class Shapes:
 
     def _run(self, mode: str, key: _Key) -> Probe:
         traced: Traced = self.traced[mode]
-        inputs = [
-            torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in key
-        ]
+        inputs = _bare(key)
         parts = parts_of(self.roots[mode], traced).to_meta()
+        if key != self.example and traced.has_tables:
+            self._refuse_other_way(mode, key)
         with torch.set_grad_enabled(mode == "train"), as_written(), torch.device("meta"):
-            if key != self.example:
-                self._extend(mode, traced, inputs)
             found = probe(traced, parts, inputs)
+        if key != self.example and not traced.has_tables:
+            self._refuse_other_way(mode, key)
         real = self.real[mode].values  # autocast knows no meta device; a dtype does not depend on the size
         if len(real) == len(found.values):
             pairs = zip(found.values, real, strict=True)
@@ -106,14 +115,32 @@ class Shapes:
             found = dataclasses.replace(found, values=values, refused=self.real[mode].refused | found.refused)
         return found
 
-    def _extend(self, mode: str, traced: Traced, inputs: list[torch.Tensor]) -> None:
+    def _refuse_other_way(self, mode: str, key: _Key) -> None:
+        """Refuse inputs with which the model's code may go another way than it was seen to go.
+
+        Raises: PlanError: it does, or reads what only a real run could tell."""
+        traced = self.traced[mode]
+        samples = traced.call.samples_of(_bare(key))
+        alike = self._kind(mode, self.example) == self._kind(mode, key)
+        if alike and samples in traced.sizes:
+            return
         try:
-            traced.extend(self.roots[mode], inputs)
+            with torch.set_grad_enabled(mode == "train"), as_written(), torch.device("meta"):
+                traced.extend(self.roots[mode], _bare(key))
         except Exception as error:
             raise PlanError(
-                f"the numbers in forward for a micro-batch of {_show(_key(inputs))} cannot be told without "
-                f"running it ({error}); use equal micro-batches of the example's size"
+                f"a micro-batch has shapes {_show(key)}, the example had {_show(self.example)}, and forward "
+                f"does not go the same way with it, as far as can be told without running it ({error}); use "
+                "micro-batches like the example, or trace with one like them"
             ) from error
+
+    def _kind(self, mode: str, key: _Key) -> object:
+        """What a record holds for beside the number of samples: other sizes, dtypes, and the order of
+        strides."""
+        return [
+            (x.shape if whole else x.shape[1:], x.dtype, x.is_contiguous() or x.stride())
+            for x, whole in zip(_bare(key), self.traced[mode].call.whole, strict=True)
+        ]
 
     def _difference(self, mode: str) -> str:
         """What the meta device gets wrong at the example's own size; "" if nothing."""
@@ -144,6 +171,11 @@ _Key = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
 def _key(inputs: Sequence[torch.Tensor]) -> _Key:
     return tuple((tuple(x.shape), tuple(x.stride()), x.dtype) for x in inputs)
+
+
+def _bare(key: _Key) -> list[torch.Tensor]:
+    """Tensors of that geometry without memory."""
+    return [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in key]
 
 
 def _show(key: _Key) -> str:

@@ -7,6 +7,7 @@ which numbers follow the size of the micro-batch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from .nodes import Unrecordable
 from .outputs import flattened
 from .outside import Outside, Read
 from .recorder import Recorder
-from .sizes import Different, moving, refuse_data
+from .sizes import Different, moving, refuse_data, same_way
 from .told import carry, hold
 
 _MOST_LEAVES = 64
@@ -50,7 +51,7 @@ class Captured:
     fixed: str
     leaves: Mapping[str, str]
     dropped: tuple[str, ...]
-    again: Callable[[nn.Module, Sequence[torch.Tensor]], fx.Graph]
+    again: Callable[..., fx.Graph]
     reads: frozenset[tuple[str, str]]
     outside: tuple[Read, ...]
 
@@ -82,16 +83,19 @@ def capture(
 
     held = False  # to the numbers that its layers told
 
-    def again(twin: nn.Module, inputs: Sequence[torch.Tensor]) -> fx.Graph:
-        graph = record(twin, inputs)[0].graph
+    def again(twin: nn.Module, inputs: Sequence[torch.Tensor], expects: Sequence[Any] = ()) -> fx.Graph:
+        graph = record(twin, inputs, expects=expects)[0].graph
         if held:
             hold(graph)
         return graph
 
     def record(
-        twin: nn.Module, inputs: Sequence[torch.Tensor], way: int | None = None
+        twin: nn.Module,
+        inputs: Sequence[torch.Tensor],
+        way: int | None = None,
+        expects: Sequence[Any] = (),
     ) -> tuple[Recorder, TreeSpec, tuple[str, ...]]:
-        recorder = Recorder(twin, is_leaf, functions, written=written, way=way)
+        recorder = Recorder(twin, is_leaf, functions, written=written, way=way, expects=expects)
         return _recorded(recorder, twin, call, inputs)
 
     while True:
@@ -113,12 +117,21 @@ def capture(
                 kinds[type(model.get_submodule(path))] = path
     sizes = (samples + 1, 2 * samples + 1)
     moves, fixed = _sizes(recorder.graph, lambda inputs: again(copies(), inputs), call, example, sizes)
+    for size in {1, samples - 1} - {0, samples, samples + 1} if not fixed else ():
+        with contextlib.suppress(Exception):  # that size then is looked at if it ever comes
+            same_way(
+                [node for node in recorder.graph.nodes if node.op != "output"],
+                again(copies(), resized(call, example, size)),
+                size,
+                moves,
+            )
+            sizes = (*sizes, size)
     return Captured(
         graph=recorder.graph,
         spec=spec,
         constants=recorder.constants,
         moving=moves,
-        sizes=sizes,
+        sizes=(samples,) if fixed else (samples, *sizes),
         fixed=fixed,
         leaves=chosen
         | {

@@ -34,7 +34,9 @@ def _register(result: Any) -> None:
     """Tell torch how to take plain dataclasses apart."""
     for item in pytree.tree_leaves(result):
         kind = type(item)
-        if dataclasses.is_dataclass(item) and not isinstance(item, type) and _holds_tensors(item):
+        made = getattr(kind, "__dataclass_params__", None)
+        own = made is not None and made.init and "__init__" in vars(kind)  # else a class like any other
+        if own and _holds_tensors(item):
             pytree.register_dataclass(kind)
             return _register(result)
 

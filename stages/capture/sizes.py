@@ -83,15 +83,48 @@ def pairs_of(graph: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node]:
     return pairs
 
 
-def extend(nodes: Iterable[fx.Node], recording: fx.Graph, samples: int) -> None:
-    """Write the numbers of one more size into the tables of ``nodes``, from a recording at that size.
+def same_way(
+    nodes: Iterable[fx.Node], recording: fx.Graph, samples: int, facts: Mapping[fx.Node, Any] | None = None
+) -> None:
+    """Hold a recording with ``samples`` against ``nodes``, and write its numbers into their tables.
 
-    Raises: Different: the recording goes another way."""
+    Args:    facts: those of a node, where they do not stand in it yet.
+    Raises:  Different: the recording goes another way, or has a number that the rule of its place does not
+    give."""
     twins = {node.name: node for node in recording.nodes}
-    for node in nodes:
-        if node.name not in twins:
-            raise Different(node, None, f"the run has no {node.name} with {samples} samples")
-        _fill(facts_of(node), facts_of(twins[node.name]), samples)
+    ours = [node for node in nodes if node.op != "get_attr"]
+    theirs = [node for node in recording.nodes if node.op not in ("get_attr", "output")]
+    for node in ours:
+        its = twins.get(node.name)
+        if its is None or _called(node) != _called(its):
+            raise Different(node, its, f"the run has no {node.name} with {samples} samples")
+        rule = (facts or {}).get(node) or facts_of(node)
+        _fill(rule, facts_of(its), samples)
+        if not _agree(rule, facts_of(its), samples):
+            raise Different(node, its, f"{node.name} is another call with {samples} samples")
+    if len(ours) != len(theirs):
+        known = {node.name for node in ours}
+        extra = next((node for node in theirs if node.name not in known), theirs[-1])
+        raise Different(extra, None, f"the run goes on to {extra.name} with {samples} samples")
+
+
+def _agree(rule: Any, found: Any, samples: int) -> bool:
+    """Whether the facts of a run are what the rule gives."""
+    if isinstance(rule, fx.Node):
+        return isinstance(found, fx.Node) or "told" in rule.meta
+    if isinstance(rule, Affine | Table):
+        return type(found) is int and rule.at(samples) == found
+    if isinstance(rule, slice) and isinstance(found, slice):
+        return _agree((rule.start, rule.stop, rule.step), (found.start, found.stop, found.step), samples)
+    if isinstance(rule, tuple | list) and isinstance(found, tuple | list):
+        return len(rule) == len(found) and all(
+            _agree(a, b, samples) for a, b in zip(rule, found, strict=True)
+        )
+    if isinstance(rule, Mapping) and isinstance(found, Mapping):
+        return rule.keys() == found.keys() and all(_agree(rule[key], found[key], samples) for key in rule)
+    if not isinstance(rule, bool | int | float | complex | str | type(None)):
+        return type(rule) is type(found)
+    return type(rule) is type(found) and repr(rule) == repr(found)
 
 
 def has_table(facts: Any) -> bool:
@@ -142,9 +175,12 @@ def at_size(item: Any, samples: int) -> Any:
 
 
 def _called(node: fx.Node) -> Any:
+    return called(node.target)
+
+
+def called(target: Any) -> Any:
     """What a node calls, as far as two runs share it: a function made anew in each (a partial) counts by
     name."""
-    target = node.target
     return target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__qualname__)
 
 
@@ -185,11 +221,7 @@ class _Merge:
         return type(ours)(*items) if hasattr(ours, "_fields") else tuple(items)
 
     def _leaf(self, ours: Any, theirs: Mapping[int, Any]) -> Any:
-        other = [
-            its
-            for its in theirs.values()
-            if not (its is ours or its == ours or (its != its and ours != ours))
-        ]
+        other = [its for its in theirs.values() if not _alike(ours, its)]
         if not other or not isinstance(ours, bool | int | float | complex | str | bytes):
             return ours  # a function made anew in each run is the same by its name
         if type(ours) is not int or list(theirs) == [self.samples]:
@@ -205,6 +237,16 @@ class _Merge:
     def _different(self, ours: Any, its: Any) -> Different:
         what = f"{self.node.name} has {_short(ours)} once and {_short(its)} then"
         return Different(self.node, self.twins[next(iter(self.twins))].get(self.node), what)
+
+
+def _alike(ours: Any, its: Any) -> bool:
+    """Whether two leaves are equal; NaN is equal to itself, and arrays are as long as all of them is."""
+    if its is ours:
+        return True
+    try:
+        return bool(its == ours) or bool(its != its and ours != ours)
+    except (ValueError, TypeError, RuntimeError):
+        return repr(ours) == repr(its)
 
 
 def _each(items: Mapping[int, Any], get: Callable[[Any, Any], Any], key: Any) -> dict[int, Any]:

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 FACTS = frozenset(
     "size dim stride numel nelement ndimension element_size storage_offset is_floating_point is_complex "
-    "is_signed is_contiguous is_same_size get_device __len__ __hash__ __repr__ __format__ "
-    "untyped_storage data_ptr __dlpack__ __dlpack_device__".split()
+    "is_signed is_contiguous is_same_size get_device __len__ __hash__ untyped_storage data_ptr "
+    "__dlpack_device__".split()
 )
 """Methods that tell the geometry of a tensor and nothing of its elements."""
 SHAPE = frozenset({"size", "numel", "nelement", "__len__", "stride", "is_same_size"})
