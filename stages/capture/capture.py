@@ -81,6 +81,7 @@ def capture(
     def is_leaf(path: str, module: nn.Module) -> bool:
         return path in chosen or type(module) in kinds or leaf(path, module)
 
+    outside = Outside(model)
     held = False  # to the numbers that its layers told
 
     def again(twin: nn.Module, inputs: Sequence[torch.Tensor], expects: Sequence[Any] = ()) -> fx.Graph:
@@ -96,15 +97,16 @@ def capture(
         expects: Sequence[Any] = (),
     ) -> tuple[Recorder, TreeSpec, tuple[str, ...]]:
         recorder = Recorder(twin, is_leaf, functions, written=written, way=way, expects=expects)
+        outside.within = lambda: recorder.quiet
         return _recorded(recorder, twin, call, inputs)
 
     while True:
-        outside = Outside(model)
+        outside.ran.clear()
         try:
             with outside.watching():
                 recorder, spec, dropped = record(copies(), fresh(example))
             held = recorder.altering.count > 0 and not _carries(
-                recorder.graph, lambda way: record(copies(), fresh(example), way)[0].graph
+                recorder, lambda way: record(copies(), fresh(example), way)[0].graph
             )
             refuse_data(recorder.graph, again(copies(), other_data(call, example)), samples)
             break
@@ -146,14 +148,14 @@ def capture(
     )
 
 
-def _carries(graph: fx.Graph, other: Callable[[int], fx.Graph]) -> bool:
+def _carries(recorder: Recorder, other: Callable[[int], fx.Graph]) -> bool:
     """Whether the numbers that layers told travel from node to node; else they are held to what they were."""
-    try:
-        carry(graph, [other(way) for way in (0, 1)])
-    except Exception:  # whatever a run with other numbers fails with, it went on from them
-        hold(graph)
-        return False
-    return True
+    with contextlib.suppress(Exception):  # whatever a run with other numbers fails with, it went on from them
+        if not recorder.altering.used:
+            carry(recorder.graph, [other(way) for way in (0, 1)])
+            return True
+    hold(recorder.graph)
+    return False
 
 
 def _recorded(

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from .modes import Modes
+from .told import plain_number
 from .values import is_foreign, items_of, line_of_model, rebuilt
 
 _OUT_OF_SIGHT = "made where recording cannot see it (torch.func transforms, torch.jit, a C++ extension)"
@@ -64,7 +65,7 @@ class Nodes:
         if isinstance(item, torch.Tensor):
             return self.node_of(item)
         if not is_foreign(item):
-            return item
+            return plain_number(item)
         leaves, spec = tree_flatten(item)
         given: tuple[Any, ...] = (spec, *(self._noded(leaf) for leaf in leaves))
         return self.tag(self.graph.call_function(rebuilt, given), None)

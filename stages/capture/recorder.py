@@ -24,7 +24,7 @@ from .nodes import Nodes
 from .patches import Patches, bound, kinds_that_are_called, overridden, wrapped
 from .reads import noting
 from .sizes import called
-from .told import NUMBERS, Altering, numbers_in, replaced
+from .told import NUMBERS, Altering, numbers_in, plain_number, plain_numbers, replaced
 from .values import FACTS, SHAPE, node_name, plain
 
 
@@ -139,6 +139,8 @@ class Recorder(Nodes, TorchFunctionMode):
         self.quiet += 1
         try:
             given = self.named((args, kwargs))
+            if self.altering.count:
+                args, kwargs = plain_numbers((args, kwargs))
             with self.patches.off(self):
                 result = run(*args, **kwargs)
             return self._told(self.emit(op, target, given, result, name), result)
@@ -148,8 +150,9 @@ class Recorder(Nodes, TorchFunctionMode):
     def _told(self, node: fx.Node, result: Any) -> Any:
         """``result`` with the numbers in it as Python is to see them; each has a node that tells it."""
         if type(result) in NUMBERS:
-            node.meta["told"] = self.altering(result)
-            return node.meta["told"]
+            given = self.altering(result)
+            node.meta["told"] = plain_number(given)
+            return given
         found = list(numbers_in(result))
         if not found and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
             if (value := plain(result)) is not None:
@@ -159,8 +162,9 @@ class Recorder(Nodes, TorchFunctionMode):
             picked = node
             for key in path:
                 picked = self.tag(self.graph.call_function(operator.getitem, (picked, key)), None)
-            picked.meta["told"] = told[path] = self.altering(number)
-        return result if self.altering.way is None else replaced(result, told)
+            told[path] = self.altering(number)
+            picked.meta["told"] = plain_number(told[path])
+        return replaced(result, told) if found else result
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -177,6 +181,8 @@ class Recorder(Nodes, TorchFunctionMode):
             return self._property(func, name, args)
         given, watched = self.named((args, kwargs)), self.buffers.among((args, kwargs))
         state = torch.get_rng_state()
+        if self.altering.count:
+            args, kwargs = plain_numbers((args, kwargs))
         if self.expects and called(func) == called(self.expects[0][0]):  # nothing can be read of no memory
             result = self.expects.pop(0)[1]
         else:

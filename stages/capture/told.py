@@ -1,16 +1,19 @@
 """Numbers that a layer returns: carried where Python hands them on as they are, held to what they were where
 it went on with them.
 
-A function under ``torch.fx.wrap``, or in ``leaves=``, may return another number next time. Who was given the
-number is seen by recording the run again with other numbers in its place: whatever changes with them, and
-only as they do, is the number itself."""
+A function under ``torch.fx.wrap``, or in ``leaves=``, may return another number next time. Python gets it as
+a number that notes what is done with it: compared, added to, asked for its truth. Who was only handed it is
+seen by recording the run again with other numbers in its place: whatever changes with them, and only as they
+do, is the number itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
+from torch.utils._pytree import tree_map
 
 from .sizes import Different, pairs_of
 
@@ -18,21 +21,63 @@ NUMBERS = (bool, int, float)
 
 
 class Altering:
-    """Gives each number of a run another value; ``way`` 0 and 1 give two different ones, None leaves it."""
+    """Gives each number of a run another value; ``way`` 0 and 1 give two different ones, None one that notes
+    in ``used`` that Python went on from it."""
 
     def __init__(self, way: int | None) -> None:
         self.way, self.count = way, 0
+        self.used = False
 
     def __call__(self, number: Any) -> Any:
         """The number that Python gets to see."""
         self.count += 1
         if self.way is None:
-            return number
+            return number if isinstance(number, bool) else _NOTING[type(number)](number, self)
         if isinstance(number, bool):
             return not number
         if isinstance(number, int):
             return number + (1009, -2003)[self.way] * self.count
         return number + (0.37, -1.61)[self.way] * self.count
+
+
+def _noting(kind: type) -> Any:
+    """A kind of number that notes every operation of Python on it; torch takes it as the number."""
+
+    def new(cls: Any, number: Any, noted: Altering) -> Any:
+        made = kind.__new__(cls, number)
+        made.noted = noted
+        return made
+
+    def operation(name: str) -> Any:
+        plain = getattr(kind, name)
+
+        def run(self: Any, *args: Any) -> Any:
+            if not any(isinstance(item, torch.Tensor) for item in args):  # those calls are recorded
+                self.noted.used = True
+            return plain(self, *args)
+
+        return run
+
+    names = [name for name in dir(kind) if name.startswith("__") and name not in _NOT_OPERATIONS]
+    return type(f"Noting{kind.__name__}", (kind,), {"__new__": new, **{n: operation(n) for n in names}})
+
+
+_NOT_OPERATIONS = frozenset(
+    "__new__ __init__ __class__ __getattribute__ __setattr__ __delattr__ __doc__ __dir__ __init_subclass__ "
+    "__subclasshook__ __reduce__ __reduce_ex__ __getnewargs__ __getstate__ __sizeof__ __getformat__".split()
+)
+_NOTING = {kind: _noting(kind) for kind in (int, float)}
+
+
+def plain_number(item: Any) -> Any:
+    """The number behind one that notes; anything else as it is."""
+    kind = next((kind for kind, noting in _NOTING.items() if type(item) is noting), None)
+    return item if kind is None else kind.__pos__(item)
+
+
+def plain_numbers(given: Any) -> Any:
+    """Arguments with plain numbers, for code that is no part of the run."""
+    return tree_map(plain_number, given)
 
 
 class _Row(NamedTuple):
