@@ -18,6 +18,7 @@ from .examples import signature_of
 from .layer_graph import LayerGraph
 from .plan import Plan
 from .proof import HOOKS
+from .reach import written_kinds
 from .watch import Watch
 
 
@@ -67,7 +68,7 @@ def _facts(model: nn.Module) -> tuple[Any, ...]:
     tensors = [*model.parameters(), *model.buffers()]
     return (
         [module.training or not model.training for module in modules],
-        [(type(module), type(module).forward) for module in modules],
+        [list(vars(kind).values()) for kind in {k: 0 for m in modules for k in written_kinds(m)}],
         [tuple(getattr(nn.modules.module, f"_global{name}")) for name in HOOKS],
         [(t.requires_grad, t.shape, t.dtype, t.layout) for t in tensors],
         [(t.stride(), t.data_ptr()) for t in tensors if t.layout is torch.strided],

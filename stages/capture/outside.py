@@ -1,7 +1,8 @@
-"""What the code of a model reads from outside of it: globals of its files, and variables of functions around.
+"""What the code of a model reads from outside of it: globals of its files and what hangs on them, variables
+of functions around, methods of its classes.
 
 A record is one run's way through that code; what the code read there is part of the record, and is held
-against its value at every step."""
+against its value at every step. Layers run their own code again each time, so theirs does not count."""
 
 from __future__ import annotations
 
@@ -9,16 +10,18 @@ import contextlib
 import dis
 import sys
 import types
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy
+import torch
 from torch import nn
 
 from .values import is_code_of_model
 
-_CONTAINERS = (list, dict, set)
-_MOST = 64  # items of a container that are compared; larger ones are data, not settings
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_MOST = 1024  # values in a container that are compared; larger ones are data, not settings
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 GONE = object()
 
 
@@ -34,9 +37,9 @@ class Read(NamedTuple):
     def changed(self) -> bool:
         """Whether another reader would find something else there now."""
         now = self.read()
-        if now is self.value:
-            return _shown(now) != self.shown
-        return not (type(now) is type(self.value) and self.shown and _shown(now) == self.shown)
+        if now is self.value and not self.shown:
+            return False
+        return type(now) is not type(self.value) or not self.shown or _shown(now) != self.shown
 
 
 class Outside:
@@ -45,10 +48,7 @@ class Outside:
     def __init__(self, model: nn.Module) -> None:
         self.ran: dict[types.CodeType, dict[str, Any]] = {}
         self.within: Callable[[], object] = lambda: 0  # a layer, whose code runs again each time
-        kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-        methods = [part for kind in kinds for part in vars(kind).values()]
-        functions = [part for part in methods if isinstance(part, types.FunctionType)]
-        self.closures = {function.__code__: function for function in functions if function.__closure__}
+        self.kinds = {type(module) for module in model.modules()}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -67,18 +67,41 @@ class Outside:
 
     def reads(self) -> tuple[Read, ...]:
         """What that code reads, as it is now: after the run, which may have made some of it."""
-        found: dict[tuple[int, str], Read] = {}
-        for code, held in self.ran.items():
-            if not is_code_of_model(code.co_filename):
-                continue
-            for name in _globals_of(code):
-                if name in held:
-                    found[id(held), name] = _read(name, code, lambda h=held, n=name: h.get(n, GONE))
-            function = self.closures.get(code)
-            for name, cell in zip(code.co_freevars, (function and function.__closure__) or (), strict=False):
-                if name != "__class__":
-                    found[id(cell), name] = _read(name, code, lambda c=cell: _content(c))
-        return tuple(found.values())
+        found: dict[Any, Read] = {}
+        own = {code: held for code, held in self.ran.items() if is_code_of_model(code.co_filename)}
+        for code, held in own.items():
+            for chain in _chains_of(code):
+                read = _read(".".join(chain), code, lambda h=held, c=chain: _follow(h, c))
+                if read.value is not GONE:
+                    found[id(held), chain] = read
+        for kind in self.kinds:
+            for name in dir(kind):
+                part = getattr(kind, name, None)
+                code = getattr(part, "__code__", None)
+                if code in own and not name.startswith("__"):
+                    read = lambda k=kind, n=name: getattr(k, n, GONE)  # noqa: E731
+                    found[kind, name] = _read(f"{kind.__name__}.{name}", code, read)
+        waiting, met = [read.value for read in found.values()], set[int]()
+        while waiting:
+            part = waiting.pop()
+            if isinstance(part, types.FunctionType) and part.__code__ in own and id(part) not in met:
+                met.add(id(part))
+                around = dict(_around(part))
+                found |= around
+                waiting += [read.value for read in around.values()]
+        return tuple(read for read in found.values() if not read.changed())  # what is made anew by reading
+
+
+def _around(function: types.FunctionType) -> Iterator[tuple[Any, Read]]:
+    """The defaults of a function, and the variables of functions around it."""
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if name != "__class__":
+            yield (id(cell), name), _read(name, code, lambda c=cell: _content(c))
+    for name in ("__defaults__", "__kwdefaults__"):
+        if getattr(function, name):
+            read = lambda f=function, n=name: getattr(f, n)  # noqa: E731
+            yield (id(function), name), _read(f"{function.__name__}.{name}", code, read)
 
 
 def _read(name: str, code: types.CodeType, read: Callable[[], Any]) -> Read:
@@ -86,10 +109,35 @@ def _read(name: str, code: types.CodeType, read: Callable[[], Any]) -> Read:
     return Read(name, f"{code.co_filename}:{code.co_firstlineno}", read, value, _shown(value))
 
 
-def _globals_of(code: types.CodeType) -> set[str]:
-    return {
-        str(one.argval) for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    }
+def _chains_of(code: types.CodeType) -> set[tuple[str, ...]]:
+    """The globals that code loads, each with the attributes that it takes of them at once: ``F.gelu``."""
+    found: set[tuple[str, ...]] = set()
+    chain: tuple[str, ...] = ()
+    for one in dis.get_instructions(code):
+        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            chain = (str(one.argval),)
+        elif chain and one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            chain = (*chain, str(one.argval))
+        elif one.opname not in ("CACHE", "PRECALL", "EXTENDED_ARG", "PUSH_NULL"):
+            chain = ()
+        if chain:
+            found.add(chain)
+    return found
+
+
+def _follow(held: Mapping[str, Any], chain: tuple[str, ...]) -> Any:
+    """The value at the end of a chain, GONE where there is none that can be had without running code."""
+    value = held.get(chain[0], GONE)
+    for name in chain[1:]:
+        if value is GONE or isinstance(value, torch.Tensor | nn.Module | property):
+            return GONE
+        if isinstance(getattr(type(value), name, None), property):
+            return GONE
+        try:
+            value = getattr(value, name)
+        except Exception:  # a lazy module, a slot without a value
+            return GONE
+    return getattr(value, "__func__", value) if isinstance(value, types.MethodType) else value
 
 
 def _content(cell: types.CellType) -> Any:
@@ -100,11 +148,29 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A text that tells plain values and small containers of them apart; "" for all else, which is itself."""
+    """A text that tells values, arrays, tensors and containers of them apart; "" for what is itself alone."""
+    found: list[str] = []
+    return "|".join(found) if _show(value, found) else ""
+
+
+def _show(value: Any, found: list[str]) -> bool:
+    if len(found) > _MOST:
+        return False
     if isinstance(value, _PLAIN):
-        return repr(value)
-    if type(value) in (*_CONTAINERS, tuple) and len(value) <= _MOST:
-        items = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
-        if all(isinstance(item, _PLAIN) for item in items):
-            return repr(sorted(map(repr, value)) if isinstance(value, set) else value)
-    return ""
+        found.append(repr(value))
+    elif isinstance(value, torch.Tensor):
+        found.append(f"tensor {id(value)} {0 if value.is_inference() else value._version}")
+    elif isinstance(value, numpy.ndarray):
+        found.append(f"array {value.shape} {value.dtype} {zlib.crc32(value.tobytes())}")
+    elif isinstance(value, numpy.generic):
+        found.append(repr(value))
+    elif type(value) in (list, tuple, set, frozenset):
+        found.append(f"{type(value).__name__} of {len(value)}")
+        ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        return all(_show(item, found) for item in ordered)
+    elif type(value) is dict:
+        found.append(f"dict of {len(value)}")
+        return all(_show(item, found) for pair in value.items() for item in pair)
+    else:
+        return False
+    return True
