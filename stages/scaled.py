@@ -56,7 +56,8 @@ def scaled(traced: Traced, copies: Callable[[], nn.Module], example: Sequence[to
     for size in sizes:
         root, inputs = copies(), resized(call, example, size)
         try:
-            traced.extend(root, resized(call, example, size))
+            if size not in traced.sizes:
+                traced.extend(root, resized(call, example, size))
             real[size] = probe(traced, parts_of(root, traced), inputs)
         except Exception as error:
             failed[size] = f"it does not run on {size} samples: {error}"

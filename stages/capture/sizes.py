@@ -139,16 +139,18 @@ def has_table(facts: Any) -> bool:
 
 
 def _fill(ours: Any, theirs: Any, samples: int) -> None:
+    if isinstance(ours, Affine):
+        return
     if isinstance(ours, Table):
         ours.values[samples] = theirs
-    elif isinstance(ours, slice):
+    elif isinstance(ours, slice) and isinstance(theirs, slice):
         for name in ("start", "stop", "step"):
             _fill(getattr(ours, name), getattr(theirs, name), samples)
-    elif isinstance(ours, tuple | list):
-        for a, b in zip(ours, theirs, strict=True):
+    elif isinstance(ours, tuple | list) and isinstance(theirs, tuple | list):
+        for a, b in zip(ours, theirs, strict=False):  # another length is another call
             _fill(a, b, samples)
-    elif isinstance(ours, Mapping):
-        for key in ours:
+    elif isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        for key in ours.keys() & theirs.keys():
             _fill(ours[key], theirs[key], samples)
 
 
