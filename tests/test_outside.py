@@ -93,3 +93,48 @@ def test_a_model_is_traced_anew_where_what_it_read_is_another(monkeypatch):
             F.cross_entropy(model(part), t) * 0.5 for part, t in zip(x.split(3), y.split(3), strict=True)
         )
     assert pipe.step(x, y).loss == pytest.approx(float(expected), rel=1e-6)
+
+
+class Settings:
+    scale = 2.0
+    nested = {"deep": {"scale": 2.0}}  # noqa: RUF012
+    tensor = torch.tensor(2.0)
+
+    def method(self):
+        return self.scale
+
+
+SETTINGS = Settings()
+
+
+def helper(x, more=(2.0,), *, table={"scale": 1.0}):  # noqa: B006
+    return x * more[0] * table["scale"]
+
+
+class Objects(Reads):
+    def forward(self, x):
+        x = helper(x) * SETTINGS.scale * SETTINGS.nested["deep"]["scale"] * Settings.tensor
+        return self.linear(self.scaled(x))
+
+    def scaled(self, x):
+        return F.gelu(x) * SETTINGS.method()
+
+
+CHANGES = {
+    "an attribute": lambda patch: patch.setattr(SETTINGS, "scale", 3.0),
+    "a nested table": lambda patch: patch.setitem(SETTINGS.nested["deep"], "scale", 3.0),
+    "a tensor in place": lambda patch: Settings.tensor.add_(0),
+    "a function of a module": lambda patch: patch.setattr(F, "gelu", F.relu),
+    "a method of the model": lambda patch: patch.setattr(Objects, "scaled", lambda self, x: x),
+    "a default": lambda patch: patch.setattr(helper, "__defaults__", ((3.0,),)),
+    "a table that is a default": lambda patch: patch.setitem(helper.__kwdefaults__["table"], "scale", 3.0),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_hangs_on_what_forward_reads_is_held_to_what_it_was(kind, monkeypatch):
+    pipe = pipe_of(Objects())
+    step(pipe)
+    CHANGES[kind](monkeypatch)
+    with pytest.raises(PlanError, match="forward goes on from"):
+        step(pipe)

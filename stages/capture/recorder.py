@@ -170,7 +170,7 @@ class Recorder(Nodes, TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """One call of torch."""
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "call")
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "call")
         if self.quiet or name in FACTS or name == "_set_grad_enabled":
             if name in SHAPE and not self.quiet:
                 self._read_shape(args)
