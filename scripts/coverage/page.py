@@ -125,7 +125,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _told(why: str) -> str:
     """A message without the folder in which somebody keeps a library."""
-    return re.sub(r"/[^\s:]*/(?=(transformers|timm|torchvision|torch)/)", "", why)[:600]
+    return re.sub(r"/[^\s:]*/(?=(transformers|timm|torchvision|torch|penstock)/)", "", why)[:600]
 
 
 def _reasons(rows: Sequence[Row]) -> list[str]:

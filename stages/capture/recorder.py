@@ -208,8 +208,8 @@ class Recorder(Nodes, TorchFunctionMode):
         for name, old, new in self.buffers.replaced(model):
             if self.known(new) is None or new.requires_grad or new.shape != old.shape:
                 raise self.unrecordable(
-                    f"{name} is replaced by what cannot be written into it (where only the first run does so, "
-                    "call the model once, under torch.no_grad(), before it is traced)"
+                    f"{name} is replaced by what cannot be written into it (where only the first run does "
+                    "so, call the model once, under torch.no_grad(), before it is traced)"
                 )
             self.emit(
                 "call_function",
