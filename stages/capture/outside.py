@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import gc
 import sys
 import types
 import zlib
@@ -53,17 +54,20 @@ class Outside:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """The block in which the model is called."""
-        before, ran = sys.getprofile(), self.ran
+        before, ran, collects = sys.getprofile(), self.ran, gc.isenabled()
 
         def note(frame: types.FrameType, event: str, argument: Any) -> None:
             if event == "call" and frame.f_code not in ran and not self.within():
                 ran[frame.f_code] = frame.f_globals
 
+        gc.disable()  # whoever is called back when it collects is no part of the model
         sys.setprofile(note)
         try:
             yield
         finally:
             sys.setprofile(before)
+            if collects:
+                gc.enable()
 
     def reads(self) -> tuple[Read, ...]:
         """What that code reads, as it is now: after the run, which may have made some of it."""
