@@ -13,15 +13,15 @@ from torch import nn
 
 from ..compression.errors import PlanError
 from .aliases import memory_of
-from .contents import tensors
+from .contents import held_tensors, tensors
 from .layers import Traced
 from .unsupported import refuse_resized
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` whose parameters and buffers have no memory."""
+    """A copy of ``model`` whose tensors have no memory, registered or not."""
     known: dict[int, torch.Tensor] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in held_tensors(model):
         if type(tensor) in (nn.Parameter, torch.Tensor):
             bare = tensor.detach().to("meta")
             known[id(tensor)] = (
