@@ -107,7 +107,10 @@ class Settings:
 SETTINGS = Settings()
 
 
-def helper(x, more=(2.0,), *, table={"scale": 1.0}):  # noqa: B006
+DEFAULT = {"scale": 1.0}
+
+
+def helper(x, more=(2.0,), *, table=DEFAULT):
     return x * more[0] * table["scale"]
 
 
@@ -127,7 +130,7 @@ CHANGES = {
     "a function of a module": lambda patch: patch.setattr(F, "gelu", F.relu),
     "a method of the model": lambda patch: patch.setattr(Objects, "scaled", lambda self, x: x),
     "a default": lambda patch: patch.setattr(helper, "__defaults__", ((3.0,),)),
-    "a table that is a default": lambda patch: patch.setitem(helper.__kwdefaults__["table"], "scale", 3.0),
+    "a table that is a default": lambda patch: patch.setitem(DEFAULT, "scale", 3.0),
 }
 
 

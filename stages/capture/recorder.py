@@ -11,7 +11,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -182,7 +182,7 @@ class Recorder(Nodes, TorchFunctionMode):
         given, watched = self.named((args, kwargs)), self.buffers.among((args, kwargs))
         state = torch.get_rng_state()
         if self.altering.count:
-            args, kwargs = plain_numbers((args, kwargs))
+            args, kwargs = cast("tuple[Any, dict[str, Any]]", plain_numbers((args, kwargs)))
         if self.expects and called(func) == called(self.expects[0][0]):  # nothing can be read of no memory
             result = self.expects.pop(0)[1]
         else:
