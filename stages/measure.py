@@ -272,7 +272,7 @@ def _saved_bytes(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> list[in
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             saved[-1] += storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output that its own layer saves would keep that layer for good
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for layer in graph.train.layers:
