@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import pkgutil
 import re
 from importlib import resources
@@ -18,6 +19,7 @@ from penstock.compression import names
 from penstock.compression.codec import CODECS, LOSSY_CODECS
 from penstock.conf import schema
 from penstock.conf.bench_codecs import BenchCodecsConfig
+from penstock.conf.groups import OF_THE_RUN
 from penstock.conf.schema import ClipConfig, MemoryConfig, PlanConfig, TrainConfig
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import flags, usage
@@ -147,7 +149,8 @@ def test_the_defaults_are_the_published_ones():
 def test_a_group_lists_what_its_target_takes_with_the_same_defaults(file):
     options = OmegaConf.to_container(OmegaConf.load(file))
     assert isinstance(options, dict)
-    options.pop("drop_last", None)
+    for name in itertools.chain(*OF_THE_RUN.values()):
+        options.pop(name, None)
     target = options.pop("_target_", None)
     if target in (None, "???"):  # none and own
         assert not options

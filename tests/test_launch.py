@@ -85,9 +85,9 @@ def test_the_first_rank_is_named_when_it_stops(tmp_path, monkeypatch):
         start("stop", tmp_path, monkeypatch, which="0")
 
 
-SLOW = """
+SLOW = r"""
 import os, time
-print(os.getpid(), flush=True)
+os.write(1, b"%d\n" % os.getpid())  # in one piece: another rank writes there, too
 time.sleep(60)  # as long as an import may take
 """
 LAUNCHER = """
