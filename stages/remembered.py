@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..compression.errors import PlanError
+from .contents import Same
 from .copied import on_meta
 from .examples import signature_of
 from .layer_graph import LayerGraph
@@ -68,7 +69,10 @@ def _facts(model: nn.Module) -> tuple[Any, ...]:
     tensors = [*model.parameters(), *model.buffers()]
     return (
         [module.training or not model.training for module in modules],
-        [list(vars(kind).values()) for kind in {k: 0 for m in modules for k in written_kinds(m)}],
+        [
+            {name: Same(part) for name, part in vars(kind).items() if part is not None}
+            for kind in {k: 0 for m in modules for k in written_kinds(m)}
+        ],
         [tuple(getattr(nn.modules.module, f"_global{name}")) for name in HOOKS],
         [(t.requires_grad, t.shape, t.dtype, t.layout) for t in tensors],
         [(t.stride(), t.data_ptr()) for t in tensors if t.layout is torch.strided],
