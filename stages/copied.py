@@ -14,7 +14,6 @@ from torch import nn
 from ..compression.errors import PlanError
 from .aliases import memory_of
 from .contents import held_tensors, tensors
-from .layers import Traced
 from .unsupported import refuse_resized
 
 
@@ -46,7 +45,6 @@ class Copied:
             self.root.train()
         self.clean = True
         ours, theirs = (tensors(root) if apart else {} for root in (self.root, model))
-        self.names = {id(ours[name]): name for name in apart}
         named = (*model.named_parameters(), *model.named_buffers())
         copies = (*self.root.parameters(), *self.root.buffers())
         self.pairs = [
@@ -76,12 +74,3 @@ class Copied:
                 same = ours.stride() == original.stride()
                 (memory_of(ours) if same else ours).copy_(memory_of(original) if same else original)
         self.root.zero_grad()
-
-    def refuse_constants(self, traced: Traced) -> None:
-        """Refuse a trace that keeps a tensor of the copy where the model's follows an update."""
-        for tensor in traced.constants.values():
-            if name := self.names.get(id(tensor)):
-                raise PlanError(
-                    f"the trace takes {name} for a constant, and it lies in the memory of a trained "
-                    "parameter; read the parameter itself in forward"
-                )

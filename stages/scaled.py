@@ -15,7 +15,7 @@ from torch import nn
 
 from ..compression.errors import PlanError
 from .capture.data import resized
-from .capture.sizes import Affine
+from .capture.sizes import Affine, affine_of, at_size
 from .layers import Traced, parts_of
 from .probe import Probe, probe
 
@@ -41,24 +41,19 @@ class Scaled:
             raise PlanError(reason)
         first = next(iter(self.real.values()))
         values = tuple(
-            dataclasses.replace(value, shape=tuple(_at(size, samples) for size in shape), strides=None)
+            dataclasses.replace(value, shape=at_size(shape, samples), strides=None)
             for value, shape in zip(first.values, self.shapes, strict=True)
         )
         return dataclasses.replace(first, values=values, samples=samples)
 
 
 def scaled(traced: Traced, copies: Callable[[], nn.Module], example: Sequence[torch.Tensor]) -> Scaled:
-    """Run ``traced`` on resized examples, each on a fresh copy of the model."""
-    samples, call = traced.call.samples_of(example), traced.call
-    sizes = [size for size in dict.fromkeys((samples, samples + 1, 2 * samples + 1, 1)) if size]
+    """Run ``traced`` at the sizes that it was recorded at, each on a fresh copy of the model."""
     real: dict[int, Probe] = {}
     failed: dict[int, str] = {}
-    for size in sizes:
-        root, inputs = copies(), resized(call, example, size)
+    for size in traced.sizes:
         try:
-            if size not in traced.sizes:
-                traced.extend(root, resized(call, example, size))
-            real[size] = probe(traced, parts_of(root, traced), inputs)
+            real[size] = probe(traced, parts_of(copies(), traced), resized(traced.call, example, size))
         except Exception as error:
             failed[size] = f"it does not run on {size} samples: {error}"
     several = {size: record for size, record in real.items() if size > 1}
@@ -73,7 +68,7 @@ def _shapes(records: dict[int, Probe]) -> tuple[tuple[tuple[int | Affine, ...], 
     """The shape of every value over the number of samples, and why there is none, if so."""
     if len(records) < 2:
         return (), "it runs on too few sizes to tell another"
-    sizes, probes = list(records), list(records.values())
+    probes = list(records.values())
     for other in probes[1:]:
         if _structure(other) != _structure(probes[0]):
             return (), "what its layers return and write differs between sizes"
@@ -81,7 +76,8 @@ def _shapes(records: dict[int, Probe]) -> tuple[tuple[tuple[int | Affine, ...], 
     for values in zip(*(record.values for record in probes), strict=True):
         if len({len(value.shape) for value in values}) > 1:
             return (), f"the dimensions of {values[0].name} differ between sizes"
-        rows = [_affine(sizes, column) for column in zip(*(value.shape for value in values), strict=True)]
+        columns = zip(*(value.shape for value in values), strict=True)
+        rows = [affine_of(dict(zip(records, column, strict=True))) for column in columns]
         if None in rows:
             return (), f"the shape of {values[0].name} follows no rule"
         shapes.append(tuple(row for row in rows if row is not None))
@@ -91,15 +87,3 @@ def _shapes(records: dict[int, Probe]) -> tuple[tuple[tuple[int | Affine, ...], 
 def _structure(record: Probe) -> object:
     values = [dataclasses.replace(value, shape=(), strides=None) for value in record.values]
     return values, record.outputs, record.refused
-
-
-def _affine(sizes: Sequence[int], found: Sequence[int]) -> int | Affine | None:
-    slope, rest = divmod(found[1] - found[0], sizes[1] - sizes[0])
-    rule = Affine(slope, found[0] - slope * sizes[0])
-    if rest or any(rule.at(size) != number for size, number in zip(sizes, found, strict=True)):
-        return None
-    return rule if slope else found[0]
-
-
-def _at(size: int | Affine, samples: int) -> int:
-    return size.at(samples) if isinstance(size, Affine) else size
