@@ -21,8 +21,9 @@ from torch import fx, nn
 from ..compression.errors import PlanError
 from .aliases import hidden, refuse_cuts, shared
 from .capture.call import Call, Example
-from .capture.capture import Captured, capture, default_leaf, path_of
+from .capture.capture import Captured, capture, default_leaf
 from .capture.data import fresh, other_data, resized
+from .capture.where import path_of
 from .compare import observe, refuse_difference, undrawn
 from .copied import Copied
 from .layer_graph import LayerGraph
@@ -133,7 +134,6 @@ def _proven(
         captured = _captured(eager, call, example, modules, functions.values(), written)
         why = {**modules, **captured.leaves, **dict.fromkeys(functions, "by request")}
         traced = dataclasses.replace(_traced(root, captured, call, tied=tied), leaves=why)
-        copied.refuse_constants(traced)
         parts = parts_of(root, traced)
         for inputs in _proofs(captured, call, example):
             copied.shift()

@@ -18,10 +18,10 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from ..compression.errors import PlanError
 from .capture.call import Call
-from .capture.capture import where_of
 from .capture.outside import Read
 from .capture.sizes import at_size, facts_of, has_table, same_way
 from .capture.values import plain
+from .capture.where import where_of
 
 _META = torch.device("meta")
 
@@ -82,7 +82,7 @@ class Traced:
         nodes = [*self.inputs, *(layer.node for layer in self.layers)]
         samples = self.call.samples_of(inputs)
         expects = [(n.target, at_size(n.meta["expect"], samples)) for n in nodes if "expect" in n.meta]
-        same_way(nodes, self.again(twin, inputs, expects), samples)
+        same_way(nodes, self.again(twin, inputs, expects=expects), samples)
 
     @property
     def has_tables(self) -> bool:

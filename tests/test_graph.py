@@ -1,6 +1,7 @@
 """trace: layers and values of a network, what it leaves untouched, and what it refuses."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -196,6 +197,17 @@ def test_arguments_with_defaults_stay_at_them():
 
     graph = trace(Optional(), (torch.randn(3, 4),))
     assert graph.layers == ("linear", "mul")
+
+
+def test_a_pipeline_keeps_no_copy_of_the_model():
+    model, example = nn.Sequential(nn.Linear(37, 41), nn.ReLU(), nn.Linear(41, 37)), (torch.randn(4, 37),)
+    profile = penstock.measure(trace(model, example), example, repeats=1)
+    plan = penstock.partition(profile, stages=2, micro_batches=2)
+    pipe = penstock.Pipeline(model, plan, loss=F.mse_loss, optimizer=torch.optim.SGD)
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if type(item) is nn.Parameter and not item.is_meta]
+    assert sum(tuple(t.shape) == (41, 37) for t in tensors) == 1
+    pipe.close()
 
 
 def cut_reason(model, layer, example):

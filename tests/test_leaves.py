@@ -79,11 +79,44 @@ def test_a_path_is_one_layer_and_others_of_its_class_are_not():
 
 
 @pytest.mark.parametrize("leaf", [scaled, f"{__name__}.scaled"], ids=["itself", "its name"])
-def test_a_function_is_one_layer_and_runs_again_each_time(leaf, monkeypatch):
+def test_a_function_is_one_layer(leaf):
     graph = penstock.trace(Net(), X, leaves=[leaf])
     assert [name for name in graph.layers if name.startswith("scaled")] == ["scaled", "scaled_1"]
     assert not [name for name in graph.layers if name.startswith("tanh")]
     assert sys.modules[__name__].scaled is scaled  # put back
+
+
+FACTORS = {"now": 0.0}
+
+
+def faded(x):
+    """Another factor at every step, which no recording can see."""
+    return x * FACTORS["now"]
+
+
+class Fading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(faded(self.first(x)))
+
+
+def test_a_function_that_is_one_layer_runs_again_each_time(monkeypatch):
+    model, plain = Fading(), Fading()
+    plain.load_state_dict(model.state_dict())
+    graph = penstock.trace(model, X, leaves=[faded])
+    plan = penstock.partition(penstock.measure(graph, X, repeats=1), stages=2, micro_batches=1)
+    pipe = penstock.Pipeline(model, plan, loss=nn.MSELoss(), optimizer=torch.optim.SGD)
+    update = torch.optim.SGD(plain.parameters())
+    for factor in (0.5, 2.0):
+        monkeypatch.setitem(FACTORS, "now", factor)
+        pipe.step(X, torch.ones(4, 3))
+        update.zero_grad()
+        nn.MSELoss()(plain(*X), torch.ones(4, 3)).backward()
+        update.step()
+    assert all(map(same_bits, model.parameters(), plain.parameters()))
 
 
 def test_what_chooses_by_value_is_one_layer_by_itself_and_the_graph_says_why():

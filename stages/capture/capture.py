@@ -16,7 +16,6 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
-from ...compression.errors import PlanError
 from .call import Call
 from .data import fresh, other_data, resized
 from .nodes import Unrecordable
@@ -25,6 +24,7 @@ from .outside import Outside, Read
 from .recorder import Recorder
 from .sizes import Different, moving, refuse_data, same_way
 from .told import carry, hold
+from .where import around, unrepeatable
 
 _MOST_LEAVES = 64
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -74,56 +74,16 @@ def capture(
     Raises:  PlanError: a run cannot be repeated node by node, and no module around the place can be one
     layer.
     """
+    runs = _Runs(call, leaf, functions, written)
+    recorder, spec, dropped, outside = runs.settle(model, copies, example)
     samples = call.samples_of(example)
-    chosen: dict[str, str] = {}
-    kinds: dict[type, str] = {}
-
-    def is_leaf(path: str, module: nn.Module) -> bool:
-        return path in chosen or type(module) in kinds or leaf(path, module)
-
-    outside = Outside(model)
-    held = False  # to the numbers that its layers told
-
-    def again(twin: nn.Module, inputs: Sequence[torch.Tensor], expects: Sequence[Any] = ()) -> fx.Graph:
-        graph = record(twin, inputs, expects=expects)[0].graph
-        if held:
-            hold(graph)
-        return graph
-
-    def record(
-        twin: nn.Module,
-        inputs: Sequence[torch.Tensor],
-        way: int | None = None,
-        expects: Sequence[Any] = (),
-    ) -> tuple[Recorder, TreeSpec, tuple[str, ...]]:
-        recorder = Recorder(twin, is_leaf, functions, written=written, way=way, expects=expects)
-        outside.within = lambda: recorder.quiet
-        return _recorded(recorder, twin, call, inputs)
-
-    while True:
-        outside.ran.clear()
-        try:
-            with outside.watching():
-                recorder, spec, dropped = record(copies(), fresh(example))
-            held = recorder.altering.count > 0 and not _carries(
-                recorder, lambda way: record(copies(), fresh(example), way)[0].graph
-            )
-            refuse_data(recorder.graph, again(copies(), other_data(call, example)), samples)
-            break
-        except (Different, Unrecordable) as failure:
-            path = _around(model, failure)
-            if not path or len(chosen) == _MOST_LEAVES or path in chosen:
-                raise _unrepeatable(model, failure) from None
-            chosen[path] = failure.what
-            if not isinstance(model.get_submodule(path), _CONTAINERS):
-                kinds[type(model.get_submodule(path))] = path
     sizes = (samples + 1, 2 * samples + 1)
-    moves, fixed = _sizes(recorder.graph, lambda inputs: again(copies(), inputs), call, example, sizes)
+    moves, fixed = _sizes(recorder.graph, lambda inputs: runs.again(copies(), inputs), call, example, sizes)
     for size in {1, samples - 1} - {0, samples, samples + 1} if not fixed else ():
         with contextlib.suppress(Exception):  # that size then is looked at if it ever comes
             same_way(
                 [node for node in recorder.graph.nodes if node.op != "output"],
-                again(copies(), resized(call, example, size)),
+                runs.again(copies(), resized(call, example, size)),
                 size,
                 moves,
             )
@@ -135,17 +95,80 @@ def capture(
         moving=moves,
         sizes=(samples,) if fixed else (samples, *sizes),
         fixed=fixed,
-        leaves=chosen
-        | {
-            p: f"like {kinds[type(m)]}"
-            for p, m in model.named_modules()
-            if type(m) in kinds and p not in chosen
-        },
+        leaves=runs.leaves_of(model),
         dropped=dropped,
-        again=again,
+        again=runs.again,
         reads=frozenset(recorder.reads),
         outside=outside.reads(),
     )
+
+
+class _Runs:
+    """What the runs of one model share: which modules are one layer, and whether told numbers are held.
+
+    A graph keeps it for later runs, so no model stands in here."""
+
+    def __init__(
+        self,
+        call: Call,
+        leaf: Callable[[str, nn.Module], bool],
+        functions: Collection[Callable[..., Any]],
+        written: Collection[str],
+    ) -> None:
+        self.call, self.leaf, self.functions, self.written = call, leaf, functions, written
+        self.chosen: dict[str, str] = {}
+        self.kinds: dict[type, str] = {}
+        self.held = False
+
+    def is_leaf(self, path: str, module: nn.Module) -> bool:
+        """Whether a module is one layer, by somebody's choice or because of what it does."""
+        return path in self.chosen or type(module) in self.kinds or self.leaf(path, module)
+
+    def leaves_of(self, model: nn.Module) -> dict[str, str]:
+        """The modules that became one layer because of what they do, by path, and why."""
+        alike = {path: type(module) for path, module in model.named_modules() if type(module) in self.kinds}
+        return {path: f"like {self.kinds[kind]}" for path, kind in alike.items()} | self.chosen
+
+    def recorder(self, twin: nn.Module, **options: Any) -> Recorder:
+        """A recorder for a run of ``twin``."""
+        return Recorder(twin, self.is_leaf, self.functions, written=self.written, **options)
+
+    def again(self, twin: nn.Module, inputs: Sequence[torch.Tensor], **options: Any) -> fx.Graph:
+        """One more run, of ``twin`` on ``inputs``."""
+        recorder = self.recorder(twin, **options)
+        _recorded(recorder, twin, self.call, inputs)
+        if self.held:
+            hold(recorder.graph)
+        return recorder.graph
+
+    def settle(
+        self, model: nn.Module, copies: Callable[[], nn.Module], example: Sequence[torch.Tensor]
+    ) -> tuple[Recorder, TreeSpec, tuple[str, ...], Outside]:
+        """Run until two runs on different data are the same calls, with one module more as one layer each
+        time they are not."""
+        while True:
+            twin, outside, self.held = copies(), Outside(model), False
+            recorder = self.recorder(twin)
+            try:
+                with outside.watching(lambda recorder=recorder: recorder.quiet):
+                    spec, dropped = _recorded(recorder, twin, self.call, fresh(example))
+                self.held = recorder.altering.count > 0 and not _carries(
+                    recorder, lambda way: self.again(copies(), fresh(example), way=way)
+                )
+                other = self.again(copies(), other_data(self.call, example))
+                refuse_data(recorder.graph, other, self.call.samples_of(example))
+            except (Different, Unrecordable) as failure:
+                self._choose(model, failure)
+            else:
+                return recorder, spec, dropped, outside
+
+    def _choose(self, model: nn.Module, failure: Different | Unrecordable) -> None:
+        path = around(model, failure)
+        if not path or len(self.chosen) == _MOST_LEAVES or path in self.chosen:
+            raise unrepeatable(model, failure) from None
+        self.chosen[path] = failure.what
+        if not isinstance(model.get_submodule(path), _CONTAINERS):
+            self.kinds[type(model.get_submodule(path))] = path
 
 
 def _carries(recorder: Recorder, other: Callable[[int], fx.Graph]) -> bool:
@@ -160,8 +183,8 @@ def _carries(recorder: Recorder, other: Callable[[int], fx.Graph]) -> bool:
 
 def _recorded(
     recorder: Recorder, twin: nn.Module, call: Call, inputs: Sequence[torch.Tensor]
-) -> tuple[Recorder, TreeSpec, tuple[str, ...]]:
-    """One run: its nodes, the structure of what the model returned, and what was left out of that."""
+) -> tuple[TreeSpec, tuple[str, ...]]:
+    """One run into ``recorder``: the structure of what the model returned, and what was left out of that."""
     for name, tensor in zip(call.names, inputs, strict=True):
         recorder.input(name, tensor)
     with recorder.noting(), recorder.recording():
@@ -169,7 +192,7 @@ def _recorded(
     recorder.write_back(twin)
     leaves, spec, dropped = flattened(result)
     recorder.graph.output(tuple(recorder.named(leaves)))
-    return recorder, spec, dropped
+    return spec, dropped
 
 
 def _sizes(
@@ -191,50 +214,6 @@ def _sizes(
         return moving(graph, others, samples), ""
     except Different as difference:
         return {}, f"with another number of samples than {samples}, {difference.what}"
-
-
-def _around(model: nn.Module, failure: Different | Unrecordable) -> str:
-    """The path of the smallest module around what failed, "" for the model itself."""
-    if isinstance(failure, Unrecordable):
-        return failure.path
-    paths = [_around_node(node) for node in (failure.node, failure.other or failure.node)]
-    common = []
-    for ours, theirs in zip(*paths, strict=False):
-        if ours != theirs:
-            break
-        common.append(ours)
-    while common and isinstance(model.get_submodule(".".join(common)), nn.ModuleList | nn.ModuleDict):
-        common.pop()  # nobody calls these
-    return ".".join(common)
-
-
-def _around_node(node: fx.Node) -> list[str]:
-    path = path_of(node).split(".")
-    return path[:-1] if node.op == "call_module" else path  # a layer as a whole is not smaller for being one
-
-
-def path_of(node: fx.Node) -> str:
-    """Dotted path of the module in which a node ran."""
-    stack = node.meta.get("nn_module_stack")
-    return str(next(reversed(stack.values()))[0]) if stack else ""
-
-
-def where_of(node: fx.Node) -> str:
-    """Module path, file and line of a node, as far as they are known, for a sentence."""
-    path, where = path_of(node), node.meta.get("where")
-    return (f" in module {path}" if path else "") + (f" ({where})" if where else "")
-
-
-def _unrepeatable(model: nn.Module, failure: Different | Unrecordable) -> PlanError:
-    if isinstance(failure, Unrecordable):
-        found, where = failure.what, f" ({failure.where})" if failure.where else ""
-    else:
-        found, where = f"it goes another way with other data: {failure.what}", where_of(failure.node)
-    return PlanError(
-        f"forward of {type(model).__name__} itself must be the same calls every time, found that "
-        f"{found}{where}; put that part into a module of its own, which then is one layer; where the code "
-        "is not yours, in a subclass that overrides the method"
-    )
 
 
 def default_leaf(path: str, module: nn.Module) -> bool:

@@ -48,16 +48,16 @@ class Outside:
 
     def __init__(self, model: nn.Module) -> None:
         self.ran: dict[types.CodeType, dict[str, Any]] = {}
-        self.within: Callable[[], object] = lambda: 0  # a layer, whose code runs again each time
         self.kinds = {type(module) for module in model.modules()}
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """The block in which the model is called."""
+    def watching(self, within: Callable[[], object]) -> Iterator[None]:
+        """The block in which the model is called; ``within``: whether a layer runs now, whose code runs again
+        each time."""
         before, ran, collects = sys.getprofile(), self.ran, gc.isenabled()
 
         def note(frame: types.FrameType, event: str, argument: Any) -> None:
-            if event == "call" and frame.f_code not in ran and not self.within():
+            if event == "call" and frame.f_code not in ran and not within():
                 ran[frame.f_code] = frame.f_globals
 
         gc.disable()  # whoever is called back when it collects is no part of the model

@@ -37,6 +37,17 @@ class Table:
         return self.values[samples]
 
 
+def affine_of(values: Mapping[int, int]) -> int | Affine | None:
+    """The rule that gives ``values`` by number of samples (two or more): a number where they are all one,
+    None where there is no rule."""
+    (a, first), (b, second) = list(values.items())[:2]
+    slope, rest = divmod(second - first, b - a)
+    rule = Affine(slope, first - slope * a)
+    if rest or any(rule.at(size) != value for size, value in values.items()):
+        return None
+    return rule if slope else first
+
+
 class Different(Exception):
     """Two recordings do not differ in their sizes alone; ``node`` is the first of the one that shows it."""
 
@@ -230,11 +241,8 @@ class _Merge:
             raise self._different(ours, other[0])
         self.moves = True
         values = {self.samples: ours, **theirs}
-        (a, first), (b, second) = list(values.items())[:2]
-        slope, rest = divmod(second - first, b - a)
-        affine = Affine(slope, first - slope * a)
-        exact = not rest and all(affine.at(size) == value for size, value in values.items())
-        return affine if exact else Table(values)
+        rule = affine_of(values)
+        return Table(values) if rule is None else rule
 
     def _different(self, ours: Any, its: Any) -> Different:
         what = f"{self.node.name} has {_short(ours)} once and {_short(its)} then"
