@@ -1,5 +1,9 @@
 """What forward reads from outside of the model: globals and closures, held to what they were when traced."""
 
+import cProfile
+import pstats
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -141,3 +145,12 @@ def test_what_hangs_on_what_forward_reads_is_held_to_what_it_was(kind, monkeypat
     CHANGES[kind](monkeypatch)
     with pytest.raises(PlanError, match="forward goes on from"):
         step(pipe)
+
+
+def test_a_profiler_goes_on_and_sees_the_trace():
+    profiler = cProfile.Profile()
+    profiler.enable()
+    penstock.trace(torch.nn.Linear(4, 4), (torch.ones(3, 4),))
+    assert sys.getprofile() is profiler
+    profiler.disable()
+    assert "trace" in pstats.Stats(profiler).get_stats_profile().func_profiles

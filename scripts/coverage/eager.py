@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...stages.capture.patches import Patches, kinds_that_are_called, overridden
+from ...stages.capture.patches import Patches, kinds_that_are_called, overridden, paused
 from ...stages.seeds import layer_seed
 from .network import Batch
 
@@ -43,7 +43,7 @@ class Drawing(TorchFunctionMode):
             return run()
         number, self.count, self.inside = self.count, self.count + 1, 1
         try:
-            with self.patches.off(self):
+            with self.patches.off(), paused(self):
                 return self._one(number, run)
         finally:
             self.inside = 0

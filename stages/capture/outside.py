@@ -65,7 +65,11 @@ class Outside:
         try:
             yield
         finally:
-            sys.setprofile(before)
+            if before is None or callable(before):
+                sys.setprofile(before)
+            else:  # cProfile's, which is no function
+                sys.setprofile(None)
+                before.enable()
             if collects:
                 gc.enable()
 

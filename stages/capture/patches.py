@@ -35,14 +35,11 @@ class Patches:
             self._put(self.kept)
 
     @contextlib.contextmanager
-    def off(self, mode: TorchFunctionMode) -> Iterator[None]:
-        """A block inside it in which everything, the ``mode`` that records too, is as ever."""
+    def off(self) -> Iterator[None]:
+        """A block inside it in which everything is as ever."""
         self._put(self.kept)
         try:
-            with (
-                _pop_mode_temporarily() if _get_current_function_mode() is mode else contextlib.nullcontext()
-            ):
-                yield
+            yield
         finally:
             self._put([new for _, _, new in self.wanted])
 
@@ -56,6 +53,21 @@ class Patches:
 
 def _look(owner: Any, name: str) -> Any:
     return owner[name] if isinstance(owner, dict) else vars(owner)[name]
+
+
+def paused(mode: TorchFunctionMode) -> contextlib.AbstractContextManager[Any]:
+    """A block that ``mode`` does not see."""
+    return _pop_mode_temporarily() if _get_current_function_mode() is mode else contextlib.nullcontext()
+
+
+def is_single(module: nn.Module) -> bool:
+    """Whether a module of torch.nn runs no code but torch's, so that what it runs asks for no patch: putting
+    them aside for each takes longer than most take to run."""
+    return (
+        type(module).__module__.startswith("torch.nn.modules.")
+        and not module._modules
+        and not (module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl)
+    )
 
 
 def overridden(tensors: Iterable[Any]) -> bool:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .buffers import Buffers, only_read
 from .nodes import Nodes
-from .patches import Patches, bound, kinds_that_are_called, overridden, wrapped
+from .patches import Patches, bound, is_single, kinds_that_are_called, overridden, paused, wrapped
 from .reads import noting
 from .sizes import called
 from .told import NUMBERS, Altering, numbers_in, plain_number, plain_numbers, replaced
@@ -120,8 +120,8 @@ class Recorder(Nodes, TorchFunctionMode):
         self.stack.append((self.stack[-1][0] if path is None else path, type(module)))
         try:
             if path and self.leaf(path, module) and self._as_it_was(module):
-                run = functools.partial(call, module)
-                return self.opaque("call_module", path, path.replace(".", "_"), run, args, kwargs)
+                run, name = functools.partial(call, module), path.replace(".", "_")
+                return self.opaque("call_module", path, name, run, args, kwargs, single=is_single(module))
             result = call(module, *args, **kwargs)
             self.refuse_unseen(result)  # here, where it was made, not where it is used
             return result
@@ -132,7 +132,17 @@ class Recorder(Nodes, TorchFunctionMode):
         """Whether a module has its own parameters, not those that torch.func.functional_call lends it."""
         return all(id(parameter) in self.names for parameter in module.parameters())
 
-    def opaque(self, op: str, target: Any, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def opaque(
+        self,
+        op: str,
+        target: Any,
+        name: str,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        single: bool = False,
+    ) -> Any:
         """Run something as one node, whatever it does inside."""
         if self.quiet:
             return run(*args, **kwargs)
@@ -141,7 +151,7 @@ class Recorder(Nodes, TorchFunctionMode):
             given = self.named((args, kwargs))
             if self.altering.count:
                 args, kwargs = plain_numbers((args, kwargs))
-            with self.patches.off(self):
+            with contextlib.nullcontext() if single else self.patches.off(), paused(self):
                 result = run(*args, **kwargs)
             return self._told(self.emit(op, target, given, result, name), result)
         finally:
