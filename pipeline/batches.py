@@ -92,6 +92,11 @@ def _refuse_unsplit(targets: Sequence[Any], tensors: Sequence[torch.Tensor], *, 
                 f"inputs and targets are dense tensors on the CPU, found a {kind} one on {tensor.device}; "
                 "convert it first"
             )
+        if tensor.requires_grad:
+            raise PlanError(
+                "a pipeline gives gradients of parameters, not of a batch, found inputs or targets that "
+                "require one; give tensor.detach()"
+            )
 
 
 def _weight(weight: Callable[[Any], float], targets: Any) -> float:

@@ -58,3 +58,11 @@ def test_a_constant_goes_whole_to_every_micro_batch():
     assert parts[0].inputs[0].data_ptr() != parts[1].inputs[0].data_ptr()
     with pytest.raises(PlanError, match=r"traced as penstock.Constant\(tensor\)"):
         micro_batches((mask, torch.arange(4.0)), None, 2, None)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["inputs", "targets"])
+def test_a_batch_that_wants_gradients_is_refused(which):
+    batch = [torch.ones(4, 2), torch.ones(4)]
+    batch[which].requires_grad_()
+    with pytest.raises(PlanError, match=r"gradients of parameters, not of a batch.*detach"):
+        micro_batches((batch[0],), batch[1], 2, None)
