@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from .compression.errors import StageError as StageError
     from .compression.errors import TransportError as TransportError
     from .compression.frame import header_bytes as header_bytes
-    from .pipeline.launch import init as init
     from .pipeline.pipeline import Pipeline as Pipeline
-    from .pipeline.report import Report as Report
-    from .stages.capture.call import Constant as Constant
-    from .stages.graph import LayerGraph as LayerGraph
-    from .stages.graph import trace as trace
-    from .stages.measure import Profile as Profile
-    from .stages.measure import measure as measure
+    from .pipeline.ranks.launch import init as init
+    from .pipeline.runtime.report import Report as Report
     from .stages.memory.offload import offload as offload
-    from .stages.partition import partition as partition
-    from .stages.plan import Plan as Plan
+    from .stages.planner.measure import Profile as Profile
+    from .stages.planner.measure import measure as measure
+    from .stages.planner.partition import partition as partition
+    from .stages.planner.plan import Plan as Plan
     from .stages.seeds import layer_seed as layer_seed
+    from .stages.tracing.capture.call import Constant as Constant
+    from .stages.tracing.graph import LayerGraph as LayerGraph
+    from .stages.tracing.graph import trace as trace
 
 __version__ = "0.1.0"
 
@@ -49,18 +49,18 @@ _HOMES = {
     "TransportError": "compression.errors",
     "ConfigError": "compression.errors",
     "StageError": "compression.errors",
-    "Constant": "stages.capture.call",
-    "trace": "stages.graph",
-    "LayerGraph": "stages.graph",
-    "measure": "stages.measure",
-    "Profile": "stages.measure",
-    "partition": "stages.partition",
-    "Plan": "stages.plan",
+    "Constant": "stages.tracing.capture.call",
+    "trace": "stages.tracing.graph",
+    "LayerGraph": "stages.tracing.graph",
+    "measure": "stages.planner.measure",
+    "Profile": "stages.planner.measure",
+    "partition": "stages.planner.partition",
+    "Plan": "stages.planner.plan",
     "layer_seed": "stages.seeds",
     "offload": "stages.memory.offload",
     "Pipeline": "pipeline.pipeline",
-    "Report": "pipeline.report",
-    "init": "pipeline.launch",
+    "Report": "pipeline.runtime.report",
+    "init": "pipeline.ranks.launch",
 }
 
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

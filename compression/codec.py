@@ -26,7 +26,7 @@ from .frame import (
     read_header,
     write_header,
 )
-from .geometry import Geometry, Words, contiguous, gather, geometry, in_memory
+from .geometry import Geometry, Words, contiguous, gather, geometry, in_memory, resolved
 from .masked import bitmap_of, has_bitmap, pack_masked
 from .memory import SMALL_BYTES, Kept, cut, new_bytes
 from .promise import Promise
@@ -189,18 +189,6 @@ def _check_elements(tensor: Tensor, geo: Geometry) -> None:
     if not in_memory(tensor, geo.span):
         found = f"a {type(tensor).__name__} of sizes {tuple(geo.sizes)} without it"
         raise CodecError(f"a frame carries a tensor in memory of its own, found {found}; pass a real tensor")
-
-
-def resolved(tensor: Tensor, geo: Geometry) -> Tensor:
-    """A lazy conjugate or negation carried out, in memory that lies as before."""
-    plain = tensor.detach()
-    if not geo.travels:
-        return plain.resolve_conj().resolve_neg().contiguous()
-    for d, (size, stride) in enumerate(zip(geo.sizes, geo.strides, strict=True)):
-        if size and not stride:
-            plain = plain.narrow(d, 0, 1)
-    kept = torch.empty_strided(plain.size(), geo.strides, dtype=tensor.dtype, device=tensor.device)
-    return kept.copy_(plain)
 
 
 def _room(geo: Geometry, codec: Codec) -> int:

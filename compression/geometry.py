@@ -195,3 +195,15 @@ def scatter(words: Tensor, storage: torch.UntypedStorage, first_byte: int, geo: 
     else:
         view = _view(storage, first, geo, geo.walk)
         view.copy_(words.view(view.shape))
+
+
+def resolved(tensor: Tensor, geo: Geometry) -> Tensor:
+    """A lazy conjugate or negation carried out, in memory that lies as before."""
+    plain = tensor.detach()
+    if not geo.travels:
+        return plain.resolve_conj().resolve_neg().contiguous()
+    for d, (size, stride) in enumerate(zip(geo.sizes, geo.strides, strict=True)):
+        if size and not stride:
+            plain = plain.narrow(d, 0, 1)
+    kept = torch.empty_strided(plain.size(), geo.strides, dtype=tensor.dtype, device=tensor.device)
+    return kept.copy_(plain)

@@ -14,18 +14,9 @@ import torch
 from torch import Tensor
 
 from . import gpu_launch, gpu_words
-from .codec import resolved
 from .errors import CodecError
-from .frame import (
-    ALIGNMENT,
-    CODEC_NAMES,
-    MASKED,
-    Header,
-    accounts,
-    header_bytes,
-    header_text,
-)
-from .geometry import contiguous, gather, scatter
+from .frame import ALIGNMENT, CODEC_NAMES, MASKED, Header, accounts, header_bytes, header_text
+from .geometry import contiguous, gather, resolved, scatter
 from .gpu_checks import (
     bitmap_for,
     bitmap_in,

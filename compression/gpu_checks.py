@@ -11,15 +11,7 @@ from torch import Tensor
 from . import gpu_zero_value
 from .dtypes import DTYPE_NUMBERS
 from .errors import CodecError
-from .frame import (
-    ALIGNMENT,
-    MASKED,
-    MAX_HEADER_BYTES,
-    Header,
-    header_bytes,
-    parse_header,
-    sections,
-)
+from .frame import ALIGNMENT, MASKED, MAX_HEADER_BYTES, Header, header_bytes, parse_header, sections
 from .geometry import Geometry, geometry
 from .gpu_launch import at_64
 from .masked import Bitmap, has_bitmap, shows_bitmap

@@ -3,7 +3,7 @@
 The gradient of a ReLU's output is dense, but it matters only where that output was not zero, and the frame of
 the output said where. Whoever packs names the bitmap by its checksum, so that no other one is ever used.
 
-Source: docs/architecture.md, "Where the bits are kept"; the proof is in stages/proof.py."""
+Source: docs/architecture.md, "Where the bits are kept"; the proof is in stages/tracing/proof.py."""
 
 from __future__ import annotations
 

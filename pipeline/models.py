@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..compression.errors import ConfigError
-from .options import check_count, check_known
+from .samples.options import check_count, check_known
 from .samples.samples import Description
 
 

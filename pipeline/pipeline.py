@@ -15,15 +15,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..stages.examples import example_of
-from ..stages.graph import trace
-from ..stages.plan import Plan
-from ..stages.remembered import recalled
-from ..stages.rules import STREAM
-from . import facts, group
-from .agreement import SameBatches, agree, agree_on_plan, together
-from .apart import check_apart
-from .arguments import (
+from ..stages.planner.examples import graph_of
+from ..stages.planner.plan import Plan
+from ..stages.planner.rules import STREAM
+from .ranks import group
+from .ranks.transport import GlooTransport, LocalTransport
+from .runtime import facts
+from .runtime.agreement import SameBatches, agree, agree_on_plan, together
+from .runtime.arguments import (
     check_arguments,
     check_functions,
     check_gradients,
@@ -33,22 +32,22 @@ from .arguments import (
     optimizer_of,
     scheduler_of,
 )
-from .auto import policy_named
-from .batches import joined, micro_batches
-from .engine import Engine
-from .gather import gather_flows, gather_reports, gather_spans
-from .loss import total_loss
-from .optimizers import Named
-from .ownership import make_stages, ownership
-from .report import Report, described
-from .scale import Scaler
-from .state import State
-from .steps import Flushed, Step, Steps
-from .stream import Stream
-from .timeline import Span
-from .transport import GlooTransport, LocalTransport
-from .update import Update
-from .usage import Resident, Usage
+from .runtime.auto import policy_named
+from .runtime.batches import joined, micro_batches
+from .runtime.engine import Engine
+from .runtime.gather import gather_flows, gather_reports, gather_spans
+from .runtime.loss import total_loss
+from .runtime.ownership import make_stages, ownership
+from .runtime.process_memory import Resident, Usage
+from .runtime.report import Report, described
+from .runtime.state import State
+from .runtime.steps import Flushed, Step, Steps
+from .runtime.stream import Stream
+from .schedules.span import Span
+from .weights.apart import check_apart
+from .weights.optimizers import Named
+from .weights.scale import Scaler
+from .weights.update import Update
 
 
 class Pipeline:
@@ -111,8 +110,7 @@ class Pipeline:
         if not model.training:
             model.train()
         resident = Resident(model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
-        graph = recalled(model, plan, autocast)
-        graph = graph or trace(model, example_of(plan), autocast=autocast, leaves=plan.leaves)
+        graph = graph_of(model, plan, autocast)
         agree("the layers of a model", lambda: facts.of_layers(graph))
         check_layers(plan, graph)
         self.plan, self.weight, self.num_steps = plan, weight, 0

@@ -22,8 +22,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from ..compression.errors import ConfigError, PenstockError
-from ..pipeline import console
-from ..pipeline.run_folder import RunFolder
+from ..pipeline.run import console
+from ..pipeline.run.run_folder import RunFolder
 from . import flags, overrides, stopping
 from .command import REFUSED
 

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..pipeline.instruction import Instruction, Op
+from ..pipeline.run.timeline import COLOURS, INK, WAITING
+from ..pipeline.schedules.instruction import Instruction, Op
 from ..pipeline.schedules.one_f_one_b import one_f_one_b
-from ..pipeline.simulate import outline, simulate
-from ..pipeline.timeline import COLOURS, INK, WAITING, Span
+from ..pipeline.schedules.simulate import outline, simulate
+from ..pipeline.schedules.span import Span
 from ..stages.files import save_picture
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from ..conf.schema import PlanConfig
 from . import usage
 
 if TYPE_CHECKING:
-    from ..pipeline.run_folder import RunFolder
+    from ..pipeline.run.run_folder import RunFolder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -19,17 +19,17 @@ def main(arguments: Sequence[str]) -> int:
     if usage.wanted(arguments):
         print(usage.text("plan", PlanConfig))
         return 0
-    from ..pipeline import early
+    from ..pipeline.run import early
     from .application import run
 
     return run("plan", PlanConfig, _plan, arguments=arguments, early=early.check)
 
 
 def _plan(config: PlanConfig, folder: RunFolder, typed: Sequence[str]) -> None:
-    from ..pipeline import console  # what brings torch, which a refusal does not wait for
-    from ..pipeline.compare import check_order
-    from ..pipeline.decide import compare_schedules, decide, prepare
-    from ..pipeline.early import ALL
+    from ..pipeline.run import console  # what brings torch, which a refusal does not wait for
+    from ..pipeline.run.decide import compare_schedules, decide, prepare
+    from ..pipeline.run.early import ALL
+    from ..pipeline.run.schedule_comparison import check_order
 
     everything = config.schedule == ALL
     samples = prepare(config)

@@ -1,4 +1,4 @@
-"""``penstock train``: options from the command line, then ``pipeline/train.py``."""
+"""``penstock train``: options from the command line, then ``pipeline/run/train.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..conf.schema import TrainConfig
 from . import usage
 
 if TYPE_CHECKING:
-    from ..pipeline.run_folder import RunFolder
+    from ..pipeline.run.run_folder import RunFolder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -17,13 +17,13 @@ def main(arguments: Sequence[str]) -> int:
     if usage.wanted(arguments):
         print(usage.text("train", TrainConfig))
         return 0
-    from ..pipeline import early
+    from ..pipeline.run import early
     from .application import run
 
     return run("train", TrainConfig, _train, arguments=arguments, early=early.check)
 
 
 def _train(config: TrainConfig, folder: RunFolder, typed: Sequence[str]) -> None:
-    from ..pipeline.train import train  # brings torch, which a refusal does not wait for
+    from ..pipeline.run.train import train  # brings torch, which a refusal does not wait for
 
     train(config, folder, typed)

@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.stages.memory.saved import Resident, Saved
 from penstock.stages.memory.store import PackedStore
-from penstock.stages.weights import weights_named
+from penstock.stages.weights.policies import weights_named
 
 NUM_STAGES, MICRO_BATCHES, BATCHES = 4, 4, 4
 ASYNCHRONOUS = [  # policy and prediction

@@ -6,7 +6,7 @@ first ``consumed + window`` are open; a rank puts its frames in any order, and t
 
 import random
 
-from penstock.pipeline.instruction import Op
+from penstock.pipeline.schedules.instruction import Op
 
 
 def obeys(programs, num_micro_batches, *, asynchronous=False):

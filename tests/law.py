@@ -9,7 +9,7 @@ from reference import casting, plain_loop, same_bits
 from zoo import build
 
 import penstock
-from penstock.stages import stage
+from penstock.stages.stage import stage
 
 
 def plain_of(case, model, batches, random_layers):

@@ -15,7 +15,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 
-from penstock.pipeline import group
+from penstock.pipeline.ranks import group
 
 RANKS = 2
 

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from penstock.stages.measure import LayerProfile, Profile, ValueProfile
+from penstock.stages.planner.measure import LayerProfile, Profile, ValueProfile
 
 MS = 1e-3
 

@@ -1,7 +1,7 @@
 """What the tests of schedules share: stages on ranks, edges, a clock, and the count of what is in flight."""
 
-from penstock.pipeline.instruction import Instruction, Op
-from penstock.stages.placement import placement
+from penstock.pipeline.schedules.instruction import Instruction, Op
+from penstock.stages.planner.placement import placement
 
 SECONDS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.U: 0}
 PER_RANK = {"interleaved": 2, "zbv": 2, "dualpipev": 2}

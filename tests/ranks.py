@@ -61,7 +61,7 @@ def _serve(pipe):
     import torch
     import torch.distributed as dist
 
-    from penstock.pipeline import group
+    from penstock.pipeline.ranks import group
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

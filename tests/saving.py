@@ -6,9 +6,9 @@ import time
 import torch
 from torch import fx
 
-from penstock.stages.layers import Layer, Parts, run_layer
 from penstock.stages.memory.saved import Resident, Saved
 from penstock.stages.memory.store import PackedStore
+from penstock.stages.tracing.layers import Layer, Parts, run_layer
 
 
 def memory_threads():

@@ -11,7 +11,7 @@ from replay import Replay
 from zoo import build, cross_entropy
 
 import penstock
-from penstock.stages import stage
+from penstock.stages.stage import stage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

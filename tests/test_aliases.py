@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.stages.aliases import overlapping
+from penstock.stages.tracing.aliases import overlapping
 
 
 class Base(nn.Module):

@@ -13,8 +13,8 @@ from torch import nn
 from zoo import build, cross_entropy
 
 import penstock
-from penstock.pipeline.apart import check_apart
-from penstock.pipeline.optimizers import make_optimizer
+from penstock.pipeline.weights.apart import check_apart
+from penstock.pipeline.weights.optimizers import make_optimizer
 
 
 class Rule(torch.optim.Optimizer):

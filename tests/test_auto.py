@@ -14,9 +14,9 @@ from zoo import build
 import penstock
 from penstock.compression.choose import SAMPLE_BYTES, Cost, candidates, sample, trial
 from penstock.compression.pool import Pool
-from penstock.pipeline.auto import ROUNDS, START, TRIALS, Auto, policy_named
-from penstock.pipeline.policy import Fixed
-from penstock.pipeline.prices import MASKED, Flow, Prices, choose, predict
+from penstock.pipeline.runtime.auto import ROUNDS, START, TRIALS, Auto, policy_named
+from penstock.pipeline.runtime.policy import Fixed
+from penstock.pipeline.schedules.prices import MASKED, Flow, Prices, choose, predict
 
 DOWN, UP = Flow("v", "F", 0, 1), Flow("v", "B", 1, 0)
 WORK = {(stage, op): seconds for stage in (0, 1) for op, seconds in (("F", 1.0), ("B", 2.0))}

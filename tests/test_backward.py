@@ -16,10 +16,10 @@ from traps import TRAPS, NoGradientBack
 from zoo import build, cross_entropy
 
 import penstock
-from penstock.stages import stage as stages
-from penstock.stages.backward import Split, run
-from penstock.stages.receive import Receive
-from penstock.stages.weights_first import run_weights_first
+from penstock.stages.stage import stage as stages
+from penstock.stages.stage.backward import Split, run
+from penstock.stages.stage.receive import Receive
+from penstock.stages.stage.weights_first import run_weights_first
 
 
 class Whole:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.compression.errors import PlanError
-from penstock.pipeline.batches import micro_batches
+from penstock.pipeline.runtime.batches import micro_batches
 
 
 def test_sizes_differ_by_at_most_one_and_shares_are_python_floats():

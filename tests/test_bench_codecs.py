@@ -18,8 +18,8 @@ from penstock.compression.geometry import Words
 from penstock.compression.kernels import jit
 from penstock.compression.raw import Raw
 from penstock.conf.bench_codecs import BenchCodecsConfig
-from penstock.pipeline import build
-from penstock.pipeline.train import loss
+from penstock.pipeline.run import build
+from penstock.pipeline.run.train import loss
 from penstock.scripts.bench import codecs_picture, codecs_sides, codecs_subjects
 from penstock.scripts.bench.codecs import bench_codecs, call_overhead
 from penstock.scripts.bench.codecs_bounds import bound, entropy, words_of

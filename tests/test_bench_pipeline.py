@@ -20,7 +20,7 @@ from torch import nn
 import penstock
 from penstock import ConfigError, PenstockError, PlanError
 from penstock.conf.bench import BenchPipelineConfig
-from penstock.pipeline import launch
+from penstock.pipeline.ranks import launch
 from penstock.scripts import command, usage
 from penstock.scripts.bench import links, pipeline_picture, pipeline_rows, race
 from penstock.scripts.bench.offload import switch_off
@@ -140,7 +140,7 @@ def test_offload_of_a_device_that_is_not_there_is_told():
 
 RANK = """
 import os, pathlib, sys, time
-from penstock.pipeline.launch import run_rank
+from penstock.pipeline.ranks.launch import run_rank
 
 def work():
     pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))

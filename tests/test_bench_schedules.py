@@ -19,10 +19,10 @@ import penstock
 from penstock import ConfigError, ScheduleError
 from penstock.conf.bench import BenchPipelineConfig
 from penstock.conf.convergence import BenchConvergenceConfig
-from penstock.pipeline.instruction import Instruction, Op
-from penstock.pipeline.messages import Itinerary, Message
 from penstock.pipeline.schedules import SCHEDULES, schedule_named
-from penstock.pipeline.timeline import Span
+from penstock.pipeline.schedules.instruction import Instruction, Op
+from penstock.pipeline.schedules.messages import Itinerary, Message
+from penstock.pipeline.schedules.span import Span
 from penstock.scripts import command, usage
 from penstock.scripts.bench import (
     bubbles,

@@ -12,9 +12,9 @@ from torch import nn
 
 import penstock
 from penstock import PlanError
-from penstock.pipeline.batches import micro_batches
-from penstock.stages.capture.call import Call
-from penstock.stages.examples import example_of, signature_of
+from penstock.pipeline.runtime.batches import micro_batches
+from penstock.stages.planner.examples import example_of, signature_of
+from penstock.stages.tracing.capture.call import Call
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model returns cache")
 

@@ -12,8 +12,8 @@ from torch import nn
 from zoo import cross_entropy
 
 import penstock
-from penstock.pipeline import group
-from penstock.pipeline.clip import clip_together
+from penstock.pipeline.ranks import group
+from penstock.pipeline.weights.clip import clip_together
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
 DTYPES = [*FLOATS, torch.complex64, torch.complex128]

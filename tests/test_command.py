@@ -14,8 +14,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from penstock.conf.schema import TrainConfig
-from penstock.pipeline import train as training
-from penstock.pipeline.run_folder import RunFolder
+from penstock.pipeline.run import train as training
+from penstock.pipeline.run.run_folder import RunFolder
 from penstock.scripts import application, command, flags, overrides, stopping
 
 SMALL = "model=mlp model.hidden=[8] data.size=8"

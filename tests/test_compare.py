@@ -9,7 +9,7 @@ import pytest
 from profiles import layer_of, profile_of, value_of
 
 from penstock import PlanError, partition
-from penstock.pipeline.compare import SYNCHRONOUS, candidate, compare
+from penstock.pipeline.run.schedule_comparison import SYNCHRONOUS, candidate, compare
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import command
 

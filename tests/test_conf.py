@@ -24,8 +24,8 @@ from penstock.conf.schema import ClipConfig, MemoryConfig, PlanConfig, TrainConf
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import flags, usage
 from penstock.scripts.bench import asked, codecs_subjects
-from penstock.stages import plan
-from penstock.stages.placement import layout
+from penstock.stages.planner import plan
+from penstock.stages.planner.placement import layout
 
 CONF = Path(str(resources.files("penstock.conf")))
 GROUPS = ("model", "data", "optimizer", "scheduler")

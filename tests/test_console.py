@@ -9,8 +9,8 @@ from rich.console import Console
 from test_metrics import PLAN, report
 
 from penstock import PlanError
-from penstock.pipeline import console
-from penstock.pipeline.metrics import Totals, summarise
+from penstock.pipeline.run import console
+from penstock.pipeline.run.metrics import Totals, summarise
 
 
 def log(width: int = console.WIDTH_OF_A_LOG) -> Console:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.stages.contents import change, contents
+from penstock.stages.tracing.contents import change, contents
 
 
 @dataclasses.dataclass
@@ -370,7 +370,7 @@ def test_a_model_that_nobody_holds_any_more_is_let_go():
     import gc
     import weakref
 
-    from penstock.stages.watch import Watch
+    from penstock.stages.tracing.watch import Watch
 
     model = scaled()
     block: Any = model[1]

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from penstock import PenstockError, TransportError
-from penstock.pipeline.failure import Failure, cause, leave, read_failures
-from penstock.pipeline.processes import Ends
+from penstock.pipeline.ranks.failure import Failure, cause, leave, read_failures
+from penstock.pipeline.ranks.processes import Ends
 
 TWO = [[0], [1, 2]]
 

@@ -17,8 +17,8 @@ from torch import nn
 from zoo import cross_entropy, images
 
 import penstock
-from penstock.pipeline import group, words
-from penstock.pipeline.links import measured_rates
+from penstock.pipeline.ranks import group, words
+from penstock.pipeline.ranks.links import measured_rates
 from penstock.scripts.bench import links
 
 DEADLINE = 3.0

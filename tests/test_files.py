@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from test_metrics import PLAN, report
 
 from penstock import ConfigError
-from penstock.pipeline.metrics import Metrics, read_lines
-from penstock.pipeline.model_file import keeping, rescuing, save_model
-from penstock.pipeline.run_folder import RunFolder
+from penstock.pipeline.run.metrics import Metrics, read_lines
+from penstock.pipeline.run.model_file import keeping, rescuing, save_model
+from penstock.pipeline.run.run_folder import RunFolder
 from penstock.stages.files import refusing, save_json, save_picture, writing
 
 FULL = "No space left on device"
@@ -127,7 +127,7 @@ SAVE = """
 import os, signal, sys
 import torch
 from pathlib import Path
-from penstock.pipeline.model_file import save_model
+from penstock.pipeline.run.model_file import save_model
 
 path = Path(sys.argv[1])
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from penstock import ConfigError
 from penstock.conf.schema import TrainConfig
-from penstock.pipeline import build
-from penstock.pipeline.course import example_inputs
+from penstock.pipeline.run import build
+from penstock.pipeline.run.course import example_inputs
 from penstock.pipeline.samples import Description, Samples
 from penstock.pipeline.samples.given import WORKS, samples_of
 from penstock.scripts import command

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from zoo import ZOO, build
 
 import penstock
-from penstock.stages.graph import trace
-from penstock.stages.layers import parts_of, run_all
+from penstock.stages.tracing.graph import trace
+from penstock.stages.tracing.layers import parts_of, run_all
 
 
 def snapshot(model):

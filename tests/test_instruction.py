@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.compression.errors import ScheduleError
-from penstock.pipeline.instruction import Instruction, Op, parse, parse_program, show
+from penstock.pipeline.schedules.instruction import Instruction, Op, parse, parse_program, show
 from penstock.pipeline.schedules.written import (
     load_program,
     parse_csv,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from penstock import ConfigError, PenstockError, StageError, TransportError
-from penstock.pipeline import launch, rank
-from penstock.pipeline.launch import check_ranks, run_rank, start_ranks
+from penstock.pipeline.ranks import launch, rank
+from penstock.pipeline.ranks.launch import check_ranks, run_rank, start_ranks
 
 ERRORS = Path("errors")
 TWO = [[0], [1, 2]]
@@ -92,7 +92,7 @@ time.sleep(60)  # as long as an import may take
 """
 LAUNCHER = """
 from pathlib import Path
-from penstock.pipeline.launch import start_ranks
+from penstock.pipeline.ranks.launch import start_ranks
 start_ranks("slow_to_import", [], errors=Path("errors"), stages_of_rank=[[0], [1]])
 """
 
@@ -116,7 +116,7 @@ def test_ranks_that_still_import_end_with_their_launcher(number, tmp_path):
 
 
 def test_a_rank_whose_launcher_went_before_it_could_be_tied_ends_at_once():
-    command = [sys.executable, "-m", "penstock.pipeline.rank", "nothing"]
+    command = [sys.executable, "-m", "penstock.pipeline.ranks.rank", "nothing"]
     gone = os.environ | {rank.LAUNCHER: "1" if os.getpid() != 1 else "2"}
     ended = subprocess.run(command, env=gone, capture_output=True, text=True, timeout=30, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")

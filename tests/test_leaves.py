@@ -11,8 +11,8 @@ from torch import nn
 import penstock
 from penstock import PlanError
 from penstock.conf.schema import PlanConfig
-from penstock.pipeline.build import samples
-from penstock.pipeline.decide import look
+from penstock.pipeline.run.build import samples
+from penstock.pipeline.run.decide import look
 
 
 def scaled(x):

@@ -385,7 +385,7 @@ def test_what_a_state_cannot_hold_is_said():
 
 def loaded_on_a_rank(plan_path, states):
     """Load one of ``states`` per rank; what is said, and whether anything changed."""
-    from penstock.pipeline import group
+    from penstock.pipeline.ranks import group
 
     plan = penstock.Plan.load(plan_path)
     pipe = penstock.Pipeline(model_of(), plan, loss=cross_entropy, optimizer=OPTIMIZERS["adam"], deadline=20)

@@ -9,8 +9,8 @@ import pytest
 from profiles import layer_of, profile_of
 
 from penstock import Report, partition
-from penstock.pipeline.metrics import Metrics, step_line, summarise
-from penstock.pipeline.report import StageReport
+from penstock.pipeline.run.metrics import Metrics, step_line, summarise
+from penstock.pipeline.runtime.report import StageReport
 
 PLAN = partition(profile_of([layer_of(name, size=4) for name in "abc"]), cuts=["b"], micro_batches=2)
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from penstock import ConfigError
-from penstock.pipeline.run_folder import RunFolder
+from penstock.pipeline.run.run_folder import RunFolder
 from penstock.scripts.bench import results
-from penstock.stages.plan import Plan
+from penstock.stages.planner.plan import Plan
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "scripts" / "notebooks").glob("*.ipynb"))
 SMALL = {

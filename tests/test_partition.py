@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from profiles import MS, NET, layer_of, profile_of, profiles, value_of
 
 from penstock.compression.errors import PlanError
-from penstock.stages.measure import Profile
-from penstock.stages.partition import partition
-from penstock.stages.placement import in_flight
+from penstock.stages.planner.measure import Profile
+from penstock.stages.planner.partition import partition
+from penstock.stages.planner.placement import in_flight
 
 
 def crossed(profile, position):

@@ -10,9 +10,9 @@ from collections import defaultdict
 import pytest
 from test_simulate import on_paper
 
-from penstock.pipeline.instruction import show
-from penstock.pipeline.perfetto import trace
+from penstock.pipeline.run.perfetto import trace
 from penstock.pipeline.schedules import schedule_named
+from penstock.pipeline.schedules.instruction import show
 
 MICROSECONDS = 1e6
 LAST_DIGIT = 1e-3  # times are rounded to the nanosecond

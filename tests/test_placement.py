@@ -4,7 +4,7 @@ from programs import laid, most_in_flight
 from penstock.compression.errors import PlanError
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.pipeline.schedules.written import show_programs
-from penstock.stages.placement import in_flight, layout, placed, placement, rounds
+from penstock.stages.planner.placement import in_flight, layout, placed, placement, rounds
 
 ALL = [name for name in SCHEDULES if name != "custom"]
 

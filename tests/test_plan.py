@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 
 from penstock.compression.errors import PlanError
-from penstock.stages.asked import Asked
-from penstock.stages.plan import TIERS, Plan, PlanStage
-from penstock.stages.plan_picture import figure
+from penstock.stages.planner.asked import Asked
+from penstock.stages.planner.plan import TIERS, Plan, PlanStage
+from penstock.stages.planner.plan_picture import figure
 
 
 def stage_of(*layers, **changes):

@@ -24,7 +24,7 @@ from penstock.compression.frame import MASKED, Header, header_bytes, header_text
 from penstock.compression.lossy import LOSSY_CODECS
 from penstock.compression.pool import Frame
 from penstock.compression.promise import Promise, written_by
-from penstock.pipeline.policy import Fixed
+from penstock.pipeline.runtime.policy import Fixed
 
 PROMISE = Promise((2, 32), torch.float32, (32, 1), written_by("zero_value"))
 # What was sent instead of a tensor: every one went through, or failed deep inside a layer.

@@ -22,7 +22,7 @@ from penstock.conf.schema import PlanConfig, TrainConfig
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import application, command
 from penstock.scripts.bench.command import TOPICS
-from penstock.stages.plan import WEIGHTS
+from penstock.stages.planner.plan import WEIGHTS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

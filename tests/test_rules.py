@@ -6,8 +6,8 @@ import re
 import pytest
 
 from penstock import PlanError
-from penstock.stages.plan import WEIGHTS
-from penstock.stages.rules import check_versions, streams
+from penstock.stages.planner.plan import WEIGHTS
+from penstock.stages.planner.rules import check_versions, streams
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev", "async_1f1b", "custom")
 FINE = {"num_stages": 3, "micro_batches": 3, "extra_in_flight": 0}

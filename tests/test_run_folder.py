@@ -18,7 +18,7 @@ from test_metrics import PLAN
 
 from penstock import ConfigError, Plan, PlanError
 from penstock.conf.schema import TrainConfig
-from penstock.pipeline.run_folder import RunFolder
+from penstock.pipeline.run.run_folder import RunFolder
 from penstock.stages.files import save_json
 
 
@@ -59,7 +59,7 @@ def test_a_claimed_folder_is_gone_only_when_it_is_empty(tmp_path):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from penstock.pipeline.run_folder import RunFolder
+from penstock.pipeline.run.run_folder import RunFolder
 with RunFolder(path=Path(sys.argv[1])).claim():
     print("holds", flush=True)
     sys.stdin.read()

@@ -13,7 +13,7 @@ from torch import nn
 from zoo import build, cross_entropy
 
 import penstock
-from penstock.pipeline.scale import Dynamic, Static, Unscaled, scale_of
+from penstock.pipeline.weights.scale import Dynamic, Static, Unscaled, scale_of
 
 HUGE = (2.0**125, 2)  # the first step overflows, and again each time that two went well
 HALF = torch.float16

@@ -4,12 +4,12 @@ import pytest
 from programs import PER_RANK, clock, laid, most_in_flight
 
 from penstock.compression.errors import ScheduleError
-from penstock.pipeline.instruction import Op, show
 from penstock.pipeline.schedules import SCHEDULES, schedule_named
 from penstock.pipeline.schedules.async_1f1b import async_1f1b, stream, time_of
 from penstock.pipeline.schedules.custom import custom
 from penstock.pipeline.schedules.dualpipev import dualpipev
 from penstock.pipeline.schedules.gpipe import gpipe
+from penstock.pipeline.schedules.instruction import Op, show
 from penstock.pipeline.schedules.interleaved import interleaved
 from penstock.pipeline.schedules.one_f_one_b import one_f_one_b
 from penstock.pipeline.schedules.zb_h1 import zb_h1

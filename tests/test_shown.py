@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.pipeline.report import Report, StageReport, described
+from penstock.pipeline.runtime.report import Report, StageReport, described
 
 
 def test_a_report_says_what_a_step_did_stage_by_stage():

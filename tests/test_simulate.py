@@ -6,11 +6,17 @@ import pytest
 from profiles import layer_of, profile_of, value_of
 
 from penstock import ScheduleError, partition
-from penstock.pipeline.instruction import Instruction, Op, parse_program, show
-from penstock.pipeline.live import live_versions, most_saved
-from penstock.pipeline.messages import Itinerary, Message
 from penstock.pipeline.schedules import schedule_named
-from penstock.pipeline.simulate import outline, simulate, simulate_plan, simulate_spans, step_seconds
+from penstock.pipeline.schedules.instruction import Instruction, Op, parse_program, show
+from penstock.pipeline.schedules.live import live_versions, most_saved
+from penstock.pipeline.schedules.messages import Itinerary, Message
+from penstock.pipeline.schedules.simulate import (
+    outline,
+    simulate,
+    simulate_plan,
+    simulate_spans,
+    step_seconds,
+)
 
 
 def two_ranks(num_micro_batches, schedule="1f1b", extra_in_flight=0):

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from penstock.pipeline.instruction import Instruction, Op, show
+from penstock.pipeline.runtime.stream import Fed, between
 from penstock.pipeline.schedules.async_1f1b import async_1f1b
-from penstock.pipeline.stream import Fed, between
+from penstock.pipeline.schedules.instruction import Instruction, Op, show
 
 
 def fed(num_stages, sizes, *, each=True):

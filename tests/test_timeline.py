@@ -3,9 +3,10 @@ from itertools import pairwise
 import pytest
 from matplotlib.patches import Rectangle
 
-from penstock.pipeline.instruction import Op, show
+from penstock.pipeline.run.timeline import COLOURS, NAMES, Panel, draw, figure
+from penstock.pipeline.schedules.instruction import Op, show
 from penstock.pipeline.schedules.one_f_one_b import one_f_one_b
-from penstock.pipeline.timeline import COLOURS, NAMES, Panel, Span, bubbles, draw, figure
+from penstock.pipeline.schedules.span import Span, bubbles
 
 
 def spans_of(stages_of_rank, num_micro_batches):

@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 from test_command import ranks_in
 
 from penstock import ConfigError, Plan
-from penstock.pipeline import launch, models, train
-from penstock.pipeline.run_folder import RunFolder
+from penstock.pipeline import models
+from penstock.pipeline.ranks import launch
+from penstock.pipeline.run import train
+from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.samples import digits
 from penstock.scripts import command
 

@@ -11,10 +11,10 @@ from zoo import build
 
 import penstock
 from penstock.compression.pool import Frame
-from penstock.pipeline import group
-from penstock.pipeline.instruction import Op
-from penstock.pipeline.messages import Message
-from penstock.pipeline.transport import GlooTransport, LocalTransport
+from penstock.pipeline.ranks import group
+from penstock.pipeline.ranks.transport import GlooTransport, LocalTransport
+from penstock.pipeline.schedules.instruction import Op
+from penstock.pipeline.schedules.messages import Message
 
 CASE = Case(model="resnet18", cuts=["layer1_0_conv2", "layer2_1_relu"], micro_batches=5)
 

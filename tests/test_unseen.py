@@ -10,8 +10,8 @@ from torch import nn
 from zoo import cross_entropy
 
 import penstock
-from penstock.stages import stage
-from penstock.stages.unseen import Contents
+from penstock.stages.stage import stage
+from penstock.stages.tracing.unseen import Contents
 
 
 def through_data(x):

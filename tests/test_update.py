@@ -13,7 +13,7 @@ from torch import nn
 from zoo import build, cross_entropy
 
 import penstock
-from penstock.pipeline.update import Update
+from penstock.pipeline.weights.update import Update
 
 
 class Log:

@@ -10,10 +10,10 @@ import torch
 from profiles import layer_of, profile_of
 
 from penstock import Pipeline, measure, partition, trace
-from penstock.pipeline.compare import ASYNCHRONOUS, SYNCHRONOUS, candidate
-from penstock.pipeline.report import StageReport
-from penstock.pipeline.timeline import Span
-from penstock.pipeline.usage import STATUS, Resident, Usage, state_bytes
+from penstock.pipeline.run.schedule_comparison import ASYNCHRONOUS, SYNCHRONOUS, candidate
+from penstock.pipeline.runtime.process_memory import STATUS, Resident, Usage, state_bytes
+from penstock.pipeline.runtime.report import StageReport
+from penstock.pipeline.schedules.span import Span
 
 MIB = 2**20
 
@@ -86,7 +86,7 @@ def test_old_versions_count_and_a_store_keeps_less():
 
 GROWS = """
 import torch
-from penstock.pipeline.usage import Resident
+from penstock.pipeline.runtime.process_memory import Resident
 resident = Resident(model_bytes=0)
 resident.begin()
 found = [resident.most()]

@@ -6,7 +6,7 @@ from chain import ASYNCHRONOUS, BATCHES, MICRO_BATCHES, NUM_STAGES, Chain, batch
 from replay import version_of
 from torch import nn
 
-from penstock.stages.weights import weights_named
+from penstock.stages.weights.policies import weights_named
 
 NUM = BATCHES * MICRO_BATCHES
 

@@ -11,7 +11,7 @@ from torch import nn
 from penstock import PlanError
 from penstock.compression.errors import StageError
 from penstock.stages.memory import hooks
-from penstock.stages.weights import Latest, weights_named
+from penstock.stages.weights.policies import Latest, weights_named
 
 TIERS = ["device", "packed", "host"]
 

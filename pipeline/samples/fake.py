@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import ConfigError
-from ..options import check_count, check_image
+from .options import check_count, check_image
 from .samples import Description, Samples
 
 

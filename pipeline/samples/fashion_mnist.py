@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import ConfigError
-from .. import sources
+from . import sources
 from .images import Images
 from .samples import Description, Samples
 

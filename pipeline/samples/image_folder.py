@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import ConfigError
-from .. import sources
-from ..options import check_image, check_known
+from . import sources
+from .options import check_image, check_known
 from .samples import Description, Samples
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..options import check_image
+from .options import check_image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ...compression.errors import ConfigError
-from ..options import check_count
+from .options import check_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import ConfigError
-from .. import sources
-from ..options import check_count
+from . import sources
+from .options import check_count
 from .samples import Description, Samples
 
 

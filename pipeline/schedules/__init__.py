@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ...compression.errors import ScheduleError
-from ..instruction import Instruction
 from .async_1f1b import async_1f1b
 from .custom import custom
 from .dualpipev import dualpipev
 from .gpipe import gpipe
+from .instruction import Instruction
 from .interleaved import interleaved
 from .one_f_one_b import one_f_one_b
 from .zb_h1 import zb_h1

@@ -6,7 +6,7 @@ Research needs orders that no rule here has; ``verify`` refuses those that canno
 from collections.abc import Sequence
 
 from ...compression.errors import ScheduleError
-from ..instruction import Instruction
+from .instruction import Instruction
 from .unit import check_counts
 from .written import parse_programs
 

@@ -8,7 +8,7 @@ Source: Huang et al., GPipe, NeurIPS 2019, section 2.3; here B ascends too: sums
 from collections.abc import Sequence
 
 from ...compression.errors import ScheduleError
-from ..instruction import Instruction
+from .instruction import Instruction
 from .unit import backward, check, forward
 
 

@@ -10,8 +10,8 @@ Source: Narayanan et al., Megatron-LM, SC 2021, section 2.2. There micro-batches
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ...stages.placement import rounds, warm_up
-from ..instruction import Instruction
+from ...stages.planner.placement import rounds, warm_up
+from .instruction import Instruction
 from .unit import backward, check_counts, check_layout, check_no_extra, forward
 
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...compression.errors import PlanError, ScheduleError
-from ...stages.placement import placement
-from ..instruction import Instruction, Op
+from ...stages.planner.placement import placement
+from .instruction import Instruction, Op
 
 
 def forward(stages: Sequence[int], micro_batch: int) -> list[Instruction]:

@@ -7,7 +7,7 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.2 (ZB-
 
 from collections.abc import Sequence
 
-from ..instruction import Instruction, Op
+from .instruction import Instruction, Op
 from .unit import backward, check, forward
 
 

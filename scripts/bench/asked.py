@@ -9,8 +9,8 @@ from ...compression.errors import ConfigError
 from ...conf.bench import BenchPipelineConfig
 from ...conf.bench_codecs import BenchCodecsConfig
 from ...conf.convergence import BenchConvergenceConfig
-from ...pipeline import early
-from ...pipeline.launch import check_ranks
+from ...pipeline.ranks.launch import check_ranks
+from ...pipeline.run import early
 from ...stages.units import parse_bytes
 from .codecs_peers import PEERS
 from .entrants import Entrant, entrants

@@ -7,10 +7,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ...pipeline.instruction import Instruction
-from ...pipeline.messages import Itinerary, Message
-from ...pipeline.simulate import simulate
-from ...pipeline.timeline import Span
+from ...pipeline.schedules.instruction import Instruction
+from ...pipeline.schedules.messages import Itinerary, Message
+from ...pipeline.schedules.simulate import simulate
+from ...pipeline.schedules.span import Span
 
 Durations = Mapping[tuple[int, str], float]
 

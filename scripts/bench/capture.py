@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, fx
 
 from ...conf.bench_codecs import BenchCodecsConfig
-from ...pipeline import build
-from ...pipeline.course import training_batches
-from ...pipeline.decide import decide, prepare
-from ...pipeline.train import loss
-from ...stages.plan import Plan
+from ...pipeline.run import build
+from ...pipeline.run.course import training_batches
+from ...pipeline.run.decide import decide, prepare
+from ...pipeline.run.train import loss
+from ...stages.planner.plan import Plan
 
 
 class Listening(fx.Interpreter):

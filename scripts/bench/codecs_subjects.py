@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ...compression.codec import encode
 from ...compression.errors import ConfigError
 from ...conf.bench_codecs import BenchCodecsConfig
-from ...pipeline import build
+from ...pipeline.run import build
+from ...pipeline.run.train import loss
 from ...pipeline.samples.samples import Samples
-from ...pipeline.train import loss
 from ...stages.units import parse_bytes
 from .capture import capture
 

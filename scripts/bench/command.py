@@ -19,13 +19,13 @@ from ...compression.errors import ConfigError
 from ...conf.bench import BenchPipelineConfig
 from ...conf.bench_codecs import BenchCodecsConfig
 from ...conf.convergence import BenchConvergenceConfig
-from ...pipeline.run_folder import RunFolder
+from ...pipeline.run.run_folder import RunFolder
 from ...stages.files import save_json
 from .. import usage
 from . import asked
 
 if TYPE_CHECKING:
-    from ...stages.plan import Plan
+    from ...stages.planner.plan import Plan
 
 WIDTH_OF_CODECS = 110
 WIDTH_OF_A_RACE = 150
@@ -68,7 +68,7 @@ def codecs(config: BenchCodecsConfig, folder: RunFolder, typed: Sequence[str]) -
     import torch
 
     from ...compression.kernels import jit
-    from ...pipeline import console
+    from ...pipeline.run import console
     from .codecs import bench_codecs, call_overhead
     from .codecs_peers import missing, versions
     from .codecs_picture import draw
@@ -104,7 +104,7 @@ def pipeline(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str
     if config.schedule != "1f1b":
         schedules(config, folder, typed)
         return
-    from ...pipeline import console
+    from ...pipeline.run import console
     from .pipeline import bench_pipeline, plan_of
     from .pipeline_picture import draw
     from .pipeline_rows import describe, table, title
@@ -130,7 +130,7 @@ def pipeline(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str
 
 def schedules(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str]) -> None:
     """Race schedules and policies of the weights against torch's and each other."""
-    from ...pipeline import console
+    from ...pipeline.run import console
     from .entrants import ALL, left_out
     from .pipeline_rows import link_facts
     from .schedules import bench_schedules, plans_of
@@ -165,7 +165,7 @@ def schedules(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[st
 
 def convergence(config: BenchConvergenceConfig, folder: RunFolder, typed: Sequence[str]) -> None:
     """Train under every policy of the weights; what is done is told and kept, run by run."""
-    from ...pipeline import console
+    from ...pipeline.run import console
     from .convergence import bench_convergence, check
     from .convergence_picture import curves, draw
 

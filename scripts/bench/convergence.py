@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from ...conf.convergence import BenchConvergenceConfig
-from ...pipeline import build
-from ...pipeline.course import training_batches
-from ...pipeline.decide import decide, prepare
 from ...pipeline.pipeline import Pipeline
+from ...pipeline.run import build
+from ...pipeline.run.course import training_batches
+from ...pipeline.run.decide import decide, prepare
+from ...pipeline.run.train import evaluate, loss
 from ...pipeline.samples.samples import Samples
-from ...pipeline.train import evaluate, loss
 from .policies import POLICIES
 
 

@@ -140,7 +140,7 @@ def report(rows: Sequence[Mapping[str, Any]], arguments: Sequence[str], path: Pa
     """Write ``rows`` with what a number needs beside it, and print their table."""
     import triton
 
-    from ...pipeline import console
+    from ...pipeline.run import console
     from ...stages.files import save_json
     from .command import circumstances
 

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...pipeline import group
 from ...pipeline.pipeline import Pipeline
-from ...pipeline.train import loss
-from ...stages.graph import trace
-from ...stages.measure import measure
-from ...stages.partition import partition
-from ...stages.plan import Plan
+from ...pipeline.ranks import group
+from ...pipeline.run.train import loss
+from ...stages.planner.measure import measure
+from ...stages.planner.partition import partition
+from ...stages.planner.plan import Plan
+from ...stages.tracing.graph import trace
 from .torch_pipelines import TorchPipeline
 
 CLASSES = 2

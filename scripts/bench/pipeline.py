@@ -13,10 +13,10 @@ from typing import Any
 
 from ...compression.errors import TransportError
 from ...conf.bench import BenchPipelineConfig
-from ...pipeline.decide import decide, prepare
-from ...pipeline.launch import start_ranks
-from ...pipeline.run_folder import RunFolder
-from ...stages.plan import Plan
+from ...pipeline.ranks.launch import start_ranks
+from ...pipeline.run.decide import decide, prepare
+from ...pipeline.run.run_folder import RunFolder
+from ...stages.planner.plan import Plan
 from . import race
 from .links import LOOPBACK, Link, joined, why_not
 from .pipeline_rows import Measured, link_facts, rows_of
@@ -29,7 +29,7 @@ def plan_of(config: BenchPipelineConfig) -> Plan:
 
     Raises: PenstockError: an option does not fit, or the model cannot be cut so, by us or for torch's side.
     """
-    from ...pipeline import build
+    from ...pipeline.run import build
 
     job = config.job()
     samples = prepare(job)

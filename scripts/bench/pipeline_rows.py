@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from ...pipeline.metrics import DIRECTIONS, ratio
-from ...stages.plan import Plan
+from ...pipeline.run.metrics import DIRECTIONS, ratio
+from ...stages.planner.plan import Plan
 from ...stages.units import show_bytes, show_rate
 from .links import LATENCY_MS, Link
 

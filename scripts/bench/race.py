@@ -22,15 +22,16 @@ from torch import Tensor, nn
 
 from ...compression.errors import PenstockError
 from ...conf.bench import BenchPipelineConfig
-from ...pipeline import build, group
-from ...pipeline.course import training_batches
-from ...pipeline.decide import prepare
-from ...pipeline.launch import init, run_rank
-from ...pipeline.metrics import DIRECTIONS, Totals
 from ...pipeline.pipeline import Pipeline
-from ...pipeline.train import loss
+from ...pipeline.ranks import group
+from ...pipeline.ranks.launch import init, run_rank
+from ...pipeline.run import build
+from ...pipeline.run.course import training_batches
+from ...pipeline.run.decide import prepare
+from ...pipeline.run.metrics import DIRECTIONS, Totals
+from ...pipeline.run.train import loss
 from ...stages.files import save_json
-from ...stages.plan import Plan
+from ...stages.planner.plan import Plan
 from .links import Link
 from .offload import switch_off
 from .torch_pipelines import TorchPipeline

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compression.errors import ConfigError
-from ...pipeline.metrics import DIRECTIONS, read_lines
-from ...pipeline.run_folder import RunFolder
-from ...stages.plan import Plan
+from ...pipeline.run.metrics import DIRECTIONS, read_lines
+from ...pipeline.run.run_folder import RunFolder
+from ...stages.planner.plan import Plan
 from .pipeline_picture import COLOURS, GREY
 
 if TYPE_CHECKING:

@@ -12,15 +12,15 @@ from typing import Any
 
 from ...compression.errors import ConfigError, TransportError
 from ...conf.bench import BenchPipelineConfig
-from ...pipeline import build
-from ...pipeline.course import example_inputs
-from ...pipeline.decide import prepare
-from ...pipeline.launch import start_ranks
-from ...pipeline.run_folder import RunFolder
-from ...stages.graph import trace
-from ...stages.measure import measure
-from ...stages.partition import partition
-from ...stages.plan import Plan
+from ...pipeline.ranks.launch import start_ranks
+from ...pipeline.run import build
+from ...pipeline.run.course import example_inputs
+from ...pipeline.run.decide import prepare
+from ...pipeline.run.run_folder import RunFolder
+from ...stages.planner.measure import measure
+from ...stages.planner.partition import partition
+from ...stages.planner.plan import Plan
+from ...stages.tracing.graph import trace
 from . import schedules_race
 from .entrants import Entrant, rivals
 from .links import Link, joined, why_not

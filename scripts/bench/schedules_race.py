@@ -16,15 +16,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...conf.bench import BenchPipelineConfig
-from ...pipeline import build, group
-from ...pipeline.course import training_batches
-from ...pipeline.decide import prepare
-from ...pipeline.launch import init, run_rank
 from ...pipeline.pipeline import Pipeline
-from ...pipeline.report import Report
-from ...pipeline.train import loss
+from ...pipeline.ranks import group
+from ...pipeline.ranks.launch import init, run_rank
+from ...pipeline.run import build
+from ...pipeline.run.course import training_batches
+from ...pipeline.run.decide import prepare
+from ...pipeline.run.train import loss
+from ...pipeline.runtime.report import Report
 from ...stages.files import save_json
-from ...stages.plan import Plan
+from ...stages.planner.plan import Plan
 from .bubbles import durations, simulated
 from .entrants import ENTRANTS, TORCH, Entrant
 from .links import Link

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from ...compression.errors import PlanError
-from ...pipeline import group
-from ...stages.plan import Plan
+from ...pipeline.ranks import group
+from ...stages.planner.plan import Plan
 
 Named = Iterable[tuple[str, nn.Parameter]]
 

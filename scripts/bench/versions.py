@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...pipeline import group
-from ...pipeline.instruction import Instruction
 from ...pipeline.pipeline import Pipeline
+from ...pipeline.ranks import group
+from ...pipeline.schedules.instruction import Instruction
 
 
 def peak_versions(pipe: Pipeline, take_steps: Callable[[], object]) -> list[dict[str, int]]:

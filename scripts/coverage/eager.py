@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...stages.capture.patches import Patches, kinds_that_are_called, overridden, paused
 from ...stages.seeds import layer_seed
+from ...stages.tracing.capture.patches import Patches, kinds_that_are_called, overridden, paused
 from .network import Batch
 
 

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from ...compression.errors import PenstockError
 from ...pipeline.pipeline import Pipeline
-from ...stages.compare import same_bits
-from ...stages.graph import LayerGraph, trace
-from ...stages.measure import Profile, measure
-from ...stages.partition import partition
+from ...stages.planner.measure import Profile, measure
+from ...stages.planner.partition import partition
+from ...stages.tracing.comparison import same_bits
+from ...stages.tracing.graph import LayerGraph, trace
 from .eager import drawing_calls, plain_step
 from .network import Batch, Network
 

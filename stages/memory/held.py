@@ -20,7 +20,7 @@ from ...compression.frame import ALIGNMENT
 from ...compression.geometry import geometry
 
 if TYPE_CHECKING:
-    from ..layers import Layer
+    from ..tracing.layers import Layer
     from .keeper import Keeper
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...compression.dtypes import DTYPE_NUMBERS
-from ..layers import Layer
+from ..tracing.layers import Layer
 from .framed import span_bytes
 from .held import Held, Record, Untouched
 from .keeper import Keeper

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ...compression.geometry import geometry
-from ..layers import Layer
-from ..proof import is_itself
+from ..tracing.layers import Layer
+from ..tracing.proof import is_itself
 from .held import Bytes, Look, new_bytes
 
 _MODULES: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.MaxPool2d: "pool", nn.Dropout: "dropout"}

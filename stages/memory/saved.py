@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from ...compression.pool import Frame, Pool
-from ..layers import Layer
+from ..tracing.layers import Layer
 from .counts import Counts
 from .framed import Framed, place
 from .held import Held

@@ -1,0 +1,99 @@
+"""How a failed run is told: what each rank left behind, and the one cause among the consequences (law L7).
+
+When one rank ends, all others lose a peer and say so; the sentence a person reads must name the first."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...compression.errors import PenstockError, TransportError
+from .processes import Ends
+
+_GLOO = "gloo/transport"
+"""Stands in what gloo says of a connection that broke, which is never a rank's own failure."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What a failing rank left behind; ``consequence``: it lost a peer, whose failure is the cause."""
+
+    rank: int
+    sentence: str
+    consequence: bool
+    at: float
+    trace: list[str]
+
+
+def leave(errors: Path, error: BaseException) -> None:
+    """Write what ended this rank into the folder ``errors``, whole or not at all."""
+    rank = int(os.environ.get("RANK", "0"))
+    path = errors / f"rank{rank}.json"
+    sentence = str(error)
+    if not isinstance(error, PenstockError):
+        sentence = f"{type(error).__name__}: {error}; its traceback is in {path}"
+    failure = Failure(
+        rank=rank,
+        sentence=sentence if sentence.startswith(f"rank {rank}") else f"rank {rank}: {sentence}",
+        consequence=isinstance(error, TransportError) or _GLOO in str(error),
+        at=time.time(),
+        trace="".join(traceback.format_exception(error)).splitlines(),
+    )
+    part = path.with_suffix(".part")
+    try:
+        errors.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(dataclasses.asdict(failure), indent=1))
+        part.replace(path)
+    except OSError as refused:  # a full disk may be the very error
+        print(f"{failure.sentence} ({path} cannot be written: {refused.strerror})", file=sys.stderr)
+
+
+def read_failures(errors: Path) -> list[Failure]:
+    """Return what the ranks left, in the order in which they failed; a half-written file says nothing."""
+    failures = []
+    for path in errors.glob("rank*.json"):
+        with contextlib.suppress(ValueError, TypeError):
+            failures.append(Failure(**json.loads(path.read_text())))
+    return sorted(failures, key=lambda failure: failure.at)
+
+
+def cause(
+    ends: Ends, failures: Sequence[Failure], *, stages_of_rank: Sequence[Sequence[int]]
+) -> PenstockError:
+    """Choose what to tell: a rank's own error, else a rank that ended mute, else one that did not even end
+    when told to, else the first that lost a peer."""
+    own = [failure for failure in failures if not failure.consequence]
+    if own:
+        return PenstockError(own[0].sentence)
+    told = {failure.rank for failure in failures}
+    mute = [rank for rank in ends.codes if rank not in told]
+    seen = f"; {failures[0].sentence}" if failures else ""
+    if mute:
+        # gloo may abort a process whose peer has gone, so an abort is the last to be the cause.
+        rank = min(mute, key=lambda rank: ends.codes[rank] == -signal.SIGABRT)
+        return TransportError(f"{_named(rank, stages_of_rank)} {_how(ends.codes[rank])}{seen}")
+    if ends.stuck:
+        named = _named(ends.stuck[0], stages_of_rank)
+        return TransportError(f"{named} was stopped or hangs: it did not even end when it was told to{seen}")
+    return TransportError(failures[0].sentence)
+
+
+def _how(code: int) -> str:
+    """Say how a rank ended that left no sentence."""
+    if code >= 0:
+        return f"ended with exit code {code} and gave no reason; look at its output above"
+    name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
+    return f"was killed by {name}" + "; if nobody did that, memory ran out" * (name == "SIGKILL")
+
+
+def _named(rank: int, stages_of_rank: Sequence[Sequence[int]]) -> str:
+    stages = stages_of_rank[rank]
+    return f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"

@@ -1,0 +1,185 @@
+"""Make what the configuration names: samples, model, optimizer, scheduler.
+
+Each of the four groups names its own by ``_target_``, ours and the user's alike, so one way of calling serves
+all, and a wrong option is refused with the options that the target takes."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from torch import nn
+from torch.amp import GradScaler
+
+from ...compression.errors import ConfigError
+from ...conf.groups import OF_THE_RUN, OURS
+from ..samples.given import samples_of
+from ..samples.samples import Description, Samples
+from ..weights.scale import Scaler
+
+FACTS = {
+    "model": ("describe", "num_classes", "input_shape"),
+    "data": (),
+    "optimizer": ("params",),
+    "scheduler": ("optimizer", "total_steps", "T_max"),
+}
+"""What the target of a group is told where it takes an argument of that name."""
+
+
+def samples(options: Mapping[str, Any], *, batch_size: int | None = None) -> Samples:
+    """Return the data that ``data=`` names, as ``Samples`` or as what people have (``samples/given.py``).
+
+    Args:   batch_size: of the run, if there is one.
+    Raises: ConfigError: the target is unknown, does not take the options, or returns something else.
+    """
+    return samples_of(_call("data", options), target=str(options["_target_"]), batch_size=batch_size)
+
+
+def model(options: Mapping[str, Any], *, describe: Description, seed: int) -> nn.Module:
+    """Return the network that ``model=`` names, drawn from ``seed`` and told what it asks of the data.
+
+    Raises: ConfigError: the target is unknown, does not take the options, or returns no module.
+    """
+    torch.manual_seed(seed)
+    facts = {"describe": describe, "num_classes": describe.num_classes, "input_shape": describe.input_shape}
+    if not describe.num_classes:
+        _check_unknown_classes(options)
+    made = _call("model", options, **facts)
+    if not isinstance(made, nn.Module):
+        raise ConfigError(
+            f"model._target_={options['_target_']} must return a torch module, not {type(made).__name__}"
+        )
+    return made
+
+
+def _check_unknown_classes(options: Mapping[str, Any]) -> None:
+    """Refuse a model that asks how many classes there are, where the data do not tell."""
+    _, given, known = _target("model", options, FACTS["model"])
+    asks = "num_classes" in known and given.get("num_classes") is None
+    if asks or str(options["_target_"]).startswith(OURS):
+        remedy = " or add model.num_classes=NUMBER" if asks else ""
+        raise ConfigError(
+            f"model._target_={options['_target_']} asks for the number of classes, and the data set does not "
+            f"tell it; give it an attribute `classes` (a list of names){remedy}"
+        )
+
+
+def optimizer(
+    options: Mapping[str, Any],
+) -> Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
+    """Return what makes a stage's optimizer from its (name, parameter) pairs; tried at once.
+
+    Raises: ConfigError: the target is unknown, does not take the options, or refuses their values.
+    """
+
+    def make(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return _call("optimizer", options, params=list(named))
+
+    _refused("optimizer", options, lambda: make([("weight", nn.Parameter(torch.zeros(1)))]))
+    return make
+
+
+def scheduler(
+    options: Mapping[str, Any], *, num_steps: int
+) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None:
+    """Return what makes the scheduler of an optimizer, or None for ``scheduler=none``.
+
+    A schedule that has to know how long it lasts (``total_steps``, ``T_max``) is told ``num_steps``.
+    """
+    if "_target_" not in options:
+        return None
+
+    def make(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return _call("scheduler", options, optimizer=optimizer, total_steps=num_steps, T_max=num_steps)
+
+    _refused(
+        "scheduler",
+        options,
+        lambda: make(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)),
+    )
+    return make
+
+
+def autocast(name: str | None) -> torch.dtype | None:
+    """Return the dtype that ``autocast=`` names."""
+    return None if name is None else getattr(torch, name)
+
+
+def scaler(loss_scale: str | float | None) -> Scaler:
+    """Return what ``loss_scale=`` asks for; ``dynamic`` is torch's GradScaler as torch sets it."""
+    return GradScaler("cpu") if isinstance(loss_scale, str) else loss_scale
+
+
+def check_targets(config: object) -> None:
+    """Refuse targets that cannot be imported, or do not take their options, before anything is made.
+
+    Raises: ConfigError: it names the option.
+    """
+    for group, facts in FACTS.items():
+        options = getattr(config, group, None)
+        if options and not (group == "scheduler" and "_target_" not in options):
+            _target(group, options, facts)
+
+
+def _call(group: str, options: Mapping[str, Any], **facts: Any) -> Any:
+    """Call the group's target with the user's options, and with those facts it takes that were not given."""
+    target, given, known = _target(group, options, facts)
+    told = {name: value for name, value in facts.items() if name in known and given.get(name) is None}
+    try:
+        return target(**{**instantiate(given, _convert_="all"), **told})
+    except TypeError as error:
+        odd = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if odd is None or odd[1] not in given:
+            raise
+        raise ConfigError(
+            f"{group} has no option {group}.{odd[1]}={given[odd[1]]}: {options['_target_']} does not take it"
+        ) from error
+
+
+def _target(
+    group: str, options: Mapping[str, Any], facts: Collection[str]
+) -> tuple[Callable[..., Any], dict[str, Any], Mapping[str, inspect.Parameter]]:
+    """The group's target, the options for it, and what it takes by name; ``facts``: what it will be told."""
+    target = _locate(group, options.get("_target_"))
+    aside = ("_target_", *OF_THE_RUN.get(group, ()))
+    given = {name: value for name, value in options.items() if name not in aside}
+    known = inspect.signature(target).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
+    for name in given:
+        if name not in known and not takes_all:
+            takes = ", ".join(one for one in known if one not in facts) or "none"
+            raise ConfigError(f"{group} has no option {group}.{name}={given[name]}; it takes {takes}")
+    for name, one in known.items():
+        if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
+            if name not in given and name not in facts:
+                raise ConfigError(
+                    f"{group}._target_={options['_target_']} needs {group}.{name}=, which is not given"
+                )
+    return target, given, known
+
+
+def _locate(group: str, path: Any) -> Callable[..., Any]:
+    if not isinstance(path, str):
+        raise ConfigError(
+            f"{group}=own needs {group}._target_=, the dotted name of a class or function of yours"
+        )
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{group}._target_={path} cannot be imported ({reason}); check the name and the folder"
+        ) from error
+
+
+def _refused(group: str, options: Mapping[str, Any], attempt: Callable[[], object]) -> None:
+    try:
+        attempt()
+    except (ValueError, TypeError) as error:
+        given = [f"{group}.{name}={value}" for name, value in options.items() if name != "_target_"]
+        raise ConfigError(f"{' '.join(given)} is refused: {error}") from error

@@ -1,0 +1,125 @@
+"""From a person's options to the plan of a run, or back from a plan that was made before.
+
+``penstock plan`` stops behind this file and ``penstock train`` goes on from it, so both decide alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ...compression.errors import PlanError
+from ...conf.schema import PlanConfig
+from ...stages.planner.measure import Profile, measure
+from ...stages.planner.partition import partition
+from ...stages.planner.plan import Plan
+from ...stages.tracing.graph import trace
+from ..ranks.launch import threads_per_rank
+from ..samples.samples import Samples
+from . import build, console
+from .course import example_inputs
+from .early import program
+from .run_folder import RunFolder
+from .schedule_comparison import SYNCHRONOUS, compare
+from .step_files import save_comparison
+
+
+def prepare(config: PlanConfig) -> Samples:
+    """Set up this process, fill in the threads, and return the data.
+
+    Raises: PenstockError: the data cannot be had.
+    """
+    config.threads = config.threads or threads_per_rank(config.ranks)
+    torch.set_num_threads(config.threads)
+    # The same switch as use_deterministic_algorithms, which also loads the compiler: 1.6 s in every process.
+    torch.set_deterministic_debug_mode("error" if config.deterministic else "default")
+    # Deterministic mode fills every torch.empty, 19 ms for 32 MB, and no bit depends on it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    return build.samples(config.data, batch_size=config.batch_size)
+
+
+def decide(
+    config: PlanConfig,
+    samples: Samples,
+    *,
+    model: nn.Module | None = None,
+    autocast: torch.dtype | None = None,
+) -> Plan:
+    """Return the plan for ``config``: trace and measure the model on one micro-batch, then choose the cuts.
+
+    Args:   model: what the configuration names, where it was made already.
+            autocast: the dtype that training will cast to.
+    Raises: PlanError: the model cannot be traced, or cut as asked.
+    """
+    return partition(
+        look(config, samples, model=model, autocast=autocast),
+        schedule=config.schedule,
+        weights=config.weights,
+        prediction=config.prediction,
+        program=program(config.program),
+        **wishes(config),
+    )
+
+
+def look(
+    config: PlanConfig,
+    samples: Samples,
+    *,
+    model: nn.Module | None = None,
+    autocast: torch.dtype | None = None,
+) -> Profile:
+    """Trace and measure the model on one micro-batch.
+
+    Args:   model: what the configuration names, where it was made already.
+    Raises: PlanError: the model cannot be traced.
+    """
+    model = model or build.model(config.model, describe=samples.describe, seed=config.seed)
+    example = example_inputs(config, samples)
+    try:
+        graph = trace(model, example, autocast=autocast, leaves=config.model.get("leaves") or ())
+    except PlanError as error:
+        if len(tree_leaves(example)[0]) > 1:
+            raise
+        asked = f"batch_size={config.batch_size} micro_batches={config.micro_batches}"
+        raise PlanError(
+            f"{asked} make micro-batches of one sample, too few for a batch norm: {error}"
+        ) from error
+    return measure(graph, example)
+
+
+def wishes(config: PlanConfig) -> dict[str, Any]:
+    """Return what ``partition`` is asked for beside the schedule and its weights."""
+    return {
+        "stages": config.stages,
+        "cuts": config.cuts,
+        "ranks": config.ranks,
+        "micro_batches": config.micro_batches,
+        "extra_in_flight": config.extra_in_flight,
+        "codec": config.codec,
+        "link": config.link,
+        "memory": config.memory.device,
+        "tier": config.memory.tier,
+        "weights_tier": config.memory.weights,
+        "weights_first": config.weights_first,
+    }
+
+
+def compare_schedules(config: PlanConfig, samples: Samples, folder: RunFolder) -> Plan:
+    """Plan and simulate every schedule for ``config``, show them, and return the plan of the chosen one.
+
+    Raises: PenstockError: nothing can be planned as asked, or nothing fits.
+    """
+    config.schedule = SYNCHRONOUS[0]  # until one is chosen
+    found = compare(look(config, samples), **wishes(config))
+    config.schedule = found.chosen.plan.schedule
+    console.compared(found)
+    job = f"micro_batches={config.micro_batches} stages={found.chosen.plan.num_stages} ranks={config.ranks}"
+    save_comparison(folder, found, title=f"{model_name(config)}, simulated from measured layers: {job}")
+    return found.chosen.plan
+
+
+def model_name(config: PlanConfig) -> str:
+    """Return what a title calls the model."""
+    return config.model.get("name") or config.model["_target_"].rpartition(".")[2]

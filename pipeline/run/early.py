@@ -1,0 +1,134 @@
+"""What names, counts and files alone show to be impossible, refused before torch is imported.
+
+A refusal that a person waits for is one that they meet again and again: torch takes seconds to load and a
+model more to trace, so all that needs neither is asked here, once, and nothing here may import them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...compression.errors import ConfigError, ScheduleError
+from ...compression.names import check_name
+from ...conf import groups
+from ...conf.schema import PlanConfig, TrainConfig
+from ...stages.planner.placement import layout, placed, placement
+from ...stages.planner.plan import Plan
+from ...stages.planner.rules import check_versions
+from ...stages.units import parse_bytes, parse_rate
+from ..ranks.launch import check_ranks
+from ..samples import sources
+from ..schedules import schedule_named
+from ..schedules.written import load_program
+
+ALL = "all"
+"""The schedule that stands for every one: they are compared, and the best is planned."""
+
+# What a plan decides, by the names of options.
+TAKEN = ("schedule", "micro_batches", "extra_in_flight", "codec", "weights", "weights_first", "prediction")
+
+
+def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
+    """Return the plan that ``plan=`` names, its decisions written into ``config``; None without it.
+
+    Args:   typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored.
+    Raises: PenstockError: something that was asked for cannot be had, whatever the model.
+    """
+    given = take_over(config, typed) if isinstance(config, TrainConfig) and config.plan else None
+    if isinstance(config, TrainConfig):
+        check_ranks(config.ranks)
+    _check_schedule(config, () if given else program(config.program))
+    check_name(config.codec)
+    if config.link is not None:
+        parse_rate(config.link)
+    if config.memory.device is not None:
+        parse_bytes(config.memory.device, name="memory.device")
+    for group in groups.groups():
+        if (options := getattr(config, group, None)) is not None:
+            check_group(group, options)
+    return given
+
+
+def check_group(group: str, options: Mapping[str, Any], *, name: str | None = None) -> None:
+    """Refuse options of a group that nothing reads, a target in no module, and data in no file."""
+    groups.check(group, options, name=name)
+    target = options.get("_target_")
+    if isinstance(target, str) and not _findable(target.partition(".")[0].partition(":")[0]):
+        raise ConfigError(
+            f"{name or group}._target_={target} cannot be imported (No module named "
+            f"'{target.partition('.')[0]}'); check the name and the folder"
+        )
+    if group == "data":
+        sources.check(options)
+
+
+def program(path: str | None) -> tuple[str, ...]:
+    """Return the lines of a custom schedule, those that say nothing left out.
+
+    Raises: ConfigError: the file cannot be read, or holds no schedule.
+    """
+    if path is None:
+        return ()
+    try:
+        return load_program(path)
+    except ScheduleError as error:
+        raise ConfigError(f"program={error}") from error
+
+
+def take_over(config: TrainConfig, typed: Sequence[str]) -> Plan:
+    """Return the plan that ``plan=`` names, its decisions written into ``config``.
+
+    Raises: PlanError: there is no such plan. ConfigError: an option was typed that contradicts it.
+    """
+    plan = Plan.load(str(config.plan))
+    keys = [option.partition("=")[0].lstrip("+") for option in typed]
+    for key in ("link", "memory.device"):
+        if key in keys:
+            raise ConfigError(f"{key}= is for making a plan, and plan={config.plan} is one; drop either")
+    decided: dict[str, Any] = {"ranks": plan.num_ranks, "stages": plan.num_stages}
+    decided |= {key: getattr(plan, key) for key in TAKEN}
+    for key, value in (decided | {"memory.tier": plan.tier, "memory.weights": plan.weights_tier}).items():
+        place, name = (config.memory, key[7:]) if key.startswith("memory.") else (config, key)
+        if key in keys and getattr(place, name) != value:
+            asked = f"{key}={getattr(place, name)}"
+            raise ConfigError(f"{asked} contradicts plan={config.plan} with {key}={value}; drop either")
+        setattr(place, name, value)
+    config.__post_init__()  # its rules hold for what the plan decided, too
+    return plan
+
+
+def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
+    if config.schedule == ALL:
+        if type(config) is PlanConfig:
+            return
+        raise ConfigError(
+            "schedule=all compares the schedules, which penstock plan does; run penstock plan schedule=all, "
+            "look, and train with plan=PATH of its plan.json"
+        )
+    schedule = schedule_named(config.schedule)
+    check_versions(
+        schedule=config.schedule,
+        weights=config.weights,
+        prediction=config.prediction,
+        num_stages=config.num_stages,
+        micro_batches=config.micro_batches,
+        extra_in_flight=config.extra_in_flight,
+    )
+    if layout(config.schedule) == "custom":
+        if not (isinstance(config, TrainConfig) and config.plan):
+            placed(lines)
+        return
+    rank_of = placement(config.schedule, stages=config.num_stages, ranks=config.ranks)
+    stages_of_rank = [
+        [stage for stage, owner in enumerate(rank_of) if owner == rank] for rank in range(config.ranks)
+    ]
+    schedule(stages_of_rank, config.micro_batches, extra_in_flight=config.extra_in_flight)
+
+
+def _findable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # it is there, and cannot tell
+        return True

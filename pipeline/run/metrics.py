@@ -1,0 +1,209 @@
+"""What the steps did: one line each while they run, and their sums when they are over.
+
+The numbers of ``metrics.jsonl``, ``summary.json`` and the closing table come from here, so they agree."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...compression.errors import ConfigError
+from ...stages.files import reason, refusing, remedy
+from ..runtime.report import Report, bubble
+
+if TYPE_CHECKING:
+    from ...stages.planner.plan import Plan
+
+DIRECTIONS = ("forward", "backward")
+MOST = ("live_micro_batches", "live_versions", "versions_bytes", "peak_bytes", "resident_bytes")
+
+
+class Metrics:
+    """The growing ``metrics.jsonl`` and the totals of the run so far; without a path, only the totals.
+
+    A disk that fills up ends no training: lines wait until they can be written, and ``tell`` is called with a
+    sentence when that begins, and at the end if some still wait."""
+
+    def __init__(self, path: Path | None, *, num_stages: int, tell: Callable[[str], None] = print) -> None:
+        self.totals = Totals(num_stages=num_stages)
+        self._path, self._tell = path or Path(os.devnull), tell
+        self._waiting: collections.deque[bytes] = collections.deque()
+        self._told = False
+        self._size = 0  # of the whole lines
+        with refusing(self._path):
+            self._file = self._path.open("wb", buffering=0)
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._waiting:
+            self._write()
+        lost = f"the last {len(self._waiting)}" if self._waiting else ""
+        try:
+            self._file.close()
+        except OSError as error:  # a disk over the network may say only now that it is full
+            lost = lost or f"some ({reason(error)})"
+        if lost:
+            self._tell(f"{self._path} lacks {lost} of {self.totals.num_steps} steps")
+
+    def add(self, report: Report) -> None:
+        """Write one step's line at once, so that a killed run keeps its history."""
+        self.totals.add(report)
+        self._waiting.append(f"{json.dumps(step_line(report), allow_nan=False)}\n".encode())
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._waiting:
+                self._size += self._append(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size)  # no half line
+                self._file.seek(self._size)
+            if not self._told:
+                self._tell(
+                    f"{self._path} cannot be written ({reason(error)}); training goes on, {remedy(error)}"
+                )
+                self._told = True
+
+    def _append(self, line: bytes) -> int:
+        written = 0
+        while written < len(line):
+            written += self._file.write(line[written:])
+        return written
+
+
+class Totals:
+    """Sums over all steps, per stage and together; of what a stage keeps the most.
+
+    ``busy`` holds the seconds in which each rank computed, of ``steady`` seconds: those of all steps but the
+    first, which is slow for reasons of its own, unless there is no other."""
+
+    def __init__(self, *, num_stages: int) -> None:
+        self.num_steps = self.num_samples = 0
+        self.seconds = 0.0
+        self.loss: float | None = None
+        names = [f"bytes_{kind}_{direction}" for kind in ("raw", "sent") for direction in DIRECTIONS]
+        names += [f"bytes_saved_{kind}" for kind in ("raw", "kept")]
+        self.ranks = [0] * num_stages  # where the stages ran: in one process all on one
+        self.busy: tuple[float, ...] = ()
+        self.steady = 0.0
+        self.stages: list[dict[str, Any]] = [
+            dict.fromkeys((*names, *MOST), 0) | {"compute_seconds": 0.0, "waiting_seconds": 0.0}
+            for _ in range(num_stages)
+        ]
+
+    def add(self, report: Report) -> None:
+        """Add one step."""
+        self.num_steps += 1
+        self.num_samples += report.num_samples
+        self.seconds += report.seconds
+        self.loss = _finite(report.loss)
+        if self.num_steps <= 2:
+            self.busy, self.steady = (0.0,) * len(report.busy_seconds), 0.0
+        self.busy = tuple(map(sum, zip(self.busy, report.busy_seconds, strict=True)))
+        self.steady += report.seconds
+        self.ranks = [stage.rank for stage in report.stages]
+        for total, stage in zip(self.stages, report.stages, strict=True):
+            for direction in DIRECTIONS:
+                total[f"bytes_raw_{direction}"] += getattr(stage, f"{direction}_raw")
+                total[f"bytes_sent_{direction}"] += getattr(stage, f"{direction}_sent")
+            total["bytes_saved_raw"] += stage.saved_raw
+            total["bytes_saved_kept"] += stage.saved_kept
+            total["compute_seconds"] += stage.compute_seconds
+            total["waiting_seconds"] += stage.waiting_seconds
+            for name in MOST:
+                total[name] = max(total[name], getattr(stage, name))
+
+    def bubble(self, rank: int) -> float:
+        """The share of the steps in which ``rank`` neither computed nor packed."""
+        return bubble(self.busy[rank], self.steady) if rank < len(self.busy) else 0.0
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read what ``Metrics`` wrote; the last line of a run that was killed may be half there, and is left out.
+
+    Raises: ConfigError: a line is damaged. OSError: the file cannot be read.
+    """
+    *whole, _ = path.read_text(encoding="utf-8").split("\n")
+    try:
+        return [json.loads(line) for line in whole]
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {error}; take it from the run again") from error
+
+
+def step_line(report: Report) -> dict[str, Any]:
+    """Return one line of ``metrics.jsonl``; a loss that is no number is null: JSON has no word for it."""
+    line: dict[str, Any] = {
+        "step": report.step,
+        "loss": _finite(report.loss),
+        "seconds": report.seconds,
+        "samples_per_second": report.num_samples / report.seconds,
+        "bytes_raw": report.bytes_raw,
+        "bytes_sent": report.bytes_sent,
+        "bubble": report.bubble,
+        "peak_bytes": report.peak_bytes,
+    }
+    for kind in ("raw", "sent"):
+        for direction in DIRECTIONS:
+            line[f"bytes_{kind}_{direction}"] = sum(
+                getattr(stage, f"{direction}_{kind}") for stage in report.stages
+            )
+    return line
+
+
+def summarise(
+    totals: Totals, plan: Plan, *, sizes: Mapping[str, int], test: Mapping[str, float], **facts: Any
+) -> dict[str, Any]:
+    """Return what ``summary.json`` holds and the closing table shows.
+
+    Args: sizes: elements of each parameter; test: results by name; facts: of the run, kept as they are.
+    """
+    stages = []
+    for number, (stage, total) in enumerate(zip(plan.stages, totals.stages, strict=True)):
+        entry: dict[str, Any] = {"stage": number, "rank": plan.ranks[number], "layers": len(stage.layers)}
+        entry |= {"first_layer": stage.layers[0], "last_layer": stage.layers[-1]}
+        entry |= {"parameters": sum(sizes[name] for name in stage.parameters)} | total
+        entry |= {"bubble": totals.bubble(totals.ranks[number]), "predicted_bytes": stage.memory_bytes}
+        for direction in DIRECTIONS:
+            entry[f"ratio_{direction}"] = ratio(
+                entry[f"bytes_raw_{direction}"], entry[f"bytes_sent_{direction}"]
+            )
+        stages.append(entry)
+    together: dict[str, Any] = {}
+    for kind in ("raw", "sent"):
+        by_direction = {way: sum(entry[f"bytes_{kind}_{way}"] for entry in stages) for way in DIRECTIONS}
+        together[f"bytes_{kind}"] = sum(by_direction.values())
+        together |= {f"bytes_{kind}_{way}": num_bytes for way, num_bytes in by_direction.items()}
+    for kind in ("raw", "kept"):
+        together[f"bytes_saved_{kind}"] = sum(entry[f"bytes_saved_{kind}"] for entry in stages)
+    return {
+        **{f"test_{name}": _finite(value) for name, value in test.items()},
+        "loss": totals.loss,
+        "steps": totals.num_steps,
+        "samples": totals.num_samples,
+        "seconds": totals.seconds,
+        "samples_per_second": totals.num_samples / totals.seconds if totals.seconds else None,
+        **together,
+        "ratio": ratio(together["bytes_raw"], together["bytes_sent"]),
+        "bubble": bubble(sum(totals.busy), totals.steady * len(totals.busy)),
+        **facts,
+        "stages": stages,
+    }
+
+
+def ratio(raw: float, sent: float) -> float | None:
+    """Return before / after; None where nothing was sent."""
+    return raw / sent if sent else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

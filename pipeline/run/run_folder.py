@@ -1,0 +1,227 @@
+"""The run folder: what a run was asked, what it planned, and what came of it.
+
+Files that other programs read (JSON, YAML, safetensors), each with one name. ``summary.json`` comes last: it
+tells a finished run from an interrupted one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from ... import __version__
+from ...compression.errors import ConfigError, PenstockError
+from ...conf.schema import PlanConfig, TrainConfig
+from ...stages.files import refusing, remove_parts, writing
+from .lock import held
+
+if TYPE_CHECKING:
+    from ...stages.planner.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """Where one run keeps its files."""
+
+    path: Path
+
+    @property
+    def lock(self) -> Path:
+        """Held by the process whose run it is; there only while it runs."""
+        return self.path / ".lock"
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """The plan that ran."""
+        return self.path / "plan.json"
+
+    @property
+    def plan_picture(self) -> Path:
+        """The plan, drawn."""
+        return self.path / "plan.png"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """What the closing table shows."""
+        return self.path / "summary.json"
+
+    @property
+    def results(self) -> Path:
+        """What a bench measured, in the place of a summary."""
+        return self.path / "results.json"
+
+    @property
+    def timeline(self) -> Path:
+        """The last step, drawn."""
+        return self.path / "timeline.png"
+
+    @property
+    def trace(self) -> Path:
+        """The last step, for ui.perfetto.dev."""
+        return self.path / "timeline.json"
+
+    @property
+    def schedules(self) -> Path:
+        """How the schedules compare; ``schedules_picture`` shows their timelines."""
+        return self.path / "schedules.json"
+
+    @property
+    def schedules_picture(self) -> Path:
+        """The simulated step of every schedule, drawn."""
+        return self.path / "schedules.png"
+
+    @property
+    def model(self) -> Path:
+        """The trained weights under the plain model's names."""
+        return self.path / "model.safetensors"
+
+    @property
+    def plans(self) -> Path:
+        """The plans that a bench compares."""
+        return self.path / "plans"
+
+    @property
+    def errors(self) -> Path:
+        """What failing ranks left; there only if some did."""
+        return self.path / "errors"
+
+    @contextlib.contextmanager
+    def claim(self) -> Iterator[str | None]:
+        """Make the folder, or take it over from a run that did not finish, and keep other runs out of it.
+
+        With the block the claim ends, and so does a folder into which nothing was written.
+
+        Returns: what to tell a person where the file system cannot keep others out; else None.
+        Raises:  ConfigError: it holds a finished run, another run works in it, or it cannot be written.
+        """
+        with contextlib.ExitStack() as claimed:
+            with refusing(self.path):
+                missing = claimed.enter_context(held(self.lock))
+                self._refuse_finished()
+                self._remove_parts()
+            claimed.callback(self._leave, self.mark())
+            yield missing
+
+    def begin(self, tell: Callable[[str], None]) -> None:
+        """Remove what an unfinished run left and this one would not write over at once.
+
+        Args:   tell: is called with a sentence if there is any.
+        Raises: ConfigError: it cannot be removed.
+        """
+        left = [path for path in (self.metrics, self.timeline, self.trace) if path.exists()]
+        left += self.errors.glob("*")
+        with refusing(self.path):
+            for path in left:
+                path.unlink()
+        if left:
+            names = ", ".join(str(path.relative_to(self.path)) for path in left)
+            tell(f"{self.path} is taken over from a run that did not finish, without its {names}")
+
+    def mark(self) -> os.stat_result:
+        """Return by what ``check`` knows the claimed folder again."""
+        with refusing(self.path):
+            return self.lock.stat()
+
+    def check(self, mark: os.stat_result) -> None:
+        """Refuse to write into a folder that was removed, and may by now be another run's.
+
+        Raises: ConfigError: it was.
+        """
+        with contextlib.suppress(OSError):
+            if os.path.samestat(mark, self.lock.stat()):  # its holder keeps the number from being given anew
+                return
+        raise ConfigError(
+            f"{self.path} was removed while this run wrote into it; leave it alone until the run has ended"
+        )
+
+    def save(self, config: PlanConfig, plan: Plan) -> None:
+        """Write the resolved configuration, with the versions that ran it, and the plan with its picture."""
+        self.tell(config, plan)
+        plan.draw(self.plan_picture)
+
+    def tell(self, config: PlanConfig, plan: Plan) -> None:
+        """Write what ranks need to know."""
+        import torch
+
+        content = dataclasses.asdict(config)
+        content["versions"] = {
+            "penstock": __version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        }
+        with writing(self.config) as part:
+            OmegaConf.save(content, part)
+        plan.save(self.plan)
+
+    @contextlib.contextmanager
+    def private(self) -> Iterator[RunFolder]:
+        """A folder that only this user can reach, for what ranks are told: nobody else writes into it.
+
+        What failing ranks leave in its ``errors`` is kept in this folder's, and told as lying there.
+        """
+        with contextlib.ExitStack() as made:
+            with refusing("a temporary folder (TMPDIR)"):
+                path = tempfile.TemporaryDirectory(prefix="penstock_", ignore_cleanup_errors=True)
+                told = RunFolder(path=Path(made.enter_context(path)))
+            try:
+                yield told
+            except PenstockError as error:
+                with contextlib.suppress(OSError, ConfigError):  # a full disk may be what they failed of
+                    self._keep_errors(told)
+                error.args = (str(error).replace(str(told.errors), str(self.errors)),)
+                raise
+
+    def read_config(self) -> TrainConfig:
+        """Return the configuration that ``save`` or ``tell`` wrote."""
+        content = OmegaConf.merge(OmegaConf.structured(TrainConfig), OmegaConf.load(self.config))
+        config = OmegaConf.to_object(content)
+        assert isinstance(config, TrainConfig)
+        return config
+
+    def read_summary(self) -> dict[str, Any]:
+        """Return what rank 0 left of a finished run."""
+        return json.loads(self.summary.read_text())
+
+    def _refuse_finished(self) -> None:
+        if self.summary.exists() or self.results.exists():
+            raise ConfigError(
+                f"hydra.run.dir={self.path} already holds a finished run; choose another folder or remove it"
+            )
+        if self.model.exists():
+            raise ConfigError(
+                f"hydra.run.dir={self.path} already holds trained weights, {self.model.name}; choose another "
+                "folder or move them"
+            )
+
+    def _keep_errors(self, told: RunFolder) -> None:
+        for left in told.errors.glob("*"):
+            self.errors.mkdir(exist_ok=True)
+            with writing(self.errors / left.name) as part:
+                part.write_bytes(left.read_bytes())
+
+    def _leave(self, mark: os.stat_result) -> None:
+        with contextlib.suppress(OSError, ConfigError):
+            self.check(mark)  # else these are another run's
+            self._remove_parts()
+
+    def _remove_parts(self) -> None:
+        for folder in (self.path, self.plans, self.errors):
+            remove_parts(folder)

@@ -1,0 +1,213 @@
+"""Every schedule on the same model: a plan and a simulated step for each, side by side, and the best of them.
+
+Which schedule is fastest depends on the balance of the stages, the links and the memory: so all are tried on
+paper before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from ...compression.errors import PenstockError, PlanError
+from ...stages.planner.costs import COPIES_OF_PARAMETERS, with_margin
+from ...stages.planner.measure import Profile
+from ...stages.planner.partition import partition
+from ...stages.planner.plan import Plan
+from ...stages.units import show_bytes, show_seconds
+from ..runtime.stream import Fed, between
+from ..schedules import SCHEDULES, schedule_named
+from ..schedules.live import Programs, live_micro_batches, live_versions, most_saved
+from ..schedules.simulate import simulate_plan
+from ..schedules.verify import smallest_window
+from .timeline import Panel
+
+# What a batch's bits allow to choose from, then what has no flush and other bits than the plain loop.
+SYNCHRONOUS = tuple(name for name in SCHEDULES if name not in ("async_1f1b", "custom"))
+ASYNCHRONOUS = (("async_1f1b", "stashed"), ("1f1b", "double_buffered"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One schedule on paper.
+
+    ``panel``: a step of it; of a stream one in its middle, whose length is what a batch takes there.
+    ``memory``: bytes on every rank: parameters, their gradients and one state of the optimizer, old versions,
+    and what the micro-batches in flight saved. ``live_micro_batches`` and ``live_versions``: per stage.
+    """
+
+    plan: Plan
+    panel: Panel
+    memory: tuple[int, ...]
+    live_micro_batches: tuple[int, ...]
+    live_versions: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The schedule, and its policy of the weights if there is one."""
+        return (
+            self.plan.schedule
+            if self.plan.weights == "latest"
+            else f"{self.plan.schedule} {self.plan.weights}"
+        )
+
+    @property
+    def seconds(self) -> float:
+        """What a step takes."""
+        return self.panel.seconds
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they compute nothing."""
+        return sum(self.panel.bubble) / len(self.panel.bubble)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank keeps to the memory of the plan."""
+        return self.plan.memory is None or with_margin(max(self.memory)) <= self.plan.memory
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All schedules that suit the stages, ranks and micro-batches; ``left_out`` says of the others why."""
+
+    candidates: tuple[Candidate, ...]
+    left_out: Mapping[str, str]
+    num_samples: int
+
+    @property
+    def chosen(self) -> Candidate:
+        """The shortest step that fits, of the schedules with the bits of the plain loop; of equals the
+        smallest.
+
+        Raises: PlanError: none fits."""
+        fitting = [one for one in self.candidates if one.fits and not one.plan.streams]
+        if not fitting:
+            why = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
+            raise PlanError(f"no synchronous schedule fits: {why or 'memory is too small'}")
+        return min(fitting, key=lambda one: (round(one.seconds, 9), max(one.memory)))
+
+    def facts(self) -> dict[str, Any]:
+        """What ``schedules.json`` holds."""
+        best = self.chosen
+        rows = [
+            {
+                "schedule": one.plan.schedule,
+                "weights": one.plan.weights,
+                "seconds": one.seconds,
+                "samples_per_second": self.num_samples / one.seconds,
+                "bubble": list(one.panel.bubble),
+                "memory_bytes": list(one.memory),
+                "fits": one.fits,
+                "live_micro_batches": list(one.live_micro_batches),
+                "live_versions": list(one.live_versions),
+                "chosen": one is best,
+            }
+            for one in self.candidates
+        ]
+        return {"schedules": rows, "left_out": dict(self.left_out)}
+
+    def panels(self) -> list[Panel]:
+        """A timeline for each candidate, the chosen one marked."""
+        best = self.chosen
+        return [
+            dataclasses.replace(one.panel, title=_heading(one, one is best), marked=one is best)
+            for one in self.candidates
+        ]
+
+
+def _heading(one: Candidate, chosen: bool) -> str:
+    parts = [f"{one.name}{' (chosen)' if chosen else ''}: {show_seconds(one.seconds)} a step"]
+    parts += [f"bubble {one.bubble:.0%}", f"{show_bytes(max(one.memory))} on the fullest rank"]
+    parts += ["the middle of a stream: no flush"] if one.plan.streams else []
+    return ", ".join(parts + ([] if one.fits else ["more than there is"]))
+
+
+def compare(profile: Profile, **options: Any) -> Comparison:
+    """Plan and simulate every schedule; ``options`` are those of ``partition``, less schedule and weights.
+
+    Raises:  PenstockError: nothing can be planned at all: what the first schedule says.
+    """
+    asked = [*((name, "latest") for name in SYNCHRONOUS), *ASYNCHRONOUS]
+    candidates: list[Candidate] = []
+    refused: dict[str, PenstockError] = {}
+    for name, weights in asked:
+        try:
+            candidates.append(
+                candidate(profile, partition(profile, schedule=name, weights=weights, **options))
+            )
+        except PenstockError as error:
+            refused[name if weights == "latest" else f"{name} {weights}"] = error
+    if not candidates:
+        raise next(iter(refused.values()))
+    return Comparison(
+        candidates=tuple(candidates),
+        left_out={name: str(error) for name, error in refused.items()},
+        num_samples=profile.num_samples * candidates[0].plan.micro_batches,
+    )
+
+
+def candidate(profile: Profile, plan: Plan) -> Candidate:
+    """Simulate the step of a plan, with the bytes that ``profile`` measured.
+
+    Raises:  ScheduleError: the schedule does not suit the plan's stages, ranks or micro-batches.
+    """
+    if plan.streams:
+        programs, panel = _stream(plan)
+    else:
+        schedule = schedule_named(plan.schedule, plan.program)
+        programs = schedule(plan.stages_of_rank, plan.micro_batches, extra_in_flight=plan.extra_in_flight)
+        panel = Panel(title=plan.schedule, spans=simulate_plan(plan, programs).spans)
+    versions = live_versions(programs, weights=plan.weights, micro_batches=plan.micro_batches)
+    return Candidate(
+        plan=plan,
+        panel=panel,
+        memory=_memory(profile, plan, programs, versions),
+        live_micro_batches=live_micro_batches(programs),
+        live_versions=versions,
+    )
+
+
+def check_order(plan: Plan) -> None:
+    """Refuse now the order of a plan that no pipeline would run, its stages taken for a chain.
+
+    Raises:  ScheduleError: the schedule does not suit the plan, or its ranks would wait for each other.
+    """
+    if plan.streams:
+        return
+    schedule = schedule_named(plan.schedule, plan.program)
+    programs = schedule(plan.stages_of_rank, plan.micro_batches, extra_in_flight=plan.extra_in_flight)
+    chain = list(pairwise(range(plan.num_stages)))
+    smallest_window(programs, num_micro_batches=plan.micro_batches, edges=chain)
+
+
+def _stream(plan: Plan) -> tuple[Programs, Panel]:
+    """The program of enough batches for a stream to be full, and a step in its middle.
+
+    One batch more takes a step more, filling and draining left out."""
+    number = plan.micro_batches
+    filled = math.ceil(2 * plan.num_stages / number)
+
+    def programs(batches: int) -> Programs:
+        ends = tuple(number * (index + 1) for index in range(batches))
+        fed = Fed(num_stages=plan.num_stages, each=plan.schedule == "async_1f1b", ends=ends)
+        return [between(own, fed) for own in plan.stages_of_rank]
+
+    longer = programs(filled + 2)
+    made, before = simulate_plan(plan, longer), simulate_plan(plan, programs(filled + 1))
+    first = next(span for span in made.spans if span.name == f"0F{filled * number}")
+    begin = first.start + first.waiting
+    end = begin + made.seconds - before.seconds
+    return longer, Panel(title=plan.schedule, spans=made.spans, begin=begin, end=end)
+
+
+def _memory(profile: Profile, plan: Plan, programs: Programs, versions: tuple[int, ...]) -> tuple[int, ...]:
+    layers = {layer.name: layer for layer in profile.layers}
+    saved = {s: sum(layers[n].saved_bytes for n in stage.layers) for s, stage in enumerate(plan.stages)}
+    held = [0] * plan.num_ranks
+    for stage, rank, kept in zip(plan.stages, plan.ranks, versions, strict=True):
+        parameters = sum(layers[name].parameter_bytes for name in stage.layers)
+        held[rank] += (COPIES_OF_PARAMETERS + kept - 1) * parameters
+    return tuple(sum(pair) for pair in zip(held, most_saved(programs, saved), strict=True))

@@ -1,0 +1,168 @@
+"""The picture of a step: one row per rank, one box per instruction, with the durations that were measured.
+
+People look at pictures before they read tables: a bubble, a slow stage or a wait for a link is seen at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...stages.files import save_picture
+from ..schedules.span import Span
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Blue and the warm colours from the palette of Okabe and Ito, which colour-blind readers tell apart. Warm is
+# backward, whole or in halves; printed in grey, the five are 30 of 255 apart.
+COLOURS = {"F": "#0072B2", "B": "#E69F00", "I": "#DC6A1A", "W": "#F0E442", "U": "#404040"}
+INK = {"F": "white", "B": "black", "I": "black", "W": "black", "U": "white"}
+NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, inputs",
+    "W": "backward, weights",
+    "U": "update",
+}
+WAITING = {"facecolor": "#F1F3F5", "edgecolor": "#B4BAC3", "hatch": "////", "linewidth": 0}
+ROW = 0.84  # height of a rank's row; the rows are 1 apart
+LANE_INCHES = 0.3  # least height of one of several stages in the row of their rank
+ROW_INCHES = 0.65
+MOST_INCHES = 30.0  # of all rows together; more of them get thinner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One timeline of a picture: its heading, bold if it is ``marked``, and its spans between two moments."""
+
+    title: str
+    spans: Sequence[Span]
+    begin: float = 0.0
+    end: float | None = None
+    marked: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts."""
+        last = max((span.end for span in self.spans), default=1e-3) if self.end is None else self.end
+        return last - self.begin
+
+    @property
+    def stages_of_rank(self) -> list[list[int]]:
+        """The stages in the row of every rank, ascending."""
+        num_ranks = 1 + max((span.rank for span in self.spans), default=0)
+        return [sorted({span.stage for span in self.spans if span.rank == rank}) for rank in range(num_ranks)]
+
+    @property
+    def bubble(self) -> list[float]:
+        """For every rank the share of the panel in which it computes nothing."""
+        busy, last = [0.0] * len(self.stages_of_rank), self.begin + self.seconds
+        for span in self.spans:
+            busy[span.rank] += max(0.0, min(span.end, last) - max(span.start + span.waiting, self.begin))
+        return [1 - one / self.seconds for one in busy]
+
+    @property
+    def inches(self) -> float:
+        """The height of its rows."""
+        return sum(max(ROW_INCHES, LANE_INCHES * len(stages)) for stages in self.stages_of_rank)
+
+
+def draw(panels: Sequence[Panel], path: str | Path, *, title: str) -> None:
+    """Draw timelines, one above the other on the same axis, into a PNG wide enough for the top of a page."""
+    save_picture(path, figure(panels, title=title))
+
+
+def figure(panels: Sequence[Panel], *, title: str) -> "Figure":
+    """The picture as a matplotlib figure: a box per span, what it waited in front of it, legend and axis."""
+    from matplotlib.figure import Figure  # takes a second to import, and only a drawing needs it
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    heights = [panel.inches for panel in panels]
+    heights = [height * min(1.0, MOST_INCHES / sum(heights)) for height in heights]
+    size = 13, 1.3 + sum(heights) + 0.42 * len(panels)
+    made = Figure(figsize=size, layout=ConstrainedLayoutEngine(hspace=0.02))
+    rows = made.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    end = max(panel.seconds for panel in panels)
+    for axes, panel in zip(rows, panels, strict=True):
+        _draw_panel(axes, panel, end=end)
+        axes.tick_params(axis="x", bottom=axes is rows[-1])
+        axes.spines["bottom"].set_visible(axes is rows[-1])
+    rows[-1].set_xlabel("milliseconds since the step began", loc="left", fontsize=10)
+    _draw_legend(rows[-1], [span for panel in panels for span in panel.spans])
+    made.suptitle(title, x=0.005, ha="left", fontsize=12.5, fontweight="bold")
+    return made
+
+
+def _draw_panel(axes: "Axes", panel: Panel, *, end: float) -> None:
+    stages_of_rank = panel.stages_of_rank
+    for rank in range(len(stages_of_rank)):  # what is left of it is the bubble
+        axes.axhspan(rank - ROW / 2, rank + ROW / 2, color="#FAFBFC", zorder=0)
+    for span in panel.spans:
+        if span.end > panel.begin and span.start < panel.begin + panel.seconds:
+            _draw_span(axes, span, panel, end=end, stages=stages_of_rank[span.rank])
+    axes.axvline(1e3 * panel.seconds, color="#5B6470", linewidth=1, zorder=0)
+    _draw_axes(axes, panel, stages_of_rank, end=end)
+    weight = "bold" if panel.marked else "normal"
+    axes.set_title(panel.title, loc="left", fontsize=10.5, pad=4, fontweight=weight)
+
+
+def _draw_span(axes: "Axes", span: Span, panel: Panel, *, end: float, stages: list[int]) -> None:
+    """The box, what it waited before, and the number of the micro-batch; times in ms.
+
+    Each of several stages has a lane of its own in the row of its rank."""
+    from matplotlib.patches import Rectangle
+
+    last = panel.begin + panel.seconds
+    moments = (span.start, span.start + span.waiting, span.end)
+    start, middle, stop = (1e3 * (min(max(moment, panel.begin), last) - panel.begin) for moment in moments)
+    height = ROW / len(stages)
+    bottom = span.rank - ROW / 2 + stages.index(span.stage) * height
+    if middle > start:
+        axes.add_patch(Rectangle((start, span.rank - ROW / 2), middle - start, ROW, **WAITING))
+    if stop <= middle:
+        return
+    box = {"fc": COLOURS[span.op], "ec": "white", "lw": 0.8, "gid": span.name, "clip_on": True}
+    axes.add_patch(Rectangle((middle, bottom), stop - middle, height, **box))
+    label = span.op if span.micro_batch is None else str(span.micro_batch)
+    if stop - middle > 1e3 * end * 0.0085 * len(label):  # else it would stand over its neighbours
+        place = (middle + stop) / 2, bottom + height / 2
+        size = 10 if len(stages) == 1 else 8.5
+        axes.text(*place, label, color=INK[span.op], ha="center", va="center_baseline", fontsize=size)
+
+
+def _draw_axes(axes: "Axes", panel: Panel, stages_of_rank: list[list[int]], *, end: float) -> None:
+    """One row per rank, rank 0 on top, with the share of the step in which it computed."""
+    names = [
+        f"rank {rank}, {_stages(stages)}\n{100 - 100 * share:.0f} % busy"
+        for rank, (stages, share) in enumerate(zip(stages_of_rank, panel.bubble, strict=True))
+    ]
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(0, 1e3 * end * 1.002)
+    axes.tick_params(axis="y", length=0, labelsize=9.5)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _stages(stages: Sequence[int]) -> str:
+    if len(stages) < 2:
+        return f"stage {stages[0]}" if stages else "idle"
+    together = stages[-1] - stages[0] == len(stages) - 1
+    return f"stages {stages[0]}-{stages[-1]}" if together else f"stages {', '.join(map(str, stages))}"
+
+
+def _draw_legend(axes: "Axes", spans: Sequence[Span]) -> None:
+    """Below the rows, at the right end of the axis label's line, so that the title may be long."""
+    from matplotlib.patches import Patch
+    from matplotlib.transforms import ScaledTranslation
+
+    used = {span.op for span in spans if span.computing > 0}
+    keys = [Patch(facecolor=COLOURS[op], label=NAMES[op]) for op in COLOURS if op in used]
+    if any(span.waiting for span in spans):
+        keys.append(Patch(label="waiting for a frame", **WAITING))
+    figure = axes.get_figure(root=True)
+    assert figure is not None, "the axes were made by a figure"
+    below = axes.transAxes + ScaledTranslation(0, -18 / 72, figure.dpi_scale_trans)
+    place = {"loc": "upper right", "bbox_to_anchor": (1, 0), "bbox_transform": below, "borderaxespad": 0}
+    axes.legend(handles=keys, ncols=max(1, len(keys)), frameon=False, fontsize=10, **place)

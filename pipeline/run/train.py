@@ -1,0 +1,198 @@
+"""READ FIRST: how a run goes, from the options to the trained model.
+
+``train`` runs in the process that was started: it refuses what cannot work, makes the plan, starts the ranks.
+Where there are several, each of them starts at ``join``; ``train_rank`` runs once in every one:
+
+    train:       options -> samples -> model -> trace -> measure -> partition -> Plan -> Pipeline, to try it
+    join:        options, Plan -> samples -> model -> Pipeline
+    train_rank:  Pipeline -> step after step -> the run folder
+
+``decide.py`` and ``course.py`` read the configuration with it; below them functions take values."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...compression.errors import PlanError, ScheduleError
+from ...conf.schema import TrainConfig
+from ...stages.files import save_json
+from ...stages.planner.plan import Plan
+from ...stages.tracing.layers import casting
+from ..pipeline import Pipeline
+from ..ranks import group
+from ..ranks.launch import cores, init, run_rank, start_ranks
+from ..runtime.report import Report
+from ..samples.samples import Samples
+from . import build, console, early
+from .course import check_batches, count_steps, count_updates, training_batches
+from .decide import decide, model_name, prepare
+from .metrics import Metrics, summarise
+from .model_file import keeping, rescuing, save_model
+from .run_folder import RunFolder
+from .step_files import save_step
+
+
+def train(config: TrainConfig, folder: RunFolder, typed: Sequence[str] = ()) -> None:
+    """Train as ``config`` says and leave everything in ``folder``; print what a person sees.
+
+    Args:   folder: claimed for this run.
+            typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored.
+    Raises: PenstockError: something that was asked for cannot be had, or a rank failed.
+    """
+    given = early.check(config, typed)
+    build.check_targets(config)
+    build.optimizer(config.optimizer)
+    samples = prepare(config)
+    for note in samples.notes:
+        console.warn(note)
+    build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
+    model = build.model(config.model, describe=samples.describe, seed=config.seed)
+    plan = given or decide(config, samples, model=model, autocast=build.autocast(config.autocast))
+    config.stages = plan.num_stages
+    pipe = rehearse(config, plan, samples, model)
+    del model
+    folder.begin(console.warn)
+    folder.save(config, plan)
+    console.begin(plan, folder.path)
+    if plan.num_ranks == 1:
+        train_rank(config, plan, folder, samples, pipe)
+    else:
+        del pipe  # the ranks need the memory
+        with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
+            told.tell(config, plan)
+            arguments = [str(told.path), str(folder.path)]
+            start_ranks(__name__, arguments, errors=told.errors, stages_of_rank=plan.stages_of_rank)
+    console.close(folder.read_summary(), files=[folder.plan_picture, folder.timeline, folder.trace])
+
+
+def rehearse(config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module) -> Pipeline:
+    """Put the whole pipeline together in this process, to refuse now what a rank would refuse."""
+    check_batches(config, plan, samples)
+    try:
+        return assemble(config, plan, samples, model)
+    except (PlanError, ScheduleError) as error:
+        given = next((name for name in ("plan", "program") if getattr(config, name)), None)
+        source = f"{given}={getattr(config, given)}: " if given else ""
+        raise type(error)(f"{source}{error}") from error
+
+
+def assemble(config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module) -> Pipeline:
+    """Return the pipeline of this process: in a group of ranks its own stages, else all of them.
+
+    Raises: PenstockError: the model, the plan, the optimizer and the schedule do not go together.
+    """
+    return Pipeline(
+        model,
+        plan,
+        loss=loss,
+        optimizer=build.optimizer(config.optimizer),
+        scheduler=build.scheduler(config.scheduler, num_steps=count_updates(config, samples)),
+        clip=config.clip.norm,
+        clip_scope=config.clip.scope,
+        scaler=build.scaler(config.loss_scale),
+        autocast=build.autocast(config.autocast),
+        seed=config.seed,
+        deadline=config.deadline,
+    )
+
+
+def join(config: TrainConfig, plan: Plan, folder: RunFolder) -> None:
+    """Train as one rank among others."""
+    init(deadline=config.deadline)
+    samples = prepare(config)
+    # No other reference to the model is kept: the pipeline drops the layers of other ranks.
+    model = [build.model(config.model, describe=samples.describe, seed=config.seed)]
+    train_rank(config, plan, folder, samples, assemble(config, plan, samples, model.pop()))
+
+
+def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samples, pipe: Pipeline) -> None:
+    """Train this rank's stages; rank 0 also tells and writes what happens."""
+    num_steps = count_steps(config, samples)
+    first, mark = group.rank() == 0, folder.mark()
+    with (
+        console.Training(num_steps, shown=first) as progress,
+        Metrics(folder.metrics if first else None, num_stages=plan.num_stages, tell=progress.note) as metrics,
+    ):
+        test = run_epochs(pipe, plan, config, samples, see=[metrics.add, progress.step], note=progress.note)
+    weights, spans, flows = pipe.state_dict()["model"], pipe.timeline(), pipe.flows()
+    pipe.close()
+    if not first:
+        return
+    with rescuing(folder.model.name, weights):
+        folder.check(mark)
+        save_model(folder.model, weights)
+    with keeping(folder.model):
+        save_step(folder, spans, title=_title(config, plan, step=num_steps - 1))
+        sizes = {name: weight.numel() for name, weight in weights.items()}
+        facts = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
+        facts |= {"flows": flows, "turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns]}
+        save_json(folder.summary, summarise(metrics.totals, plan, sizes=sizes, test=test, **facts))
+
+
+def run_epochs(
+    pipe: Pipeline,
+    plan: Plan,
+    config: TrainConfig,
+    samples: Samples,
+    *,
+    see: Sequence[Callable[[Report], None]],
+    note: Callable[[str], None],
+) -> dict[str, float]:
+    """Take every step and test after each epoch; return the last test's results."""
+    left = count_steps(config, samples)
+    test: dict[str, float] = {}
+    for epoch in range(config.epochs):
+        for inputs, targets in islice(training_batches(config, samples, epoch=epoch), left):
+            report = pipe.step(inputs, targets)
+            left -= 1
+            for one in see:
+                one(report)
+        test = evaluate(pipe, plan, config, samples)
+        if test:
+            result = f"test accuracy {test['accuracy']:.2%}, test loss {test['loss']:.4f}"
+            note(f"epoch {epoch + 1}/{config.epochs}: {result}")
+        if left == 0:
+            break
+    return test
+
+
+def evaluate(pipe: Pipeline, plan: Plan, config: TrainConfig, samples: Samples) -> dict[str, float]:
+    """Return the accuracy and the mean loss over the test split, on every rank; nothing without one."""
+    if samples.test is None:
+        return {}
+    right = total = 0
+    lost = 0.0
+    for inputs, targets in samples.batches("test", batch_size=config.batch_size):
+        outputs = pipe.evaluate(inputs)
+        if outputs is not None:
+            right += int((outputs.argmax(-1) == targets).sum())
+            with casting(build.autocast(config.autocast)):
+                lost += float(loss(outputs, targets)) * targets.numel()
+            total += targets.numel()
+    last = plan.ranks[-1]
+    right, lost, total = (group.share(number, last) for number in (right, lost, total))
+    return {"accuracy": right / total, "loss": lost / total}
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy of classes (batch, classes) or of characters (batch, length, classes)."""
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
+    predicted = " prediction=true" if plan.prediction else ""
+    versions = f" weights={plan.weights}{predicted}" if plan.streams else ""
+    job = f"schedule={plan.schedule}{versions} micro_batches={plan.micro_batches} stages={plan.num_stages}"
+    return f"{model_name(config)}, step {step}: {job} ranks={plan.num_ranks}"
+
+
+if __name__ == "__main__":
+    told, run_folder = (RunFolder(path=Path(path)) for path in sys.argv[1:])
+    run_rank(lambda: join(told.read_config(), Plan.load(told.plan), run_folder), told.errors)

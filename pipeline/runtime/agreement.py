@@ -1,0 +1,190 @@
+"""Do all ranks mean the same training? Ranks that were given different plans, weights, settings or batches
+would train some other model, with nothing to be seen of it.
+
+Facts (``facts.py``) are compared as one digest in one small exchange; only where digests differ do the ranks
+tell each other the facts, and all of them refuse with one sentence that names the first difference. What one
+rank refuses for itself in such a place travels the same way, so that no rank waits for one that has left."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from ...compression.errors import Disagreement, PenstockError, PlanError, TransportError
+from ...stages.planner.plan import Plan
+from ..ranks import group
+from .facts import Fact, of_process
+
+EVERY = 100  # batches between two that are compared
+
+
+@contextlib.contextmanager
+def together(at: str) -> Iterator[None]:
+    """What is done inside, every rank does or none: what one rank refuses, all do.
+
+    Raises: Disagreement: another rank refused."""
+    try:
+        yield
+    except (Disagreement, TransportError):
+        raise
+    except Exception as error:
+        refuse(at, error)
+        raise
+    agree(at, list)
+
+
+def agree(at: str, told: Callable[[], Sequence[Fact]]) -> None:
+    """Go on where all ranks have the same facts.
+
+    Args:   at: where in its program this rank is; told: what makes the facts, asked only among several ranks.
+    Raises: Disagreement: they differ, and how; or another rank refused.
+    """
+    if group.num_ranks() == 1:
+        return
+    facts = told()
+    digest = hashlib.blake2b(
+        "\n".join(f"{fact.what}\0{fact.value}" for fact in facts).encode(errors="replace")
+    )
+    if len(set(_exchange(at, digest.hexdigest()))) == 1:
+        return
+    rows = group.gather_json([dataclasses.astuple(fact) for fact in facts])
+    for places in zip_longest(*rows):
+        found = [item and Fact(*item) for item in places]
+        for rank, theirs in enumerate(found):
+            if theirs != found[0]:
+                raise Disagreement(_difference(found[0], theirs, rank))
+
+
+def _difference(ours: Fact | None, theirs: Fact | None, rank: int) -> str:
+    """Ranks 0 and ``rank`` in one sentence: two values of one thing, or two things."""
+    said = [f"has {fact.what}" if fact else "has no more" for fact in (ours, theirs)]
+    found = f"rank 0 {said[0]} where rank {rank} {said[1]}"
+    if ours and theirs and ours.what == theirs.what:
+        values = f"{_short(ours.value)} on rank 0 and {_short(theirs.value)} on rank {rank}"
+        found = f"{ours.what} is {values}"
+    known = ours or theirs
+    assert known is not None, "places that differ are not both empty"
+    return f"all ranks train one model alike: {found}; {known.remedy}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def refuse(at: str, error: Exception) -> None:
+    """Tell the other ranks, which are on their way here, why this one stops; its own error is what counts."""
+    said = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+    with contextlib.suppress(TransportError):
+        _exchange(at, None, refusal=said)
+
+
+def _exchange(at: str, item: Any, *, refusal: str = "") -> list[Any]:
+    """Everybody's ``item``, by rank, if no rank refuses and all are at the same point."""
+    rows = group.gather_json([at, item, refusal])
+    if refusal:
+        return []
+    if said := [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(rows) if text]:
+        raise Disagreement("; ".join(said))
+    for rank, (theirs, *_) in enumerate(rows):
+        if theirs != rows[0][0]:
+            raise Disagreement(
+                f"all ranks call a Pipeline alike: rank 0 is at {rows[0][0]}, rank {rank} at {theirs}; "
+                "make the same calls in the same order on every rank"
+            )
+    return [item for _, item, _ in rows]
+
+
+def agree_on_plan(plan: Plan | None) -> Plan:
+    """Rank 0's plan, on every rank.
+
+    A rank may have none, or one that was asked for in the same words: measured seconds vary, so the same
+    question may find other cuts.
+
+    Raises: Disagreement: rank 0 has none, or a rank's plan asks for something else.
+    """
+    if group.num_ranks() == 1:
+        if plan is None:
+            raise PlanError(
+                "one process has no other rank to take a plan from, found plan=None; give it one: "
+                "penstock.partition(penstock.measure(penstock.trace(model, example), example), stages=2)"
+            )
+        return plan
+    rows = _exchange("its plan", None if plan is None else plan.to_json())
+    if rows[0] is None:
+        raise Disagreement(
+            "rank 0 decides the plan of all ranks, found plan=None on rank 0; give rank 0 one from "
+            "penstock.partition"
+        )
+    plans = [None if row is None else Plan.of_json(row, f"rank {rank}") for rank, row in enumerate(rows)]
+    chosen = plans[0]
+    assert chosen is not None
+    for rank, theirs in enumerate(plans):
+        if theirs is not None and (found := _other_wish(chosen, theirs)):
+            raise Disagreement(
+                f"all ranks train by one plan: {found[0]} is {_short(found[1])} on rank 0 and "
+                f"{_short(found[2])} on rank {rank}; plan with the same options on every rank, or give "
+                "plan=None on every rank but 0"
+            )
+    return chosen
+
+
+def _other_wish(ours: Plan, theirs: Plan) -> tuple[str, str, str] | None:
+    """What two plans decide that the planner's measurements cannot have made different, and each side's."""
+    searched = ("stages", "ranks", "asked", "signature")  # an example of other data has other integers
+    for name in (field.name for field in dataclasses.fields(Plan) if field.name not in searched):
+        if getattr(ours, name) != getattr(theirs, name):
+            what = "the fingerprint of the model" if name == "fingerprint" else name
+            return what, str(getattr(ours, name)), str(getattr(theirs, name))
+    a, b = ([plan.ranks, *(stage.layers for stage in plan.stages)] for plan in (ours, theirs))
+    if a == b or (ours.asked and ours.asked == theirs.asked):
+        return None
+    if ours.asked and theirs.asked:
+        return "what partition was asked for", str(ours.asked), str(theirs.asked)
+    said = [f"cuts=[{','.join(plan.cuts)}] ranks={list(plan.ranks)}" for plan in (ours, theirs)]
+    return "the cut", said[0], said[1]
+
+
+class SameBatches:
+    """Compares the first batch of a kind across ranks, and every hundredth; the others cost nothing.
+
+    Args:    stop: (where, error) -> what to raise when this rank refuses a batch that others take: they
+             find out in the middle of it.
+             every: batches from one that is compared to the next.
+    """
+
+    def __init__(self, stop: Callable[[str, Exception], Exception], *, every: int = EVERY) -> None:
+        self.stop, self.every = stop, every
+        self.counts: Counter[str] = Counter()
+        self.due = False
+
+    @contextlib.contextmanager
+    def batch(self, kind: str, number: int) -> Iterator[None]:
+        """Get a batch of ``kind`` ready inside, and ``compare`` it."""
+        self.at = f"{kind} {number}"
+        self.due = group.num_ranks() > 1 and self.counts[kind] % self.every == 0
+        try:
+            yield
+        except (Disagreement, TransportError):
+            raise
+        except Exception as error:
+            if self.due:
+                refuse(self.at, error)
+            elif group.num_ranks() > 1:
+                raise self.stop(f"the batch of {self.at}", error) from error
+            raise
+        self.counts[kind] += 1
+
+    def compare(self, told: Callable[[], Sequence[Fact]]) -> None:
+        """Compare the facts that ``told`` makes, and those of the process, if it is time for it."""
+        if self.due:
+            self.due = False
+            agree(self.at, lambda: [*of_process(), *told()])
+
+    def restart(self) -> None:
+        """Compare the next batch of every kind."""
+        self.counts.clear()

@@ -1,0 +1,197 @@
+"""What Pipeline refuses before anything runs: each a PlanError that says the rule, what was found and the
+remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ...compression.errors import PlanError
+from ...stages.planner.plan import Plan
+from ...stages.planner.rules import STREAM
+from ...stages.tracing.graph import LayerGraph, fingerprint
+from ..ranks import group
+from ..weights.update import SCOPES, Named
+
+
+def check_gradients() -> None:
+    """Training records gradients, so they must not be switched off."""
+    if not torch.is_grad_enabled():
+        raise PlanError("training needs gradients, and they are switched off here; leave torch.no_grad()")
+
+
+def check_arguments(
+    model: object, plan: object, optimizer: object, clip: object, autocast: object, deadline: float
+) -> None:
+    """What a person may pass to Pipeline."""
+    if not isinstance(model, nn.Module) or not isinstance(plan, Plan | None):
+        raise PlanError(
+            f"Pipeline takes a torch module and a Plan, found {type(model).__name__} and "
+            f"{type(plan).__name__}"
+        )
+    if isinstance(optimizer, Optimizer) or not callable(optimizer):
+        raise PlanError(
+            "optimizer is a function of (name, parameter) pairs, called once per stage, found "
+            f"{type(optimizer).__name__}; give lambda named: torch.optim.SGD(named, lr=0.1)"
+        )
+    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
+        raise PlanError(f"clip is a largest norm above 0, found {clip}; give None for no clipping")
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise PlanError(
+            f"autocast is a dtype such as torch.bfloat16, found {autocast}; give None for no cast"
+        )
+    if not isinstance(deadline, int | float) or not deadline > 0:
+        raise PlanError(f"deadline is a number of seconds above 0, found {deadline!r}")
+
+
+def check_functions(loss: object, scheduler: object, weight: object, seed: object) -> None:
+    """What is called in every step, or once for every stage."""
+    if not callable(loss) or isinstance(loss, type):
+        what = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
+        raise PlanError(
+            f"loss is a function of (outputs, targets), found {what}; give torch.nn.CrossEntropyLoss() or a "
+            "function"
+        )
+    if scheduler is not None and not callable(scheduler):
+        raise PlanError(
+            "scheduler is a function of an optimizer, called once per stage, found "
+            f"{type(scheduler).__name__}; give lambda optimizer: StepLR(optimizer, 10)"
+        )
+    if weight is not None and not callable(weight):
+        raise PlanError(f"weight is a function of targets, found {weight!r}; give None for their number")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise PlanError(f"seed is an integer, found {seed!r}")
+
+
+def optimizer_of(optimizer: Callable[[Named], Optimizer]) -> Callable[[Named], Optimizer]:
+    """``optimizer``, whose mistakes are told as what they are; what a ValueError says, ``Update`` knows."""
+
+    def make(named: Named) -> Optimizer:
+        try:
+            return optimizer(named)
+        except (PlanError, ValueError):
+            raise
+        except Exception as error:
+            raise PlanError(f"the optimizer of a stage cannot be made: {_said_of(error)}") from error
+
+    return make
+
+
+def scheduler_of(scheduler: Callable[[Optimizer], LRScheduler]) -> Callable[[Optimizer], LRScheduler]:
+    """The same for ``scheduler``; what it makes must be stepped without arguments, after every update."""
+
+    def make(optimizer: Optimizer) -> LRScheduler:
+        try:
+            made = scheduler(optimizer)
+        except Exception as error:
+            raise PlanError(f"the scheduler of a stage cannot be made: {_said_of(error)}") from error
+        if isinstance(made, ReduceLROnPlateau) or not callable(getattr(made, "step", None)):
+            raise PlanError(
+                "scheduler makes what is stepped after every update without arguments, found "
+                f"{type(made).__name__}; use one such as StepLR or LambdaLR"
+            )
+        return made
+
+    return make
+
+
+def _said_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def check_update(model: nn.Module, plan: Plan, *, clip: object, scope: str, scaler: object) -> None:
+    """What the update of the weights can do with the schedule and the weights of ``plan``."""
+    if scope not in SCOPES:
+        raise PlanError(f"clip_scope is one of {', '.join(SCOPES)}, found {scope!r}; choose one of these")
+    if clip is not None and scope == "global" and plan.schedule == STREAM:
+        raise PlanError(
+            f"with {STREAM} there is no moment at which all stages hold the same step; take "
+            "clip_scope=stage, the norm over each stage's gradients, or clip=None"
+        )
+    _check_scaler(model, plan, scaler)
+
+
+def _check_scaler(model: nn.Module, plan: Plan, scaler: object) -> None:
+    if scaler is None or (isinstance(scaler, GradScaler) and not scaler.is_enabled()):
+        return
+    number = isinstance(scaler, int | float) and not isinstance(scaler, bool) and 0 < scaler < math.inf
+    if not isinstance(scaler, GradScaler) and not number:
+        raise PlanError(
+            f"scaler is a torch.amp.GradScaler, or a number above 0 that stays, found {scaler!r}; give None "
+            "for no loss scale"
+        )
+    if plan.schedule == STREAM and not number:
+        raise PlanError(
+            f"with {STREAM} there is no moment at which all stages hold the same step, to skip it or to move "
+            "its loss scale; give scaler a number, such as 1024.0"
+        )
+    sparse = next((n for n, m in model.named_modules() if getattr(m, "sparse", False) is True), "")
+    if sparse:
+        raise PlanError(
+            f"a loss scale is taken off dense gradients, and {sparse} gives sparse ones; make it with "
+            "sparse=False, or give scaler=None"
+        )
+    trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
+    if half := next((name for name, dtype in trained if dtype == torch.float16), ""):
+        raise PlanError(
+            f"a loss scale cannot be taken off gradients of float16 without losing them, and {half} is "
+            "float16; keep the parameters in float32 and give autocast=torch.float16"
+        )
+    if odd := next((name for name, dtype in trained if dtype.is_complex), ""):
+        raise PlanError(
+            f"torch takes a loss scale off real gradients only, and {odd} is complex; give scaler=None"
+        )
+
+
+def check_plan(plan: Plan, model: nn.Module) -> None:
+    """A group of ranks has as many as the plan, the model the parameters and buffers it was made for."""
+    if group.joined() and group.num_ranks() != plan.num_ranks:
+        raise PlanError(
+            f"the plan is made for {plan.num_ranks} ranks, {group.num_ranks()} were started; start as many, "
+            "or plan again"
+        )
+    if plan.fingerprint != fingerprint(model):
+        raise PlanError(
+            "a plan belongs to the model it was made for, and this model has other parameters or "
+            "buffers; plan again"
+        )
+
+
+def check_versions_of(state: Mapping[str, Any], plan: Plan) -> None:
+    """A state of asynchronous training goes on only where micro-batches see the same versions."""
+    ours, theirs = plan.versions, state.get("versions")
+    if ours != theirs:
+        raise PlanError(
+            "a state goes on with the schedule, weights and cuts that it was made with, "
+            f"{_said(theirs)}, found {_said(ours)}; plan alike, or load only its model, before the Pipeline"
+        )
+
+
+def _said(versions: object) -> str:
+    if versions is None:
+        return "a synchronous schedule"
+    known = {"schedule", "weights", "prediction", "cuts"}
+    if not isinstance(versions, Mapping) or not known <= set(versions):
+        return "no known versions"
+    predicted = ", prediction=true" if versions["prediction"] else ""
+    cuts = ",".join(map(str, versions["cuts"])) if isinstance(versions["cuts"], list | tuple) else "?"
+    return f"schedule={versions['schedule']} weights={versions['weights']}{predicted} cuts=[{cuts}]"
+
+
+def check_layers(plan: Plan, graph: LayerGraph) -> None:
+    """The model has the layers that the plan spreads over stages."""
+    planned = [layer for stage in plan.stages for layer in stage.layers]
+    for number, (ours, theirs) in enumerate(zip_longest(graph.layers, planned)):
+        if ours != theirs:
+            raise PlanError(
+                f"a plan belongs to the model it was made for: layer {number} is {ours} in the model, "
+                f"{theirs} in the plan; plan again"
+            )

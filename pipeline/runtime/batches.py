@@ -1,0 +1,120 @@
+"""A batch as micro-batches: fresh copies, near-equal sizes, and each one's share of the batch.
+
+A view of a batch may be misaligned, and another alignment picks another kernel: so micro-batches are copied
+into fresh memory, in the plain loop too."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ...compression.errors import PlanError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What a micro-batch brings from outside: the model's inputs, targets, its share of the batch.
+
+    It is number ``index`` of the batch of ``step``, which is number ``batch`` since the last drain."""
+
+    inputs: tuple[torch.Tensor, ...]
+    targets: Any
+    share: float
+    step: int = 0
+    index: int = 0
+    batch: int = 0
+
+
+def micro_batches(
+    inputs: tuple[torch.Tensor, ...],
+    targets: Any,
+    number: int,
+    weight: Callable[[Any], float] | None,
+    *,
+    whole: Sequence[bool] = (),
+) -> list[MicroBatch]:
+    """Split a batch into ``number`` micro-batches of near-equal size (fewer samples: one each).
+
+    ``weight(targets)`` says over how much the loss of a micro-batch is a mean; None: over its samples.
+    ``whole``: which of the inputs are constants, that every micro-batch gets all of."""
+    leaves, spec = tree_flatten(targets)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    kept = list(whole) or [False] * len(inputs)
+    several = [*(x for x, all_of in zip(inputs, kept, strict=True) if not all_of), *tensors]
+    _refuse_unsplit(leaves, (*inputs, *tensors), samples=len(several[0]) if several[0].dim() else 0)
+    lengths = {x.shape[0] if x.dim() else None for x in several}
+    if len(lengths) != 1 or not (length := lengths.pop()):
+        found = sorted({str(tuple(x.shape)) for x in several})
+        raise PlanError(
+            "inputs and targets of a batch have the same number of samples, one or more, found "
+            f"{', '.join(found)}; what has no samples is traced as penstock.Constant(tensor)"
+        )
+    number = min(number, length)
+    split = [
+        [x] * number if all_of else x.tensor_split(number) for x, all_of in zip(inputs, kept, strict=True)
+    ]
+    sizes = [len(part) for part in several[0].tensor_split(number)]
+    split_targets = [
+        leaf.tensor_split(number) if isinstance(leaf, torch.Tensor) else [leaf] * number for leaf in leaves
+    ]
+    parts = [tree_unflatten([_fresh(column[i]) for column in split_targets], spec) for i in range(number)]
+    weights = [sizes[i] if weight is None else _weight(weight, parts[i]) for i in range(number)]
+    total = sum(weights)
+    if not total > 0:
+        raise PlanError(
+            f"the weights of a batch's micro-batches sum to more than zero, found {total}; see weight="
+        )
+    return [
+        MicroBatch(
+            inputs=tuple(_fresh(x[i]) for x in split), targets=parts[i], share=weights[i] / total, index=i
+        )
+        for i in range(number)
+    ]
+
+
+def _refuse_unsplit(targets: Sequence[Any], tensors: Sequence[torch.Tensor], *, samples: int) -> None:
+    """Refuse what would go to every micro-batch as a whole, or cannot be split."""
+    numbers = len(targets) == samples > 1 and all(isinstance(leaf, int | float) for leaf in targets)
+    if numbers or any(isinstance(leaf, numpy.ndarray) for leaf in targets):
+        raise PlanError(
+            "targets are tensors, which are split like the inputs, found "
+            f"{'a list of numbers' if numbers else 'an array'}; give torch.as_tensor(targets)"
+        )
+    for tensor in tensors:
+        if tensor.layout != torch.strided or tensor.is_nested or not tensor.is_cpu:
+            kind = "nested" if tensor.is_nested else str(tensor.layout)
+            raise PlanError(
+                f"inputs and targets are dense tensors on the CPU, found a {kind} one on {tensor.device}; "
+                "convert it first"
+            )
+        if tensor.requires_grad:
+            raise PlanError(
+                "a pipeline gives gradients of parameters, not of a batch, found inputs or targets that "
+                "require one; give tensor.detach()"
+            )
+
+
+def _weight(weight: Callable[[Any], float], targets: Any) -> float:
+    found = weight(targets)
+    if not isinstance(found, int | float) and not (isinstance(found, torch.Tensor) and found.numel() == 1):
+        raise PlanError(f"weight says of targets over how much the loss is a mean, a number, found {found!r}")
+    return found  # pyright: ignore[reportReturnType] (a tensor of one element counts as a number)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """The outputs of micro-batches as those of one batch: every tensor along dimension 0; None of none."""
+    if not parts:
+        return None
+    leaves, spec = tree_flatten(parts[0])
+    columns = zip(*(tree_flatten(part)[0] for part in parts), strict=True)
+    whole = [torch.cat(c) if isinstance(c[0], torch.Tensor) and c[0].dim() else c[0] for c in columns]
+    return tree_unflatten(whole if leaves else leaves, spec)
+
+
+def _fresh(item: Any) -> Any:
+    return item.detach().clone() if isinstance(item, torch.Tensor) else item

@@ -1,0 +1,223 @@
+"""What all ranks must have alike, as facts: a name, a value that can be shown, and how to make it the same.
+
+Bits are facts as checksums: a CRC sees every change of up to 32 bits in a row, at the speed of memory. It is
+there for mistakes, such as a seed that was not set; whoever means to deceive has other ways.
+Functions cannot be compared; their names can."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from ... import __version__
+from ...stages.tracing.graph import LayerGraph
+from ...stages.tracing.layers import parts_of
+from ..weights.update import Named
+
+BUILD = "install the same build on every rank"
+TORCH = "set it alike on every rank, before the Pipeline is made"
+ARGUMENTS = "give Pipeline the same arguments on every rank"
+MODEL = "make the same model on every rank"
+WEIGHTS = "call torch.manual_seed with one number on every rank before the model is made, or load one file"
+BATCHES = "give every rank the same batches in the same order, shuffled by a generator of one seed"
+STATE = "load the same state on every rank"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fact:
+    """``what`` is ``value``; where ranks differ in it, ``remedy`` says what to do."""
+
+    what: str
+    value: str
+    remedy: str
+
+
+def of_process() -> list[Fact]:
+    """What decides the bits of a layer beside its weights: the build of torch, and how it was set."""
+    backends, commit = torch.backends, str(torch.version.git_version)[:8]
+    precisions = {
+        "float32 of matrix products": backends.fp32_precision,  # type: ignore[attr-defined]
+        "float32 of CUDA matrix products": backends.cuda.matmul.fp32_precision,
+        "float32 of cuDNN convolutions": backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        "float32 of oneDNN matrix products": backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+        "float32 of oneDNN convolutions": backends.mkldnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        "float32 of oneDNN recurrent layers": backends.mkldnn.rnn.fp32_precision,  # type: ignore[attr-defined]
+    }
+    settings = {
+        "number of threads of torch": torch.get_num_threads(),
+        "deterministic-algorithms flag": torch.are_deterministic_algorithms_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        **{f"precision for {name}": value for name, value in precisions.items()},
+        "oneDNN flag": backends.mkldnn.enabled,  # type: ignore[attr-defined]
+        "flash-attention flag": backends.cuda.flash_sdp_enabled(),
+        "flush of denormal numbers": float(torch.tensor(1e-40, dtype=torch.float32) * 1) == 0.0,
+        "autocast flag": torch.is_autocast_enabled("cpu"),
+    }
+    return [
+        Fact("the version of penstock", __version__, BUILD),
+        Fact("the build of torch", f"{torch.__version__} ({commit})", BUILD),
+        Fact("the byte order", sys.byteorder, BUILD),
+        *(Fact(f"the {name}", str(value), TORCH) for name, value in settings.items()),
+    ]
+
+
+def of_pipeline(
+    model: nn.Module,
+    optimizer: Callable[[Named], Optimizer],
+    scheduler: Callable[[Optimizer], LRScheduler] | None,
+    rest: Mapping[str, Any],
+) -> list[Fact]:
+    """The process, and what its Pipeline was given but for the plan; ``rest`` by the names of arguments."""
+    given = [_argument(name, _shown(value)) for name, value in rest.items()]
+    updates = [_argument(*item) for item in _of_updates(model, optimizer, scheduler).items()]
+    return [*of_process(), *given, *_of_model(model), *updates]
+
+
+def _argument(name: str, value: str) -> Fact:
+    return Fact(f"the argument {name}", value, ARGUMENTS)
+
+
+def _of_updates(
+    model: nn.Module,
+    optimizer: Callable[[Named], Optimizer],
+    scheduler: Callable[[Optimizer], LRScheduler] | None,
+) -> dict[str, str]:
+    """The optimizer of all parameters at once: its settings may depend on names, or on a parameter itself."""
+    facts: dict[str, str] = {}
+    try:
+        made = optimizer(list(model.named_parameters()))
+        facts["optimizer"] = f"{type(made).__qualname__}{_shown(_plain(made) or '')}"
+        owner = {id(parameter): name for name, parameter in model.named_parameters()}
+        for number, settings in enumerate(made.param_groups):
+            kept = {k: v for k, v in settings.items() if k not in ("params", "param_names")}
+            facts |= {f"optimizer, {k} of its group {number}": _shown(v) for k, v in kept.items()}
+            own = [owner.get(id(parameter)) for parameter in settings["params"]]
+            facts |= {f"optimizer, the group of {name}": str(number) for name in own}
+        facts["scheduler"] = _shown(scheduler(made) if scheduler else None)
+    except Exception as error:  # each stage's own is asked for later, and refused with its reason
+        facts["optimizer"] = f"one that cannot be made of all parameters ({type(error).__name__}: {error})"
+    return facts
+
+
+def _of_model(model: nn.Module) -> list[Fact]:
+    """Modules with their modes, then parameters and buffers by name, and last all bits."""
+    facts = [
+        Fact(
+            f"the module {path or 'itself'}",
+            f"{type(module).__qualname__} in {'train' if module.training else 'eval'} mode",
+            MODEL,
+        )
+        for path, module in model.named_modules()
+    ]
+    first: dict[int, str] = {}
+    kinds = {
+        "parameter": model.named_parameters(remove_duplicate=False),
+        "buffer": model.named_buffers(remove_duplicate=False),
+    }
+    bits = []
+    for kind, pairs in kinds.items():
+        for name, tensor in pairs:
+            if (known := first.setdefault(id(tensor), name)) != name:
+                facts.append(Fact(f"the {kind} {name}", f"that of {known}", MODEL))
+                continue
+            trained = "" if kind == "buffer" else ", trained" if tensor.requires_grad else ", frozen"
+            facts.append(Fact(f"the {kind} {name}", _form(tensor) + trained, MODEL))
+            bits.append(Fact(f"the checksum of the {kind} {name}", _checksum(tensor), WEIGHTS))
+    return facts + bits
+
+
+def of_layers(graph: LayerGraph) -> list[Fact]:
+    """What runs, layer by layer: functions with the numbers baked in, modules with their settings."""
+    facts, twin = [], graph.twin
+    known = {n for n, _ in (*twin.named_parameters(), *twin.named_buffers())}
+    for mode, traced in (("train", graph.train), ("eval", graph.eval)):
+        parts = parts_of(twin, traced)
+        for layer in traced.layers:
+            value = _node(layer.node)
+            if layer.node.op == "call_module":
+                inner = parts.modules[str(layer.node.target)].named_modules()
+                value += "".join(f" {path}{_shown(_plain(module))}" for path, module in inner)
+            facts.append(Fact(f"the layer {layer.name} in {mode} mode", value, MODEL))
+        tensors = {name: _shown(tensor) for name, tensor in parts.tensors.items() if name not in known}
+        facts += [Fact(f"the tensor {name} in {mode} mode", text, MODEL) for name, text in tensors.items()]
+        facts.append(Fact(f"the output in {mode} mode", _node(traced.output), MODEL))
+    return facts
+
+
+def of_batch(inputs: Sequence[torch.Tensor], names: Iterable[str], targets: Any) -> list[Fact]:
+    """The shapes of a batch, and its bits."""
+    given = [(f"input {name}", tensor) for name, tensor in zip(names, inputs, strict=True)]
+    given += [(f"targets{keystr(path)}", leaf) for path, leaf in tree_flatten_with_path(targets)[0]]
+    tensors = [(what, item) for what, item in given if isinstance(item, torch.Tensor)]
+    forms = {what: _form(item) if isinstance(item, torch.Tensor) else _shown(item) for what, item in given}
+    forms |= {f"checksum of the {what}": _checksum(item) for what, item in tensors}
+    return [Fact(f"the {what} of the batch", text, BATCHES) for what, text in forms.items()]
+
+
+def of_state(state: Any) -> list[Fact]:
+    """What a state holds, tensors as checksums."""
+    leaves, _ = tree_flatten_with_path(state)
+    facts = [Fact(f"the state{keystr(path)}", _shown(leaf), STATE) for path, leaf in leaves]
+    return sorted(facts, key=lambda fact: fact.what)  # whatever the order in which it was written down
+
+
+def _form(tensor: torch.Tensor) -> str:
+    if tensor.layout != torch.strided:
+        return f"{tensor.dtype} {tuple(tensor.shape)}, {tensor.layout}"
+    return f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    """That of the elements in their order; those of the meta device have no bits."""
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return "none"
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return f"{zlib.crc32(flat.view(torch.uint8).numpy().data):08x}"
+
+
+def _node(node: fx.Node) -> str:
+    """A node of a trace, the same text in every process."""
+    target = node.target if isinstance(node.target, str) else _shown(node.target)
+    return f"{target}{_shown(node.args)}{_shown(node.kwargs) if node.kwargs else ''}"
+
+
+def _plain(held: object) -> dict[str, Any]:
+    """The settings that an object keeps in attributes: plain values and functions."""
+    kinds = bool | int | float | complex | str | torch.dtype | torch.Tensor | tuple | list | None
+    public = {name: value for name, value in vars(held).items() if name[0] != "_"}
+    return {
+        name: value
+        for name, value in public.items()
+        if name not in ("training", "param_groups") and (isinstance(value, kinds) or callable(value))
+    }
+
+
+def _shown(value: Any) -> str:
+    """A value as text that is the same in every process; of an object its class and its settings."""
+    if isinstance(value, torch.Tensor):
+        return f"{_form(value)}, checksum {_checksum(value)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_shown(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "(" + ", ".join(map(_shown, value)) + ")"
+    if isinstance(value, functools.partial):
+        return f"{_shown(value.func)}{_shown(value.args)}{_shown(value.keywords)}"
+    if isinstance(value, LRScheduler | torch.amp.GradScaler):
+        return f"{type(value).__qualname__}{_shown(value.state_dict())}"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(_shown, value))) + "}"  # their own order differs, too
+    if callable(value) and not isinstance(value, torch.device):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # addresses differ from process to process

@@ -1,0 +1,108 @@
+"""Who owns what: which stage and rank every parameter belongs to, and the stages that run in this process.
+
+All ranks know all of it without asking, as each has the whole plan and, until now, the whole model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ...compression.codec import CODECS
+from ...compression.errors import PlanError
+from ...compression.names import AUTO
+from ...stages.memory.keeper import STORES
+from ...stages.planner.measure import owned_parameters
+from ...stages.planner.plan import Plan
+from ...stages.planner.rules import STREAM
+from ...stages.stage.stage import Stage
+from ...stages.tracing.aliases import said
+from ...stages.tracing.graph import LayerGraph
+from ...stages.weights.policies import weights_named
+from ..ranks import group
+from ..weights.optimizers import Named
+from .steps import Steps
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ownership:
+    """``layers``: the stage of every layer; ``stage_of``: the stage of every parameter by its first name;
+    ``rank_of``: the rank of every stage, 0 without a group; ``here``: the parameters of each stage of this
+    process."""
+
+    layers: Sequence[int]
+    stage_of: Mapping[str, int]
+    rank_of: tuple[int, ...]
+    here: Mapping[int, Named]
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The rank of every parameter."""
+        return {name: self.rank_of[stage] for name, stage in self.stage_of.items()}
+
+    @property
+    def tensors(self) -> dict[int, list[nn.Parameter]]:
+        """The parameters of each stage of this process without their names."""
+        return {stage: [parameter for _, parameter in named] for stage, named in self.here.items()}
+
+
+def ownership(model: nn.Module, plan: Plan, graph: LayerGraph, steps: Steps) -> Ownership:
+    """Return who owns the parameters of ``model``: a shared one belongs to its first user."""
+    layers = steps.stage_of["train"]
+    _check_shared(graph, steps, plan)
+    pairs = zip(layers, owned_parameters(graph), strict=True)
+    stage_of = {name: stage for stage, names in pairs for name in names}
+    mine = [s for s in range(plan.num_stages) if not group.joined() or plan.ranks[s] == group.rank()]
+    return Ownership(
+        layers=layers,
+        stage_of=stage_of,
+        rank_of=tuple(rank if group.joined() else 0 for rank in plan.ranks),
+        here={s: [(n, p) for n, p in model.named_parameters() if stage_of[n] == s] for s in mine},
+    )
+
+
+def _check_shared(graph: LayerGraph, steps: Steps, plan: Plan) -> None:
+    """Tensors in one memory are on one stage, and each has one version."""
+    for mode, shared in zip(("train", "eval"), graph.shared, strict=True):
+        if mode not in steps.stage_of:
+            continue
+        places = [*steps.stage_of[mode], plan.num_stages - 1]  # the model's output reads last
+        for names, layers in shared.items():
+            if plan.versions is not None:
+                raise PlanError(
+                    f"versions of the weights need parameters in memory of their own, and {names[0]} shares "
+                    f"that of {names[1]}; make them one parameter, or give one memory of its own (clone)"
+                )
+            if len({places[layer] for layer in layers}) > 1:
+                raise PlanError(f"the plan parts what belongs together: {said(names)}; plan again")
+
+
+def make_stages(
+    own: Ownership, *, model: nn.Module, plan: Plan, steps: Steps, autocast: torch.dtype | None
+) -> dict[int, Stage]:
+    """Return the stages of this process, each with its layers, its store and its versions of the weights."""
+    return {
+        index: Stage(
+            index,
+            model=model,
+            train=steps.layers("train", index),
+            evaluation=steps.layers("eval", index),
+            last=index == plan.num_stages - 1,
+            autocast=autocast,
+            store=None if plan.tier == "device" else STORES[plan.tier](),
+            codec=plan.codec if plan.codec in CODECS else AUTO,  # lossy ones lose on the wire only
+            weights=weights_named(
+                plan.weights,
+                parameters=parameters,
+                stage=index,
+                num_stages=plan.num_stages,
+                asynchronous=plan.schedule == STREAM,
+                prediction=plan.prediction,
+                tier=plan.weights_tier,
+            ),
+            weights_first=plan.weights_first,
+        )
+        for index, parameters in own.tensors.items()
+    }

@@ -1,0 +1,98 @@
+"""Who says with which codec a message is packed: one codec for everything, or ``auto.Auto``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ...compression.masked import has_bitmap
+from ...compression.promise import written_by
+from ..schedules.messages import Itinerary, Message
+from ..schedules.prices import MASKED, Flow
+from ..schedules.span import Span
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A choice that ran for some steps: seconds of a step, predicted and measured, and whether it stayed."""
+
+    name: str
+    predicted: float
+    measured: float
+    stayed: bool
+
+
+class Policy(Protocol):
+    """Says with which codec a flow is packed; looks at what travels, and at the steps, to find out.
+
+    ``turns``: the last choices that ran against each other; none where there was nothing to choose.
+    ``codecs``: what its frames may be packed with, whatever it says when; receivers refuse the others.
+    """
+
+    codecs: frozenset[str]
+    turns: tuple[Turn, ...]
+
+    @property
+    def settled(self) -> bool:
+        """Whether this is not one of the first steps, in which choices are still tried."""
+        ...
+
+    def codec(self, flow: Flow) -> str:
+        """The codec for the frames of ``flow``, behind ``MASKED`` if they are to use a bitmap."""
+        ...
+
+    def begin(self, itinerary: Itinerary, *, training: bool) -> None:
+        """A step or an evaluation begins."""
+        ...
+
+    def sees(self, message: Message) -> bool:
+        """Whether ``arriving`` and ``leaving`` are to be told of ``message`` in this step."""
+        ...
+
+    def arriving(self, message: Message, item: torch.Tensor) -> None:
+        """A value has arrived."""
+        ...
+
+    def leaving(self, message: Message, item: torch.Tensor) -> None:
+        """A value or gradient is about to be packed."""
+        ...
+
+    def end(self, spans: Sequence[Span], seconds: float) -> None:
+        """A step has ended; every rank calls this after every step."""
+        ...
+
+
+class Fixed:
+    """One codec for everything."""
+
+    def __init__(self, codec: str) -> None:
+        self.name, self.codecs = codec, written_by(codec)
+        self.turns: tuple[Turn, ...] = ()
+
+    @property
+    def settled(self) -> bool:
+        """From the start."""
+        return True
+
+    def codec(self, flow: Flow) -> str:
+        """Always the same; a gradient uses the bitmap where there is one."""
+        return self.name if flow.way == "F" or not has_bitmap(self.name) else MASKED + self.name
+
+    def begin(self, itinerary: Itinerary, *, training: bool) -> None:
+        """Nothing to prepare."""
+
+    def sees(self, message: Message) -> bool:
+        """Nothing to find out."""
+        return False
+
+    def arriving(self, message: Message, item: torch.Tensor) -> None:
+        """Nothing to find out."""
+
+    def leaving(self, message: Message, item: torch.Tensor) -> None:
+        """Nothing to find out."""
+
+    def end(self, spans: Sequence[Span], seconds: float) -> None:
+        """Nothing to decide."""

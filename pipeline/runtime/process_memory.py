@@ -1,0 +1,111 @@
+"""Memory of a process and of its stages: what the system says, and what can be counted.
+
+The two beside each other show what nobody planned for: buffers, fragments, copies."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import resource
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+
+from ...stages.planner.plan import Plan
+from ..schedules.span import Span
+from .report import StageReport
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Resident:
+    """The most memory of this process since ``begin``, above what it had without ``model_bytes``.
+
+    Linux tells it as VmHWM and lets it start anew; elsewhere it is the most since the process began."""
+
+    def __init__(self, *, model_bytes: int) -> None:
+        self.base = max(0, _status("VmRSS") - model_bytes)
+
+    def begin(self) -> None:
+        """Forget what was reached so far."""
+        with contextlib.suppress(OSError):
+            CLEAR.write_text("5")
+
+    def most(self) -> int:
+        """Bytes."""
+        return max(0, _status("VmHWM") - self.base)
+
+
+class Usage:
+    """What the stages of this process hold, step by step.
+
+    Args:    parameters: those of every stage; optimizers: theirs, where a stage has one.
+             resident: the memory of the process."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Mapping[int, Sequence[torch.Tensor]],
+        optimizers: Mapping[int, Optimizer],
+        *,
+        resident: Resident,
+    ) -> None:
+        self.plan, self.parameters, self.optimizers, self.resident = plan, parameters, optimizers, resident
+        self.live = dict.fromkeys(parameters, 0)
+
+    def restart(self) -> None:
+        """Nothing is in flight."""
+        self.live = dict.fromkeys(self.live, 0)
+
+    def fill(
+        self, reports: Mapping[int, StageReport], spans: Iterable[Span], *, rank: int
+    ) -> dict[int, StageReport]:
+        """The reports of a step of this process, with what its stages held.
+
+        A micro-batch holds what its forward was measured to save, or, where a store keeps it, what that has
+        kept of each micro-batch."""
+        most = dict(self.live)
+        forwards = dict.fromkeys(self.live, 0)
+        for span in spans:
+            self.live[span.stage] += (span.op == "F") - (span.op in "BW")
+            most[span.stage] = max(most[span.stage], self.live[span.stage])
+            forwards[span.stage] += span.op == "F"
+        resident, filled = self.resident.most(), {}
+        for stage, report in reports.items():
+            saved = self.plan.stages[stage].saved_bytes
+            if self.plan.tier != "device" and forwards[stage]:
+                saved = report.saved_kept // forwards[stage]
+            held = state_bytes(self.parameters[stage], self.optimizers.get(stage))
+            filled[stage] = dataclasses.replace(
+                report,
+                rank=rank,
+                live_micro_batches=most[stage],
+                peak_bytes=held + report.versions_bytes + saved * most[stage],
+                resident_bytes=resident,
+            )
+        return filled
+
+
+def state_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None) -> int:
+    """Bytes of parameters, their gradients in a step, and what the optimizer keeps for them."""
+    total = sum(p.nbytes * (1 + p.requires_grad) for p in parameters)
+    kept = [] if optimizer is None else optimizer.state.values()
+    return total + sum(
+        item.numel() * item.itemsize  # of a sparse one, what a dense one would take
+        for state in kept
+        for item in state.values()
+        if isinstance(item, torch.Tensor)
+    )
+
+
+def _status(name: str) -> int:
+    """A line of /proc/self/status in bytes; without one, the high-water mark that every Unix has."""
+    with contextlib.suppress(OSError):
+        for line in STATUS.read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return 1024 * int(line.split()[1])
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most

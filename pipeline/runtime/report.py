@@ -1,0 +1,144 @@
+"""What a step tells: the loss, the seconds, and per stage what it computed, waited for, sent and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...compression.names import show_codec
+from ...stages.units import show_bytes
+
+if TYPE_CHECKING:
+    from ...stages.planner.plan import Plan
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class StageReport:
+    """One stage in one step, counted while it runs: bytes it sent downstream and upstream, unpacked and
+    packed; bytes that its forwards saved and a store kept for the backwards; the most micro-batches in flight
+    and versions of its weights that it kept, with the bytes of the old ones; seconds.
+
+    ``peak_bytes``: the most that it held, counted: parameters, gradients, state of the optimizer, versions,
+    and what the micro-batches in flight saved. ``resident_bytes``: the most memory of its process so far,
+    above what it had at the start; all stages of ``rank`` share it."""
+
+    rank: int = 0
+    forward_raw: int = 0
+    forward_sent: int = 0
+    backward_raw: int = 0
+    backward_sent: int = 0
+    saved_raw: int = 0
+    saved_kept: int = 0
+    live_micro_batches: int = 0
+    live_versions: int = 0
+    versions_bytes: int = 0
+    peak_bytes: int = 0
+    resident_bytes: int = 0
+    compute_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+
+    def numbers(self) -> list[float]:
+        """All fields, for a collective that knows only numbers; the sum with a StageReport() is itself."""
+        return [float(getattr(self, field.name)) for field in dataclasses.fields(self)]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> StageReport:
+        """What ``numbers`` came from."""
+        fields = zip(dataclasses.fields(cls), numbers, strict=True)
+        made: dict[str, Any] = {field.name: type(field.default)(number) for field, number in fields}
+        return cls(**made)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Report:
+    """One step; the same on every rank but for ``seconds``, which each rank measures itself, and for
+    ``outputs``: the model's on the batch, if they were asked for, where the last stage is."""
+
+    step: int
+    loss: float
+    seconds: float
+    num_samples: int
+    stages: tuple[StageReport, ...]
+    outputs: Any = None
+
+    @property
+    def bytes_raw(self) -> int:
+        """Bytes of all tensors passed between stages, both directions, unpacked."""
+        return sum(stage.forward_raw + stage.backward_raw for stage in self.stages)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of all frames passed between stages, both directions, headers included."""
+        return sum(stage.forward_sent + stage.backward_sent for stage in self.stages)
+
+    @property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """For every rank the seconds in which it computed or packed."""
+        busy = [0.0] * (1 + max((stage.rank for stage in self.stages), default=-1))
+        for stage in self.stages:
+            busy[stage.rank] += stage.compute_seconds
+        return tuple(busy)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they neither computed nor packed."""
+        return bubble(sum(self.busy_seconds), self.seconds * len(self.busy_seconds))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Counted bytes of the fullest rank."""
+        held = [0] * len(self.busy_seconds)
+        for stage in self.stages:
+            held[stage.rank] += stage.peak_bytes
+        return max(held, default=0)
+
+    def __str__(self) -> str:
+        lines = [
+            f"step {self.step}: loss {self.loss:.4f}, {self.num_samples} samples in {self.seconds:.3f} s"
+        ]
+        sent = _packed(self.bytes_raw, "between stages sent as", self.bytes_sent)
+        lines.append(sent if self.bytes_raw else "nothing was sent between stages")
+        saved, kept = (sum(getattr(one, f"saved_{what}") for one in self.stages) for what in ("raw", "kept"))
+        if saved:
+            lines.append(_packed(saved, "saved for the backward, kept as", kept))
+        return "\n".join([*lines, *map(_line, range(len(self.stages)), self.stages)])
+
+    def __repr__(self) -> str:
+        return f"<Report of step {self.step}: loss {self.loss:.4f}, {self.seconds:.3f} s>"
+
+
+def _packed(before: int, what: str, after: int) -> str:
+    times = f" ({before / after:.2f}x)" if after else ""
+    return f"{show_bytes(before)} {what} {show_bytes(after)}{times}"
+
+
+def _line(number: int, stage: StageReport) -> str:
+    times = f"computed {stage.compute_seconds:.3f} s, waited {stage.waiting_seconds:.3f} s"
+    held = f"held {show_bytes(stage.peak_bytes)} at most"
+    return f"stage {number} on rank {stage.rank}: {times}, {held}"
+
+
+def described(plan: Plan, *, here: Sequence[int], num_steps: int) -> str:
+    """What a pipeline is, for people: its shape, then a line for each stage; those of this process marked."""
+    shape = f"{counted(plan.num_stages, 'stage')} on {counted(plan.num_ranks, 'rank')}"
+    batches = counted(plan.micro_batches, "micro-batch", "micro-batches")
+    lines = [f"pipeline of {shape}: schedule {plan.schedule}, {batches}, codec {show_codec(plan.codec)}"]
+    for number, (stage, owner) in enumerate(zip(plan.stages, plan.ranks, strict=True)):
+        ends = " .. ".join(dict.fromkeys([stage.layers[0], stage.layers[-1]]))
+        layers = f"{counted(len(stage.layers), 'layer')} ({ends})"
+        mark = ", here" if number in here and plan.num_ranks > 1 else ""
+        lines.append(
+            f"stage {number} on rank {owner}{mark}: {layers}, {counted(stage.num_parameters, 'parameter')}"
+        )
+    return "\n".join([*lines, f"{counted(num_steps, 'step')} taken"])
+
+
+def counted(number: int, one: str, several: str = "") -> str:
+    """``"1 stage"``, ``"1,280 stages"``."""
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
+
+
+def bubble(busy: float, seconds: float) -> float:
+    """The share of ``seconds`` that is not ``busy``; never negative, as clocks are read one after another."""
+    return max(0.0, 1 - busy / seconds) if seconds else 0.0

@@ -1,0 +1,171 @@
+"""What a step will do, known before it begins: routes, programs of the ranks, all messages.
+
+A step is planned once for every set of micro-batch shapes and then run many times."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from ...compression.errors import PlanError
+from ...stages.planner.plan import Plan
+from ...stages.stage.route import Route, edges, follow, routes, stage_of_layers
+from ...stages.tracing.flags import Flags
+from ...stages.tracing.graph import LayerGraph
+from ...stages.tracing.layers import Layer, Traced
+from ...stages.tracing.probe import Probe
+from ...stages.tracing.shapes import Shapes
+from ..ranks import group
+from ..schedules import schedule_named
+from ..schedules.instruction import Instruction, Op
+from ..schedules.messages import Itinerary, itinerary
+from ..schedules.verify import smallest_window, verify
+from .batches import MicroBatch
+
+Inputs = Sequence[Sequence[torch.Tensor]]
+Step = tuple[Itinerary, list[Instruction]]
+KEPT = 256  # plans of steps; texts of varying length would make ever more
+
+
+class Steps:
+    """The steps of a plan over a traced model; ``mode`` is "train" or "eval" throughout."""
+
+    def __init__(self, plan: Plan, graph: LayerGraph, model: nn.Module) -> None:
+        self.plan = plan
+        self.shapes = Shapes(graph, model)
+        stage_of = stage_of_layers(graph.train, plan.cuts)
+        self.stage_of = {"train": stage_of}
+        self.refusal = ""
+        try:
+            self.stage_of["eval"] = follow(graph.train, stage_of, graph.eval)
+        except PlanError as error:  # training does not need it
+            self.refusal = str(error)
+        self.known: dict[object, Step] = {}
+        self.routes: dict[int, tuple[Probe, tuple[Route, ...]]] = {}
+
+    def flags(self, model: nn.Module) -> Flags:
+        """What these traces took from the modules of ``model``, to be held against them at every step."""
+        shapes = self.shapes
+        return Flags(model, traces=shapes.traced, roots=shapes.roots, stage_of=self.stage_of["train"])
+
+    def layers(self, mode: str, stage: int) -> tuple[Traced, list[Layer]]:
+        """The trace of a mode, and the layers of one stage in it."""
+        traced = self.shapes.traced[mode]
+        if mode not in self.stage_of:
+            return traced, []
+        pairs = zip(traced.layers, self.stage_of[mode], strict=True)
+        return traced, [layer for layer, place in pairs if place == stage]
+
+    def step(self, mode: str, inputs: Inputs) -> Step:
+        """The messages of a step over micro-batches of these inputs, and this process's program.
+
+        Raises: PlanError: a cut would change the bits at these shapes; ScheduleError: the schedule is unknown
+                or would deadlock.
+        """
+        if mode not in self.stage_of:
+            raise PlanError(self.refusal)
+        key = mode, tuple(tuple((x.shape, x.stride(), x.dtype) for x in batch) for batch in inputs)
+        if key not in self.known:
+            if len(self.known) == KEPT:
+                del self.known[next(iter(self.known))]
+            self.known[key] = self._plan(mode, inputs)
+        return self.known[key]
+
+    def routed(self, mode: str, inputs: Inputs) -> tuple[list[Probe], list[tuple[Route, ...]]]:
+        """For every micro-batch what is known of its values, and the route of every stage.
+
+        Raises: PlanError: a cut would change the bits at these shapes.
+        """
+        records = [self.shapes.probe(mode, batch) for batch in inputs]
+        traced, stage_of = self.shapes.traced[mode], self.stage_of[mode]
+        for record in {id(record): record for record in records}.values():
+            if id(record) not in self.routes:
+                if len(self.routes) == KEPT:
+                    del self.routes[next(iter(self.routes))]
+                _check_cuts(traced, stage_of, record)
+                made = routes(traced, record, stage_of, num_stages=self.plan.num_stages)
+                self.routes[id(record)] = record, made  # the record too: an id is one only while it lives
+        return records, [self.routes[id(record)][1] for record in records]
+
+    def _plan(self, mode: str, inputs: Inputs) -> Step:
+        records, routed = self.routed(mode, inputs)
+        pairs = pairs_of(routed)
+        if mode == "train":
+            programs, order, window = self._training(len(inputs), pairs)
+        else:
+            programs = [[Instruction(s, Op.F, 0) for s in own] for own in self.plan.stages_of_rank]
+            order, window = [Instruction(s, Op.F, 0) for s in range(self.plan.num_stages)], 2
+        made = itinerary(
+            programs,
+            dict(enumerate(records)),
+            dict(enumerate(routed)),
+            rank_of=self.plan.ranks,
+            window=window,
+        )
+        return made, programs[group.rank()] if group.joined() else order
+
+    def _training(
+        self, number: int, pairs: list[tuple[int, int]]
+    ) -> tuple[list[list[Instruction]], list[Instruction], int]:
+        """Programs per rank, their order in one process, the receives to post ahead; U ends them."""
+        stages = self.plan.stages_of_rank
+        schedule = schedule_named(self.plan.schedule, self.plan.program)
+        programs = schedule(stages, number, extra_in_flight=self.plan.extra_in_flight)
+        window = smallest_window(programs, num_micro_batches=number, edges=pairs)
+        order = verify(programs, num_micro_batches=number, edges=pairs, window=window)
+        updates = [[Instruction(s, Op.U) for s in own] for own in stages]
+        programs = [[*program, *update] for program, update in zip(programs, updates, strict=True)]
+        return programs, [*order, *(u for update in updates for u in update)], window
+
+
+class Flushed:
+    """Steps that begin and end with nothing in flight; a ``Stream`` is asked the same where some is."""
+
+    in_flight = False
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the micro-batches of a step that failed."""
+        self.live: dict[int, MicroBatch] = {}
+
+    def rehearse(self, inputs: Inputs) -> None:
+        """Refuse now what a batch of these micro-batches would be refused for."""
+        self.steps.step("train", inputs)
+
+    def feed(self, batches: Sequence[MicroBatch], *, step: int) -> Step:
+        """The step that trains on these micro-batches; raises what ``Steps.step`` does."""
+        made = self.steps.step("train", [batch.inputs for batch in batches])
+        self.live = {batch.index: dataclasses.replace(batch, step=step) for batch in batches}
+        return made
+
+    def drain(self) -> Step:
+        """A step of nothing."""
+        return self.steps.step("train", [])
+
+    def micro_batches(self) -> dict[int, MicroBatch]:
+        """Those of the step."""
+        return self.live
+
+    def ran(self, made: Itinerary) -> None:
+        """The step has run, and all of it is done."""
+        self.restart()
+
+
+def pairs_of(routed: Iterable[tuple[Route, ...]]) -> list[tuple[int, int]]:
+    """The (source, target) pairs of stages that some value of some micro-batch travels over."""
+    distinct = {id(route): route for route in routed}
+    return sorted({pair for route in distinct.values() for pair in edges(route)})
+
+
+def _check_cuts(traced: Traced, stage_of: Sequence[int], record: Probe) -> None:
+    for number, (here, following) in enumerate(pairwise(stage_of)):
+        if here != following and (reason := record.refused.get(number)):
+            name = traced.layers[number].name
+            raise PlanError(f"the model must not be cut behind layer {name}: {reason}; cut elsewhere")

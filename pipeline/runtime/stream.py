@@ -1,0 +1,188 @@
+"""The endless program of asynchronous training, handed out slice by slice: no flush between batches.
+
+Micro-batches are numbered from the last drain on, over all batches. All stages keep one clock: F of
+micro-batch m on stage s of S happens at time 2m + s, B at 2m + 2S - 1 - s, so that a stage's own order is
+that of 1F1B. A step runs what happens before its batch would be followed by the next: all ranks end it
+together, with micro-batches in flight, and no bubble appears.
+
+Source: Narayanan et al., PipeDream, SOSP 2019, section 3.2; PipeDream-2BW, ICML 2021, section 3.1."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from ...compression.errors import PlanError
+from ...stages.planner.plan import Plan
+from ...stages.planner.rules import STREAM
+from ...stages.stage.route import Route
+from ...stages.tracing.probe import Probe
+from ..ranks import group
+from ..schedules.async_1f1b import stream, time_of, with_updates
+from ..schedules.instruction import Instruction, Op
+from ..schedules.messages import Itinerary, Message, itinerary
+from ..schedules.verify import smallest_window
+from .batches import MicroBatch
+from .steps import Inputs, Step, Steps, pairs_of
+
+Live = tuple[MicroBatch, Probe, tuple[Route, ...]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fed:
+    """Which micro-batches there are since the last drain: ``ends`` has their number behind each batch, but
+    for those that all stages have left behind.
+
+    ``each``: every micro-batch is an update of its own; else every batch is one, when all stages are done
+    with it."""
+
+    num_stages: int
+    each: bool
+    ends: tuple[int, ...] = ()
+
+    @property
+    def number(self) -> int:
+        """Micro-batches so far; the next would begin at twice this time, where a step ends."""
+        return self.ends[-1] if self.ends else 0
+
+    def due(self, end: int) -> int:
+        """When all stages are done with the batch that ends there: when the first stage is."""
+        return 2 * end + 2 * self.num_stages - 2
+
+    def followed(self, number: int, *, clock: int) -> Fed:
+        """With a batch of ``number`` micro-batches more, at the time ``clock``."""
+        open_ends = [end for end in self.ends if self.due(end) >= clock]
+        return dataclasses.replace(self, ends=(*open_ends, self.number + number))
+
+
+def between(stages: Iterable[int], fed: Fed, *, start: int = 0, stop: int | None = None) -> list[Instruction]:
+    """What a rank with these stages does from time ``start`` on and before ``stop``; None: to the end."""
+    # 3 stages, 3 micro-batches, an update each:
+    #   time      0  1  2  3  4  5   6  7   8  9   10
+    #   stage 0   F0    F1    F2 B0U    B1U    B2U
+    #   stage 1      F0    F1 B0U F2 B1U   B2U
+    #   stage 2         F0 B0U F1 B1U F2 B2U
+    own = sorted(stages)
+    program = stream(own, num_stages=fed.num_stages, fed=fed.number, start=start, stop=stop)
+    if fed.each:
+        return with_updates(program)
+    # At one time the updates come first.
+    due = [time for time in map(fed.due, fed.ends) if start <= time and (stop is None or time < stop)]
+    timed = [(time, Instruction(stage, Op.U)) for time in due for stage in own]
+    timed += [(time_of(instruction, fed.num_stages), instruction) for instruction in program]
+    return [instruction for _, instruction in sorted(timed, key=lambda item: item[0])]
+
+
+class Stream:
+    """The slices of a plan's endless program, with the messages of each; micro-batches live until the first
+    stage is done with them."""
+
+    def __init__(self, plan: Plan, steps: Steps) -> None:
+        self.plan, self.steps = plan, steps
+        self.window = 2
+        self.pairs: list[tuple[int, int]] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what is in flight: nothing is any more, or a step failed."""
+        self.fed = Fed(num_stages=self.plan.num_stages, each=self.plan.schedule == STREAM)
+        self.clock = self.num_batches = 0
+        self.live: dict[int, Live] = {}
+        self.came: frozenset[Message] = frozenset()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether there is anything to drain."""
+        return self.fed.number > 0
+
+    def rehearse(self, inputs: Inputs) -> None:
+        """Refuse now what a batch of these micro-batches would be refused for."""
+        self._check(len(inputs))
+        records, routed = self.steps.routed("train", inputs)
+        if self.plan.weights == "latest":
+            _check_tied(records[0], routed[0])
+        self._open_windows(routed)
+
+    def feed(self, batches: Sequence[MicroBatch], *, step: int) -> Step:
+        """The slice that a batch's micro-batches bring.
+
+        Raises: PlanError: too few micro-batches for two versions of the weights, or a cut that would change
+                the bits at their shapes.
+        """
+        self._check(len(batches))
+        records, routed = self.steps.routed("train", [batch.inputs for batch in batches])
+        self._open_windows(routed)
+        first = self.fed.number
+        for m, (batch, record, route) in enumerate(zip(batches, records, routed, strict=True), start=first):
+            share = 1.0 if self.fed.each else batch.share
+            told = dataclasses.replace(batch, share=share, step=step, batch=self.num_batches)
+            self.live[m] = told, record, route
+        self.fed = self.fed.followed(len(batches), clock=self.clock)
+        self.num_batches += 1
+        return self._slice(2 * self.fed.number, first=first)
+
+    def drain(self) -> Step:
+        """The slice that ends everything in flight."""
+        return self._slice(None, first=min(self.live, default=self.fed.number))
+
+    def micro_batches(self) -> dict[int, MicroBatch]:
+        """Those in flight."""
+        return {m: live[0] for m, live in self.live.items()}
+
+    def ran(self, made: Itinerary) -> None:
+        """The slice has run: forget what it finished."""
+        self.came = made.open
+        programs = made.programs
+        over = [i.micro_batch for own in programs for i in own if i.stage == 0 and i.op is Op.B]
+        for m in over:
+            assert m is not None
+            del self.live[m]
+
+    def _slice(self, stop: int | None, *, first: int) -> Step:
+        start, self.clock = self.clock, stop or 0
+        programs = [between(own, self.fed, start=start, stop=stop) for own in self.plan.stages_of_rank]
+        everything = between(range(self.plan.num_stages), self.fed, start=start, stop=stop)
+        made = itinerary(
+            programs,
+            {m: live[1] for m, live in self.live.items()},
+            {m: live[2] for m, live in self.live.items()},
+            rank_of=self.plan.ranks,
+            window=self.window,
+            stream=True,
+            first=first,
+            goes_on=start > 0,
+            came=self.came,
+        )
+        return made, programs[group.rank()] if group.joined() else everything
+
+    def _check(self, number: int) -> None:
+        if not self.fed.each and number < self.plan.num_stages:
+            raise PlanError(
+                "weights=double_buffered takes at least as many micro-batches in a batch as there are "
+                f"stages, found {number} for {self.plan.num_stages}; make batches larger, or drop the last "
+                "of an epoch"
+            )
+
+    def _open_windows(self, routed: Sequence[tuple[Route, ...]]) -> None:
+        """Post as many receives ahead as the whole program needs over these routes."""
+        pairs = pairs_of(routed)
+        if set(pairs) <= set(self.pairs):
+            return
+        self.pairs = sorted({*self.pairs, *pairs})
+        number = 2 * self.plan.num_stages + 2  # more micro-batches only repeat what these do
+        fed = Fed(num_stages=self.plan.num_stages, each=self.fed.each, ends=(number,))
+        programs = [between(own, fed) for own in self.plan.stages_of_rank]
+        self.window = smallest_window(
+            programs, num_micro_batches=number, edges=self.pairs, asynchronous=self.fed.each
+        )
+
+
+def _check_tied(record: Probe, routes: Sequence[Route]) -> None:
+    """A stage has the newest of its own weights only: a copy that came with a micro-batch stays as it was."""
+    sent = [record.values[number] for route in routes for number, _ in route.sends]
+    if tied := next((value.name for value in sent if value.parameter), None):
+        raise PlanError(
+            f"weights=latest runs a backward with the newest weights, and {tied} is shared with a later "
+            "stage, which has only what came with the micro-batch; take weights=stashed, or cut so that one "
+            "stage has all its users"
+        )

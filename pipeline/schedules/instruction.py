@@ -1,0 +1,66 @@
+"""Instructions: what a rank does next, printed and parsed as ``1F3`` (stage 1, forward, micro-batch 3).
+
+A schedule is then a list that can be read, compared with a literal, verified, drawn and run.
+"""
+
+import enum
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...compression.errors import ScheduleError
+
+
+class Op(enum.Enum):
+    """What an instruction does: forward, backward, its two halves (for the inputs, for the weights), update.
+
+    B = I, then W, with the same bits; a schedule may put other work between the halves.
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.
+    """
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741 (the field's name for it)
+    W = "W"
+    U = "U"
+
+    __hash__ = object.__hash__  # that of Enum is written in Python, and messages are looked up often
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One piece of work of one stage; ``micro_batch`` is None for U, which takes what gradients are due."""
+
+    stage: int
+    op: Op
+    micro_batch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op.value}{'' if self.micro_batch is None else self.micro_batch}"
+
+
+_WRITTEN = re.compile(r"([0-9]{1,9})(?:([FBIW])([0-9]{1,9})|(U))")
+
+
+def parse(text: str) -> Instruction:
+    """Read ``"1F3"`` or ``"1U"``; raises ScheduleError for anything else."""
+    found = _WRITTEN.fullmatch(text)
+    if found is None:
+        raise ScheduleError(
+            f"an instruction is a stage, F, B, I or W and a micro-batch, or a stage and U, found {text!r}; "
+            "write it like 1F3 or 1U"
+        )
+    stage, op, micro_batch, update = found.groups()
+    if update:
+        return Instruction(int(stage), Op.U)
+    return Instruction(int(stage), Op(op), int(micro_batch))
+
+
+def show(program: Iterable[Instruction]) -> str:
+    """Write a program in one line: ``"0F0 0F1 0B0 0B1"``; ``parse_program`` reads it back."""
+    return " ".join(map(str, program))
+
+
+def parse_program(text: str) -> list[Instruction]:
+    """Read a program written by ``show``; raises ScheduleError naming the word it cannot read."""
+    return [parse(word) for word in text.split()]

@@ -1,0 +1,238 @@
+"""How a step would go: its programs run on paper, with seconds for each instruction and each message.
+
+The same instruction lists that run are simulated, so overlap, waiting and what is in flight are not estimated
+by a formula: they come out."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from ...compression.errors import ScheduleError
+from ...stages.planner.plan import Plan
+from .instruction import Instruction, Op, parse
+from .live import Programs, live_micro_batches, live_versions
+from .messages import Message
+from .span import Span, bubbles
+
+Work = Callable[[Instruction], float]
+Transfer = Callable[[Message], float]
+Messages = Mapping[Instruction, tuple[Message, ...]]
+
+
+class Traffic(Protocol):
+    """Programs, and the messages that their instructions wait for and send: an Itinerary, or an Outline."""
+
+    @property
+    def programs(self) -> Programs: ...  # noqa: D102
+    @property
+    def rank_of(self) -> Sequence[int]: ...  # noqa: D102
+    @property
+    def receives(self) -> Messages: ...  # noqa: D102
+    @property
+    def sends(self) -> Messages: ...  # noqa: D102
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """A step of which only the programs are known: one message from a stage to the next, and one back."""
+
+    programs: Programs
+    rank_of: tuple[int, ...]
+    receives: Messages
+    sends: Messages
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """A step on paper.
+
+    ``spans``: every instruction, rank by rank. ``bubble``: per rank the share of the step in which it neither
+    computes nor packs. Per stage: the most micro-batches between F and B (or W), and the most versions of its
+    weights at once if every micro-batch keeps the one that it went forward with.
+    """
+
+    spans: tuple[Span, ...]
+    bubble: tuple[float, ...]
+    live_micro_batches: tuple[int, ...]
+    live_versions: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the first instruction to the last."""
+        return max((span.end for span in self.spans), default=0.0)
+
+
+def simulate(traffic: Traffic, *, work: Work, transfer: Transfer) -> Simulation:
+    """Run a step on paper.
+
+    Args:    work: seconds of an instruction on its rank, packing and unpacking included.
+             transfer: seconds that a message occupies its link; a link carries one message at a time in each
+             direction, in the order of sending. Between stages of one rank there is no link.
+    Raises:  ScheduleError: the programs wait for each other.
+    """
+    spans = [_span(timed) for timed in sorted(_run(traffic, work, transfer))]
+    return Simulation(
+        spans=tuple(spans),
+        bubble=bubbles(spans, num_ranks=len(traffic.programs)),
+        live_micro_batches=live_micro_batches(traffic.programs),
+        live_versions=live_versions(traffic.programs),
+    )
+
+
+def step_seconds(traffic: Traffic, *, work: Work, transfer: Transfer) -> float:
+    """The seconds of ``simulate`` and nothing else, for a search that asks for thousands of steps."""
+    return max((timed.end for timed in _run(traffic, work, transfer)), default=0.0)
+
+
+def simulate_plan(
+    plan: Plan, programs: Programs, *, work: Mapping[tuple[int, str], float] | None = None
+) -> Simulation:
+    """Run on paper what a plan predicts: tensors pass its link as they are, updates take no time.
+
+    I and W take half of a backward each: a plan knows only the whole.
+
+    Args:    work: seconds by (stage, op) that were measured, before those of the plan.
+    """
+    measured = {} if work is None else work
+
+    def seconds(instruction: Instruction) -> float:
+        stage, op = plan.stages[instruction.stage], instruction.op
+        backward = stage.backward_seconds
+        predicted = {Op.F: stage.forward_seconds, Op.B: backward, Op.I: backward / 2, Op.W: backward / 2}
+        return measured.get((instruction.stage, op.value), predicted.get(op, 0.0))
+
+    def transfer(message: Message) -> float:
+        if plan.link is None:
+            return 0.0
+        cut = plan.stages[min(message.source, message.target)]
+        return 8 * (cut.bytes_forward if message.op is Op.F else cut.bytes_backward) / plan.link
+
+    return simulate(outline(programs), work=seconds, transfer=transfer)
+
+
+def simulate_spans(spans: Sequence[Span]) -> Simulation:
+    """Run on paper what was measured, in its order: every instruction takes the median of its stage and op,
+    messages no time. What is left of the bubble is the schedule's own."""
+    computed: dict[tuple[int, str], list[float]] = {}
+    programs: list[list[Instruction]] = [[] for _ in range(1 + max((s.rank for s in spans), default=-1))]
+    for span in sorted(spans, key=lambda span: span.start):
+        computed.setdefault((span.stage, span.op), []).append(span.computing)
+        programs[span.rank].append(parse(span.name))
+    medians = {place: statistics.median(seconds) for place, seconds in computed.items()}
+    return simulate(
+        outline(programs),
+        work=lambda instruction: medians[instruction.stage, instruction.op.value],
+        transfer=lambda message: 0.0,
+    )
+
+
+def outline(programs: Programs) -> Outline:
+    """Attach one message per stage and micro-batch to its sender and receiver: F to the next stage's F, B (or
+    I) to the previous stage's. What no program sends, in a part of a stream, was there before it began."""
+    rank_of = {i.stage: rank for rank, program in enumerate(programs) for i in program}
+    known = {i for program in programs for i in program}
+    receives: dict[Instruction, tuple[Message, ...]] = {}
+    sends: dict[Instruction, tuple[Message, ...]] = {}
+    for sender in known:
+        if sender.op not in (Op.F, Op.B, Op.I) or sender.micro_batch is None:
+            continue
+        target = sender.stage + (1 if sender.op is Op.F else -1)
+        way = Op.F if sender.op is Op.F else Op.B
+        heirs = [
+            Instruction(target, op, sender.micro_batch) for op in ((Op.F,) if way is Op.F else (Op.B, Op.I))
+        ]
+        if heir := next((heir for heir in heirs if heir in known), None):
+            message = Message(way, sender.micro_batch, 0, sender.stage, target)
+            sends[sender], receives[heir] = (message,), (message,)
+    num_stages = 1 + max(rank_of, default=-1)
+    return Outline(
+        programs=programs,
+        rank_of=tuple(rank_of.get(stage, 0) for stage in range(num_stages)),
+        receives=receives,
+        sends=sends,
+    )
+
+
+class _Timed(NamedTuple):
+    """An instruction that waited from ``free``, when its rank was free, to ``start``, and ran to ``end``."""
+
+    rank: int
+    place: int
+    instruction: Instruction
+    free: float
+    start: float
+    end: float
+
+
+def _span(timed: _Timed) -> Span:
+    return Span(
+        rank=timed.rank,
+        stage=timed.instruction.stage,
+        op=timed.instruction.op.value,
+        micro_batch=timed.instruction.micro_batch,
+        start=timed.free,
+        waiting=timed.start - timed.free,
+        end=timed.end,
+    )
+
+
+def _run(traffic: Traffic, work: Work, transfer: Transfer) -> Iterator[_Timed]:
+    """Every instruction as soon as what it needs is there, each rank in its own order."""
+    arrived: dict[Message, float] = {}
+    link_free: dict[tuple[int, int], float] = {}
+    clock = [0.0] * len(traffic.programs)
+    place, ends = [0] * len(traffic.programs), [len(program) for program in traffic.programs]
+    moved = True
+    while moved or (place != ends and _came(traffic, arrived)):
+        moved = False
+        for rank, program in enumerate(traffic.programs):
+            while place[rank] < len(program):
+                instruction = program[place[rank]]
+                needed = traffic.receives.get(instruction, ())
+                if any(message not in arrived for message in needed):
+                    break
+                free, start = clock[rank], max(clock[rank], *(arrived[message] for message in needed), 0.0)
+                clock[rank] = start + work(instruction)
+                for message in traffic.sends.get(instruction, ()):
+                    arrived[message] = _pass(message, traffic, clock[rank], link_free, transfer)
+                yield _Timed(rank, place[rank], instruction, free, start, clock[rank])
+                place[rank] += 1
+                moved = True
+    _check_ended(traffic.programs, place)
+
+
+def _came(traffic: Traffic, arrived: dict[Message, float]) -> bool:
+    """Nothing moves: in a slice of a stream, what earlier slices sent was there before it began."""
+    sent = {message for messages in traffic.sends.values() for message in messages}
+    needed = {message for messages in traffic.receives.values() for message in messages}
+    came = needed - sent - arrived.keys()
+    arrived.update(dict.fromkeys(came, 0.0))
+    return bool(came)
+
+
+def _pass(
+    message: Message,
+    traffic: Traffic,
+    ready: float,
+    link_free: dict[tuple[int, int], float],
+    transfer: Transfer,
+) -> float:
+    """When a message that is packed at ``ready`` has arrived."""
+    link = traffic.rank_of[message.source], traffic.rank_of[message.target]
+    if link[0] == link[1]:
+        return ready
+    link_free[link] = max(ready, link_free.get(link, 0.0)) + transfer(message)
+    return link_free[link]
+
+
+def _check_ended(programs: Programs, place: Sequence[int]) -> None:
+    stuck = [
+        f"rank {rank} at {program[done]}"
+        for rank, (program, done) in enumerate(zip(programs, place, strict=True))
+        if done < len(program)
+    ]
+    if stuck:
+        raise ScheduleError(f"programs must not wait for each other, found {', '.join(stuck)}; reorder them")

@@ -1,0 +1,175 @@
+"""Is a schedule legal: the programs of all ranks are checked, and run once without a device.
+
+A step that would deadlock or change a bit is refused before any rank starts, while the reason can be named.
+"""
+
+import bisect
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ...compression.errors import ScheduleError
+from .instruction import Instruction, Op
+from .waits import CircularWait, Edges, PaperRun, Programs
+
+_INPUTS = (Op.B, Op.I)  # they take the gradient that came from downstream
+_WEIGHTS = (Op.B, Op.W)  # they add to the gradients of the weights
+
+
+def verify(
+    programs: Programs, *, num_micro_batches: int, edges: Edges, window: int = 2, asynchronous: bool = False
+) -> list[Instruction]:
+    """Check the programs of all ranks and return one legal global order, which one process can run.
+
+    A program cannot name a version of the weights, so none can read one that is gone: what a micro-batch sees
+    follows from the updates before its F, and a stage keeps that version until the micro-batch's B or W.
+
+    Args:
+        programs: one list of instructions per rank; a stage and micro-batch has F, and B or I and W.
+        num_micro_batches: micro-batches of a step.
+        edges: (source stage, target stage) pairs over which values go forward and their gradients come back.
+        window: receives a rank has posted ahead on each channel.
+        asynchronous: a stage updates right after each of its backwards; otherwise U may end its step.
+    Raises:
+        ScheduleError: an instruction is missing, doubled or misplaced, or the programs wait for each other.
+    """
+    rank_of = _rank_of_stages(programs, edges)
+    _check_instructions(programs, num_micro_batches, rank_of, asynchronous)
+    for stage, rank in enumerate(rank_of):
+        own = [instruction for instruction in programs[rank] if instruction.stage == stage]
+        _check_order(own, rank)
+        (_check_each_update if asynchronous else _check_last_update)(own, rank)
+    return PaperRun(programs, edges, rank_of, window).finish()
+
+
+def smallest_window(
+    programs: Programs, *, num_micro_batches: int, edges: Edges, least: int = 2, asynchronous: bool = False
+) -> int:
+    """The smallest window from ``least`` up with which ``verify`` accepts the programs.
+
+    Two suffice between neighbours. More are needed by an edge over d ranks once d x (1 + extra_in_flight)
+    exceeds four, because that many micro-batches lie between its ends, and by edges that share a channel, as
+    the stages of two ranks in a loop do.
+    Raises ScheduleError where no window helps.
+    """
+    most = max(least, num_micro_batches * len(edges))
+
+    def waits(window: int) -> CircularWait | None:
+        settings = {"num_micro_batches": num_micro_batches, "edges": edges, "asynchronous": asynchronous}
+        try:
+            verify(programs, **settings, window=window)
+        except CircularWait as error:
+            return error
+        return None
+
+    low, high = least - 1, least  # a window that waits, or none; and one that may not
+    while (error := waits(high)) is not None:
+        if high == most:
+            raise error
+        low, high = high, min(most, 2 * high)
+    return bisect.bisect_left(range(high), True, lo=low + 1, key=lambda window: waits(window) is None)
+
+
+def _rank_of_stages(programs: Programs, edges: Edges) -> list[int]:
+    rank_of: dict[int, tuple[int, Instruction]] = {}
+    for rank, program in enumerate(programs):
+        for instruction in program:
+            other, first = rank_of.setdefault(instruction.stage, (rank, instruction))
+            if other != rank:
+                raise ScheduleError(
+                    f"a stage runs on one rank, found {first} on rank {other} and {instruction} on rank "
+                    f"{rank}; give stage {instruction.stage} to one of them"
+                )
+    num_stages = 1 + max((stage for pair in [tuple(rank_of), *edges] for stage in pair), default=-1)
+    for stage in range(num_stages):
+        if stage not in rank_of:
+            raise ScheduleError(f"every stage runs on a rank, {stage}F0 is missing on all {len(programs)}")
+    for source, target in edges:
+        if not 0 <= source < target:
+            raise ScheduleError(
+                f"values go to later stages, found an edge from stage {source} to stage {target}"
+            )
+    return [rank_of[stage][0] for stage in range(num_stages)]
+
+
+def _check_instructions(
+    programs: Programs, num_micro_batches: int, rank_of: Sequence[int], asynchronous: bool
+) -> None:
+    """What a step holds: F once, and B once or I and W once; no more and of no other micro-batch."""
+    if num_micro_batches < 1:
+        raise ScheduleError(f"a step needs at least one micro-batch, found micro_batches={num_micro_batches}")
+    counts = Counter(instruction for program in programs for instruction in program)
+    for instruction, count in counts.items():
+        rank, index = rank_of[instruction.stage], instruction.micro_batch
+        if count > 1 and not (asynchronous and instruction.op is Op.U):
+            raise ScheduleError(
+                f"an instruction runs once a step, found {instruction} {count} times on rank {rank}"
+            )
+        if (index is None) != (instruction.op is Op.U) or not 0 <= (index or 0) < num_micro_batches:
+            raise ScheduleError(
+                f"the micro-batches of the step are 0 to {num_micro_batches - 1}, found {instruction} on "
+                f"rank {rank}"
+            )
+    for stage, rank in enumerate(rank_of):
+        for index in range(num_micro_batches):
+            _check_complete(counts, stage, index, rank)
+
+
+def _check_complete(counts: Counter[Instruction], stage: int, index: int, rank: int) -> None:
+    whole = Instruction(stage, Op.B, index)
+    halves = [Instruction(stage, op, index) for op in (Op.I, Op.W)]
+    found = [half for half in halves if half in counts]
+    if whole in counts and found:
+        raise ScheduleError(
+            f"a gradient is used once, by B or by I and W, found {whole} and {found[0]} on rank {rank}; "
+            "drop one of them"
+        )
+    wanted = [Instruction(stage, Op.F, index), *(halves if found else [whole])]
+    for instruction in wanted:
+        if instruction not in counts:
+            raise ScheduleError(
+                f"every stage runs F and B (or I and W) of every micro-batch, {instruction} is missing on "
+                f"rank {rank}"
+            )
+
+
+def _check_order(own: Sequence[Instruction], rank: int) -> None:
+    """Of one stage: F, then B or I, then W; each of F, of B and I, and of B and W ascending."""
+    for ops in ((Op.F,), _INPUTS, _WEIGHTS):
+        same = [(each.micro_batch, each) for each in own if each.op in ops and each.micro_batch is not None]
+        for (before, first), (after, second) in pairwise(same):
+            if before > after:
+                raise ScheduleError(
+                    "a stage takes micro-batches in ascending order (sums of gradients depend on it), found "
+                    f"{second} after {first} on rank {rank}"
+                )
+    seen: set[Instruction] = set()
+    for instruction in own:
+        first = Op.I if instruction.op is Op.W else Op.F
+        needed = Instruction(instruction.stage, first, instruction.micro_batch)
+        if instruction.op in (Op.B, Op.I, Op.W) and needed not in seen:
+            what = "a backward needs its forward" if first is Op.F else "W needs its I"
+            raise ScheduleError(f"{what} first, found {instruction} before {needed} on rank {rank}")
+        seen.add(instruction)
+
+
+def _check_last_update(own: Sequence[Instruction], rank: int) -> None:
+    """Of one stage of a synchronous step: U, if it is there, comes after the last B or W, so after all."""
+    last = [instruction for instruction in own if instruction.op in _WEIGHTS][-1]
+    for number, instruction in enumerate(own):
+        if instruction.op is Op.U and last in own[number:]:
+            raise ScheduleError(
+                f"a stage updates after its last backward, found {instruction} before {last} on rank {rank}"
+            )
+
+
+def _check_each_update(own: Sequence[Instruction], rank: int) -> None:
+    """Of one stage of an asynchronous program: a U right behind every B or W, and none elsewhere."""
+    for instruction, following in pairwise([None, *own, None]):
+        due = instruction is not None and instruction.op in _WEIGHTS
+        comes = following is not None and following.op is Op.U
+        if due != comes:
+            raise ScheduleError(
+                "an asynchronous stage updates right after each backward, and only there, found "
+                f"{following or 'nothing'} after {instruction or 'nothing'} on rank {rank}"
+            )

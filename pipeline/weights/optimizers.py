@@ -1,0 +1,75 @@
+"""Making an optimizer from what a person gives: a function of (name, parameter) pairs, as torch's take them.
+
+A pipeline has one per stage; ``twin`` makes another of the same kind, to try out what it does elsewhere."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import LBFGS, Optimizer
+
+from ...compression.errors import PlanError
+
+Named = list[tuple[str, torch.nn.Parameter]]
+Make = Callable[[Named], Optimizer]
+
+
+def make_optimizer(optimizer: Make, named: Iterable[tuple[str, torch.nn.Parameter]]) -> Optimizer | None:
+    """The optimizer of these parameters; None where the function leaves it nothing.
+
+    Raises:  PlanError: it cannot be made, is none, takes what it was not given, or needs all at once."""
+    pairs = list(named)
+    if not pairs:
+        return None
+    try:
+        made = optimizer(pairs)
+    except ValueError as error:
+        if "empty parameter list" in str(error):  # the caller's choice of names leaves nothing on this stage
+            return None
+        raise PlanError(
+            f"the optimizer of a stage cannot be made: {error}; leave out groups that are empty"
+        ) from error
+    if not isinstance(made, Optimizer):
+        raise PlanError(
+            f"optimizer makes a torch optimizer from (name, parameter) pairs, found {type(made).__name__}"
+        )
+    given = {id(parameter) for _, parameter in pairs}
+    if any(id(parameter) not in given for group in made.param_groups for parameter in group["params"]):
+        raise PlanError(
+            "an optimizer takes parameters of its own stage only; make it from the pairs it is given"
+        )
+    if isinstance(made, LBFGS):
+        raise PlanError(
+            "an optimizer works on one stage's parameters at a time and LBFGS needs all at once; use SGD or "
+            "Adam"
+        )
+    return made
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a group, without what it is a group of."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def twin(made: Optimizer, groups: Sequence[tuple[Mapping[str, Any], Sequence[torch.nn.Parameter]]]) -> Any:
+    """Another optimizer of the kind of ``made``, of other parameters with these hyper-parameters.
+
+    Any exception: its class takes other arguments than its defaults, or refuses the parameters."""
+    takes = inspect.signature(type(made)).parameters
+    defaults = {key: value for key, value in made.defaults.items() if key in takes}
+    return type(made)([{**settings, "params": list(some)} for settings, some in groups], **defaults)
+
+
+def refusal_of(made: Optimizer, settings: Mapping[str, Any]) -> str:
+    """What the class of ``made`` says to hyper-parameters out of its range; "" for nothing."""
+    takes = inspect.signature(type(made)).parameters
+    try:
+        type(made)([torch.zeros(2, 2)], **{key: value for key, value in settings.items() if key in takes})
+    except ValueError as error:
+        return str(error)
+    except Exception:  # it takes more than these, and what it would say of them is not known
+        return ""
+    return ""

@@ -1,0 +1,175 @@
+"""The update of the weights: one optimizer per stage, and what all stages must agree on before it.
+
+In a round every stage updates once. The first update of a round finds all gradients of its batch, so it takes
+the loss scale off them and clips them by the norm over all stages; where no such moment exists, as without a
+flush, every update is a step of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...stages.weights.policies import Weights
+from ..ranks import group
+from .clip import clip_together
+from .entries import Entries
+from .kinds import is_number, is_plain
+from .optimizer_checks import check_kept, check_optimizer, saved_settings
+from .optimizers import Make, Named, make_optimizer
+from .scale import Scaler, scale_of
+from .state_checks import check_scaler, check_scheduler
+
+SCOPES = ("global", "stage")
+
+
+class Update:
+    """Optimizers (and schedulers) of this process's stages.
+
+    Args:    parameters: per stage its (name, parameter) pairs, in the model's own order.
+             owner: the rank of every parameter of the model by name, in the model's own order.
+             weights: the versions of each stage's parameters.
+             scheduler: stepped after every update of its stage that was not skipped for an overflow.
+             clip: largest L2 norm of the gradients, or None; ``scope``: of all, or of each stage.
+             together: whether the stages update in rounds; else each on its own, whatever others find."""
+
+    def __init__(
+        self,
+        *,
+        parameters: Mapping[int, Named],
+        owner: Mapping[str, int],
+        weights: Mapping[int, Weights],
+        optimizer: Make,
+        scheduler: Callable[[Optimizer], LRScheduler] | None,
+        clip: float | None,
+        scope: str = "global",
+        scaler: Scaler = None,
+        together: bool = True,
+    ) -> None:
+        self.parameters, self.weights, self.scale = parameters, weights, scale_of(scaler)
+        self.named = {name: parameter for named in parameters.values() for name, parameter in named}
+        self.names = {id(parameter): name for name, parameter in self.named.items()}
+        self.owner, self.optimizer = owner, optimizer
+        self.clip, self.scope, self.together = clip, scope, together
+        self.optimizers = {
+            stage: made for stage, named in parameters.items() if (made := make_optimizer(optimizer, named))
+        }
+        for stage, made in self.optimizers.items():
+            weights[stage].bind(made)
+        self.schedulers = (
+            {stage: scheduler(made) for stage, made in self.optimizers.items()} if scheduler else {}
+        )
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing is in flight: gradients start from None (sums that start from zeros lose -0.0), rounds
+        from 0."""
+        self.num_updates = dict.fromkeys(self.weights, 0)
+        self.num_rounds = 0
+        self.skipped = False
+        self.scale.begin()
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+
+    def step(self, stage: int) -> None:
+        """Update the weights of ``stage``; its n-th update belongs to round n, which one stage opens."""
+        self.num_updates[stage] += 1
+        if not self.together:
+            self._ready([stage])
+        elif self.num_updates[stage] > self.num_rounds:
+            self.num_rounds += 1
+            self._ready(list(self.weights))
+        with self.weights[stage].update():
+            if stage in self.optimizers and not self.skipped:
+                self.optimizers[stage].step()
+        if stage in self.schedulers and not self.skipped:
+            self.schedulers[stage].step()
+
+    def _ready(self, stages: Sequence[int]) -> None:
+        """Make the gradients of ``stages`` what their optimizers shall see, and decide whether they do."""
+        for stage in stages:
+            self.weights[stage].due()
+        optimizers = [self.optimizers[stage] for stage in stages if stage in self.optimizers]
+        settings = [settings for optimizer in optimizers for settings in optimizer.param_groups]
+        gradients = [p.grad for some in settings for p in some["params"] if p.grad is not None]
+        self.skipped = self.scale.unscale(gradients)
+        if self.scale.checks and self.together:
+            self.skipped = any(overflow for (overflow,) in group.exchange([self.skipped]))
+        self.scale.update(overflow=self.skipped)
+        if self.clip is not None and self.scope == "global":
+            clip_together(self.named, self.clip, owner=self.owner)
+        elif self.clip is not None:
+            for stage in stages:
+                torch.nn.utils.clip_grad_norm_([p for _, p in self.parameters[stage]], self.clip)
+
+    def tensors(self) -> list[torch.nn.Parameter]:
+        """The parameters that the optimizers of this process have."""
+        groups = [settings for optimizer in self.optimizers.values() for settings in optimizer.param_groups]
+        return [parameter for settings in groups for parameter in settings["params"]]
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Per parameter name: the optimizer's state of it, and the hyper-parameters of its group."""
+        found: dict[str, dict[str, Any]] = {}
+        for optimizer in self.optimizers.values():
+            for settings in optimizer.param_groups:
+                for parameter in settings["params"]:
+                    found[self.names[id(parameter)]] = {
+                        "state": dict(optimizer.state.get(parameter, {})),
+                        "group": saved_settings(settings),
+                    }
+        return found
+
+    def scheduler_state(self) -> dict[str, Any] | None:
+        """The state of a scheduler (they all keep step), as far as JSON can say it."""
+        for scheduler in self.schedulers.values():
+            return copy.deepcopy({k: v for k, v in scheduler.state_dict().items() if is_plain(v)})
+        return None
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that does not suit the optimizers, schedulers and scale of this process."""
+        for name, kept in state["optimizer"].items():
+            check_kept(name, kept)
+        for optimizer in self.optimizers.values():
+            check_optimizer(state, optimizer, self.names, Entries(self.optimizer, optimizer))
+        for scheduler in self.schedulers.values() or [None]:
+            check_scheduler(scheduler, state.get("scheduler"))
+        check_scaler(state.get("scaler"), needed=self.scale.state() is not None)
+
+    def load(self, state: Mapping[str, Mapping[str, Any]], scheduler: Mapping[str, Any] | None) -> None:
+        """Take over what ``state`` and ``scheduler_state`` returned, for the parameters of this process."""
+        for ours in self.schedulers.values():
+            ours.load_state_dict(_course(scheduler))
+        for optimizer in self.optimizers.values():
+            for settings in optimizer.param_groups:
+                for parameter in settings["params"]:
+                    kept = state[self.names[id(parameter)]]
+                    settings.update({k: _own(v, parameter) for k, v in kept["group"].items()})
+                    optimizer.state[parameter] = {k: _own(v, parameter) for k, v in kept["state"].items()}
+        for stage, ours in self.schedulers.items():
+            ours._last_lr = [float(settings["lr"]) for settings in self.optimizers[stage].param_groups]
+
+
+def _own(value: Any, parameter: torch.Tensor) -> Any:
+    """A copy that shares no memory with the state; numbers stay with the host, as torch's optimizers do."""
+    if isinstance(value, torch.Tensor):
+        copied = torch.empty_like(value, device=parameter.device if value.dim() else "cpu")
+        return copied.copy_(value.detach())
+    return copy.deepcopy(value)
+
+
+def _course(scheduler: Any) -> Any:
+    """A scheduler's state without what it has of each group of the stage it was taken from: other stages
+    have other groups, and their constructor gave it to them."""
+    if isinstance(scheduler, list | tuple):
+        return [_course(each) for each in scheduler]
+    if isinstance(scheduler, Mapping):
+        return {k: _course(v) for k, v in scheduler.items() if k == "_last_lr" or not _is_numbers(v)}
+    return scheduler
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(map(is_number, value))

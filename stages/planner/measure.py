@@ -1,0 +1,281 @@
+"""First-iteration profile: seconds, bytes and zeros of every layer and value, measured on a copy.
+
+The planner needs numbers, not tensors: a profile is plain data, saved as JSON and read back without the
+model.
+Source: resource management of a training step, S1 and S11-S13 (kinds, sizes and dependencies of intermediate
+        data)."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ...compression.errors import PlanError
+from ..files import save_json
+from ..record import load_json, read
+from ..stage.receive import Receive
+from ..tracing.aliases import memory_of
+from ..tracing.capture.call import Call, Example
+from ..tracing.capture.signature import Signature
+from ..tracing.layer_graph import LayerGraph
+from ..tracing.layers import Layer, Parts, parts_of, run_layer
+from ..tracing.probe import Probe
+from .examples import signature_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """One layer: seconds per micro-batch, parameters it is the first to use, bytes kept for its backward."""
+
+    name: str
+    module: str
+    forward_seconds: float
+    backward_seconds: float
+    parameters: tuple[str, ...]
+    num_parameters: int
+    parameter_bytes: int
+    saved_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ValueProfile:
+    """One value: made by layer ``producer`` (-1: an input of the model), read by the layers ``users``."""
+
+    name: str
+    producer: int
+    users: tuple[int, ...]
+    num_bytes: int
+    requires_grad: bool
+    zero_fraction: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What a plan is made from: the layers and values of one micro-batch, and where not to cut.
+
+    ``refused``: for a layer's number, why the model must not be cut behind it. ``signature``: how the model
+    is called, None in a profile that does not know: by position. ``leaves``: what was taken as one layer, by
+    request or need."""
+
+    layers: tuple[LayerProfile, ...]
+    values: tuple[ValueProfile, ...]
+    refused: dict[int, str]
+    fingerprint: str
+    input_shapes: tuple[tuple[int, ...], ...]
+    input_dtypes: tuple[str, ...]
+    num_samples: int
+    threads: int
+    device: str
+    torch: str
+    signature: Signature | None = None
+    leaves: tuple[str, ...] = ()
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON, whole or not at all, else ConfigError; ``Profile.load`` reads it."""
+        data = {"penstock_profile": 1, **dataclasses.asdict(self)}
+        save_json(path, data, indent=1)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile; raises PlanError, and nothing else, for a missing, damaged or other file."""
+        data = load_json(path, "profile")
+        if not isinstance(data, dict) or data.pop("penstock_profile", None) != 1:
+            raise PlanError(
+                f"a profile is a JSON object with the key penstock_profile, {path} is not; measure again"
+            )
+        for field in dataclasses.fields(cls):  # a profile made before models were called by name
+            if field.default is not dataclasses.MISSING:
+                data.setdefault(field.name, field.default)
+        return read(cls, data, "profile")
+
+
+def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> Profile:
+    """Run every layer of ``graph`` forward and backward by itself, on the copy of the model that was traced.
+
+    Args:    example_inputs: one micro-batch, shaped as the example that was traced.
+             repeats: runs of which the median is taken, after one that is not counted.
+    Returns: the Profile; seconds are per micro-batch with the threads that torch has now. One thread counts
+             its own seconds of a processor, not those in which other programs have it.
+    Raises:  PlanError: the inputs do not suit the traced model.
+    """
+    if not isinstance(graph, LayerGraph) or not isinstance(repeats, int) or repeats < 1:
+        raise PlanError(
+            f"measure takes what trace(model, example) returned and repeats=1 or more, found a "
+            f"{type(graph).__name__} and repeats={repeats!r}"
+        )
+    call, inputs = Call.of(graph.twin, example_inputs)
+    shapes = tuple(tuple(x.shape) for x in inputs)
+    if shapes != tuple(tuple(x.shape) for x in graph.example_inputs):
+        raise PlanError(
+            f"a profile is measured at the shapes that were traced, found {shapes}; trace with this example"
+        )
+    buffers = [memory_of(b).clone() for b in graph.twin.buffers()]
+    with torch.random.fork_rng(devices=[]):
+        runs = [_timed_run(graph, inputs) for _ in range(repeats + 1)][1:]
+        saved = _saved_bytes(graph, inputs)
+    for buffer, before in zip(graph.twin.buffers(), buffers, strict=True):
+        memory_of(buffer).copy_(before)
+    owned = owned_parameters(graph)
+    parameters = dict(graph.twin.named_parameters())
+    return Profile(
+        layers=tuple(
+            LayerProfile(
+                name=layer.name,
+                module=layer.module,
+                forward_seconds=statistics.median(run.seconds[i][0] for run in runs),
+                backward_seconds=statistics.median(run.seconds[i][1] for run in runs),
+                parameters=owned[i],
+                num_parameters=sum(parameters[name].numel() for name in owned[i]),
+                parameter_bytes=sum(parameters[name].nbytes for name in owned[i]),
+                saved_bytes=saved[i],
+            )
+            for i, layer in enumerate(graph.train.layers)
+        ),
+        values=tuple(
+            ValueProfile(
+                name=value.name,
+                producer=value.producer,
+                users=tuple(sorted({min(user, len(owned) - 1) for user in value.users})),
+                num_bytes=value.num_bytes,
+                requires_grad=value.requires_grad,
+                zero_fraction=runs[-1].zeros.get(number, 0.0),
+            )
+            for number, value in enumerate(graph.train_probe.values)
+        ),
+        refused=dict(graph.train_probe.refused),
+        fingerprint=graph.fingerprint,
+        input_shapes=shapes,
+        input_dtypes=tuple(str(x.dtype).removeprefix("torch.") for x in inputs),
+        num_samples=call.samples_of(inputs) or 1,
+        threads=torch.get_num_threads(),
+        device=inputs[0].device.type,
+        torch=torch.__version__,
+        signature=signature_of(call, inputs),
+        leaves=tuple(graph.train.leaves),
+    )
+
+
+def owned_parameters(graph: LayerGraph) -> tuple[tuple[str, ...], ...]:
+    """For every layer the parameters it is the first to use; layer 0 also owns those that none uses."""
+    names = {id(parameter): name for name, parameter in graph.twin.named_parameters()}
+    owned: list[list[str]] = []
+    parts = parts_of(graph.twin, graph.train)
+    for layer in graph.train.layers:
+        found = [id(t) for t in parameters_of(layer, parts)]
+        owned.append([names.pop(key) for key in found if key in names])
+    owned[0].extend(names.values())
+    return tuple(tuple(layer) for layer in owned)
+
+
+def parameters_of(layer: Layer, parts: Parts) -> list[torch.Tensor]:
+    """The parameters that a layer reads, tied ones (which are layers of their own) included."""
+    if layer.node.op == "call_module":
+        return list(parts.modules[str(layer.node.target)].parameters())
+    local = [
+        parts.tensors[str(n.target)]
+        for n in (layer.node, *layer.node.all_input_nodes)
+        if n.op == "get_attr" and str(n.target) in parts.tensors
+    ]
+    return [t for t in local if isinstance(t, torch.nn.Parameter)]
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    seconds: list[tuple[float, float]]
+    zeros: dict[int, float]
+
+
+def _timed_run(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> _Run:
+    """Every layer forward and backward, on inputs received as from a stage: its backward is its own."""
+    parts, record = parts_of(graph.twin, graph.train), graph.train_probe
+    anchor = torch.zeros((), requires_grad=True)
+    env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, inputs, strict=True))
+    one = torch.get_num_threads() == 1 and all(x.device.type == "cpu" for x in inputs)
+    clock = time.thread_time if one else time.perf_counter
+    run = _Run([], {})
+    for index, layer in enumerate(graph.train.layers):
+        local = {node: tree_map(lambda t: _received(t, anchor), env[node]) for node in _reads(layer, env)}
+        begun = clock()
+        result = run_layer(layer, local, parts, samples=record.samples)
+        middle = clock()
+        roots = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn]
+        gradients = [torch.ones_like(t) for t in roots]
+        wanted = [anchor, *(p for p in parameters_of(layer, parts) if p.requires_grad)]
+        backward = clock()
+        if roots:
+            _backward(layer, roots, wanted, gradients)
+        run.seconds.append((middle - begun, clock() - backward if roots else 0.0))
+        _write_back(layer, index, local, env, record)
+        env[layer.node] = result
+        for number, leaf in zip(record.outputs[layer.node].values, tree_leaves(result), strict=True):
+            if isinstance(leaf, torch.Tensor) and leaf.numel():
+                bits = leaf.view(torch.uint8) if leaf.itemsize == 1 else leaf  # torch counts no float8
+                run.zeros[number] = 1 - int(torch.count_nonzero(bits)) / leaf.numel()
+    return run
+
+
+def _write_back(
+    layer: Layer, index: int, local: Mapping[fx.Node, Any], env: Mapping[fx.Node, Any], record: Probe
+) -> None:
+    """What the layer wrote into copies of its inputs, into the inputs: later layers read it there."""
+    for node, item in local.items():
+        pairs = zip(record.outputs[node].values, tree_leaves(item), tree_leaves(env[node]), strict=True)
+        for number, copied, original in pairs:
+            if isinstance(copied, torch.Tensor) and (index, False) in record.values[number].writers:
+                original.detach().copy_(copied.detach())
+
+
+def _backward(
+    layer: Layer, roots: list[torch.Tensor], wanted: list[torch.Tensor], gradients: list[torch.Tensor]
+) -> None:
+    """A layer's backward; a half of one, as some schedules run, asks for some gradients only, too."""
+    try:
+        torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+    except Exception as error:
+        if "use_reentrant" in str(error):
+            raise PlanError(
+                f"layer {layer.name} checkpoints with use_reentrant=True, which gives no gradient that "
+                "is asked for by itself; use use_reentrant=False"
+            ) from error
+        raise PlanError(f"the backward of layer {layer.name}: {type(error).__name__}: {error}") from error
+
+
+def _reads(layer: Layer, env: Mapping[fx.Node, Any]) -> list[fx.Node]:
+    return [node for node in layer.node.all_input_nodes if node in env]
+
+
+def _received(item: Any, anchor: torch.Tensor) -> Any:
+    """A copy of a tensor as a stage would receive it; numbers as they are."""
+    if not isinstance(item, torch.Tensor):
+        return item
+    copied = item.detach().clone()
+    return Receive.apply(anchor, copied, {}) if item.requires_grad else copied
+
+
+def _saved_bytes(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> list[int]:
+    """Bytes that each layer saves for its backward: every storage once, parameters and buffers never."""
+    parts = parts_of(graph.twin, graph.train)
+    env: dict[fx.Node, Any] = {n: x.clone() for n, x in zip(graph.train.inputs, inputs, strict=True)}
+    seen = {t.untyped_storage()._cdata for t in (*graph.twin.parameters(), *graph.twin.buffers())}
+    saved: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            saved[-1] += storage.nbytes()
+        return tensor.detach()  # an output that its own layer saves would keep that layer for good
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for layer in graph.train.layers:
+            saved.append(0)
+            env[layer.node] = run_layer(layer, env, parts, samples=graph.train_probe.samples)
+    return saved

@@ -1,0 +1,252 @@
+"""partition(profile) -> Plan: where to cut, and which rank runs which stage.
+
+The choice is exact: of all legal cuts whose costliest rank is within 5 % of the cheapest possible, the one
+that the fewest bytes pass. Predictions may err by 5 %, so such cuts are equals for all that is known.
+Where a rank runs several stages, its own part is cut again so that its slowest stage is as fast as possible.
+
+Source: the min-max recurrence of PipeDream (Narayanan et al., SOSP 2019, section 3.1), one replica per stage.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ...compression.errors import PlanError
+from ...compression.names import check_name
+from ..units import parse_bytes, parse_rate, show_bytes
+from .asked import Asked
+from .costs import Costs, with_margin
+from .cuts import allowed_cuts, named_cuts
+from .measure import Profile
+from .placement import in_flight, layout, old_versions, placed, placement
+from .plan import Plan
+from .rules import streams
+from .split import smallest_limit, split
+
+
+def partition(
+    profile: Profile,
+    *,
+    stages: int | None = None,
+    cuts: Sequence[str] | None = None,
+    ranks: int | None = None,
+    schedule: str = "1f1b",
+    micro_batches: int = 8,
+    extra_in_flight: int = 0,
+    codec: str = "auto",
+    link: float | str | None = None,
+    memory: int | str | None = None,
+    tier: str = "device",
+    weights: str = "latest",
+    weights_tier: str = "device",
+    weights_first: bool = False,
+    prediction: bool = False,
+    program: Sequence[str] = (),
+) -> Plan:
+    """Cut a measured model into stages, exactly: of the fastest cuts, to 5 %, the one that sends least.
+
+    A rank costs the larger of its seconds per micro-batch and the seconds its links need for the tensors over
+    its cuts (unpacked, both directions at once). Of all cuts whose costliest rank is within 5 % of the
+    cheapest possible, the one is chosen that the fewest bytes pass; among equals the fewest that are not
+    zero, then behind what writes into the values that pass, then the cheapest costliest rank, then the
+    earliest.
+
+    Args:
+        stages: number of stages; default: as many as the schedule takes a rank (one or two), or one more
+            than ``cuts``.
+        cuts: layer names or module paths to cut behind, instead of a search.
+        ranks: number of processes; default: as many as the stages suit.
+        link: bits per second between ranks (``"1Gbit"``); None: free.
+        codec: name of a codec, or "auto": measured while it trains.
+        tier: where what a forward saves waits for its backward: "device" as it is, "packed", or "host".
+        memory: bytes of each rank (``"2GiB"``), kept with a margin of 5 %; None: unlimited.
+        weights: which version of the weights a micro-batch sees: "latest"; of ``async_1f1b`` "stashed" or
+            "vertical_sync"; of ``1f1b`` "double_buffered".
+        weights_tier: where a version waits that nothing reads right now: "device", "packed" or "host".
+        weights_first: in a backward, a layer's weight gradient comes before the gradient of its input.
+        prediction: of ``async_1f1b``: forwards run with the weights that their backwards are expected to see.
+        program: the lines of ``schedule="custom"``, one per rank; they place the stages.
+    Raises:
+        PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
+        CodecError: the codec is not known.
+    """
+    if not isinstance(profile, Profile):
+        raise PlanError(
+            f"partition takes what measure(graph, example) returned, found a {type(profile).__name__}; "
+            "measure first"
+        )
+    asked = Asked(stages=stages, ranks=ranks, cuts=tuple(cuts) if cuts else None)
+    check_name(codec)
+    _check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
+    _check_counts(least=0, extra_in_flight=extra_in_flight)
+    given = named_cuts(profile, cuts) if cuts else None
+    stages, ranks = _sizes(stages, ranks, given, schedule=schedule, program=program)
+    places = allowed_cuts(profile) if given is None else given
+    _check_places(profile, places, stages)
+    fixed = None
+    if layout(schedule) != "neighbours":
+        fixed = placed(program) if program else placement(schedule, stages=stages, ranks=ranks)
+    place_of = fixed or range(ranks)  # what is in flight is counted per stage, or per rank of neighbours
+    endless = streams(schedule, weights)
+    flying = {"micro_batches": micro_batches, "extra_in_flight": extra_in_flight, "ranks": place_of}
+    costs = Costs(
+        profile,
+        flights=_flights(schedule, stages, endless=endless, **flying),
+        versions=[old_versions(weights, i, stages=stages) for i in range(len(place_of))],
+        rate=None if link is None else parse_rate(link),
+        budget=None if memory is None else parse_bytes(memory),
+    )
+    ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)
+    spans = zip(pairwise(ends), range(stages) if fixed else rank_of, strict=True)
+    return Plan(
+        stages=tuple(costs.stage(start, end, place) for (start, end), place in spans),
+        ranks=rank_of,
+        schedule=schedule,
+        micro_batches=micro_batches,
+        extra_in_flight=extra_in_flight,
+        codec=codec,
+        tier=tier,
+        fingerprint=profile.fingerprint,
+        input_shapes=profile.input_shapes,
+        input_dtypes=profile.input_dtypes,
+        memory=costs.budget,
+        link=costs.rate,
+        weights=weights,
+        weights_tier=weights_tier,
+        weights_first=weights_first,
+        prediction=prediction,
+        program=tuple(program),
+        asked=asked,
+        signature=profile.signature,
+        leaves=profile.leaves,
+    )
+
+
+def _check_counts(*, least: int = 1, **counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < least):
+            raise PlanError(f"{name} counts from {least}, found {name}={count!r}; use {least} or more")
+
+
+def _sizes(
+    stages: int | None,
+    ranks: int | None,
+    given: Sequence[int] | None,
+    *,
+    schedule: str,
+    program: Sequence[str],
+) -> tuple[int, int]:
+    """How many stages and ranks there are, where one of them, or the cuts, may say it all."""
+    if layout(schedule) == "custom":
+        stages, ranks = _as_placed(placed(program), stages=stages, ranks=ranks)
+    a_rank = 2 if layout(schedule) in ("loop", "vee") else 1
+    stages = _num_stages(stages, given, None if ranks is None else ranks * a_rank)
+    ranks = stages // a_rank if ranks is None else ranks
+    if ranks > stages:
+        raise PlanError(
+            f"every rank runs a stage, found ranks={ranks} for {stages} stages; lower ranks or raise stages"
+        )
+    return stages, ranks
+
+
+def _num_stages(stages: int | None, given: Sequence[int] | None, ranks: int | None) -> int:
+    if given is not None:
+        if stages not in (None, len(given) + 1):
+            raise PlanError(
+                f"{len(given)} cuts make {len(given) + 1} stages, found stages={stages}; leave one out"
+            )
+        return len(given) + 1
+    number = ranks if stages is None else stages
+    if number is None:
+        raise PlanError("a plan needs a number of stages, of ranks, or cuts, found none; say stages=2")
+    return number
+
+
+def _check_places(profile: Profile, places: Sequence[int], stages: int) -> None:
+    num_layers = len(profile.layers)
+    if stages > num_layers:
+        raise PlanError(
+            f"{stages} stages need at least as many layers, the model has {num_layers}; lower stages or ranks"
+        )
+    if stages - 1 > len(places):
+        reason = next(iter(profile.refused.values()), "no other layer")
+        raise PlanError(
+            f"{stages} stages need {stages - 1} cuts, the model allows {len(places)} ({reason}); lower stages"
+        )
+
+
+def _as_placed(rank_of: Sequence[int], *, stages: int | None, ranks: int | None) -> tuple[int, int]:
+    """The stages and ranks of the lines of a custom schedule; others that were asked for are refused."""
+    found = len(rank_of), max(rank_of) + 1
+    for name, asked, number in zip(("stages", "ranks"), (stages, ranks), found, strict=True):
+        if asked not in (None, number):
+            raise PlanError(
+                f"the lines of a custom schedule decide its {name}, found {name}={asked} for lines with "
+                f"{number}; take {name}={number}, or other lines"
+            )
+    return found
+
+
+def _flights(
+    schedule: str,
+    stages: int,
+    *,
+    endless: bool,
+    micro_batches: int,
+    extra_in_flight: int,
+    ranks: Sequence[int],
+) -> list[int]:
+    """The most micro-batches in flight at every place of ``ranks``."""
+    several = stages - len(ranks) if endless else 0  # every stage of a rank runs at its own time
+    kind = "async_1f1b" if endless else schedule
+    counts = {"micro_batches": micro_batches, "extra_in_flight": extra_in_flight, "ranks": ranks}
+    return [several + in_flight(kind, i, **counts) for i in range(len(ranks))]
+
+
+def _cut(
+    costs: Costs,
+    points: list[int],
+    fixed: tuple[int, ...] | None,
+    stages: int,
+    ranks: int,
+    *,
+    memory: int | str | None,
+) -> tuple[list[int], tuple[int, ...]]:
+    """Ends of the stages, and the rank of each; ``fixed``: the ranks, where the schedule says them."""
+    if fixed:
+        return _fit(costs, points, fixed, memory=memory), fixed
+    ends, rank_ends = _choose(costs, points, stages=stages, ranks=ranks, memory=memory)
+    return ends, tuple(sum(end <= start for end in rank_ends[1:]) for start in ends[:-1])
+
+
+def _fit(costs: Costs, points: list[int], rank_of: Sequence[int], *, memory: int | str | None) -> list[int]:
+    """Ends of the stages where a schedule lays them on ranks: the slowest stage is as fast as it can be."""
+    stages = len(rank_of)
+    ends = split(points, parts=stages, span=costs.of_rank, edge=costs.link_times, weight=costs.cut_weights)
+    used = [0] * (max(rank_of) + 1)
+    for stage, (start, end) in enumerate(pairwise(ends or ())):
+        used[rank_of[stage]] += costs.memory(start, end, stage)
+    if ends is None or (costs.budget is not None and with_margin(max(used)) > costs.budget):
+        raise PlanError(
+            f"memory={memory} on each of {len(used)} ranks does not hold the {stages} stages that the "
+            "schedule lays on them; raise memory, or take a schedule of neighbours, such as 1f1b"
+        )
+    return ends
+
+
+def _choose(
+    costs: Costs, points: list[int], *, stages: int, ranks: int, memory: int | str | None
+) -> tuple[list[int], list[int]]:
+    """Ends of the stages and of the ranks, as positions from 0 to the number of layers."""
+    free = [0] * (points[-1] + 1)
+    rank_ends = split(
+        points, parts=ranks, span=costs.of_rank, edge=costs.link_times, weight=costs.cut_weights
+    )
+    if rank_ends is None:
+        needed = with_margin(int(smallest_limit(points, parts=ranks, span=costs.memory, edge=free)))
+        raise PlanError(
+            f"memory={memory} on each of {ranks} ranks holds no legal cut of the model; the smallest budget "
+            f"that does is memory={needed} ({show_bytes(needed)}); raise memory or ranks"
+        )
+    ends = split(points, parts=stages, span=costs.of_stage(rank_ends), edge=free, weight=costs.cut_weights)
+    assert ends is not None, "the ranks leave every other place to cut, and there are enough"
+    return ends, rank_ends

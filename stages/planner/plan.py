@@ -1,0 +1,251 @@
+"""Plan: the whole decision as data: the layers of each stage, its rank, the schedule and the codec.
+
+A plan can be printed, drawn, saved, edited and loaded again, so that a person sees and owns what will run.
+"""
+
+import dataclasses
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ...compression.errors import PlanError
+from ...compression.names import show_codec
+from ..files import save_json
+from ..record import load_json, read, shortened
+from ..tracing.capture.signature import Signature
+from ..units import show_bytes, show_count, show_rate, show_seconds
+from .asked import Asked
+from .rules import check_versions, streams
+
+VERSION = 1
+TIERS = ("device", "packed", "host")
+WEIGHTS = ("latest", "stashed", "vertical_sync", "double_buffered")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanStage:
+    """One stage: its layers and parameters (names), and its predictions per micro-batch.
+
+    ``num_parameters`` counts elements, ``memory_bytes`` is for all micro-batches in flight, of which each
+    leaves ``saved_bytes`` for its backward, ``bytes_forward`` and ``bytes_backward`` are those of the tensors
+    that pass the cut behind the stage, unpacked.
+    """
+
+    layers: tuple[str, ...]
+    parameters: tuple[str, ...]
+    num_parameters: int
+    forward_seconds: float
+    backward_seconds: float
+    memory_bytes: int
+    bytes_forward: int
+    bytes_backward: int
+    saved_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What ``partition`` decides and ``Pipeline`` runs; ``ranks`` holds the rank of each stage.
+
+    ``tier``: where saved tensors wait for their backward (``TIERS``).
+    ``weights``: which version of the weights a micro-batch sees (``WEIGHTS``); ``weights_tier``: where a
+    version that no instruction reads right now waits (``TIERS``); ``prediction``: forwards run with the
+    weights as they are expected to be at the backward; ``weights_first``: in a backward a layer's weight
+    gradient comes before the gradient of its input. ``program``: a custom schedule, a line for each rank.
+    ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
+    ``asked``: which cuts ``partition`` was asked for; None in a plan that does not know.
+    ``signature``: how the model is called, None for by position; ``leaves``: what is one layer, by request or
+    need.
+    Raises:  PlanError: the fields contradict each other.
+    """
+
+    stages: tuple[PlanStage, ...]
+    ranks: tuple[int, ...]
+    schedule: str
+    micro_batches: int
+    extra_in_flight: int
+    codec: str
+    fingerprint: str
+    input_shapes: tuple[tuple[int, ...], ...]
+    input_dtypes: tuple[str, ...]
+    memory: int | None
+    link: float | None
+    tier: str = "device"
+    weights: str = "latest"
+    weights_tier: str = "device"
+    weights_first: bool = False
+    prediction: bool = False
+    program: tuple[str, ...] = ()
+    asked: Asked | None = dataclasses.field(default=None, compare=False)
+    signature: Signature | None = dataclasses.field(default=None, compare=False)
+    leaves: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        layers = [layer for stage in self.stages for layer in stage.layers]
+        if not self.stages or not all(stage.layers for stage in self.stages):
+            raise PlanError("a plan has one stage or more, and every stage has a layer")
+        if twice := next((layer for layer, other in pairwise(sorted(layers)) if layer == other), None):
+            raise PlanError(f"a layer belongs to one stage, the plan has {twice!r} twice")
+        if len(self.ranks) != self.num_stages or set(self.ranks) != set(range(self.num_ranks)):
+            raise PlanError(
+                f"a plan gives each of its {self.num_stages} stages a rank, and every rank from 0 on a "
+                f"stage, found ranks {list(self.ranks)}"
+            )
+        for name, known in (("tier", TIERS), ("weights_tier", TIERS), ("weights", WEIGHTS)):
+            if (found := getattr(self, name)) not in known:
+                raise PlanError(f"{name} is one of {', '.join(known)}, found {found!r}; choose one of these")
+        check_versions(
+            schedule=self.schedule,
+            weights=self.weights,
+            prediction=self.prediction,
+            num_stages=self.num_stages,
+            micro_batches=self.micro_batches,
+            extra_in_flight=self.extra_in_flight,
+        )
+        if self.micro_batches < 1:
+            raise PlanError(
+                f"a step needs at least one micro-batch, found micro_batches={self.micro_batches}"
+            )
+        counts = [n for s in self.stages for n in dataclasses.astuple(s)[2:]]
+        counts += [self.extra_in_flight, *(size for shape in self.input_shapes for size in shape)]
+        if (
+            min(counts) < 0
+            or (self.memory is not None and self.memory < 1)
+            or (self.link is not None and self.link <= 0)
+        ):
+            raise PlanError("sizes, seconds and counts of a plan are never negative; make the plan anew")
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.stages)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes the plan is made for."""
+        return max(self.ranks) + 1
+
+    @property
+    def streams(self) -> bool:
+        """Whether batches follow each other without a flush: a step leaves micro-batches in flight."""
+        return streams(self.schedule, self.weights)
+
+    @property
+    def versions(self) -> dict[str, Any] | None:
+        """What decides which weights a micro-batch sees, so that a state fits; None where a flush does."""
+        if not self.streams:
+            return None
+        names = ("schedule", "weights", "prediction")
+        return {name: getattr(self, name) for name in names} | {"cuts": list(self.cuts)}
+
+    @property
+    def stages_of_rank(self) -> list[list[int]]:
+        """The stages of each rank, as the schedules take them."""
+        return [[s for s, owner in enumerate(self.ranks) if owner == rank] for rank in range(self.num_ranks)]
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The layers after which the model is cut, as ``partition`` takes them."""
+        return tuple(stage.layers[-1] for stage in self.stages[:-1])
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON data, which ``Plan.of_json`` takes."""
+        return {"penstock_plan": VERSION, **dataclasses.asdict(self)}
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, whole or not at all, else ConfigError; ``Plan.load`` gives an equal one."""
+        save_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan; raises PlanError, and nothing else, for a file that is missing, damaged or no plan."""
+        return cls.of_json(load_json(path, "plan"), str(path))
+
+    @classmethod
+    def of_json(cls, data: Any, source: str) -> "Plan":
+        """Read a plan that came from ``source``; raises PlanError, and nothing else, for what is none."""
+        if not isinstance(data, dict) or "penstock_plan" not in data:
+            raise PlanError(
+                f"a plan is a JSON object with the key penstock_plan, {source} is not; make one anew"
+            )
+        version = data.pop("penstock_plan")
+        if type(version) is not int or version != VERSION:
+            raise PlanError(
+                f"plans have version {VERSION} here, found {shortened(version)} in {source}; make it anew"
+            )
+        for field in dataclasses.fields(cls):  # a plan made before there were tiers, or versions
+            if field.default is not dataclasses.MISSING:
+                data.setdefault(field.name, field.default)
+        for stage in stages if isinstance(stages := data.get("stages"), list) else ():
+            if isinstance(stage, dict):
+                stage.setdefault("saved_bytes", 0)
+        return read(cls, data, "plan")
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the stages, their seconds and the bytes over each cut into a PNG."""
+        from .plan_picture import draw  # matplotlib takes a second to import
+
+        draw(self, path)
+
+    def __str__(self) -> str:
+        rows = [_HEADINGS, *map(_row, range(self.num_stages), self.ranks, self.stages)]
+        return "\n".join([_title(self), *_aligned(rows), _FOOTNOTE])
+
+
+_HEADINGS = ("stage", "rank", "layers", "parameters", "forward", "backward", "memory", "sent down", "sent up")
+_FOOTNOTE = "predicted per micro-batch; memory for all micro-batches in flight; sent: tensors before packing"
+
+
+def _title(plan: Plan) -> str:
+    batches = f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
+    parts = [plan.schedule, batches, f"codec {show_codec(plan.codec)}"]
+    if plan.extra_in_flight:
+        parts.insert(1, f"{plan.extra_in_flight} extra in flight")
+    parts += _weights(plan)
+    if plan.tier != "device":
+        parts.append(f"saved tensors {plan.tier}")
+    if plan.link is not None:
+        parts.append(f"link {show_rate(plan.link)}")
+    if plan.memory is not None:
+        parts.append(f"memory {show_bytes(plan.memory)} a rank")
+    counts = [
+        f"{n} {word}{'s' * (n > 1)}" for n, word in ((plan.num_stages, "stage"), (plan.num_ranks, "rank"))
+    ]
+    return f"{' on '.join(counts)}, {', '.join(parts)}"
+
+
+def _weights(plan: Plan) -> list[str]:
+    """Which weights a micro-batch sees, where batches mingle, and what comes first in a backward."""
+    parts = []
+    if plan.streams:
+        parts.append(f"weights {plan.weights}{' with prediction' if plan.prediction else ''}")
+    if plan.weights_tier != "device":
+        parts.append(f"old weights {plan.weights_tier}")
+    if plan.weights_first:
+        parts.append("weight gradients first")
+    return parts
+
+
+def _row(number: int, rank: int, stage: PlanStage) -> tuple[str, ...]:
+    layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} .. {stage.layers[-1]}"
+    return (
+        str(number),
+        str(rank),
+        f"{layers} ({len(stage.layers)})",
+        show_count(stage.num_parameters),
+        show_seconds(stage.forward_seconds),
+        show_seconds(stage.backward_seconds),
+        show_bytes(stage.memory_bytes),
+        show_bytes(stage.bytes_forward) if stage.bytes_forward else "-",
+        show_bytes(stage.bytes_backward) if stage.bytes_backward else "-",
+    )
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust if heading == "layers" else str.rjust for heading in rows[0]]
+    return [
+        "  ".join(
+            side(*cell) for side, cell in zip(sides, zip(row, widths, strict=True), strict=True)
+        ).rstrip()
+        for row in rows
+    ]

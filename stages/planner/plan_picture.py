@@ -1,0 +1,127 @@
+"""The picture of a plan: what each stage holds, how long it takes, and what passes between the stages.
+
+A person judges a cut by balance and by the bytes on its links; both are seen here before anything runs.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..files import save_picture
+from ..units import show_bytes, show_count, show_seconds
+from .plan import Plan, PlanStage
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORWARD, BACKWARD, LINE = (
+    "#0072B2",
+    "#E69F00",
+    "#5B6470",
+)  # told apart by colour-blind readers (Okabe and Ito)
+RANKS = ("#EAF2F8", "#F6F1E7")  # neighbouring ranks differ
+WIDTH, GAP = 1.0, 0.42  # of a stage and of the link behind it
+
+
+def draw(plan: Plan, path: str | Path) -> None:
+    """Draw the plan into a PNG."""
+    save_picture(path, figure(plan))
+
+
+def figure(plan: Plan) -> "Figure":
+    """Stages from left to right as blocks, the bytes over each cut between them, their seconds below."""
+    from matplotlib.figure import Figure  # takes a second to import, and only a drawing needs it
+
+    made = Figure(figsize=(max(6.5, 1.1 + 2.35 * plan.num_stages), 5.2), layout="constrained")
+    blocks, bars = made.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    for number, (stage, rank) in enumerate(zip(plan.stages, plan.ranks, strict=True)):
+        _draw_stage(blocks, number, rank, stage)
+        if number + 1 < plan.num_stages:
+            _draw_link(blocks, number, stage, local=plan.ranks[number + 1] == rank)
+    blocks.set_ylim(0, 1)
+    blocks.axis("off")
+    _draw_seconds(bars, plan)
+    made.suptitle(str(plan).splitlines()[0], fontsize=11, fontweight="bold")
+    return made
+
+
+def _draw_stage(axes: "Axes", number: int, rank: int, stage: PlanStage) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    left = number * (WIDTH + GAP)
+    shape = "round,pad=0,rounding_size=0.04"
+    axes.add_patch(
+        FancyBboxPatch(
+            (left, 0.02), WIDTH, 0.96, boxstyle=shape, fc=RANKS[rank % 2], ec=LINE, gid=f"stage {number}"
+        )
+    )
+    middle = left + WIDTH / 2
+    layers = stage.layers[:1] if len(stage.layers) == 1 else (stage.layers[0], "to", stage.layers[-1])
+    axes.text(middle, 0.9, f"stage {number}", ha="center", va="center", fontsize=12, fontweight="bold")
+    axes.text(middle, 0.79, f"rank {rank}", ha="center", va="center", fontsize=9, color=LINE)
+    axes.text(
+        middle,
+        0.54,
+        "\n".join(map(_fitting, layers)),
+        ha="center",
+        va="center",
+        fontsize=9,
+        family="monospace",
+    )
+    facts = (
+        f"{len(stage.layers)} layer{'s' * (len(stage.layers) > 1)}",
+        f"{show_count(stage.num_parameters)} parameters",
+        f"{show_bytes(stage.memory_bytes)} of memory",
+    )
+    axes.text(middle, 0.19, "\n".join(facts), ha="center", va="center", fontsize=9)
+
+
+def _fitting(name: str) -> str:
+    """A name short enough for its block; its end tells more than its start."""
+    return name if len(name) <= 19 else f"..{name[-17:]}"
+
+
+def _draw_link(axes: "Axes", number: int, stage: PlanStage, *, local: bool) -> None:
+    """Two arrows between neighbours, dashed where both stages are on one rank."""
+    start = number * (WIDTH + GAP) + WIDTH + 0.03
+    end, middle, style = start + GAP - 0.06, start + GAP / 2 - 0.03, "dashed" if local else "solid"
+    flows = (
+        (0.62, start, end, FORWARD, stage.bytes_forward),
+        (0.42, end, start, BACKWARD, stage.bytes_backward),
+    )
+    for height, tail, head, colour, num_bytes in flows:
+        arrow = {
+            "arrowstyle": "-|>",
+            "color": colour,
+            "linewidth": 2,
+            "linestyle": style,
+            "mutation_scale": 14,
+        }
+        axes.annotate(
+            "", xy=(head, height), xytext=(tail, height), arrowprops={**arrow, "shrinkA": 0, "shrinkB": 0}
+        )
+        axes.text(middle, height + 0.05, show_bytes(num_bytes), ha="center", va="bottom", fontsize=8.5)
+
+
+def _draw_seconds(axes: "Axes", plan: Plan) -> None:
+    """A bar per stage in ms, and a line at the slowest, which sets the pace."""
+    middles = [number * (WIDTH + GAP) + WIDTH / 2 for number in range(plan.num_stages)]
+    forward = [1e3 * stage.forward_seconds for stage in plan.stages]
+    backward = [1e3 * stage.backward_seconds for stage in plan.stages]
+    totals = [sum(pair) for pair in zip(forward, backward, strict=True)]
+    axes.bar(middles, forward, WIDTH * 0.62, color=FORWARD, label="forward")
+    axes.bar(middles, backward, WIDTH * 0.62, bottom=forward, color=BACKWARD, label="backward")
+    for middle, total in zip(middles, totals, strict=True):
+        written = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # over the line of the slowest
+        height = total + 0.02 * max(totals)
+        axes.text(
+            middle, height, show_seconds(total / 1e3), ha="center", va="bottom", fontsize=9, bbox=written
+        )
+    axes.axhline(max(totals), color=LINE, linewidth=1, linestyle="dotted", zorder=0)
+    axes.set_ylim(0, max(*totals, 1e-9) * 1.2)
+    axes.set_xlim(-0.12, middles[-1] + WIDTH / 2 + 0.12)
+    axes.set_ylabel("ms per micro-batch")
+    axes.set_xticks(middles, [f"stage {number}" for number in range(plan.num_stages)])
+    axes.tick_params(axis="x", length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.1), ncols=2, frameon=False, fontsize=9)

@@ -1,0 +1,161 @@
+"""Which values a stage receives and sends: every value travels along the chain of its users, stage to stage.
+
+producer -> first user -> next user: the same chain carries the gradient back, and each stage adds its part to
+what came from below, which is autograd's own order of addition (a star, or adding afterwards, would give
+other bits)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import fx
+
+from ...compression.errors import PlanError
+from ..tracing.layers import Layer, Traced, is_local
+from ..tracing.probe import Probe
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One stage of a run: its layers; (value, source) it receives and (value, target) it sends.
+
+    ``done``: after each layer, the nodes and values that nothing on this stage needs any more.
+    ``foreign`` are the nodes of earlier stages (and the model's inputs) whose results its layers read.
+    ``passes``: received values that are sent on as they came. ``stops``: values whose zeros, as they are
+    sent, stop their gradient: it may travel without them. ``returns``: received values to which a gradient
+    surely comes back from this stage or a later one."""
+
+    layers: tuple[Layer, ...]
+    foreign: tuple[fx.Node, ...]
+    receives: tuple[tuple[int, int], ...]
+    sends: tuple[tuple[int, int], ...]
+    done: tuple[tuple[tuple[fx.Node, ...], tuple[int, ...]], ...]
+    passes: frozenset[int]
+    stops: frozenset[int]
+    returns: frozenset[int]
+
+
+def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages: int) -> tuple[Route, ...]:
+    """The route of every stage; layer i runs on stage ``stage_of[i]``, inputs start on stage 0."""
+    # The output reads last: the users of a value count it as one more layer.
+    places = (*stage_of, num_stages - 1)
+    receives: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
+    sends: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
+    for number, value in enumerate(record.values):
+        home = 0 if value.producer < 0 else places[value.producer]
+        chain = sorted({home, *(places[user] for user in value.users)})
+        if len(chain) > 1 and value.refused:
+            raise PlanError(f"the network must not be cut here: {value.refused}")
+        for source, target in pairwise(chain):
+            sends[source].append((number, target))
+            receives[target].append((number, source))
+    layers = [
+        tuple(t for t, s in zip(traced.layers, stage_of, strict=True) if s == i) for i in range(num_stages)
+    ]
+    made = []
+    for stage in range(num_stages):
+        output = traced.output if stage == num_stages - 1 else None
+        own = [index for index, place in enumerate(stage_of) if place == stage]
+        sent = {number: record.values[number] for number, _ in sends[stage]}
+        written = {n for n, value in sent.items() if any(writer in own for writer, _ in value.writers)}
+        foreign = _foreign(layers[stage], output)
+        made.append(
+            Route(
+                layers=layers[stage],
+                foreign=foreign,
+                receives=tuple(receives[stage]),
+                # To the nearest stage first.
+                sends=tuple(sorted(sends[stage], key=lambda send: (send[1], send[0]))),
+                done=_done(layers[stage], foreign, record, set(sent), output),
+                passes=frozenset({n for n, _ in receives[stage]} & set(sent) - written),
+                stops=frozenset(n for n, value in sent.items() if own and value.stops(own[-1])),
+                returns=frozenset(
+                    n
+                    for n, _ in receives[stage]
+                    if (last := record.values[n].reached) >= 0 and places[last] >= stage
+                ),
+            )
+        )
+    return tuple(made)
+
+
+def _done(
+    layers: Sequence[Layer], foreign: Sequence[fx.Node], record: Probe, sent: set[int], output: fx.Node | None
+) -> tuple[tuple[tuple[fx.Node, ...], tuple[int, ...]], ...]:
+    """After each layer, what dies with it: a node with its last reader, a value with the last node that holds
+    it."""
+    last = {node: -1 for node in foreign}
+    for place, layer in enumerate(layers):
+        last[layer.node] = place
+        last |= {node: place for node in reads(layer) if node in last}
+    kept = set(output.all_input_nodes) if output is not None else set()
+    values: dict[int, int] = {}
+    for node, place in last.items():
+        for number in record.outputs[node].values:
+            end = len(layers) if number in sent or node in kept else place
+            values[number] = max(values.get(number, -1), end)
+    return tuple(
+        (
+            tuple(node for node, end in last.items() if end == place and node not in kept),
+            tuple(number for number, end in values.items() if end == place),
+        )
+        for place in range(len(layers))
+    )
+
+
+def reads(layer: Layer) -> list[fx.Node]:
+    """The nodes that a layer reads, tied parameters included."""
+    return [*layer.node.all_input_nodes, *(source for _, source in layer.lifted)]
+
+
+def _foreign(layers: Sequence[Layer], output: fx.Node | None) -> tuple[fx.Node, ...]:
+    own = {layer.node for layer in layers}
+    read = [node for layer in layers for node in reads(layer)]
+    read += [] if output is None else output.all_input_nodes
+    return tuple(dict.fromkeys(node for node in read if node not in own and not is_local(node)))
+
+
+def edges(routed: Sequence[Route]) -> set[tuple[int, int]]:
+    """The (source, target) pairs of stages that some value travels over."""
+    return {(stage, target) for stage, route in enumerate(routed) for _, target in route.sends}
+
+
+def stage_of_layers(traced: Traced, cuts: Sequence[str]) -> list[int]:
+    """The stage of every layer, when the network is cut behind the layers ``cuts``."""
+    stage, stages, behind = 0, [], set(cuts)
+    for layer in traced.layers:
+        stages.append(stage)
+        stage += layer.name in behind
+    return stages
+
+
+def follow(train: Traced, stage_of: Sequence[int], evaluation: Traced) -> list[int]:
+    """The stage of every layer of the eval trace, which may hold other layers than the train trace.
+
+    Parameters, and modules that are not wholly tied, stay on the stage that trains them; all others run as
+    early as their arguments and the layers before them allow (earlier, an in-place layer could overtake a
+    reader)."""
+    if [layer.name for layer in train.layers] == [layer.name for layer in evaluation.layers]:
+        return list(stage_of)
+    home: dict[object, int] = {}
+    for layer, stage in zip(train.layers, stage_of, strict=True):
+        if layer.holds:
+            home.setdefault(layer.node.target, stage)
+    stages: list[int] = []
+    place: dict[fx.Node, int] = {}
+    earliest = 0
+    for layer in evaluation.layers:
+        # a tied parameter waits on the stage that trains it, which may be one behind
+        possible = max((earliest, *(place[node] for node in reads(layer) if node in place)))
+        stage = place[layer.node] = home.get(layer.node.target, possible) if layer.holds else possible
+        if layer.node.op != "get_attr":  # a parameter has no arguments and may wait for its first reader
+            if stage < possible:
+                raise PlanError(
+                    f"the model takes another way in eval mode: layer {layer.name} is held by stage {stage} "
+                    f"and comes after layers of stage {possible}; cut elsewhere"
+                )
+            earliest = stage
+        stages.append(stage)
+    return stages

@@ -1,0 +1,241 @@
+"""Stage: the layers between two cuts; forward and backward of a micro-batch, without changing a bit.
+
+What keeps the bits: random layers are seeded one by one; received tensors enter as neither leaf nor view, and
+their gradient is taken raw; a value that goes on to later stages brings its gradient back as one more root of
+this stage's own backward, so autograd adds in its own order; what ran is held against the probe.
+Source: claims A1-A3 of CN115016937A (a node computes only its partition)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from ...compression.errors import StageError
+from ...compression.pool import Frame
+from ..memory.saved import Resident, Saved
+from ..memory.store import Store
+from ..tracing.layers import Layer, Traced, casting, parts_of, run_output
+from ..tracing.probe import Probe
+from ..weights.policies import Latest, Weights
+from .backward import Split, run
+from .frozen import Frozen
+from .receive import Receive
+from .route import Route
+from .running import Running
+from .walk import NO_LAYERS, walk
+from .weights_first import run_weights_first
+
+LEAST_SAVED = 1 << 14  # bytes of a saved tensor from which on packing it is worth a call
+
+
+class Stage:
+    """The layers of one stage with their parts of the model; knows nothing of ranks, frames or schedules."""
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        model: nn.Module,
+        train: tuple[Traced, Sequence[Layer]],
+        evaluation: tuple[Traced, Sequence[Layer]],
+        last: bool,
+        autocast: torch.dtype | None = None,
+        store: Store | None = None,
+        codec: str = "raw",
+        weights: Weights | None = None,
+        weights_first: bool = False,
+    ) -> None:
+        """``store`` keeps saved tensors until their backward, packed with ``codec``; None: nothing does.
+
+        ``weights``: which version of its parameters a micro-batch sees; None: there is one.
+        ``weights_first``: a layer's weights come before its feature map in ``backward``, for memory."""
+        self.index, self.last = index, last
+        self.traced = {"train": train[0], "eval": evaluation[0]}
+        self.parts = {
+            "train": parts_of(model, *train, output=last),
+            "eval": parts_of(model, *evaluation, output=last),
+        }
+        self.moved = NO_LAYERS
+        self.asked = Frozen(self.parts["train"])
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.autocast, self.weights_first = autocast, weights_first
+        self.running: dict[int, Running] = {}
+        self.weights: Weights = weights or Latest()
+        self.saved: Saved | Resident = Resident()
+        if store is not None:
+            self.saved = Saved(
+                store,
+                keep=self._tensors(),
+                codec=codec,
+                min_bytes=LEAST_SAVED,
+                modules=self.parts["train"].modules,
+            )
+
+    @property
+    def stores(self) -> bool:
+        """Whether what its forwards save leaves for a store."""
+        return isinstance(self.saved, Saved)
+
+    @property
+    def held(self) -> set[int]:
+        """The identities of all parameters and buffers that the layers name, in both modes."""
+        return {id(tensor) for tensor in self._tensors()}
+
+    def _tensors(self) -> list[torch.Tensor]:
+        tensors = [t for parts in self.parts.values() for t in parts.tensors.values()]
+        for module in (m for parts in self.parts.values() for m in parts.modules.values()):
+            tensors += [*module.parameters(), *module.buffers()]
+        return tensors
+
+    def stop(self) -> None:
+        """Forget every micro-batch between forward and backward."""
+        for micro_batch in self.running:
+            self.saved.drop(micro_batch)
+        self.running.clear()
+        self.weights.drained()
+
+    def forward(
+        self,
+        micro_batch: int,
+        received: Mapping[int, Any],
+        *,
+        record: Probe,
+        route: Route,
+        seed: Callable[[str], int],
+        batch: int = 0,
+    ) -> tuple[dict[int, Any], Any]:
+        """Run the layers on ``received`` (value number -> tensor or number; on stage 0 the model's inputs).
+
+        Args:    batch: which the micro-batch belongs to, counted since the last drain.
+        Returns: the values to send (number -> tensor or number), and the model's outputs on the last stage,
+                 else None."""
+        running = self.running[micro_batch] = Running()
+        values = {number: self._enter(running, number, item, record) for number, item in received.items()}
+        tied = [t for n, t in values.items() if n in received and record.values[n].parameter]
+        with (
+            self.weights.forward(micro_batch, batch),
+            casting(self.autocast),
+            self.saved.forward(micro_batch, values, tied),
+        ):
+            env = walk(
+                values,
+                self.parts["train"],
+                record=record,
+                route=route,
+                saved=self.saved,
+                seed=seed,
+                moved=self.moved,
+            )
+            out = {number: values[number] for number, _ in route.sends}
+            sent = {
+                n: self._as_it_is(item) if record.values[n].parameter else item for n, item in out.items()
+            }
+        tensors = {n: t for n, t in out.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+        self.asked.check(record, tensors)
+        running.roots = {n: get_gradient_edge(t) for n, t in tensors.items()}
+        return sent, run_output(self.traced["train"], env, self.parts["train"]) if self.last else None
+
+    def _as_it_is(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A tied parameter to send: behind the forward, another version may be in its place, or its memory
+        gone."""
+        if isinstance(self.weights, Latest):
+            return parameter
+        return parameter.detach().clone().requires_grad_(parameter.requires_grad)
+
+    def leave(
+        self, micro_batch: int, came: Mapping[int, Frame], went: Mapping[int, tuple[torch.Tensor, Frame]]
+    ) -> None:
+        """After ``forward``: what it saved may leave.
+
+        Args:    came: by number, the frames in which values were received.
+                 went: by number, the values that were packed to be sent, and their frames."""
+        self.saved.leave(micro_batch, came, went)
+
+    def fetch(self, micro_batch: int | None) -> None:
+        """Ahead of ``backward``: begin to bring back what the forward saved."""
+        if micro_batch in self.running:
+            self.saved.fetch(micro_batch)
+            self.weights.fetch(micro_batch)
+
+    def lose(self, micro_batch: int, weighted_loss: torch.Tensor) -> None:
+        """On the last stage: where the backward of ``micro_batch`` begins, its loss times its share."""
+        running = self.running[micro_batch]
+        if any(running.slots.values()):
+            raise StageError(
+                "a backward ran inside the forward or the loss, and its gradients end at this stage; leave "
+                "backward to the pipeline"
+            )
+        running.loss = weighted_loss
+
+    def backward(
+        self, micro_batch: int, gradients: Mapping[int, torch.Tensor | None]
+    ) -> dict[int, torch.Tensor | None]:
+        """From the gradients of the values that ``micro_batch`` sent to those of the values it received."""
+        with self._ending(micro_batch) as running, self._backward(micro_batch):
+            self.saved.ready(micro_batch)
+            roots = running.begins(gradients)
+            run_weights_first(roots, self.anchor) if self.weights_first else run(roots)
+        return running.ends()
+
+    def backward_inputs(
+        self, micro_batch: int, gradients: Mapping[int, torch.Tensor | None]
+    ) -> dict[int, torch.Tensor | None]:
+        """The first half of ``backward``, which returns the same; ``backward_weights`` is the second.
+
+        Where nothing was received whose gradient is asked for, it only keeps ``gradients``."""
+        running = self.running[micro_batch]
+        with self._backward(micro_batch):
+            running.split = Split(running.begins(gradients))
+            if running.slots:
+                self.saved.ready(micro_batch)
+                waiting = [other.split for other in self.running.values() if other.split is not None]
+                running.split.inputs(self.anchor, release=not self.stores, waiting=waiting[:-1])
+        running.loss, running.roots = None, {}
+        return running.ends()
+
+    def backward_weights(self, micro_batch: int) -> None:
+        """The second half: the gradients of the weights that the first left, and the end of both."""
+        with self._ending(micro_batch) as running, self._backward(micro_batch):
+            assert running.split is not None
+            if not running.slots:
+                self.saved.ready(micro_batch)
+            running.split.weights()
+
+    @contextlib.contextmanager
+    def _backward(self, micro_batch: int) -> Iterator[None]:
+        """The block in which a backward or a half of it runs."""
+        try:
+            with self.weights.backward(micro_batch):
+                yield
+        except Exception as error:
+            raise StageError(f"backward: {type(error).__name__}: {error}") from error
+
+    @contextlib.contextmanager
+    def _ending(self, micro_batch: int) -> Iterator[Running]:
+        """The block behind which nothing of ``micro_batch`` is left."""
+        try:
+            yield self.running.pop(micro_batch)
+        finally:
+            self.saved.drop(micro_batch)
+            self.weights.done(micro_batch)
+
+    def evaluate(
+        self, received: Mapping[int, Any], *, record: Probe, route: Route
+    ) -> tuple[dict[int, Any], Any]:
+        """The layers in eval mode without autograd: the values to send, the outputs on the last stage."""
+        values = dict(received)
+        with torch.no_grad(), casting(self.autocast):
+            env = walk(values, self.parts["eval"], record=record, route=route, saved=self.saved, seed=None)
+            outputs = run_output(self.traced["eval"], env, self.parts["eval"]) if self.last else None
+        return {number: values[number] for number, _ in route.sends}, outputs
+
+    def _enter(self, running: Running, number: int, item: Any, record: Probe) -> Any:
+        if not record.values[number].requires_grad:
+            return item
+        slot = running.slots[number] = {}  # stays empty for what was frozen since the probe
+        return Receive.apply(self.anchor, item.detach(), slot) if item.requires_grad else item

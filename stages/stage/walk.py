@@ -1,0 +1,129 @@
+"""Walk a stage's layers in order, and hold what each returns against the probe.
+
+Routes and messages were made from the probe's record of values and identities, so a run that differs from it
+would send the wrong tensor; it is refused at the layer where it begins to differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ...compression.errors import StageError
+from ..memory.saved import Resident, Saved
+from ..seeds import seeded
+from ..tracing.layers import Layer, Parts, run_layer
+from ..tracing.probe import NUMBERS, Probe, Value
+from .route import Route
+
+NO_LAYERS: Collection[str] = frozenset()
+
+
+def walk(
+    values: dict[int, Any],
+    parts: Parts,
+    *,
+    record: Probe,
+    route: Route,
+    saved: Saved | Resident,
+    seed: Callable[[str], int] | None,
+    moved: Collection[str] = NO_LAYERS,
+) -> dict[fx.Node, Any]:
+    """Run the layers of ``route`` on ``values`` (by number), which grow by what the layers make.
+
+    Args:    saved: is told which layer runs.
+             seed: of a random layer by its name; None: nothing is random here.
+             moved: names of layers whose modules are not set as they were when traced.
+    Returns: what is left for the outputs of the model, by node.
+    Raises:  StageError: a layer failed, or did not do what it did when it was traced."""
+    arrived = {node: record.outputs[node] for node in route.foreign}
+    env: dict[fx.Node, Any] = {
+        node: _rebuilt([values.get(number) for number in outputs.values], outputs.spec)
+        for node, outputs in arrived.items()
+    }
+    tied = {node: tensor for node, tensor in env.items() if node.op == "get_attr"}
+    numbers = {id(tensor): number for number, tensor in values.items()}
+    sent = {number for number, _ in route.sends}
+    for layer, (nodes, dead) in zip(route.layers, route.done, strict=True):
+        saved.layer = layer
+        try:
+            if seed is not None and (layer.name in record.random or layer.name in moved):
+                with seeded(seed(layer.name)):
+                    result = run_layer(layer, env, parts, tied, samples=record.samples)
+            else:
+                result = run_layer(layer, env, parts, tied, samples=record.samples)
+        except Exception as error:
+            raise StageError(f"layer {layer.name}: {type(error).__name__}: {error}") from error
+        env[layer.node] = result
+        _hold_against(record, layer, result, values, numbers, sent=sent, moved=layer.name in moved)
+        for node in nodes:
+            del env[node]
+        for number in dead:
+            numbers.pop(id(values.pop(number, None)), None)
+    return env
+
+
+def _rebuilt(leaves: list[Any], spec: TreeSpec) -> Any:
+    """A result put together from its leaves; torch.Size comes back as what it was, which slices show."""
+    result = tree_unflatten(leaves, spec)
+    return torch.Size(result) if spec.type is torch.Size and None not in leaves else result
+
+
+def _hold_against(
+    record: Probe,
+    layer: Layer,
+    result: Any,
+    values: dict[int, Any],
+    numbers: dict[int, int],
+    *,
+    sent: Collection[int],
+    moved: bool,
+) -> None:
+    """Refuse a run whose structure or identities differ from the probe: the routes were made from it."""
+    expected = record.outputs[layer.node]
+    leaves, spec = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)
+    if len(leaves) != len(expected.values) or (spec is not None and spec != expected.spec):
+        raise StageError(f"layer {layer.name} returned another structure than when it was traced")
+    for number, leaf in zip(expected.values, leaves, strict=True):
+        value = record.values[number]
+        if number in sent and (value.number is not None or not isinstance(leaf, torch.Tensor)):
+            _check_number(layer, value, leaf)
+        if not isinstance(leaf, torch.Tensor):
+            values[number] = leaf
+            continue
+        same = values.setdefault(number, leaf) is leaf
+        known = numbers.setdefault(id(leaf), number) if same else None
+        if known == number or (moved and _stays(value, number, known, sent)):
+            continue
+        raise StageError(
+            f"layer {layer.name} returned a tensor that was its input when it was traced, or the reverse, "
+            "and what is sent was planned for that; cut elsewhere, or make the Pipeline anew"
+        )
+
+
+def _stays(value: Value, number: int, known: int | None, sent: Collection[int]) -> bool:
+    """Whether no other stage sees that a value is another object than it was, as when dropout is switched.
+
+    One object in the place of two (its other number is ``known``) may be sent as one of them, if nobody
+    writes to the memory that both now have; a new one in the place of an old one must not: later stages would
+    get the old one."""
+    return number not in sent if known is None else known not in sent and len(value.writers) <= 1
+
+
+def _check_number(layer: Layer, value: Value, found: Any) -> None:
+    """Refuse to send what is no number of Python's own, or not one of eight bytes, where there was one."""
+    if isinstance(found, torch.Tensor) or value.number is None:
+        was = "a tensor" if value.number is None else "a Python number"
+        now = "a tensor" if isinstance(found, torch.Tensor) else repr(found)
+        raise StageError(
+            f"layer {layer.name} returned {was} when it was traced, and {now} now, which would cross a cut; "
+            "return the same kind always, or cut elsewhere"
+        )
+    if type(found) not in NUMBERS or (type(found) is int and found.bit_length() > 63):
+        raise StageError(
+            f"layer {layer.name} returned {found!r} of type {type(found).__name__}, and what crosses a cut "
+            "is a tensor, a bool, a float or an int of 64 bits; return one of these, or cut elsewhere"
+        )

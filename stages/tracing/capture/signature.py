@@ -1,0 +1,94 @@
+"""Signature: how a model is called, as data that a plan carries to ranks that never saw its example.
+
+A rank traces with inputs that it makes itself (``examples.py``), so they have what a forward may ask for:
+names, shapes, flags between them, and the range of integers (an index beyond a table is an error)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ....compression.errors import PlanError
+
+PLAIN = (bool, int, float, str, type(None))
+HIGHEST = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where tensor ``number`` of a call stands among its arguments."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """``form``: (args, kwargs) as JSON, with {"tensor": n} for tensor n, {"tuple": [...]} and {"dict":
+    {...}}.
+
+    For each tensor its name, whether it is a ``Constant`` (``whole``), and the ``lowest`` and ``highest``
+    that an integer or bool was, 0 for other dtypes.
+    Raises:  PlanError: the fields contradict each other."""
+
+    form: str
+    names: tuple[str, ...]
+    whole: tuple[bool, ...]
+    lowest: tuple[int, ...]
+    highest: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        fields = (self.whole, self.lowest, self.highest)
+        if any(len(field) != len(self.names) for field in fields):
+            raise PlanError("a signature has one name, range and flag for each tensor; make the plan anew")
+        for low, high in zip(self.lowest, self.highest, strict=True):
+            if not -HIGHEST <= low <= high <= HIGHEST:
+                raise PlanError(
+                    f"integers go from lowest to highest, found {low} and {high}; make the plan anew"
+                )
+        self.arguments([None] * len(self.names))
+
+    def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) with these tensors; PlanError if the form is none."""
+        try:
+            args, kwargs = (_decoded(item, tensors) for item in json.loads(self.form))
+            if isinstance(args, tuple) and isinstance(kwargs, dict) and bool(args) != bool(kwargs):
+                return args, kwargs
+        except (ValueError, TypeError, LookupError, RecursionError):
+            pass
+        raise PlanError(
+            f"the form of a signature is that of a call, found {self.form[:60]!r}; make the plan anew"
+        )
+
+
+def form_of(arguments: Any) -> str:
+    """The form of (args, kwargs) with a ``Place`` for every tensor."""
+    return json.dumps([_encoded(part) for part in arguments])
+
+
+def _encoded(item: Any) -> Any:
+    if isinstance(item, Place):
+        return {"tensor": item.number}
+    if isinstance(item, tuple):
+        return {"tuple": [_encoded(one) for one in item]}
+    if isinstance(item, list):
+        return [_encoded(one) for one in item]
+    if isinstance(item, dict):
+        return {"dict": {name: _encoded(one) for name, one in item.items()}}
+    return item
+
+
+def _decoded(item: Any, tensors: Sequence[Any]) -> Any:
+    if isinstance(item, list):
+        return [_decoded(one, tensors) for one in item]
+    if not isinstance(item, dict):
+        return item
+    ((kind, held),) = item.items()
+    if kind == "tensor" and type(held) is int and held >= 0:
+        return tensors[held]
+    if kind == "tuple" and isinstance(held, list):
+        return tuple(_decoded(one, tensors) for one in held)
+    if kind == "dict" and isinstance(held, dict):
+        return {name: _decoded(one, tensors) for name, one in held.items()}
+    raise ValueError(kind)

@@ -1,0 +1,136 @@
+"""Does a trace compute what the model computes? Outputs, gradients and buffers, compared bit for bit.
+
+What recording cannot see is lost without a word; one comparison before training costs seconds, a wrong model
+costs weeks."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ...compression.errors import PlanError
+from .capture.data import fresh
+from .contents import Facts, change, contents
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether shape, dtype and every bit agree (torch.equal takes -0.0 for 0.0 and no NaN for itself)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.layout != b.layout:
+        return False
+    a, b = (t.detach().to_dense() if t.layout != torch.strided else t for t in (a, b))
+    a, b = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (a, b))
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def refuse_changes(
+    before: Facts, root: nn.Module, *, again: Callable[[], Any], settles: Callable[[], bool]
+) -> bool:
+    """Refuse a forward that changed ``root`` beside its registered buffers since ``before``; whether nothing
+    did.
+
+    ``again`` runs it once more: what only the first run changes may stay if it ``settles``."""
+    after = contents(root, running=True)
+    held = {name for name, _ in root.named_buffers() if name in before}  # may be other tensors now
+    changed = next((p for p in before | after if p not in held and before.get(p) != after.get(p)), None)
+    if changed is None:
+        return True
+    again()
+    once = contents(root, running=True) == after
+    weights = [path for path, fact in before.items() if issubclass(fact[0], nn.Parameter)]
+    once = once and all(before[path] == after.get(path) for path in weights)
+    if once and settles():
+        return False
+    raise PlanError(
+        f"a forward may write to registered buffers alone, found that it changes {changed} "
+        f"({change(before.get(changed), after.get(changed))}){_author(root, changed)}, which other stages, "
+        f"other ranks and the loss do not see; {_remedy(settled=once)}"
+    )
+
+
+def _author(root: nn.Module, path: str) -> str:
+    """Class, file and line of the forward that a path belongs to, as far as they are known."""
+    while path and path not in dict(root.named_modules()):
+        path = path.rpartition(".")[0]
+    code = getattr(type(root.get_submodule(path)).forward, "__code__", None)
+    if code is None:
+        return ""
+    return (
+        f" in forward of {type(root.get_submodule(path)).__name__} ({code.co_filename}:{code.co_firstlineno})"
+    )
+
+
+def _remedy(*, settled: bool) -> str:
+    if settled:
+        return "only the first run does so: call the model once, under torch.no_grad(), before it is traced"
+    return (
+        "return it from forward, write it into a registered buffer (copy_), or switch off the option that "
+        "keeps it"
+    )
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Refuse a forward that draws random numbers while it is traced: they would be the same ever after."""
+
+    def states() -> tuple[object, object]:
+        return random.getstate(), str(numpy.random.get_state())
+
+    before = states()
+    try:
+        yield
+    finally:  # whatever else it is refused for follows from that
+        if states() != before:
+            raise PlanError(
+                "forward draws random numbers from Python or NumPy, which would be the same ever after; draw "
+                "them with torch, or in a function that is named in leaves="
+            )
+
+
+def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+
+
+def observe(
+    run: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor | None]:
+    """Outputs, gradients, parameters and buffers of one forward and backward from a fixed random state."""
+    torch.manual_seed(0)
+    model.zero_grad()
+    outputs = list(_tensors(run(*fresh(inputs))))
+    seen: dict[str, torch.Tensor | None] = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
+    training = (
+        torch.is_grad_enabled()
+    )  # without, a view of a parameter still says that it requires a gradient
+    roots = [t for t in outputs if training and t.requires_grad]
+    weights = [torch.linspace(-1, 1, t.numel(), dtype=torch.float64).reshape(t.shape).to(t) for t in roots]
+    if roots:
+        torch.autograd.backward(roots, weights)
+    seen |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    seen |= {f"parameter {name}": p.detach() for name, p in model.named_parameters()}
+    seen |= {f"buffer {name}": b for name, b in model.named_buffers()}
+    return seen
+
+
+def refuse_difference(
+    expected: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None], *, mode: str
+) -> None:
+    """Raise PlanError unless the trace has the eager model's outputs, gradients and buffers."""
+    for name, tensor in expected.items():
+        other = found.get(name)
+        if (tensor is None) != (other is None) or (
+            tensor is not None and other is not None and not same_bits(tensor, other)
+        ):
+            raise PlanError(
+                f"the recorded run does not compute what the model computes in {mode} mode ({name} differs): "
+                "forward depends on something that recording does not see (a global, a closure, a counter); "
+                "name the module around it in leaves="
+            )

@@ -1,0 +1,223 @@
+"""What a traced network is made of: its layers, the parts of the model they name, how one is run.
+
+Probe, profile and stage all run layers by the same function, so what was proven on a copy holds for the real
+run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from ...compression.errors import PlanError
+from .capture.call import Call
+from .capture.outside import Read
+from .capture.sizes import at_size, facts_of, has_table, same_way
+from .capture.values import plain
+from .capture.where import where_of
+
+_META = torch.device("meta")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One node of the recorded run; ``module`` is the dotted path it ran in.
+
+    ``lifted``: for every tied parameter of a module, (its name inside the module, the get_attr layer that
+    reads it). ``holds``: whether it needs parameters or buffers that only its own stage has. ``moves``:
+    whether its numbers follow the size of the micro-batch."""
+
+    node: fx.Node
+    module: str
+    lifted: tuple[tuple[str, fx.Node], ...] = ()
+    holds: bool = False
+    moves: bool = False
+
+    @property
+    def name(self) -> str:
+        """The node's name, as torch.fx would give it: it stands in tables, in JSON and in ``cuts``."""
+        return self.node.name
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """The recorded run of one mode (train or eval): input nodes, layers in running order, the output node.
+
+    ``call`` says how the model is called, ``spec`` puts its outputs together. ``constants`` are the tensors
+    that came from outside the run, by the name that they were given; ``buffers`` the names of registered
+    buffers that layers read by themselves: no other tensor of the model may be written to. ``fixed``: why the
+    run holds for the example's number of samples only, "" where it holds for any; ``sizes`` are the numbers
+    of samples at which the model was seen to go this way; ``again`` records a copy of
+    the model anew; ``reads`` are the (module path, attribute) that the run itself read, outside of its
+    layers; ``outside``: what its code read of files and functions around it; ``dropped``: outputs that are
+    left out; ``leaves``: what is one layer beside the modules of torch.nn, and why."""
+
+    inputs: tuple[fx.Node, ...]
+    layers: tuple[Layer, ...]
+    output: fx.Node
+    call: Call
+    spec: TreeSpec
+    constants: Mapping[str, torch.Tensor]
+    buffers: frozenset[str]
+    fixed: str
+    sizes: tuple[int, ...]
+    again: Callable[..., fx.Graph]
+    reads: frozenset[tuple[str, str]]
+    outside: tuple[Read, ...]
+    dropped: tuple[str, ...]
+    leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def extend(self, twin: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        """Record ``twin`` on inputs of another shape or kind, hold this record against that, and learn the
+        numbers that follow no rule.
+
+        Raises: Different: the model goes another way there."""
+        nodes = [*self.inputs, *(layer.node for layer in self.layers)]
+        samples = self.call.samples_of(inputs)
+        expects = [(n.target, at_size(n.meta["expect"], samples)) for n in nodes if "expect" in n.meta]
+        same_way(nodes, self.again(twin, inputs, expects=expects), samples)
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether some numbers follow no rule, so that each size must be recorded."""
+        return bool(self._tables())
+
+    def _tables(self) -> list[fx.Node]:
+        return [layer.node for layer in self.layers if layer.moves and has_table(facts_of(layer.node))]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """Modules and tensors that some layers name, by dotted path; nothing else of the model is kept.
+
+    ``meta``: they have shapes and no memory, so layers make what they make on the meta device."""
+
+    modules: dict[str, nn.Module]
+    tensors: dict[str, torch.Tensor]
+    meta: bool = False
+
+    def to_meta(self) -> Parts:
+        """The same without memory; modules are those of a copy that has none."""
+        return Parts(self.modules, {name: tensor.to("meta") for name, tensor in self.tensors.items()}, True)
+
+
+def parts_of(
+    root: nn.Module, traced: Traced, layers: Iterable[Layer] | None = None, *, output: bool = True
+) -> Parts:
+    """The parts of ``root`` that ``layers`` (default: all) use, and those that the ``output`` returns."""
+    modules: dict[str, nn.Module] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    nodes = [layer.node for layer in (traced.layers if layers is None else layers)]
+    for node in nodes:
+        if node.op == "call_module":
+            modules[str(node.target)] = root.get_submodule(str(node.target))
+    readers = [*nodes, traced.output] if output else nodes
+    for node in (*nodes, *(source for reader in readers for source in reader.all_input_nodes)):
+        if node.op == "get_attr" and (is_local(node) or node in nodes):
+            name = str(node.target)
+            tensors[name] = (
+                traced.constants[name] if name in traced.constants else operator.attrgetter(name)(root)
+            )
+    return Parts(modules, tensors)
+
+
+def casting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Autocast to ``dtype`` without its cache of cast weights, which depends on what shares a stage; None: no
+    cast."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", dtype, cache_enabled=False)
+
+
+def is_local(node: fx.Node) -> bool:
+    """Whether a node reads a buffer, a constant or a frozen parameter: read where used, never sent."""
+    return "local" in node.meta
+
+
+def run_layer(
+    layer: Layer,
+    env: Mapping[fx.Node, Any],
+    parts: Parts,
+    tied: Mapping[fx.Node, torch.Tensor] | None = None,
+    *,
+    samples: int,
+) -> Any:
+    """Run one layer on the results in ``env``, for a micro-batch of ``samples``.
+
+    Args:   tied: parameters that came from another stage."""
+    node = layer.node
+    if node.op == "get_attr":
+        return parts.tensors[str(node.target)]
+
+    def look(argument: fx.Node) -> Any:
+        return parts.tensors[str(argument.target)] if is_local(argument) else env[argument]
+
+    args: Any = map_arg(node.args, look)
+    kwargs: Any = map_arg(node.kwargs, look)
+    if layer.moves:
+        args, kwargs = at_size(args, samples), at_size(kwargs, samples)
+    if parts.meta:
+        if "expect" in node.meta:  # nothing can be read there
+            return at_size(node.meta["expect"], samples)
+        args, kwargs = _on_meta(args), _on_meta(kwargs)
+    if (modes := node.meta.get("modes")) is None:
+        result = _called(layer, parts, tied, args, kwargs)
+    else:
+        with modes.entered():
+            result = _called(layer, parts, tied, args, kwargs)
+    if "expect" in node.meta or "shape" in node.meta:
+        _check_read(node, result, samples)
+    return result
+
+
+def _called(
+    layer: Layer, parts: Parts, tied: Mapping[fx.Node, torch.Tensor] | None, args: Any, kwargs: Any
+) -> Any:
+    node = layer.node
+    if node.op == "call_function":
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    module = parts.modules[str(node.target)]
+    foreign = {name: tied[source] for name, source in layer.lifted if tied and source in tied}
+    return torch.func.functional_call(module, foreign, args, kwargs) if foreign else module(*args, **kwargs)
+
+
+def _on_meta(item: Any) -> Any:
+    return map_aggregate(item, lambda one: _META if isinstance(one, torch.device) else one)
+
+
+def _check_read(node: fx.Node, result: Any, samples: int) -> None:
+    """Hold a result against what Python read of it when the run was recorded: the run went on from that."""
+    if "expect" in node.meta:
+        seen, found = at_size(node.meta["expect"], samples), plain(result)
+    else:
+        seen, found = at_size(node.meta["shape"], samples), tuple(result.shape)
+    if seen != found and repr(seen) != repr(found):  # NaN is not unequal to itself here
+        raise PlanError(
+            f"forward read {seen} from {node.name}{where_of(node)} when it was recorded and goes on from "
+            f"that, and now it is {found}; name the module around it in leaves=, or "
+            "choose the model's option that does not look (transformers: attn_implementation='eager')"
+        )
+
+
+def run_output(traced: Traced, env: Mapping[fx.Node, Any], parts: Parts) -> Any:
+    """What the model returns, put together from the results in ``env``."""
+    leaves: Any = map_arg(
+        traced.output.args[0], lambda node: parts.tensors[str(node.target)] if is_local(node) else env[node]
+    )
+    return tree_unflatten(list(leaves), traced.spec)
+
+
+def run_all(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Any:
+    """The whole recorded network, layer by layer."""
+    env: dict[fx.Node, Any] = dict(zip(traced.inputs, inputs, strict=True))
+    samples = traced.call.samples_of(inputs)
+    for layer in traced.layers:
+        env[layer.node] = run_layer(layer, env, parts, samples=samples)
+    return run_output(traced, env, parts)

@@ -1,0 +1,74 @@
+"""Through which layers a gradient surely comes back to a value: what the graph of a recorded run leads to.
+
+A receiver that knows this takes no None for such a gradient. Only torch's own layers are believed: a function
+of a person may take another way in every run, and a backward of his own may return None."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, get_gradient_edge
+
+from .layers import Layer, Parts
+from .probe_record import Leads
+from .proof import is_itself
+
+Edges = dict[tuple[Node, int], int]  # of a graph, and the number of the value that it belongs to
+_OWN = ("torch", "torch.functional", "torch.nn.functional", "_operator", "math", "builtins")
+
+
+def edges_of(items: Iterable[tuple[int, object]]) -> Edges:
+    """Where the gradients of values (number, object) enter the graph; of those that have one."""
+    if not torch.is_grad_enabled():  # there is no graph
+        return {}
+    asked = [(number, t) for number, t in items if isinstance(t, torch.Tensor) and t.requires_grad]
+    edges = [(number, get_gradient_edge(tensor)) for number, tensor in asked]
+    return {(edge.node, edge.output_nr): number for number, edge in edges}
+
+
+def leads(layer: Layer, parts: Parts, *, made: Edges, read: Edges) -> Leads:
+    """For each value that ``layer`` made, those it read that the gradient of that value surely comes to."""
+    if not read or not _is_own(layer, parts):
+        return {}
+    return {number: _led_to(edge, read) for edge, number in made.items()}
+
+
+def _led_to(edge: tuple[Node, int], read: Edges) -> set[int]:
+    ahead, seen, found = [edge], set(), set()
+    while ahead:
+        place = ahead.pop()
+        if place in seen:
+            continue
+        seen.add(place)
+        if place in read:
+            found.add(read[place])
+        elif not isinstance(place[0], BackwardCFunction) and "CppNode" not in place[0].name():
+            ahead += [(node, number) for node, number in place[0].next_functions if node is not None]
+    return found
+
+
+def _is_own(layer: Layer, parts: Parts) -> bool:
+    """Whether torch alone says what a layer does."""
+    node = layer.node
+    if node.op == "call_module":
+        inside = parts.modules[str(node.target)].modules()
+        return all(type(m).__module__.startswith("torch.nn.") and is_itself(m) for m in inside)
+    home = getattr(node.target, "__module__", None) or ""
+    owner = getattr(node.target, "__objclass__", None)  # of a method of torch.Tensor
+    return owner in (torch.Tensor, torch._C.TensorBase) or home in _OWN or home.startswith("torch._C")
+
+
+def reached(steps: Mapping[int, Leads], outputs: Collection[int], num_layers: int) -> dict[int, int]:
+    """The last layer through which a gradient surely comes to a value, by number; not those without one.
+
+    Args:    steps: what ``leads`` found, by layer.
+             outputs: the values that the model returns and that have gradients; of several the loss may leave
+             out any."""
+    last = dict.fromkeys(outputs, num_layers) if len(outputs) == 1 else {}
+    for index in sorted(steps, reverse=True):
+        for end, starts in steps[index].items():
+            for start in starts if end in last else ():
+                last.setdefault(start, index)
+    return last

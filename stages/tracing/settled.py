@@ -1,0 +1,81 @@
+"""What a real run leaves in a model, and what only the first one does: harmless if a run that finds it
+computes what the first one did.
+
+A table of indices made at the first call, a bias gathered once for evaluation, a setting that is guessed
+from the first labels: a recording of the first run makes it anew every time. That is the same unless it was
+made from the first batch, or from weights that have moved since; so a copy that has run is held against one
+that has not, on other data and with moved weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...compression.errors import PlanError
+from .aliases import memory_of
+from .capture.call import Call
+from .capture.data import other_data
+from .comparison import observe, refuse_changes, same_bits
+from .contents import contents
+
+
+def run_eager(
+    eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...], *, cold: Callable[[], nn.Module]
+) -> tuple[set[str], bool]:
+    """The buffers that a forward writes to, and whether it leaves nothing else behind, no other buffer
+    either.
+
+    Raises: PlanError: it does not run, or changes the model beside its buffers every time."""
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in eager.named_buffers()}
+    before = contents(eager, running=True)
+    run: Callable[..., Any] = lambda *x: call.run(eager, x)  # noqa: E731
+    try:
+        observe(run, eager, inputs)
+    except Exception as error:
+        shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
+        raise PlanError(
+            f"the model does not run on inputs of shape {shapes}: {error}; give another example"
+        ) from error
+    clean = refuse_changes(
+        before,
+        eager,
+        again=lambda: observe(run, eager, inputs),
+        settles=lambda: settles(eager, cold(), call.run, other_data(call, inputs)),
+    )
+    held = {name: buffer for name, buffer in eager.named_buffers() if name in buffers}
+    replaced = {name for name, buffer in held.items() if buffer is not buffers[name][0]}
+    written = {name for name, buffer in held.items() if not same_bits(buffer, buffers[name][1])}
+    return replaced | written, clean and not replaced
+
+
+def settles(
+    warm: nn.Module,
+    cold: nn.Module,
+    run: Callable[[nn.Module, Sequence[torch.Tensor]], Any],
+    inputs: Sequence[torch.Tensor],
+) -> bool:
+    """Whether ``warm``, which has run, computes what ``cold`` computes, which has not; both are written to.
+
+    Between two evaluations a model trains, so a copy that evaluates is put into train mode once, and back."""
+    if not warm.training:
+        warm.train().eval()
+    theirs, ours = dict(warm.named_buffers()), dict(cold.named_buffers())
+    if list(theirs) != list(ours) or any(theirs[name].shape != ours[name].shape for name in ours):
+        return False
+    with torch.no_grad():
+        for name, buffer in ours.items():
+            theirs[name].copy_(buffer)
+        for parameter in (*warm.parameters(), *cold.parameters()):
+            if parameter.is_floating_point() and parameter.itemsize > 1:
+                memory_of(parameter).mul_(1.0625).add_(0.0078125)
+    found = [observe(lambda *x, m=model: run(m, x), model, inputs) for model in (warm, cold)]
+    return list(found[0]) == list(found[1]) and all(map(_agree, *(seen.values() for seen in found)))
+
+
+def _agree(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return same_bits(a, b)

@@ -1,0 +1,182 @@
+"""Probes of other micro-batch sizes, on the meta device: shapes and identities without memory or computation.
+
+A rank that holds only its own layers cannot run the whole network any more, but it must know what every stage
+sends for a micro-batch of any size: identities can depend on it (a contiguous() of one sample does
+nothing). Where the meta device tells a model's shapes otherwise than a real run, ``scaled.py`` takes its
+place."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ...compression.errors import PlanError
+from .layer_graph import LayerGraph
+from .layers import Traced, casting, parts_of
+from .leaves import as_written
+from .model_copy import on_meta
+from .probe import Probe, Value, probe
+from .scaled import Scaled, scaled
+
+KEPT = 256  # records; texts of varying length would make ever more
+
+
+class Shapes:
+    """Records of both traces at any micro-batch size; that of the example comes from the real run."""
+
+    def __init__(self, graph: LayerGraph, model: nn.Module) -> None:
+        self.traced = {"train": graph.train, "eval": graph.eval}
+        self.real = {"train": graph.train_probe, "eval": graph.eval_probe}
+        self.example, self.autocast = _key(graph.example_inputs), graph.autocast
+        self.roots = {"train": on_meta(graph.twin), "eval": on_meta(graph.twin).eval()}
+        self.known: dict[tuple[str, object], Probe] = {}
+        self.differences = {
+            mode: traced.fixed or self._difference(mode) for mode, traced in self.traced.items()
+        }
+        self.scaled = {
+            mode: self._scaled(model, mode, graph.example_inputs)
+            for mode, difference in self.differences.items()
+            if difference and not self.traced[mode].fixed
+        }
+
+    def probe(self, mode: str, inputs: Sequence[torch.Tensor]) -> Probe:
+        """The record of ``mode`` ("train" or "eval") for inputs of these shapes.
+
+        Raises: PlanError: the model's shapes cannot be followed, or it does not take such a micro-batch."""
+        key = _key(inputs)
+        if key == self.example:
+            return self.real[mode]
+        if (mode, key) not in self.known:
+            try:
+                found = self._untold(mode, key) if self.differences[mode] else self._run(mode, key)
+            except PlanError:
+                raise
+            except Exception as error:
+                raise PlanError(
+                    f"a micro-batch has shapes {_show(key)}, the example had {_show(self.example)}, and the "
+                    f"model does not run on it as it was traced ({error}); use micro-batches like the example"
+                ) from error
+            if len(self.known) == KEPT:
+                del self.known[next(iter(self.known))]
+            self.known[mode, key] = dataclasses.replace(found, random=self.real[mode].random)
+        return self.known[mode, key]
+
+    def _untold(self, mode: str, key: _Key) -> Probe:
+        """The record where the meta device cannot tell it."""
+        reason = self.differences[mode]
+        samples = self.traced[mode].call.samples_of(_bare(key))
+        others = [size[1:] for size, *_ in key] != [size[1:] for size, *_ in self.example]
+        if mode in self.scaled and not others:
+            try:
+                self._refuse_other_way(mode, key)
+                return self.scaled[mode].at(samples)
+            except PlanError as error:
+                reason = str(error)
+        raise PlanError(
+            f"a micro-batch has shapes {_show(key)}, the example had {_show(self.example)}, and this "
+            f"model's shapes cannot be told without running it ({reason}); use equal "
+            "micro-batches of the example's size"
+        )
+
+    def _scaled(self, model: nn.Module, mode: str, example: Sequence[torch.Tensor]) -> Scaled:
+        """Records of real runs at a few sizes, on copies that stand in ``mode``."""
+
+        def copies() -> nn.Module:
+            twin = copy.deepcopy(model)
+            if mode == "eval" or not twin.training:  # modules keep their own flags, as in the trace
+                twin.train(mode == "train")
+            return twin
+
+        grad = torch.set_grad_enabled(mode == "train")
+        with torch.random.fork_rng(devices=[]), grad, casting(self.autocast):
+            return scaled(self.traced[mode], copies, example)
+
+    def _run(self, mode: str, key: _Key) -> Probe:
+        traced: Traced = self.traced[mode]
+        inputs = _bare(key)
+        parts = parts_of(self.roots[mode], traced).to_meta()
+        if key != self.example and traced.has_tables:
+            self._refuse_other_way(mode, key)
+        with torch.set_grad_enabled(mode == "train"), as_written(), torch.device("meta"):
+            found = probe(traced, parts, inputs)
+        if key != self.example and not traced.has_tables:
+            self._refuse_other_way(mode, key)
+        real = self.real[mode].values  # autocast knows no meta device; a dtype does not depend on the size
+        if len(real) == len(found.values):
+            pairs = zip(found.values, real, strict=True)
+            values = tuple(
+                dataclasses.replace(ours, dtype=theirs.dtype, writers=_all_writers(ours, theirs))
+                for ours, theirs in pairs
+            )
+            found = dataclasses.replace(found, values=values, refused=self.real[mode].refused | found.refused)
+        return found
+
+    def _refuse_other_way(self, mode: str, key: _Key) -> None:
+        """Refuse inputs with which the model's code may go another way than it was seen to go.
+
+        Raises: PlanError: it does, or reads what only a real run could tell."""
+        traced = self.traced[mode]
+        samples = traced.call.samples_of(_bare(key))
+        alike = self._kind(mode, self.example) == self._kind(mode, key)
+        if alike and samples in traced.sizes:
+            return
+        try:
+            with torch.set_grad_enabled(mode == "train"), as_written(), torch.device("meta"):
+                traced.extend(self.roots[mode], _bare(key))
+        except Exception as error:
+            raise PlanError(
+                f"a micro-batch has shapes {_show(key)}, the example had {_show(self.example)}, and forward "
+                f"does not go the same way with it, as far as can be told without running it ({error}); use "
+                "micro-batches like the example, or trace with one like them"
+            ) from error
+
+    def _kind(self, mode: str, key: _Key) -> object:
+        """What a record holds for beside the number of samples: other sizes, dtypes, and the order of
+        strides."""
+        return [
+            (x.shape if whole else x.shape[1:], x.dtype, x.is_contiguous() or x.stride())
+            for x, whole in zip(_bare(key), self.traced[mode].call.whole, strict=True)
+        ]
+
+    def _difference(self, mode: str) -> str:
+        """What the meta device gets wrong at the example's own size; "" if nothing."""
+        real = self.real[mode]
+        try:
+            meta = self._run(mode, self.example)
+        except PlanError as error:
+            return str(error)
+        for node, outputs in real.outputs.items():
+            if outputs != meta.outputs[node]:
+                return f"the results of {node.name} differ on the meta device"
+        for value, other in zip(real.values, meta.values, strict=True):
+            facts = ("shape", "dtype", "users", "writers")
+            kinds = (value.number is None) != (other.number is None)  # a number's type travels with it
+            if kinds or any(getattr(value, fact) != getattr(other, fact) for fact in facts):
+                return f"the value {value.name} differs on the meta device"
+        return ""
+
+
+def _all_writers(meta: Value, real: Value) -> tuple[tuple[int, bool], ...]:
+    """Those of the real run, unless it lacks one: on the meta device, no write is seen by its bytes."""
+    lacks = {writer for writer, _ in meta.writers} - {writer for writer, _ in real.writers}
+    return meta.writers if lacks else real.writers
+
+
+_Key = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+
+
+def _key(inputs: Sequence[torch.Tensor]) -> _Key:
+    return tuple((tuple(x.shape), tuple(x.stride()), x.dtype) for x in inputs)
+
+
+def _bare(key: _Key) -> list[torch.Tensor]:
+    """Tensors of that geometry without memory."""
+    return [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in key]
+
+
+def _show(key: _Key) -> str:
+    return ", ".join("x".join(map(str, size)) for size, _, _ in key)

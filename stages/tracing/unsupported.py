@@ -1,0 +1,123 @@
+"""What is refused about a model before it is traced: each by the path of the module, with what to do instead.
+
+A copy of such a model, or its trace, would fail with words that do not say what is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import fx, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils._pytree import tree_leaves
+
+from ...compression.errors import PlanError
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Raise PlanError for what cannot be copied, traced or trained, whichever module of ``model`` it is."""
+    if torch.is_inference_mode_enabled():
+        raise PlanError(
+            "a model is traced as it trains, and inside torch.inference_mode() nothing does; leave it"
+        )
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise PlanError(
+            f"a pipeline takes the plain model, found it in a {type(model).__name__}; give model.module"
+        )
+    for path, module in model.named_modules():
+        for reason in (reason for rule in RULES for reason in rule(module)):
+            raise PlanError(f"{path or 'the model'} {reason}")
+
+
+def _scripted(module: nn.Module) -> Iterator[str]:
+    if isinstance(module, torch.jit.ScriptModule):
+        yield "is a TorchScript module, which nobody can look into; give the module it was made of"
+
+
+def _quantised(module: nn.Module) -> Iterator[str]:
+    if ".quantized" in type(module).__module__ and type(module).__module__.startswith("torch."):
+        yield "is quantised and does not train; train the model in floating point and quantise it afterwards"
+
+
+def _uninitialised(module: nn.Module) -> Iterator[str]:
+    for name, tensor in _tensors(module):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            yield f"is lazy, its {name} has no shape yet; run the model once on a batch: model(x)"
+
+
+def _not_trainable(module: nn.Module) -> Iterator[str]:
+    for name, tensor in _tensors(module):
+        if tensor.is_inference():
+            yield (
+                f"has a tensor made in inference mode, {name}, which cannot be trained; make the model "
+                "outside torch.inference_mode()"
+            )
+        if tensor.is_meta:
+            yield (
+                f"is on the meta device, its {name} has no values; give them: model.to_empty(device='cpu'), "
+                "then load_state_dict"
+            )
+
+
+def _computed(module: nn.Module) -> Iterator[str]:
+    for name, item in vars(module).items():
+        if isinstance(item, torch.Tensor) and item.grad_fn is not None:
+            yield (
+                f"holds {name}, a tensor that was computed from its parameters, as pruning and the old "
+                "torch.nn.utils.weight_norm do; use torch.nn.utils.parametrizations, or prune.remove it"
+            )
+        if isinstance(item, torch.Generator):
+            yield (
+                f"holds {name}, a torch.Generator, and what is drawn from one depends on the cuts; "
+                "draw from the default generator, which is seeded for every layer"
+            )
+
+
+def _writes_weights(module: nn.Module) -> Iterator[str]:
+    if isinstance(module, EMBEDDINGS) and module.max_norm is not None:
+        yield (
+            "has max_norm, with which its forward writes to its weight; leave it out, and give "
+            "F.embedding(x, torch.renorm(weight, 2, 0, max_norm)) in a forward of your own"
+        )
+    if any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()):
+        yield (
+            "has the old torch.nn.utils.spectral_norm, whose hook writes to its weight; use "
+            "torch.nn.utils.parametrizations.spectral_norm"
+        )
+
+
+RULES: tuple[Callable[[nn.Module], Iterator[str]], ...] = (
+    _scripted,
+    _quantised,
+    _uninitialised,
+    _not_trainable,
+    _computed,
+    _writes_weights,
+)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((n, t) for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None)
+
+
+def refuse_objects(graph: fx.Graph) -> None:
+    """Raise PlanError for a layer that is given a generator of its own: what it draws depends on the cuts."""
+    for node in graph.nodes:
+        given = [*tree_leaves(node.args), *tree_leaves(node.kwargs)]
+        if any(isinstance(item, torch.Generator) for item in given):
+            raise PlanError(
+                f"{node.name} is given a Generator by forward; leave it out: the default generator is "
+                "seeded for every layer"
+            )
+
+
+def refuse_resized(name: str, now: torch.Tensor, before: torch.Tensor) -> None:
+    """Raise PlanError for a buffer or parameter that forward gave another shape."""
+    if now.shape != before.shape:
+        raise PlanError(
+            f"forward gives {name} another shape, {tuple(now.shape)} instead of {tuple(before.shape)}; keep "
+            "its shape, or run the model once on a batch before"
+        )
