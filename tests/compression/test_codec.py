@@ -1,0 +1,367 @@
+"""Laws L3 and L9: a frame brings back bits, shape, strides and alignment; a damaged one nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import struct
+
+import pytest
+import torch
+from guarded import guarded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensors import assert_same, bits_of, expected_bits, laid_out
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from penstock.compression.codec import CODECS, buffer_bytes, decode, encode, pack_into
+from penstock.compression.dtypes import DTYPE_NUMBERS
+from penstock.compression.errors import CodecError
+from penstock.compression.frame import decoded_bytes, header_bytes, read_header
+from penstock.compression.geometry import geometry
+from penstock.compression.pool import Pool
+from penstock.compression.registry import codec_named
+
+DTYPES = sorted(DTYPE_NUMBERS, key=str)
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex.* support is experimental")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back(dtype: torch.dtype, codec: str) -> None:
+    for size in (0, 1, 2, 4095, 4096, 4097, 10_001):
+        for density in (0, 0.3, 1):
+            tensor = laid_out(dtype, [size], [1], first=size % 3, density=density)
+            frame = encode(tensor, codec)
+            assert frame.numel() <= tensor.nbytes + header_bytes(1)
+            assert_same(decode(frame), tensor)
+
+
+@st.composite
+def nested(draw: st.DrawFn) -> torch.Tensor:
+    """Any order of dimensions, with gaps, repeated elements, and any stride where the size is 1."""
+    num_dims = draw(st.integers(0, 5))
+    sizes = draw(st.lists(st.integers(0, 6), min_size=num_dims, max_size=num_dims))
+    strides, reach = [0] * num_dims, 1
+    for d in draw(st.permutations(range(num_dims))):
+        kind = draw(st.sampled_from(["dense", "dense", "gap", "repeated"]))
+        strides[d] = 0 if kind == "repeated" else reach + (draw(st.integers(0, 5)) if kind == "gap" else 0)
+        if sizes[d] == 1:
+            strides[d] = draw(st.integers(0, 1 << 40))
+        elif kind != "repeated":
+            reach = max(reach, strides[d] * sizes[d])
+    dtype, density = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([0, 0.3, 0.6, 1]))
+    seed, first = draw(st.integers(0, 99)), draw(st.integers(0, 20))
+    return laid_out(dtype, sizes, strides, first=first, density=density, seed=seed)
+
+
+@given(tensor=nested(), codec=st.sampled_from(sorted(CODECS)))
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_every_geometry_comes_back(tensor: torch.Tensor, codec: str) -> None:
+    frame = encode(tensor, codec)
+    assert frame.numel() <= tensor.nbytes + header_bytes(tensor.dim())
+    back = decode(frame)
+    if spread(tensor):
+        assert back is not None
+        assert torch.equal(bits_of(back), expected_bits(tensor))
+    else:
+        assert_same(back, tensor)
+    assert torch.equal(encode(tensor, codec), frame)
+
+
+def spread(tensor: torch.Tensor) -> bool:
+    """Slow twin: whether the elements overlap or span more than 64 times their number, stride 0 left out."""
+    moving = [(n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1 and s]
+    places = [sum(p) for p in itertools.product(*([i * s for i in range(n)] for n, s in moving))]
+    if not tensor.numel():
+        return False
+    return len(set(places)) < len(places) or max(places) + 1 > 64 * len(places)
+
+
+@given(
+    dims=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=4),
+    dtype=st.sampled_from([torch.uint8, torch.float16, torch.float32, torch.complex64, torch.complex128]),
+)
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_interleaved_geometry_comes_back_unless_it_overlaps(
+    dims: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    tensor = laid_out(dtype, [n for n, _ in dims], [s for _, s in dims])
+    back = decode(encode(tensor))
+    if not spread(tensor):
+        return assert_same(back, tensor)
+    assert back is not None
+    assert back.stride() == tensor.contiguous().stride()
+    assert torch.equal(bits_of(back), bits_of(tensor))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_geometries_that_training_makes(codec: str) -> None:
+    x = torch.relu(torch.randn(4, 6, 10, 12))
+    y = x.to(memory_format=torch.channels_last)
+    interleaved = laid_out(torch.float32, [2, 3], [3, 2])
+    for tensor in (
+        x,
+        y,
+        y[:, :3],
+        x.transpose(1, 2),
+        x[1:, 1:, 1:, 1:],
+        x[..., ::2],
+        x[:, :1].expand(4, 6, 10, 12),
+    ):
+        assert_same(decode(encode(tensor, codec)), tensor)
+    for tensor in (torch.tensor(3.0), torch.ones(1).expand(1000), torch.empty(3, 0, 2), x[:0], interleaved):
+        assert_same(decode(encode(tensor, codec)), tensor)
+
+
+def test_memory_order_is_the_order_of_the_payload() -> None:
+    """Offsets 0 3 2 5 4 7: the elements travel as they lie, and the gaps come back as zeros."""
+    tensor = laid_out(torch.int32, [3, 2], [2, 3], density=1)
+    frame = encode(tensor, "raw")
+    flat = tensor.as_strided((8,), (1,))
+    assert frame[header_bytes(2) :].view(torch.int32).tolist() == flat[[0, 2, 3, 4, 5, 7]].tolist()
+    back = decode(frame)
+    assert back is not None
+    assert back.as_strided((8,), (1,))[[1, 6]].tolist() == [0, 0]
+    tensor = laid_out(torch.int16, [3, 2], [1, 4], density=1)
+    flat = tensor.as_strided((7,), (1,))
+    assert (
+        encode(tensor, "raw")[header_bytes(2) :].view(torch.int16).tolist()
+        == flat[[0, 1, 2, 4, 5, 6]].tolist()
+    )
+
+
+def test_the_cheapest_walk_through_memory_is_found() -> None:
+    orders = {
+        ((4, 6), (6, 1)): "dense",
+        ((4, 1, 6), (1, 99, 4)): "dense",
+        ((4, 0, 6), (6, 6, 1)): "dense",
+        ((9, 4, 6), (0, 1, 4)): "dense",
+        ((4, 6), (7, 1)): "gaps",
+        ((3, 2), (2, 3)): "scattered",
+        ((3, 4), (2, 1)): "overlapping",
+        ((2,), (128,)): "spread",
+    }
+    assert {key: geometry(*key, 4).order for key in orders} == orders
+    assert geometry((2,), (127,), 4).travels
+
+
+def test_lazy_conjugates_and_negations_are_carried_out() -> None:
+    z = torch.randn(4, 6, dtype=torch.complex64)
+    for whole in (
+        z,
+        z.to(torch.complex128),
+        z.t(),
+        z[:, ::2],
+        z[:, :1].expand(4, 6),
+        z.flatten().unfold(0, 3, 1),
+    ):
+        lazy = whole.conj()
+        plain = torch.complex(whole.real.clone(), -whole.imag.clone())
+        back = decode(encode(lazy))
+        assert back is not None
+        assert not back.is_conj()
+        assert torch.equal(torch.view_as_real(back.contiguous()), torch.view_as_real(plain))
+        if not spread(whole):
+            assert (back.stride(), back.data_ptr() % 64) == (whole.stride(), whole.data_ptr() % 64)
+        negated = lazy.imag
+        assert negated.is_neg()
+        back = decode(encode(negated))
+        assert back is not None
+        assert torch.equal(back, plain.imag)
+        assert not back.is_neg()
+
+
+def test_the_bytes_of_a_packed_frame_are_those_of_the_format() -> None:
+    """Written out once by hand: what a GPU or another release has to produce."""
+    tensor = torch.zeros(5000)
+    tensor[[0, 9, 4095, 4096, 4999]] = torch.tensor([1.0, -0.0, 2.0, 3.0, math.nan])
+    payload = bytearray(640 + 64 + 20)
+    payload[0], payload[1], payload[511], payload[512], payload[624] = 1, 2, 128, 1, 128
+    payload[640:656] = struct.pack("<2Q", 3, 5)
+    payload[704:] = struct.pack("<5f", 1.0, -0.0, 2.0, 3.0, math.nan)
+    assert bytes(encode(tensor)[64:].tolist()) == bytes(payload)
+
+
+def test_a_frame_depends_on_nothing_but_its_tensor() -> None:
+    """Whatever a kept buffer held before: padding and slack never leak."""
+    for size in (3, 1000, 5000, 70_000):
+        tensor = torch.relu(torch.randn(size))
+        buffer = Pool().take(buffer_bytes(tensor.shape, tensor.dtype, "zero_value"))
+        for left_over in (0, 255):
+            buffer.fill_(left_over)
+            length = pack_into(tensor, buffer)
+            assert torch.equal(buffer[:length], encode(tensor))
+
+
+def test_requires_grad_travels_in_the_header_only() -> None:
+    tensor = torch.ones(3, requires_grad=True)
+    frame = encode(tensor)
+    back = decode(frame)
+    assert back is not None
+    assert (read_header(frame).requires_grad, back.requires_grad) == (True, False)
+    assert not read_header(encode(tensor.detach())).requires_grad
+    buffer = Pool().take(1000)
+    pack_into(tensor.detach(), buffer, requires_grad=True)
+    assert read_header(buffer).requires_grad
+
+
+def test_none_is_a_frame_of_its_own() -> None:
+    frame = encode(None)
+    assert frame.numel() == header_bytes(0) == 64
+    assert decode(frame) is None
+    assert encode(torch.zeros(())).tolist() != frame.tolist()
+    assert pack_into(None, Pool().take(64)) == 64
+
+
+def test_an_encoded_tensor_keeps_no_more_memory_than_its_frame() -> None:
+    frame = encode(torch.zeros(1 << 16))
+    assert frame.untyped_storage().nbytes() <= frame.numel() + 64
+    assert decode(frame) is not None
+    assert frame.numel() < 1 << 14
+
+
+def test_a_decoded_tensor_owns_its_memory() -> None:
+    tensor = torch.randn(100)
+    frame = encode(tensor, "raw")
+    back = decode(frame)
+    frame.zero_()
+    assert_same(back, tensor)
+
+
+def test_decode_uses_the_memory_it_is_given() -> None:
+    pool, x = Pool(), torch.relu(torch.randn(6, 50, 2))
+    for tensor in (x, x[1:, 3:], x[:, :, 1], x[:, :1].expand(6, 50, 2)):
+        frame = encode(tensor)
+        buffer = pool.take(decoded_bytes(read_header(frame))).fill_(255)
+        back = decode(frame, buffer)
+        assert_same(back, tensor)
+        assert back is not None
+        assert back.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        for wrong in (buffer[:100], buffer[4:], buffer.view(torch.int8)):
+            with pytest.raises(CodecError):
+                decode(frame, wrong)
+
+
+def test_a_frame_may_end_at_the_end_of_memory() -> None:
+    for density in (0.02, 0.5):
+        for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64):
+            tensor = laid_out(dtype, [9000], [1], density=density)
+            frame = encode(tensor)
+            last = guarded(frame.numel())
+            last.copy_(frame)
+            assert_same(decode(last), tensor)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.empty(3, device="meta"),
+        lambda: torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided),
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    ],
+    ids=["sparse", "csr", "meta", "nested", "quantised"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_is_not_dense_is_refused(make) -> None:
+    tensor = make()
+    with pytest.raises(CodecError, match="dense tensor on the CPU, found a"):
+        encode(tensor)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor around another: sizes and a dtype, but no memory."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        raise AssertionError("a codec only asks where the elements are")
+
+
+def freed(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    tensor.untyped_storage().resize_(num_bytes)
+    return tensor
+
+
+def fake(tensor: torch.Tensor) -> torch.Tensor:
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(tensor)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Wrapper, fake, lambda t: freed(t, 0), lambda t: freed(t, t.nbytes - 1)],
+    ids=["wrapper", "fake", "freed", "shrunk"],
+)
+def test_a_tensor_without_its_memory_is_refused(make) -> None:
+    with pytest.raises(CodecError, match="memory of its own, found a"):
+        encode(make(torch.ones(200)))
+    frame = encode(torch.ones(200))
+    for read in (lambda f: decode(f), lambda f: encode(torch.ones(200), mask=f), lambda f: decode(frame, f)):
+        with pytest.raises(CodecError, match="memory of its own, found a"):
+            read(make(frame.clone()))
+
+
+@pytest.mark.parametrize(
+    "other", ["abc", b"abc", 3, [1.0], torch.ones(3).numpy()], ids=lambda o: type(o).__name__
+)
+def test_what_is_no_tensor_is_refused(other) -> None:
+    frame, found = encode(torch.ones(200)), f"found a {type(other).__name__}; convert"
+    for call in (
+        lambda: encode(other),
+        lambda: decode(other),
+        lambda: decode(frame, other),
+        lambda: encode(torch.ones(200), mask=other),
+        lambda: pack_into(torch.ones(3), other),
+    ):
+        with pytest.raises(CodecError, match=found):
+            call()
+
+
+def test_names_and_buffers_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(CodecError, match="lossy: bf16, fp8, int8, found 'zip'"):
+        codec_named("zip")
+    with pytest.raises(CodecError, match="found 'auto'"):
+        encode(torch.ones(3), "auto")
+    with pytest.raises(CodecError, match=r"found \['raw'\]; choose"):
+        encode(torch.ones(3), ["raw"])  # pyright: ignore[reportArgumentType]
+    tensor = torch.ones(1000)
+    needed = buffer_bytes(tensor.shape, tensor.dtype, "zero_value")
+    with pytest.raises(CodecError, match=f"{needed} bytes, found {needed - 1}"):
+        pack_into(tensor, torch.empty(needed - 1, dtype=torch.uint8))
+    with pytest.raises(CodecError, match="at most 64 dimensions"):
+        encode(torch.ones([1] * 65))
+    assert not geometry((1 << 30, 1 << 30), (1, 1), 1).travels  # told without a look at 2 ** 60 elements
+
+
+def test_ten_thousand_damaged_payloads_give_the_declared_tensor_or_a_codec_error() -> None:
+    """Bits, runs and swaps anywhere behind the header; the frame ends at an unreadable page."""
+    source, refused = random.Random(0), 0
+    cases = [
+        laid_out(dtype, sizes, strides, density=0.4)
+        for dtype in (torch.bool, torch.bfloat16, torch.float32, torch.complex128)
+        for sizes, strides in (([700], [1]), ([5, 900], [1000, 1]), ([3, 200], [2, 3]), ([9000], [1]))
+    ]
+    for tensor in cases:
+        frame = encode(tensor)
+        damaged, whole, start = guarded(frame.numel()), frame.numpy(), header_bytes(tensor.dim())
+        area = damaged.numpy()
+        for _ in range(10_000 // len(cases)):
+            area[:] = whole
+            for _ in range(source.randint(1, 4)):
+                place = source.randrange(start, len(whole))
+                area[place : place + source.choice([1, 1, 8, 64])] ^= source.randint(1, 255)
+            try:
+                back = decode(damaged)
+            except CodecError:
+                refused += 1
+                continue
+            assert back is not None
+            assert (back.dtype, back.shape, back.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+    assert 1000 < refused < 9000

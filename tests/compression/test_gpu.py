@@ -1,0 +1,413 @@
+"""Frames made and read on a GPU: the CPU's bytes, the same bits back, and nothing worse than a CodecError.
+
+Without a GPU the kernels run in Triton's interpreter on CPU tensors. That is chosen before Triton is
+imported, so one test here runs this file again, in a process of its own, where the laws below
+take CPU tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from guarded import guarded
+from tensors import assert_same, laid_out
+from torch import Tensor
+
+from penstock.compression import gpu, gpu_launch, gpu_words, gpu_zero_value
+from penstock.compression.codec import CODECS, decode, encode
+from penstock.compression.errors import CodecError
+from penstock.compression.frame import BLOCK, MASKED, frame_bytes, header_bytes, read_header, sections
+from penstock.compression.geometry import Words
+from penstock.compression.masked import has_bitmap
+from penstock.compression.narrow import Narrow
+from penstock.scripts.bench.gpu import ROUTES, main, table
+from penstock.scripts.bench.gpu_cases import case, tensors
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICE = "cpu" if INTERPRETED else pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex.* support is experimental")
+WIDTHS = (torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128)
+LENGTHS = (0, 1, 31, 32, 33, 4095, 4096, 4097, 8999)
+FEW, MANY = (1, 1) if INTERPRETED else (4, 50)  # how much longer and more often on a GPU
+
+
+@pytest.fixture(params=[DEVICE])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_the_laws_hold_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+
+
+def moved(tensor: Tensor, device: str) -> Tensor:
+    """``tensor`` on ``device``, in a storage where it lies as in its own."""
+    source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    storage, first = source.to(device).untyped_storage(), int(tensor.storage_offset())
+    empty = torch.empty(0, dtype=torch.uint8, device=device).view(tensor.dtype)
+    return empty.set_(storage, first, tensor.size(), tensor.stride())
+
+
+def assert_law(tensor: Tensor, device: str, codec: str = "zero_value") -> None:
+    """The CPU's bytes, and the same tensor back from them."""
+    expected, there = encode(tensor, codec), moved(tensor, device)
+    frame = gpu.encode(there, codec)
+    assert frame.device == there.device
+    assert torch.equal(frame.cpu(), expected)
+    back, twin = gpu.decode(expected.to(device)), decode(expected)
+    assert back is not None
+    assert twin is not None
+    assert back.device == there.device
+    assert_same(moved(back, "cpu"), twin)
+
+
+@pytest.mark.parametrize("dtype", WIDTHS, ids=str)
+def test_every_width_length_and_density(dtype: torch.dtype, device: str) -> None:
+    for size in LENGTHS:
+        for density in (0, 0.4, 1) if size in (33, 4097) else (0.6,):
+            assert_law(laid_out(dtype, [size * FEW], [1], first=size % 3, density=density), device)
+
+
+def test_every_pattern_of_16_bits(device: str) -> None:
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    assert_law(torch.stack([patterns, torch.zeros_like(patterns)], 1), device)
+
+
+def test_a_sample_decides_for_raw_as_on_the_cpu(device: str) -> None:
+    whole = 64 * MANY  # blocks: from 64 on the first ones and a sample are looked at
+    head, num_samples = min(whole // 32, 32), min(whole // 32, 16)
+    sample = [(2 * i + 1) * whole // (2 * num_samples) for i in range(num_samples)]
+    codecs = []
+    for dense in ([*range(head), *sample[1:]], sample, [*range(head), *sample]):
+        words = torch.zeros(whole * BLOCK + 99, dtype=torch.uint8)
+        words[: whole * BLOCK].view(whole, BLOCK)[dense] = 7
+        frame = gpu.encode(words.to(device)).cpu()
+        assert torch.equal(frame, encode(words))
+        codecs.append(read_header(frame).codec)
+    assert codecs == ["zero_value", "zero_value", "raw"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128], ids=str)
+def test_every_geometry(dtype: torch.dtype, device: str) -> None:
+    for sizes, strides in (
+        ([2, 3, 20, 20], [1200, 1, 60, 3]),  # channels last
+        ([5, 90], [200, 2]),  # gaps
+        ([4, 7, 50], [50, 0, 1]),  # repeated
+        ([3, 200], [2, 3]),  # interleaved
+        ([3, 4], [1, 1]),  # overlapping: made contiguous
+        ([3, 2], [1000, 1]),  # spread out: made contiguous
+        ([7, 0, 5], [1, 1, 1]),
+        ([], []),
+    ):
+        assert_law(laid_out(dtype, sizes, strides, first=5), device)
+
+
+def test_what_is_not_yet_carried_out(device: str) -> None:
+    source = laid_out(torch.complex64, [30, 40], [1, 30])
+    for lazy in (torch.conj, lambda x: x.conj().imag, lambda x: x.conj()[:, :1].expand(30, 9)):
+        frame = gpu.encode(lazy(moved(source, device)), requires_grad=True)
+        assert torch.equal(frame.cpu(), encode(lazy(source).requires_grad_()))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_codec_runs_on_every_device(codec: str, device: str) -> None:
+    for dtype in (torch.float32, torch.int64, torch.bool):
+        assert_law(laid_out(dtype, [3, 1000], [1000, 1], density=0.2), device, codec)
+
+
+def narrow_words(dtype: torch.dtype, size: int, width: int, source: random.Random) -> Tensor:
+    """Words of ``dtype`` whose range takes ``width`` bits, perhaps across the end of the unsigned numbers."""
+    bits = 8 * dtype.itemsize
+    least = 0 if dtype is torch.bool else source.getrandbits(bits)
+    words = [(least + source.getrandbits(width)) % (1 << bits) for _ in range(size)]
+    return torch.from_numpy(np.array(words, dtype=f"uint{bits}")).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_integers_take_the_same_bits(dtype: torch.dtype, device: str) -> None:
+    source, narrow, bits = random.Random(0), Narrow(), 8 * dtype.itemsize
+    for size in (1, 129, 1000, 4097 * FEW):
+        for width in (1,) if dtype is torch.bool else (1, bits // 2 + 1, bits - 1, bits):
+            tensor = narrow_words(dtype, size, width, source)
+            expected = torch.zeros(tensor.nbytes, dtype=torch.uint8)
+            words = Words(tensor.data_ptr(), size, bits, dtype)
+            packed = narrow.pack(words, expected.data_ptr())
+            there = tensor.to(device).view(gpu_launch.empty(0, bits, torch.device("cpu")).dtype)
+            payload = torch.full((tensor.nbytes,), 85, dtype=torch.uint8, device=device)
+            facts = gpu_words.pack("narrow", there, payload, dtype, None).tolist()
+            assert facts == [packed.num_bytes, 7 * (packed.codec == "narrow"), 0]
+            assert torch.equal(payload[: facts[0]].cpu(), expected[: facts[0]])
+            back = torch.full_like(there, 1)
+            assert not gpu_words.unpack(packed.codec, payload[: facts[0]], back, dtype, None).item()
+            assert torch.equal(back, there)
+
+
+def test_a_damaged_head_of_integers_is_refused(device: str) -> None:
+    words = (torch.arange(5000) % 9).to(device)
+    payload = torch.empty(words.nbytes, dtype=torch.uint8, device=device)
+    num_bytes = int(gpu_words.pack("narrow", words, payload, words.dtype, None)[0])
+    for place, value in ((0, 0), (0, 5), (0, 64), (3, 1), (7, 255), (16, 1), (63, 128)):
+        damaged = payload[:num_bytes].clone()
+        damaged[place] = value
+        assert gpu_words.unpack("narrow", damaged, torch.empty_like(words), words.dtype, None).item()
+
+
+def test_a_damaged_payload_is_judged_as_on_the_cpu(device: str) -> None:
+    """Frame and words end at unreadable pages, where there are pages."""
+    source, rounds, refused = random.Random(0), 30 * MANY, 0
+    tensor = torch.zeros(4203)
+    tensor[torch.randperm(4203)[:1600]] = 1.0
+    frame, start = encode(tensor), header_bytes(1)
+    header, parts = read_header(frame), sections(4203)
+    damaged, out = guarded(frame.numel()), guarded(4203 * 4).view(torch.int32)
+    assert damaged.data_ptr() % 64 == 0  # or it would be read from a copy
+    for i in range(rounds):
+        damaged.copy_(frame)
+        for _ in range(source.randint(1, 2)):
+            end = source.choice([parts.offsets, parts.values, header.payload_bytes])
+            damaged[source.randrange(start, start + end)] ^= source.randint(1, 255)
+        words = out if device == "cpu" else torch.empty(4203, dtype=torch.int32, device=device)
+        wrong = bool(gpu.unpack_on_device(header, damaged[start:].to(device), words))
+        refused += wrong
+        if not wrong:
+            back = decode(damaged)
+            assert back is not None
+            assert torch.equal(back.view(torch.int32), words.cpu())
+            continue
+        for read in (decode, gpu.decode)[: 1 if i % 8 else 2]:
+            with pytest.raises(CodecError, match="it was damaged"):
+                read(damaged.to(device) if read is gpu.decode else damaged)
+    assert rounds // 3 < refused < rounds
+
+
+def test_bits_and_values_that_nothing_stands_for_are_refused(device: str) -> None:
+    tensor = torch.where(torch.arange(4203) % 3 == 0, 1.0, 0.0)
+    frame = encode(tensor)
+    header, payload = read_header(frame), frame[header_bytes(1) :]
+    out = torch.empty(4203, dtype=torch.int32, device=device)
+    more, beyond, padding = torch.cat([payload, payload[-4:]]), payload.clone(), payload.clone()
+    beyond[4203 // 8] |= 128
+    padding[4203 // 8 + 1] = 255  # as on the CPU, nobody looks there
+    for wrong, expected in ((more, 1), (beyond, 1), (padding, 0)):
+        said = header._replace(payload_bytes=len(wrong))
+        assert gpu.unpack_on_device(said, wrong.to(device), out).item() == expected
+
+
+def test_a_frame_of_another_length_is_refused(device: str) -> None:
+    frame = encode(torch.relu(torch.randn(5000))).to(device)
+    for wrong in (frame[:-1], frame[:70], frame[:10], frame[:0], torch.cat([frame, frame])):
+        with pytest.raises(CodecError):
+            gpu.decode(wrong)
+    with pytest.raises(CodecError, match="1-D uint8"):
+        gpu.decode(frame.view(1, -1))
+    header, out = read_header(frame.cpu()), torch.empty(4999, dtype=torch.int32, device=device)
+    with pytest.raises(CodecError, match="suits its elements"):
+        gpu.unpack_on_device(header._replace(payload_bytes=99), frame[64:163], out)
+
+
+def bitmap_of(tensor: Tensor) -> Tensor:
+    """Slow twin: which elements are not zero, in memory order, as a padded bitmap."""
+    bits = np.packbits(tensor.reshape(-1).numpy() != 0, bitorder="little")
+    return torch.from_numpy(np.pad(bits, (0, -len(bits) % 64)))
+
+
+def checksum_of(bitmap: Tensor, num_words: int) -> int:
+    """Slow twin, by Python's integers."""
+    mod, total = 1 << 64, 0
+    words = np.frombuffer(bitmap.numpy().tobytes(), dtype="<u8")[: -(-num_words // 64)].tolist()
+    for i, word in enumerate(words):
+        word %= 1 << min(64, num_words - 64 * i)
+        x = (word + (i + 1) * 0x9E3779B97F4A7C15) % mod
+        x = ((x ^ x >> 32) * 0xD6E8FEB86659FD93) % mod
+        total += x ^ x >> 32
+    return total % mod or 1
+
+
+def test_the_checksum_of_a_bitmap(device: str) -> None:
+    for num_words in (0, 1, 64, 65, 512 * 1025 - 3):
+        bitmap = torch.randint(0, 256, (sections(num_words).offsets,), dtype=torch.uint8)
+        found = int(gpu_zero_value.checksum_of(bitmap.to(device), num_words)) % (1 << 64)
+        assert found == checksum_of(bitmap, num_words)
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if has_bitmap(codec)])
+def test_values_at_the_set_bits_of_a_mask(codec: str, device: str) -> None:
+    for dtype, size in ((torch.float32, 9001 * FEW), (torch.bfloat16, 4096), (torch.complex128, 333)):
+        mask = encode(torch.where(torch.rand(size) < 0.4, 1.0, 0.0).to(dtype))
+        gradient = laid_out(dtype, [size], [1], first=3, density=0.9)
+        expected, there = encode(gradient, codec, mask=mask), moved(gradient, device)
+        assert read_header(expected).flags == MASKED
+        assert torch.equal(gpu.encode(there, codec, mask=mask.to(device)).cpu(), expected)
+        back, twin = gpu.decode(expected.to(device), mask=mask.to(device)), decode(expected, mask=mask)
+        assert back is not None
+        assert twin is not None
+        assert_same(moved(back, "cpu"), twin)
+
+
+def test_a_mask_that_does_not_fit_is_refused(device: str) -> None:
+    activation, gradient = torch.relu(torch.randn(5000)), torch.randn(5000)
+    mask, raw, other = (encode(x).to(device) for x in (activation, torch.ones(5000), activation.flip(0)))
+    short, there = encode(activation[:4000]).to(device), gradient.to(device)
+    frame = gpu.encode(there, mask=mask)
+    for wrong in (None, other, raw, short, frame, mask[:-1]):
+        with pytest.raises(CodecError):
+            gpu.decode(frame, mask=wrong)
+    for useless in (raw, short, frame):  # has no bitmap for this tensor
+        assert torch.equal(gpu.encode(there, mask=useless).cpu(), encode(gradient))
+    header, out = read_header(frame.cpu()), torch.empty(5000, dtype=torch.int32, device=device)
+    more = torch.cat([frame[64:], frame[64:68]])
+    said = header._replace(payload_bytes=len(more))
+    assert gpu.unpack_on_device(said, more, out, mask=mask[64 : 64 + 640]).item()
+
+
+def test_bits_beyond_the_words_select_nothing(device: str) -> None:
+    gradient, mask = torch.randn(5000).to(device), bitmap_of(torch.relu(torch.randn(5000))).to(device)
+    room = frame_bytes(gradient.shape, gradient.dtype)
+    frames = []
+    for _ in range(2):
+        packed = gpu.pack_on_device(gradient, torch.empty(room, dtype=torch.uint8, device=device), mask=mask)
+        frames.append(gpu.finish(packed, gpu.header_of(gradient)))
+        mask[626] = 255
+    assert torch.equal(*frames)
+    with pytest.raises(CodecError, match="a bitmap of 640 bytes"):
+        gpu.pack_on_device(gradient, torch.empty(room, dtype=torch.uint8, device=device), mask=mask[:-64])
+    full = bitmap_of(torch.ones(5000)).to(device)
+    packed = gpu.pack_on_device(gradient, torch.empty(room, dtype=torch.uint8, device=device), mask=full)
+    assert torch.equal(gpu.finish(packed, gpu.header_of(gradient)).cpu(), encode(gradient.cpu(), "raw"))
+
+
+def test_packing_says_what_it_cannot_take(device: str) -> None:
+    tensor = torch.relu(torch.randn(70, 80)).to(device)
+    room = frame_bytes(tensor.shape, tensor.dtype)
+    buffer = torch.empty(room, dtype=torch.uint8, device=device)
+    frame = gpu.finish(gpu.pack_on_device(tensor, buffer), gpu.header_of(tensor))
+    assert frame.data_ptr() == buffer.data_ptr()
+    assert torch.equal(frame.cpu(), encode(tensor.cpu()))
+    for wrong in (buffer[:-1], buffer.view(torch.int8), buffer.view(2, -1)):
+        with pytest.raises(CodecError, match=f"{room} bytes"):
+            gpu.pack_on_device(tensor, wrong)
+    with pytest.raises(CodecError, match="dense"):
+        gpu.pack_on_device(tensor[:, ::2], buffer)
+    with pytest.raises(CodecError, match="dense"):
+        gpu.encode(tensor.to_sparse())
+    with pytest.raises(CodecError, match="nothing"):
+        gpu.encode(tensor, "nothing")
+
+
+def test_nothing_waits(device: str) -> None:
+    tensor = torch.relu(torch.randn(30, 400)).to(device)
+    mask = bitmap_of(tensor.cpu()).to(device)
+    buffer = torch.empty(frame_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8, device=device)
+    index = (torch.arange(9000) % 9).to(device)
+    room = torch.empty(frame_bytes(index.shape, index.dtype), dtype=torch.uint8, device=device)
+    header, start = read_header(encode(tensor.cpu())), header_bytes(2)
+    out = torch.empty(tensor.shape, dtype=torch.int32, device=device)
+    for strict in (False, True):  # the first time kernels are compiled and loaded
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("error" if strict else "default")
+        try:
+            packed = gpu.pack_on_device(tensor, buffer)
+            masked = gpu.pack_on_device(tensor, torch.empty_like(buffer), mask=mask)
+            narrow = gpu.pack_on_device(index, room, codec="narrow")
+            error = gpu.unpack_on_device(header, buffer[start : start + header.payload_bytes], out)
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        assert int(packed.num_bytes) == header.payload_bytes
+        assert not bool(packed.raw)
+        assert not int(error)
+        assert torch.equal(out, tensor.view(torch.int32))
+        assert int(masked.num_bytes) == 4 * int((tensor != 0).sum())
+        assert int(narrow.num_bytes) == 64 + 64 * 71  # 1,125 rows of 4 bits in rows of 64
+
+
+KERNELS = {
+    "gpu_zero_value": "count_words count_bits decide decide_masked compact expand checksum",
+    "gpu_narrow": "range_of_words decide_narrow pack_rows unpack_rows",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("module", KERNELS)
+def test_kernels_compile_where_there_is_no_gpu(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For an H100 or H200, as the interpreter takes more than the compiler does."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    loops = gpu_launch.kernels(module)
+    types = dict.fromkeys(("words", "values", "payload", "out", "bitmap", "error"), "*i32")
+    types |= dict.fromkeys(("counts", "offsets", "facts", "partial", "lows", "highs", "head"), "*i64")
+    constants = {"BLOCK": BLOCK, "TILE": 1024, "ROWS": 64, "BITS": 32, "LANES": 16, "FLIP": 0, "MOST": 32}
+    constants |= {"WORD_BYTES": 4, "NUMBER": 1, "WIDE": getattr(loops, "WIDE", {32: None})[32]}
+    for name in KERNELS[module].split():
+        kernel = getattr(loops, name)
+        types["bitmap"] = "*i64" if name == "checksum" else "*i32"
+        if "WORD" in kernel.arg_names:
+            constants["WORD"] = (loops.SIGNED if name == "range_of_words" else loops.UNSIGNED)[32]
+        for size in ("i32", "i64"):
+            kinds = {
+                arg: "constexpr" if arg in constants else types.get(arg, size) for arg in kernel.arg_names
+            }
+            given = {(kernel.arg_names.index(arg),): constants[arg] for arg in kinds if arg in constants}
+            made = triton.compile(
+                ASTSource(kernel, kinds, given), GPUTarget("cuda", 90, 32), gpu_launch.options(4)
+            )
+            assert made.asm["cubin"]
+
+
+def test_every_route_of_the_bench_brings_back_its_words(device: str) -> None:
+    dtypes, rows = ["float32", "bfloat16", "int64", "bool"], []
+    for tensor, codec, facts in tensors(dtypes, [1 << 13], [0, 0.5, 1], device):
+        one = case(tensor, codec, None)
+        routes = ("copy", *ROUTES) if codec == "zero_value" else ("copy", *ROUTES[:2])
+        for route in routes:
+            if not route.startswith("pack"):
+                one.out.fill_(1)
+            getattr(one, route)()
+            if not route.startswith("pack"):
+                assert torch.equal(one.out, one.words), route
+        seconds = dict.fromkeys(routes, 2e-6)
+        sizes = {"num_bytes": tensor.nbytes, "num_warps": 8, "ratio": 2.0, "pack_call_host_seconds": 1e-5}
+        least = {route: one.least_bytes(route) for route in routes}
+        moved = {route: one.moved_bytes(route) for route in routes}
+        assert all(moved[route] >= least[route] for route in routes)
+        rows.append(facts | sizes | {"seconds": seconds, "least_bytes": least, "moved_bytes": moved})
+    assert table(rows).row_count == len(rows) >= 6
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_bench_says_that_it_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "needs a GPU" in capsys.readouterr().err
+
+
+def test_without_triton_there_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "penstock.compression.kernels.gpu_zero_value", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(CodecError, match="install the triton that this torch asks for"):
+        gpu.encode(torch.zeros(9000))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="one process more says the same")
+def test_nothing_imports_triton_but_kernels() -> None:
+    code = "import sys, penstock.compression.gpu; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,365 @@
+"""A receiver takes what it was promised, and says of anything else where it came from."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from frames import crafted
+from fuzz_frames import fuzz
+from fuzz_promises import Promised, lawful, limited
+from guarded import guarded
+from torch import Tensor, nn
+
+import penstock
+from penstock.compression.codec import CODECS, decode, decode_received, encode
+from penstock.compression.dtypes import DTYPE_NUMBERS
+from penstock.compression.errors import CodecError, StageError
+from penstock.compression.frame import MASKED, Header, header_bytes, header_text, read_header
+from penstock.compression.lossy import LOSSY_CODECS
+from penstock.compression.pool import Frame
+from penstock.compression.promise import Promise, written_by
+from penstock.pipeline.runtime.policy import Fixed
+
+PROMISE = Promise((2, 32), torch.float32, (32, 1), written_by("zero_value"))
+# What was sent instead of a tensor: every one went through, or failed deep inside a layer.
+LIES = {
+    "fewer rows": lambda t: encode(t[:1].clone()),
+    "more rows": lambda t: encode(torch.cat([t, t])),
+    "no dimensions": lambda t: encode(t.sum()),
+    "one element": lambda t: encode(t.sum().view(1)),
+    "repeated rows": lambda t: encode(t[:1].expand(3, -1)),
+    "float64": lambda t: encode(t.double()),
+    "float16": lambda t: encode(t.half()),
+    "int64": lambda t: encode(t.long()),
+    "bool": lambda t: encode(t.bool()),
+    "complex": lambda t: encode(t.to(torch.complex64)),
+    "None": lambda t: encode(None),
+    "lossy": lambda t: encode(t, "int8"),
+    "another codec": lambda t: encode(torch.zeros_like(t), "byte_plane"),
+    "another flag": lambda t: encode(t.detach().requires_grad_(not read_header(encode(t)).requires_grad)),
+    "spread": lambda t: torch.cat([_header(t, strides=(64 * 100, 1)), encode(t, "raw")[64:]]),
+    "values alone": lambda t: torch.cat([_header(t, codec="zero_value", flags=MASKED, checksum=7)]),
+}
+# Autograd lays gradients out as it likes.
+LIES_OF_VALUES = LIES | {
+    "transposed": lambda t: encode(t.t().contiguous().t()),
+    "with gaps": lambda t: torch.cat([_header(t, strides=(64 * 33, 1)), encode(t, "raw")[64:]]),
+}
+
+
+def _header(tensor: Tensor, **fields) -> Tensor:
+    header = read_header(encode(tensor, "raw"))._replace(**fields)
+    header = header._replace(payload_bytes=0) if header.flags else header
+    return torch.frombuffer(bytearray(header_text(header)), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("lie", LIES_OF_VALUES.values(), ids=LIES_OF_VALUES)
+def test_anything_else_than_the_promise_is_refused(lie) -> None:
+    tensor = torch.randn(2, 32).relu()
+    back, _ = decode_received(encode(tensor), PROMISE)
+    assert back is not None
+    with pytest.raises(CodecError):
+        decode_received(lie(tensor), PROMISE)
+
+
+def test_a_promise_may_leave_strides_masks_and_none_open() -> None:
+    tensor, promise = torch.randn(32, 2).relu().t(), PROMISE._replace(strides=None, none=True, masked=True)
+    back, _ = decode_received(encode(tensor), promise)
+    assert back is not None
+    assert back.stride() == (1, 2)
+    assert decode_received(encode(None), promise) == (None, 64)
+    value = torch.randn(40, 50).relu()
+    mask, other = encode(value), encode(value.roll(1))
+    frame = encode(torch.randn(40, 50), mask=mask)
+    promise = promise._replace(sizes=(40, 50))
+    back, _ = decode_received(frame, promise, mask=mask)
+    assert back is not None
+    for wrong in (None, other):
+        with pytest.raises(CodecError, match="mask="):
+            decode_received(frame, promise, mask=wrong)
+    with pytest.raises(CodecError, match="set bits of a mask"):
+        decode_received(frame, promise._replace(masked=False), mask=mask)
+
+
+class Lying:
+    """Wraps a transport and sends something else in the place of frames of one kind.
+
+    ``ends``: it fails behind the first, or it would wait for the other rank until its deadline."""
+
+    def __init__(self, inner, op: str, lie, *, ends: bool = False):
+        self.inner, self.pool, self.op, self.lie, self.ends = inner, inner.pool, op, lie, ends
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def send(self, message, frame) -> None:
+        said = frame.buffer[: frame.num_bytes]
+        if message.op.value == self.op and not read_header(said).flags:
+            tensor = decode(said)
+            assert tensor is not None
+            other = self.lie(tensor.requires_grad_(read_header(said).requires_grad))
+            buffer = self.pool.take(len(other))
+            buffer[: len(other)].copy_(other)
+            self.inner.send(message, Frame(buffer, len(other), self.pool))
+            if self.ends:
+                raise RuntimeError("a lie is enough")
+        else:
+            self.inner.send(message, frame)
+
+
+class Skipping(nn.Module):
+    """Two values cross the cut behind ``b``, and both have gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.r = (*(nn.Linear(32, 32) for _ in range(3)), nn.ReLU())
+
+    def forward(self, x):
+        h = self.r(self.a(x))
+        return self.c(h + self.r(self.b(h)))
+
+
+def pipeline(model, *, cuts=("b",), loss=nn.functional.mse_loss, micro_batches=2, ranks=None):
+    example = (torch.randn(2, 32),)
+    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
+    plan = penstock.partition(profile, cuts=list(cuts), micro_batches=micro_batches, ranks=ranks)
+    return penstock.Pipeline(model, plan, loss=loss, optimizer=lambda n: torch.optim.SGD(n, lr=0.1))
+
+
+# With codec=auto any lossless codec may come; that a value asks for no gradient shows on the way back.
+TOLD = [("F", name) for name in LIES_OF_VALUES if name not in ("another codec", "another flag")]
+TOLD += [("B", name) for name in LIES if name != "another codec"]
+
+
+@pytest.mark.parametrize(("op", "name"), TOLD)
+def test_a_lying_stage_is_named(op: str, name: str) -> None:
+    lie = LIES_OF_VALUES[name]
+    pipe, x = pipeline(Skipping()), torch.randn(4, 32)
+    frames = pipe.engine.frames
+    frames.transport = Lying(frames.transport, op, lie)  # pyright: ignore
+    what, stage, word = {
+        "F": ("value", 1, "forward"),
+        "B": ("gradient of", 0, "backward"),
+    }[op]
+    where = f"rank 0, stage {stage}, {word} of micro-batch 0, step 0: the {what} [rb] of micro-batch 0"
+    with pytest.raises(CodecError, match=f"^{where}, from stage {1 - stage} on rank {1 - stage}: "):
+        pipe.step(x, x)
+
+
+def lie_on_ranks() -> None:
+    torch.manual_seed(0)
+    pipe, x = pipeline(Skipping(), ranks=2), torch.randn(4, 32)
+    frames = pipe.engine.frames
+    if pipe.rank == 1:
+        frames.transport = Lying(frames.transport, "B", LIES["None"], ends=True)  # pyright: ignore
+    pipe.step(x, x)
+
+
+def test_a_value_that_keeps_its_gradient_back_is_named() -> None:
+    pipe, x = pipeline(Skipping()), torch.randn(4, 32)
+    frames = pipe.engine.frames
+    frames.transport = Lying(frames.transport, "F", LIES["another flag"])  # pyright: ignore
+    with pytest.raises((CodecError, StageError), match=r"micro-batch 0, step 0: .*gradient .*found None"):
+        pipe.step(x, x)
+
+
+@pytest.mark.ranks
+def test_a_lying_rank_is_named_on_ranks(ranks) -> None:
+    (said, _), _ = ranks.try_run(lie_on_ranks, ranks=2)
+    where = "rank 0, stage 0, backward of micro-batch 0, step 0: the gradient of [rb] of micro-batch 0, "
+    where += "from stage 1 on rank 1: a frame brings what was promised, a tensor of torch.float32"
+    assert re.search(where, said), said
+
+
+def test_a_gradient_may_be_none_where_nothing_leads_one_back() -> None:
+    class Detached(Skipping):
+        def forward(self, x):
+            h = self.r(self.a(x))
+            return self.c(h.detach() + self.r(self.b(h.detach())))
+
+    pipe, x = pipeline(Detached(), cuts=("r",)), torch.randn(4, 32)
+    pipe.step(x, x)
+    returns = [route[1].returns for route in pipe.steps.step("train", [(x[:2],)])[0].routes.values()]
+    assert returns == [frozenset()]
+    pipe = pipeline(Skipping())
+    itinerary, _ = pipe.steps.step("train", [(x[:2],)])
+    back = [m for sent in itinerary.sends.values() for m in sent if m.op.value == "B"]
+    assert len(back) == 2
+    assert all(itinerary.brings_one(message) for message in back)
+
+
+def test_a_loss_that_reads_no_outputs_is_refused() -> None:
+    def nothing(outputs, targets):
+        return torch.zeros((), requires_grad=True)
+
+    pipe, x = pipeline(Skipping(), loss=nothing), torch.randn(4, 32)
+    with pytest.raises(StageError, match=r"found None; a loss .* outputs.sum\(\) \* 0"):
+        pipe.step(x, x)
+    pipe = pipeline(Skipping(), loss=lambda outputs, targets: outputs.sum() * 0)
+    assert pipe.step(x, x).loss == 0
+
+
+TURNED = []
+
+
+@torch.fx.wrap
+def turned(x):
+    return x.t().contiguous().t() if TURNED else x * 1
+
+
+def test_a_value_that_lies_otherwise_than_traced_is_refused_where_it_is_made() -> None:
+    class Turning(Skipping):
+        def forward(self, x):
+            return self.c(turned(self.b(x)))
+
+    pipe, x = pipeline(Turning(), cuts=("turned",)), torch.randn(4, 32)
+    pipe.step(x, x)
+    TURNED.append(True)
+    try:
+        with pytest.raises(StageError, match=r"stage 0.*turned had strides \(32, 1\) .* found \(1, 2\)"):
+            pipe.step(x, x)
+    finally:
+        TURNED.clear()
+
+
+def test_every_codec_writes_what_was_promised_of_it() -> None:
+    half = torch.randn(70, 64).relu()
+    others = torch.randn(70, 64), half.to(torch.int32), half > 0, torch.zeros(70, 64), half[:1, :9]
+    for tensor in (half, *others):
+        for codec in (*CODECS, *LOSSY_CODECS):
+            assert read_header(encode(tensor, codec)).codec in Fixed(codec).codecs
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes
+
+
+@pytest.mark.parametrize("rows", [1 << 24, 1 << 60])
+def test_a_header_costs_its_dimensions_alone(rows: int) -> None:
+    """64 bytes: values of a mask that nobody has, at places that only a look at each would tell apart."""
+    header = Header("zero_value", torch.float32, (rows, 2), (2, 3), 0, MASKED, 0, False, 1)
+    frame, before = torch.frombuffer(bytearray(header_text(header)), dtype=torch.uint8), peak()
+    for read in (read_header, decode, lambda f: decode(f, mask=encode(torch.ones(300).relu()))):
+        try:
+            read(frame)
+        except CodecError:
+            continue
+        assert read is read_header
+    with pytest.raises(CodecError):
+        decode_received(frame, PROMISE)
+    assert peak() - before < 1024
+
+
+def test_packed_bytes_and_gaps_multiply_to_no_more_than_the_ratio() -> None:
+    """4,096 bytes a byte, and 64 for gaps: 2 kB became 512 MiB."""
+    packed = encode(torch.zeros(1 << 20, dtype=torch.int64), "byte_plane")
+    header = read_header(packed)._replace(strides=(64,))
+    text = torch.frombuffer(bytearray(header_text(header)), dtype=torch.uint8)
+    with pytest.raises(CodecError, match="suits its elements"):
+        decode(torch.cat([text, packed[header_bytes(1) :]]))
+    for codec in CODECS:
+        spread = torch.zeros(64 * 9000, dtype=torch.int64)[::64]
+        back = decode(encode(spread, codec))
+        assert back is not None
+        assert torch.equal(back, spread)
+        assert back.stride() == (64,)
+
+
+def test_a_mask_shorter_than_its_bitmap_is_refused() -> None:
+    value = torch.randn(64, 1000).relu()
+    mask, gradient = encode(value), torch.randn(64, 1000)
+    frame, length = encode(gradient, mask=mask), 300
+    short = header_text(read_header(mask)._replace(payload_bytes=length))
+    lying = guarded(len(short) + length)
+    lying[: len(short)].copy_(torch.frombuffer(bytearray(short), dtype=torch.uint8))
+    for read in (lambda: decode(frame, mask=lying), lambda: encode(gradient, mask=lying)):
+        with pytest.raises(CodecError, match=r"bitmap and offsets of this frame take .* found 300"):
+            read()
+
+
+@pytest.mark.parametrize("codec", ["narrow", "zero_value+lz4", "byte_plane"])
+def test_values_alone_come_from_codecs_with_a_bitmap(codec: str) -> None:
+    value = torch.randn(1000).relu()
+    mask = encode(value)
+    frame = encode(torch.randn(1000), mask=mask)
+    text = header_text(read_header(frame)._replace(codec=codec))
+    text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    with pytest.raises(CodecError, match=f"values alone .* found {codec.replace('+', '.')}"):
+        decode(torch.cat([text, frame[len(text) :]]), mask=mask)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("shape", [(5000,), (100, 50)])
+def test_a_decoded_bool_is_zero_or_one(codec: str, shape: tuple[int, ...]) -> None:
+    source = torch.randint(0, 256, shape, dtype=torch.uint8) * torch.randint(0, 2, shape, dtype=torch.uint8)
+    source[:] = source[:1]
+    wide = torch.zeros(*shape[:-1], 2 * shape[-1], dtype=torch.uint8)
+    wide[..., ::2] = source
+    for tensor in (source, wide[..., ::2]):
+        back = decode(encode(tensor.view(torch.bool), codec))
+        assert back is not None
+        assert torch.equal(back.view(torch.uint8), (source != 0).to(torch.uint8))
+    raw = crafted(dtype=DTYPE_NUMBERS[torch.bool], sizes=(3,), payload=3)
+    raw[-3:] = torch.tensor([2, 0, 255])
+    back = decode(raw)
+    assert back is not None
+    assert back.view(torch.uint8).tolist() == [1, 0, 1]
+
+
+def test_max_bytes_bounds_what_is_decoded() -> None:
+    wide = torch.zeros(1000, 9)[:, ::3]
+    for tensor, num_bytes in (
+        (torch.zeros(1000), 4000),
+        (wide, 4 * (999 * 9 + 7)),
+        (torch.zeros(1, 10).expand(1000, 10), 40_000),
+    ):
+        frame = encode(tensor)
+        back = decode(frame, max_bytes=num_bytes)
+        assert back is not None
+        with pytest.raises(CodecError, match=f"may have {num_bytes - 1} bytes, found {num_bytes};"):
+            decode(frame, max_bytes=num_bytes - 1)
+    assert decode(encode(None), max_bytes=0) is None
+
+
+def decode_without_memory() -> None:
+    """Decode where there is too little memory; in a process whose heap has no room of earlier days."""
+    plain = torch.arange(1 << 23).view(2, -1)  # 64 MiB
+    plain[:, ::2] = 0
+    cases = [(tensor, codec, 8) for tensor in (plain, plain[:, : 1 << 21]) for codec in ("raw", "byte_plane")]
+    # Room for the tensor and its words, 64 MiB each, but not to see which places they have.
+    interleaved = torch.ones((1 << 26) + 4, dtype=torch.uint8).as_strided((1 << 25, 2), (2, 3))
+    for tensor, codec, mebibytes in (*cases, (interleaved, "raw", 160)):
+        frame = encode(tensor, codec)
+        with limited(mebibytes << 20), pytest.raises(CodecError, match="memory"):
+            decode(frame)
+        back = decode(frame)
+        assert back is not None
+        assert torch.equal(back, tensor)
+
+
+def test_memory_that_is_not_there_is_a_codec_error() -> None:
+    run = [sys.executable, "-c", "import test_promises; test_promises.decode_without_memory()"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=100)
+    assert not done.returncode, done.stderr
+
+
+def test_a_short_fuzz_keeps_every_promise() -> None:
+    assert lawful() > 200
+    with limited():
+        report = fuzz(seconds=3, seed=0, kind=Promised)
+    assert not report.findings, report.findings
+    assert report.executions > 100
+    assert report.decoded > 10
+
+
+def test_the_fuzz_finds_a_promise_that_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Promise, "hold", lambda promise, header: None)
+    report = fuzz(seconds=2, seed=0, kind=Promised)
+    assert "not what was promised" in report.findings

@@ -1,0 +1,263 @@
+"""The house: who may import whom, what the wheel holds, and the traps of a root that is the package."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkout import ROOT, copy_to, files
+
+import penstock
+
+LOW = ("compression", "stages.files", "stages.record", "stages.seeds", "stages.units")
+STAGE = ("stages.tracing", "stages.memory", "stages.weights", "stages.stage")
+PIPELINE = (
+    "pipeline.schedules",
+    "pipeline.ranks",
+    "pipeline.weights",
+    "pipeline.runtime",
+    "pipeline.samples",
+)
+TOPS = ("compression", "stages", "pipeline", "scripts", "conf")
+# What a room may import of the package, beside itself and the version.
+MAY_IMPORT = {
+    "compression": (),
+    "stages": LOW,
+    "stages.tracing": LOW,
+    "stages.memory": (*LOW, "stages.tracing"),
+    "stages.weights": (*LOW, "stages.memory"),
+    "stages.stage": (*LOW, *STAGE),
+    "stages.planner": (*LOW, *STAGE),
+    "pipeline.schedules": (*LOW, *STAGE, "stages.planner"),
+    "pipeline.ranks": (*LOW, "pipeline.schedules"),
+    "pipeline.weights": (*LOW, *STAGE, "pipeline.ranks"),
+    "pipeline.runtime": ("compression", "stages", *PIPELINE[:3]),
+    "pipeline.samples": LOW,
+    "pipeline": ("compression", "stages", *PIPELINE),
+    "pipeline.run": ("compression", "stages", "pipeline", "conf"),
+    "scripts": ("compression", "stages", "pipeline", "conf"),
+    "conf": ("compression.errors",),
+}
+
+
+def run(*command: str, cwd: Path = ROOT) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def imported(source: str, package: str) -> Iterator[str]:
+    """Yield what ``source``, a module in ``package``, imports of ours, without ``penstock.``."""
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            names = [".".join([*above, *filter(None, [node.module]), alias.name]) for alias in node.names]
+        for name in names:
+            top, _, rest = name.partition(".")
+            if top == "penstock":
+                yield rest
+            elif top in TOPS:
+                yield f"{name} (write it as a relative import)"
+
+
+def refused(source: str, package: str) -> list[str]:
+    """Return what ``source`` imports against the rule."""
+    room = next(
+        room for room in sorted(MAY_IMPORT, reverse=True) if f"{package}.".startswith(f"penstock.{room}.")
+    )
+    itself = () if room in ("stages", "pipeline") else (room,)
+    allowed = ("__version__", *itself, *MAY_IMPORT[room])
+    copied = package == "penstock.scripts.examples"  # what people copy imports penstock, as they do
+    return [
+        name
+        for name in imported(source, package)
+        if not any(f"{name}.".startswith(f"{ok}.") for ok in allowed) and not (copied and not name)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("package", "source", "wrong"),
+    [
+        ("penstock.stages", "from ..compression.frame import Header", []),
+        ("penstock.stages", "from .tracing.graph import trace", ["stages.tracing.graph.trace"]),
+        ("penstock.stages.stage", "def f():\n    from ... import pipeline", ["pipeline"]),
+        ("penstock.stages.tracing.capture", "from ..layers import Layer", []),
+        ("penstock.stages.tracing", "from ..planner.plan import Plan", ["stages.planner.plan.Plan"]),
+        ("penstock.pipeline.schedules", "from ..ranks.group import rank", ["pipeline.ranks.group.rank"]),
+        ("penstock.pipeline.runtime", "from ..pipeline import Pipeline", ["pipeline.pipeline.Pipeline"]),
+        ("penstock.pipeline.run", "from ..pipeline import Pipeline", []),
+        ("penstock.compression.kernels", "from ...stages import units", ["stages.units"]),
+        ("penstock.compression.kernels", "from .. import frame", []),
+        ("penstock.pipeline", "import penstock.scripts.command", ["scripts.command"]),
+        ("penstock.pipeline", "from .. import __version__, Pipeline", ["Pipeline"]),
+        ("penstock.pipeline", "import compression", ["compression (write it as a relative import)"]),
+        ("penstock.scripts.examples", "import penstock", []),
+        ("penstock.scripts", "import penstock", [""]),
+        ("penstock.conf", "from ..compression.errors import ConfigError", []),
+        ("penstock.conf", "from ..compression.codec import CODECS", ["compression.codec.CODECS"]),
+    ],
+)
+def test_the_rule_of_the_floors(package: str, source: str, wrong: list[str]) -> None:
+    assert refused(source, package) == wrong
+
+
+def test_imports_go_down_the_floors_only() -> None:
+    modules = [file for file in files() if file.suffix == ".py" and file.parts[0] in TOPS]
+    assert len(modules) > 20
+    wrong = {
+        str(file): names
+        for file in modules
+        if (names := refused((ROOT / file).read_text(), ".".join(["penstock", *file.parts[:-1]])))
+    }
+    assert wrong == {}
+
+
+def test_a_person_finds_the_way_through_the_pipeline() -> None:
+    assert len(list((ROOT / "pipeline").glob("*.py"))) <= 8
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    for room in (*MAY_IMPORT, "stages.tracing.capture", "scripts.bench", "scripts.coverage"):
+        told = ast.get_docstring(ast.parse((ROOT / room.replace(".", "/") / "__init__.py").read_text()))
+        assert told, room
+
+
+def test_the_public_names_resolve() -> None:
+    assert {"encode", "trace", "Pipeline", "init"} <= set(penstock.__all__) <= set(dir(penstock))
+    assert "__version__" in dir(penstock)
+    for name in penstock.__all__:
+        assert getattr(penstock, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = penstock.no_such_name
+
+
+def test_type_checkers_see_the_same_public_names() -> None:
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {
+        alias.asname: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == penstock._HOMES
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    run("-c", "import sys, penstock, penstock.conf; assert 'torch' not in sys.modules")
+
+
+def test_the_root_holds_one_module() -> None:
+    assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
+
+
+def test_the_folders_of_the_tests_are_those_of_the_code() -> None:
+    # With an __init__.py, tests/compression/ would take the standard library's name on Python 3.14.
+    ours = {file.parent for file in files() if file.parts[0] == "tests" and file.suffix == ".py"}
+    rooms = {Path("tests", *room.split(".")[1:]) for room in packages()} - {Path("tests")}
+    assert {folder.name for folder in ours - rooms} == {"tests", "support", "laws", "house"}
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def packages() -> list[str]:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    return setup["options"]["packages"].split()
+
+
+def test_packages_are_the_folders_on_disk() -> None:
+    folders = {file.parent for file in files() if file.suffix == ".py" and file.parts[0] != "tests"}
+    assert sorted(packages()) == sorted(".".join(["penstock", *folder.parts]) for folder in folders)
+    assert [folder for folder in folders if not (ROOT / folder / "__init__.py").is_file()] == []
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    copy = copy_to(tmp_path / "copy")
+    # What a person may have lying about: none of it may enter.
+    (copy / "runs").mkdir()
+    for name in ("runs/model.py", "runs/config.yaml", "conf/notes.txt", "pipeline/samples/data.npz"):
+        (copy / name).write_text("")
+    run(
+        *("-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"),
+        *("--wheel-dir", str(tmp_path)),
+        cwd=copy,
+    )
+    (wheel,) = tmp_path.glob("penstock-*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    folders = [Path(*name.split(".")[1:]) for name in packages()]
+    data = {Path("py.typed"), *(Path("pipeline/samples") / name for name in ("digits.npz", "digits.txt"))}
+    wanted = {
+        f"penstock/{file}"
+        for file in files()
+        if file in data
+        or (file.suffix == ".py" and file.parent in folders)
+        or (file.suffix == ".yaml" and file.parts[0] == "conf")
+    }
+    assert {name for name in held if ".dist-info/" not in name} == wanted
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in held)
+
+
+def test_the_standard_library_imports_from_the_root() -> None:
+    run("-c", "import gzip, bz2, lzma")
+
+
+def test_a_standard_library_with_a_package_called_compression(tmp_path: Path) -> None:
+    # Python 3.14's gzip imports compression._common (PEP 784); before, only a made-up one shows the clash.
+    (tmp_path / "compression" / "_common").mkdir(parents=True)
+    (tmp_path / "compression" / "__init__.py").write_text("")
+    (tmp_path / "compression" / "_common" / "__init__.py").write_text("")
+    (tmp_path / "compression" / "_common" / "_streams.py").write_text("BUFFER_SIZE = 14")
+    (tmp_path / "gzip.py").write_text(
+        "from compression._common import _streams\nsize = _streams.BUFFER_SIZE\n"
+    )
+    program = f"""
+import sys, sysconfig
+for name in [name for name in sys.modules if name.partition(".")[0] in ("gzip", "compression")]:
+    del sys.modules[name]
+sys.path.insert(1, {str(tmp_path)!r})  # after the folder we start in, before the real library
+sysconfig.get_path = lambda name: {{"stdlib": {str(tmp_path)!r}}}[name]
+import gzip, compression
+print(gzip.size, compression.__file__)
+"""
+    assert run("-c", program).split() == ["14", str(ROOT / "compression" / "__init__.py")]
+
+
+@pytest.mark.slow
+def test_the_suite_collects_in_a_folder_with_a_dot_in_its_name(tmp_path: Path) -> None:
+    tree = run("-m", "pytest", "--collect-only", "-p", "no:cacheprovider", cwd=copy_to(tmp_path / "a.b"))
+    assert "<Module test_layout.py>" in tree
+    assert "<Package" not in tree  # pytest would import the root's __init__.py as a test package called a.b
+
+
+@pytest.mark.slow
+def test_help_is_quick_and_loads_no_torch() -> None:
+    program = """
+import sys
+from penstock.scripts.command import main
+sys.argv = ["penstock", "--help"]
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules
+"""
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert "train" in run("-c", program)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 1

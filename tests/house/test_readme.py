@@ -1,0 +1,165 @@
+"""What the README and the pages of docs/ show runs as it stands: every block, every command, every link.
+
+A block is found by its fence: a new one is tried at once, or fails as one that no test knows how to try."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import test_asynchronous
+import test_same_bits
+import test_same_bits_on_ranks
+from omegaconf import DictConfig, OmegaConf
+
+from penstock.conf.schema import PlanConfig, TrainConfig
+from penstock.pipeline.schedules import SCHEDULES
+from penstock.scripts import application, command
+from penstock.scripts.bench.command import TOPICS
+from penstock.stages.planner.plan import WEIGHTS
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+DRAWN = {"docs/architecture.md"}  # its blocks without a language are drawings
+SCHEMAS = {"train": TrainConfig, "plan": PlanConfig, **{name: topic.schema for name, topic in TOPICS.items()}}
+MOST_LINES = 120
+
+# Commands that other tests run as they stand, or that only a person can run.
+ELSEWHERE = {
+    "./scripts/quickstart": "test_quickstart.py",
+    "./scripts/check": "what runs this test",
+    ". .venv/bin/activate": "test_quickstart.py",
+    "pip install jupyterlab && jupyter lab scripts/notebooks/throughput.ipynb": "test_notebook.py",
+}
+# What a line needs so that it ends soon; the last of two settings counts.
+SHORT = "epochs=1 max_steps=1 hydra.run.dir=run"
+PACKAGE = """
+import torch
+from penstock.pipeline.samples import digits
+
+class MyNet(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(3072, 10), torch.nn.ReLU())
+
+def my_data():
+    return digits.load()
+"""
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [code for kind, code in found if kind == language and name(page) not in DRAWN]
+
+
+def lines() -> list[str]:
+    """Every command of a block, without its comment."""
+    found = [line.partition(" #")[0].strip() for p in PAGES for b in blocks(p, "") for line in b.splitlines()]
+    return list(dict.fromkeys(" ".join(line.split()) for line in found if line))
+
+
+def commands() -> list[str]:
+    """The commands of blocks and those in the text; ``penstock bench`` is a name, ``=N`` a place to fill."""
+    inline = [
+        " ".join(code.split()) for p in PAGES for code in re.findall(r"`(penstock [^`]+)`", p.read_text())
+    ]
+    return [c for c in dict.fromkeys([*lines(), *inline]) if re.match(r"penstock (?!bench$)(?!.*=N$)", c)]
+
+
+def python_blocks() -> list[tuple[str, str]]:
+    return [(f"{name(p)}-{i}", code) for p in PAGES for i, code in enumerate(blocks(p, "python"))]
+
+
+def test_the_first_screen_is_short():
+    (first,) = blocks(README, "python")
+    assert len(first.strip().splitlines()) == 6
+    assert len(README.read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("code", [pytest.param(code, id=where) for where, code in python_blocks()])
+def test_python_runs_as_it_stands(code, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    if "partition(" in code:
+        assert re.search(r"^step 0: loss \d\.\d+, \d+ samples", done.stdout, flags=re.MULTILINE)
+    if "offload(" in code:
+        assert float(done.stdout.splitlines()[-1]) > 1.2  # on batch norm and ReLU
+
+
+def test_every_line_has_a_test():
+    assert len(lines()) > 15
+    assert [line for line in lines() if line not in ELSEWHERE and not line.startswith("penstock ")] == []
+    assert [line for line in ELSEWHERE if line not in lines()] == []
+
+
+@pytest.mark.parametrize("typed", commands())
+def test_a_command_is_not_refused(typed, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    words = shlex.split(typed)[1:]
+    shown = "--help" in words
+    assert command.run(words if shown else [*words, "--cfg", "job"]) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    if not shown:  # the words are known; now the rules between them
+        schema = SCHEMAS[words[1] if words[0] == "bench" else words[0]]
+        merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(out))
+        assert isinstance(merged, DictConfig)
+        application.checked(merged, schema)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("typed", [c for c in commands() if c in lines() and "bench" not in c])
+def test_a_command_runs(typed, tmp_path):
+    """Those of ``penstock bench`` take minutes as they stand; test_bench_*.py runs them small."""
+    (tmp_path / "my_package.py").write_text(PACKAGE)
+    (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    words = shlex.split(typed)
+    data = next((Path(word[10:]) for word in words if word.startswith("data.root=")), None)
+    if data and not data.is_dir():
+        pytest.skip(f"no data in {data}")
+    small = shlex.split(SHORT) if words[1] == "train" else ["hydra.run.dir=run"]
+    small += ["micro_batches=2"] if "program=mine.csv" in words else []
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.scripts.command", *words[1:], *([] if "--help" in words else small)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_modules_that_are_run_are_there():
+    found = {module for p in PAGES for module in re.findall(r"python -m (penstock[\w.]+)", p.read_text())}
+    assert found
+    assert [module for module in found if importlib.util.find_spec(module) is None] == []
+
+
+def test_every_schedule_and_policy_has_a_row_and_a_law_behind_it():
+    page = (ROOT / "docs" / "schedules.md").read_text()
+    rows = set(re.findall(r"^\| `(\w+)(?:=true)?` \|", page, flags=re.MULTILINE))
+    assert {*SCHEDULES, *WEIGHTS, "prediction"} <= rows
+    tested = {case.schedule for case in test_same_bits.CASES}
+    assert (
+        tested == {case.schedule for case in test_same_bits_on_ranks.CASES} == {*SCHEDULES} - {"async_1f1b"}
+    )
+    assert {case.weights for case in test_asynchronous.CASES} == {*WEIGHTS}
+    assert {case.prediction for case in test_asynchronous.CASES} == {True, False}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_what_a_page_points_to_is_there(page):
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert target.startswith("http") or (page.parent / target).exists(), target

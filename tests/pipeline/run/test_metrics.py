@@ -1,0 +1,124 @@
+"""Lines and totals of the steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from reports import PLAN, report
+
+from penstock.pipeline.run.metrics import Metrics, step_line, summarise
+from penstock.pipeline.runtime.report import StageReport
+
+
+def test_a_line_holds_what_the_step_did_in_both_directions():
+    assert step_line(report(3)) == {
+        "step": 3,
+        "loss": 1.5,
+        "seconds": 0.5,
+        "samples_per_second": 16.0,
+        "bytes_raw": 180,
+        "bytes_sent": 100,
+        "bubble": pytest.approx(0.4),
+        "peak_bytes": 5120,
+        "bytes_raw_forward": 100,
+        "bytes_raw_backward": 80,
+        "bytes_sent_forward": 40,
+        "bytes_sent_backward": 60,
+    }
+
+
+def test_the_file_has_a_line_a_step_as_soon_as_the_step_is_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path, num_stages=2) as metrics:
+        for step in range(3):
+            metrics.add(report(step))
+            assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(
+                range(step + 1)
+            )
+
+
+def test_a_loss_that_is_no_number_is_null_since_json_has_no_word_for_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path, num_stages=2) as metrics:
+        metrics.add(report(loss=float("nan")))
+    assert '"loss": null' in path.read_text()
+
+
+def test_without_a_path_only_the_totals_are_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Metrics(None, num_stages=2) as metrics:
+        metrics.add(report())
+    assert metrics.totals.num_samples == 8
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_summary_adds_up_the_steps():
+    with Metrics(None, num_stages=2) as metrics:
+        metrics.add(report(0, loss=2.0))
+        metrics.add(report(1, loss=1.0))
+    sizes = {"a.weight": 5, "b.weight": 6, "c.weight": 7}
+    summary = summarise(metrics.totals, PLAN, sizes=sizes, test={"accuracy": 0.5}, ranks=2)
+    assert (summary["test_accuracy"], summary["loss"], summary["ranks"]) == (0.5, 1.0, 2)
+    assert (summary["steps"], summary["samples"], summary["seconds"]) == (2, 16, 1.0)
+    assert summary["samples_per_second"] == 16.0
+    assert (summary["bytes_raw"], summary["bytes_sent"], summary["ratio"]) == (360, 200, 1.8)
+    first, last = summary["stages"]
+    assert (first["layers"], first["first_layer"], first["last_layer"], first["parameters"]) == (
+        2,
+        "a",
+        "b",
+        11,
+    )
+    assert (first["bytes_sent_forward"], first["ratio_forward"], first["ratio_backward"]) == (80, 2.5, None)
+    assert (last["rank"], last["bytes_raw_backward"], last["parameters"]) == (1, 160, 7)
+    assert (last["compute_seconds"], last["waiting_seconds"]) == (0.4, 0.5)
+
+
+def summary_of(*reports):
+    with Metrics(None, num_stages=2) as metrics:
+        for one in reports:
+            metrics.add(one)
+    return summarise(metrics.totals, PLAN, sizes={"a.weight": 5, "b.weight": 6, "c.weight": 7}, test={})
+
+
+def test_the_bubble_is_that_of_the_steps_after_the_first():
+    slow, steady = report(0, seconds=10.0), report(1, seconds=0.5)
+    alone = summary_of(slow)
+    assert [stage["bubble"] for stage in alone["stages"]] == pytest.approx([0.96, 0.98])
+    summary = summary_of(slow, steady, steady)
+    assert [stage["bubble"] for stage in summary["stages"]] == pytest.approx([0.2, 0.6])
+    assert summary["bubble"] == pytest.approx(0.4)
+
+
+def test_memory_is_what_a_stage_held_at_most():
+    stages = report().stages
+    more = dataclasses.replace(stages[0], peak_bytes=7000, live_versions=2, live_micro_batches=4)
+    first, last = summary_of(report(), dataclasses.replace(report(1), stages=(more, stages[1])))["stages"]
+    names = ("live_micro_batches", "live_versions", "versions_bytes", "peak_bytes", "resident_bytes")
+    assert [first[name] for name in names] == [4, 3, 2048, 7000, 9 * 1024]
+    assert [last[name] for name in names] == [1, 1, 0, 3072, 8 * 1024]
+
+
+def test_stages_of_one_process_share_its_bubble_and_add_up_their_memory():
+    together = dataclasses.replace(
+        report(seconds=1.0), stages=tuple(dataclasses.replace(s, rank=0) for s in report().stages)
+    )
+    assert together.bubble == pytest.approx(0.4)
+    assert together.peak_bytes == 8192
+    assert report().peak_bytes == 5120
+    assert [stage["bubble"] for stage in summary_of(together)["stages"]] == pytest.approx([0.4, 0.4])
+
+
+def test_a_stage_report_travels_as_numbers():
+    for stage in report().stages:
+        assert StageReport.of(stage.numbers()) == stage
+        nothing = StageReport().numbers()
+        added = [sum(pair) for pair in zip(stage.numbers(), nothing, strict=True)]
+        assert StageReport.of(added) == stage
+    assert type(StageReport.of(StageReport(peak_bytes=5).numbers()).peak_bytes) is int
+
+
+def test_a_clock_that_is_read_late_makes_no_bubble_below_zero():
+    assert report(seconds=0.3).bubble == 0.0

@@ -1,0 +1,176 @@
+"""codec=auto: the choice is the best that the prices allow, and the measurement has the last word."""
+
+import dataclasses
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import Case, pipeline_of, plan_of
+from law import differences
+from programs import two_ranks
+from zoo import build
+
+import penstock
+from penstock.compression.choose import SAMPLE_BYTES, Cost, candidates, sample, trial
+from penstock.compression.pool import Pool
+from penstock.pipeline.runtime.auto import ROUNDS, START, TRIALS, Auto, policy_named
+from penstock.pipeline.runtime.policy import Fixed
+from penstock.pipeline.schedules.prices import MASKED, Flow, Prices, choose, predict
+
+DOWN, UP = Flow("v", "F", 0, 1), Flow("v", "B", 1, 0)
+WORK = {(stage, op): seconds for stage in (0, 1) for op, seconds in (("F", 1.0), ("B", 2.0))}
+
+
+def itinerary(num_micro_batches=8, **options):
+    value = SimpleNamespace(name="v", number=None)
+    records = (SimpleNamespace(values=[value]),) * num_micro_batches
+    return dataclasses.replace(two_ranks(num_micro_batches, **options), records=records)
+
+
+def prices(rate, *, masked=None, **costs):
+    """The same costs for the value and its gradient: bytes, seconds to pack and to unpack."""
+    table = {"raw": Cost(100.0, 0.0, 0.0)} | {name: Cost(*cost) for name, cost in costs.items()}
+    rates = {(0, 1): rate, (1, 0): rate}
+    masked = {MASKED + name: Cost(*cost) for name, cost in (masked or {}).items()}
+    return Prices(costs={DOWN: table, UP: table | masked}, work=WORK, rates=rates)
+
+
+def test_a_fast_link_wants_no_codec():
+    assert set(choose(itinerary(), prices(1e9, zero_value=(50, 0.1, 0.1)), start={}).values()) == {"raw"}
+
+
+def test_a_slow_link_wants_the_fewest_bytes():
+    table = {"zero_value": (50.0, 0.1, 0.1), "byte_plane": (40.0, 0.5, 0.5)}
+    assert set(choose(itinerary(), prices(10.0, **table), start={}).values()) == {"byte_plane"}
+
+
+def test_a_codec_that_costs_more_than_it_saves_is_left():
+    table = {"zero_value": (50.0, 0.1, 0.1), "byte_plane": (48.0, 3.0, 3.0)}
+    assert set(choose(itinerary(), prices(20.0, **table), start={}).values()) == {"zero_value"}
+
+
+def test_a_bitmap_that_the_gradient_can_use_is_worth_more_than_a_smaller_value():
+    table = {"zero_value": (60.0, 0.1, 0.1), "exponent": (55.0, 0.1, 0.1)}
+    masked = {"zero_value": (50.0, 0.1, 0.1)}
+    slow_up = dataclasses.replace(prices(10.0, masked=masked, **table), rates={(0, 1): 12.0, (1, 0): 10.0})
+    chosen = choose(itinerary(), slow_up, start={})
+    assert chosen == {DOWN: "zero_value", UP: MASKED + "zero_value"}
+    assert slow_up.cost(UP, chosen).num_bytes == 50.0
+    assert slow_up.cost(UP, chosen | {DOWN: "raw"}).num_bytes == 60.0
+
+
+def test_a_gradient_with_zeros_of_its_own_does_without_the_bitmap():
+    masked = {"zero_value": (50.0, 0.1, 0.1)}
+    slow = prices(10.0, masked=masked, zero_value=(25.0, 0.1, 0.1))
+    assert choose(itinerary(), slow, start={}) == {DOWN: "zero_value", UP: "zero_value"}
+
+
+@pytest.mark.parametrize("rate", [5.0, 20.0, 60.0, 200.0, 1000.0])
+@pytest.mark.parametrize("extra", [0, 1])
+def test_the_choice_is_the_best_of_all(rate, extra):
+    made = itinerary(extra_in_flight=extra)
+    table = prices(rate, zero_value=(60, 0.02, 0.03), exponent=(80, 0.05, 0.05), byte_plane=(45, 0.8, 0.5))
+    chosen = choose(made, table, start={})
+    every = [dict(zip((DOWN, UP), codecs, strict=True)) for codecs in product(table.costs[DOWN], repeat=2)]
+    best = min(predict(made, table, choice) for choice in every)
+    assert predict(made, table, chosen) <= best * 1.01
+
+
+def test_in_one_process_nothing_overlaps_and_nothing_pays():
+    alone = dataclasses.replace(prices(1.0, zero_value=(10, 0.1, 0.1)), parallel=False, rates={})
+    chosen = choose(itinerary(), alone, start={DOWN: "zero_value", UP: "zero_value"})
+    assert chosen == {DOWN: "raw", UP: "raw"}
+    assert predict(itinerary(), alone, chosen) == 8 * 6.0
+
+
+def deciding(contenders):
+    auto = Auto(deadline=1.0)
+    auto.begin(itinerary(), training=True)
+    auto.number = 10
+    auto.contenders = {str(i): choice for i, choice in enumerate(contenders)}
+    auto.predictions = [1.0] * len(contenders)
+    auto.seconds = [[] for _ in contenders]
+    return auto
+
+
+@pytest.mark.parametrize(("other", "stays"), [(1.0, 0), (0.98, 0), (0.9, 1), (2.0, 0)])
+def test_the_first_contender_stays_unless_another_is_clearly_faster(other, stays):
+    contenders = [{DOWN: "exponent"}, {DOWN: "raw"}]
+    auto = deciding(contenders)
+    for _ in range(ROUNDS):
+        for seconds, codec in ((1.0, "exponent"), (other, "raw")):
+            assert auto.codec(DOWN) == codec, "they take turns"
+            auto.end([], seconds)
+    assert auto.chosen == contenders[stays]
+    assert [turn.stayed for turn in auto.turns] == [i == stays for i in range(2)]
+    assert [turn.measured for turn in auto.turns] == [1.0, other]
+
+
+def test_names_become_policies():
+    assert isinstance(policy_named("raw", deadline=1.0), Fixed)
+    assert isinstance(policy_named("auto", deadline=1.0), Auto)
+    with pytest.raises(penstock.CodecError, match="auto, raw"):
+        policy_named("zip", deadline=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_a_trial_tells_the_bytes_of_the_whole_tensor(dtype):
+    tensor = (torch.randn(64, 3000) > 0.5).to(dtype)
+    for codec in candidates(dtype):
+        cost = trial(sample(tensor), codec, Pool(), num_bytes=tensor.nbytes)
+        whole = penstock.encode(tensor, codec).numel()
+        assert abs(cost.num_bytes - whole) < 0.05 * whole + 200, codec
+        assert min(cost[1:]) > 0
+
+
+def test_a_sample_is_some_rows():
+    assert sample(torch.zeros(())).shape == ()
+    assert sample(torch.zeros(3, 1 << 20)).shape == (1, 1 << 20)
+    assert sample(torch.zeros(1024, 1024)).nbytes == SAMPLE_BYTES
+
+
+def chosen_after(case):
+    plan, _ = plan_of(case)
+    model, batches = build(case.model, case.dtype, 3)
+    pipe = pipeline_of(case, plan, model)
+    for step in range(TRIALS[-1] + 1 + 3 * ROUNDS + 1):
+        pipe.step(*batches[step % 3])
+    return pipe
+
+
+def test_auto_decides_in_a_training_run_and_says_so():
+    pipe = chosen_after(Case(model="mlp", cuts=3, codec="auto"))
+    assert sum(turn.stayed for turn in pipe.policy.turns) == 1
+    assert min(min(turn.predicted, turn.measured) for turn in pipe.policy.turns) > 0
+    flows = pipe.flows()
+    assert {flow["way"] for flow in flows} == {"F", "B"}
+    assert all(flow["codec"].removeprefix(MASKED) in penstock.CODECS for flow in flows)
+    assert sum(flow["bytes_sent"] for flow in flows) > 0
+
+
+def test_trials_and_turns_change_no_bit():
+    assert differences(Case(model="gated", cuts=3, codec="auto", steps=13)) == []
+
+
+def decided_on_a_rank(case, plan_path):
+    model, batches = build(case.model, case.dtype, 3)
+    pipe = pipeline_of(case, penstock.Plan.load(plan_path), model)
+    for step in range(13):
+        pipe.step(*batches[step % 3])
+    assert isinstance(pipe.policy, Auto)
+    assert pipe.policy.chosen is not None
+    assert pipe.policy.rates is not None
+    chosen = [[*flow, codec] for flow, codec in sorted(pipe.policy.chosen.items())]
+    return chosen, pipe.policy.rates, START
+
+
+@pytest.mark.ranks
+def test_all_ranks_choose_the_same_at_the_speed_of_their_links(ranks, tmp_path):
+    case = Case(model="mlp", cuts=["_1", "_3"], codec="auto")
+    plan, _ = plan_of(case)
+    plan.save(tmp_path / "plan.json")
+    (chosen, rates, _), *others = ranks.run(decided_on_a_rank, case, str(tmp_path / "plan.json"), ranks=3)
+    assert all(other == chosen for other, _, _ in others)
+    assert set(rates) == {(0, 1), (1, 0), (1, 2), (2, 1)}
+    assert all(rate > 1e6 for rate in rates.values())

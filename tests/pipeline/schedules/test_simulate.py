@@ -1,0 +1,200 @@
+"""A step on paper: instructions and messages take the seconds they are given, and nothing else does."""
+
+import dataclasses
+
+import pytest
+from profiles import layer_of, profile_of, value_of
+from programs import on_paper, two_ranks
+
+from penstock import ScheduleError, partition
+from penstock.pipeline.schedules import schedule_named
+from penstock.pipeline.schedules.instruction import Op, parse_program, show
+from penstock.pipeline.schedules.live import live_versions, most_saved
+from penstock.pipeline.schedules.messages import Itinerary
+from penstock.pipeline.schedules.simulate import (
+    simulate,
+    simulate_plan,
+    simulate_spans,
+    step_seconds,
+)
+
+
+def seconds(itinerary, transfer=0.0, work=None):
+    table = work or {Op.F: 1.0, Op.B: 2.0}
+    return simulate(itinerary, work=lambda i: table[i.op], transfer=lambda message: transfer).seconds
+
+
+# stage 0   F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2         at F = 1, B = 2
+# stage 1   .. F0 B0 B0 F1 B1 B1 F2 B2 B2
+def test_1f1b_by_hand():
+    assert seconds(two_ranks(3)) == 12.0
+
+
+# stage 0   F0 F1 F2 .. B0 B0 B1 B1 B2 B2 (B0 arrives at 6)
+# stage 1   .. F0 F1 F2 B0 B0 B1 B1 B2 B2
+def test_gpipe_by_hand():
+    assert seconds(two_ranks(3, "gpipe")) == 12.0
+
+
+def test_one_micro_batch_pays_for_everything_in_turn():
+    assert seconds(two_ranks(1), transfer=0.5) == 1 + 0.5 + 1 + 2 + 0.5 + 2
+
+
+def test_a_slow_link_is_the_bottleneck_and_carries_one_message_at_a_time():
+    made = two_ranks(8, "gpipe")
+    down, up = 1 + 8 * 10, 8 * 10
+    assert seconds(made, transfer=10.0) == down + 1 + 2 + up + 2
+
+
+def test_one_more_in_flight_hides_a_transfer():
+    plain, extra = (seconds(two_ranks(16, extra_in_flight=n), transfer=2.0) for n in (0, 1))
+    bound = 16 * 3.0
+    assert extra < 0.8 * plain
+    assert extra >= bound
+
+
+def test_stages_of_one_rank_have_no_link_between_them():
+    programs = schedule_named("1f1b")([[0, 1]], 2, extra_in_flight=0)
+    made = two_ranks(2)
+    alone = Itinerary(
+        programs=tuple(map(tuple, programs)),
+        rank_of=(0, 0),
+        records={},
+        routes={},
+        receives=made.receives,
+        sends=made.sends,
+        passes={},
+        window=2,
+    )
+    assert seconds(alone, transfer=100.0) == 12.0
+
+
+def rows(simulation):
+    """``name@start+waiting-end`` of every span."""
+    return [f"{s.name}@{s.start:g}+{s.waiting:g}-{s.end:g}" for s in simulation.spans]
+
+
+def test_the_spans_say_when_each_instruction_waited_and_ran():
+    made = on_paper("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", transfer=0.5)
+    assert rows(made) == [
+        "0F0@0+0-1", "0F1@1+0-2", "0B0@2+3-7", "0B1@7+1-10",
+        "1F0@0+1.5-2.5", "1B0@2.5+0-4.5", "1F1@4.5+0-5.5", "1B1@5.5+0-7.5",
+    ]  # fmt: skip
+    assert made.bubble == (1 - 6 / 10, 1 - 6 / 10)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("number", [1, 2, 5, 8])
+def test_the_bubble_of_balanced_stages_and_free_links_is_the_textbook_one(schedule, ranks, number):
+    programs = schedule_named(schedule)([[rank] for rank in range(ranks)], number)
+    made = on_paper(*map(show, programs))
+    assert made.bubble == pytest.approx([(ranks - 1) / (number + ranks - 1)] * ranks)
+    assert made.seconds == 3 * (number + ranks - 1)
+    flights = [number if schedule == "gpipe" else min(number, ranks - rank) for rank in range(ranks)]
+    assert list(made.live_micro_batches) == flights
+
+
+# stage 0   F0 F1 .. I0 W0 F2 I1 W1 I2 W2
+# stage 1   .. F0 I0 F1 I1 W0 F2 I2 W1 W2
+def test_a_gradient_leaves_after_its_first_half():
+    made = on_paper("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2")
+    assert made.seconds == 10.0
+    assert made.bubble == pytest.approx((0.1, 0.1))
+    assert made.live_micro_batches == (2, 2)  # what W needs stays until W
+
+
+def test_an_update_takes_its_time_where_it_stands():
+    made = on_paper("0F0 0B0 0U 0F1 0B1 0U", U=10.0)
+    assert rows(made)[2:4] == ["0U@3+0-13", "0F1@13+0-14"]
+
+
+# stage 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3   every B is followed by U
+# stage 1   .. F0 B0 F1 B1 F2 B2 F3 B3
+STREAM = (
+    "0F0 0F1 0B0 0U 0F2 0B1 0U 0F3 0B2 0U 0B3 0U",
+    "1F0 1B0 1U 1F1 1B1 1U 1F2 1B2 1U 1F3 1B3 1U",
+)
+
+
+@pytest.mark.parametrize(
+    ("weights", "versions"), [("stashed", (2, 1)), ("vertical_sync", (2, 2)), ("latest", (1, 1))]
+)
+def test_versions_live_as_long_as_a_backward_needs_them(weights, versions):
+    programs = [parse_program(line) for line in STREAM]
+    assert live_versions(programs, weights=weights) == versions
+
+
+def test_the_newest_version_counts_when_nobody_will_read_it():
+    assert live_versions([parse_program("0F0 0F1 0B0 0U 0B1 0U")]) == (2,)
+
+
+def test_a_double_buffered_stage_keeps_two_versions():
+    line = "0F0 0F1 0F2 0B0 0F3 0B1 0U 0F4 0B2 0F5 0B3 0U 0F6 0B4 0F7 0B5 0U 0B6 0B7 0U"
+    assert live_versions([parse_program(line)], weights="double_buffered", micro_batches=2) == (2,)
+
+
+def test_a_part_of_a_stream_has_what_came_before_it():
+    made = on_paper("0B0 0U 0F2 0B1 0U", "1F1 1B1 1U 1F2 1B2 1U")
+    assert made.live_micro_batches == (2, 1)
+    assert rows(made)[:2] == ["0B0@0+0-2", "0U@2+0-2"]
+
+
+def test_a_slice_of_a_stream_has_what_earlier_slices_sent():
+    made = two_ranks(2)
+    programs = tuple(map(tuple, (parse_program("0B0 0B1"), parse_program("1B0 1F1 1B1"))))
+    here = {instruction for program in programs for instruction in program}
+    sends = {instruction: sent for instruction, sent in made.sends.items() if instruction in here}
+    assert seconds(dataclasses.replace(made, programs=programs, sends=sends)) == 7.0  # 1B0 1F1 1B1, then 0B1
+
+
+def test_programs_that_wait_for_each_other_are_refused():
+    with pytest.raises(ScheduleError, match=r"found rank 0 at 0B0, rank 1 at 1F1; reorder"):
+        on_paper("0F0 0B0 0F1 0B1", "1F1 1B0 1F0 1B1")
+
+
+def test_bytes_that_wait_on_a_rank_are_those_of_all_its_stages_at_once():
+    programs = [parse_program("0F0 0F1 1F0 0B0 1F1 1B0 1B1 0B1")]
+    assert most_saved(programs, {0: 10, 1: 1}) == (21,)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("transfer", [0.0, 0.7, 5.0])
+def test_the_seconds_alone_are_those_of_the_spans(schedule, transfer):
+    made = two_ranks(5, schedule)
+    asked = {"work": lambda i: 1.0 + i.stage, "transfer": lambda message: transfer}
+    assert step_seconds(made, **asked) == simulate(made, **asked).seconds
+
+
+NET_OF_TWO = profile_of(
+    [layer_of("a", forward=3, backward=5, size=8), layer_of("b", forward=2, backward=6)],
+    [value_of(0, [1], num_bytes=1000)],
+)
+
+
+def test_a_plan_is_simulated_with_its_own_seconds_and_link():
+    plan = partition(NET_OF_TWO, cuts=["a"], micro_batches=1, link=8_000_000)  # 1 MB/s: 1 ms a tensor
+    made = simulate_plan(plan, [parse_program("0F0 0B0"), parse_program("1F0 1B0")])
+    assert [span.end for span in made.spans] == pytest.approx([3e-3, 18e-3, 6e-3, 12e-3])
+    free = simulate_plan(
+        dataclasses.replace(plan, link=None), [parse_program("0F0 0B0"), parse_program("1F0 1B0")]
+    )
+    assert free.seconds == pytest.approx(16e-3)
+
+
+def test_half_a_backward_takes_half_its_time_unless_it_was_measured():
+    plan = partition(NET_OF_TWO, cuts=["a"], micro_batches=1)
+    programs = [parse_program("0F0 0I0 0W0 0U"), parse_program("1F0 1I0 1W0 1U")]
+    seconds = [span.computing for span in simulate_plan(plan, programs).spans]
+    assert seconds == pytest.approx([3e-3, 2.5e-3, 2.5e-3, 0, 2e-3, 3e-3, 3e-3, 0])
+    measured = {(0, "I"): 1e-3, (0, "W"): 4e-3, (1, "U"): 7e-3}
+    seconds = [span.computing for span in simulate_plan(plan, programs, work=measured).spans]
+    assert seconds == pytest.approx([3e-3, 1e-3, 4e-3, 0, 2e-3, 3e-3, 3e-3, 7e-3])
+
+
+def test_what_was_measured_runs_again_with_medians_and_no_waiting_for_links():
+    slow = on_paper("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2", transfer=3.0)
+    odd = dataclasses.replace(slow.spans[1], end=slow.spans[1].end + 0.9)  # one slow forward of three
+    again = simulate_spans([odd, *slow.spans[:1], *slow.spans[2:]])
+    free = on_paper("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")
+    assert rows(again) == rows(free)

@@ -1,0 +1,243 @@
+"""Files are whole or not there: on a full disk, when the process is killed, and while others write them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from reports import PLAN, report
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from penstock import ConfigError
+from penstock.pipeline.run.metrics import Metrics, read_lines
+from penstock.pipeline.run.model_file import keeping, rescuing, save_model
+from penstock.pipeline.run.run_folder import RunFolder
+from penstock.stages.files import refusing, save_json, save_picture, writing
+
+FULL = "No space left on device"
+ELSEWHERE = "free space there, or choose another folder (a run's is hydra.run.dir=)"
+BIG = {"weight": torch.ones(1 << 18)}  # 1 MiB
+
+
+def test_a_file_is_there_when_it_is_whole_and_not_before(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with writing(path) as part:
+        assert part.suffix == ".part"
+        part.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), OSError(errno.ENOSPC, FULL)])
+def test_what_fails_leaves_the_old_file_and_nothing_else(error, tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    told = ConfigError if isinstance(error, OSError) else type(error)
+    with pytest.raises(told), writing(path) as part:
+        _fail_in_the_middle(part, error)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def _fail_in_the_middle(part, error):
+    part.write_text("half")
+    raise error
+
+
+def test_a_link_is_followed_and_a_device_written_as_it_is(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    save_json(tmp_path / "link", {"a": 1})
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "file").read_text()) == {"a": 1}
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit((tmp_path / "pipe").read_text)
+        save_json(tmp_path / "pipe", {"a": 1})
+        assert json.loads(read.result(timeout=10)) == {"a": 1}
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_writers_of_one_file_do_not_mix(tmp_path):
+    with writing(tmp_path / "a") as first:
+        first.write_text("first")
+        with writing(tmp_path / "a") as second:
+            second.write_text("second, which is longer")
+        assert (tmp_path / "a").read_text() == "second, which is longer"
+    assert (tmp_path / "a").read_text() == "first"
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (errno.EDQUOT, "free space there, or"),
+        (errno.EACCES, "make it writable, or"),
+        (errno.ENOENT, "leave its folder where it is, or"),
+        (errno.EIO, "see to it, or"),
+    ],
+)
+def test_each_refusal_has_its_remedy(number, told):
+    sentence = re.escape(f"x.json cannot be written ({os.strerror(number)}); {told} choose another folder")
+    with pytest.raises(ConfigError, match=sentence), refusing("x.json"):
+        raise OSError(number, os.strerror(number))
+
+
+def test_plans_and_pictures_are_whole_too_and_a_missing_folder_is_one_sentence(tmp_path, monkeypatch):
+    for save, name in ((PLAN.save, "plan.json"), (PLAN.draw, "plan.png")):
+        save(tmp_path / name)
+        whole = (tmp_path / name).read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", lambda file: os.kill(os.getpid(), signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                save(tmp_path / name)
+        assert (tmp_path / name).read_bytes() == whole
+        with pytest.raises(ConfigError, match=r"\(No such file or directory\)"):
+            save(tmp_path / "gone" / name)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_model_file_has_every_name_and_plain_strides(tmp_path):
+    tied = torch.arange(6.0).view(2, 3)
+    weights = {"token": tied, "head": tied, "turned": torch.arange(6.0).view(2, 3).T, "größe": tied[1]}
+    weights |= {"number": torch.tensor(3), "none": torch.empty(0, 2, dtype=torch.float64)}
+    kinds = (torch.bool, torch.bfloat16, torch.float16, torch.int8, torch.int16, torch.complex64)
+    weights |= {str(kind): torch.tensor([[0, 1, 1]]).to(kind) for kind in (*kinds, torch.float8_e4m3fn)}
+    save_model(tmp_path / "model.safetensors", weights)
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert loaded.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert (loaded[name].dtype, loaded[name].shape) == (weight.dtype, weight.shape)
+        assert loaded[name].equal(weight), name
+        assert loaded[name].data_ptr() % weight.element_size() == 0
+
+
+SAVE = """
+import os, signal, sys
+import torch
+from pathlib import Path
+from penstock.pipeline.run.model_file import save_model
+
+path = Path(sys.argv[1])
+
+class Weights(dict):
+    def __getitem__(self, name):  # when the one tensor is on the disk and the other is asked for
+        if name == "b" and any(left.stat().st_size > 1 << 20 for left in path.parent.iterdir()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(name)
+
+save_model(path, Weights(a=torch.ones(1 << 20), b=torch.ones(1 << 20)))
+"""
+
+
+def test_a_kill_while_saving_leaves_nothing_that_opens_as_a_model(tmp_path):
+    folder = RunFolder(path=tmp_path / "run")
+    folder.path.mkdir()
+    saving = [sys.executable, "-c", SAVE, str(folder.model)]
+    ended = subprocess.run(saving, capture_output=True, timeout=120, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    (left,) = folder.path.iterdir()
+    assert left.suffix == ".part"
+    with pytest.raises(SafetensorError):
+        load_file(left)
+    with folder.claim():
+        assert not left.exists()
+
+
+def save_big(path):
+    with rescuing(path.name, BIG):
+        save_model(path, BIG)
+
+
+def test_weights_that_do_not_fit_are_put_where_they_do(small_disk, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(ConfigError) as refused:
+        save_big(small_disk / "model.safetensors")
+    told, aside = str(refused.value).split("; the trained weights are in ")
+    assert told == f"{small_disk}/model.safetensors cannot be written ({FULL}); {ELSEWHERE}"
+    assert load_file(aside)["weight"].equal(BIG["weight"])
+    assert not list(small_disk.iterdir())
+
+
+def test_weights_that_fit_nowhere_are_said_to_be_lost(small_disk, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(small_disk))
+    with pytest.raises(ConfigError, match=rf"{FULL}.*; the trained weights are lost"):
+        save_big(small_disk / "model.safetensors")
+    assert not list(small_disk.iterdir())
+
+
+def test_what_cannot_be_written_behind_the_weights_says_that_they_are_kept(small_disk):
+    fill(small_disk)
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    for save in (lambda path: save_json(path, {"a": "b" * 9999}), lambda path: save_picture(path, figure)):
+        with pytest.raises(ConfigError) as refused, keeping(Path("model.safetensors")):
+            save(small_disk / "timeline")
+        assert str(refused.value).endswith("; the trained weights are in model.safetensors")
+        assert [path.name for path in small_disk.iterdir()] == ["filler"]
+
+
+def fill(disk):
+    """Leave no byte free on ``disk``; return the file that takes the room."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"x" * 4096):
+            pass
+    return filler
+
+
+def test_metrics_wait_for_room_and_lose_no_line(small_disk):
+    told = []
+    path = small_disk / "metrics.jsonl"
+    with Metrics(path, num_stages=2, tell=told.append) as metrics:
+        metrics.add(report(0))
+        filler = fill(small_disk)
+        for step in range(1, 40):
+            metrics.add(report(step))
+        written = [line["step"] for line in read_lines(path)]
+        assert written == list(range(len(written)))
+        assert 1 < len(written) < 40
+        assert path.read_bytes().endswith(b"}\n")
+        assert told == [f"{path} cannot be written ({FULL}); training goes on, {ELSEWHERE}"]
+        filler.unlink()
+    assert [line["step"] for line in read_lines(path)] == list(range(40))
+    assert len(told) == 1
+
+
+def test_metrics_that_found_no_room_are_counted_at_the_end(small_disk):
+    told = []
+    path = small_disk / "metrics.jsonl"
+    fill(small_disk)
+    with Metrics(path, num_stages=2, tell=told.append) as metrics:
+        for step in range(3):
+            metrics.add(report(step))
+    assert told[1:] == [f"{path} lacks the last 3 of 3 steps"]
+    assert path.read_bytes() == b""
+
+
+def test_half_a_last_line_is_left_out_and_a_damaged_one_refused(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n{"st')
+    assert [line["step"] for line in read_lines(path)] == [0, 1]
+    path.write_text('{"step": 0}\n{"st\n{"step": 2}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl is damaged"):
+        read_lines(path)
+
+
+def test_the_rescue_folder_goes_with_the_weights_that_do_not_fit(small_disk, monkeypatch):
+    def mkdtemp(prefix):
+        raise OSError(errno.ENOSPC, FULL)
+
+    monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
+    with pytest.raises(ConfigError, match="weights are lost"):
+        save_big(small_disk / "model.safetensors")

@@ -1,0 +1,99 @@
+"""What the tests of schedules share: stages on ranks, edges, a clock, and the count of what is in flight."""
+
+from penstock.pipeline.schedules import schedule_named
+from penstock.pipeline.schedules.instruction import Instruction, Op, parse_program
+from penstock.pipeline.schedules.messages import Itinerary, Message
+from penstock.pipeline.schedules.simulate import (
+    outline,
+    simulate,
+)
+from penstock.stages.planner.placement import placement
+
+SECONDS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.U: 0}
+PER_RANK = {"interleaved": 2, "zbv": 2, "dualpipev": 2}
+
+
+def laid(schedule, num_ranks, per_rank=None):
+    """The stages of each rank as the schedule lays them."""
+    rank_of = placement(schedule, stages=num_ranks * (per_rank or PER_RANK.get(schedule, 1)), ranks=num_ranks)
+    return [[stage for stage, rank in enumerate(rank_of) if rank == own] for own in range(num_ranks)]
+
+
+def neighbours(num_stages):
+    return [(stage, stage + 1) for stage in range(num_stages - 1)]
+
+
+def halved(programs):
+    """Every B as I, then W."""
+    return [
+        [
+            half
+            for each in program
+            for half in (
+                [Instruction(each.stage, op, each.micro_batch) for op in (Op.I, Op.W)]
+                if each.op is Op.B
+                else [each]
+            )
+        ]
+        for program in programs
+    ]
+
+
+def most_in_flight(program, stages):
+    """The most micro-batches, summed over these stages, between F and B (or W)."""
+    now, most = 0, 0
+    for instruction in program:
+        if instruction.stage in stages:
+            now += {Op.F: 1, Op.B: -1, Op.W: -1}.get(instruction.op, 0)
+        most = max(most, now)
+    return most
+
+
+def clock(programs, seconds=SECONDS):
+    """When the last rank ends, if frames between neighbouring stages take no time."""
+    last = max(instruction.stage for program in programs for instruction in program)
+    ready, at, place = {}, [0] * len(programs), [0] * len(programs)
+    while any(place[rank] < len(program) for rank, program in enumerate(programs)):
+        before = list(place)
+        for rank, program in enumerate(programs):
+            while place[rank] < len(program):
+                each = program[place[rank]]
+                up = each.op in (Op.B, Op.I)
+                needed = (each.stage + 1 if up else each.stage - 1, each.micro_batch, up)
+                if each.op in (Op.W, Op.U) or each.stage == (last if up else 0):
+                    needed = None
+                if needed is not None and needed not in ready:
+                    break
+                at[rank] = max(at[rank], ready.get(needed, 0)) + seconds[each.op]
+                if each.op in (Op.F, Op.B, Op.I):
+                    ready[each.stage, each.micro_batch, up] = at[rank]
+                place[rank] += 1
+        assert place != before, "the programs wait for each other"
+    return max(at)
+
+
+def two_ranks(num_micro_batches, schedule="1f1b", extra_in_flight=0):
+    """Two stages that pass one value per micro-batch down and its gradient up."""
+    programs = schedule_named(schedule)([[0], [1]], num_micro_batches, extra_in_flight=extra_in_flight)
+    receives, sends = {}, {}
+    for m in range(num_micro_batches):
+        down, up = Message(Op.F, m, 0, 0, 1), Message(Op.B, m, 0, 1, 0)
+        sends[Instruction(0, Op.F, m)] = receives[Instruction(1, Op.F, m)] = (down,)
+        sends[Instruction(1, Op.B, m)] = receives[Instruction(0, Op.B, m)] = (up,)
+    return Itinerary(
+        programs=tuple(map(tuple, programs)),
+        rank_of=(0, 1),
+        records={},
+        routes={},
+        receives=receives,
+        sends=sends,
+        passes={},
+        window=2,
+    )
+
+
+def on_paper(*lines, transfer=0.0, **seconds):
+    """The programs of a step, one line for each rank; F, I and W take 1 and B 2 unless said otherwise."""
+    table = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "U": 0.0} | seconds
+    made = outline([parse_program(line) for line in lines])
+    return simulate(made, work=lambda i: table[i.op.value], transfer=lambda message: transfer)
