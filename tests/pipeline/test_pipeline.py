@@ -261,9 +261,9 @@ def test_sizes_that_cannot_be_told_without_running_are_refused():
     example = (torch.randn(4, 6),)
     pipe = small(model=nn.Sequential(*parts, Squares()), example=example)
     pipe.step(torch.randn(12, 6), torch.randint(3, (12,)))
-    said = "a micro-batch has shapes 3x6, the example had 4x6.*the shape of ones follows no rule"
+    said = "a micro-batch has shapes 6x6, the example had 4x6.*the shape of ones follows no rule"
     with pytest.raises(penstock.PenstockError, match=said):
-        pipe.step(torch.randn(9, 6), torch.randint(3, (9,)))
+        pipe.step(torch.randn(18, 6), torch.randint(3, (18,)))
     told = small(model=nn.Sequential(*parts), example=example)
     assert told.step(torch.randn(9, 6), torch.randint(3, (9,))).num_samples == 9
 
