@@ -5,6 +5,7 @@ rank keeps its own stages. Either way a step has the bits of the plain loop over
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +19,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..stages.planner.examples import graph_of
 from ..stages.planner.plan import Plan
 from ..stages.planner.rules import STREAM
-from .ranks import group
-from .ranks.transport import GlooTransport, LocalTransport
+from .ranks.transport import transport_of
+from .ranks.world import World
 from .runtime import facts
-from .runtime.agreement import SameBatches, agree, agree_on_plan, together
+from .runtime.agreement import Agreement, SameBatches
 from .runtime.arguments import (
     check_arguments,
     check_functions,
@@ -37,7 +38,7 @@ from .runtime.batches import joined, micro_batches
 from .runtime.engine import Engine
 from .runtime.gather import gather_flows, gather_reports, gather_spans
 from .runtime.loss import total_loss
-from .runtime.ownership import make_stages, ownership
+from .runtime.ownership import Ownership, make_stages, ownership
 from .runtime.process_memory import Resident, Usage
 from .runtime.report import Report, described
 from .runtime.state import State
@@ -75,13 +76,14 @@ class Pipeline:
         weight: targets -> over how much the loss is a mean (default: the number of samples).
         seed: what random layers are seeded with, one by one (``penstock.layer_seed``).
         deadline: seconds that any wait for another rank may take.
+        world: the ranks that train; None: those of the default process group where one is initialised, else
+            this process alone.
     Raises:
         PlanError: the plan was made for another model, a cut cannot be trained exactly, ranks were given
             different things, or another rank refused.
         ScheduleError: the schedule is unknown or would deadlock.
     """
 
-    @together("making a Pipeline")
     def __init__(
         self,
         model: nn.Module,
@@ -97,59 +99,68 @@ class Pipeline:
         weight: Callable[[Any], float] | None = None,
         seed: int = 0,
         deadline: float = 60.0,
+        world: World | None = None,
     ) -> None:
-        check_arguments(model, plan, optimizer, clip, autocast, deadline)
-        check_functions(loss, scheduler, weight, seed)
-        rest = {"loss": loss, "weight": weight, "seed": seed, "clip": clip, "clip_scope": clip_scope}
-        rest |= {"scaler": scaler, "autocast": autocast}
-        agree("its arguments", lambda: facts.of_pipeline(model, optimizer, scheduler, rest))
-        plan = agree_on_plan(plan)
-        check_update(model, plan, clip=clip, scope=clip_scope, scaler=scaler)
-        check_gradients()
-        check_plan(plan, model)
+        self.leaves, self.world = world is None, world or World.default(deadline=deadline)
+        self.rank, self.agreement = self.world.rank, Agreement(self.world)
+        with self.agreement.together("making a Pipeline"):
+            check_arguments(model, plan, optimizer, clip, autocast, deadline)
+            check_functions(loss, scheduler, weight, seed)
+            rest = {"loss": loss, "weight": weight, "seed": seed, "clip": clip, "clip_scope": clip_scope}
+            rest |= {"scaler": scaler, "autocast": autocast}
+            told = functools.partial(facts.of_pipeline, model, optimizer, scheduler, rest)
+            self.agreement.agree("its arguments", told)
+            self.plan = plan = self.agreement.agree_on_plan(plan)
+            check_update(model, plan, clip=clip, scope=clip_scope, scaler=scaler)
+            check_gradients()
+            check_plan(plan, model, self.world)
+            self.weight, self.num_steps = weight, 0
+            resident = Resident(model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
+            own = self._cut(model, autocast)
+            self.update = Update(
+                world=self.world,
+                parameters=own.here,
+                owner={name: own.ranks[name] for name, _ in model.named_parameters()},
+                weights={s: stage.weights for s, stage in self.stages.items()},
+                optimizer=optimizer_of(optimizer),
+                scheduler=scheduler_of(scheduler) if scheduler else None,
+                clip=clip,
+                scope=clip_scope,
+                scaler=scaler,
+                together=plan.schedule != STREAM,
+            )
+            check_apart(optimizer, [*model.named_parameters()], own.stage_of, self.update.optimizers)
+            self.policy = policy_named(plan.codec, world=self.world, deadline=deadline)
+            self.engine = Engine(
+                rank=self.rank,
+                stages=self.stages,
+                transport=transport_of(self.world, deadline=deadline),
+                policy=self.policy,
+                loss=loss,
+                update=self.update,
+                flags=self.steps.flags(model),
+                parameters=WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()}),
+                seed=seed,
+            )
+            self.same = SameBatches(self.agreement, self.engine.failure)
+            resident.begin()
+            self.usage = Usage(plan, own.tensors, self.update.optimizers, resident=resident)
+
+    def _cut(self, model: nn.Module, autocast: torch.dtype | None) -> Ownership:
+        """Cut ``model`` into the stages of this process; return who owns what."""
         if not model.training:
             model.train()
-        resident = Resident(model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
-        graph = graph_of(model, plan, autocast)
-        agree("the layers of a model", lambda: facts.of_layers(graph))
-        check_layers(plan, graph)
-        self.plan, self.weight, self.num_steps = plan, weight, 0
+        graph = graph_of(model, self.plan, autocast)
+        self.agreement.agree("the layers of a model", lambda: facts.of_layers(graph))
+        check_layers(self.plan, graph)
         self.call = graph.train.call
-        self.steps = Steps(plan, graph, model)
-        self.slices = Stream(plan, self.steps) if plan.streams else Flushed(self.steps)
-        self.slices.rehearse([graph.example_inputs] * plan.micro_batches)
-
-        own = ownership(model, plan, graph, self.steps)
-        self.rank = group.rank()
-        self.stages = make_stages(own, model=model, plan=plan, steps=self.steps, autocast=autocast)
-        self.state = State(model, graph, stages=self.stages, own=own)
-        self.update = Update(
-            parameters=own.here,
-            owner={name: own.ranks[name] for name, _ in model.named_parameters()},
-            weights={s: stage.weights for s, stage in self.stages.items()},
-            optimizer=optimizer_of(optimizer),
-            scheduler=scheduler_of(scheduler) if scheduler else None,
-            clip=clip,
-            scope=clip_scope,
-            scaler=scaler,
-            together=plan.schedule != STREAM,
-        )
-        check_apart(optimizer, [*model.named_parameters()], own.stage_of, self.update.optimizers)
-        self.policy = policy_named(plan.codec, deadline=deadline)
-        self.engine = Engine(
-            rank=self.rank,
-            stages=self.stages,
-            transport=GlooTransport(deadline=deadline) if group.joined() else LocalTransport(),
-            policy=self.policy,
-            loss=loss,
-            update=self.update,
-            flags=self.steps.flags(model),
-            parameters=WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()}),
-            seed=seed,
-        )
-        self.same = SameBatches(self.engine.failure)
-        resident.begin()
-        self.usage = Usage(plan, own.tensors, self.update.optimizers, resident=resident)
+        self.steps = Steps(self.plan, graph, model, self.world)
+        self.slices = Stream(self.plan, self.steps) if self.plan.streams else Flushed(self.steps)
+        self.slices.rehearse([graph.example_inputs] * self.plan.micro_batches)
+        own = ownership(model, self.plan, graph, self.steps, self.world)
+        self.stages = make_stages(own, model=model, plan=self.plan, steps=self.steps, autocast=autocast)
+        self.state = State(model, graph, world=self.world, stages=self.stages, own=own)
+        return own
 
     def __str__(self) -> str:
         return described(self.plan, here=list(self.stages), num_steps=self.num_steps)
@@ -241,27 +252,27 @@ class Pipeline:
         and cuts only, because they decide which weights a micro-batch sees.
         Raises:  PlanError: some of it is damaged or does not suit; on every rank, and nothing changed."""
         self.drain()
-        with together("loading a state"):
+        with self.agreement.together("loading a state"):
             parts = self.state.checked(self.update, state, self.plan)
-            agree("a state to load", lambda: facts.of_state(parts))
+            self.agreement.agree("a state to load", lambda: facts.of_state(parts))
             self.num_steps = self.state.load(self.update, parts)
         self.same.restart()
 
     def timeline(self) -> list[Span]:
         """What all ranks did in the last step, in seconds since it began; collective."""
-        return gather_spans(self.engine.spans)
+        return gather_spans(self.world, self.engine.spans)
 
     def flows(self) -> list[dict[str, Any]]:
         """What travels: values and gradients, their stages, the codec now, bytes raw and sent; collective."""
-        return gather_flows(self.engine.frames.totals, self.policy)
+        return gather_flows(self.world, self.engine.frames.totals, self.policy)
 
     def close(self) -> None:
-        """Leave the group of ranks; after a failure the others may not answer, and the group ends with the
-        process."""
+        """Let go of what it holds, and leave the ranks, unless they are a world that it was given; after a
+        failure the others may not answer, and the group ends with the process."""
         for stage in self.stages.values():
             stage.saved.close()
-        if not self.engine.failed:
-            group.close()
+        if self.leaves and not self.engine.failed:
+            self.world.close()
 
     def _run(self, fed: Step, *, num_samples: int, began: float, outputs: bool) -> Report:
         """Run a step, or what drains a stream; put together the loss, and what each stage did."""
@@ -277,7 +288,7 @@ class Pipeline:
         reports = self.usage.fill(self.engine.reports, self.engine.spans, rank=self.rank)
         shares = {index: live[index].share for index in losses}
         mine = total_loss(losses, shares, mean=self.plan.streams) if self.is_last else 0.0
-        loss, stages = gather_reports(mine, reports, num_stages=self.plan.num_stages)
+        loss, stages = gather_reports(self.world, mine, reports, num_stages=self.plan.num_stages)
         return Report(
             step=self.num_steps,
             loss=loss,

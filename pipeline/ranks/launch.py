@@ -24,6 +24,8 @@ from .processes import run_together
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+    from .world import World
+
 MOST_RANKS_PER_CORE = 4
 """More than this only take each other's time and memory."""
 
@@ -54,24 +56,26 @@ def check_ranks(ranks: int) -> None:
         )
 
 
-def init(*, deadline: float = 60.0) -> None:
-    """Join the ranks of a local run, or those that torchrun's environment describes; started plainly, do
-    nothing.
+def init(*, deadline: float = 60.0) -> World:
+    """Join the ranks of a local run, or those that torchrun's environment describes; where a default process
+    group is initialised, its ranks; started plainly, this process alone.
 
     Args:   deadline: seconds until every rank must have joined.
     Raises: TransportError: there is no store to meet at, or a rank did not join; the sentence names it.
     """
-    from . import group, words
+    from . import notices
+    from .world import World, found
 
-    if "RANK" not in os.environ or group.joined():
-        return
+    world = World.default(deadline=deadline)
+    if "RANK" not in os.environ or not world.is_alone:
+        return world
     try:
-        store, rank, ranks = words.bounded(lambda: _meeting(deadline), seconds=deadline + words.MOMENT)
+        store, rank, ranks = notices.bounded(lambda: _meeting(deadline), seconds=deadline + notices.MOMENT)
     except Exception as error:
         raise TransportError(
             f"rank {os.environ['RANK']} found no store to meet the others at within {deadline:g} s: {error}"
         ) from error
-    group.join(store, rank=rank, ranks=ranks, deadline=deadline)
+    return found(store, rank=rank, ranks=ranks, deadline=deadline)
 
 
 def _meeting(deadline: float) -> tuple[Store, int, int]:

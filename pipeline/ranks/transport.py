@@ -21,7 +21,8 @@ from ...compression.errors import TransportError
 from ...compression.frame import frame_bytes
 from ...compression.pool import Frame, Pool
 from ..schedules.messages import Itinerary, Message
-from . import words
+from .notices import of_gloo
+from .world import World
 
 
 class Transport(Protocol):
@@ -100,13 +101,13 @@ class _Channel:
 
 
 class GlooTransport:
-    """Frames over a torch.distributed group; between stages of one rank through a LocalTransport.
+    """Frames over the group of a world; between stages of one rank through a LocalTransport.
 
     Args:    deadline: seconds that any wait may take.
              max_in_flight: bytes of unfinished sends after which the oldest is waited for."""
 
-    def __init__(self, *, deadline: float, max_in_flight: int = 1 << 28) -> None:
-        self.rank = dist.get_rank()
+    def __init__(self, world: World, *, deadline: float, max_in_flight: int = 1 << 28) -> None:
+        self.world, self.rank = world, world.rank
         self.deadline = datetime.timedelta(seconds=deadline)
         self.max_in_flight = max_in_flight
         self.local = LocalTransport()
@@ -134,10 +135,9 @@ class GlooTransport:
             return self.local.send(message, frame)
         number = self.sent_to[target] = self.sent_to.get(target, -1) + 1
         try:
-            work = dist.isend(frame.buffer[: frame.num_bytes], target, tag=number)
+            work = self.world.isend(frame.buffer[: frame.num_bytes], target, tag=number)
         except RuntimeError as error:
             raise self._lost(f"{self._name(message)} could not be sent to rank {target}", error) from error
-        assert work is not None
         self.sending.append((work, frame, message))
         while sum(sent.num_bytes for _, sent, _ in self.sending) > self.max_in_flight:
             # What only a later slice receives is not waited for: its receiver may wait for this rank.
@@ -173,7 +173,7 @@ class GlooTransport:
 
     def fail(self, sentence: str) -> None:
         """Leave word in the group's store; the others look there when a wait of theirs fails."""
-        words.leave(sentence)
+        self.world.notices.post_failure(sentence)
 
     def _post(self, channel: _Channel) -> None:
         if not channel.ahead:
@@ -183,12 +183,11 @@ class GlooTransport:
         num_bytes = frame_bytes(value.shape, value.dtype)
         buffer = self.pool.take(num_bytes)
         try:
-            work = dist.irecv(buffer[:num_bytes], channel.rank, tag=number)
+            work = self.world.irecv(buffer[:num_bytes], channel.rank, tag=number)
         except RuntimeError as error:
             raise self._lost(
                 f"{self._name(message)} was not offered by rank {channel.rank}", error
             ) from error
-        assert work is not None
         channel.posted[message] = work, buffer
 
     def _finish(self, place: int) -> None:
@@ -204,10 +203,15 @@ class GlooTransport:
 
     def _lost(self, what: str, error: RuntimeError) -> TransportError:
         """The error of a failed wait: the deadline and why, in the words of the rank that failed."""
-        reason = words.of_others() or words.of_gloo(error)
+        reason = self.world.notices.peer_failures() or of_gloo(error)
         return TransportError(f"{what} within {self.deadline.total_seconds():g} s: {reason}")
 
     def _name(self, message: Message) -> str:
         what = "the gradient of" if message.op.value == "B" else "the value"
         way = f"from stage {message.source} to stage {message.target}"
         return f"{what} {self.itinerary.value(message).name} of micro-batch {message.micro_batch}, {way},"
+
+
+def transport_of(world: World, *, deadline: float) -> Transport:
+    """What carries the frames of a pipeline in ``world``."""
+    return LocalTransport() if world.is_alone else GlooTransport(world, deadline=deadline)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from torch import nn
-from torch.amp import GradScaler
 
 from ...compression.errors import ConfigError
 from ...conf.groups import OF_THE_RUN, OURS
+from ...stages.device import grad_scaler
 from ..samples.given import samples_of
 from ..samples.samples import Description, Samples
 from ..weights.scale import Scaler
@@ -112,7 +112,7 @@ def autocast(name: str | None) -> torch.dtype | None:
 
 def scaler(loss_scale: str | float | None) -> Scaler:
     """Return what ``loss_scale=`` asks for; ``dynamic`` is torch's GradScaler as torch sets it."""
-    return GradScaler("cpu") if isinstance(loss_scale, str) else loss_scale
+    return grad_scaler() if isinstance(loss_scale, str) else loss_scale
 
 
 def check_targets(config: object) -> None:

@@ -26,7 +26,6 @@ from ...stages.files import save_json
 from ...stages.planner.plan import Plan
 from ...stages.tracing.layers import casting
 from ..pipeline import Pipeline
-from ..ranks import group
 from ..ranks.launch import cores, init, run_rank, start_ranks
 from ..runtime.report import Report
 from ..samples.samples import Samples
@@ -115,7 +114,7 @@ def join(config: TrainConfig, plan: Plan, folder: RunFolder) -> None:
 def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samples, pipe: Pipeline) -> None:
     """Train this rank's stages; rank 0 also tells and writes what happens."""
     num_steps = count_steps(config, samples)
-    first, mark = group.rank() == 0, folder.mark()
+    first, mark = pipe.rank == 0, folder.mark()
     with (
         console.Training(num_steps, shown=first) as progress,
         Metrics(folder.metrics if first else None, num_stages=plan.num_stages, tell=progress.note) as metrics,
@@ -177,7 +176,7 @@ def evaluate(pipe: Pipeline, plan: Plan, config: TrainConfig, samples: Samples) 
                 lost += float(loss(outputs, targets)) * targets.numel()
             total += targets.numel()
     last = plan.ranks[-1]
-    right, lost, total = (group.share(number, last) for number in (right, lost, total))
+    right, lost, total = (pipe.world.broadcast(number, last) for number in (right, lost, total))
     return {"accuracy": right / total, "loss": lost / total}
 
 

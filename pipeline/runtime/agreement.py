@@ -17,47 +17,106 @@ from typing import Any
 
 from ...compression.errors import Disagreement, PenstockError, PlanError, TransportError
 from ...stages.planner.plan import Plan
-from ..ranks import group
+from ..ranks.world import World
 from .facts import Fact, of_process
 
 EVERY = 100  # batches between two that are compared
 
 
-@contextlib.contextmanager
-def together(at: str) -> Iterator[None]:
-    """What is done inside, every rank does or none: what one rank refuses, all do.
+class Agreement:
+    """Compares what the ranks of ``world`` were given; in a world of one there is nothing to compare."""
 
-    Raises: Disagreement: another rank refused."""
-    try:
-        yield
-    except (Disagreement, TransportError):
-        raise
-    except Exception as error:
-        refuse(at, error)
-        raise
-    agree(at, list)
+    def __init__(self, world: World) -> None:
+        self.world = world
 
+    @contextlib.contextmanager
+    def together(self, at: str) -> Iterator[None]:
+        """What is done inside, every rank does or none: what one rank refuses, all do.
 
-def agree(at: str, told: Callable[[], Sequence[Fact]]) -> None:
-    """Go on where all ranks have the same facts.
+        Raises: Disagreement: another rank refused."""
+        try:
+            yield
+        except (Disagreement, TransportError):
+            raise
+        except Exception as error:
+            self.refuse(at, error)
+            raise
+        self.agree(at, list)
 
-    Args:   at: where in its program this rank is; told: what makes the facts, asked only among several ranks.
-    Raises: Disagreement: they differ, and how; or another rank refused.
-    """
-    if group.num_ranks() == 1:
-        return
-    facts = told()
-    digest = hashlib.blake2b(
-        "\n".join(f"{fact.what}\0{fact.value}" for fact in facts).encode(errors="replace")
-    )
-    if len(set(_exchange(at, digest.hexdigest()))) == 1:
-        return
-    rows = group.gather_json([dataclasses.astuple(fact) for fact in facts])
-    for places in zip_longest(*rows):
-        found = [item and Fact(*item) for item in places]
-        for rank, theirs in enumerate(found):
-            if theirs != found[0]:
-                raise Disagreement(_difference(found[0], theirs, rank))
+    def agree(self, at: str, told: Callable[[], Sequence[Fact]]) -> None:
+        """Go on where all ranks have the same facts.
+
+        Args:   at: where in its program this rank is; told: what makes the facts, asked among several ranks.
+        Raises: Disagreement: they differ, and how; or another rank refused.
+        """
+        if self.world.size == 1:
+            return
+        facts = told()
+        digest = hashlib.blake2b(
+            "\n".join(f"{fact.what}\0{fact.value}" for fact in facts).encode(errors="replace")
+        )
+        if len(set(self._exchange(at, digest.hexdigest()))) == 1:
+            return
+        rows = self.world.all_gather_json([dataclasses.astuple(fact) for fact in facts])
+        for places in zip_longest(*rows):
+            found = [item and Fact(*item) for item in places]
+            for rank, theirs in enumerate(found):
+                if theirs != found[0]:
+                    raise Disagreement(_difference(found[0], theirs, rank))
+
+    def refuse(self, at: str, error: Exception) -> None:
+        """Tell the other ranks, which are on their way here, why this one stops; its own error counts."""
+        said = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(TransportError):
+            self._exchange(at, None, refusal=said)
+
+    def _exchange(self, at: str, item: Any, *, refusal: str = "") -> list[Any]:
+        """Everybody's ``item``, by rank, if no rank refuses and all are at the same point."""
+        rows = self.world.all_gather_json([at, item, refusal])
+        if refusal:
+            return []
+        if said := [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(rows) if text]:
+            raise Disagreement("; ".join(said))
+        for rank, (theirs, *_) in enumerate(rows):
+            if theirs != rows[0][0]:
+                raise Disagreement(
+                    f"all ranks call a Pipeline alike: rank 0 is at {rows[0][0]}, rank {rank} at {theirs}; "
+                    "make the same calls in the same order on every rank"
+                )
+        return [item for _, item, _ in rows]
+
+    def agree_on_plan(self, plan: Plan | None) -> Plan:
+        """Rank 0's plan, on every rank.
+
+        A rank may have none, or one that was asked for in the same words: measured seconds vary, so the same
+        question may find other cuts.
+
+        Raises: Disagreement: rank 0 has none, or a rank's plan asks for something else.
+        """
+        if self.world.size == 1:
+            if plan is None:
+                raise PlanError(
+                    "one process has no other rank to take a plan from, found plan=None; give it one: "
+                    "penstock.partition(penstock.measure(penstock.trace(model, example), example), stages=2)"
+                )
+            return plan
+        rows = self._exchange("its plan", None if plan is None else plan.to_json())
+        if rows[0] is None:
+            raise Disagreement(
+                "rank 0 decides the plan of all ranks, found plan=None on rank 0; give rank 0 one from "
+                "penstock.partition"
+            )
+        plans = [None if row is None else Plan.of_json(row, f"rank {rank}") for rank, row in enumerate(rows)]
+        chosen = plans[0]
+        assert chosen is not None
+        for rank, theirs in enumerate(plans):
+            if theirs is not None and (found := _other_wish(chosen, theirs)):
+                raise Disagreement(
+                    f"all ranks train by one plan: {found[0]} is {_short(found[1])} on rank 0 and "
+                    f"{_short(found[2])} on rank {rank}; plan with the same options on every rank, or give "
+                    "plan=None on every rank but 0"
+                )
+        return chosen
 
 
 def _difference(ours: Fact | None, theirs: Fact | None, rank: int) -> str:
@@ -74,63 +133,6 @@ def _difference(ours: Fact | None, theirs: Fact | None, rank: int) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
-
-
-def refuse(at: str, error: Exception) -> None:
-    """Tell the other ranks, which are on their way here, why this one stops; its own error is what counts."""
-    said = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
-    with contextlib.suppress(TransportError):
-        _exchange(at, None, refusal=said)
-
-
-def _exchange(at: str, item: Any, *, refusal: str = "") -> list[Any]:
-    """Everybody's ``item``, by rank, if no rank refuses and all are at the same point."""
-    rows = group.gather_json([at, item, refusal])
-    if refusal:
-        return []
-    if said := [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(rows) if text]:
-        raise Disagreement("; ".join(said))
-    for rank, (theirs, *_) in enumerate(rows):
-        if theirs != rows[0][0]:
-            raise Disagreement(
-                f"all ranks call a Pipeline alike: rank 0 is at {rows[0][0]}, rank {rank} at {theirs}; "
-                "make the same calls in the same order on every rank"
-            )
-    return [item for _, item, _ in rows]
-
-
-def agree_on_plan(plan: Plan | None) -> Plan:
-    """Rank 0's plan, on every rank.
-
-    A rank may have none, or one that was asked for in the same words: measured seconds vary, so the same
-    question may find other cuts.
-
-    Raises: Disagreement: rank 0 has none, or a rank's plan asks for something else.
-    """
-    if group.num_ranks() == 1:
-        if plan is None:
-            raise PlanError(
-                "one process has no other rank to take a plan from, found plan=None; give it one: "
-                "penstock.partition(penstock.measure(penstock.trace(model, example), example), stages=2)"
-            )
-        return plan
-    rows = _exchange("its plan", None if plan is None else plan.to_json())
-    if rows[0] is None:
-        raise Disagreement(
-            "rank 0 decides the plan of all ranks, found plan=None on rank 0; give rank 0 one from "
-            "penstock.partition"
-        )
-    plans = [None if row is None else Plan.of_json(row, f"rank {rank}") for rank, row in enumerate(rows)]
-    chosen = plans[0]
-    assert chosen is not None
-    for rank, theirs in enumerate(plans):
-        if theirs is not None and (found := _other_wish(chosen, theirs)):
-            raise Disagreement(
-                f"all ranks train by one plan: {found[0]} is {_short(found[1])} on rank 0 and "
-                f"{_short(found[2])} on rank {rank}; plan with the same options on every rank, or give "
-                "plan=None on every rank but 0"
-            )
-    return chosen
 
 
 def _other_wish(ours: Plan, theirs: Plan) -> tuple[str, str, str] | None:
@@ -157,8 +159,11 @@ class SameBatches:
              every: batches from one that is compared to the next.
     """
 
-    def __init__(self, stop: Callable[[str, Exception], Exception], *, every: int = EVERY) -> None:
-        self.stop, self.every = stop, every
+    def __init__(
+        self, agreement: Agreement, stop: Callable[[str, Exception], Exception], *, every: int = EVERY
+    ) -> None:
+        self.agreement, self.stop, self.every = agreement, stop, every
+        self.several = agreement.world.size > 1
         self.counts: Counter[str] = Counter()
         self.due = False
 
@@ -166,15 +171,15 @@ class SameBatches:
     def batch(self, kind: str, number: int) -> Iterator[None]:
         """Get a batch of ``kind`` ready inside, and ``compare`` it."""
         self.at = f"{kind} {number}"
-        self.due = group.num_ranks() > 1 and self.counts[kind] % self.every == 0
+        self.due = self.several and self.counts[kind] % self.every == 0
         try:
             yield
         except (Disagreement, TransportError):
             raise
         except Exception as error:
             if self.due:
-                refuse(self.at, error)
-            elif group.num_ranks() > 1:
+                self.agreement.refuse(self.at, error)
+            elif self.several:
                 raise self.stop(f"the batch of {self.at}", error) from error
             raise
         self.counts[kind] += 1
@@ -183,7 +188,7 @@ class SameBatches:
         """Compare the facts that ``told`` makes, and those of the process, if it is time for it."""
         if self.due:
             self.due = False
-            agree(self.at, lambda: [*of_process(), *told()])
+            self.agreement.agree(self.at, lambda: [*of_process(), *told()])
 
     def restart(self) -> None:
         """Compare the next batch of every kind."""

@@ -18,7 +18,7 @@ from ...compression.errors import PlanError
 from ...stages.planner.plan import Plan
 from ...stages.planner.rules import STREAM
 from ...stages.tracing.graph import LayerGraph, fingerprint
-from ..ranks import group
+from ..ranks.world import World
 from ..weights.update import SCOPES, Named
 
 
@@ -151,11 +151,11 @@ def _check_scaler(model: nn.Module, plan: Plan, scaler: object) -> None:
         )
 
 
-def check_plan(plan: Plan, model: nn.Module) -> None:
+def check_plan(plan: Plan, model: nn.Module, world: World) -> None:
     """A group of ranks has as many as the plan, the model the parameters and buffers it was made for."""
-    if group.joined() and group.num_ranks() != plan.num_ranks:
+    if not world.is_alone and world.size != plan.num_ranks:
         raise PlanError(
-            f"the plan is made for {plan.num_ranks} ranks, {group.num_ranks()} were started; start as many, "
+            f"the plan is made for {plan.num_ranks} ranks, {world.size} were started; start as many, "
             "or plan again"
         )
     if plan.fingerprint != fingerprint(model):

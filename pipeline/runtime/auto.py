@@ -18,8 +18,8 @@ from ...compression.codec import CODECS, encode
 from ...compression.masked import has_bitmap
 from ...compression.names import AUTO, check_name
 from ...compression.pool import Pool
-from ..ranks import group
 from ..ranks.links import measured_rates
+from ..ranks.world import World
 from ..schedules.instruction import Op
 from ..schedules.messages import Itinerary, Message
 from ..schedules.prices import MASKED, Choice, Flow, Prices, choose, flow_of, predict
@@ -34,13 +34,13 @@ HOPELESS = 1.5  # times the seconds that the best is predicted to take: not even
 WORTH = 0.97  # of the seconds of what runs: less is worth a change
 
 
-def policy_named(codec: str, *, deadline: float) -> Policy:
+def policy_named(codec: str, *, world: World, deadline: float) -> Policy:
     """The policy for ``codec``, the name of one or "auto".
 
     Raises: CodecError: there is none of this name.
     """
     check_name(codec)
-    return Auto(deadline=deadline) if codec == AUTO else Fixed(codec)
+    return Auto(world, deadline=deadline) if codec == AUTO else Fixed(codec)
 
 
 class Auto:
@@ -49,8 +49,8 @@ class Auto:
     Args:    deadline: seconds that a wait for another rank may take.
     """
 
-    def __init__(self, *, deadline: float) -> None:
-        self.deadline, self.codecs = deadline, frozenset(CODECS)
+    def __init__(self, world: World, *, deadline: float) -> None:
+        self.world, self.deadline, self.codecs = world, deadline, frozenset(CODECS)
         self.pool = Pool()
         self.number = 0
         self.chosen: Choice | None = None  # None: START for everything
@@ -150,7 +150,7 @@ class Auto:
         if sum(map(len, self.seconds)) < ROUNDS * len(self.contenders):
             return
         mine = [statistics.median(column) for column in self.seconds]
-        medians = [max(column) for column in zip(*group.gather_json(mine), strict=True)]
+        medians = [max(column) for column in zip(*self.world.all_gather_json(mine), strict=True)]
         fastest = min(range(len(medians)), key=lambda i: medians[i] if i == 0 else medians[i] / WORTH)
         rows = zip(self.contenders, self.predictions, medians, strict=True)
         self.turns = tuple(
@@ -165,17 +165,17 @@ class Auto:
             self.rates = self._rates()
         mine = [[[*flow], _means(table)] for flow, table in self.costs.items()]
         work = [[*place, statistics.mean(seconds)] for place, seconds in self.work.items()]
-        rows = group.gather_json([mine, work])
+        rows = self.world.all_gather_json([mine, work])
         costs = {Flow(*f): _costs(table) for row in rows for f, table in row[0]}
         seconds = {(stage, op): mean for row in rows for stage, op, mean in row[1]}
-        return Prices(costs=costs, work=seconds, rates=self.rates, parallel=group.joined())
+        return Prices(costs=costs, work=seconds, rates=self.rates, parallel=not self.world.is_alone)
 
     def _rates(self) -> dict[tuple[int, int], float]:
         ranks = self.itinerary.rank_of
         messages = [m for sent in self.itinerary.sends.values() for m in sent]
         links = {(ranks[m.source], ranks[m.target]) for m in messages}
         links = sorted(link for link in links if link[0] != link[1])
-        return measured_rates(links, deadline=self.deadline) if group.joined() else {}
+        return {} if self.world.is_alone else measured_rates(self.world, links, deadline=self.deadline)
 
 
 def _start(flow: Flow) -> str:

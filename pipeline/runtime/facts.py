@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ... import __version__
+from ...stages.device import autocast_state
 from ...stages.tracing.graph import LayerGraph
 from ...stages.tracing.layers import parts_of
 from ..weights.update import Named
@@ -63,7 +64,7 @@ def of_process() -> list[Fact]:
         "oneDNN flag": backends.mkldnn.enabled,  # type: ignore[attr-defined]
         "flash-attention flag": backends.cuda.flash_sdp_enabled(),
         "flush of denormal numbers": float(torch.tensor(1e-40, dtype=torch.float32) * 1) == 0.0,
-        "autocast flag": torch.is_autocast_enabled("cpu"),
+        "autocast flag": autocast_state()[0],
     }
     return [
         Fact("the version of penstock", __version__, BUILD),

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..ranks import group
+from ..ranks.world import World
 from ..schedules.prices import Flow
 from ..schedules.span import Span
 from .policy import Policy
@@ -15,27 +15,29 @@ from .report import StageReport
 
 
 def gather_reports(
-    loss: float, reports: Mapping[int, StageReport], *, num_stages: int
+    world: World, loss: float, reports: Mapping[int, StageReport], *, num_stages: int
 ) -> tuple[float, tuple[StageReport, ...]]:
     """Return the loss, which one rank has and the others give as 0, and the report of every stage."""
     mine = [loss]
     for stage in range(num_stages):
         mine += reports.get(stage, StageReport()).numbers()
-    total, *numbers = [sum(column) for column in zip(*group.exchange(mine), strict=True)]
+    total, *numbers = world.all_reduce(mine)
     size = len(numbers) // num_stages
     rows = [numbers[i : i + size] for i in range(0, len(numbers), size)]
     return total, tuple(map(StageReport.of, rows))
 
 
-def gather_spans(spans: Sequence[Span]) -> list[Span]:
+def gather_spans(world: World, spans: Sequence[Span]) -> list[Span]:
     """Return the spans of all ranks."""
-    rows = group.gather_json([[getattr(span, name) for name in Span.__slots__] for span in spans])
+    rows = world.all_gather_json([[getattr(span, name) for name in Span.__slots__] for span in spans])
     return [Span(**dict(zip(Span.__slots__, fields, strict=True))) for row in rows for fields in row]
 
 
-def gather_flows(totals: Mapping[Flow, tuple[int, int]], policy: Policy) -> list[dict[str, Any]]:
+def gather_flows(
+    world: World, totals: Mapping[Flow, tuple[int, int]], policy: Policy
+) -> list[dict[str, Any]]:
     """Return the flows that all ranks send, with their bytes raw and sent, and the codec of each now."""
-    rows = group.gather_json([[*flow, *total] for flow, total in totals.items()])
+    rows = world.all_gather_json([[*flow, *total] for flow, total in totals.items()])
     names = (*Flow._fields, "bytes_raw", "bytes_sent")
     found = [dict(zip(names, fields, strict=True)) for row in rows for fields in row]
     codecs = [policy.codec(Flow(*(flow[name] for name in Flow._fields))) for flow in found]

@@ -21,7 +21,7 @@ from ...stages.stage.stage import Stage
 from ...stages.tracing.aliases import said
 from ...stages.tracing.graph import LayerGraph
 from ...stages.weights.policies import weights_named
-from ..ranks import group
+from ..ranks.world import World
 from ..weights.optimizers import Named
 from .steps import Steps
 
@@ -48,17 +48,17 @@ class Ownership:
         return {stage: [parameter for _, parameter in named] for stage, named in self.here.items()}
 
 
-def ownership(model: nn.Module, plan: Plan, graph: LayerGraph, steps: Steps) -> Ownership:
+def ownership(model: nn.Module, plan: Plan, graph: LayerGraph, steps: Steps, world: World) -> Ownership:
     """Return who owns the parameters of ``model``: a shared one belongs to its first user."""
     layers = steps.stage_of["train"]
     _check_shared(graph, steps, plan)
     pairs = zip(layers, owned_parameters(graph), strict=True)
     stage_of = {name: stage for stage, names in pairs for name in names}
-    mine = [s for s in range(plan.num_stages) if not group.joined() or plan.ranks[s] == group.rank()]
+    mine = [s for s in range(plan.num_stages) if world.is_alone or plan.ranks[s] == world.rank]
     return Ownership(
         layers=layers,
         stage_of=stage_of,
-        rank_of=tuple(rank if group.joined() else 0 for rank in plan.ranks),
+        rank_of=tuple(0 if world.is_alone else rank for rank in plan.ranks),
         here={s: [(n, p) for n, p in model.named_parameters() if stage_of[n] == s] for s in mine},
     )
 

@@ -15,7 +15,7 @@ from ...stages.planner.plan import Plan
 from ...stages.stage.stage import Stage
 from ...stages.tracing.graph import LayerGraph
 from ...stages.tracing.layers import is_local
-from ..ranks import group
+from ..ranks.world import World
 from ..weights.kinds import is_plain, kind_of
 from ..weights.state_checks import check_model, check_names, check_parts
 from ..weights.update import Update
@@ -34,9 +34,11 @@ class State:
         model: nn.Module,
         graph: LayerGraph,
         *,
+        world: World,
         stages: Mapping[int, Stage],
         own: Ownership,
     ) -> None:
+        self.world = world
         names = {id(p): name for name, p in model.named_parameters()}
         readers = _readers(model, graph, own.layers)
         held = {key for stage in stages.values() for key in stage.held}
@@ -63,13 +65,13 @@ class State:
     def gather(self, update: Update, steps: int) -> dict[str, Any]:
         """{"model", "optimizer", "optimizer_class", "scheduler", "scaler", "step"}: everything on rank 0,
         this process's part elsewhere."""
-        mine = [key for key in self.held if self.source[key] == group.rank()]
+        mine = [key for key in self.held if self.source[key] == self.world.rank]
         tensors = [self.held[key].detach() for key in mine]
         notes = {
             name: {part: _noted(name, items, tensors) for part, items in kept.items()}
             for name, kept in update.state().items()
         }
-        said = group.gather_json(
+        said = self.world.all_gather_json(
             {
                 "keys": mine,
                 "optimizer": notes,
@@ -78,9 +80,9 @@ class State:
             }
         )
         frames = [encode(tensor, codec="raw") for tensor in tensors]
-        gathered = group.gather_tensors(frames)
+        gathered = self.world.gather(frames)
         if gathered is None:
-            said, gathered = [said[group.rank()]], [frames]
+            said, gathered = [said[self.world.rank]], [frames]
         return _put_together(said, gathered, self.keys, steps) | {"scaler": update.scale.state()}
 
     def checked(self, update: Update, state: object, plan: Plan) -> Mapping[str, Any]:
@@ -100,7 +102,7 @@ class State:
         """Copy ``checked`` parts, the same on all ranks, into this process's tensors; returns the steps done.
 
         Raises: PlanError, on every rank: they have something of other parameters than all ranks together."""
-        names = group.gather_json([update.names[id(p)] for p in update.tensors()])
+        names = self.world.all_gather_json([update.names[id(p)] for p in update.tensors()])
         check_names(parts["optimizer"], {name for some in names for name in some})
         update.load(parts["optimizer"], parts.get("scheduler"))
         update.scale.load(parts.get("scaler"))

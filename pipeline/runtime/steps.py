@@ -19,7 +19,7 @@ from ...stages.tracing.graph import LayerGraph
 from ...stages.tracing.layers import Layer, Traced
 from ...stages.tracing.probe import Probe
 from ...stages.tracing.shapes import Shapes
-from ..ranks import group
+from ..ranks.world import World
 from ..schedules import schedule_named
 from ..schedules.instruction import Instruction, Op
 from ..schedules.messages import Itinerary, itinerary
@@ -34,8 +34,8 @@ KEPT = 256  # plans of steps; texts of varying length would make ever more
 class Steps:
     """The steps of a plan over a traced model; ``mode`` is "train" or "eval" throughout."""
 
-    def __init__(self, plan: Plan, graph: LayerGraph, model: nn.Module) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, graph: LayerGraph, model: nn.Module, world: World) -> None:
+        self.plan, self.world = plan, world
         self.shapes = Shapes(graph, model)
         stage_of = stage_of_layers(graph.train, plan.cuts)
         self.stage_of = {"train": stage_of}
@@ -106,7 +106,7 @@ class Steps:
             rank_of=self.plan.ranks,
             window=window,
         )
-        return made, programs[group.rank()] if group.joined() else order
+        return made, order if self.world.is_alone else programs[self.world.rank]
 
     def _training(
         self, number: int, pairs: list[tuple[int, int]]

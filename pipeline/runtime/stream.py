@@ -17,7 +17,6 @@ from ...stages.planner.plan import Plan
 from ...stages.planner.rules import STREAM
 from ...stages.stage.route import Route
 from ...stages.tracing.probe import Probe
-from ..ranks import group
 from ..schedules.async_1f1b import stream, time_of, with_updates
 from ..schedules.instruction import Instruction, Op
 from ..schedules.messages import Itinerary, Message, itinerary
@@ -139,7 +138,7 @@ class Stream:
             del self.live[m]
 
     def _slice(self, stop: int | None, *, first: int) -> Step:
-        start, self.clock = self.clock, stop or 0
+        world, start, self.clock = self.steps.world, self.clock, stop or 0
         programs = [between(own, self.fed, start=start, stop=stop) for own in self.plan.stages_of_rank]
         everything = between(range(self.plan.num_stages), self.fed, start=start, stop=stop)
         made = itinerary(
@@ -153,7 +152,7 @@ class Stream:
             goes_on=start > 0,
             came=self.came,
         )
-        return made, programs[group.rank()] if group.joined() else everything
+        return made, everything if world.is_alone else programs[world.rank]
 
     def _check(self, number: int) -> None:
         if not self.fed.each and number < self.plan.num_stages:

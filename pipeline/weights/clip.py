@@ -11,20 +11,24 @@ from collections.abc import Mapping
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from ..ranks import group
+from ..ranks.world import World
 
 DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 
 
 def clip_together(
-    parameters: Mapping[str, torch.nn.Parameter], largest: float, *, owner: Mapping[str, int]
+    world: World,
+    parameters: Mapping[str, torch.nn.Parameter],
+    largest: float,
+    *,
+    owner: Mapping[str, int],
 ) -> None:
     """Scale the gradients of ``parameters`` in place; collective.
 
     Args:    parameters: those of this process by name.
              largest: the L2 norm that the gradients of all ranks may have together.
              owner: the rank of every parameter of the model, in the model's own order."""
-    told = group.exchange([number for name in owner for number in _norm(parameters.get(name))])
+    told = world.all_gather([number for name in owner for number in _norm(parameters.get(name))])
     found = [
         (DTYPES[int(kind) - 1], norm)
         for place, rank in enumerate(owner.values())

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...stages.weights.policies import Weights
-from ..ranks import group
+from ..ranks.world import World
 from .clip import clip_together
 from .entries import Entries
 from .kinds import is_number, is_plain
@@ -40,6 +40,7 @@ class Update:
     def __init__(
         self,
         *,
+        world: World,
         parameters: Mapping[int, Named],
         owner: Mapping[str, int],
         weights: Mapping[int, Weights],
@@ -50,7 +51,8 @@ class Update:
         scaler: Scaler = None,
         together: bool = True,
     ) -> None:
-        self.parameters, self.weights, self.scale = parameters, weights, scale_of(scaler)
+        self.world, self.scale = world, scale_of(scaler)
+        self.parameters, self.weights = parameters, weights
         self.named = {name: parameter for named in parameters.values() for name, parameter in named}
         self.names = {id(parameter): name for name, parameter in self.named.items()}
         self.owner, self.optimizer = owner, optimizer
@@ -98,10 +100,10 @@ class Update:
         gradients = [p.grad for some in settings for p in some["params"] if p.grad is not None]
         self.skipped = self.scale.unscale(gradients)
         if self.scale.checks and self.together:
-            self.skipped = any(overflow for (overflow,) in group.exchange([self.skipped]))
+            self.skipped = any(self.world.all_reduce([self.skipped]))
         self.scale.update(overflow=self.skipped)
         if self.clip is not None and self.scope == "global":
-            clip_together(self.named, self.clip, owner=self.owner)
+            clip_together(self.world, self.named, self.clip, owner=self.owner)
         elif self.clip is not None:
             for stage in stages:
                 torch.nn.utils.clip_grad_norm_([p for _, p in self.parameters[stage]], self.clip)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...pipeline.pipeline import Pipeline
-from ...pipeline.ranks import group
+from ...pipeline.ranks.world import World
 from ...pipeline.run.train import loss
 from ...stages.planner.measure import measure
 from ...stages.planner.partition import partition
@@ -52,25 +52,25 @@ def overhead(*, stages: int, micro_batches: int, repeats: int, schedule: str = "
         "penstock": lambda: _steps(pipe, batch),
         "direct": lambda: _seconds(direct.step, clock=time.thread_time),
     }
-    if group.joined():
+    if not World.default().is_alone:
         theirs = TorchPipeline(_model(stages), plan, loss=loss, optimizer=_optimizer)
         sides["torch"] = lambda: _seconds(lambda: theirs.step(*batch), clock=time.perf_counter)
     taken = _alternate(sides, repeats)
-    own = plan.stages_of_rank[group.rank()] if group.joined() else range(stages)
+    own = plan.stages_of_rank[World.default().rank] if not World.default().is_alone else range(stages)
     num = len(own) * (2 * micro_batches + 1)  # F, B and U
     runs = [
         1e6 * (ours[0] - alone) / num for ours, alone in zip(taken["penstock"], taken["direct"], strict=True)
     ]
     found = {"instructions": num, "microseconds": statistics.median(runs), "microseconds_of_runs": runs}
     found["microseconds_direct"] = 1e6 * statistics.median(taken["direct"]) / num
-    if group.joined():
+    if not World.default().is_alone:
         found["microseconds_of_steps"] = (
             1e6 * statistics.median(whole for _, whole in taken["penstock"]) / num
         )
         found["microseconds_of_torch_steps"] = 1e6 * statistics.median(taken["torch"]) / num
-    busiest = max(group.gather_json(found), key=lambda of_rank: of_rank["microseconds"])
+    busiest = max(World.default().all_gather_json(found), key=lambda of_rank: of_rank["microseconds"])
     common = {
-        "ranks": group.num_ranks(),
+        "ranks": World.default().size,
         "stages": stages,
         "micro_batches": micro_batches,
         "schedule": schedule,
@@ -101,15 +101,19 @@ class _Direct:
 
     def __init__(self, plan: Plan, micro_batches: int) -> None:
         layers = list(_model(plan.num_stages).children())
-        own = plan.stages_of_rank[group.rank()] if group.joined() else range(plan.num_stages)
+        own = (
+            plan.stages_of_rank[World.default().rank]
+            if not World.default().is_alone
+            else range(plan.num_stages)
+        )
         self.layers = [(layers[s], s == plan.num_stages - 1) for s in own]
         self.optimizers = [_optimizer(layer.parameters()) for layer, _ in self.layers]
         self.inputs = torch.randn(1, 1)
         self.targets, self.gradient = torch.zeros(1, dtype=torch.long), torch.ones(1, 1)
         self.micro_batches = micro_batches
 
-        here = group.rank()
-        self.neighbours = [r for r in (here - 1, here + 1) if 0 <= r < group.num_ranks()]
+        here = World.default().rank
+        self.neighbours = [r for r in (here - 1, here + 1) if 0 <= r < World.default().size]
         self.frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
 
     def step(self) -> None:

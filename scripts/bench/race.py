@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from ...compression.errors import PenstockError
 from ...conf.bench import BenchPipelineConfig
 from ...pipeline.pipeline import Pipeline
-from ...pipeline.ranks import group
 from ...pipeline.ranks.launch import init, run_rank
+from ...pipeline.ranks.world import World
 from ...pipeline.run import build
 from ...pipeline.run.course import training_batches
 from ...pipeline.run.decide import prepare
@@ -85,7 +85,7 @@ class Side:
         """Take the steps that are not timed, see how many fit into a run; return what the first one told."""
         first = self.take_step()
         self.num_steps = max(1, config.warmup - 1)
-        seconds = group.share(self.run(), 0)
+        seconds = World.default().broadcast(self.run(), 0)
         self.num_steps = steps_in(config.seconds, seconds_per_step=seconds, most=config.steps)
         return first
 
@@ -152,7 +152,7 @@ def race_rank(folder: Path) -> None:
     pipes = [ours(codec, extra) for codec, extra in race.contestants]
     sides = [Side(pipe.step, batches) for pipe in pipes]
     # Only the last rank knows torch's loss.
-    expected = group.share(torch_side.warm_up(config) or 0.0, plan.ranks[-1])
+    expected = World.default().broadcast(torch_side.warm_up(config) or 0.0, plan.ranks[-1])
     found = [side.warm_up(config) for side in sides]
     for pipe in pipes:
         pipe.settle(batches)
@@ -160,14 +160,14 @@ def race_rank(folder: Path) -> None:
     for pipe in pipes:
         pipe.totals = Totals(num_stages=plan.num_stages)
     taken = alternate(torch_side.run, [side.run for side in sides], repeats=config.repeats)
-    if group.rank() == 0:
+    if World.default().rank == 0:
         losses = {"first_loss_torch": expected, "first_loss_penstock": found[0]}
         runs = [
             {"codec": codec, "extra_in_flight": extra, **seconds, **pipe.bytes_per_step()}
             for (codec, extra), seconds, pipe in zip(race.contestants, taken, pipes, strict=True)
         ]
         save_json(folder / "measured.json", {"facts": facts | losses, "runs": runs})
-    group.close()
+    World.default().close()
 
 
 def alternate(
@@ -206,12 +206,12 @@ def refuse_other_losses(expected: float, found: Sequence[float], *, random: bool
 
 def measured_rate(link: Link) -> float | None:
     """Bits per second that two ranks really get through the link, both ways at once; None with more ranks."""
-    if group.num_ranks() != 2:
+    if World.default().size != 2:
         return None
     wanted = int(link.rate / 8 * _PROBE_SECONDS) if link.rate else _PROBE_BYTES[1]
     num_bytes = min(max(wanted, _PROBE_BYTES[0]), _PROBE_BYTES[1])
     ours, theirs = torch.zeros(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
-    other, seconds = 1 - group.rank(), 0.0
+    other, seconds = 1 - World.default().rank, 0.0
     for _ in range(2):  # the first one also opens the connection and its window
         dist.barrier()
         began = time.perf_counter()

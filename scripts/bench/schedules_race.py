@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ...conf.bench import BenchPipelineConfig
 from ...pipeline.pipeline import Pipeline
-from ...pipeline.ranks import group
 from ...pipeline.ranks.launch import init, run_rank
+from ...pipeline.ranks.world import World
 from ...pipeline.run import build
 from ...pipeline.run.course import training_batches
 from ...pipeline.run.decide import prepare
@@ -155,7 +155,7 @@ class Job:
             last = side.pipe.plan.ranks[-1]
             if name in self.theirs:
                 # Only the rank of the last stage knows torch's loss.
-                expected = group.share(self.theirs[name].warm_up(self.config) or 0.0, last)
+                expected = World.default().broadcast(self.theirs[name].warm_up(self.config) or 0.0, last)
                 refuse_other_losses(expected, [report.loss], random=random)
             if not side.entrant.stream:
                 first[name] = report.loss
@@ -183,9 +183,9 @@ def race_rank(folder: Path) -> None:
     ]
     ranks, micro_batches = told.config.ranks, told.config.micro_batches
     facts["overhead"] = overhead(stages=ranks, micro_batches=micro_batches, repeats=told.config.repeats)
-    if group.rank() == 0:
+    if World.default().rank == 0:
         save_json(folder / "measured.json", {"facts": facts, "rows": rows})
-    group.close()
+    World.default().close()
 
 
 if __name__ == "__main__":

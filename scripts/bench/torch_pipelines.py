@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from ...compression.errors import PlanError
-from ...pipeline.ranks import group
+from ...pipeline.ranks.world import World
 from ...stages.planner.plan import Plan
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -43,7 +43,7 @@ class TorchPipeline:
     ) -> None:
         from torch.distributed import pipelining
 
-        self.own = plan.stages_of_rank[group.rank()]
+        self.own = plan.stages_of_rank[World.default().rank]
         self.last = plan.num_stages - 1
         parts = stages_of(model, plan)
         here = torch.device("cpu")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...pipeline.pipeline import Pipeline
-from ...pipeline.ranks import group
+from ...pipeline.ranks.world import World
 from ...pipeline.schedules.instruction import Instruction
 
 
@@ -39,7 +39,7 @@ def peak_versions(pipe: Pipeline, take_steps: Callable[[], object]) -> list[dict
     finally:
         pipe.engine.run = kept
     rows: list[tuple[int, dict[str, Any]]] = []
-    for of_rank in group.gather_json(sorted(peak.items())):
+    for of_rank in World.default().all_gather_json(sorted(peak.items())):
         rows += [(stage, found) for stage, found in of_rank]
     sizes = _parameter_bytes(pipe)
     found = [most | {"parameter_bytes": sizes[stage]} for stage, most in sorted(rows, key=lambda row: row[0])]
@@ -49,5 +49,7 @@ def peak_versions(pipe: Pipeline, take_steps: Callable[[], object]) -> list[dict
 
 def _parameter_bytes(pipe: Pipeline) -> list[int]:
     sizes = {name: parameter.nbytes for name, parameter in pipe.update.named.items()}
-    of_all = {name: size for of_rank in group.gather_json(sizes) for name, size in of_rank.items()}
+    of_all = {
+        name: size for of_rank in World.default().all_gather_json(sizes) for name, size in of_rank.items()
+    }
     return [sum(of_all.get(name, 0) for name in stage.parameters) for stage in pipe.plan.stages]

@@ -19,6 +19,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...compression.errors import PlanError
+from ..device import CPU
 from ..files import save_json
 from ..record import load_json, read
 from ..stage.receive import Receive
@@ -198,7 +199,7 @@ def _timed_run(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> _Run:
     parts, record = parts_of(graph.twin, graph.train), graph.train_probe
     anchor = torch.zeros((), requires_grad=True)
     env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, inputs, strict=True))
-    one = torch.get_num_threads() == 1 and all(x.device.type == "cpu" for x in inputs)
+    one = torch.get_num_threads() == 1 and all(x.device == CPU for x in inputs)
     clock = time.thread_time if one else time.perf_counter
     run = _Run([], {})
     for index, layer in enumerate(graph.train.layers):

@@ -17,6 +17,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from ...compression.errors import PlanError
+from ..device import autocast
 from .capture.call import Call
 from .capture.outside import Read
 from .capture.sizes import at_size, facts_of, has_table, same_way
@@ -133,7 +134,7 @@ def casting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]
     cast."""
     if dtype is None:
         return contextlib.nullcontext()
-    return torch.autocast("cpu", dtype, cache_enabled=False)
+    return autocast(dtype)
 
 
 def is_local(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ...compression.errors import PlanError
+from ..device import autocast_state
 from .contents import Same
 from .layer_graph import LayerGraph
 from .model_copy import on_meta
@@ -67,5 +68,5 @@ def _facts(model: nn.Module) -> tuple[Any, ...]:
         [(t.stride(), t.data_ptr()) for t in tensors if t.layout is torch.strided],
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.is_autocast_enabled("cpu"),
+        autocast_state(),
     )

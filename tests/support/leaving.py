@@ -15,7 +15,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 
-from penstock.pipeline.ranks import group
+from penstock.pipeline.ranks.world import found
 
 RANKS = 2
 
@@ -23,14 +23,14 @@ RANKS = 2
 def live(rank: int, path: str) -> None:
     """What a rank does from its start to its end."""
     store = dist.FileStore(path)  # pyright: ignore[reportPrivateImportUsage]
-    group.join(store, rank=rank, ranks=RANKS, deadline=60)
+    world = found(store, rank=rank, ranks=RANKS, deadline=60)
     others = [(rank + 1) % RANKS, (rank - 1) % RANKS]
     passed = [dist.isend(torch.ones(1000), others[0]), dist.irecv(torch.empty(1000), others[1])]
     for work in passed:
         assert work is not None
         work.wait()
-    assert group.gather_json(rank) == list(range(RANKS))
-    group.close()
+    assert world.all_gather_json(rank) == list(range(RANKS))
+    world.close()
 
 
 def ends(number: int) -> dict[int, int]:

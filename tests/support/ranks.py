@@ -61,7 +61,7 @@ def _serve(pipe):
     import torch
     import torch.distributed as dist
 
-    from penstock.pipeline.ranks import group
+    from penstock.pipeline.ranks.world import found
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -73,9 +73,10 @@ def _serve(pipe):
             return
         try:
             # A store that counts its users may abort the process when its file is removed.
-            group.join(dist.FileStore(path), rank=rank, ranks=ranks, deadline=30)  # type: ignore[attr-defined]
+            world = found(dist.FileStore(path), rank=rank, ranks=ranks, deadline=30)  # type: ignore[attr-defined]
             result = function(*args)
-            group.close()
+            if dist.is_initialized():  # the job has not left it
+                world.close()
             pipe.send(("", result))
         except BaseException:
             pipe.send((traceback.format_exc(), None))

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from ...device import autocast, autocast_state
+
 
 class Modes(NamedTuple):
     """Whether gradients are recorded, and what autocast does on the CPU."""
@@ -22,8 +24,7 @@ class Modes(NamedTuple):
         """Those of this moment."""
         return cls(
             torch.is_grad_enabled(),
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
+            *autocast_state(),
             torch.is_autocast_cache_enabled(),
         )
 
@@ -33,6 +34,6 @@ class Modes(NamedTuple):
         now = Modes.now()
         cast = contextlib.nullcontext()
         if now[1:] != self[1:]:
-            cast = torch.autocast("cpu", self.dtype, enabled=self.autocast, cache_enabled=self.cache)
+            cast = autocast(self.dtype, enabled=self.autocast, cache=self.cache)
         with torch.set_grad_enabled(self.grad), cast:
             yield

@@ -17,8 +17,9 @@ from torch import nn
 from zoo import cross_entropy, images
 
 import penstock
-from penstock.pipeline.ranks import group, words
+from penstock.pipeline.ranks import notices
 from penstock.pipeline.ranks.links import measured_rates
+from penstock.pipeline.ranks.world import World, found
 from penstock.scripts.bench import links
 
 DEADLINE = 3.0
@@ -110,7 +111,7 @@ def test_a_rank_that_never_starts_is_named(tmp_path):
     store.set("penstock/joined/1", "")
     begun = time.monotonic()
     with pytest.raises(penstock.PenstockError, match=r"^rank 2 of 3 did not join within 1 s"):
-        group.join(store, rank=0, ranks=3, deadline=1)
+        found(store, rank=0, ranks=3, deadline=1)
     assert time.monotonic() - begun < 10
 
 
@@ -127,8 +128,9 @@ def told_by(call):
 
 def meet_without(absent):
     """All but one rank meet; that one has left, and has not said so."""
-    group.exchange([1.0])
-    return told_by(lambda: None if group.rank() == absent else group.exchange([2.0]))
+    world = World.default()
+    world.barrier()
+    return told_by(lambda: None if world.rank == absent else world.barrier())
 
 
 @pytest.mark.ranks
@@ -141,7 +143,8 @@ def test_who_gives_no_sign_of_life_is_named_by_a_collective(ranks):
 
 
 def measure_alone():
-    return told_by(lambda: measured_rates([(0, 1)], deadline=2) if group.rank() == 0 else None)
+    world = World.default()
+    return told_by(lambda: measured_rates(world, [(0, 1)], deadline=2) if world.rank == 0 else None)
 
 
 @pytest.mark.ranks
@@ -172,16 +175,16 @@ def test_a_store_that_does_not_answer_once_is_not_asked_again():
     begun = time.monotonic()
     answer = threading.Event()
     with pytest.raises(TimeoutError, match=r"did not answer within 0\.1 s"):
-        words.bounded(answer.wait, seconds=0.1)
+        notices.bounded(answer.wait, seconds=0.1)
     asked = []
     with pytest.raises(TimeoutError, match="did not answer before"):
-        words.bounded(lambda: asked.append(1), seconds=60)
+        notices.bounded(lambda: asked.append(1), seconds=60)
     answer.set()
     assert not asked
     assert time.monotonic() - begun < 30
     while any(thread.name == "penstock-store" for thread in threading.enumerate()):
         time.sleep(0.01)
-    assert words.bounded(lambda: 5, seconds=60) == 5
+    assert notices.bounded(lambda: 5, seconds=60) == 5
 
 
 LINK_DOWN = """

@@ -5,14 +5,13 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import Case, pipeline_of, plan_of
 from zoo import build
 
 import penstock
 from penstock.compression.pool import Frame
-from penstock.pipeline.ranks import group
 from penstock.pipeline.ranks.transport import GlooTransport, LocalTransport
+from penstock.pipeline.ranks.world import World
 from penstock.pipeline.schedules.instruction import Op
 from penstock.pipeline.schedules.messages import Message
 
@@ -40,13 +39,11 @@ def rank_pipeline(plan_path):
 def calls_of_a_step(plan_path):
     """("post" | "send", other rank) in the order in which a rank calls gloo."""
     pipe, batches = rank_pipeline(plan_path)
-    calls, post, send = [], dist.irecv, dist.isend
-    dist.irecv = lambda buffer, source, tag: calls.append(("post", source)) or post(buffer, source, tag=tag)
-    dist.isend = lambda buffer, target, tag: calls.append(("send", target)) or send(buffer, target, tag=tag)
-    try:
-        pipe.step(*batches[0])
-    finally:
-        dist.irecv, dist.isend = post, send
+    world, calls = pipe.world, []
+    post, send = world.irecv, world.isend
+    world.irecv = lambda buffer, source, tag: calls.append(("post", source)) or post(buffer, source, tag=tag)
+    world.isend = lambda buffer, target, tag: calls.append(("send", target)) or send(buffer, target, tag=tag)
+    pipe.step(*batches[0])
     return calls
 
 
@@ -112,13 +109,14 @@ def test_a_rank_holds_only_its_own_layers(ranks, tmp_path):
 
 def words(number):
     """What the small exchanges beside frames give on this rank."""
-    rank = group.rank()
-    rows = group.gather_tensors([torch.arange(rank + 1, dtype=torch.uint8)] * rank)
+    world = World.default()
+    rank = world.rank
+    rows = world.gather([torch.arange(rank + 1, dtype=torch.uint8)] * rank)
     return (
-        group.exchange([rank + 0.1, number]),
-        group.gather_json({"rank": rank, "text": "x" * (10**rank)}),
+        world.all_gather([rank + 0.1, number]),
+        world.all_gather_json({"rank": rank, "text": "x" * (10**rank)}),
         None if rows is None else [[row.tolist() for row in row_of_rank] for row_of_rank in rows],
-        group.share(float(rank * 7), 2),
+        world.broadcast(float(rank * 7), 2),
     )
 
 
@@ -132,7 +130,9 @@ def test_ranks_exchange_numbers_json_and_frames(ranks):
 
 
 def test_a_world_of_one_answers_alike():
-    assert group.exchange([1.5]) == [[1.5]]
-    assert group.gather_json({"a": 1}) == [{"a": 1}]
-    assert group.share(2.0, 0) == 2.0
-    assert (group.rank(), group.num_ranks(), group.joined()) == (0, 1, False)
+    world = World.default()
+    assert world.all_gather([1.5]) == [[1.5]]
+    assert world.all_reduce([1.5]) == [1.5]
+    assert world.all_gather_json({"a": 1}) == [{"a": 1}]
+    assert world.broadcast(2.0, 0) == 2.0
+    assert (world.rank, world.size, world.is_alone) == (0, 1, True)

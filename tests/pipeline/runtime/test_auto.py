@@ -14,6 +14,7 @@ from zoo import build
 import penstock
 from penstock.compression.choose import SAMPLE_BYTES, Cost, candidates, sample, trial
 from penstock.compression.pool import Pool
+from penstock.pipeline.ranks.world import World
 from penstock.pipeline.runtime.auto import ROUNDS, START, TRIALS, Auto, policy_named
 from penstock.pipeline.runtime.policy import Fixed
 from penstock.pipeline.schedules.prices import MASKED, Flow, Prices, choose, predict
@@ -85,7 +86,7 @@ def test_in_one_process_nothing_overlaps_and_nothing_pays():
 
 
 def deciding(contenders):
-    auto = Auto(deadline=1.0)
+    auto = Auto(World.alone(), deadline=1.0)
     auto.begin(itinerary(), training=True)
     auto.number = 10
     auto.contenders = {str(i): choice for i, choice in enumerate(contenders)}
@@ -108,10 +109,10 @@ def test_the_first_contender_stays_unless_another_is_clearly_faster(other, stays
 
 
 def test_names_become_policies():
-    assert isinstance(policy_named("raw", deadline=1.0), Fixed)
-    assert isinstance(policy_named("auto", deadline=1.0), Auto)
+    assert isinstance(policy_named("raw", world=World.alone(), deadline=1.0), Fixed)
+    assert isinstance(policy_named("auto", world=World.alone(), deadline=1.0), Auto)
     with pytest.raises(penstock.CodecError, match="auto, raw"):
-        policy_named("zip", deadline=1.0)
+        policy_named("zip", world=World.alone(), deadline=1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

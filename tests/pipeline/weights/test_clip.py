@@ -12,7 +12,7 @@ from torch import nn
 from zoo import cross_entropy
 
 import penstock
-from penstock.pipeline.ranks import group
+from penstock.pipeline.ranks.world import World
 from penstock.pipeline.weights.clip import clip_together
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
@@ -39,12 +39,12 @@ def gradients_of(seed):
 
 def clipped_otherwise(seeds, largest):
     """Which parameters are clipped to other bits than torch would, each rank holding its share of them."""
-    bad = []
+    bad, world = [], World.default()
     for seed in seeds:
         ours, theirs = gradients_of(seed), gradients_of(seed)
-        owner = {name: random.Random(f"{seed}{name}").randrange(group.num_ranks()) for name in ours}
-        mine = {name: parameter for name, parameter in ours.items() if owner[name] == group.rank()}
-        clip_together(mine, largest, owner=owner)
+        owner = {name: random.Random(f"{seed}{name}").randrange(world.size) for name in ours}
+        mine = {name: parameter for name, parameter in ours.items() if owner[name] == world.rank}
+        clip_together(world, mine, largest, owner=owner)
         torch.nn.utils.clip_grad_norm_(theirs.values(), largest)
         bad += [(seed, name) for name, p in mine.items() if not same_bits(p.grad, theirs[name].grad)]
     return bad

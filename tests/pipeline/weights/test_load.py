@@ -385,18 +385,16 @@ def test_what_a_state_cannot_hold_is_said():
 
 def loaded_on_a_rank(plan_path, states):
     """Load one of ``states`` per rank; what is said, and whether anything changed."""
-    from penstock.pipeline.ranks import group
-
     plan = penstock.Plan.load(plan_path)
     pipe = penstock.Pipeline(model_of(), plan, loss=cross_entropy, optimizer=OPTIMIZERS["adam"], deadline=20)
     said = []
     for state in states:
         before = everything(pipe)
         try:
-            pipe.load_state_dict(state[group.rank()])
+            pipe.load_state_dict(state[pipe.rank])
             said.append("")
         except penstock.PlanError as error:
-            said.append(str(error).removeprefix(f"rank {1 - group.rank()}: "))
+            said.append(str(error).removeprefix(f"rank {1 - pipe.rank}: "))
         said.append(same(before, everything(pipe)))
     return said
 

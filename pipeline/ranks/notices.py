@@ -5,14 +5,13 @@ return. So each runs in a thread that is given a moment, and after one that got 
 
 from __future__ import annotations
 
+import datetime
 import re
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 MOMENT = 1.5
@@ -51,30 +50,50 @@ def bounded(call: Callable[[], T], *, seconds: float) -> T:
     return answers[0]
 
 
-def leave(sentence: str) -> None:
-    """Tell the other ranks why this one stops."""
-    _ask(lambda: _store().set(f"failed/{dist.get_rank()}", sentence), otherwise=None)
+class Notices:
+    """What this rank and its peers leave in the store of their group; without a store nobody is there."""
 
+    def __init__(self, store: Store | None, rank: int, size: int) -> None:
+        self.store, self.rank = store, rank
+        self.others = [other for other in range(size) if other != rank]
 
-def of_others() -> str:
-    """What ranks that failed left word of; "" if none did."""
+    def post_failure(self, sentence: str) -> None:
+        """Tell the other ranks why this one stops."""
+        self._ask(lambda store: store.set(f"failed/{self.rank}", sentence), otherwise=None)
 
-    def look() -> str:
-        store = _store()
-        keys = [f"failed/{other}" for other in _others()]
-        return "; ".join(store.get(key).decode(errors="replace") for key in keys if store.check([key]))
+    def peer_failures(self) -> str:
+        """Why other ranks stopped, as they told it; "" if none did."""
 
-    return _ask(look, otherwise="")
+        def look(store: Store) -> str:
+            keys = [f"failed/{other}" for other in self.others]
+            return "; ".join(store.get(key).decode(errors="replace") for key in keys if store.check([key]))
 
+        return self._ask(look, otherwise="")
 
-def why(error: RuntimeError) -> str:
-    """Why a wait for all ranks failed: in the words of one that failed, else who gives no sign of life."""
-    told = of_others()
-    if told:
-        return told
-    quiet = _ask(lambda: silent(_store(), f"lost/{dist.get_rank()}", "lost", _others()), otherwise=_others())
-    who = f"{ranks_named(quiet)} did not answer: " if quiet else ""
-    return f"{who}{of_gloo(error)}"
+    def why(self, error: RuntimeError) -> str:
+        """Why a wait for all failed: in the words of a rank that failed, else who gives no sign of life."""
+        if told := self.peer_failures():
+            return told
+        quiet = self._ask(
+            lambda store: silent(store, f"lost/{self.rank}", "lost", self.others), otherwise=self.others
+        )
+        who = f"{ranks_named(quiet)} did not answer: " if quiet else ""
+        return f"{who}{of_gloo(error)}"
+
+    def part(self, seconds: float) -> None:
+        """Say that nothing is left to do, and wait until all have said so."""
+        if self.store is not None:
+            self.store.set(f"left/{self.rank}", "")
+            self.store.wait([f"left/{other}" for other in self.others], datetime.timedelta(seconds=seconds))
+
+    def _ask(self, look: Callable[[Store], T], *, otherwise: T) -> T:
+        store = self.store
+        if store is None:
+            return otherwise
+        try:
+            return bounded(lambda: look(store), seconds=MOMENT)
+        except Exception:  # the store has gone with the rank that held it; the error itself travels on
+            return otherwise
 
 
 def silent(store: Store, sign: str, kind: str, others: Collection[int]) -> list[int]:
@@ -97,18 +116,3 @@ def ranks_named(ranks: Sequence[int]) -> str:
 def of_gloo(error: BaseException) -> str:
     """What gloo says of a failed transfer, less its source line and its advice."""
     return re.sub(r"^\[[^]]*\] ", "", str(error)).split(". ")[0]
-
-
-def _ask(look: Callable[[], T], *, otherwise: T) -> T:
-    try:
-        return bounded(look, seconds=MOMENT)
-    except Exception:  # the store has gone with the rank that held it; the error itself travels on
-        return otherwise
-
-
-def _others() -> list[int]:
-    return [other for other in range(dist.get_world_size()) if other != dist.get_rank()]
-
-
-def _store() -> Store:
-    return distributed_c10d._get_default_store()
