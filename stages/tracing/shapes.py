@@ -71,8 +71,8 @@ class Shapes:
         samples = self.traced[mode].call.samples_of(_bare(key))
         others = [size[1:] for size, *_ in key] != [size[1:] for size, *_ in self.example]
         if mode in self.scaled and not others:
+            self._refuse_other_way(mode, key)
             try:
-                self._refuse_other_way(mode, key)
                 return self.scaled[mode].at(samples)
             except PlanError as error:
                 reason = str(error)
