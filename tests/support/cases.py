@@ -88,7 +88,7 @@ def plan_of(case):
     return penstock.partition(profile, cuts=list(chosen), **settings), random_layers
 
 
-def pipeline_of(case, plan, model):
+def pipeline_of(case, plan, model, *, world=None):
     """The pipeline of a case."""
     return penstock.Pipeline(
         model,
@@ -101,6 +101,7 @@ def pipeline_of(case, plan, model):
         scaler=scaler_of(case),
         autocast=case.autocast,
         deadline=30,
+        world=world,
     )
 
 

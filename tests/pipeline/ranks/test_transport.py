@@ -41,8 +41,8 @@ def calls_of_a_step(plan_path):
     pipe, batches = rank_pipeline(plan_path)
     world, calls = pipe.world, []
     post, send = world.irecv, world.isend
-    world.irecv = lambda buffer, source, tag: calls.append(("post", source)) or post(buffer, source, tag=tag)
-    world.isend = lambda buffer, target, tag: calls.append(("send", target)) or send(buffer, target, tag=tag)
+    world.irecv = lambda tensor, source, tag: calls.append(("post", source)) or post(tensor, source, tag=tag)
+    world.isend = lambda tensor, target, tag: calls.append(("send", target)) or send(tensor, target, tag=tag)
     pipe.step(*batches[0])
     return calls
 
