@@ -30,6 +30,7 @@ from ..tracing.layer_graph import LayerGraph
 from ..tracing.layers import Layer, Parts, parts_of, run_layer
 from ..tracing.probe import Probe
 from .examples import signature_of
+from .gradients import far_gradients
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
     buffers = [memory_of(b).clone() for b in graph.twin.buffers()]
     with torch.random.fork_rng(devices=[]):
         runs = [_timed_run(graph, inputs) for _ in range(repeats + 1)][1:]
-        saved = _saved_bytes(graph, inputs)
+        saved, far = _saved_bytes(graph, inputs), far_gradients(graph, inputs)
     for buffer, before in zip(graph.twin.buffers(), buffers, strict=True):
         memory_of(buffer).copy_(before)
     owned = owned_parameters(graph)
@@ -151,7 +152,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
             )
             for number, value in enumerate(graph.train_probe.values)
         ),
-        refused=dict(graph.train_probe.refused),
+        refused=far | dict(graph.train_probe.refused),
         fingerprint=graph.fingerprint,
         input_shapes=shapes,
         input_dtypes=tuple(str(x.dtype).removeprefix("torch.") for x in inputs),

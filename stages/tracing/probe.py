@@ -179,7 +179,7 @@ def _value(recorder: Recorder, number: int, stops: Collection[tuple[int, int]], 
         refused = f"a Python value of type {type(leaf).__name__} ({recorder.names[number]}) would cross it"
     elif type(leaf) is int and leaf.bit_length() > 63:
         refused = f"an int of more than 64 bits ({recorder.names[number]}) would cross it"
-    elif tensor is not None and not _travels(tensor):
+    elif tensor is not None and not travels(tensor):
         refused = (
             f"the tensor {recorder.names[number]}, whose elements overlap or lie far apart, would cross it"
         )
@@ -203,7 +203,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride()) if tensor.layout == torch.strided else ()
 
 
-def _travels(tensor: torch.Tensor) -> bool:
+def travels(tensor: torch.Tensor) -> bool:
     """Whether a frame keeps the tensor's geometry exactly: another one picks other kernels and other bits."""
     dense = tensor.layout == torch.strided
     return dense and geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).travels

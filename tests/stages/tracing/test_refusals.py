@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import random
+import re
 from typing import Any
 
 import pytest
@@ -579,3 +580,29 @@ def test_a_parameter_that_only_training_shares_is_there_when_evaluating():
     pipe = every(model)
     pipe.step(*batches()[0])
     assert same_bits(pipe.evaluate(X), copy.deepcopy(model).eval()(X).detach())
+
+
+class Column(nn.Module):
+    """The gradient of ``first`` is one column in a hundred of a wide one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.others, self.head = nn.Linear(6, 4), nn.Linear(6, 400), nn.Linear(404, 3)
+
+    def forward(self, x):
+        column = self.first(x).unsqueeze(1)
+        return self.head(torch.cat([column, self.others(x).view(-1, 100, 4)], 1).flatten(1))
+
+
+def test_a_cut_that_such_a_gradient_would_cross_is_refused_ahead():
+    torch.manual_seed(0)
+    model, example = Column(), (torch.randn(4, 6),)
+    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
+    names = [layer.name for layer in profile.layers]
+    said = "the gradient of (first|unsqueeze), whose elements lie far apart, would cross it"
+    assert list(profile.refused) == list(range(names.index("cat")))
+    assert all(re.fullmatch(said, reason) for reason in profile.refused.values())
+    with pytest.raises(penstock.PlanError, match=said):
+        penstock.partition(profile, cuts=["others"], micro_batches=2)
+    plan = penstock.partition(profile, cuts=["cat"], micro_batches=2)
+    assert plan.cuts == ("cat",)
