@@ -54,7 +54,6 @@ GROUPS = ("model", "data", "optimizer", "scheduler")
         ({"plan": "p.json", "cuts": ["a"]}, "plan=p.json already decides the cuts"),
         ({"plan": "p.json", "program": "p.txt", "schedule": "custom"}, "drop program=p.txt"),
         ({"program": "p.txt"}, "program=p.txt is for schedule=custom, found schedule=1f1b"),
-        ({"weights": "stash"}, "weights=stash is not known; known are latest, stashed, vertical_sync"),
         ({"autocast": "float32"}, "autocast=float32 is not known; known are bfloat16, float16"),
         ({"loss_scale": "static"}, "loss_scale=static must be dynamic or a number above 0"),
         ({"loss_scale": 0}, "loss_scale=0 "),
@@ -112,7 +111,7 @@ def test_what_fits_together_is_accepted(given):
 
 def test_what_the_schema_lists_is_what_there_is():
     """The schema is read without torch, so it lists the names of its own accord."""
-    assert (schema.TIERS, schema.WEIGHTS) == (plan.TIERS, plan.WEIGHTS)
+    assert schema.TIERS == plan.TIERS
     (line,) = [line for line in (PlanConfig.__doc__ or "").splitlines() if "schedule:" in line]
     assert re.findall(r"\w+", line.partition("schedule:")[2].partition(";")[0]) == [*SCHEDULES]
     assert {*schema.TWO_A_RANK} == {name for name in SCHEDULES if layout(name) in ("loop", "vee")}
