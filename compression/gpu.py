@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import gpu_launch, gpu_words
 from .errors import CodecError
-from .frame import ALIGNMENT, CODEC_NAMES, MASKED, Header, accounts, header_bytes, header_text
+from .frame import ALIGNMENT, MASKED, Header, accounts, header_bytes, header_text
 from .geometry import contiguous, gather, resolved, scatter
 from .gpu_checks import (
     bitmap_for,
@@ -28,6 +28,7 @@ from .gpu_checks import (
 )
 from .masked import has_bitmap
 from .memory import memory, new_bytes
+from .names import CODEC_NAMES
 from .registry import codec_named
 from .unpack import check_bytes, no_memory
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .dtypes import ON_REQUEST
 from .errors import CodecError
 from .frame import aligned
 from .geometry import Words
@@ -41,6 +42,7 @@ class Scaled(ABC):
     """Blocks of 1,024 words, each divided by a scale of its own, in a byte per word."""
 
     name: str
+    dtypes = ON_REQUEST
 
     @abstractmethod
     def _scale(self, largest: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Any
 
 from ..compression.errors import ConfigError
 
-TIERS = ("device", "packed", "host")
 CASTS = ("bfloat16", "float16")
 
 TWO_A_RANK = ("interleaved", "zbv", "dualpipev")  # schedules whose ranks take two stages or more
@@ -32,10 +31,6 @@ class MemoryConfig:
     device: Any = None
     tier: str = "device"
     weights: str = "device"
-
-    def __post_init__(self) -> None:
-        one_of(TIERS, "memory.tier", self.tier)
-        one_of(TIERS, "memory.weights", self.weights)
 
 
 @dataclass

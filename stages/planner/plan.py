@@ -22,6 +22,13 @@ VERSION = 1
 TIERS = ("device", "packed", "host")
 
 
+def check_tiers(**found: str) -> None:
+    """Refuse what is no tier; ``found``: by what it is called."""
+    for name, tier in found.items():
+        if tier not in TIERS:
+            raise PlanError(f"{name} is one of {', '.join(TIERS)}, found {tier!r}; choose one of these")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStage:
     """One stage: its layers and parameters (names), and its predictions per micro-batch.
@@ -90,9 +97,7 @@ class Plan:
                 f"a plan gives each of its {self.num_stages} stages a rank, and every rank from 0 on a "
                 f"stage, found ranks {list(self.ranks)}"
             )
-        for name in ("tier", "weights_tier"):
-            if (found := getattr(self, name)) not in TIERS:
-                raise PlanError(f"{name} is one of {', '.join(TIERS)}, found {found!r}; choose one of these")
+        check_tiers(tier=self.tier, weights_tier=self.weights_tier)
         check_versions(
             schedule=self.schedule,
             weights=self.weights,
