@@ -38,7 +38,7 @@ from .runtime.engine import Engine
 from .runtime.gather import gather_flows, gather_reports, gather_spans
 from .runtime.loss import total_loss
 from .runtime.ownership import make_stages, ownership
-from .runtime.process_memory import Resident, Usage
+from .runtime.process_memory import ResidentMemory, Usage
 from .runtime.report import Report, described
 from .runtime.state import State
 from .runtime.steps import Flushed, Step, Steps
@@ -109,7 +109,7 @@ class Pipeline:
         check_plan(plan, model)
         if not model.training:
             model.train()
-        resident = Resident(model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
+        resident = ResidentMemory(model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
         graph = graph_of(model, plan, autocast)
         agree("the layers of a model", lambda: facts.of_layers(graph))
         check_layers(plan, graph)

@@ -127,3 +127,21 @@ def test_memory_that_a_person_may_look_into_is_never_freed():
     seen += [p.detach() for p in chain.model.parameters()]  # as the state after a drain
     chain.run(batches_of()[2:])
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in seen)
+
+
+def test_a_stage_alone_never_keeps_three_versions_of_double_buffered_weights():
+    policy = policy_named("double_buffered", schedule="1f1b")
+    parameter = nn.Parameter(torch.zeros(8))
+    weights = versions_of(policy, [parameter], stage=0, num_stages=1)
+    live = []
+    for batch in range(4):
+        with weights.forward(batch, batch):
+            assert parameter.unique().tolist() == [max(0, batch - 1)]
+        with weights.backward(batch):
+            pass
+        weights.done(batch)
+        weights.due()
+        with weights.update(), torch.no_grad():
+            parameter += 1
+        live.append(weights.num_live)
+    assert live == [2, 2, 2, 2]
