@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import zstandard
 
+from .dtypes import FLOATS, OTHERS
 from .errors import CodecError
 from .frame import MAX_RATIO
 from .geometry import Words
@@ -57,7 +58,7 @@ class _Zstd(threading.local):
 class BytePlane:
     """Planes of bytes, through zstd where that gains 2 %; raw where none does."""
 
-    name = "byte_plane"
+    name, dtypes = "byte_plane", FLOATS | OTHERS
 
     def __init__(self, isa: str | None = None) -> None:
         """Use the kernels of ``isa``; default: the host's best. They are built at the first use."""

@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .codec import buffer_bytes, decode, pack_into
+from .codec import CODECS, buffer_bytes, decode, pack_into
 from .frame import header_bytes
 from .pool import Pool
 
 SAMPLE_BYTES = 1 << 20
-_FLOATS = ("zero_value", "exponent", "zero_value+exponent", "byte_plane", "zero_value+byte_plane")
-_OTHERS = ("zero_value", "narrow", "byte_plane")
 
 
 class Cost(NamedTuple):
@@ -31,8 +29,8 @@ class Cost(NamedTuple):
 
 
 def candidates(dtype: torch.dtype) -> list[str]:
-    """The lossless codecs that may pay for a dtype, ``raw`` first."""
-    return ["raw", *(_FLOATS if dtype.is_floating_point else _OTHERS)]
+    """The lossless codecs that may pay for a dtype, by their own word; ``raw`` is the first."""
+    return [name for name, codec in CODECS.items() if dtype in codec.dtypes]
 
 
 def sample(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 
+from .dtypes import FLOATS
 from .errors import CodecError
 from .frame import sections
 from .geometry import Words
@@ -35,7 +36,7 @@ class Combined:
 
     def __init__(self, zero_value: ZeroValue, inner: Codec) -> None:
         """Pack by ``zero_value`` first, its values by ``inner``."""
-        self.name = f"{zero_value.name}+{inner.name}"
+        self.name, self.dtypes = f"{zero_value.name}+{inner.name}", FLOATS & inner.dtypes
         self._zero_value, self._inner = zero_value, inner
         self._values = Scratch()
 

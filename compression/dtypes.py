@@ -19,3 +19,8 @@ DTYPES: dict[int, torch.dtype] = {
     number: getattr(torch, name) for number, name in enumerate(_NAMES) if number and hasattr(torch, name)
 }
 DTYPE_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
+
+# What a codec's ``dtypes`` are made of: those on which ``codec=auto`` tries it.
+FLOATS = frozenset(dtype for dtype in DTYPES.values() if dtype.is_floating_point)
+OTHERS = frozenset(DTYPES.values()) - FLOATS
+ON_REQUEST: frozenset[torch.dtype] = frozenset()  # only where it is asked for by name

@@ -26,6 +26,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from .dtypes import FLOATS
 from .errors import CodecError
 from .frame import ALIGNMENT, BLOCK, aligned
 from .geometry import Words
@@ -78,7 +79,7 @@ def layout(num_words: int, bits: int, k: int) -> Layout:
 class Exponent:
     """Codes, remainders and tail as above for float32 and bfloat16; raw where that would not be shorter."""
 
-    name = "exponent"
+    name, dtypes = "exponent", FLOATS
 
     def __init__(self, kernels: exponent_cpu.Kernels | None = None) -> None:
         """Use ``kernels``; default: the host's best, built at the first use."""

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import names
 from .dtypes import DTYPE_NUMBERS, DTYPES
 from .errors import CodecError
 from .geometry import MAX_DIMS, MAX_SPREAD, Geometry, geometry, in_memory
@@ -38,11 +39,6 @@ BLOCK = 4096  # words per block of a zero_value payload
 NO_TENSOR = 1  # flag: this frame stands for None, as where there is no gradient
 MASKED = 2  # flag: values alone, at the set bits of a bitmap that the reader has; its checksum is the frame's
 MAX_RATIO = 4096  # bytes laid out, gaps included, per payload byte: few must not ask for a machine's memory
-# A codec's number in the header is its place here: append, never reorder.
-CODEC_NAMES = (
-    "raw", "zero_value", "zero_value+lz4", "exponent", "zero_value+exponent", "byte_plane",
-    "zero_value+byte_plane", "narrow", "bf16", "fp8", "int8",
-)  # fmt: skip
 
 _START = struct.Struct("<4sHBBBBBB")
 _FIXED_BYTES = _START.size + 4 + 16
@@ -155,7 +151,7 @@ def write_header(buffer: Tensor, header: Header) -> int:
 def header_text(header: Header) -> bytes:
     """The bytes of ``header``."""
     num_dims, number = len(header.sizes), DTYPE_NUMBERS[header.dtype] if header.dtype else 0
-    codec = CODEC_NAMES.index(header.codec)
+    codec = names.CODEC_NAMES.index(header.codec)
     flags, address, requires_grad = header.flags, header.address, header.requires_grad
     start = _START.pack(MAGIC, VERSION, codec, number, flags, num_dims, address, requires_grad)
     rest = _rest(num_dims).pack(header.payload_bytes, header.checksum, *header.sizes, *header.strides, b"")
@@ -195,13 +191,13 @@ def parse_header(text: bytes, length: int) -> Header:
     if zlib.crc32(rest, zlib.crc32(start)).to_bytes(4, "little") != crc:
         raise CodecError("the header of a frame matches its CRC32, this one does not; it was damaged")
     payload, checksum, *dims, padding = _rest(num_dims).unpack(rest)
-    unknown = codec >= len(CODEC_NAMES) or (number and number not in DTYPES) or flags > MASKED
+    unknown = codec >= len(names.CODEC_NAMES) or (number and number not in DTYPES) or flags > MASKED
     if unknown or requires_grad > 1 or bool(checksum) != (flags == MASKED) or padding.strip(b"\0"):
         found = f"codec {codec}, dtype {number}, flags {flags}, {requires_grad=}, {checksum=}"
         raise CodecError(f"a header names what this release knows, found {found}; use the sender's release")
     sizes, strides = tuple(dims[:num_dims]), tuple(dims[num_dims:])
     dtype, grad = DTYPES.get(number), bool(requires_grad)
-    header = Header(CODEC_NAMES[codec], dtype, sizes, strides, payload, flags, address, grad, checksum)
+    header = Header(names.CODEC_NAMES[codec], dtype, sizes, strides, payload, flags, address, grad, checksum)
     if length < end + payload:
         raise CodecError(f"this frame has {end + payload} bytes, found {length}; it was truncated")
     _check(header)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import gpu_launch, gpu_words
 from .errors import CodecError
-from .frame import ALIGNMENT, CODEC_NAMES, MASKED, Header, accounts, header_bytes, header_text
+from .frame import ALIGNMENT, MASKED, Header, accounts, header_bytes, header_text
 from .geometry import contiguous, gather, resolved, scatter
 from .gpu_checks import (
     bitmap_for,
@@ -28,11 +28,12 @@ from .gpu_checks import (
 )
 from .masked import has_bitmap
 from .memory import memory, new_bytes
+from .names import CODEC_NAMES
 from .registry import codec_named
 from .unpack import check_bytes, no_memory
 
 
-class Packed(NamedTuple):
+class PendingFrame(NamedTuple):
     """A payload behind room for its header, perhaps still being written."""
 
     buffer: Tensor  # uint8 on the device
@@ -96,7 +97,7 @@ def header_of(tensor: Tensor, *, requires_grad: bool = False) -> Header:
 
 def pack_on_device(
     tensor: Tensor, buffer: Tensor, *, codec: str = "zero_value", mask: Tensor | None = None
-) -> Packed:
+) -> PendingFrame:
     """Start packing ``tensor`` on the current stream, and never wait.
 
     Args:    tensor: dense in memory, its dimensions in any order.
@@ -117,7 +118,7 @@ def pack_on_device(
     return _pack(words, buffer, header_bytes(tensor.dim()), codec, tensor.dtype, mask)
 
 
-def finish(packed: Packed, header: Header) -> Tensor:
+def finish(packed: PendingFrame, header: Header) -> Tensor:
     """Wait until ``packed`` is ready and write its header, on the current stream.
 
     Args:    header: from ``header_of``.
@@ -198,7 +199,7 @@ def _laid_out(frame: Tensor, header: Header, dtype: torch.dtype, mask: Tensor | 
 
 def _pack(
     words: Tensor, buffer: Tensor, start: int, codec: str, dtype: torch.dtype, mask: Tensor | None
-) -> Packed:
+) -> PendingFrame:
     """Launch the packing of ``words`` behind the first ``start`` bytes of ``buffer``."""
     check_buffer(buffer, start + words.nbytes, words.device)
     if mask is not None:
@@ -209,4 +210,4 @@ def _pack(
         if words.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
-    return Packed(buffer, start, facts, on_host, mask is not None, ready)
+    return PendingFrame(buffer, start, facts, on_host, mask is not None, ready)

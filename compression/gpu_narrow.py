@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .frame import CODEC_NAMES
 from .gpu_launch import kernels, new_facts, no_error, options, pack_raw
 from .kernels.narrow_ir import ROW_BYTES
+from .names import CODEC_NAMES
 from .narrow import _SIGNED, _UNSIGNED, HEAD_BYTES
 
 _LOOPS = "gpu_narrow"

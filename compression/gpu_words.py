@@ -13,9 +13,9 @@ from torch import Tensor
 
 from . import gpu_narrow, gpu_zero_value
 from .errors import CodecError
-from .frame import CODEC_NAMES
 from .geometry import Words
 from .gpu_launch import at_64, empty, no_error, pack_raw, unpack_raw
+from .names import CODEC_NAMES
 from .registry import codec_named
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .frame import BLOCK, CODEC_NAMES, sections
+from .frame import BLOCK, sections
 from .gpu_launch import kernels, new_facts, no_error, options, pack_raw
+from .names import CODEC_NAMES
 from .zero_value import _LONG, _MOST, _PART
 
 # Warps of a program by the bytes of a word: 16 bytes a lane, several loads in flight.

@@ -11,6 +11,7 @@ import ctypes
 import numpy as np
 import torch
 
+from .dtypes import ON_REQUEST
 from .errors import CodecError
 from .geometry import Words
 from .raw import Packed, Raw
@@ -30,7 +31,7 @@ class Bf16:
     2**128 - 2**119 on a word becomes an infinity; infinities and zeros keep their sign, a NaN stays some NaN.
     """
 
-    name = "bf16"
+    name, dtypes = "bf16", ON_REQUEST
 
     def max_bytes(self, num_words: int, bits: int) -> int:
         """Room that ``pack`` needs, in bytes: that of the words, should they go raw."""

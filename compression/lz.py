@@ -18,6 +18,7 @@ import lz4.block
 import numpy as np
 
 from .combined import num_values_at
+from .dtypes import ON_REQUEST
 from .errors import CodecError
 from .frame import sections
 from .geometry import Words
@@ -64,6 +65,8 @@ def _at(view: memoryview) -> int:
 
 class ZeroValueLz4:
     """Bitmap and values through lz4, each where it shrinks; zero_value where neither does."""
+
+    dtypes = ON_REQUEST
 
     def __init__(self, zero_value: ZeroValue) -> None:
         """Pack by ``zero_value`` first."""

@@ -8,17 +8,17 @@ from __future__ import annotations
 from .errors import CodecError
 
 AUTO = "auto"
-LOSSLESS = (
-    "raw",
-    "zero_value",
-    "zero_value+lz4",
-    "exponent",
-    "zero_value+exponent",
-    "byte_plane",
-    "zero_value+byte_plane",
-    "narrow",
-)
+# A codec's number in a frame's header is its place here, for ever: append, never reorder.
+CODEC_NAMES = (
+    "raw", "zero_value", "zero_value+lz4", "exponent", "zero_value+exponent", "byte_plane",
+    "zero_value+byte_plane", "narrow", "bf16", "fp8", "int8",
+)  # fmt: skip
 LOSSY = ("bf16", "fp8", "int8")
+
+
+def lossless() -> tuple[str, ...]:
+    """The names of the codecs that lose nothing."""
+    return tuple(name for name in CODEC_NAMES if name not in LOSSY)
 
 
 def check_name(codec: object, *, auto: bool = True) -> None:
@@ -26,7 +26,7 @@ def check_name(codec: object, *, auto: bool = True) -> None:
 
     Raises: CodecError: the message lists the names.
     """
-    known = (*((AUTO,) if auto else ()), *LOSSLESS)
+    known = (*((AUTO,) if auto else ()), *lossless())
     if codec not in (*known, *LOSSY):
         listed = f"{', '.join(known)}, or lossy: {', '.join(LOSSY)}"
         raise CodecError(f"codec is one of {listed}, found {codec!r}; choose one of these")

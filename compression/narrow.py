@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import torch
 
+from .dtypes import OTHERS
 from .errors import CodecError
 from .geometry import Words
 from .kernels import loops
@@ -45,7 +46,7 @@ def _payload_bytes(num_words: int, bits: int, width: int) -> int:
 class Narrow:
     """Integers and booleans in the fewest bits; all else, and what would not shrink, goes raw."""
 
-    name = "narrow"
+    name, dtypes = "narrow", OTHERS
 
     def __init__(self, isa: str | None = None) -> None:
         """Use the kernels of ``isa``; default: the host's best. They are built at the first use."""

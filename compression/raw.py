@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple, Protocol
 
+import torch
+
+from .dtypes import FLOATS, OTHERS
 from .geometry import Words
 
 
@@ -19,6 +22,8 @@ class Codec(Protocol):
     """One way to write words; addresses are integers."""
 
     name: str
+    dtypes: frozenset[torch.dtype]
+    """Those on which ``codec=auto`` tries it; it may be asked for any by name."""
 
     def max_bytes(self, num_words: int, bits: int) -> int:
         """Room that ``pack`` needs at ``out``, in bytes."""
@@ -40,7 +45,7 @@ class Codec(Protocol):
 class Raw:
     """The words as they are."""
 
-    name = "raw"
+    name, dtypes = "raw", FLOATS | OTHERS
 
     def max_bytes(self, num_words: int, bits: int) -> int:
         """Room that ``pack`` needs, in bytes."""

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .dtypes import ON_REQUEST
 from .errors import CodecError
 from .frame import aligned
 from .geometry import Words
@@ -37,10 +38,11 @@ def chunks(words: Words) -> Iterator[tuple[slice, slice]]:
         yield slice(first, end), slice(first * words.bits // 8, end * words.bits // 8)
 
 
-class Scaled(ABC):
+class ScaledBlocks(ABC):
     """Blocks of 1,024 words, each divided by a scale of its own, in a byte per word."""
 
     name: str
+    dtypes = ON_REQUEST
 
     @abstractmethod
     def _scale(self, largest: Tensor) -> Tensor:
@@ -48,7 +50,7 @@ class Scaled(ABC):
 
     @abstractmethod
     def _coded(self, scaled: Tensor) -> Tensor:
-        """Scaled words as one byte each."""
+        """ScaledBlocks words as one byte each."""
 
     @abstractmethod
     def _decoded(self, codes: Tensor) -> Tensor:
@@ -115,7 +117,7 @@ class Scaled(ABC):
             end += length
 
 
-class Fp8(Scaled):
+class Fp8(ScaledBlocks):
     """Floats of 16 to 64 bits as float8_e4m3fn, 1,024 words to a scale.
 
     The scale is the least power of two from 2**-126 on that brings the block's largest word to at most 448.
@@ -138,7 +140,7 @@ class Fp8(Scaled):
         return codes.view(torch.float8_e4m3fn).float()
 
 
-class Int8(Scaled):
+class Int8(ScaledBlocks):
     """Floats of 16 to 64 bits as integers from -127 to 127, 1,024 words to a scale.
 
     The scale is the block's largest word divided by 127, in float32, and at least 2**-126.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 
+from .dtypes import FLOATS, OTHERS
 from .errors import CodecError
 from .frame import BLOCK, Sections, sections
 from .geometry import Words
@@ -26,7 +27,7 @@ _MASK_BYTES = BLOCK // 8
 class ZeroValue:
     """Bitmap, offsets and values as laid out in ``frame``; raw where that would not be shorter."""
 
-    name = "zero_value"
+    name, dtypes = "zero_value", FLOATS | OTHERS
 
     def __init__(self, kernels: cpu.Kernels | None = None) -> None:
         """Use ``kernels``; default: the host's best, built at the first use."""

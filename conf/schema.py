@@ -13,8 +13,6 @@ from typing import Any
 
 from ..compression.errors import ConfigError
 
-TIERS = ("device", "packed", "host")
-WEIGHTS = ("latest", "stashed", "vertical_sync", "double_buffered")
 CASTS = ("bfloat16", "float16")
 
 TWO_A_RANK = ("interleaved", "zbv", "dualpipev")  # schedules whose ranks take two stages or more
@@ -33,10 +31,6 @@ class MemoryConfig:
     device: Any = None
     tier: str = "device"
     weights: str = "device"
-
-    def __post_init__(self) -> None:
-        one_of(TIERS, "memory.tier", self.tier)
-        one_of(TIERS, "memory.weights", self.weights)
 
 
 @dataclass
@@ -117,7 +111,6 @@ class PlanConfig:
             )
         if self.device != "cpu":
             raise ConfigError(f"device={self.device} is not known; Penstock computes on device=cpu so far")
-        one_of(WEIGHTS, "weights", self.weights)
         if self.program is not None and self.schedule != "custom":
             raise ConfigError(
                 f"program={self.program} is for schedule=custom, found schedule={self.schedule}; drop either"

@@ -39,7 +39,7 @@ from .runtime.engine import Engine
 from .runtime.gather import gather_flows, gather_reports, gather_spans
 from .runtime.loss import total_loss
 from .runtime.ownership import Ownership, make_stages, ownership
-from .runtime.process_memory import Resident, Usage
+from .runtime.process_memory import ResidentMemory, Usage
 from .runtime.report import Report, described
 from .runtime.state import State
 from .runtime.steps import Flushed, Step, Steps
@@ -115,7 +115,7 @@ class Pipeline:
             check_gradients()
             check_plan(plan, model, self.world)
             self.weight, self.num_steps = weight, 0
-            resident = Resident(model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
+            resident = ResidentMemory(model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
             own = self._cut(model, autocast)
             self.update = Update(
                 world=self.world,

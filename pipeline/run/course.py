@@ -58,12 +58,12 @@ def check_batches(config: TrainConfig, plan: Plan, samples: Samples) -> None:
     Every other batch has as many samples as micro-batches at least, and so as many as stages.
     Raises: ConfigError: it has fewer samples than there are stages.
     """
-    if plan.weights != "double_buffered" or config.data.get("drop_last", True):
+    if not (plan.policy.rule and plan.policy.rule.per_batch) or config.data.get("drop_last", True):
         return
     rest = samples.num_samples("train") % config.batch_size
     if 0 < rest < plan.num_stages:
         raise ConfigError(
-            "weights=double_buffered needs at least as many samples in a batch as there are stages, "
+            f"weights={plan.weights} needs at least as many samples in a batch as there are stages, "
             f"{plan.num_stages}, found data.drop_last=false, whose last batch has {rest}; choose another "
             f"batch_size than {config.batch_size}"
         )

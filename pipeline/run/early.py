@@ -15,7 +15,7 @@ from ...compression.names import check_name
 from ...conf import groups
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.planner.placement import layout, placed, placement
-from ...stages.planner.plan import Plan
+from ...stages.planner.plan import Plan, check_tiers
 from ...stages.planner.rules import check_versions
 from ...stages.units import parse_bytes, parse_rate
 from ..ranks.launch import check_ranks
@@ -41,6 +41,7 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
         check_ranks(config.ranks)
     _check_schedule(config, () if given else program(config.program))
     check_name(config.codec)
+    check_tiers(**{"memory.tier": config.memory.tier, "memory.weights": config.memory.weights})
     if config.link is not None:
         parse_rate(config.link)
     if config.memory.device is not None:

@@ -16,11 +16,10 @@ from ...compression.names import AUTO
 from ...stages.memory.keeper import STORES
 from ...stages.planner.measure import owned_parameters
 from ...stages.planner.plan import Plan
-from ...stages.planner.rules import STREAM
 from ...stages.stage.stage import Stage
 from ...stages.tracing.aliases import said
 from ...stages.tracing.graph import LayerGraph
-from ...stages.weights.policies import weights_named
+from ...stages.weights.stashing import versions_of
 from ..ranks.world import World
 from ..weights.optimizers import Named
 from .steps import Steps
@@ -93,15 +92,7 @@ def make_stages(
             autocast=autocast,
             store=None if plan.tier == "device" else STORES[plan.tier](),
             codec=plan.codec if plan.codec in CODECS else AUTO,  # lossy ones lose on the wire only
-            weights=weights_named(
-                plan.weights,
-                parameters=parameters,
-                stage=index,
-                num_stages=plan.num_stages,
-                asynchronous=plan.schedule == STREAM,
-                prediction=plan.prediction,
-                tier=plan.weights_tier,
-            ),
+            weights=versions_of(plan.policy, parameters, stage=index, num_stages=plan.num_stages),
             weights_first=plan.weights_first,
         )
         for index, parameters in own.tensors.items()

@@ -21,7 +21,7 @@ from .report import StageReport
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-class Resident:
+class ResidentMemory:
     """The most memory of this process since ``begin``, above what it had without ``model_bytes``.
 
     Linux tells it as VmHWM and lets it start anew; elsewhere it is the most since the process began."""
@@ -51,7 +51,7 @@ class Usage:
         parameters: Mapping[int, Sequence[torch.Tensor]],
         optimizers: Mapping[int, Optimizer],
         *,
-        resident: Resident,
+        resident: ResidentMemory,
     ) -> None:
         self.plan, self.parameters, self.optimizers, self.resident = plan, parameters, optimizers, resident
         self.live = dict.fromkeys(parameters, 0)

@@ -98,7 +98,8 @@ class Stream:
         """Refuse now what a batch of these micro-batches would be refused for."""
         self._check(len(inputs))
         records, routed = self.steps.routed("train", inputs)
-        if self.plan.weights == "latest":
+        rule = self.plan.policy.rule
+        if rule and not rule.delay:
             _check_tied(records[0], routed[0])
         self._open_windows(routed)
 
@@ -157,7 +158,7 @@ class Stream:
     def _check(self, number: int) -> None:
         if not self.fed.each and number < self.plan.num_stages:
             raise PlanError(
-                "weights=double_buffered takes at least as many micro-batches in a batch as there are "
+                f"weights={self.plan.weights} takes at least as many micro-batches in a batch as there are "
                 f"stages, found {number} for {self.plan.num_stages}; make batches larger, or drop the last "
                 "of an epoch"
             )

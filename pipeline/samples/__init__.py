@@ -1,18 +1,21 @@
-"""The data sets by name; a user's own is any callable that returns a ``Samples``."""
+"""The data sets by name; a user's own is any callable that returns a ``Samples``.
+
+Names are resolved when they are asked for: ``sources.py`` refuses missing files before torch is imported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from . import digits, fake, fashion_mnist, image_folder, text
-from .samples import Description, Samples
+if TYPE_CHECKING:
+    from .samples import Description as Description
+    from .samples import Samples as Samples
 
-__all__ = ["SAMPLES", "Description", "Samples"]
+__all__ = ["Description", "Samples"]
 
-SAMPLES: dict[str, Callable[..., Samples]] = {
-    "digits": digits.load,
-    "fake": fake.load,
-    "fashion_mnist": fashion_mnist.load,
-    "image_folder": image_folder.load,
-    "text": text.load,
-}
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import samples
+
+    return getattr(samples, name)

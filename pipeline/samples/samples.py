@@ -34,7 +34,7 @@ class Description:
     vocabulary: str = ""
 
 
-class Table(Protocol):
+class SampleTable(Protocol):
     """One split: any map-style torch ``Dataset``; ``table[index]`` is (input, target)."""
 
     def __len__(self) -> int: ...
@@ -60,8 +60,8 @@ class Samples:
         notes: what a person is told of them when a run begins, a sentence each.
     """
 
-    train: Table | BatchTable
-    test: Table | BatchTable | None
+    train: SampleTable | BatchTable
+    test: SampleTable | BatchTable | None
     describe: Description
     notes: tuple[str, ...] = ()
 
@@ -111,7 +111,7 @@ class Samples:
         for indices in order.split(batch_size)[:num_batches]:
             yield _batch(table, indices)
 
-    def _table(self, split: str) -> Table | BatchTable:
+    def _table(self, split: str) -> SampleTable | BatchTable:
         if split not in ("train", "test"):
             raise ConfigError(f"{split!r} is not a split; known are train, test")
         table = self.train if split == "train" else self.test
@@ -128,7 +128,7 @@ def _order(num_samples: int, *, seed: int, epoch: int) -> Tensor:
     )
 
 
-def _batch(table: Table | BatchTable, indices: Tensor) -> tuple[Any, Tensor]:
+def _batch(table: SampleTable | BatchTable, indices: Tensor) -> tuple[Any, Tensor]:
     if isinstance(table, BatchTable):
         return table.batch(indices)
     inputs, targets = default_collate([table[index] for index in indices.tolist()])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from ...stages.weights.policies import rule_named
 from .instruction import Instruction, Op
 
 Programs = Sequence[Sequence[Instruction]]
@@ -55,19 +56,16 @@ def live_versions(
     """The most versions of its weights that a stage keeps at once, the newest among them.
 
     A version is kept from the update that made it to the last backward that needs it. ``weights`` is a policy
-    of a plan; ``micro_batches`` are those of one update under ``double_buffered``. Programs start at a drain.
+    of a plan; ``micro_batches`` are those of one update where a batch makes one. Programs start at a drain.
     """
     stages = stages_of(programs)
-    counted = {stage: _versions(program) for stage, program in stages.items()}
-    needs = {
-        "latest": lambda stage: {},
-        "stashed": lambda stage: counted[stage],
-        "vertical_sync": lambda stage: {m: max(0, m - len(stages) + 1) for m in counted[stage]},
-        "double_buffered": lambda stage: {
-            m: max(0, m // (micro_batches or len(counted[stage])) - 1) for m in counted[stage]
-        },
-    }[weights]
-    return tuple(_most_versions(program, needs(stage)) for stage, program in stages.items())
+    rule, found = rule_named(weights), []
+    for stage, program in stages.items():
+        newest = _versions(program)
+        in_update = (micro_batches or len(newest)) if rule.per_batch else 1
+        needs = {m: rule.version(m // in_update, stage, len(stages)) for m in newest if rule.delay}
+        found.append(_most_versions(program, {m: min(newest[m], version) for m, version in needs.items()}))
+    return tuple(found)
 
 
 def _versions(program: Sequence[Instruction]) -> dict[int, int]:

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...stages.weights.policies import Weights
+from ...stages.weights.versions import WeightVersions
 from ..ranks.world import World
 from .clip import clip_together
 from .entries import Entries
@@ -43,7 +43,7 @@ class Update:
         world: World,
         parameters: Mapping[int, Named],
         owner: Mapping[str, int],
-        weights: Mapping[int, Weights],
+        weights: Mapping[int, WeightVersions],
         optimizer: Make,
         scheduler: Callable[[Optimizer], LRScheduler] | None,
         clip: float | None,

@@ -29,7 +29,7 @@ def codecs(config: BenchCodecsConfig, typed: Sequence[str] = ()) -> None:
     early.check(config, typed)
     _known("classes", config.classes, CLASSES)
     _known("dtypes", config.dtypes, DTYPES)
-    _known("codecs", config.codecs or (), (*names.LOSSLESS, *PEERS))
+    _known("codecs", config.codecs or (), (*names.lossless(), *PEERS))
     for size in config.sizes:
         parse_bytes(size, name="sizes")
 

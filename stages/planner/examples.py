@@ -10,7 +10,7 @@ from torch import nn
 
 from ...compression.errors import PlanError
 from ..tracing.capture.call import Call, Constant, Example
-from ..tracing.capture.signature import HIGHEST, Place, Signature, form_of
+from ..tracing.capture.signature import HIGHEST, ArgumentPlace, Signature, form_of
 from ..tracing.graph import trace
 from ..tracing.layer_graph import LayerGraph
 from ..tracing.remembered import recalled
@@ -20,7 +20,7 @@ from .plan import Plan
 def signature_of(call: Call, tensors: Sequence[torch.Tensor]) -> Signature:
     """How a model was called with these tensors."""
     ranges = [_range(tensor) for tensor in tensors]
-    places: Any = [Place(i) for i in range(len(tensors))]
+    places: Any = [ArgumentPlace(i) for i in range(len(tensors))]
     return Signature(
         form=form_of(call.arguments(places)),
         names=call.names,

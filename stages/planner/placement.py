@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from ...compression.errors import PlanError
+from ..weights.policies import rule_named
 
 # neighbours   rank 0: 0 1   rank 1: 2 3    the planner chooses where a rank ends
 # loop         rank 0: 0 2   rank 1: 1 3
@@ -96,8 +97,7 @@ def in_flight(
 
 def old_versions(weights: str, stage: int, *, stages: int) -> int:
     """Versions of a stage's weights that are kept beside the newest one, at most."""
-    old = {"stashed": stages - 1 - stage, "vertical_sync": stages - 1, "double_buffered": 1}
-    return old.get(weights, 0)
+    return rule_named(weights).old_versions(stage, stages)
 
 
 def rounds(micro_batches: int, ranks: int) -> list[int]:

@@ -14,12 +14,19 @@ from ..files import save_json
 from ..record import load_json, read, shortened
 from ..tracing.capture.signature import Signature
 from ..units import show_bytes, show_count, show_rate, show_seconds
+from ..weights.policies import WeightPolicy, policy_named
 from .asked import Asked
 from .rules import check_versions, streams
 
 VERSION = 1
 TIERS = ("device", "packed", "host")
-WEIGHTS = ("latest", "stashed", "vertical_sync", "double_buffered")
+
+
+def check_tiers(**found: str) -> None:
+    """Refuse what is no tier; ``found``: by what it is called."""
+    for name, tier in found.items():
+        if tier not in TIERS:
+            raise PlanError(f"{name} is one of {', '.join(TIERS)}, found {tier!r}; choose one of these")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +54,7 @@ class Plan:
     """What ``partition`` decides and ``Pipeline`` runs; ``ranks`` holds the rank of each stage.
 
     ``tier``: where saved tensors wait for their backward (``TIERS``).
-    ``weights``: which version of the weights a micro-batch sees (``WEIGHTS``); ``weights_tier``: where a
+    ``weights``: which version of the weights a micro-batch sees (``POLICIES``); ``weights_tier``: where a
     version that no instruction reads right now waits (``TIERS``); ``prediction``: forwards run with the
     weights as they are expected to be at the backward; ``weights_first``: in a backward a layer's weight
     gradient comes before the gradient of its input. ``program``: a custom schedule, a line for each rank.
@@ -90,9 +97,7 @@ class Plan:
                 f"a plan gives each of its {self.num_stages} stages a rank, and every rank from 0 on a "
                 f"stage, found ranks {list(self.ranks)}"
             )
-        for name, known in (("tier", TIERS), ("weights_tier", TIERS), ("weights", WEIGHTS)):
-            if (found := getattr(self, name)) not in known:
-                raise PlanError(f"{name} is one of {', '.join(known)}, found {found!r}; choose one of these")
+        check_tiers(tier=self.tier, weights_tier=self.weights_tier)
         check_versions(
             schedule=self.schedule,
             weights=self.weights,
@@ -123,6 +128,13 @@ class Plan:
     def num_ranks(self) -> int:
         """Number of processes the plan is made for."""
         return max(self.ranks) + 1
+
+    @property
+    def policy(self) -> WeightPolicy:
+        """What a stage does with its weights."""
+        return policy_named(
+            self.weights, schedule=self.schedule, prediction=self.prediction, tier=self.weights_tier
+        )
 
     @property
     def streams(self) -> bool:

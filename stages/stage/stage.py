@@ -21,7 +21,7 @@ from ..memory.saved import Resident, Saved
 from ..memory.store import Store
 from ..tracing.layers import Layer, Traced, casting, parts_of, run_output
 from ..tracing.probe import Probe
-from ..weights.policies import Latest, Weights
+from ..weights.versions import WeightVersions
 from .backward import Split, run
 from .frozen import Frozen
 from .receive import Receive
@@ -47,7 +47,7 @@ class Stage:
         autocast: torch.dtype | None = None,
         store: Store | None = None,
         codec: str = "raw",
-        weights: Weights | None = None,
+        weights: WeightVersions | None = None,
         weights_first: bool = False,
     ) -> None:
         """``store`` keeps saved tensors until their backward, packed with ``codec``; None: nothing does.
@@ -65,7 +65,7 @@ class Stage:
         self.anchor = torch.zeros((), requires_grad=True)
         self.autocast, self.weights_first = autocast, weights_first
         self.running: dict[int, Running] = {}
-        self.weights: Weights = weights or Latest()
+        self.weights = weights or WeightVersions()
         self.saved: Saved | Resident = Resident()
         if store is not None:
             self.saved = Saved(
@@ -143,7 +143,7 @@ class Stage:
     def _as_it_is(self, parameter: torch.Tensor) -> torch.Tensor:
         """A tied parameter to send: behind the forward, another version may be in its place, or its memory
         gone."""
-        if isinstance(self.weights, Latest):
+        if not self.weights.moves:
             return parameter
         return parameter.detach().clone().requires_grad_(parameter.requires_grad)
 

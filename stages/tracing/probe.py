@@ -17,7 +17,7 @@ from torch import fx, nn
 from ...compression.errors import PlanError
 from ...compression.geometry import geometry
 from .layers import Layer, Parts, Traced, is_local, run_layer
-from .probe_record import Outputs, Recorder
+from .probe_record import Outputs, ProbeRecorder
 from .proof import zeros_that_stop
 from .reached import edges_of, leads, reached
 from .unseen import Contents
@@ -77,7 +77,7 @@ class Probe:
 
 def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe:
     """Run ``traced`` once on ``inputs`` (both are written to: pass copies) and record what happens."""
-    recorder, samples = Recorder(), traced.call.samples_of(inputs)
+    recorder, samples = ProbeRecorder(), traced.call.samples_of(inputs)
     env: dict[fx.Node, Any] = dict(zip(traced.inputs, inputs, strict=True))
     for node, tensor in env.items():
         recorder.add(node, -1, tensor)
@@ -107,7 +107,7 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
 
 
 def _record_layer(
-    recorder: Recorder, layer: Layer, index: int, env: dict[fx.Node, Any], parts: Parts, samples: int
+    recorder: ProbeRecorder, layer: Layer, index: int, env: dict[fx.Node, Any], parts: Parts, samples: int
 ) -> None:
     read = list(recorder.reads(layer.node, [source for _, source in layer.lifted]))
     tensors = [t for i in read if isinstance(t := recorder.objects[i], torch.Tensor)]
@@ -159,7 +159,7 @@ def _local(node: fx.Node, parts: Parts) -> dict[str, torch.Tensor]:
     return {str(n.target): parts.tensors[str(n.target)] for n in node.all_input_nodes if is_local(n)}
 
 
-def _refuse_written_constants(recorder: Recorder, layer: Layer, traced: Traced, parts: Parts) -> None:
+def _refuse_written_constants(recorder: ProbeRecorder, layer: Layer, traced: Traced, parts: Parts) -> None:
     """A tensor made in forward was made once, while tracing: what a layer writes to it would stay for
     ever."""
     for name, tensor in _local(layer.node, parts).items():
@@ -170,7 +170,7 @@ def _refuse_written_constants(recorder: Recorder, layer: Layer, traced: Traced, 
             )
 
 
-def _value(recorder: Recorder, number: int, stops: Collection[tuple[int, int]], last: int) -> Value:
+def _value(recorder: ProbeRecorder, number: int, stops: Collection[tuple[int, int]], last: int) -> Value:
     leaf = recorder.objects[number]
     tensor = leaf if isinstance(leaf, torch.Tensor) else None
     refused = ""
@@ -220,7 +220,7 @@ def _alive(values: Sequence[Value], cuts: int) -> Iterator[list[int]]:
         yield alive
 
 
-def _refusal(recorder: Recorder, record: Probe, cut: int, alive: Sequence[int]) -> str:
+def _refusal(recorder: ProbeRecorder, record: Probe, cut: int, alive: Sequence[int]) -> str:
     """Why the model must not be cut behind layer ``cut``, where ``alive`` cross; "" if it may."""
     for number in alive:
         if record.values[number].refused:

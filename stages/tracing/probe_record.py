@@ -25,7 +25,7 @@ class Outputs:
 Leads = Mapping[int, Collection[int]]  # from values that a layer made to those that it read
 
 
-class Recorder:
+class ProbeRecorder:
     """Gathers values by object identity; keeps every object, so that no identity is used twice."""
 
     def __init__(self) -> None:

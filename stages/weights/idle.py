@@ -18,43 +18,16 @@ from ..memory.store import Fresh, Store
 
 
 class Version:
-    """The values of all parameters after ``number`` updates, on the device for as long as it is kept.
+    """The values of all parameters after ``number`` updates; it never changes, so it is packed once.
 
+    Without a ``store`` it stays on the device; with one, the tensors that shrink there wait there as frames.
     ``tensors`` is empty while they are the parameters' own; ``ours``: nobody else looks into their memory."""
 
-    def __init__(self, number: int, tensors: Iterable[Tensor] = (), *, ours: bool = True) -> None:
+    def __init__(
+        self, number: int, tensors: Iterable[Tensor] = (), *, ours: bool = True, store: Store | None
+    ) -> None:
         """Begin in place, or with ``tensors``."""
         self.number, self.tensors, self.ours = number, list(tensors), ours
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that it takes now."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    def leave(self) -> None:
-        """No instruction reads it for a while."""
-
-    def fetch(self) -> None:
-        """One will soon."""
-
-    def bring(self) -> None:
-        """One does."""
-
-    def drop(self) -> list[Tensor]:
-        """None will ever again; returns tensors whose memory may be written anew."""
-        return self.tensors if self.ours else []
-
-
-class Idle(Version):
-    """A version that waits in a store, but for tensors that do not shrink there.
-
-    It is packed once, since it never changes; only its frames stay meanwhile."""
-
-    def __init__(
-        self, number: int, tensors: Iterable[Tensor] = (), *, ours: bool = True, store: Store
-    ) -> None:
-        """Wait in ``store``."""
-        super().__init__(number, tensors, ours=ours)
         self.store, self._fresh = store, Fresh()
         self._frames: dict[int, tuple[object, int]] = {}  # by place in tensors: key and bytes
         self._packed = self._away = False
@@ -62,53 +35,52 @@ class Idle(Version):
     @property
     def num_bytes(self) -> int:
         """Bytes of its frames, and of the tensors that are in memory."""
-        here = sum(tensor.untyped_storage().nbytes() for i, tensor in enumerate(self.tensors) if self._own(i))
-        here += sum(tensor.nbytes for i, tensor in enumerate(self.tensors) if not self._own(i))
-        return here + sum(num_bytes for _, num_bytes in self._frames.values())
+        here = (t.untyped_storage().nbytes() if self._own(t) else t.nbytes for t in self.tensors)
+        return sum(here) + sum(num_bytes for _, num_bytes in self._frames.values())
 
     def leave(self) -> None:
-        """Pack what shrinks, the first time, and free its memory."""
-        if not self._packed:
+        """No instruction reads it for a while: pack what shrinks, the first time, and free its memory."""
+        if not self._packed and self.store is not None:
             self._packed = True
-            for place in range(len(self.tensors)):
-                self._pack(place)
+            for place, tensor in enumerate(self.tensors):
+                self._pack(place, tensor, self.store)
         for place in self._frames:
             self.tensors[place].untyped_storage().resize_(0)
         self._away = True
 
     def fetch(self) -> None:
-        """Begin to bring the frames back to the device."""
-        if self._away:
+        """An instruction reads it soon: begin to bring the frames back to the device."""
+        if self._away and self.store is not None:
             for key, _ in self._frames.values():
                 self.store.fetch(key)
 
     def bring(self) -> None:
-        """Fill the memory again, under all views of it."""
-        if not self._away:
-            return
-        for place, (key, _) in self._frames.items():
-            _fill(self.tensors[place], self.store.get(key))
+        """An instruction reads it now: fill the memory again, under all views of it."""
+        if self._away and self.store is not None:
+            for place, (key, _) in self._frames.items():
+                _fill(self.tensors[place], self.store.get(key))
         self._away = False
 
     def drop(self) -> list[Tensor]:
-        """Forget the frames; the memory is gone already."""
+        """Nothing reads it again: forget the frames; returns tensors whose memory may be written anew."""
+        if self.store is None:
+            return self.tensors if self.ours else []
         for key, _ in self._frames.values():
             self.store.drop(key)
         self._frames.clear()
         return []
 
-    def _own(self, place: int) -> bool:
+    def _own(self, tensor: Tensor) -> bool:
         """Whether a tensor is all of its memory, which nobody else knows."""
-        return self.ours and self.tensors[place].untyped_storage().resizable()
+        return self.ours and tensor.untyped_storage().resizable()
 
-    def _pack(self, place: int) -> None:
-        tensor = self.tensors[place]
-        if not self._own(place):
+    def _pack(self, place: int, tensor: Tensor, store: Store) -> None:
+        if not self._own(tensor):
             return
         frame = encode(_flat(tensor), FOR_SAVED)
-        if frame.numel() < tensor.untyped_storage().nbytes() or self.store.takes_away(tensor.device):
+        if frame.numel() < tensor.untyped_storage().nbytes() or store.takes_away(tensor.device):
             self._frames[place] = object(), frame.numel()
-            self.store.put(self._frames[place][0], Frame(frame, frame.numel(), self._fresh))
+            store.put(self._frames[place][0], Frame(frame, frame.numel(), self._fresh))
 
 
 def copy_of(tensor: Tensor) -> Tensor:

@@ -1,142 +1,97 @@
-"""Which weights a micro-batch sees: the protocol, the policy that does nothing, and the table of all.
+"""The policies of the weights: which version of its weights a micro-batch sees, as values in one table.
 
-Layers run inside ``forward`` of their micro-batch, its backward inside ``backward``, an optimizer inside
-``update``: what lies between two of them is the business of these policies. Buffers (the running statistics
-of BatchNorm) have no versions: forwards write them, and every schedule runs those in ascending order.
+A policy is a version rule (a row of ``POLICIES``), a predictor or none, and a tier where idle versions wait.
+The rows say which schedule they suit as well, so nothing here imports torch: what does not fit is refused
+before anybody waits for it. ``versions.py`` and ``stashing.py`` do what a policy says.
 Source: claims A4 and A5 of CN115016937A (a node keeps several versions of the weights)."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable
-from typing import Protocol
-
-import torch
-from torch.optim import Optimizer
+import dataclasses
+from collections.abc import Callable
 
 from ...compression.errors import PlanError
-from .double_buffered import DoubleBuffered
-from .prediction import PredictedOverwritten, PredictedStashed
-from .versions import Overwritten, Stashed, VerticalSync
+
+STREAM = "async_1f1b"  # no flush: every micro-batch is an update of its own
 
 
-class Weights(Protocol):
-    """The versions of one stage's parameters; ``batch`` counts the batches fed since the last drain."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRule:
+    """Which version a forward and its backward run with, as a closed form over the order of a schedule.
 
-    @property
-    def num_live(self) -> int:
-        """Distinct versions that are kept now, the newest among them."""
-        ...
+    Micro-batch u (batch u, if ``per_batch``) runs with the weights after max(0, u - ``delay``) updates.
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of what is kept beside the parameters themselves, which are the newest version."""
-        ...
+    Args:    schedule: the schedule in whose order versions change between a forward and its backward.
+             delay: from a stage and the number of stages to updates, never fewer than the schedule leaves
+             between a forward and its backward; None for no stashing: the newest weights in each of both.
+             per_batch: whether an update takes the gradients of a batch, else of one micro-batch.
+             predicts: whether the rule may run with predicted weights."""
 
-    def bind(self, optimizer: Optimizer) -> None:
-        """Tell of the optimizer of these parameters; PlanError if it should be predicted and cannot be."""
-        ...
+    schedule: str = STREAM
+    delay: Callable[[int, int], int] | None
+    per_batch: bool = False
+    predicts: bool = False
 
-    def forward(self, micro_batch: int, batch: int) -> contextlib.AbstractContextManager[None]:
-        """The block in which the layers of ``micro_batch`` run, with its weights in place."""
-        ...
+    def old_versions(self, stage: int, stages: int) -> int:
+        """Versions of a stage's weights that are kept beside the newest one, at most."""
+        return self.delay(stage, stages) if self.delay else 0
 
-    def backward(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
-        """The block in which its B, or its I or W, runs; the gradients of its batch gather in ``.grad``."""
-        ...
-
-    def fetch(self, micro_batch: int) -> None:
-        """Ahead of ``backward``: begin to bring back the version it needs."""
-        ...
-
-    def done(self, micro_batch: int) -> None:
-        """Nothing needs the weights of ``micro_batch`` any more: after its B or W."""
-        ...
-
-    def due(self) -> None:
-        """Ahead of ``update``, on all stages: put the gradients of the oldest whole batch into ``.grad``."""
-        ...
-
-    def update(self) -> contextlib.AbstractContextManager[None]:
-        """The block in which an optimizer writes the parameters: versions still needed are kept first.
-
-        Behind it ``.grad`` holds what the next batch has gathered so far, None where that is nothing (the
-        policy of synchronous schedules leaves it alone)."""
-        ...
-
-    def drained(self) -> None:
-        """Nothing is in flight: count micro-batches, batches and updates from 0 again."""
-        ...
+    def version(self, update: int, stage: int, stages: int) -> int:
+        """How many updates the weights have seen with which micro-batch or batch number ``update`` runs."""
+        return max(0, update - self.old_versions(stage, stages))
 
 
-class Latest:
-    """One version, of which a synchronous schedule reads nothing while it is updated: nothing to do."""
-
-    num_live, num_bytes = 1, 0
-
-    def bind(self, optimizer: Optimizer) -> None:
-        """Nothing is predicted."""
-
-    def forward(self, micro_batch: int, batch: int) -> contextlib.AbstractContextManager[None]:
-        """The weights as they are."""
-        return contextlib.nullcontext()
-
-    def backward(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
-        """The weights as they are."""
-        return contextlib.nullcontext()
-
-    def fetch(self, micro_batch: int) -> None:
-        """They are here."""
-
-    def done(self, micro_batch: int) -> None:
-        """They stay."""
-
-    def due(self) -> None:
-        """All gradients are those of the step."""
-
-    def update(self) -> contextlib.AbstractContextManager[None]:
-        """In place."""
-        return contextlib.nullcontext()
-
-    def drained(self) -> None:
-        """Nothing is counted."""
-
-
-POLICIES = {
-    "latest": Overwritten,
-    "stashed": Stashed,
-    "vertical_sync": VerticalSync,
-    "double_buffered": DoubleBuffered,
+# latest          no stashing: a backward sees the updates that have come since its forward
+# stashed         the newest at the forward (PipeDream, Narayanan et al., SOSP 2019, section 3.3)
+# vertical_sync   on all stages the version that the first has at the forward (the same section)
+# double_buffered batch t takes version t - 1: a whole batch lies between, so that no stage waits for the
+#                 updates of others and two versions suffice
+#                 (PipeDream-2BW, Narayanan et al., ICML 2021, section 3.1)
+POLICIES: dict[str, VersionRule] = {
+    "latest": VersionRule(delay=None, predicts=True),
+    "stashed": VersionRule(delay=lambda stage, stages: stages - 1 - stage, predicts=True),
+    "vertical_sync": VersionRule(delay=lambda stage, stages: stages - 1),
+    "double_buffered": VersionRule(delay=lambda stage, stages: 1, schedule="1f1b", per_batch=True),
 }
-PREDICTED = {"latest": PredictedOverwritten, "stashed": PredictedStashed}
 
 
-def weights_named(
-    name: str,
-    *,
-    parameters: Iterable[torch.nn.Parameter],
-    stage: int,
-    num_stages: int,
-    asynchronous: bool,
-    prediction: bool = False,
-    tier: str = "device",
-) -> Weights:
-    """The policy ``name`` for the parameters that ``stage`` of ``num_stages`` owns.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPolicy:
+    """What a stage does with its weights.
 
-    Args:    asynchronous: whether every micro-batch is an update of its own.
-             prediction: forwards run with the weights as they are expected to be at the backward.
-             tier: where a version waits that no instruction reads right now.
-    Raises:  PlanError: there is no such policy, or not together with these."""
-    known = PREDICTED if prediction else POLICIES
-    if name not in known:
-        which = "weights with prediction" if prediction else "weights"
-        raise PlanError(f"{which} is one of {', '.join(known)}, found {name!r}; choose one of these")
-    if name == "latest" and not (asynchronous or prediction):
-        return Latest()
-    if asynchronous == (name == "double_buffered"):
-        updates = "whole batches" if name == "double_buffered" else "single micro-batches"
+    ``rule`` is None under schedules with a flush, where no update comes between a forward and its backward;
+    ``prediction``: forwards run with the weights as they are expected to be at the backward; ``tier``: where
+    a version waits that no instruction reads right now."""
+
+    rule: VersionRule | None = None
+    prediction: bool = False
+    tier: str = "device"
+
+
+def rule_named(name: str) -> VersionRule:
+    """The row of ``POLICIES``; raises PlanError, which lists the names, if there is none."""
+    if name not in POLICIES:
+        raise PlanError(f"weights is one of {', '.join(POLICIES)}, found {name!r}; choose one of these")
+    return POLICIES[name]
+
+
+def policy_named(name: str, *, schedule: str, prediction: bool = False, tier: str = "device") -> WeightPolicy:
+    """The policy whose version rule is ``name``, composed for ``schedule``.
+
+    Raises:  PlanError: there is no such rule, or it does not suit the schedule or the prediction."""
+    rule = rule_named(name)
+    if prediction and not rule.predicts:
+        remedies = " or ".join(f"weights={known}" for known, row in POLICIES.items() if row.predicts)
         raise PlanError(
-            f"weights {name}{' with prediction' * prediction} is for updates by {updates}, the schedule "
-            f"updates by {'single micro-batches' if asynchronous else 'whole batches'}; choose another one"
+            f"prediction=true says which weights a forward runs with, and so does weights={name}; "
+            f"take {remedies}"
         )
-    return known[name](parameters, stage=stage, num_stages=num_stages, tier=tier)
+    if schedule == rule.schedule:
+        return WeightPolicy(rule=rule, prediction=prediction, tier=tier)
+    if rule.delay or prediction:
+        raise PlanError(
+            f"{'prediction=true' if prediction else f'weights={name}'} is for weights that change between a "
+            f"forward and its backward as under {rule.schedule}, found schedule={schedule}; leave it out, or "
+            f"take schedule={rule.schedule}"
+        )
+    return WeightPolicy(tier=tier)

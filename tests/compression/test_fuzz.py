@@ -8,8 +8,8 @@ import pytest
 from fuzz_frames import fuzz, seeds
 from mutations import mutated
 
-from penstock.compression.frame import CODEC_NAMES
 from penstock.compression.geometry import Words
+from penstock.compression.names import CODEC_NAMES
 from penstock.compression.narrow import Narrow
 
 

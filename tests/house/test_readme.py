@@ -22,7 +22,7 @@ from penstock.conf.schema import PlanConfig, TrainConfig
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import application, command
 from penstock.scripts.bench.command import TOPICS
-from penstock.stages.planner.plan import WEIGHTS
+from penstock.stages.weights.policies import POLICIES
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -149,12 +149,12 @@ def test_modules_that_are_run_are_there():
 def test_every_schedule_and_policy_has_a_row_and_a_law_behind_it():
     page = (ROOT / "docs" / "schedules.md").read_text()
     rows = set(re.findall(r"^\| `(\w+)(?:=true)?` \|", page, flags=re.MULTILINE))
-    assert {*SCHEDULES, *WEIGHTS, "prediction"} <= rows
+    assert {*SCHEDULES, *POLICIES, "prediction"} <= rows
     tested = {case.schedule for case in test_same_bits.CASES}
     assert (
         tested == {case.schedule for case in test_same_bits_on_ranks.CASES} == {*SCHEDULES} - {"async_1f1b"}
     )
-    assert {case.weights for case in test_asynchronous.CASES} == {*WEIGHTS}
+    assert {case.weights for case in test_asynchronous.CASES} == {*POLICIES}
     assert {case.prediction for case in test_asynchronous.CASES} == {True, False}
 
 

@@ -51,6 +51,9 @@ def penstock(typed, capfd):
         ),
         ("+no_such_key=1", "no_such_key=1: there is no option no_such_key"),
         ("+clip.kind=1", "clip.kind=1: there is no option clip.kind"),
+        ("weights=stash", "weights is one of latest, stashed, vertical_sync, double_buffered, found 'stash'"),
+        ("memory.tier=disc", "memory.tier is one of device, packed, host, found 'disc'"),
+        ("memory.weights=disc", "memory.weights is one of device, packed, host, found 'disc'"),
         ("weights=stashed", "weights=stashed is for weights that change"),
         ("weights=double_buffered stages=3 micro_batches=2", "found micro_batches=2 for 3 stages"),
         (

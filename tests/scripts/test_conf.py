@@ -20,11 +20,10 @@ from penstock.compression.codec import CODECS, LOSSY_CODECS
 from penstock.conf import schema
 from penstock.conf.bench_codecs import BenchCodecsConfig
 from penstock.conf.groups import OF_THE_RUN
-from penstock.conf.schema import ClipConfig, MemoryConfig, PlanConfig, TrainConfig
+from penstock.conf.schema import ClipConfig, PlanConfig, TrainConfig
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import flags, usage
 from penstock.scripts.bench import asked, codecs_subjects
-from penstock.stages.planner import plan
 from penstock.stages.planner.placement import layout
 
 CONF = Path(str(resources.files("penstock.conf")))
@@ -54,7 +53,6 @@ GROUPS = ("model", "data", "optimizer", "scheduler")
         ({"plan": "p.json", "cuts": ["a"]}, "plan=p.json already decides the cuts"),
         ({"plan": "p.json", "program": "p.txt", "schedule": "custom"}, "drop program=p.txt"),
         ({"program": "p.txt"}, "program=p.txt is for schedule=custom, found schedule=1f1b"),
-        ({"weights": "stash"}, "weights=stash is not known; known are latest, stashed, vertical_sync"),
         ({"autocast": "float32"}, "autocast=float32 is not known; known are bfloat16, float16"),
         ({"loss_scale": "static"}, "loss_scale=static must be dynamic or a number above 0"),
         ({"loss_scale": 0}, "loss_scale=0 "),
@@ -78,12 +76,9 @@ def test_clipping_to_nothing_is_refused():
         ClipConfig(norm=0.0)
 
 
-def test_what_is_clipped_and_where_versions_wait_is_refused_by_name():
+def test_what_is_clipped_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"clip\.scope=rank is not known; known are global, stage"):
         ClipConfig(scope="rank")
-    for name in ("tier", "weights"):
-        with pytest.raises(ConfigError, match=rf"memory\.{name}=disc is not known; known are device, packed"):
-            MemoryConfig(**{name: "disc"})
 
 
 def test_densities_lie_between_0_and_1():
@@ -112,14 +107,13 @@ def test_what_fits_together_is_accepted(given):
 
 def test_what_the_schema_lists_is_what_there_is():
     """The schema is read without torch, so it lists the names of its own accord."""
-    assert (schema.TIERS, schema.WEIGHTS) == (plan.TIERS, plan.WEIGHTS)
     (line,) = [line for line in (PlanConfig.__doc__ or "").splitlines() if "schedule:" in line]
     assert re.findall(r"\w+", line.partition("schedule:")[2].partition(";")[0]) == [*SCHEDULES]
     assert {*schema.TWO_A_RANK} == {name for name in SCHEDULES if layout(name) in ("loop", "vee")}
 
 
 def test_names_that_are_known_before_torch_are_those_there_are():
-    assert (names.LOSSLESS, names.LOSSY) == (tuple(CODECS), tuple(LOSSY_CODECS))
+    assert (names.lossless(), names.LOSSY) == (tuple(CODECS), tuple(LOSSY_CODECS))
     assert asked.CLASSES == tuple(codecs_subjects.CLASSES)
 
 

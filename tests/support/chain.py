@@ -11,7 +11,8 @@ from torch import nn
 
 from penstock.stages.memory.saved import Resident, Saved
 from penstock.stages.memory.store import PackedStore
-from penstock.stages.weights.policies import weights_named
+from penstock.stages.weights.policies import policy_named
+from penstock.stages.weights.stashing import versions_of
 
 NUM_STAGES, MICRO_BATCHES, BATCHES = 4, 4, 4
 ASYNCHRONOUS = [  # policy and prediction
@@ -100,14 +101,16 @@ class Chain:
         self.model, self.whole = model_of(), policy == "double_buffered"
         self.weights = [
             wrap(
-                weights_named(
-                    policy,
-                    parameters=stage.parameters(),
+                versions_of(
+                    policy_named(
+                        policy,
+                        schedule="1f1b" if self.whole else "async_1f1b",
+                        prediction=prediction,
+                        tier=tier,
+                    ),
+                    stage.parameters(),
                     stage=s,
                     num_stages=NUM_STAGES,
-                    asynchronous=not self.whole,
-                    prediction=prediction,
-                    tier=tier,
                 ),
                 s,
             )

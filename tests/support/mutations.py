@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 import zlib
 
-from penstock.compression.frame import CODEC_NAMES, header_bytes
+from penstock.compression.frame import header_bytes
+from penstock.compression.names import CODEC_NAMES
 
 MOST_FRAME_BYTES = 1 << 16
 # What lengths, sizes and offsets are off by one, or absurd, at.

@@ -17,7 +17,7 @@ HIGHEST = 2**63 - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class ArgumentPlace:
     """Where tensor ``number`` of a call stands among its arguments."""
 
     number: int
@@ -63,12 +63,12 @@ class Signature:
 
 
 def form_of(arguments: Any) -> str:
-    """The form of (args, kwargs) with a ``Place`` for every tensor."""
+    """The form of (args, kwargs) with an ``ArgumentPlace`` for every tensor."""
     return json.dumps([_encoded(part) for part in arguments])
 
 
 def _encoded(item: Any) -> Any:
-    if isinstance(item, Place):
+    if isinstance(item, ArgumentPlace):
         return {"tensor": item.number}
     if isinstance(item, tuple):
         return {"tuple": [_encoded(one) for one in item]}

@@ -11,7 +11,7 @@ from profiles import layer_of, profile_of
 
 from penstock import Pipeline, measure, partition, trace
 from penstock.pipeline.run.schedule_comparison import ASYNCHRONOUS, SYNCHRONOUS, candidate
-from penstock.pipeline.runtime.process_memory import STATUS, Resident, Usage, state_bytes
+from penstock.pipeline.runtime.process_memory import STATUS, ResidentMemory, Usage, state_bytes
 from penstock.pipeline.runtime.report import StageReport
 from penstock.pipeline.schedules.span import Span
 
@@ -29,7 +29,7 @@ def spans(text, rank=0):
     ]  # fmt: skip
 
 
-class Still(Resident):
+class Still(ResidentMemory):
     """A process that does not grow."""
 
     def __init__(self):
@@ -86,8 +86,8 @@ def test_old_versions_count_and_a_store_keeps_less():
 
 GROWS = """
 import torch
-from penstock.pipeline.runtime.process_memory import Resident
-resident = Resident(model_bytes=0)
+from penstock.pipeline.runtime.process_memory import ResidentMemory
+resident = ResidentMemory(model_bytes=0)
 resident.begin()
 found = [resident.most()]
 block = torch.ones(2**24)
@@ -107,7 +107,7 @@ def test_the_process_has_grown_by_what_was_allocated():
 
 
 def test_memory_of_the_model_is_not_the_start():
-    assert Resident(model_bytes=2**62).base == 0
+    assert ResidentMemory(model_bytes=2**62).base == 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 from itertools import chain
 from pathlib import Path
 
@@ -15,9 +16,14 @@ from torch.utils.data import TensorDataset
 
 import penstock.conf
 from penstock import ConfigError
-from penstock.pipeline.samples import SAMPLES, Description, Samples, digits
+from penstock.pipeline.samples import Description, Samples, digits
 from penstock.pipeline.samples.image_folder import DEVIATION, MEAN
 from penstock.pipeline.samples.images import Images
+
+SAMPLES = {
+    name: importlib.import_module(f"penstock.pipeline.samples.{name}").load
+    for name in ("digits", "fake", "fashion_mnist", "image_folder", "text")
+}
 
 
 def own(num_samples: int = 10) -> Samples:

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from penstock import PlanError
-from penstock.stages.planner.plan import WEIGHTS
 from penstock.stages.planner.rules import check_versions, streams
+from penstock.stages.weights.policies import POLICIES
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev", "async_1f1b", "custom")
 FINE = {"num_stages": 3, "micro_batches": 3, "extra_in_flight": 0}
@@ -15,7 +15,7 @@ FINE = {"num_stages": 3, "micro_batches": 3, "extra_in_flight": 0}
 
 def test_only_these_go_together():
     accepted = set()
-    for schedule, weights, prediction in itertools.product(SCHEDULES, WEIGHTS, (False, True)):
+    for schedule, weights, prediction in itertools.product(SCHEDULES, POLICIES, (False, True)):
         try:
             check_versions(schedule=schedule, weights=weights, prediction=prediction, **FINE)
         except PlanError:

@@ -6,7 +6,8 @@ from chain import ASYNCHRONOUS, BATCHES, MICRO_BATCHES, NUM_STAGES, Chain, batch
 from replay import version_of
 from torch import nn
 
-from penstock.stages.weights.policies import weights_named
+from penstock.stages.weights.policies import policy_named
+from penstock.stages.weights.stashing import versions_of
 
 NUM = BATCHES * MICRO_BATCHES
 
@@ -55,7 +56,7 @@ def test_idle_versions_take_fewer_bytes_packed(tier):
     (live, raw), (packed_live, kept) = loose.live[1, 8], packed.live[1, 8]
     assert live == packed_live == 3
     assert raw / kept > 1.05
-    assert [weights.version.keywords["store"].num_bytes for weights in packed.weights] == [0] * NUM_STAGES
+    assert [weights.store.num_bytes for weights in packed.weights] == [0] * NUM_STAGES
 
 
 @pytest.mark.parametrize(("policy", "prediction"), ASYNCHRONOUS[1:4] + ASYNCHRONOUS[5:])
@@ -69,18 +70,17 @@ def test_a_store_keeps_no_frame_longer_than_its_version(policy, prediction):
 
         def done(self, micro_batch):
             self.weights.done(micro_batch)
-            assert self.version.keywords["store"].num_bytes <= self.num_bytes
+            assert self.store.num_bytes <= self.num_bytes
 
     chain = Chain(policy, prediction=prediction, tier="packed", wrap=Counts)
     chain.run(batches_of())
-    assert all(weights.version.keywords["store"].num_bytes == 0 for weights in chain.weights)
+    assert all(weights.store.num_bytes == 0 for weights in chain.weights)
 
 
 def driven(parameter):
     """The weights of the middle of three stages behind a few instructions; an update adds 1."""
-    weights = weights_named(
-        "vertical_sync", parameters=[parameter], stage=1, num_stages=3, asynchronous=True, tier="packed"
-    )
+    policy = policy_named("vertical_sync", schedule="async_1f1b", tier="packed")
+    weights = versions_of(policy, [parameter], stage=1, num_stages=3)
     for what in "F0 F1 B0 F2 B1 F3 B2".split():
         m = int(what[1:])
         with weights.forward(m, 0) if what[0] == "F" else weights.backward(m):
@@ -127,3 +127,21 @@ def test_memory_that_a_person_may_look_into_is_never_freed():
     seen += [p.detach() for p in chain.model.parameters()]  # as the state after a drain
     chain.run(batches_of()[2:])
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in seen)
+
+
+def test_a_stage_alone_never_keeps_three_versions_of_double_buffered_weights():
+    policy = policy_named("double_buffered", schedule="1f1b")
+    parameter = nn.Parameter(torch.zeros(8))
+    weights = versions_of(policy, [parameter], stage=0, num_stages=1)
+    live = []
+    for batch in range(4):
+        with weights.forward(batch, batch):
+            assert parameter.unique().tolist() == [max(0, batch - 1)]
+        with weights.backward(batch):
+            pass
+        weights.done(batch)
+        weights.due()
+        with weights.update(), torch.no_grad():
+            parameter += 1
+        live.append(weights.num_live)
+    assert live == [2, 2, 2, 2]

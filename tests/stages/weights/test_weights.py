@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 from penstock import PlanError
 from penstock.compression.errors import StageError
 from penstock.stages.memory import hooks
-from penstock.stages.weights.policies import Latest, weights_named
+from penstock.stages.weights.policies import policy_named
+from penstock.stages.weights.stashing import versions_of
+from penstock.stages.weights.versions import WeightVersions
 
 TIERS = ["device", "packed", "host"]
 
@@ -125,20 +128,23 @@ def test_a_version_that_is_gone_is_refused(policy, bug):
         Chain(policy, wrap=lambda *of: Buggy(*of, bug=bug)).run(batches_of())
 
 
-def named(policy, **settings):
-    settings = {"parameters": nn.Linear(2, 2).parameters(), "asynchronous": True} | settings
-    return weights_named(policy, stage=0, num_stages=3, **settings)
+def named(policy, *, parameters=None, **settings: Any):
+    value = policy_named(policy, **{"schedule": "async_1f1b", **settings})
+    return versions_of(value, parameters or nn.Linear(2, 2).parameters(), stage=0, num_stages=3)
 
 
 def test_what_a_policy_makes_impossible_is_refused_by_name():
-    assert isinstance(named("latest", asynchronous=False), Latest)
+    assert type(named("latest", schedule="gpipe")) is WeightVersions
     known = "latest, stashed, vertical_sync, double_buffered, found 'newest'"
     for settings, said in (
         ({"policy": "newest"}, known),
-        ({"policy": "double_buffered", "prediction": True}, "latest, stashed, found 'double_buffered'"),
-        ({"policy": "stashed", "asynchronous": False}, "single micro-batches"),
-        ({"policy": "latest", "asynchronous": False, "prediction": True}, "single micro-batches"),
-        ({"policy": "double_buffered"}, "whole batches"),
+        ({"policy": "double_buffered", "prediction": True}, "take weights=latest or weights=stashed"),
+        ({"policy": "stashed", "schedule": "1f1b"}, "weights=stashed .* take schedule=async_1f1b"),
+        (
+            {"policy": "latest", "schedule": "1f1b", "prediction": True},
+            "prediction=true .* found schedule=1f1b",
+        ),
+        ({"policy": "double_buffered"}, "as under 1f1b, found schedule=async_1f1b"),
         ({"policy": "stashed", "parameters": [nn.Parameter(torch.ones(2))] * 2}, "2 in 1 places"),
     ):
         with pytest.raises(PlanError, match=said):
