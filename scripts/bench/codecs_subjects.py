@@ -6,20 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ...compression.codec import encode
 from ...compression.errors import ConfigError
 from ...conf.bench_codecs import BenchCodecsConfig
 from ...pipeline.run import build
+from ...pipeline.run.course import training_batches
+from ...pipeline.run.decide import decide, prepare
 from ...pipeline.run.train import loss
 from ...pipeline.samples.samples import Samples
 from ...stages.units import parse_bytes
-from .capture import capture
 
 _NETWORKS = {  # the modules whose outputs are taken; each ends in a ReLU
     "resnet18": ("relu", "layer1", "layer3"),
@@ -119,7 +120,7 @@ def _masks(config: BenchCodecsConfig) -> Iterator[Subject]:
 
 def _job(config: BenchCodecsConfig) -> Iterator[Subject]:
     """What crosses the cuts of the configured job (model=, data=, cuts=, ...), micro-batch by micro-batch."""
-    crossing = capture(config, num_steps=config.capture_steps)
+    crossing = captured(config)
     torch.set_deterministic_debug_mode("default")  # a job's own setting
     for name, tensor in crossing.items():
         yield Subject("", name, tensor)
@@ -148,28 +149,81 @@ def trained(
     Returns: outputs of the modules ``paths`` in the last step ("PATH activation"), and what came back to them
              ("PATH gradient"): (batch, ...) each.
     """
-    network = build.model(model, describe=samples.describe, seed=config.seed)
-    optimizer = build.optimizer(config.optimizer)(network.named_parameters())
-    batches = cycle(_batches(config, samples, batch_size=batch_size))
-    kept: dict[str, Tensor] = {}
-    for step, (inputs, targets) in enumerate(islice(batches, config.capture_steps), start=1):
-        if step == config.capture_steps:
-            _listen(network, paths, kept)
-        optimizer.zero_grad()
-        loss(network(inputs), targets).backward()
-        optimizer.step()
-    return {f"{path} {what}": kept[f"{path} {what}"] for path in paths for what in ("activation", "gradient")}
-
-
-def _listen(network: nn.Module, paths: Sequence[str], kept: dict[str, Tensor]) -> None:
-    """Keep copies: what follows in place must not change them."""
-
-    def keep(path: str, output: Tensor) -> None:
-        kept[f"{path} activation"] = output.detach().clone()
-        output.register_hook(lambda gradient: kept.update({f"{path} gradient": gradient.detach().clone()}))
-
+    network, kept = build.model(model, describe=samples.describe, seed=config.seed), Kept()
     for path in paths:
-        network.get_submodule(path).register_forward_hook(lambda *call, path=path: keep(path, call[-1]))
+        network.get_submodule(path).register_forward_hook(lambda *call, path=path: kept.keep(path, call[-1]))
+    _train(network, network, _batches(config, samples, batch_size=batch_size), config)
+    return {name: kept[name] for path in paths for name in (f"{path} activation", f"{path} gradient")}
+
+
+def captured(config: BenchCodecsConfig) -> dict[str, Tensor]:
+    """Train the configured job in this process; return what crossed its cuts in its last micro-batch.
+
+    Raises: PenstockError: the job cannot be planned.
+    """
+    samples = prepare(config)
+    plan = decide(config, samples)
+    network = build.model(config.model, describe=samples.describe, seed=config.seed)
+    listening = _Listening(fx.symbolic_trace(network), cuts=plan.cuts)
+    _train(
+        network,
+        listening.run,
+        training_batches(config, samples, epoch=0),
+        config,
+        micro_batches=plan.micro_batches,
+    )
+    return listening.kept
+
+
+class Kept(dict[str, Tensor]):
+    """Copies of activations and of their gradients: what follows in place may change them."""
+
+    def keep(self, name: str, output: Tensor) -> None:
+        """Keep what has this name now, and its gradient when it comes."""
+        self[f"{name} activation"] = output.detach().clone()
+        if output.requires_grad:
+            output.register_hook(
+                lambda gradient: self.update({f"{name} gradient": gradient.detach().clone()})
+            )
+
+
+class _Listening(fx.Interpreter):
+    """Runs a traced model and keeps what crosses the cuts, and the gradients that come back."""
+
+    def __init__(self, module: fx.GraphModule, *, cuts: Sequence[str]) -> None:
+        super().__init__(module)
+        self.kept, at = Kept(), {node.name: index for index, node in enumerate(module.graph.nodes)}
+        self.crossing = {
+            node.name
+            for cut in map(at.__getitem__, cuts)
+            for node in module.graph.nodes
+            if at[node.name] <= cut and any(at[user.name] > cut for user in node.users)
+        }
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one layer and keep its output if it crosses."""
+        value = super().run_node(n)
+        if n.name in self.crossing and isinstance(value, Tensor) and value.is_floating_point():
+            self.kept.keep(n.name, value)
+        return value
+
+
+def _train(
+    network: nn.Module,
+    run: Callable[[Tensor], Any],
+    batches: Iterator[tuple[Tensor, Tensor]],
+    config: BenchCodecsConfig,
+    *,
+    micro_batches: int = 1,
+) -> None:
+    """The steps of a plain loop, each batch in parts."""
+    optimizer = build.optimizer(config.optimizer)(network.named_parameters())
+    for inputs, targets in islice(cycle(batches), config.capture_steps):
+        optimizer.zero_grad()
+        number = min(micro_batches, len(inputs))
+        for x, y in zip(inputs.tensor_split(number), targets.tensor_split(number), strict=True):
+            (loss(run(x.clone()), y) * (len(x) / len(inputs))).backward()
+        optimizer.step()
 
 
 def _image_samples() -> Samples:

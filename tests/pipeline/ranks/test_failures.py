@@ -19,7 +19,7 @@ from zoo import cross_entropy, images
 import penstock
 from penstock.pipeline.ranks import group, words
 from penstock.pipeline.ranks.links import measured_rates
-from penstock.scripts.bench import links
+from penstock.scripts.bench import shaped_links as links
 
 DEADLINE = 3.0
 

@@ -3,14 +3,17 @@
 A speed that is only computed would leave out what slow links really do to a schedule. The namespaces belong
 to two processes that do nothing else and end with this one, however it ends, so nothing is ever left behind.
 
-Source: tc-tbf(8), unshare(1), veth(4)."""
+Source: tc-tbf(8), unshare(1), veth(4), linux/ethtool.h (SIOCETHTOOL)."""
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import shlex
 import shutil
+import socket
+import struct
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +30,8 @@ LATENCY_MS = 400
 
 TOOLS = ("unshare", "nsenter", "ip", "tc")
 _QUEUE_PACKETS = 100_000  # netem drops what is in flight beyond this; its default of 1000 is 1.5 MB
+_SIOCETHTOOL = 0x8946
+_READ_AND_WRITE = {"tso": (0x1E, 0x1F), "gso": (0x23, 0x24), "gro": (0x2B, 0x2C)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,3 +155,30 @@ def _reason(command: Sequence[str], told: str) -> str:
 def _pipe(stream: IO[str] | None) -> IO[str]:
     assert stream is not None, "it was asked for"
     return stream
+
+
+def switch_off(device: str) -> dict[str, str]:
+    """Switch off segmentation offload: return ``on``, ``off`` or the kernel's refusal for tso, gso and gro.
+
+    With it on, a token bucket sees packets of up to 64 KiB, more than a slow link would ever carry at once.
+    """
+    return {name: _switch_off(device, *commands) for name, commands in _READ_AND_WRITE.items()}
+
+
+def _switch_off(device: str, read: int, write: int) -> str:
+    try:
+        if _call(device, read):
+            _call(device, write)
+        return "on" if _call(device, read) else "off"
+    except OSError as error:
+        return f"unknown ({error.strerror})"
+
+
+def _call(device: str, command: int) -> int:
+    """One request about a device: (command, value) goes in and comes back."""
+    import fcntl
+
+    value = array.array("I", [command, 0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCETHTOOL, struct.pack("16sP", device.encode(), value.buffer_info()[0]))
+    return value[1]
