@@ -12,18 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...compression.byte_plane import BytePlane
 from ...compression.codec import CODECS, decode, encode
-from ...compression.combined import Combined
-from ...compression.exponent import Exponent
 from ...compression.frame import header_bytes, read_header
 from ...compression.geometry import Words
-from ...compression.kernels import cpu, exponent_cpu
-from ...compression.lz import ZeroValueLz4
+from ...compression.kernels import cpu
 from ...compression.masked import bitmap_for, bitmap_of, has_bitmap, pack_masked, unpack_masked
-from ...compression.narrow import Narrow
 from ...compression.pool import Pool
-from ...compression.raw import Codec, Packed, Raw
+from ...compression.raw import Codec, Packed
+from ...compression.registry import codecs_on
 from ...compression.zero_value import ZeroValue
 from .codecs_peers import Peer
 from .codecs_subjects import Subject
@@ -46,16 +42,7 @@ def codecs_of(isa: str | None) -> Mapping[str, Codec]:
 
     Raises: CodecError: this machine has no such instruction set.
     """
-    if isa is None:
-        return CODECS
-    zero_value, exponent, byte_plane = (
-        ZeroValue(cpu.build(isa)),
-        Exponent(exponent_cpu.build(isa)),
-        BytePlane(isa),
-    )
-    combined = Combined(zero_value, exponent), Combined(zero_value, byte_plane)
-    simple = Raw(), zero_value, ZeroValueLz4(zero_value), exponent, byte_plane, Narrow(isa)
-    return {codec.name: codec for codec in (*simple, *combined)}
+    return CODECS if isa is None else codecs_on(isa, ZeroValue(cpu.build(isa)))
 
 
 def applies(codec: str, subject: Subject) -> bool:

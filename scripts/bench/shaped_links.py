@@ -17,7 +17,7 @@ import struct
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 from ...compression.errors import PenstockError, TransportError
 from ...stages.units import parse_bytes, parse_rate
@@ -78,9 +78,7 @@ def setup(link: Link, holders: tuple[int, int], *, user: bool) -> list[list[str]
     """
     assert link.rate is not None, "the loopback device is not set up"
     first, second = (inside(holder, user=user) for holder in holders)
-    commands = [
-        [*first, *f"ip link add {DEVICE} type veth peer name {DEVICE} netns {holders[1]}".split()],
-    ]
+    commands = [[*first, *f"ip link add {DEVICE} type veth peer name {DEVICE} netns {holders[1]}".split()]]
     bucket = f"tbf rate {round(link.rate)}bit burst {link.burst}b latency {LATENCY_MS}ms"
     # Packets pass the delay and then the bucket: tc-netem(8), "Rate control".
     delayed = f"root handle 1: netem delay {link.delay:g}ms limit {_QUEUE_PACKETS}"
@@ -132,12 +130,15 @@ def _holder(prefix: Sequence[str]) -> Iterator[int]:
     """A process with namespaces of its own, which lasts as long as the pipe to it: at most as long as we."""
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen([*prefix, "sh", "-c", "echo && exec cat"], text=True, **pipes) as process:
+        assert process.stdin is not None, "it was asked for"
+        assert process.stdout is not None, "it was asked for"
+        assert process.stderr is not None, "it was asked for"
         try:
-            if not _pipe(process.stdout).readline():
-                raise TransportError(_reason(prefix, _pipe(process.stderr).read()))
+            if not process.stdout.readline():
+                raise TransportError(_reason(prefix, process.stderr.read()))
             yield process.pid
         finally:
-            _pipe(process.stdin).close()
+            process.stdin.close()
 
 
 def _run(command: Sequence[str]) -> None:
@@ -150,11 +151,6 @@ def _run(command: Sequence[str]) -> None:
 def _reason(command: Sequence[str], told: str) -> str:
     said = "; ".join(line.strip() for line in told.splitlines() if line.strip()) or "it failed silently"
     return f"{shlex.join(command)}: {said}"
-
-
-def _pipe(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None, "it was asked for"
-    return stream
 
 
 def switch_off(device: str) -> dict[str, str]:

@@ -88,7 +88,7 @@ def test_every_codec_runs_on_every_instruction_set(isa):
     named = codecs_sides.codecs_of(isa)
     assert named.keys() == CODECS.keys()
     tensors = [zeros_and_numbers(0.5), torch.arange(9000), torch.arange(9000) % 3 == 0]
-    for subject in [*(Subject("", "", tensor) for tensor in tensors), Subject("", "", dense, mask)]:
+    for subject in [*(Subject("", tensor) for tensor in tensors), Subject("", dense, mask)]:
         bench = codecs_sides.Bench(subject, named, public=isa is None)
         for name in CODECS:
             if codecs_sides.applies(name, subject):
@@ -107,7 +107,7 @@ class Careless(Raw):
 
 
 def test_a_codec_that_changes_a_bit_is_not_timed():
-    subject = Subject("", "", torch.randn(100))
+    subject = Subject("", torch.randn(100))
     broken = dict(CODECS) | {"raw": Careless()}
     with pytest.raises(AssertionError, match="raw changed a bit"):
         codecs_sides.Bench(subject, broken, public=False).ours("raw")
@@ -119,7 +119,7 @@ def test_a_codec_that_changes_a_bit_is_not_timed():
 def test_a_captured_gradient_is_that_of_the_plain_loop():
     samples = build.samples({"_target_": "penstock.pipeline.samples.digits.load", "size": 8})
     model = {"_target_": "penstock.pipeline.models.mlp", "hidden": [32]}
-    kept = trained(job(), samples, model, ["2"], batch_size=16)
+    kept = trained(job(), samples, model, ["2"], 16)
     network = build.model(model, describe=samples.describe, seed=0)
     optimizer, outputs = torch.optim.SGD(network.parameters(), lr=0.1), {}
 
@@ -151,7 +151,7 @@ def test_classes_hold_what_they_are_called():
 
 def test_gradients_behind_a_relu_come_with_its_mask(monkeypatch):
     monkeypatch.setattr(codecs_subjects, "_ACTIVATIONS", ("relu", "gelu"))
-    monkeypatch.setattr(codecs_subjects, "_NUM_TEXTS", 2)
+    monkeypatch.setattr(codecs_subjects, "_BATCH", 2)
     found = list(subjects(job(classes=["text"], dtypes=["bfloat16"], capture_steps=1)))
     (masked,) = (subject for subject in found if subject.mask is not None)
     assert masked.name == "gpt relu blocks.1.activation gradient, mask reused"

@@ -25,7 +25,16 @@ from penstock.pipeline.schedules.messages import Itinerary, Message
 from penstock.pipeline.schedules.simulate import durations
 from penstock.pipeline.schedules.span import Span
 from penstock.scripts import command, usage
-from penstock.scripts.bench import contest, contestants, convergence, instruction_cost, race, schedules
+from penstock.scripts.bench import (
+    codecs_shown,
+    contest,
+    contestants,
+    convergence,
+    instruction_cost,
+    link_race,
+    race,
+    schedules,
+)
 from penstock.scripts.bench.torch_pipelines import CLASSES, TorchPipeline
 
 
@@ -264,6 +273,23 @@ def test_the_picture_has_bars_for_both_sides_and_dots_for_both_bubbles():
         "zb_h1\n2 stages",
         "async_1f1b\nstashed\n2 stages",
     ]
+
+
+PUBLISHED = sorted((Path(__file__).resolve().parents[3] / "docs" / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_what_was_published_can_be_shown_again(path):
+    found, topic = json.loads(path.read_text()), path.stem.partition("_")[0]
+    shows = {
+        "pipeline": link_race,
+        "schedules": schedules,
+        "convergence": convergence,
+        "codecs": codecs_shown,
+    }
+    assert shows[topic].figure(found).axes
+    if topic in ("pipeline", "schedules"):
+        assert shows[topic].shown(found).row_count == len(found["rows"])
 
 
 # The command
