@@ -5,7 +5,6 @@ A ratio of two things that do not do the same work says nothing."""
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 
 from ...compression.errors import PenstockError
 from ...pipeline.ranks import group
+from .harness import timed
 from .shaped_links import Link
 
 TOLERANCE, TOLERANCE_RANDOM = 1e-3, 0.2
@@ -45,15 +45,13 @@ def measured_rate(link: Link) -> float | None:
     num_bytes = min(max(wanted, _PROBE_BYTES[0]), _PROBE_BYTES[1])
     ours, theirs = torch.zeros(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
 
-    def probe() -> float:
-        dist.barrier()
-        began = time.perf_counter()
+    def pass_both_ways() -> None:
         for transfer in [dist.irecv(theirs, 1 - group.rank()), dist.isend(ours, 1 - group.rank())]:
             assert transfer is not None, "both ranks are in the group"
             transfer.wait()
         dist.barrier()
-        return time.perf_counter() - began
 
+    probe = timed(pass_both_ways, 1)
     probe()  # the first one also opens the connection and its window
     return 8 * num_bytes / probe()
 

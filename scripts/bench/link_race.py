@@ -42,7 +42,7 @@ def bench(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str]) 
     """
     links = refusals.links(config)
     job, samples, model = contest.model_of(config)
-    plan = decide(job, samples)
+    plan = decide(job, samples, model=model)
     stages_of(model, plan)
     folder.begin(console.warn)
     plan.save(folder.plan)

@@ -12,12 +12,10 @@ from rich.table import Table
 from ...compression.errors import ConfigError, TransportError
 from ...conf.bench import BenchPipelineConfig
 from ...pipeline.run import console
-from ...pipeline.run.course import example_inputs
+from ...pipeline.run.decide import look
 from ...pipeline.run.run_folder import RunFolder
-from ...stages.planner.measure import measure
 from ...stages.planner.partition import partition
 from ...stages.planner.plan import Plan
-from ...stages.tracing.graph import trace
 from ...stages.units import show_bytes
 from . import contest, picture, refusals
 from .contest import link_facts
@@ -86,9 +84,7 @@ def plans_of(config: BenchPipelineConfig, chosen: Mapping[str, Entrant]) -> dict
     Raises: PenstockError: an option does not fit, or the model cannot be cut so, by us or for torch's side.
     """
     job, samples, model = contest.model_of(config)
-    example = example_inputs(job, samples)
-    profile = measure(trace(model, example), example)
-    plans = {}
+    profile, plans = look(job, samples, model=model), {}
     for name, entrant in (dict(chosen) | rivals(dict(chosen))).items():
         stages = config.ranks * entrant.stages_per_rank
         plans[name] = partition(
