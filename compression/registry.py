@@ -8,6 +8,7 @@ from __future__ import annotations
 from .byte_plane import BytePlane
 from .combined import Combined
 from .exponent import Exponent
+from .kernels import exponent_cpu
 from .lossy import LOSSY_CODECS
 from .lz import ZeroValueLz4
 from .names import check_name
@@ -15,20 +16,20 @@ from .narrow import Narrow
 from .raw import Codec, Raw
 from .zero_value import ZeroValue
 
-ZERO_VALUE, EXPONENT, BYTE_PLANE = ZeroValue(), Exponent(), BytePlane()
-CODECS: dict[str, Codec] = {
-    codec.name: codec
-    for codec in (
-        Raw(),
-        ZERO_VALUE,
-        ZeroValueLz4(ZERO_VALUE),
-        EXPONENT,
-        Combined(ZERO_VALUE, EXPONENT),
-        BYTE_PLANE,
-        Combined(ZERO_VALUE, BYTE_PLANE),
-        Narrow(),
-    )
-}
+
+def codecs_on(isa: str | None, zero_value: ZeroValue) -> dict[str, Codec]:
+    """All lossless codecs by name, on the kernels of one instruction set (None: the machine's best).
+
+    Raises: CodecError: this machine has no such instruction set.
+    """
+    exponent, byte_plane = Exponent(exponent_cpu.build(isa) if isa else None), BytePlane(isa)
+    simple = Raw(), zero_value, ZeroValueLz4(zero_value), exponent
+    others = Combined(zero_value, exponent), byte_plane, Combined(zero_value, byte_plane), Narrow(isa)
+    return {codec.name: codec for codec in (*simple, *others)}
+
+
+ZERO_VALUE = ZeroValue()
+CODECS = codecs_on(None, ZERO_VALUE)
 
 
 def codec_named(name: str) -> Codec:

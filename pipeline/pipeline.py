@@ -115,7 +115,9 @@ class Pipeline:
             check_gradients()
             check_plan(plan, model, self.world)
             self.weight, self.num_steps = weight, 0
-            resident = ResidentMemory(model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
+            resident = ResidentMemory(
+                model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+            )
             own = self._cut(model, autocast)
             self.update = Update(
                 world=self.world,

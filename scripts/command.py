@@ -14,7 +14,7 @@ from . import stopping
 COMMANDS = {
     "train": ("train", "train a network across pipeline stages"),
     "plan": ("plan", "show how a network would be cut, and save the plan"),
-    "bench": ("bench.command", "measure the parts and write the figures"),
+    "bench": ("bench.topics", "measure the parts and write the figures"),
 }
 USAGE = "\n".join(
     [

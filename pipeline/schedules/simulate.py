@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ...compression.errors import ScheduleError
@@ -116,17 +116,23 @@ def simulate_plan(
 def simulate_spans(spans: Sequence[Span]) -> Simulation:
     """Run on paper what was measured, in its order: every instruction takes the median of its stage and op,
     messages no time. What is left of the bubble is the schedule's own."""
-    computed: dict[tuple[int, str], list[float]] = {}
+    medians = durations(spans)
     programs: list[list[Instruction]] = [[] for _ in range(1 + max((s.rank for s in spans), default=-1))]
     for span in sorted(spans, key=lambda span: span.start):
-        computed.setdefault((span.stage, span.op), []).append(span.computing)
         programs[span.rank].append(parse(span.name))
-    medians = {place: statistics.median(seconds) for place, seconds in computed.items()}
     return simulate(
         outline(programs),
         work=lambda instruction: medians[instruction.stage, instruction.op.value],
         transfer=lambda message: 0.0,
     )
+
+
+def durations(spans: Iterable[Span]) -> dict[tuple[int, str], float]:
+    """Median seconds of every instruction by (stage, op): packing included, waiting left out."""
+    computed: dict[tuple[int, str], list[float]] = {}
+    for span in spans:
+        computed.setdefault((span.stage, span.op), []).append(span.computing)
+    return {place: statistics.median(seconds) for place, seconds in computed.items()}
 
 
 def outline(programs: Programs) -> Outline:

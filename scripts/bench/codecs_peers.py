@@ -5,13 +5,14 @@ Each packs into new memory of its own, as its users meet it; all of them run on 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import numpy as np
 
+PEERS = ("lz4", "zstd_1", "blosc2_shuffle", "blosc2_bitshuffle")
 _BLOSC_LEVEL = 5
 
 
@@ -23,17 +24,28 @@ class Peer(NamedTuple):
     unpack: Callable[[Any, int], object]  # of the packed, and how many bytes they were
 
 
-def peers(asked: list[str] | None) -> list[Peer]:
-    """Those of the others that are installed and asked for (None: all)."""
-    found = [_lz4(), _zstd(), *_blosc()]
-    return [peer for peer in found if asked is None or peer.name in asked]
+def peers(asked: Collection[str]) -> list[Peer]:
+    """Those of the others that are installed and asked for."""
+    import lz4.block
+    import zstandard
+
+    pack, unpack = zstandard.ZstdCompressor(level=1).compress, zstandard.ZstdDecompressor().decompress
+    found = [
+        Peer(
+            "lz4",
+            lambda octets: lz4.block.compress(octets, store_size=False),
+            lambda packed, num_bytes: lz4.block.decompress(packed, uncompressed_size=num_bytes),
+        ),
+        Peer("zstd_1", lambda octets: pack(octets.data), lambda packed, _: unpack(packed)),
+    ]
+    return [peer for peer in (*found, *_blosc()) if peer.name in asked]
 
 
 def missing() -> str:
     """One sentence on rows that are left out, or nothing."""
-    if _blosc():
-        return ""
-    return "Rows of blosc2 are left out: it is not installed; pip install blosc2 adds them."
+    return (
+        "" if _blosc() else "Rows of blosc2 are left out: it is not installed; pip install blosc2 adds them."
+    )
 
 
 def versions() -> dict[str, str]:
@@ -43,26 +55,6 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-PEERS = ("lz4", "zstd_1", "blosc2_shuffle", "blosc2_bitshuffle")
-
-
-def _lz4() -> Peer:
-    import lz4.block
-
-    return Peer(
-        "lz4",
-        lambda octets: lz4.block.compress(octets, store_size=False),
-        lambda packed, num_bytes: lz4.block.decompress(packed, uncompressed_size=num_bytes),
-    )
-
-
-def _zstd() -> Peer:
-    import zstandard
-
-    pack, unpack = zstandard.ZstdCompressor(level=1).compress, zstandard.ZstdDecompressor().decompress
-    return Peer("zstd_1", lambda octets: pack(octets.data), lambda packed, _: unpack(packed))
 
 
 def _blosc() -> list[Peer]:
@@ -79,5 +71,4 @@ def _blosc() -> list[Peer]:
 
         return Peer(name, pack, lambda packed, _: blosc2.decompress(packed))
 
-    kinds = {"blosc2_shuffle": blosc2.Filter.SHUFFLE, "blosc2_bitshuffle": blosc2.Filter.BITSHUFFLE}
-    return [peer(name, kind) for name, kind in kinds.items()]
+    return [peer(PEERS[2], blosc2.Filter.SHUFFLE), peer(PEERS[3], blosc2.Filter.BITSHUFFLE)]

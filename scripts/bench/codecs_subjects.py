@@ -6,20 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ...compression.codec import encode
 from ...compression.errors import ConfigError
 from ...conf.bench_codecs import BenchCodecsConfig
 from ...pipeline.run import build
+from ...pipeline.run.course import training_batches
+from ...pipeline.run.decide import decide, prepare
 from ...pipeline.run.train import loss
 from ...pipeline.samples.samples import Samples
 from ...stages.units import parse_bytes
-from .capture import capture
 
 _NETWORKS = {  # the modules whose outputs are taken; each ends in a ReLU
     "resnet18": ("relu", "layer1", "layer3"),
@@ -27,7 +28,7 @@ _NETWORKS = {  # the modules whose outputs are taken; each ends in a ReLU
 }
 _ACTIVATIONS = ("gelu", "relu", "relu2")
 _TRANSFORMER = ("blocks.1.activation", "blocks.1")  # a hidden layer, and the residual stream
-_NUM_IMAGES, _NUM_TEXTS = 64, 64  # of a batch
+_BATCH = 64
 _FASHION = {"_target_": "penstock.pipeline.samples.fashion_mnist.load"}
 _DIGITS = {"_target_": "penstock.pipeline.samples.digits.load"}
 _TEXT = {"_target_": "penstock.pipeline.samples.text.load"}
@@ -36,10 +37,10 @@ _TEXT = {"_target_": "penstock.pipeline.samples.text.load"}
 class Subject(NamedTuple):
     """A contiguous tensor, and the frame whose bitmap says where it matters, if there is one."""
 
-    kind: str  # the class, a key of ``CLASSES``
     name: str
     tensor: Tensor
     mask: Tensor | None = None
+    kind: str = ""  # the class, a key of ``CLASSES``
 
 
 def subjects(config: BenchCodecsConfig) -> Iterator[Subject]:
@@ -58,7 +59,7 @@ def _synthetic(config: BenchCodecsConfig) -> Iterator[Subject]:
                 num_elements = parse_bytes(size, name="sizes") // dtype.itemsize
                 values = torch.randn(num_elements, generator=source).to(dtype)
                 dropped = torch.rand(num_elements, generator=source) >= density
-                yield Subject("", f"random, density {density:g}", values.masked_fill_(dropped, 0))
+                yield Subject(f"random, density {density:g}", values.masked_fill_(dropped, 0))
 
 
 def _images(config: BenchCodecsConfig) -> Iterator[Subject]:
@@ -66,7 +67,7 @@ def _images(config: BenchCodecsConfig) -> Iterator[Subject]:
     for network, paths in _NETWORKS.items():
         samples = _image_samples()
         options = {"_target_": "penstock.pipeline.models.torchvision", "name": network}
-        kept = trained(config, samples, options, paths, batch_size=_NUM_IMAGES)
+        kept = trained(config, samples, options, paths, _BATCH)
         yield from _with_masks(network, kept, paths, config)
 
 
@@ -75,7 +76,7 @@ def _text(config: BenchCodecsConfig) -> Iterator[Subject]:
     samples = build.samples(_TEXT)
     for activation in _ACTIVATIONS:
         options = {"_target_": "penstock.pipeline.models.gpt", "activation": activation}
-        kept = trained(config, samples, options, _TRANSFORMER, batch_size=_NUM_TEXTS)
+        kept = trained(config, samples, options, _TRANSFORMER, _BATCH)
         masked = _TRANSFORMER[:1] if activation == "relu" else ()
         yield from _with_masks(f"gpt {activation}", kept, masked, config)
 
@@ -88,41 +89,40 @@ def _with_masks(
         path, what = name.rsplit(" ", 1)
         for dtype in _dtypes(config):
             cast = tensor.to(dtype)
-            yield Subject("", f"{network} {name}", cast)
+            yield Subject(f"{network} {name}", cast)
             if what == "gradient" and path in masked:
                 mask = encode(kept[f"{path} activation"].to(dtype))
-                yield Subject("", f"{network} {name}, mask reused", cast, mask)
+                yield Subject(f"{network} {name}, mask reused", cast, mask)
 
 
 def _integers(config: BenchCodecsConfig) -> Iterator[Subject]:
     """Indices of a max-pool, tokens and labels, as torch makes them: int64."""
-    samples, text = _image_samples(), build.samples(_TEXT)
-    images, labels = next(_batches(config, samples, batch_size=_NUM_IMAGES))
-    wide = F.relu(_convolved(images, _generator(config)))
-    yield Subject("", "max-pool indices", F.max_pool2d(wide, 2, return_indices=True)[1])
-    yield Subject("", "tokens", next(_batches(config, text, batch_size=512))[0])
-    yield Subject("", "labels", labels)
-
-
-def _convolved(images: Tensor, source: torch.Generator) -> Tensor:
-    return F.conv2d(images, torch.randn(32, images.size(1), 3, 3, generator=source))
+    wide, labels = _convolved(config, torch.Generator().manual_seed(config.seed))
+    yield Subject("max-pool indices", F.max_pool2d(F.relu(wide), 2, return_indices=True)[1])
+    yield Subject("tokens", next(_batches(config, build.samples(_TEXT), 512))[0])
+    yield Subject("labels", labels)
 
 
 def _masks(config: BenchCodecsConfig) -> Iterator[Subject]:
     """Booleans: where a ReLU passes, what a dropout keeps, what a causal attention sees."""
-    images, _ = next(_batches(config, _image_samples(), batch_size=_NUM_IMAGES))
-    source = _generator(config)
-    yield Subject("", "ReLU mask", _convolved(images, source) > 0)
-    yield Subject("", "dropout mask, keeps 0.9", torch.rand(4 << 20, generator=source) < 0.9)
-    yield Subject("", "causal mask", torch.ones(2048, 2048, dtype=torch.bool).tril())
+    source = torch.Generator().manual_seed(config.seed)
+    yield Subject("ReLU mask", _convolved(config, source)[0] > 0)
+    yield Subject("dropout mask, keeps 0.9", torch.rand(4 << 20, generator=source) < 0.9)
+    yield Subject("causal mask", torch.ones(2048, 2048, dtype=torch.bool).tril())
+
+
+def _convolved(config: BenchCodecsConfig, source: torch.Generator) -> tuple[Tensor, Tensor]:
+    """What a convolution makes of a batch of images, and their labels."""
+    images, labels = next(_batches(config, _image_samples(), _BATCH))
+    return F.conv2d(images, torch.randn(32, images.size(1), 3, 3, generator=source)), labels
 
 
 def _job(config: BenchCodecsConfig) -> Iterator[Subject]:
     """What crosses the cuts of the configured job (model=, data=, cuts=, ...), micro-batch by micro-batch."""
-    crossing = capture(config, num_steps=config.capture_steps)
+    crossing = captured(config)
     torch.set_deterministic_debug_mode("default")  # a job's own setting
     for name, tensor in crossing.items():
-        yield Subject("", name, tensor)
+        yield Subject(name, tensor)
 
 
 CLASSES: dict[str, Callable[[BenchCodecsConfig], Iterator[Subject]]] = {
@@ -140,36 +140,87 @@ def trained(
     samples: Samples,
     model: dict[str, str],
     paths: Sequence[str],
-    *,
-    batch_size: int,
+    batch: int = _BATCH,
 ) -> dict[str, Tensor]:
     """Train a network for ``config.capture_steps`` steps.
 
     Returns: outputs of the modules ``paths`` in the last step ("PATH activation"), and what came back to them
              ("PATH gradient"): (batch, ...) each.
     """
-    network = build.model(model, describe=samples.describe, seed=config.seed)
-    optimizer = build.optimizer(config.optimizer)(network.named_parameters())
-    batches = cycle(_batches(config, samples, batch_size=batch_size))
-    kept: dict[str, Tensor] = {}
-    for step, (inputs, targets) in enumerate(islice(batches, config.capture_steps), start=1):
-        if step == config.capture_steps:
-            _listen(network, paths, kept)
-        optimizer.zero_grad()
-        loss(network(inputs), targets).backward()
-        optimizer.step()
-    return {f"{path} {what}": kept[f"{path} {what}"] for path in paths for what in ("activation", "gradient")}
-
-
-def _listen(network: nn.Module, paths: Sequence[str], kept: dict[str, Tensor]) -> None:
-    """Keep copies: what follows in place must not change them."""
-
-    def keep(path: str, output: Tensor) -> None:
-        kept[f"{path} activation"] = output.detach().clone()
-        output.register_hook(lambda gradient: kept.update({f"{path} gradient": gradient.detach().clone()}))
-
+    network, kept = build.model(model, describe=samples.describe, seed=config.seed), Kept()
     for path in paths:
-        network.get_submodule(path).register_forward_hook(lambda *call, path=path: keep(path, call[-1]))
+        network.get_submodule(path).register_forward_hook(lambda *call, path=path: kept.keep(path, call[-1]))
+    _train(network, network, _batches(config, samples, batch), config)
+    return {name: kept[name] for path in paths for name in (f"{path} activation", f"{path} gradient")}
+
+
+def captured(config: BenchCodecsConfig) -> dict[str, Tensor]:
+    """Train the configured job in this process; return what crossed its cuts in its last micro-batch.
+
+    Raises: PenstockError: the job cannot be planned.
+    """
+    samples = prepare(config)
+    plan = decide(config, samples)
+    network = build.model(config.model, describe=samples.describe, seed=config.seed)
+    listening = _Listening(fx.symbolic_trace(network), cuts=plan.cuts)
+    _train(
+        network,
+        listening.run,
+        training_batches(config, samples, epoch=0),
+        config,
+        plan.micro_batches,
+    )
+    return listening.kept
+
+
+class Kept(dict[str, Tensor]):
+    """Copies of activations and of their gradients: what follows in place may change them."""
+
+    def keep(self, name: str, output: Tensor) -> None:
+        """Keep what has this name now, and its gradient when it comes."""
+        self[f"{name} activation"] = output.detach().clone()
+        if output.requires_grad:
+            output.register_hook(
+                lambda gradient: self.update({f"{name} gradient": gradient.detach().clone()})
+            )
+
+
+class _Listening(fx.Interpreter):
+    """Runs a traced model and keeps what crosses the cuts, and the gradients that come back."""
+
+    def __init__(self, module: fx.GraphModule, *, cuts: Sequence[str]) -> None:
+        super().__init__(module)
+        self.kept, at = Kept(), {node.name: index for index, node in enumerate(module.graph.nodes)}
+        self.crossing = {
+            node.name
+            for cut in map(at.__getitem__, cuts)
+            for node in module.graph.nodes
+            if at[node.name] <= cut and any(at[user.name] > cut for user in node.users)
+        }
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one layer and keep its output if it crosses."""
+        value = super().run_node(n)
+        if n.name in self.crossing and isinstance(value, Tensor) and value.is_floating_point():
+            self.kept.keep(n.name, value)
+        return value
+
+
+def _train(
+    network: nn.Module,
+    run: Callable[[Tensor], Any],
+    batches: Any,
+    config: BenchCodecsConfig,
+    micro_batches: int = 1,
+) -> None:
+    """The steps of a plain loop, each batch in parts."""
+    optimizer = build.optimizer(config.optimizer)(network.named_parameters())
+    for inputs, targets in islice(cycle(batches), config.capture_steps):
+        optimizer.zero_grad()
+        number = min(micro_batches, len(inputs))
+        for x, y in zip(inputs.tensor_split(number), targets.tensor_split(number), strict=True):
+            (loss(run(x.clone()), y) * (len(x) / len(inputs))).backward()
+        optimizer.step()
 
 
 def _image_samples() -> Samples:
@@ -180,14 +231,8 @@ def _image_samples() -> Samples:
         return build.samples(_DIGITS)
 
 
-def _batches(
-    config: BenchCodecsConfig, samples: Samples, *, batch_size: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    return samples.batches("train", batch_size=batch_size, seed=config.seed)
-
-
-def _generator(config: BenchCodecsConfig) -> torch.Generator:
-    return torch.Generator().manual_seed(config.seed)
+def _batches(config: BenchCodecsConfig, samples: Samples, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return samples.batches("train", batch_size=size, seed=config.seed)
 
 
 def _dtypes(config: BenchCodecsConfig) -> list[torch.dtype]:

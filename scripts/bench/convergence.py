@@ -11,41 +11,66 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import signal
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from itertools import islice
-from typing import Any
+from itertools import chain, count, islice
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.utils.data import Subset
 
 from ...conf.convergence import BenchConvergenceConfig
 from ...pipeline.pipeline import Pipeline
-from ...pipeline.run import build
+from ...pipeline.run import build, console
 from ...pipeline.run.course import training_batches
 from ...pipeline.run.decide import decide, prepare
+from ...pipeline.run.run_folder import RunFolder
 from ...pipeline.run.train import evaluate, loss
-from ...pipeline.samples.samples import Samples
-from .policies import POLICIES
+from . import picture
+from .contestants import POLICIES
+from .harness import Record
+from .picture import GREY, colour
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+OPTIONS = ("cuts", "batch_size", "micro_batches", "points", "test_samples", "optimizer", "scheduler")
+_APART = 0.055  # of the height of a panel: what two labels need
 
 
-def check(config: BenchConvergenceConfig) -> list[tuple[str, str, int]]:
-    """Return the runs: data set, policy and seed of each; the seeds of one curve are neighbours.
+def bench(config: BenchConvergenceConfig, folder: RunFolder, typed: Sequence[str]) -> None:
+    """Train under every policy of the weights; what is done is told and kept, run by run.
 
-    Raises: PenstockError: an option does not fit.
+    Raises: PenstockError: an option does not fit, or a run failed.
     """
-    policies = config.policies or list(POLICIES)
     build.optimizer(config.optimizer)
     for name in config.sets:
         build.samples(getattr(config, name))
-    return [(data, policy, seed) for data in config.sets for policy in policies for seed in config.seeds]
+    policies = config.policies or list(POLICIES)
+    runs = [(data, policy, seed) for data in config.sets for policy in policies for seed in config.seeds]
+    folder.begin(console.warn)
+    job = {"model": config.model.get("name") or config.model["_target_"].rpartition(".")[2]}
+    job |= {name: getattr(config, name) for name in OPTIONS}
+    record = Record("convergence", typed, folder, threads=1, job=job, runs=[])
+    for number, found in enumerate(train_all(config, runs), start=1):
+        record.keep(runs=[found])
+        told = f"{found['set']} {found['policy']} seed {found['seed']}: {found['accuracy'][-1]:.2%} after"
+        told += f" {found['updates']} updates from lr {found['lr']:g}, {found['seconds']:.0f} s"
+        print(f"{number}/{len(runs)} {told}", flush=True)
+    record.draw(figure)
+    for name in config.sets:
+        for policy, curve in curves(record.content["runs"], name).items():
+            ends = f"{curve['mean'][-1]:.2%} ({curve['least'][-1]:.2%}-{curve['most'][-1]:.2%})"
+            print(f"{name:<15} {policy:<17} {ends}")
+    record.end()
 
 
-def bench_convergence(
-    config: BenchConvergenceConfig, runs: list[tuple[str, str, int]]
+def train_all(
+    config: BenchConvergenceConfig, runs: Sequence[tuple[str, str, int]]
 ) -> Iterator[dict[str, Any]]:
-    """Train ``runs``, ``config.processes`` at once; yield what each found, as they end.
+    """Train ``runs`` (data set, policy, seed), ``config.processes`` at once; yield what each found.
 
     Yields:  ``set``, ``policy``, ``seed``, ``schedule``, ``weights``, ``prediction``, ``lr``, ``updates``,
              ``seconds``, and lists of one length: ``samples`` (seen so far), ``accuracy`` (0 to 1), ``loss``.
@@ -68,27 +93,28 @@ def bench_convergence(
 
 
 def train_one(config: BenchConvergenceConfig, name: str, policy: str, seed: int) -> dict[str, Any]:
-    """Train one job from its start, all stages in this process; return what ``bench_convergence`` yields."""
-    chosen = POLICIES[policy]
+    """Train one job from its start, all stages in this process; return what ``train_all`` yields."""
+    chosen, num_steps = POLICIES[policy], config.steps(name)
     job = config.job(name, schedule=chosen.schedule, seed=seed)
     samples = prepare(job)
     plan = dataclasses.replace(decide(job, samples), weights=chosen.weights, prediction=chosen.prediction)
     # An update for every micro-batch: as many more of them, each by as much less.
-    updates = config.steps(name) * (config.micro_batches if chosen.each else 1)
+    updates = num_steps * (config.micro_batches if chosen.each else 1)
     factor = (config.async_lr or 1 / config.micro_batches) if chosen.each else 1.0
     options = job.optimizer | {"lr": job.optimizer["lr"] * factor}
-    pipe = Pipeline(
-        build.model(job.model, describe=samples.describe, seed=seed),
-        plan,
-        loss=loss,
-        optimizer=build.optimizer(options),
-        scheduler=build.scheduler(job.scheduler, num_steps=updates),
-        seed=seed,
-    )
-    tested = dataclasses.replace(samples, test=_first(samples, config.test_samples))
+    model = build.model(job.model, describe=samples.describe, seed=seed)
+    rates = {
+        "optimizer": build.optimizer(options),
+        "scheduler": build.scheduler(job.scheduler, num_steps=updates),
+    }
+    pipe = Pipeline(model, plan, loss=loss, seed=seed, **rates)
+    # A test costs as much as some steps of training: only the first samples.
+    first: Any = Subset(samples.test, range(min(config.test_samples, len(samples.test))))  # type: ignore[arg-type]
+    tested = dataclasses.replace(samples, test=first)
     found: dict[str, list[float]] = {"samples": [], "accuracy": [], "loss": []}
-    began, stops = time.monotonic(), _stops(config.steps(name), config.points)
-    for number, batch in enumerate(islice(_endless(job, samples), config.steps(name)), start=1):
+    began, stops = time.monotonic(), stops_of(num_steps, config.points)
+    endless = chain.from_iterable(training_batches(job, samples, epoch=epoch) for epoch in count())
+    for number, batch in enumerate(islice(endless, num_steps), start=1):
         pipe.step(*batch)
         if number in stops:
             result = evaluate(pipe, plan, job, tested)  # finishes what is in flight first
@@ -99,18 +125,61 @@ def train_one(config: BenchConvergenceConfig, name: str, policy: str, seed: int)
     return {"set": name, "policy": policy, "seed": seed, **facts, **found}
 
 
-def _stops(num_steps: int, points: int) -> set[int]:
+def stops_of(num_steps: int, points: int) -> set[int]:
     """Behind which steps a run is tested; the last one is among them."""
     return {max(1, round(num_steps * (point + 1) / points)) for point in range(points)}
 
 
-def _endless(job: Any, samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
-    epoch = 0
-    while True:
-        yield from training_batches(job, samples, epoch=epoch)
-        epoch += 1
+def curves(runs: Sequence[Mapping[str, Any]], data: str) -> dict[str, dict[str, list[float]]]:
+    """Return by policy on ``data``: ``samples``; of its seeds' accuracies ``mean``, ``least``, ``most``."""
+    found = {}
+    for policy in POLICIES:
+        if seeds := [run for run in runs if (run["set"], run["policy"]) == (data, policy)]:
+            columns = list(zip(*(run["accuracy"] for run in seeds), strict=True))
+            ways = {"mean": statistics.mean, "least": min, "most": max}
+            found[policy] = {key: list(map(way, columns)) for key, way in ways.items()}
+            found[policy]["samples"] = list(seeds[0]["samples"])
+    return found
 
 
-def _first(samples: Samples, number: int) -> Any:
-    """The first test samples: a test costs as much as some steps of training."""
-    return Subset(samples.test, range(min(number, len(samples.test))))  # type: ignore[arg-type]
+def figure(results: Mapping[str, Any]) -> Figure:
+    """A panel per data set, a line per policy with its name at its end, the range of its seeds around it."""
+    sets = list(dict.fromkeys(run["set"] for run in results["runs"]))
+    made, panels = picture.panels(len(sets), size=(7.5 * max(1, len(sets)), 5.0))
+    for axes, name in zip(panels, sets, strict=False):
+        _panel(axes, curves(results["runs"], name))
+        y = "test accuracy, %: mean and range over seeds"
+        picture.name(axes, f"{results['job']['model']} on {name}", x="training samples seen", y=y)
+    return made
+
+
+def _panel(axes: Axes, found: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    colours = {policy: colour(i - 1) if i else GREY for i, policy in enumerate(POLICIES)}
+    percent = {
+        policy: {key: [100 * share for share in curve[key]] for key in ("mean", "least", "most")}
+        for policy, curve in found.items()
+    }
+    for policy, of in percent.items():
+        x, own = found[policy]["samples"], colours[policy]
+        axes.plot(x, of["mean"], color=own, linewidth=1.8, marker=".", label=policy)
+        axes.fill_between(x, of["least"], of["most"], color=own, alpha=0.15, linewidth=0)
+    low, high = axes.get_ylim()
+    ends = {policy: (of["mean"][-1] - low) / (high - low) for policy, of in percent.items()}
+    for policy, at in apart(ends).items():
+        label = f"{POLICIES[policy].label} {percent[policy]['mean'][-1]:.1f}"
+        axes.annotate(
+            label, (1.01, at), xycoords="axes fraction", color=colours[policy], fontsize=9, va="center"
+        )
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", color="#E4E7EB", linewidth=0.8)
+
+
+def apart(ends: Mapping[str, float]) -> dict[str, float]:
+    """Where labels stand, in shares of a panel: at the end of their line, moved apart where they overlap."""
+    places: dict[str, float] = {}
+    for name, end in sorted(ends.items(), key=lambda item: item[1]):
+        places[name] = max(end, max(places.values(), default=-1.0) + _APART)
+    above = 1.0 + _APART
+    for name in reversed(places):  # and down again where they would leave the panel
+        above = places[name] = min(places[name], above - _APART)
+    return places

@@ -7,10 +7,7 @@ that the bytes are the CPU's, that the host never waits, and how fast it is.
 from __future__ import annotations
 
 import argparse
-import shlex
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,19 +19,22 @@ from torch import Tensor
 from ...compression import gpu, gpu_zero_value
 from ...compression.codec import decode, encode
 from ...compression.frame import frame_bytes, header_bytes, read_header
+from ...pipeline.run import console
+from ...stages.files import save_json
 from .gpu_cases import case, room_of, tensors, words_of
+from .harness import alternate, circumstances, medians, timed
+from .table import table
 
 MEBIBYTE = 1 << 20
-WIDTH = 150
+MODULE = "penstock.scripts.bench.gpu"
 ROUTES = ("pack", "unpack", "pack_masked", "unpack_masked")
-_ROTATED = (
-    512 * MEBIBYTE
-)  # a route goes through so many bytes of tensors in a row, far more than a cache holds
+_ROTATED = 512 * MEBIBYTE
+"""A route goes through so many bytes of tensors in a row, far more than a cache holds."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Check and time every combination; print a table and write ``results.json``. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m penstock.scripts.bench.gpu")
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}")
     parser.add_argument("--mebibytes", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--densities", type=float, nargs="+", default=[0, 0.1, 0.3, 0.5, 0.7, 0.9, 1])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "int64", "bool"])
@@ -52,9 +52,8 @@ def main(arguments: Sequence[str]) -> int:
         check(tensor, codec)
         for num_warps in options.warps if codec == "zero_value" else [None]:
             rows.append(facts | measured(tensor, codec, num_warps, options.repeats))
-            print(
-                f"{rows[-1]['dtype']} {codec} {tensor.nbytes // MEBIBYTE} MiB {facts['density']}", flush=True
-            )
+            told = f"{facts['dtype']} {codec} {tensor.nbytes // MEBIBYTE} MiB {facts['density']}"
+            print(told, flush=True)
     report(rows, arguments, options.results)
     return 0
 
@@ -64,11 +63,9 @@ def check(tensor: Tensor, codec: str) -> None:
     home = tensor.cpu()
     expected, words = encode(home, codec), words_of(tensor)
     assert torch.equal(gpu.encode(tensor, codec).cpu(), expected), "a GPU makes the CPU's bytes"
-    back, twin = gpu.decode(expected.to(tensor.device)), decode(expected)
-    assert back is not None, "this frame has a tensor"
-    assert twin is not None, "this frame has a tensor"
-    assert torch.equal(words_of(back), words), "the same bits come back"
-    assert torch.equal(words_of(twin), words.cpu()), "the same bits come back on the CPU"
+    for back in (gpu.decode(expected.to(tensor.device)), decode(expected)):
+        assert back is not None, "this frame has a tensor"
+        assert torch.equal(words_of(back).to(words.device), words), "the same bits come back, also on the CPU"
     buffer = room_of(frame_bytes(tensor.shape, tensor.dtype), tensor.device)
     header, start, out = read_header(expected), header_bytes(tensor.dim()), torch.empty_like(words)
     torch.cuda.synchronize()
@@ -80,83 +77,74 @@ def check(tensor: Tensor, codec: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert not int(error), "a sound payload is found to be sound"
     assert torch.equal(out, words), "the same bits come back without a wait"
-    assert torch.equal(gpu.finish(packed, gpu.header_of(tensor)).cpu(), expected), (
-        "the same frame without a wait"
-    )
+    finished = gpu.finish(packed, gpu.header_of(tensor)).cpu()
+    assert torch.equal(finished, expected), "the same frame without a wait"
 
 
 def measured(tensor: Tensor, codec: str, num_warps: int | None, repeats: int) -> dict[str, Any]:
     """What a row says of ``tensor``: seconds of each route, medians of alternating runs, and its bytes."""
     cases = [case(tensor, codec, num_warps) for _ in range(max(2, _ROTATED // tensor.nbytes))]
-    routes = ("copy", *ROUTES) if codec == "zero_value" else ("copy", *ROUTES[:2])
-    graphs = {route: _graph([getattr(one, route) for one in cases]) for route in routes}
-    taken: dict[str, list[float]] = {route: [] for route in routes}
-    for _ in range(repeats):
-        for route, graph in graphs.items():
-            taken[route].append(_seconds(graph) / len(cases))
+    graphs = {route: _graph([one.routes[route] for one in cases]) for route in cases[0].routes}
+    seconds = medians(alternate(graphs, repeats))
     buffer = room_of(frame_bytes(tensor.shape, tensor.dtype), tensor.device)
-    start = time.perf_counter()
-    for _ in range(20):
-        gpu.pack_on_device(tensor, buffer, codec=codec)
-    host_seconds = (time.perf_counter() - start) / 20
+    host_seconds = timed(lambda: gpu.pack_on_device(tensor, buffer, codec=codec), 20)()
     torch.cuda.synchronize()
     return {
         "num_bytes": tensor.nbytes,
         "num_warps": num_warps or gpu_zero_value.NUM_WARPS[min(tensor.element_size(), 8)],
         "ratio": tensor.nbytes / cases[0].payload.nbytes,
-        "seconds": {route: statistics.median(seconds) for route, seconds in taken.items()},
-        "least_bytes": {route: cases[0].least_bytes(route) for route in routes},
-        "moved_bytes": {route: cases[0].moved_bytes(route) for route in routes},
+        "seconds": {route: taken / len(cases) for route, taken in seconds.items()},
+        "least_bytes": cases[0].least_bytes,
+        "moved_bytes": cases[0].moved_bytes,
         "pack_call_host_seconds": host_seconds,
     }
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def shown(rows: Sequence[Mapping[str, Any]]) -> Table:
     """``rows`` for people: a route's speed, and its bytes a second, both as multiples of the copy's."""
+    columns = {
+        "dtype": lambda row: row["dtype"],
+        "codec": lambda row: row["codec"],
+        "MiB": lambda row: f"{row['num_bytes'] / MEBIBYTE:.0f}",
+        "density": lambda row: f"{row['density']:.1f}",
+        "warps": lambda row: str(row["num_warps"]),
+        "ratio": lambda row: f"{row['ratio']:.2f}",
+        "copy TB/s": lambda row: f"{_rate(row, 'least_bytes', 'copy') / 1e12:.2f}",
+        **{route: lambda row, route=route: _shares(row, route) for route in ROUTES},
+        "host us": lambda row: f"{row['pack_call_host_seconds'] * 1e6:.0f}",
+    }
     caption = (
         "speed | bytes/s that it had to move | bytes/s that it moved, as multiples of a device-to-device copy"
     )
-    shown = Table(caption=caption)
-    headings = ("dtype", "codec", "MiB", "density", "warps", "ratio", "copy TB/s", *ROUTES, "host us")
-    for heading in headings:
-        shown.add_column(heading, justify="left" if heading in ("dtype", "codec") else "right")
-    for row in rows:
-        seconds = row["seconds"]
-        copied = row["least_bytes"]["copy"] / seconds["copy"]
-        cells = [row["dtype"], row["codec"], f"{row['num_bytes'] / MEBIBYTE:.0f}", f"{row['density']:.1f}"]
-        cells += [str(row["num_warps"]), f"{row['ratio']:.2f}", f"{copied / 1e12:.2f}"]
-        for route in ROUTES:
-            shares = [seconds["copy"] / seconds[route]] if route in seconds else []
-            if shares:
-                shares += [
-                    row[bytes_][route] / seconds[route] / copied for bytes_ in ("least_bytes", "moved_bytes")
-                ]
-            cells.append(" ".join(f"{share:.2f}" for share in shares))
-        shown.add_row(*cells, f"{row['pack_call_host_seconds'] * 1e6:.0f}")
-    return shown
+    return table(rows, columns=columns, left=("dtype", "codec"), caption=caption)
+
+
+def _rate(row: Mapping[str, Any], which: str, route: str) -> float:
+    return row[which][route] / row["seconds"][route]
+
+
+def _shares(row: Mapping[str, Any], route: str) -> str:
+    copied = _rate(row, "least_bytes", "copy")
+    shares = [row["seconds"]["copy"] / row["seconds"][route]]
+    shares += [_rate(row, which, route) / copied for which in ("least_bytes", "moved_bytes")]
+    return " ".join(f"{share:.2f}" for share in shares)
 
 
 def report(rows: Sequence[Mapping[str, Any]], arguments: Sequence[str], path: Path) -> None:
     """Write ``rows`` with what a number needs beside it, and print their table."""
     import triton
 
-    from ...pipeline.run import console
-    from ...stages.files import save_json
-    from .command import circumstances
-
-    about = circumstances("gpu", [])
-    about["command"] = shlex.join(["python", "-m", "penstock.scripts.bench.gpu", *arguments])
-    device = torch.cuda.get_device_properties(0)
+    about, device = circumstances(["python", "-m", MODULE, *arguments]), torch.cuda.get_device_properties(0)
     about["hardware"] |= {"gpu": device.name, "gpu_bytes": device.total_memory}
     about["hardware"] |= {"multiprocessors": device.multi_processor_count}
     about["versions"] |= {"triton": triton.__version__, "cuda": str(torch.version.cuda)}
     save_json(path, about | {"rows": list(rows)})
-    console.screen(width_of_a_log=WIDTH).print(table(rows))
+    console.screen(width_of_a_log=150).print(shown(rows))
     print(f"laws held on every row: the CPU's bytes, the same bits back, no wait of the host\n{path}")
 
 
-def _graph(steps: Sequence[Callable[[], None]]) -> torch.cuda.CUDAGraph:
-    """All ``steps`` as one replay, so that no time is the host's."""
+def _graph(steps: Sequence[Callable[[], object]]) -> Callable[[], float]:
+    """All ``steps`` as one replay, so that no time is the host's; it returns its seconds."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -167,16 +155,16 @@ def _graph(steps: Sequence[Callable[[], None]]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         for step in steps:
             step()
-    return graph
 
+    def replay() -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
 
-def _seconds(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return replay
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ another's data in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...compression import gpu_words, gpu_zero_value
-from ...compression.codec import CODECS
 from ...compression.frame import sections
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -22,63 +21,20 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A tensor on the GPU with all that its routes read and write."""
+    """A tensor on the GPU with its routes, by name: ``copy`` is one from device to device.
 
-    codec: str
-    dtype: torch.dtype
+    Attributes:
+        words, out: what is packed, and where it is unpacked to. payload: what the codec makes of it.
+        least_bytes: what a route has to read and write, whatever it does.
+        moved_bytes: what the kernels read and write: two passes over the words, and over bitmaps again.
+    """
+
     words: Tensor
     out: Tensor
-    room: Tensor  # for a payload or values
     payload: Tensor
-    mask: Tensor
-    values: Tensor
-    made_by: str  # the codec that reads the payload: raw where it did not shrink
-    num_warps: int | None
-
-    def copy(self) -> None:
-        """Copy from device to device."""
-        self.out.copy_(self.words)
-
-    def pack(self) -> None:
-        """Write the payload."""
-        if self.codec == "zero_value":
-            gpu_zero_value.pack(self.words, self.room, num_warps=self.num_warps)
-        else:
-            gpu_words.pack(self.codec, self.words, self.room, self.dtype, None)
-
-    def unpack(self) -> None:
-        """Read the payload."""
-        if self.made_by == "zero_value":
-            gpu_zero_value.unpack(self.payload, self.out, num_warps=self.num_warps)
-        else:
-            gpu_words.unpack(self.made_by, self.payload, self.out, self.dtype, None)
-
-    def pack_masked(self) -> None:
-        """Write the values at the set bits of a bitmap."""
-        gpu_zero_value.pack_masked(self.words, self.room, self.mask, num_warps=self.num_warps)
-
-    def unpack_masked(self) -> None:
-        """Read the values at the set bits of a bitmap."""
-        gpu_zero_value.unpack(self.values, self.out, mask=self.mask, num_warps=self.num_warps)
-
-    def least_bytes(self, route: str) -> int:
-        """Bytes that a route has to read and write, whatever it does."""
-        if route == "copy":
-            return 2 * self.words.nbytes
-        if route.endswith("masked"):
-            return self.words.nbytes + self.values.nbytes + self.mask.nbytes
-        return self.words.nbytes + self.payload.nbytes
-
-    def moved_bytes(self, route: str) -> int:
-        """Bytes that the kernels read and write: two passes over the words, and over bitmaps again."""
-        again = {
-            "pack": self.words.nbytes,
-            "pack_masked": 2 * self.mask.nbytes,
-            "unpack_masked": self.mask.nbytes,
-        }
-        if route == "pack" and self.codec == "zero_value":
-            again["pack"] += self.mask.nbytes
-        return self.least_bytes(route) + again.get(route, 0)
+    routes: dict[str, Callable[[], object]]
+    least_bytes: dict[str, int]
+    moved_bytes: dict[str, int]
 
 
 def tensors(
@@ -91,40 +47,57 @@ def tensors(
     source = torch.Generator(device).manual_seed(0)
     for name in dtypes:
         dtype = getattr(torch, name)
-        integers = not dtype.is_floating_point
-        codec = "narrow" if integers else "zero_value"
-        if codec not in CODECS:
-            continue
+        codec = "zero_value" if dtype.is_floating_point else "narrow"
         for size in [num_bytes // dtype.itemsize for num_bytes in sizes]:
-            for density in [0.5] if integers else densities:
+            for density in densities if dtype.is_floating_point else [0.5]:
                 kept = torch.rand(size, generator=source, device=device) < density
-                values = torch.randn(size, generator=source, device=device)
-                tensor = torch.where(kept, values, 0.0)
-                tensor = (tensor.abs() * 3).to(dtype) if integers else tensor.to(dtype)
-                yield tensor, codec, {"dtype": name, "codec": codec, "density": density}
+                tensor = torch.where(kept, torch.randn(size, generator=source, device=device), 0.0)
+                tensor = tensor if dtype.is_floating_point else tensor.abs() * 3
+                yield tensor.to(dtype), codec, {"dtype": name, "codec": codec, "density": density}
 
 
 def case(tensor: Tensor, codec: str, num_warps: int | None) -> Case:
     """A copy of ``tensor`` with a payload, the values at its bitmap, and room."""
-    words, device = words_of(tensor).clone(), tensor.device
+    words, device, dtype = words_of(tensor).clone(), tensor.device, tensor.dtype
+    warps: dict[str, Any] = {"num_warps": num_warps}
     payload, values, room = (room_of(tensor.nbytes, device) for _ in range(3))
-    num_bytes, number, _ = gpu_words.pack(codec, words, payload, tensor.dtype, None).tolist()
+    num_bytes, number, _ = gpu_words.pack(codec, words, payload, dtype, None).tolist()
+    payload, out, made_by = payload[:num_bytes], torch.empty_like(words), codec if number else "raw"
     bits = (words != 0).view(-1, 8) * torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], device=device)
     mask = bits.sum(1).to(torch.uint8)
     mask = torch.nn.functional.pad(mask, (0, sections(len(words)).offsets - len(mask)))
-    num_values = int(gpu_zero_value.pack_masked(words, values, mask)[0])
-    return Case(
-        codec=codec,
-        dtype=tensor.dtype,
-        words=words,
-        out=torch.empty_like(words),
-        room=room,
-        payload=payload[:num_bytes],
-        mask=mask,
-        values=values[:num_values],
-        made_by=codec if number else "raw",
-        num_warps=num_warps,
+    values = values[: int(gpu_zero_value.pack_masked(words, values, mask)[0])]
+    routes: dict[str, Callable[[], object]] = {
+        "copy": lambda: out.copy_(words),
+        "pack": lambda: gpu_words.pack(codec, words, room, dtype, None),
+        "unpack": lambda: gpu_words.unpack(made_by, payload, out, dtype, None),
+    }
+    if codec == "zero_value":
+        routes["pack"] = lambda: gpu_zero_value.pack(words, room, **warps)
+        if made_by == codec:
+            routes["unpack"] = lambda: gpu_zero_value.unpack(payload, out, **warps)
+        routes["pack_masked"] = lambda: gpu_zero_value.pack_masked(words, room, mask, **warps)
+        routes["unpack_masked"] = lambda: gpu_zero_value.unpack(values, out, mask=mask, **warps)
+    packed, masked, again = (
+        words.nbytes + payload.nbytes,
+        words.nbytes + values.nbytes + mask.nbytes,
+        mask.nbytes,
     )
+    least = {
+        "copy": 2 * words.nbytes,
+        "pack": packed,
+        "unpack": packed,
+        "pack_masked": masked,
+        "unpack_masked": masked,
+    }
+    more = {
+        "pack": words.nbytes + again * (codec == "zero_value"),
+        "pack_masked": 2 * again,
+        "unpack_masked": again,
+    }
+    least = {route: least[route] for route in routes}
+    moved = {route: num_bytes + more.get(route, 0) for route, num_bytes in least.items()}
+    return Case(words=words, out=out, payload=payload, routes=routes, least_bytes=least, moved_bytes=moved)
 
 
 def words_of(tensor: Tensor) -> Tensor:

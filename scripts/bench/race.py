@@ -1,26 +1,24 @@
-"""What every rank of ``penstock bench pipeline`` runs on one link: torch and each contestant in turn.
+"""What every rank of ``penstock bench pipeline`` runs: each contestant in turn with its rival.
 
-All of them live in the same processes and take turns, a run of torch before each of ours, so that a busy
-machine is busy for both sides of a ratio."""
+All pipelines live in the same processes and take turns, a run of the rival before each of ours, so that a
+busy machine is busy for both sides of a ratio."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
+from operator import add
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...compression.errors import PenstockError
 from ...conf.bench import BenchPipelineConfig
 from ...pipeline.pipeline import Pipeline
 from ...pipeline.ranks.launch import init, run_rank
@@ -30,68 +28,68 @@ from ...pipeline.run.course import training_batches
 from ...pipeline.run.decide import prepare
 from ...pipeline.run.metrics import DIRECTIONS, Totals
 from ...pipeline.run.train import loss
+from ...pipeline.schedules.instruction import Instruction
+from ...pipeline.schedules.messages import Itinerary, Message
+from ...pipeline.schedules.simulate import durations, simulate
+from ...pipeline.schedules.span import Span
 from ...stages.files import save_json
 from ...stages.planner.plan import Plan
-from .links import Link
-from .offload import switch_off
+from .fairness import is_random, measured_rate, refuse_other_losses
+from .harness import alternate
+from .instruction_cost import instruction_cost
+from .shaped_links import Link, switch_off
 from .torch_pipelines import TorchPipeline
+
+Batches = Sequence[tuple[Tensor, Tensor]]
 
 NUM_BATCHES = 4
 """Batches kept in memory and used in turn: enough for training to differ from step to step."""
 
-TOLERANCE, TOLERANCE_RANDOM = 1e-3, 0.2
-"""How far the first losses of the two sides may lie apart, relatively; dropout draws other numbers."""
-
-_PROBE_SECONDS, _PROBE_BYTES = 0.5, (1 << 20, 1 << 25)
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """What one link's ranks are told: a JSON file, so that nothing is pickled.
+    """What the ranks are told: a JSON file, so that nothing is pickled. ``plans/NAME.json`` lie beside it.
 
     Attributes:
-        contestants: codec and extra_in_flight of each.
+        rivals: for each contestant whom it takes turns with: one that has a plan, or torch's pipeline.
+        streams: those whose steps flow into each other. instructions: whether to measure what one costs.
     """
 
     config: BenchPipelineConfig
     link: Link
-    contestants: list[tuple[str, int]]
-
-    def save(self, path: Path) -> None:
-        """Write what ``load`` reads."""
-        save_json(path, dataclasses.asdict(self))
+    rivals: dict[str, str]
+    streams: list[str] = dataclasses.field(default_factory=list)
+    instructions: bool = False
 
     @classmethod
     def load(cls, path: Path) -> Race:
-        """Read what ``save`` wrote."""
+        """Read the file."""
         content = json.loads(path.read_text())
-        return cls(
-            config=BenchPipelineConfig(**content["config"]),
-            link=Link(**content["link"]),
-            contestants=[(codec, extra) for codec, extra in content["contestants"]],
-        )
+        config, link = BenchPipelineConfig(**content.pop("config")), Link(**content.pop("link"))
+        return cls(config=config, link=link, **content)
 
 
 class Side:
-    """One side of the race on this rank: a way to take a step, and how many make a run."""
+    """A pipeline on this rank that takes turns: torch's, or Penstock's (``Ours``)."""
 
-    def __init__(
-        self, step: Callable[[Tensor, Tensor], Any], batches: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
-        self._step, self._batches = step, cycle(batches)
+    def __init__(self, pipe: Any, plan: Plan, batches: Batches) -> None:
+        self.pipe, self.plan, self._batches = pipe, plan, cycle(batches)
+        self.num_steps = 1
 
-    def warm_up(self, config: BenchPipelineConfig) -> Any:
-        """Take the steps that are not timed, see how many fit into a run; return what the first one told."""
-        first = self.take_step()
+    def take_step(self) -> float | None:
+        """Take one step on the next batch; return its loss, which torch tells the last stage's rank alone."""
+        return self.pipe.step(*next(self._batches))
+
+    def warm_up(self, config: BenchPipelineConfig) -> float:
+        """Take the steps that are not timed, see how many fit into a run; return the loss of the first."""
+        first = World.default().broadcast(self.take_step() or 0.0, self.plan.ranks[-1])
         self.num_steps = max(1, config.warmup - 1)
-        seconds = World.default().broadcast(self.run(), 0)
-        self.num_steps = steps_in(config.seconds, seconds_per_step=seconds, most=config.steps)
+        self.num_steps = steps_in(
+            config.seconds, seconds_per_step=World.default().broadcast(self.run(), 0), most=config.steps
+        )
         return first
-
-    def take_step(self) -> Any:
-        """Take one step on the next batch."""
-        return self._step(*next(self._batches))
 
     def run(self) -> float:
         """Take the steps of one run, together with the other ranks; return the seconds of one step."""
@@ -103,86 +101,117 @@ class Side:
         return (time.perf_counter() - began) / self.num_steps
 
 
-class Ours:
-    """A contestant's pipeline, and the bytes of its steps."""
+class Ours(Side):
+    """Our pipeline: also the bytes of its steps, and how much of each run the ranks stood still."""
 
-    def __init__(self, pipe: Pipeline) -> None:
-        self.pipe, self.totals = pipe, Totals(num_stages=pipe.plan.num_stages)
+    def __init__(self, pipe: Pipeline, batches: Batches, *, stream: bool) -> None:
+        super().__init__(pipe, pipe.plan, batches)
+        self.stream = stream
+        self._forget()
 
-    def step(self, inputs: Tensor, targets: Tensor) -> float:
-        """Train on one batch; return its loss."""
-        report = self.pipe.step(inputs, targets)
+    def _forget(self) -> None:
+        self.totals, self.busy = Totals(num_stages=self.plan.num_stages), [0.0] * self.plan.num_ranks
+        self.bubbles: list[list[float]] = []
+        self.spans: list[Span] = []
+
+    def take_step(self) -> float:
+        """Take one step on the next batch; return its loss."""
+        report = self.pipe.step(*next(self._batches))
         self.totals.add(report)
+        self.busy = list(map(add, self.busy, report.busy_seconds))
         return report.loss
 
-    def settle(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Take the steps in which ``codec=auto`` still tries."""
-        for inputs, targets in cycle(batches):
-            if self.pipe.policy.settled:
-                return
-            self.pipe.step(inputs, targets)
+    def warm_up(self, config: BenchPipelineConfig) -> float:
+        """As every side's; also the steps in which ``codec=auto`` still tries."""
+        first = super().warm_up(config)
+        while not (self.stream or self.pipe.policy.settled):
+            self.take_step()
+        self._forget()
+        return first
 
-    def bytes_per_step(self) -> dict[str, float]:
-        """What crossed the cuts in a step on average, in the names of ``summary.json``."""
-        names = [f"bytes_{kind}_{direction}" for kind in ("raw", "sent") for direction in DIRECTIONS]
-        return {name: sum(s[name] for s in self.totals.stages) / self.totals.num_steps for name in names}
+    def run(self) -> float:
+        """One run; a stream is filled before it and drained after it: others will use the group."""
+        if self.stream:
+            self.take_step()
+        self.busy = [0.0] * self.plan.num_ranks
+        seconds = super().run()
+        self.bubbles.append([1 - busy / (seconds * self.num_steps) for busy in self.busy])
+        self.spans += self.pipe.timeline()
+        if self.stream:
+            self.pipe.drain()
+        return seconds
+
+    def found(self, parameter_bytes: Mapping[str, int], *, rate: float | None) -> dict[str, Any]:
+        """What is known of its steps: bytes, bubbles, the most versions of the weights, instructions."""
+        itinerary, totals = self.pipe.engine.itinerary, self.totals
+        names = [f"bytes_{kind}_{way}" for kind in ("raw", "sent") for way in DIRECTIONS]
+        return {
+            **{name: sum(stage[name] for stage in totals.stages) / totals.num_steps for name in names},
+            "num_stages": self.plan.num_stages,
+            "cuts": list(self.plan.cuts),
+            "ranks_of_stages": list(self.plan.ranks),
+            "num_instructions": [len(program) for program in itinerary.programs],
+            "bubble": [statistics.median(runs) for runs in zip(*self.bubbles, strict=True)],
+            "bubble_simulated": simulated(itinerary, durations(self.spans), rate=rate, stream=self.stream),
+            "versions": self.versions(parameter_bytes),
+        }
+
+    def versions(self, parameter_bytes: Mapping[str, int]) -> list[dict[str, int]]:
+        """The most versions of the weights that were alive at once on each stage, and their bytes."""
+        own = [sum(parameter_bytes.get(name, 0) for name in stage.parameters) for stage in self.plan.stages]
+        # Weights count what they keep beside the parameters, which are the newest version.
+        return [
+            {"num_live": s["live_versions"], "num_bytes": s["versions_bytes"] + size, "parameter_bytes": size}
+            for s, size in zip(self.totals.stages, own, strict=True)
+        ]
 
 
 def race_rank(folder: Path) -> None:
-    """Race on this rank; rank 0 writes ``measured.json``."""
-    race, plan = Race.load(folder / "race.json"), Plan.load(folder / "plan.json")
-    config = race.config
-    facts: dict[str, Any] = {} if race.link.rate is None else {"offload": switch_off(race.link.device)}
+    """Race on this rank; rank 0 writes ``measured.json``: ``facts`` of the link, ``runs`` by name."""
+    race = Race.load(folder / "race.json")
+    config, link = race.config, race.link
+    facts: dict[str, Any] = {} if link.rate is None else {"offload": switch_off(link.device)}
     init(deadline=config.deadline)
-    facts["rate_measured"] = measured_rate(race.link)
+    facts["rate_measured"] = measured_rate(link)
     facts["congestion_control"] = _CONGESTION.read_text().strip() if _CONGESTION.exists() else "unknown"
     samples = prepare(config.job())
-    batches = list(islice(training_batches(config.job(), samples, epoch=0), NUM_BATCHES))
-    optimizer = build.optimizer(config.optimizer)
 
     def model() -> nn.Module:
         return build.model(config.model, describe=samples.describe, seed=config.seed).train()
 
-    def ours(codec: str, extra: int) -> Ours:
-        own = dataclasses.replace(plan, codec=codec, extra_in_flight=extra)
-        common = {"loss": loss, "optimizer": optimizer, "seed": config.seed}
-        return Ours(Pipeline(model(), own, **common, deadline=config.deadline))
-
-    torch_side = Side(TorchPipeline(model(), plan, loss=loss, optimizer=optimizer).step, batches)
-    pipes = [ours(codec, extra) for codec, extra in race.contestants]
-    sides = [Side(pipe.step, batches) for pipe in pipes]
-    # Only the last rank knows torch's loss.
-    expected = World.default().broadcast(torch_side.warm_up(config) or 0.0, plan.ranks[-1])
-    found = [side.warm_up(config) for side in sides]
-    for pipe in pipes:
-        pipe.settle(batches)
-    refuse_other_losses(expected, found, random=is_random(model()))
-    for pipe in pipes:
-        pipe.totals = Totals(num_stages=plan.num_stages)
-    taken = alternate(torch_side.run, [side.run for side in sides], repeats=config.repeats)
+    batches = list(islice(training_batches(config.job(), samples, epoch=0), NUM_BATCHES))
+    sides = sides_of(race, folder, model, batches)
+    first = {name: side.warm_up(config) for name, side in sides.items()}
+    facts["first_losses"] = {name: one for name, one in first.items() if name not in race.streams}
+    refuse_other_losses(facts["first_losses"], random=is_random(model()))
+    turns = [(name, who) for name in race.rivals for who in ("rival", "penstock")]
+    runs = {turn: sides[race.rivals[turn[0]] if turn[1] == "rival" else turn[0]].run for turn in turns}
+    taken = alternate(runs, config.repeats)
+    sizes = {name: parameter.nbytes for name, parameter in model().named_parameters()}
+    found = {name: sides[name].found(sizes, rate=facts["rate_measured"]) for name in race.rivals}
+    for name, who in turns:
+        found[name][who] = taken[name, who]
+    if race.instructions:
+        options: Any = {"micro_batches": config.micro_batches, "repeats": config.repeats}
+        facts["overhead"] = [instruction_cost(stages=config.ranks, **options)]
     if World.default().rank == 0:
-        losses = {"first_loss_torch": expected, "first_loss_penstock": found[0]}
-        runs = [
-            {"codec": codec, "extra_in_flight": extra, **seconds, **pipe.bytes_per_step()}
-            for (codec, extra), seconds, pipe in zip(race.contestants, taken, pipes, strict=True)
-        ]
-        save_json(folder / "measured.json", {"facts": facts | losses, "runs": runs})
+        save_json(folder / "measured.json", {"facts": facts, "runs": found})
     World.default().close()
 
 
-def alternate(
-    theirs: Callable[[], float], ours: Sequence[Callable[[], float]], *, repeats: int
-) -> list[dict[str, list[float]]]:
-    """Run theirs and each of ours in turn; return, for each of ours, the ``repeats`` pairs of what they took.
-
-    Returns: ``{"torch": [...], "penstock": [...]}`` for each of ours; entries of one index are neighbours.
-    """
-    taken: list[dict[str, list[float]]] = [{"torch": [], "penstock": []} for _ in ours]
-    for _ in range(repeats):
-        for seconds, run in zip(taken, ours, strict=True):
-            seconds["torch"].append(theirs())
-            seconds["penstock"].append(run())
-    return taken
+def sides_of(race: Race, folder: Path, model: Any, batches: Batches) -> dict[str, Any]:
+    """All pipelines of this rank by name, torch's first; they train the same job from the same start."""
+    config = race.config
+    common = {"loss": loss, "optimizer": build.optimizer(config.optimizer)}
+    plans = {path.stem: Plan.load(path) for path in sorted((folder / "plans").glob("*.json"))}
+    theirs: dict[str, Side] = {}
+    for name, rival in race.rivals.items():
+        if rival not in plans and rival not in theirs:
+            theirs[rival] = Side(TorchPipeline(model(), plans[name], **common), plans[name], batches)
+    options = common | {"seed": config.seed, "deadline": config.deadline}
+    order = dict.fromkeys([*race.rivals, *plans])
+    ours = {name: Pipeline(model(), plans[name], **options) for name in order}
+    return theirs | {name: Ours(pipe, batches, stream=name in race.streams) for name, pipe in ours.items()}
 
 
 def steps_in(seconds: float, *, seconds_per_step: float, most: int) -> int:
@@ -190,43 +219,25 @@ def steps_in(seconds: float, *, seconds_per_step: float, most: int) -> int:
     return max(1, min(most, int(seconds / seconds_per_step)))
 
 
-def refuse_other_losses(expected: float, found: Sequence[float], *, random: bool) -> None:
-    """Refuse to race two sides that do not train the same thing.
+def simulated(
+    itinerary: Itinerary, seconds: Mapping[tuple[int, str], float], *, rate: float | None, stream: bool
+) -> list[float]:
+    """The share of a step in which each rank would wait, if every instruction took its usual time.
 
-    Raises: PenstockError: a first loss is not torch's, but for rounding (or for what random layers draw).
+    Args: rate: bits per second between ranks, None: no time at all.
+          stream: the step has no end of its own: a rank waits only for the one that has the most to do.
     """
-    tolerance = TOLERANCE_RANDOM if random else TOLERANCE
-    for one in found:
-        if not math.isclose(one, expected, rel_tol=tolerance):
-            raise PenstockError(
-                f"both sides must train the same, and their first losses are {expected:.6f} with torch and "
-                f"{one:.6f} with Penstock; this is a fault of the bench or of torch's stages with this model"
-            )
 
+    def work(instruction: Instruction) -> float:
+        return seconds.get((instruction.stage, instruction.op.value), 0.0)
 
-def measured_rate(link: Link) -> float | None:
-    """Bits per second that two ranks really get through the link, both ways at once; None with more ranks."""
-    if World.default().size != 2:
-        return None
-    wanted = int(link.rate / 8 * _PROBE_SECONDS) if link.rate else _PROBE_BYTES[1]
-    num_bytes = min(max(wanted, _PROBE_BYTES[0]), _PROBE_BYTES[1])
-    ours, theirs = torch.zeros(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
-    other, seconds = 1 - World.default().rank, 0.0
-    for _ in range(2):  # the first one also opens the connection and its window
-        dist.barrier()
-        began = time.perf_counter()
-        transfers = [dist.irecv(theirs, other), dist.isend(ours, other)]
-        for transfer in transfers:
-            assert transfer is not None, "both ranks are in the group"
-            transfer.wait()
-        dist.barrier()
-        seconds = time.perf_counter() - began
-    return 8 * num_bytes / seconds
+    def transfer(message: Message) -> float:
+        return 8 * itinerary.value(message).num_bytes / rate if rate else 0.0
 
-
-def is_random(model: nn.Module) -> bool:
-    """Whether a layer draws numbers, which torch's stages draw otherwise than ours."""
-    return any(getattr(module, "p", 0) for module in model.modules() if "Drop" in type(module).__name__)
+    if not stream:
+        return list(simulate(itinerary, work=work, transfer=transfer).bubble)
+    busy = [sum(map(work, program)) for program in itinerary.programs]
+    return [1 - of_rank / max(busy) for of_rank in busy]
 
 
 if __name__ == "__main__":

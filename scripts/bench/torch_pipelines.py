@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed import pipelining
 from torch.fx.node import map_arg
 
 from ...compression.errors import PlanError
 from ...pipeline.ranks.world import World
 from ...stages.planner.plan import Plan
-
-Named = Iterable[tuple[str, nn.Parameter]]
 
 CLASSES = {
     "gpipe": "ScheduleGPipe",
@@ -39,35 +38,28 @@ class TorchPipeline:
         plan: Plan,
         *,
         loss: Callable[[Tensor, Tensor], Tensor],
-        optimizer: Callable[[Named], torch.optim.Optimizer],
+        optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
     ) -> None:
-        from torch.distributed import pipelining
-
-        self.own = plan.stages_of_rank[World.default().rank]
-        self.last = plan.num_stages - 1
-        parts = stages_of(model, plan)
-        here = torch.device("cpu")
+        self.own, self.last = plan.stages_of_rank[World.default().rank], plan.num_stages - 1
+        parts, here = stages_of(model, plan), torch.device("cpu")
         stages: Any = [pipelining.PipelineStage(parts[s], s, plan.num_stages, here) for s in self.own]
-        made = getattr(pipelining, CLASSES[plan.schedule])
         given = stages[0] if plan.schedule in _ONE_STAGE else stages
-        self.schedule = made(given, plan.micro_batches, loss_fn=loss)
+        self.schedule = getattr(pipelining, CLASSES[plan.schedule])(given, plan.micro_batches, loss_fn=loss)
         self.optimizer = optimizer(
-            [(f"{s}.{name}", one) for s in self.own for name, one in parts[s].named_parameters()]
+            [(f"{s}.{n}", one) for s in self.own for n, one in parts[s].named_parameters()]
         )
 
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
-        """Train on one batch; return the mean of its micro-batches' losses on the last stage's rank, else
-        None."""
+        """Train on one batch; return its micro-batches' mean loss on the last stage's rank, else None."""
         losses: list[Tensor] = []
         self.optimizer.zero_grad()
-        given = (inputs,) if 0 in self.own else ()
         wanted: dict[str, Any] = {"target": targets, "losses": losses} if self.last in self.own else {}
-        self.schedule.step(*given, **wanted)
+        self.schedule.step(*((inputs,) if 0 in self.own else ()), **wanted)
         self.optimizer.step()
         return float(torch.stack(losses).detach().mean()) if losses else None
 
 
-def stages_of(model: nn.Module, plan: Plan) -> list[nn.Module]:
+def stages_of(model: nn.Module, plan: Plan) -> list[fx.GraphModule]:
     """Split ``model`` as ``plan`` does, into modules whose outputs are the inputs of the next.
 
     Args:    model: in train mode; its parameters are not copied.
@@ -86,20 +78,17 @@ def stages_of(model: nn.Module, plan: Plan) -> list[nn.Module]:
                     f"torch's stages share no parameter, and {name} is used in stages "
                     f"{owner[id(parameter)]} and {number}; race with another cut or model"
                 )
-    return list(stages)
+    return stages
 
 
 def _part(traced: fx.GraphModule, at: Mapping[fx.Node, int], stage: int) -> fx.Graph:
     """The layers of one stage; what they read of the model itself is read in every stage that needs it."""
-    graph, ours = fx.Graph(), {}
-    for node in _entering(traced, at, stage):
-        ours[node] = graph.placeholder(node.name)
+    graph, output = fx.Graph(), _output(traced)
+    ours = {node: graph.placeholder(node.name) for node in _entering(traced, at, stage)}
     for node in traced.graph.nodes:
         needed = node.op == "get_attr" and any(at[user] == stage for user in node.users)
-        layer = node.op not in ("get_attr", "placeholder", "output") and at[node] == stage
-        if needed or layer:
+        if needed or (node.op not in ("get_attr", "placeholder", "output") and at[node] == stage):
             ours[node] = graph.node_copy(node, ours.__getitem__)
-    output = _output(traced)
     if at[output] == stage:
         graph.output(map_arg(output.args[0], ours.__getitem__))
     else:
@@ -115,7 +104,7 @@ def _entering(traced: fx.GraphModule, at: Mapping[fx.Node, int], stage: int) -> 
     return [
         node
         for node, made in at.items()
-        if made < stage and any(at[user] >= stage for user in node.users if user in at)
+        if made < stage and any(at.get(user, -1) >= stage for user in node.users)
     ]
 
 

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from penstock.conf.schema import PlanConfig, TrainConfig
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import application, command
-from penstock.scripts.bench.command import TOPICS
+from penstock.scripts.bench.topics import TOPICS
 from penstock.stages.weights.policies import POLICIES
 
 ROOT = Path(__file__).resolve().parents[2]

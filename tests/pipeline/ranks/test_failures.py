@@ -20,7 +20,7 @@ import penstock
 from penstock.pipeline.ranks import notices
 from penstock.pipeline.ranks.links import measured_rates
 from penstock.pipeline.ranks.world import World, found
-from penstock.scripts.bench import links
+from penstock.scripts.bench import shaped_links as links
 
 DEADLINE = 3.0
 

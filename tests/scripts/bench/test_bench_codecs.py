@@ -20,12 +20,12 @@ from penstock.compression.raw import Raw
 from penstock.conf.bench_codecs import BenchCodecsConfig
 from penstock.pipeline.run import build
 from penstock.pipeline.run.train import loss
-from penstock.scripts.bench import codecs_picture, codecs_sides, codecs_subjects
-from penstock.scripts.bench.codecs import bench_codecs, call_overhead
+from penstock.scripts.bench import codecs_shown, codecs_sides, codecs_subjects
+from penstock.scripts.bench.codecs_bench import bench_codecs, call_overhead
 from penstock.scripts.bench.codecs_bounds import bound, entropy, words_of
 from penstock.scripts.bench.codecs_peers import PEERS, missing, peers
+from penstock.scripts.bench.codecs_shown import call_table, shown
 from penstock.scripts.bench.codecs_subjects import Subject, subjects, trained
-from penstock.scripts.bench.codecs_table import overhead_table, table
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 
@@ -88,11 +88,11 @@ def test_every_codec_runs_on_every_instruction_set(isa):
     named = codecs_sides.codecs_of(isa)
     assert named.keys() == CODECS.keys()
     tensors = [zeros_and_numbers(0.5), torch.arange(9000), torch.arange(9000) % 3 == 0]
-    for subject in [*(Subject("", "", tensor) for tensor in tensors), Subject("", "", dense, mask)]:
-        memory = codecs_sides.Memory(subject, named)
+    for subject in [*(Subject("", tensor) for tensor in tensors), Subject("", dense, mask)]:
+        bench = codecs_sides.Bench(subject, named, public=isa is None)
         for name in CODECS:
             if codecs_sides.applies(name, subject):
-                side = codecs_sides.ours(subject, name, memory, named, public=isa is None)
+                side = bench.ours(name)
                 assert side.num_bytes == encode(subject.tensor, name, mask=subject.mask).numel() - 64
                 assert {"pack", "unpack"} <= side.routes.keys()
                 for route in side.routes.values():
@@ -107,19 +107,19 @@ class Careless(Raw):
 
 
 def test_a_codec_that_changes_a_bit_is_not_timed():
-    subject = Subject("", "", torch.randn(100))
+    subject = Subject("", torch.randn(100))
     broken = dict(CODECS) | {"raw": Careless()}
     with pytest.raises(AssertionError, match="raw changed a bit"):
-        codecs_sides.ours(subject, "raw", codecs_sides.Memory(subject, broken), broken, public=False)
+        codecs_sides.Bench(subject, broken, public=False).ours("raw")
     dull = peers(["lz4"])[0]._replace(unpack=lambda packed, num_bytes: b"")
     with pytest.raises(AssertionError, match="lz4 changed a bit"):
-        codecs_sides.theirs(dull, subject, codecs_sides.Memory(subject, CODECS))
+        codecs_sides.Bench(subject, CODECS, public=False).theirs(dull)
 
 
 def test_a_captured_gradient_is_that_of_the_plain_loop():
     samples = build.samples({"_target_": "penstock.pipeline.samples.digits.load", "size": 8})
     model = {"_target_": "penstock.pipeline.models.mlp", "hidden": [32]}
-    kept = trained(job(), samples, model, ["2"], batch_size=16)
+    kept = trained(job(), samples, model, ["2"], 16)
     network = build.model(model, describe=samples.describe, seed=0)
     optimizer, outputs = torch.optim.SGD(network.parameters(), lr=0.1), {}
 
@@ -151,7 +151,7 @@ def test_classes_hold_what_they_are_called():
 
 def test_gradients_behind_a_relu_come_with_its_mask(monkeypatch):
     monkeypatch.setattr(codecs_subjects, "_ACTIVATIONS", ("relu", "gelu"))
-    monkeypatch.setattr(codecs_subjects, "_NUM_TEXTS", 2)
+    monkeypatch.setattr(codecs_subjects, "_BATCH", 2)
     found = list(subjects(job(classes=["text"], dtypes=["bfloat16"], capture_steps=1)))
     (masked,) = (subject for subject in found if subject.mask is not None)
     assert masked.name == "gpt relu blocks.1.activation gradient, mask reused"
@@ -174,19 +174,17 @@ def test_rows_say_what_was_measured_and_fit_the_page():
     assert {"encode", "decode"} <= tensors[0][0].keys()
     printed = Console(file=io.StringIO(), width=110)
     for rows in tensors:
-        printed.print(table(rows))
-    printed.print(overhead_table(call_overhead(job(codecs=["raw", "zero_value"]))))
+        printed.print(shown(rows))
+    printed.print(call_table(call_overhead(job(codecs=["raw", "zero_value"]))))
     text = printed.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert "…" not in text
     assert "zero_value+byte_plane → byte_plane" in text
     panels = [
-        axes
-        for axes in codecs_picture.figure({"rows": list(chain.from_iterable(tensors))}).axes
-        if axes.axison
+        axes for axes in codecs_shown.figure({"rows": list(chain.from_iterable(tensors))}).axes if axes.axison
     ]
     assert [axes.get_title(loc="left") for axes in panels] == ["synthetic", "masks"]
     five = [dict(tensors[0][0], **{"class": kind}) for kind in "abcde"]
-    assert [axes.axison for axes in codecs_picture.figure({"rows": five}).axes] == [True] * 5 + [False]
+    assert [axes.axison for axes in codecs_shown.figure({"rows": five}).axes] == [True] * 5 + [False]
     assert all(axes.get_xlabel() and axes.get_ylabel() for axes in panels)
 
 

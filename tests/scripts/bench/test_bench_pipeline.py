@@ -22,8 +22,9 @@ from penstock import ConfigError, PenstockError, PlanError
 from penstock.conf.bench import BenchPipelineConfig
 from penstock.pipeline.ranks import launch
 from penstock.scripts import command, usage
-from penstock.scripts.bench import links, pipeline_picture, pipeline_rows, race
-from penstock.scripts.bench.offload import switch_off
+from penstock.scripts.bench import contest, fairness, harness, link_race, race
+from penstock.scripts.bench import shaped_links as links
+from penstock.scripts.bench.shaped_links import switch_off
 from penstock.scripts.bench.torch_pipelines import stages_of
 
 SHAPED = links.parse_link("20Mbit")
@@ -202,12 +203,22 @@ def test_runs_take_turns_and_pairs_are_neighbours():
     def run(name):
         return lambda: order.append(name) or float(len(order))
 
-    taken = race.alternate(run("t"), [run("a"), run("b")], repeats=2)
+    sides = {
+        ("a", "rival"): run("t"),
+        ("a", "own"): run("a"),
+        ("b", "rival"): run("t"),
+        ("b", "own"): run("b"),
+    }
+    taken = harness.alternate(sides, 2)
     assert "".join(order) == "tatbtatb"
-    assert taken == [
-        {"torch": [1, 5], "penstock": [2, 6]},
-        {"torch": [3, 7], "penstock": [4, 8]},
-    ]
+    assert list(taken.values()) == [[1, 5], [2, 6], [3, 7], [4, 8]]
+    assert harness.medians(taken)["b", "own"] == 6
+
+
+def test_runs_end_when_they_have_taken_long_enough_but_one_there_is():
+    now = iter(range(100))
+    assert harness.alternate({"a": lambda: 1}, 9, seconds=3, clock=lambda: next(now)) == {"a": [1, 1, 1]}
+    assert harness.alternate({"a": lambda: 1}, 9, seconds=0) == {"a": [1]}
 
 
 @pytest.mark.parametrize(("seconds_per_step", "steps"), [(0.5, 8), (0.39, 10), (0.01, 10), (3.9, 1), (9, 1)])
@@ -216,11 +227,11 @@ def test_a_run_has_the_steps_that_fit(seconds_per_step, steps):
 
 
 def test_two_sides_that_do_not_train_the_same_are_refused():
-    race.refuse_other_losses(2.3, [2.3001, 2.3], random=False)
-    race.refuse_other_losses(2.3, [2.5], random=True)
-    for found, random in (([2.3, 2.31], False), ([3.3], True), ([float("nan")], True)):
-        with pytest.raises(PenstockError, match=r"first losses are 2\.3"):
-            race.refuse_other_losses(2.3, found, random=random)
+    fairness.refuse_other_losses({"torch": 2.3, "raw": 2.3001, "auto": 2.3}, random=False)
+    fairness.refuse_other_losses({"torch": 2.3, "raw": 2.5}, random=True)
+    for found, random in ((2.31, False), (3.3, True), (float("nan"), True)):
+        with pytest.raises(PenstockError, match=r"first losses are 2\.3.* with torch .* with auto"):
+            fairness.refuse_other_losses({"torch": 2.3, "raw": 2.3, "auto": found}, random=random)
 
 
 class Residual(nn.Module):
@@ -268,31 +279,29 @@ def test_a_parameter_of_two_stages_is_refused_on_torchs_side():
 # Rows
 
 
-def measured() -> pipeline_rows.Measured:
+def measured() -> dict:
     num_bytes = {
         "bytes_raw_forward": 100.0,
         "bytes_sent_forward": 50.0,
         "bytes_raw_backward": 90.0,
         "bytes_sent_backward": 60.0,
     }
-    runs = [
-        {"codec": "raw", "extra_in_flight": 0, "torch": [2.0, 4.0, 8.0], "penstock": [1.0, 4.0, 2.0]},
-        {"codec": "zip", "extra_in_flight": 1, "torch": [1.0, 1.0, 1.0], "penstock": [4.0, 1.0, 2.0]},
-    ]
-    facts = {"offload": {"tso": "off"}, "congestion_control": "bbr", "rate_measured": 19e6}
-    return pipeline_rows.Measured.of({"facts": facts, "runs": [run | num_bytes for run in runs]})
+    return {
+        "raw": {"rival": [2.0, 4.0, 8.0], "penstock": [1.0, 4.0, 2.0], **num_bytes},
+        "zip, +1 in flight": {"rival": [1.0, 1.0, 1.0], "penstock": [4.0, 1.0, 2.0], **num_bytes},
+    }
 
 
 def results() -> dict:
     x = torch.randn(3, 4)
     plan = plan_of(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)), ["1"], x)
-    rows = pipeline_rows.rows_of(
-        "20Mbit", measured(), [("raw", 0), ("zip", 1)], plan=plan, batch_size=8, bound=16.0
-    )
-    shaped = pipeline_rows.link_facts(SHAPED, measured=measured().facts)
-    refused = pipeline_rows.link_facts(links.parse_link("5Mbit"), why_not="no permission")
+    rows = link_race.rows_of(measured(), [("raw", 0), ("zip", 1)], plan=plan, batch_size=8)
+    common = {"link": "20Mbit", "bound_samples_per_second": 16.0}
+    facts = {"offload": {"tso": "off"}, "congestion_control": "bbr", "rate_measured": 19e6}
+    shaped = contest.link_facts(SHAPED, facts)
+    refused = contest.link_facts(links.parse_link("5Mbit"), {}, why_not="no permission")
     job = {"model": "net", "cuts": ["_1"], "ranks": 2, "batch_size": 8, "micro_batches": 2}
-    return {"links": [shaped, refused], "rows": rows, "job": job, "threads": 1}
+    return {"links": [shaped, refused], "rows": [common | row for row in rows], "job": job, "threads": 1}
 
 
 def test_ratios_are_those_of_pairs_and_not_of_medians():
@@ -315,9 +324,9 @@ def test_the_wire_ratio_is_that_of_the_slower_direction():
 
 
 def test_the_table_shows_every_row_and_says_what_was_not_shaped():
-    console = Console(width=command_width())
+    console = Console(width=contest.WIDTH)
     with console.capture() as said:
-        console.print(pipeline_rows.table(results()))
+        console.print(link_race.shown(results()))
     lines = said.get().splitlines()
     assert "net cut after _1, 2 micro-batches of 4, 2 ranks of 1 thread" in lines[0]
     shown = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
@@ -328,20 +337,14 @@ def test_the_table_shows_every_row_and_says_what_was_not_shaped():
         ["5Mbit", "could not be shaped", "see below", ""],
     ]
     assert shown[2][4:] == ["4.0", "0.50", "0.25-1.00", "3.00", "50 B (2.00x)", "60 B (1.50x)", "1.50x"]
-    shaped, refused = map(pipeline_rows.describe, results()["links"])
+    shaped, refused = map(link_race.describe, results()["links"])
     assert "tbf rate 20 Mbit/s burst 64 KiB latency 400 ms, delay 0 ms, 19 Mbit/s measured" in shaped
     assert "congestion control bbr, tso off" in shaped
     assert refused == "5Mbit: could not be shaped and was not raced on: no permission"
 
 
-def command_width() -> int:
-    from penstock.scripts.bench.command import WIDTH_OF_A_RACE
-
-    return WIDTH_OF_A_RACE
-
-
 def test_the_picture_has_a_bar_for_every_row():
-    made = pipeline_picture.figure(results())
+    made = link_race.figure(results())
     (axes,) = made.axes
     assert [bar.get_height() for bar in axes.patches] == [  # pyright: ignore[reportAttributeAccessIssue]
         row["samples_per_second"] for row in results()["rows"]
@@ -352,7 +355,7 @@ def test_the_picture_has_a_bar_for_every_row():
 
 
 def test_a_picture_of_nothing_raced_has_no_legend():
-    (axes,) = pipeline_picture.figure(results() | {"rows": []}).axes
+    (axes,) = link_race.figure(results() | {"rows": []}).axes
     assert axes.get_legend() is None
 
 

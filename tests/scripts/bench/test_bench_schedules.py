@@ -22,20 +22,20 @@ from penstock.conf.convergence import BenchConvergenceConfig
 from penstock.pipeline.schedules import SCHEDULES, schedule_named
 from penstock.pipeline.schedules.instruction import Instruction, Op
 from penstock.pipeline.schedules.messages import Itinerary, Message
+from penstock.pipeline.schedules.simulate import durations
 from penstock.pipeline.schedules.span import Span
 from penstock.scripts import command, usage
 from penstock.scripts.bench import (
-    bubbles,
+    codecs_shown,
+    contest,
+    contestants,
     convergence,
-    convergence_picture,
-    entrants,
-    overhead,
+    instruction_cost,
+    link_race,
+    race,
     schedules,
-    schedules_picture,
-    schedules_rows,
 )
 from penstock.scripts.bench.torch_pipelines import CLASSES, TorchPipeline
-from penstock.scripts.bench.versions import peak_versions
 
 
 @pytest.fixture
@@ -76,27 +76,22 @@ def batch(samples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 # Who races
 
 
-def test_all_stands_for_what_runs_here_and_names_for_themselves(monkeypatch):
-    assert list(entrants.entrants("all")) == list(entrants.ENTRANTS)
-    assert list(entrants.entrants(["zbv", "1f1b"])) == ["zbv", "1f1b"]
-    assert list(entrants.entrants("gpipe")) == ["gpipe"]
-    fewer = {name: SCHEDULES[name] for name in SCHEDULES if name not in ("async_1f1b", "zbv")}
-    monkeypatch.setattr(entrants, "SCHEDULES", fewer)
-    assert entrants.left_out() == ["zbv", "double_buffered", "async_1f1b"]
-    assert not {"zbv", "double_buffered", "async_1f1b"} & entrants.entrants("all").keys()
-    with pytest.raises(ScheduleError, match="schedule=double_buffered needs the schedule async_1f1b"):
-        entrants.entrants(["double_buffered"])
+def test_all_stands_for_every_one_and_names_for_themselves():
+    assert list(contestants.entrants("all")) == list(contestants.ENTRANTS)
+    assert {one.schedule for one in contestants.ENTRANTS.values()} <= set(SCHEDULES)
+    assert list(contestants.entrants(["zbv", "1f1b"])) == ["zbv", "1f1b"]
+    assert list(contestants.entrants("gpipe")) == ["gpipe"]
 
 
 def test_a_rival_that_nobody_asked_for_runs_beside():
-    assert list(entrants.rivals(entrants.entrants(["async_1f1b", "gpipe_x2"]))) == ["1f1b", "gpipe"]
-    assert entrants.rivals(entrants.entrants(["async_1f1b", "1f1b"])) == {}
+    assert list(contestants.rivals(contestants.entrants(["async_1f1b", "gpipe_x2"]))) == ["1f1b", "gpipe"]
+    assert contestants.rivals(contestants.entrants(["async_1f1b", "1f1b"])) == {}
 
 
 @pytest.mark.parametrize(("asked", "told"), [("fast", "schedule=fast"), ([], "[]"), (["zbv", "zbv"], "once")])
 def test_names_that_cannot_be_raced_are_refused(asked, told):
     with pytest.raises(ConfigError) as refused:
-        entrants.entrants(asked)
+        contestants.entrants(asked)
     assert told in str(refused.value)
 
 
@@ -143,52 +138,55 @@ def two_ranks(num_micro_batches: int) -> Itinerary:
 # stage 1   .. F0 B0 B0 F1 B1 B1 F2 B2 B2
 def test_the_simulated_bubble_of_1f1b_by_hand():
     seconds = {(0, "F"): 1.0, (1, "F"): 1.0, (0, "B"): 2.0, (1, "B"): 2.0}
-    on_paper = bubbles.simulated(two_ranks(3), seconds, rate=None, stream=False)
+    on_paper = race.simulated(two_ranks(3), seconds, rate=None, stream=False)
     assert on_paper == pytest.approx([1 - 9 / 12, 1 - 9 / 12])
 
 
 def test_a_rank_of_a_stream_waits_only_for_the_busiest():
     seconds = {(0, "F"): 1.0, (1, "F"): 2.0, (0, "B"): 2.0, (1, "B"): 4.0}
-    assert bubbles.simulated(two_ranks(3), seconds, rate=None, stream=True) == pytest.approx([0.5, 0.0])
+    assert race.simulated(two_ranks(3), seconds, rate=None, stream=True) == pytest.approx([0.5, 0.0])
 
 
 def test_durations_are_medians_without_waiting():
     def span(start, waiting, end, op="F"):
         return Span(rank=0, stage=0, op=op, micro_batch=0, start=start, waiting=waiting, end=end)
 
-    steps = [[span(0, 1, 4), span(4, 0, 5, "B")], [span(0, 0, 2)], [span(0, 0, 30)]]
-    assert bubbles.durations(steps) == {(0, "F"): 3, (0, "B"): 1}
+    spans = [span(0, 1, 4), span(4, 0, 5, "B"), span(0, 0, 2), span(0, 0, 30)]
+    assert durations(spans) == {(0, "F"): 3, (0, "B"): 1}
 
 
 # Versions, and the cost of an instruction
 
 
+def versions(plan: penstock.Plan, *, stream: bool) -> list[tuple[int, float, int]]:
+    """Live versions, all their bytes in units of one, and the bytes of one, of every stage."""
+    pipe = penstock.Pipeline(net(), plan, loss=F.cross_entropy, optimizer=sgd)
+    side = race.Ours(pipe, [batch()], stream=stream)
+    for _ in range(3):
+        side.take_step()
+    sizes = {name: parameter.nbytes for name, parameter in net().named_parameters()}
+    found = side.versions(sizes)
+    return [(s["num_live"], s["num_bytes"] / s["parameter_bytes"], s["parameter_bytes"]) for s in found]
+
+
 def test_versions_are_counted_at_their_peak():
     plan = plan_of("async_1f1b", stages=4, ranks=4, weights="stashed")
-    pipe = penstock.Pipeline(net(), plan, loss=F.cross_entropy, optimizer=sgd)
-    run = dict(pipe.engine.run)
-    found = peak_versions(pipe, lambda: [pipe.step(*batch()) for _ in range(3)])
-    assert [stage["num_live"] for stage in found] == [4, 3, 2, 1]
-    assert [stage["parameter_bytes"] for stage in found] == 4 * [4 * (36 + 6)]
-    assert [stage["num_bytes"] / stage["parameter_bytes"] for stage in found] == [4, 3, 2, 1]
-    assert pipe.engine.run == run
+    assert versions(plan, stream=True) == [(n, n, 4 * (36 + 6)) for n in (4, 3, 2, 1)]
 
 
 def test_a_synchronous_schedule_has_one_version():
-    pipe = penstock.Pipeline(net(), plan_of("zb_h1", stages=2, ranks=2), loss=F.cross_entropy, optimizer=sgd)
-    found = peak_versions(pipe, lambda: pipe.step(*batch()))
-    assert [(stage["num_live"], stage["num_bytes"]) for stage in found] == 2 * [(1, 2 * 4 * (36 + 6))]
+    assert versions(plan_of("zb_h1", stages=2, ranks=2), stream=False) == 2 * [(1, 1, 2 * 4 * (36 + 6))]
 
 
 def test_the_cost_of_an_instruction_is_that_of_a_step_less_the_work_itself(monkeypatch):
-    monkeypatch.setattr(overhead, "STEPS", 2)
-    found = overhead.overhead(stages=3, micro_batches=4, repeats=3)
+    monkeypatch.setattr(instruction_cost, "STEPS", 2)
+    found = instruction_cost.instruction_cost(stages=3, micro_batches=4, repeats=3)
     assert (found["ranks"], found["stages"], found["instructions"]) == (1, 3, 3 * (4 + 4 + 1))
     assert len(found["microseconds_of_runs"]) == 3
     assert found["microseconds_direct"] > 0
-    monkeypatch.setattr(overhead, "_steps", lambda pipe, batch: (27e-3 + 27e-5, 1.0))
-    monkeypatch.setattr(overhead, "_seconds", lambda step, clock: 27e-5)
-    found = overhead.overhead(stages=3, micro_batches=4, repeats=3)
+    monkeypatch.setattr(instruction_cost, "_steps", lambda pipe, batch: (27e-3 + 27e-5, 1.0))
+    monkeypatch.setattr(instruction_cost, "timed", lambda step, times, clock: lambda: 27e-5)
+    found = instruction_cost.instruction_cost(stages=3, micro_batches=4, repeats=3)
     assert found["microseconds"] == pytest.approx(1000)
     assert found["microseconds_direct"] == pytest.approx(10)
 
@@ -199,7 +197,7 @@ def test_the_cost_of_an_instruction_is_that_of_a_step_less_the_work_itself(monke
 def torch_and_ours() -> dict[str, tuple[float | None, float, list[bool]]]:
     """By schedule the first loss of torch and of ours, and which parameters of this rank agree after two
     steps."""
-    return {schedule: both(schedule, entrants.ENTRANTS[schedule].stages_per_rank) for schedule in CLASSES}
+    return {schedule: both(schedule, contestants.ENTRANTS[schedule].stages_per_rank) for schedule in CLASSES}
 
 
 def both(schedule: str, stages_per_rank: int) -> tuple[float | None, float, list[bool]]:
@@ -230,12 +228,12 @@ def test_torchs_schedules_train_what_ours_do(ranks):
 def results() -> dict:
     versions = [{"num_live": n, "num_bytes": n * 2048, "parameter_bytes": 2048} for n in (2, 1)]
     common = {"num_stages": 2, "bubble": [0.1, 0.3], "bubble_simulated": [0.05, 0.25], "versions": versions}
-    measured = [
-        {"name": "zb_h1", "rival": [2.0, 4.0, 8.0], "penstock": [1.0, 4.0, 2.0], **common},
-        {"name": "async_1f1b", "rival": [1.0, 1.0, 1.0], "penstock": [4.0, 1.0, 2.0], **common},
-    ]
+    measured = {
+        "zb_h1": {"rival": [2.0, 4.0, 8.0], "penstock": [1.0, 4.0, 2.0], **common},
+        "async_1f1b": {"rival": [1.0, 1.0, 1.0], "penstock": [4.0, 1.0, 2.0], **common},
+    }
     job = {"model": "net", "ranks": 2, "batch_size": 8, "micro_batches": 4, "codec": "raw"}
-    rows = schedules_rows.rows_of(measured, batch_size=8)
+    rows = [schedules.row_of(name, found, 8) for name, found in measured.items()]
     return {"rows": rows, "job": job, "threads": 1, "link": {"link": "loopback"}}
 
 
@@ -254,9 +252,9 @@ def test_rows_hold_ratios_of_pairs_and_who_the_rival_was():
 
 
 def test_the_table_has_a_line_for_every_row():
-    console = Console(width=command_width())
+    console = Console(width=contest.WIDTH)
     with console.capture() as said:
-        console.print(schedules_rows.table(results()))
+        console.print(schedules.shown(results()))
     lines = said.get().splitlines()
     assert "net, 4 micro-batches of 2, 2 ranks of 1 thread, codec raw, loopback" in lines[0]
     shown = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
@@ -265,14 +263,8 @@ def test_the_table_has_a_line_for_every_row():
     ]  # fmt: skip
 
 
-def command_width() -> int:
-    from penstock.scripts.bench.command import WIDTH_OF_SCHEDULES
-
-    return WIDTH_OF_SCHEDULES
-
-
 def test_the_picture_has_bars_for_both_sides_and_dots_for_both_bubbles():
-    speeds, dots = schedules_picture.figure(results()).axes
+    speeds, dots = schedules.figure(results()).axes
     heights = [bar.get_height() for bar in speeds.patches]  # pyright: ignore[reportAttributeAccessIssue]
     assert heights == [4.0, 4.0, 2.0, 8.0]  # ours, torch's, our 1f1b
     drawn = [torch.as_tensor(group.get_offsets()) for group in dots.collections]  # lines have one offset
@@ -281,6 +273,23 @@ def test_the_picture_has_bars_for_both_sides_and_dots_for_both_bubbles():
         "zb_h1\n2 stages",
         "async_1f1b\nstashed\n2 stages",
     ]
+
+
+PUBLISHED = sorted((Path(__file__).resolve().parents[3] / "docs" / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_what_was_published_can_be_shown_again(path):
+    found, topic = json.loads(path.read_text()), path.stem.partition("_")[0]
+    shows = {
+        "pipeline": link_race,
+        "schedules": schedules,
+        "convergence": convergence,
+        "codecs": codecs_shown,
+    }
+    assert shows[topic].figure(found).axes
+    if topic in ("pipeline", "schedules"):
+        assert shows[topic].shown(found).row_count == len(found["rows"])
 
 
 # The command
@@ -369,8 +378,8 @@ def test_a_run_is_tested_at_the_points_and_its_updates_are_those_of_its_policy()
 
 
 def test_the_last_step_is_always_tested():
-    assert convergence._stops(176, 8) == {22, 44, 66, 88, 110, 132, 154, 176}
-    assert convergence._stops(3, 8) == {1, 2, 3}
+    assert convergence.stops_of(176, 8) == {22, 44, 66, 88, 110, 132, 154, 176}
+    assert convergence.stops_of(3, 8) == {1, 2, 3}
 
 
 def test_a_curve_is_the_mean_of_its_seeds_and_their_range():
@@ -379,11 +388,11 @@ def test_a_curve_is_the_mean_of_its_seeds_and_their_range():
         for seed, least in ((1, 0.5), (3, 0.75))
         for policy in ("latest", "synchronous")
     ]
-    found = convergence_picture.curves(runs)
+    found = convergence.curves(runs, "digits")
     assert list(found) == ["synchronous", "latest"]
     assert found["latest"]["mean"] == pytest.approx([0.2, 0.625])
     assert (found["latest"]["least"], found["latest"]["most"][1]) == ([pytest.approx(0.1), 0.5], 0.75)
-    (axes,) = convergence_picture.figure({"runs": runs, "job": {"model": "net"}}).axes
+    (axes,) = convergence.figure({"runs": runs, "job": {"model": "net"}}).axes
     assert [text.get_text() for text in axes.texts] == ["synchronous 1f1b 62.5", "async, no stashing 62.5"]
     low, high = (text.xy[1] for text in axes.texts)  # pyright: ignore[reportAttributeAccessIssue]
     assert high - low >= 0.05  # though their lines end at one place

@@ -10,8 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,9 +24,11 @@ from ...stages.planner.measure import measure
 from ...stages.planner.partition import partition
 from ...stages.planner.plan import Plan
 from ...stages.tracing.graph import trace
+from .harness import alternate, timed
 from .torch_pipelines import TorchPipeline
 
 CLASSES = 2
+NAMES = ("", "_direct", "_of_steps", "_of_torch_steps")
 FRAME_BYTES = 128
 """About a header and a few bytes, as the frames of one number are."""
 
@@ -35,7 +36,9 @@ STEPS = 20
 """Steps in one run: enough for the clock to see, few enough for both sides to take turns."""
 
 
-def overhead(*, stages: int, micro_batches: int, repeats: int, schedule: str = "1f1b") -> dict[str, Any]:
+def instruction_cost(
+    *, stages: int, micro_batches: int, repeats: int, schedule: str = "1f1b"
+) -> dict[str, Any]:
     """Measure in this process, or on all ranks of the group, which call it together; a stage a rank there.
 
     Returns: ``ranks``, ``stages``, ``micro_batches``, ``schedule`` and, of the busiest rank: ``instructions``
@@ -44,41 +47,48 @@ def overhead(*, stages: int, micro_batches: int, repeats: int, schedule: str = "
              and ``microseconds_of_torch_steps``: a whole step, waiting included, divided by the number of
              instructions, by us and by torch's pipeline.
     """
-    plan = _plan(stages=stages, micro_batches=micro_batches, schedule=schedule)
-    batch = torch.randn(micro_batches, 1), torch.arange(micro_batches) % CLASSES
-    pipe = Pipeline(_model(stages), plan, loss=loss, optimizer=_optimizer)
-    direct = _Direct(plan, micro_batches)
-    sides = {
-        "penstock": lambda: _steps(pipe, batch),
-        "direct": lambda: _seconds(direct.step, clock=time.thread_time),
-    }
-    if not World.default().is_alone:
-        theirs = TorchPipeline(_model(stages), plan, loss=loss, optimizer=_optimizer)
-        sides["torch"] = lambda: _seconds(lambda: theirs.step(*batch), clock=time.perf_counter)
-    taken = _alternate(sides, repeats)
-    own = plan.stages_of_rank[World.default().rank] if not World.default().is_alone else range(stages)
-    num = len(own) * (2 * micro_batches + 1)  # F, B and U
-    runs = [
-        1e6 * (ours[0] - alone) / num for ours, alone in zip(taken["penstock"], taken["direct"], strict=True)
-    ]
-    found = {"instructions": num, "microseconds": statistics.median(runs), "microseconds_of_runs": runs}
-    found["microseconds_direct"] = 1e6 * statistics.median(taken["direct"]) / num
-    if not World.default().is_alone:
-        found["microseconds_of_steps"] = (
-            1e6 * statistics.median(whole for _, whole in taken["penstock"]) / num
-        )
-        found["microseconds_of_torch_steps"] = 1e6 * statistics.median(taken["torch"]) / num
-    busiest = max(World.default().all_gather_json(found), key=lambda of_rank: of_rank["microseconds"])
-    common = {
+    facts = {
         "ranks": World.default().size,
         "stages": stages,
         "micro_batches": micro_batches,
         "schedule": schedule,
     }
-    return common | busiest
+    plan = _plan(stages=stages, micro_batches=micro_batches, schedule=schedule)
+    batch = torch.randn(micro_batches, 1), torch.arange(micro_batches) % CLASSES
+    pipe = Pipeline(_model(stages), plan, loss=loss, optimizer=_optimizer)
+    own = plan.stages_of_rank[World.default().rank] if not World.default().is_alone else range(stages)
+    sides: dict[str, Callable[[], Any]] = {
+        "penstock": lambda: _steps(pipe, batch),
+        "direct": timed(_Direct(own, stages, micro_batches).step, STEPS, clock=time.thread_time),
+    }
+    if not World.default().is_alone:
+        theirs = TorchPipeline(_model(stages), plan, loss=loss, optimizer=_optimizer)
+        sides["torch"] = timed(lambda: theirs.step(*batch), STEPS)
+    alternate(sides, 1)  # warms up
+    taken, num = alternate(sides, repeats), len(own) * (2 * micro_batches + 1)  # F, B and U
+    runs = [ours[0] - direct for ours, direct in zip(taken["penstock"], taken["direct"], strict=True)]
+    seconds = {"": runs, "_direct": taken["direct"]}
+    if not World.default().is_alone:
+        seconds |= {"_of_steps": [whole for _, whole in taken["penstock"]], "_of_torch_steps": taken["torch"]}
+    found: dict[str, Any] = {"instructions": num, "microseconds_of_runs": [1e6 * one / num for one in runs]}
+    found |= {f"microseconds{name}": 1e6 * statistics.median(of) / num for name, of in seconds.items()}
+    return facts | max(World.default().all_gather_json(found), key=lambda of_rank: of_rank["microseconds"])
 
 
-def _model(stages: int) -> nn.Module:
+def sentence(found: Mapping[str, Any]) -> str:
+    """Say what an instruction costs beside its work, in one process or on ranks."""
+    where = f"on {found['ranks']} ranks" if found["ranks"] > 1 else "in one process"
+    each = {name: f"{found.get(f'microseconds{name}', 0):.0f} us" for name in NAMES}
+    line = (
+        f"scheduling overhead {where}, {found['stages']} stages of one number, {found['micro_batches']} "
+        f"micro-batches: {each['']} for each of {found['instructions']} instructions (the "
+        f"same work called directly: {each['_direct']})"
+    )
+    whole = f"{each['_of_steps']} an instruction, torch {each['_of_torch_steps']}"
+    return f"{line}; a whole step, waiting included: {whole}" if found["ranks"] > 1 else line
+
+
+def _model(stages: int) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(1, CLASSES if s == stages - 1 else 1) for s in range(stages)))
 
@@ -87,32 +97,23 @@ def _optimizer(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=0.0)
 
 
-def _plan(*, stages: int, micro_batches: int, schedule: str) -> Plan:
+def _plan(*, stages: int, **options: Any) -> Plan:
     example = (torch.randn(1, 1),)
     profile = measure(trace(_model(stages), example), example, repeats=1)
-    cuts = [layer.name for layer in profile.layers[:-1]]
     return partition(
-        profile, cuts=cuts, ranks=stages, schedule=schedule, micro_batches=micro_batches, codec="raw"
+        profile, cuts=[layer.name for layer in profile.layers[:-1]], ranks=stages, codec="raw", **options
     )
 
 
 class _Direct:
     """The work of this rank's stages (in a plain process, of all), called in a loop as one would write it."""
 
-    def __init__(self, plan: Plan, micro_batches: int) -> None:
-        layers = list(_model(plan.num_stages).children())
-        own = (
-            plan.stages_of_rank[World.default().rank]
-            if not World.default().is_alone
-            else range(plan.num_stages)
-        )
-        self.layers = [(layers[s], s == plan.num_stages - 1) for s in own]
+    def __init__(self, own: Any, stages: int, micro_batches: int) -> None:
+        model, here = _model(stages), World.default().rank
+        self.layers = [(model[s], s == stages - 1) for s in own]
         self.optimizers = [_optimizer(layer.parameters()) for layer, _ in self.layers]
-        self.inputs = torch.randn(1, 1)
-        self.targets, self.gradient = torch.zeros(1, dtype=torch.long), torch.ones(1, 1)
-        self.micro_batches = micro_batches
-
-        here = World.default().rank
+        self.inputs, self.gradient = torch.randn(1, 1), torch.ones(1, 1)
+        self.targets, self.micro_batches = torch.zeros(1, dtype=torch.long), micro_batches
         self.neighbours = [r for r in (here - 1, here + 1) if 0 <= r < World.default().size]
         self.frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
 
@@ -134,19 +135,14 @@ class _Direct:
     def _transfer(self) -> None:
         """One frame each way over every cut for each micro-batch, two of them posted ahead."""
         frames = [torch.empty_like(self.frame) for _ in self.neighbours]
-        open_works: deque[dist.Work | None] = deque()
+        ahead: deque[Any] = deque()
         for _ in range(self.micro_batches):
             for neighbour, frame in zip(self.neighbours, frames, strict=True):
-                open_works += [dist.irecv(frame, neighbour), dist.isend(self.frame, neighbour)]
-            while len(open_works) > 4 * len(self.neighbours):
-                _wait(open_works.popleft())
-        while open_works:
-            _wait(open_works.popleft())
-
-
-def _wait(work: dist.Work | None) -> None:
-    assert work is not None, "all ranks are in the group"
-    work.wait()
+                ahead += [dist.irecv(frame, neighbour), dist.isend(self.frame, neighbour)]
+            while len(ahead) > 4 * len(self.neighbours):
+                ahead.popleft().wait()
+        while ahead:
+            ahead.popleft().wait()
 
 
 def _steps(pipe: Pipeline, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
@@ -161,19 +157,3 @@ def _steps(pipe: Pipeline, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
     # Packing is timed by the clock, so a few spans hold what others on the machine took: medians do not.
     packed = sum(len(seconds) * statistics.median(seconds) for seconds in packing.values())
     return (busy - packed) / STEPS, taken / STEPS
-
-
-def _seconds(step: Callable[[], object], *, clock: Callable[[], float]) -> float:
-    began = clock()
-    for _ in range(STEPS):
-        step()
-    return (clock() - began) / STEPS
-
-
-def _alternate(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[Any]]:
-    """What the runs of each side took, in turn; the first of each warms up and is left out."""
-    taken: dict[str, list[Any]] = {name: [] for name in sides}
-    for _ in range(repeats + 1):
-        for name, run in sides.items():
-            taken[name].append(run())
-    return {name: list(islice(runs, 1, None)) for name, runs in taken.items()}

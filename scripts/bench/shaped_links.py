@@ -3,18 +3,21 @@
 A speed that is only computed would leave out what slow links really do to a schedule. The namespaces belong
 to two processes that do nothing else and end with this one, however it ends, so nothing is ever left behind.
 
-Source: tc-tbf(8), unshare(1), veth(4)."""
+Source: tc-tbf(8), unshare(1), veth(4), linux/ethtool.h (SIOCETHTOOL)."""
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import shlex
 import shutil
+import socket
+import struct
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 from ...compression.errors import PenstockError, TransportError
 from ...stages.units import parse_bytes, parse_rate
@@ -27,6 +30,8 @@ LATENCY_MS = 400
 
 TOOLS = ("unshare", "nsenter", "ip", "tc")
 _QUEUE_PACKETS = 100_000  # netem drops what is in flight beyond this; its default of 1000 is 1.5 MB
+_SIOCETHTOOL = 0x8946
+_READ_AND_WRITE = {"tso": (0x1E, 0x1F), "gso": (0x23, 0x24), "gro": (0x2B, 0x2C)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +78,7 @@ def setup(link: Link, holders: tuple[int, int], *, user: bool) -> list[list[str]
     """
     assert link.rate is not None, "the loopback device is not set up"
     first, second = (inside(holder, user=user) for holder in holders)
-    commands = [
-        [*first, *f"ip link add {DEVICE} type veth peer name {DEVICE} netns {holders[1]}".split()],
-    ]
+    commands = [[*first, *f"ip link add {DEVICE} type veth peer name {DEVICE} netns {holders[1]}".split()]]
     bucket = f"tbf rate {round(link.rate)}bit burst {link.burst}b latency {LATENCY_MS}ms"
     # Packets pass the delay and then the bucket: tc-netem(8), "Rate control".
     delayed = f"root handle 1: netem delay {link.delay:g}ms limit {_QUEUE_PACKETS}"
@@ -127,12 +130,15 @@ def _holder(prefix: Sequence[str]) -> Iterator[int]:
     """A process with namespaces of its own, which lasts as long as the pipe to it: at most as long as we."""
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen([*prefix, "sh", "-c", "echo && exec cat"], text=True, **pipes) as process:
+        assert process.stdin is not None, "it was asked for"
+        assert process.stdout is not None, "it was asked for"
+        assert process.stderr is not None, "it was asked for"
         try:
-            if not _pipe(process.stdout).readline():
-                raise TransportError(_reason(prefix, _pipe(process.stderr).read()))
+            if not process.stdout.readline():
+                raise TransportError(_reason(prefix, process.stderr.read()))
             yield process.pid
         finally:
-            _pipe(process.stdin).close()
+            process.stdin.close()
 
 
 def _run(command: Sequence[str]) -> None:
@@ -147,6 +153,28 @@ def _reason(command: Sequence[str], told: str) -> str:
     return f"{shlex.join(command)}: {said}"
 
 
-def _pipe(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None, "it was asked for"
-    return stream
+def switch_off(device: str) -> dict[str, str]:
+    """Switch off segmentation offload: return ``on``, ``off`` or the kernel's refusal for tso, gso and gro.
+
+    With it on, a token bucket sees packets of up to 64 KiB, more than a slow link would ever carry at once.
+    """
+    return {name: _switch_off(device, *commands) for name, commands in _READ_AND_WRITE.items()}
+
+
+def _switch_off(device: str, read: int, write: int) -> str:
+    try:
+        if _call(device, read):
+            _call(device, write)
+        return "on" if _call(device, read) else "off"
+    except OSError as error:
+        return f"unknown ({error.strerror})"
+
+
+def _call(device: str, command: int) -> int:
+    """One request about a device: (command, value) goes in and comes back."""
+    import fcntl
+
+    value = array.array("I", [command, 0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCETHTOOL, struct.pack("16sP", device.encode(), value.buffer_info()[0]))
+    return value[1]

@@ -13,9 +13,8 @@ from ...pipeline.ranks.launch import check_ranks
 from ...pipeline.run import early
 from ...stages.units import parse_bytes
 from .codecs_peers import PEERS
-from .entrants import Entrant, entrants
-from .links import Link, parse_link
-from .policies import POLICIES
+from .contestants import POLICIES, Entrant, entrants
+from .shaped_links import Link, parse_link
 
 CLASSES = ("synthetic", "images", "text", "integers", "masks", "job")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -36,10 +35,7 @@ def codecs(config: BenchCodecsConfig, typed: Sequence[str] = ()) -> None:
 
 def pipeline(config: BenchPipelineConfig, typed: Sequence[str] = ()) -> None:
     """Refuse codecs, links, schedules and ranks that do not suit each other."""
-    if config.schedule == "1f1b":
-        links(config)
-    else:
-        contestants(config)
+    (links if config.schedule == "1f1b" else contestants)(config)
     for group in ("model", "data", "optimizer"):
         early.check_group(group, getattr(config, group))
 
@@ -57,7 +53,7 @@ def links(config: BenchPipelineConfig) -> list[Link]:
         raise ConfigError(
             f"ranks={config.ranks}: a shaped link joins 2; leave {', '.join(shaped)} out or take ranks=2"
         )
-    if config.cuts is not None and len(config.cuts) != config.ranks - 1:
+    if config.schedule == "1f1b" and config.cuts is not None and len(config.cuts) != config.ranks - 1:
         raise ConfigError(
             f"torch's 1F1B runs one stage on each rank: ranks={config.ranks} needs {config.ranks - 1} cuts, "
             f"found {len(config.cuts)}"
@@ -72,12 +68,7 @@ def contestants(config: BenchPipelineConfig) -> tuple[Link, dict[str, Entrant]]:
     Raises: PenstockError: a schedule, a codec or a link is not known, or the ranks do not suit them.
     """
     chosen = entrants(config.schedule)
-    names.check_name(config.codecs[0])
-    link = parse_link(config.links[0], burst=config.burst, delay=config.delay)
-    if link.rate is not None and config.ranks != 2:
-        raise ConfigError(f"ranks={config.ranks}: a shaped link joins 2; leave links out or take ranks=2")
-    check_ranks(config.ranks)
-    return link, chosen
+    return links(config)[0], chosen
 
 
 def convergence(config: BenchConvergenceConfig, typed: Sequence[str] = ()) -> None:

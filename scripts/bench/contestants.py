@@ -1,16 +1,14 @@
-"""What ``penstock bench pipeline schedule=...`` can race: a schedule, its weights, and its rival.
+"""What can be compared, by name: schedules with their weights and rivals, and policies of the weights.
 
 A ratio needs a neighbour: torch's own pipeline of the same schedule on the same cut where torch has one, else
-our plain 1f1b on as many micro-batches."""
+our plain 1f1b on as many micro-batches. Names are known before torch is imported."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ...compression.errors import ConfigError, ScheduleError
-from ...pipeline.schedules import SCHEDULES
+from ...compression.errors import ConfigError
 
 TORCH = "torch"
 ALL = "all"
@@ -46,49 +44,46 @@ ENTRANTS = {
 }
 """``_x2``: two neighbouring stages on each rank instead of one."""
 
-_ENGINE_OF_STREAMS = "async_1f1b"  # where this is known, every stream runs
-
 
 def entrants(asked: str | Sequence[str]) -> dict[str, Entrant]:
-    """Return what ``schedule=`` asks for, by name: ``all``, a name or several; for all, those that run here.
+    """Return what ``schedule=`` asks for, by name: ``all``, a name or several.
 
-    Raises: ConfigError: a name is unknown or there twice. ScheduleError: its schedule is not there.
+    Raises: ConfigError: a name is unknown or there twice, or there is none.
     """
-    if asked == ALL:
-        return {name: one for name, one in ENTRANTS.items() if not _missing(one)}
-    names = [asked] if isinstance(asked, str) else list(asked)
+    names = list(ENTRANTS) if asked == ALL else [asked] if isinstance(asked, str) else list(asked)
     for name in names:
         if name not in ENTRANTS:
             raise ConfigError(f"schedule={name} cannot be raced; known are {ALL}, {', '.join(ENTRANTS)}")
-        if missing := _missing(ENTRANTS[name]):
-            known = ", ".join(SCHEDULES)
-            raise ScheduleError(f"schedule={name} needs the schedule {missing}; the known ones are {known}")
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"schedule=[{','.join(names)}] must name one or more, each once")
     return {name: ENTRANTS[name] for name in names}
 
 
-def left_out() -> list[str]:
-    """The names that ``all`` does not stand for here, since their schedule is not there."""
-    return [name for name, one in ENTRANTS.items() if _missing(one)]
-
-
 def rivals(chosen: dict[str, Entrant]) -> dict[str, Entrant]:
     """Those that some of ``chosen`` take turns with and that are not among them."""
-    return {
-        one.rival: ENTRANTS[one.rival]
-        for one in chosen.values()
-        if one.rival != TORCH and one.rival not in chosen
-    }
+    wanted = [one.rival for one in chosen.values() if one.rival != TORCH and one.rival not in chosen]
+    return {name: ENTRANTS[name] for name in wanted}
 
 
-def _missing(entrant: Entrant) -> str:
-    """The schedule that an entrant would need and that is not known, or nothing."""
-    needed = [entrant.schedule, *([_ENGINE_OF_STREAMS] if entrant.stream else [])]
-    return next((name for name in needed if name not in SCHEDULES), "")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Which weights a micro-batch sees; ``label`` says it in the picture."""
+
+    label: str
+    schedule: str = "async_1f1b"
+    weights: str = "latest"
+    prediction: bool = False
+
+    @property
+    def each(self) -> bool:
+        """Whether every micro-batch is an update of its own."""
+        return self.schedule == "async_1f1b"
 
 
-def facts(entrant: Entrant) -> dict[str, Any]:
-    """What a row of ``results.json`` says of an entrant."""
-    names = ("schedule", "weights", "stages_per_rank", "rival")
-    return {name: getattr(entrant, name) for name in names}
+POLICIES = {
+    "synchronous": Policy(label="synchronous 1f1b", schedule="1f1b"),
+    "double_buffered": Policy(label="double buffered", schedule="1f1b", weights="double_buffered"),
+    "stashed": Policy(label="async, stashed", weights="stashed"),
+    "latest": Policy(label="async, no stashing"),
+    "prediction": Policy(label="async, no stashing, prediction", prediction=True),
+}
