@@ -19,7 +19,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from ...compression.errors import PlanError, StageError
-from ..memory.keeper import STORES
+from ..memory.stores import STORES
 from .idle import Idle, Version, copy_of
 
 
