@@ -388,7 +388,7 @@ class Slow(Store):
 
     def put(self, key, frame):
         self.asked.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(10)
         super().put(key, frame)
 
 
