@@ -38,29 +38,29 @@ class NoOffload:
 
     @contextlib.contextmanager
     def forward(self, micro_batch: int, entered: Entered, keep: Iterable[Tensor] = ()) -> Iterator[None]:
-        """No hooks."""
+        """Enter no hooks."""
         yield
 
     def layer_done(self, done: Layer | None, following: Layer | None) -> None:
-        """No layer's tensors are told from another's."""
+        """Do nothing: nothing is kept by layer."""
 
     def offload(self, micro_batch: int, came: Came, went: Went) -> None:
-        """Nothing leaves."""
+        """Do nothing: tensors stay on the device."""
 
     def fetch(self, micro_batch: int) -> None:
-        """Nothing left."""
+        """Do nothing: tensors are on the device."""
 
     def ready(self, micro_batch: int) -> None:
-        """It always is."""
+        """Do nothing: tensors are on the device."""
 
     def drop(self, micro_batch: int) -> None:
-        """Autograd drops it."""
+        """Do nothing: autograd frees what it saved."""
 
     def wait(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: no tensor is being moved."""
 
     def close(self) -> None:
-        """There is no thread."""
+        """Do nothing: there is no thread to end."""
 
 
 class _MicroBatch:
