@@ -219,7 +219,7 @@ class Engine:
             if self.wanted:
                 self.outputs[index] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), outputs)
         # Behind the loss: it may write to the outputs, and a backward reads memory as it is by then.
-        stage.leave(index, self.frames.came(instruction), self.frames.went)
+        stage.offload(index, self.frames.came(instruction), self.frames.went)
         self.frames.let_go(stage.index, [m for m in self.itinerary.receives[instruction] if not m.masked])
 
     def _lose(self, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:

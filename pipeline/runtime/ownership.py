@@ -13,7 +13,7 @@ from torch import nn
 from ...compression.codec import CODECS
 from ...compression.errors import PlanError
 from ...compression.names import AUTO
-from ...stages.memory.keeper import STORES
+from ...stages.memory.stores import open_store
 from ...stages.planner.measure import owned_parameters
 from ...stages.planner.plan import Plan
 from ...stages.stage.stage import Stage
@@ -90,7 +90,7 @@ def make_stages(
             evaluation=steps.layers("eval", index),
             last=index == plan.num_stages - 1,
             autocast=autocast,
-            store=None if plan.tier == "device" else STORES[plan.tier](),
+            store=None if plan.tier == "device" else open_store(plan.tier),
             codec=plan.codec if plan.codec in CODECS else AUTO,  # lossy ones lose on the wire only
             weights=versions_of(plan.policy, parameters, stage=index, num_stages=plan.num_stages),
             weights_first=plan.weights_first,

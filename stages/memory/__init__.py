@@ -1,4 +1,13 @@
 """What a stage keeps between a forward and its backward, and where: packed, in host memory, or as it is.
 
-``saved.py`` is the way in for stages, ``offload.py`` for everybody else's loops. It must not know schedules
-or ranks: it is told when a micro-batch has gone on, and when it is wanted back."""
+``saved.py`` is the way in for stages, ``offload.py`` for everybody else's loops; ``saved_storage.py`` draws
+the states of what is kept. It must not know schedules or ranks: it is told when a layer is done, when a
+micro-batch has gone on, and when it is wanted back. Imports go up this list only:
+
+    saved.py  offload.py      by micro-batch; by with-block
+    hooks.py                  what autograd saves
+    packer.py                 threads, codec, counters
+    stores.py  host_store.py  store.py    tiers
+    wire_frame.py             frames that were sent or received already
+    saved_storage.py          one storage and its states
+    layer_aware.py  tensor_view.py  copy_stream.py  worker.py"""

@@ -7,6 +7,8 @@ forward made. In doubt a tensor passes through, which is always right.
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -17,10 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...compression.dtypes import DTYPE_NUMBERS
 from ..tracing.layers import Layer
-from .framed import span_bytes
-from .held import Held, Record, Untouched
-from .keeper import Keeper
+from .packer import SavedTensorPacker
+from .saved_storage import SavedStorage, WriteCounter, refuse_written
+from .tensor_view import view_of
 
+Took = Callable[[SavedStorage], None]
 _PART = 8  # a tensor that looks into less than this part of its storage leaves it where it is
 # What autograd calls the views of a tensor and its cast: behind them, a weight is still the weight.
 _PASSED_ON = frozenset(
@@ -33,8 +36,8 @@ _PASSED_ON = frozenset(
 )  # fmt: skip
 
 
-class Weights:
-    """Tells parameters, buffers and their casts from what the forward makes; in doubt it is a weight."""
+class ParameterFilter:
+    """Tells parameters, buffers and their casts from what the forward makes; in doubt it is a parameter."""
 
     def __init__(self, keep: Iterable[Tensor]) -> None:
         """``keep``: tensors that pass through, with everything in their memory and frozen ones' casts."""
@@ -43,14 +46,14 @@ class Weights:
         self._storages = {reference.cdata: reference for reference in found}  # so no other gets its number
         self._shapes = {tuple(tensor.shape) for tensor in known}
 
-    def also(self, keep: Iterable[Tensor]) -> Weights:
-        """Those and more."""
-        more = Weights(keep)
+    def also(self, keep: Iterable[Tensor]) -> ParameterFilter:
+        """Return the filter that lets those through too."""
+        more = ParameterFilter(keep)
         more._storages |= self._storages
         more._shapes |= self._shapes
         return more
 
-    def hold(self, tensor: Tensor) -> bool:
+    def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is one of them."""
         base = tensor if tensor._base is None else tensor._base
         if base.is_leaf and base.requires_grad:
@@ -83,50 +86,55 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-class Hooks:
-    """The saved-tensor hooks of one forward, or of several that nobody tells apart.
-
-    Args:    took: called with every storage that is to leave, when its first tensor was saved.
-             layer: which layer runs now, as far as anybody knows."""
+class SavedTensorHooks:
+    """The saved-tensor hooks of one forward, or of several that nobody tells apart."""
 
     def __init__(
-        self,
-        keeper: Keeper,
-        *,
-        weights: Weights,
-        min_bytes: int,
-        took: Callable[[Held], None],
-        layer: Callable[[], Layer | None] = lambda: None,
+        self, packer: SavedTensorPacker, parameters: ParameterFilter, *, min_bytes: int, took: Took
     ) -> None:
-        """Nothing is held yet."""
-        self._keeper, self._weights, self._min_bytes, self._took = keeper, weights, min_bytes, took
-        self._helds: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
-        self._latest: Callable[[], Held | None] = lambda: None
-        self._layer = layer
+        """Leave ``parameters`` and storages of fewer than ``min_bytes`` bytes as they are.
+
+        Args:    took: called with every storage that is to leave, when its first tensor was saved."""
+        self._packer, self._parameters, self._min_bytes = packer, parameters, min_bytes
+        self._took = took
+        self.layer: Layer | None = None  # which runs now, as far as anybody knows
+        self._storages: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._latest: Callable[[], SavedStorage | None] = lambda: None
         self._lock = threading.RLock()  # a GPU's backward saves, for a second one, in a thread of its own
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """The block in which autograd saves through these hooks."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, operator.call)
 
-    def pack(self, tensor: Tensor) -> Record | Untouched:
-        """What autograd holds in the place of ``tensor``."""
-        if not _is_plain(tensor) or self._weights.hold(tensor):
-            return Untouched(tensor)
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return what autograd keeps in the place of ``tensor``: the call that gives it back."""
+        if not _is_plain(tensor) or self._parameters.holds(tensor):
+            return _untouched(tensor)
         storage = tensor.untyped_storage()
         with self._lock:
-            held = self._helds.get(storage._cdata)
-            if held is not None and held.unmoved(storage) and held.writes.none_to(tensor):
-                return held.add(tensor, self._layer())
+            found = self._storages.get(storage._cdata)
+            if found is not None and found.same_memory(storage) and found.writes.counts(tensor):
+                return self._added(found, tensor)
             num_bytes = storage.nbytes()
-            if num_bytes < self._min_bytes or span_bytes(tensor) * _PART < num_bytes:
-                return Untouched(tensor)
-            held = Held(tensor, keeper=self._keeper, before=self._latest())
-            record = held.add(tensor, self._layer())
-            self._helds[storage._cdata], self._latest = held, weakref.ref(held)
-        self._took(held)
-        return record
+            if num_bytes < self._min_bytes or view_of(tensor).num_bytes * _PART < num_bytes:
+                return _untouched(tensor)
+            stream = self._packer.stream(tensor.device)
+            found = SavedStorage(tensor, stream=stream, previous=self._latest)
+            read = self._added(found, tensor)
+            self._storages[storage._cdata], self._latest = found, weakref.ref(found)
+        self._took(found)
+        return read
+
+    def _added(self, storage: SavedStorage, tensor: Tensor) -> Callable[[], Tensor]:
+        number = storage.add(tensor, self.layer)
+        return functools.partial(self._packer.read, storage, number, WriteCounter(tensor))
 
 
-def _unpack(saved: Record | Untouched) -> Tensor:
-    return saved.unpack()
+def _untouched(tensor: Tensor) -> Callable[[], Tensor]:
+    """A tensor that stays where it is: kept without its graph, which would hold itself for ever."""
+    return functools.partial(_unchanged, tensor.detach(), tensor._version)
+
+
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    refuse_written(version, tensor._version)
+    return tensor

@@ -11,25 +11,25 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterable
-from types import TracebackType
+from typing import Any
 
 from torch import Tensor, nn
 
 from ...compression.errors import ConfigError, StageError
 from ..units import parse_bytes, show_bytes
-from .counts import Counts
-from .held import Held
-from .hooks import Hooks, Weights
-from .keeper import STORES, Keeper
-from .store import Fresh
+from .hooks import ParameterFilter, SavedTensorHooks
+from .packer import Counters, SavedTensorPacker
+from .saved_storage import SavedStorage
+from .store import StoreOptions, UnpooledBuffers
+from .stores import open_store
 
 
-class Offload(Counts):
+class Offload(Counters):
     """One forward or several under saved-tensor hooks; entered by ``with``, counted meanwhile and after."""
 
-    def __init__(self, keeper: Keeper, hooks: Hooks) -> None:
+    def __init__(self, packer: SavedTensorPacker, hooks: SavedTensorHooks) -> None:
         """Made by ``offload``."""
-        self._keeper, self._hooks = keeper, hooks
+        self._packer, self._hooks = packer, hooks
         self._block: contextlib.AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Offload:
@@ -42,16 +42,14 @@ class Offload(Counts):
         self._block.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Wait until all of it has left, and end the thread; raises what the thread raised."""
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Wait until all of it has left, and end the threads; raises what a thread raised."""
         assert self._block is not None, "a block is left after it was entered"
         block, self._block = self._block, None
         block.__exit__(kind, error, trace)
-        self._keeper.close()
+        self._packer.close()
         if error is None:
-            self._keeper.worker.check()
+            self._packer.check()
 
     def __str__(self) -> str:
         if not self.bytes_raw:
@@ -77,9 +75,9 @@ def offload(
 
     ``with penstock.offload() as saved: loss = model(x).sum()``, then ``loss.backward()`` as ever: also twice
     with retain_graph, and for gradients of gradients. Each storage leaves once, whatever views of it were
-    saved; parameters, casts of them and small tensors stay. Packing runs in a thread of its own, and on a GPU
-    on a stream of its own. What is written through ``.data`` after it was saved is seen by nobody, and only
-    forwards in the thread that entered the block are meant.
+    saved; parameters, casts of them and small tensors stay. Packing and the store have a thread each, and a
+    GPU a stream beside. What is written through ``.data`` after it was saved is seen by nobody, and
+    only forwards in the thread that entered the block are meant.
 
     Args:    tier: "packed" leaves the frames where they were made, and what does not shrink as it is; "host"
              copies those of a GPU to pinned host memory, and is the same as "packed" on a CPU.
@@ -93,48 +91,29 @@ def offload(
              CodecError: no such codec. StageError, in the backward: what was saved was written to since;
              torch's own check does not reach behind hooks.
     """
-    if tier not in tuple(STORES):  # a tuple: what was given may have no hash
-        raise ConfigError(f"tier is one of {', '.join(STORES)}, found {tier!r}; choose one of these")
+    limit = None if budget is None else parse_bytes(budget, name="budget")
+    store = open_store(tier, StoreOptions(budget=limit))
     if not isinstance(ahead, int) or ahead < 0:
         raise ConfigError(f"ahead counts storages, from 0 on, found {ahead!r}; choose 0, 1, 2 ..")
-    keeper = Keeper(
-        STORES[tier](),
-        codec=codec,
-        pool=Fresh(),
-        num_ahead=ahead,
-        budget=None if budget is None else parse_bytes(budget, name="budget"),
-    )
-    hooks = Hooks(
-        keeper,
-        weights=Weights(_tensors(keep)),
-        min_bytes=parse_bytes(min_bytes, name="min_bytes"),
-        took=functools.partial(_took, keeper),
-    )
-    return Offload(keeper, hooks)
+    packer = SavedTensorPacker(store, codec=codec, pool=UnpooledBuffers(), num_ahead=ahead)
+    least, took = parse_bytes(min_bytes, name="min_bytes"), functools.partial(_took, packer)
+    parameters = ParameterFilter(_tensors(keep))
+    return Offload(packer, SavedTensorHooks(packer, parameters, min_bytes=least, took=took))
 
 
 def _tensors(keep: object) -> list[Tensor]:
     """Parameters and buffers of a model, or the tensors that were given."""
     if isinstance(keep, nn.Module):
         return [*keep.parameters(), *keep.buffers()]
-    if not isinstance(keep, Iterable):
-        found = f"a {type(keep).__name__}"
-        raise ConfigError(f"keep is a model or its tensors, found {found}; pass model, or model.parameters()")
-    kept = list(keep)
+    kept: list[Any] = list(keep) if isinstance(keep, Iterable) else [keep]
     for other in kept:
         if not isinstance(other, Tensor):
-            found = f"a {type(other).__name__} among them"
-            raise ConfigError(f"keep is a model or its tensors, found {found}; pass the tensors alone")
+            found = f"a {type(other).__name__}{' among them' if isinstance(keep, Iterable) else ''}"
+            raise ConfigError(f"keep is a model or its tensors, found {found}; pass model, or its tensors")
     return kept
 
 
-def _took(keeper: Keeper, held: Held) -> None:
-    """Pack ``held`` in the thread, and forget its frame when the graph does."""
-    weakref.finalize(held, keeper.store.drop, held.key).atexit = False
-    keeper.worker.submit(functools.partial(_pack, keeper, weakref.ref(held)))
-
-
-def _pack(keeper: Keeper, reference: weakref.ref[Held]) -> None:
-    held = reference()
-    if held is not None:
-        keeper.pack(held)
+def _took(packer: SavedTensorPacker, storage: SavedStorage) -> None:
+    """Pack ``storage`` in the packing thread, and forget its frame when the graph does."""
+    weakref.finalize(storage, packer.store.drop, storage.key).atexit = False
+    packer.offload(storage)

@@ -1,84 +1,83 @@
-"""Where frames stay between a forward and its backward: the protocol, and the store that leaves them there.
+"""Where frames stay between a forward and its backward: the store that leaves them there, base of all others.
 
-A pipeline and ``penstock.offload`` speak to every tier by four words, so a tier is one class.
+A pipeline and ``penstock.offload`` speak to every tier by its methods, so a tier is one class.
 Source: claims A5 and A6 of CN115016937A (idle between forward and backward, so they may leave the device).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable
-from typing import Protocol
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ...compression.memory import new_bytes
 from ...compression.pool import Frame, Pool
 
 
-class Store(Protocol):
-    """Keeps frames by key; called from the training thread and from the memory thread."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """What a store is opened with; a store takes what concerns it.
+
+    ``path``: the folder of a tier that keeps files. ``budget``: the most bytes of frames; None: no limit."""
+
+    path: Path | None = None
+    budget: int | None = None
+
+
+UNLIMITED = StoreOptions()
+
+
+class Store:
+    """Keeps frames by key, in the memory that they were packed in; other tiers derive from it.
+
+    Called from any thread; ``put`` and ``get`` may block."""
+
+    def __init__(self, options: StoreOptions = UNLIMITED) -> None:
+        """Start empty."""
+        self._budget, self._frames = options.budget, dict[Hashable, Frame]()
+        self._num_bytes: dict[Hashable, int] = {}  # of what was put or admitted
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the frames that it keeps now."""
-        ...
+        """Bytes of the frames that it keeps or has admitted."""
+        return sum(list(self._num_bytes.values()))
 
     def takes_away(self, device: torch.device) -> bool:
         """Whether frames made on ``device`` leave it, so that even one that did not shrink is worth it."""
-        ...
+        return False
+
+    def admit(self, key: Hashable, num_bytes: int) -> bool:
+        """Set ``num_bytes`` of the budget aside for a frame that will be put; False: there is no room.
+
+        A frame may wait for the store, and those that wait count too."""
+        fits = self._budget is None or self.num_bytes + num_bytes <= self._budget
+        if fits:
+            self._num_bytes[key] = num_bytes
+        return fits
 
     def put(self, key: Hashable, frame: Frame) -> None:
         """Keep ``frame``; the caller's hold on it becomes the store's."""
-        ...
+        self._frames[key], self._num_bytes[key] = frame, frame.num_bytes
 
     def fetch(self, key: Hashable) -> None:
-        """Begin to bring a frame back."""
-        ...
+        """Begin to bring a frame back to where it was packed: it never left."""
 
     def get(self, key: Hashable) -> Frame:
-        """The frame, on the device of what was packed; the store keeps it."""
-        ...
-
-    def drop(self, key: Hashable) -> None:
-        """Forget a frame, or nothing."""
-        ...
-
-
-class PackedStore:
-    """Frames stay in the memory that they were packed in."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._frames: dict[Hashable, Frame] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the frames that it keeps now."""
-        return sum(frame.num_bytes for frame in list(self._frames.values()))
-
-    def takes_away(self, device: torch.device) -> bool:
-        """Never."""
-        return False
-
-    def put(self, key: Hashable, frame: Frame) -> None:
-        """Keep ``frame``."""
-        self._frames[key] = frame
-
-    def fetch(self, key: Hashable) -> None:
-        """Nothing to do: it never left."""
-
-    def get(self, key: Hashable) -> Frame:
-        """The frame itself."""
+        """Return the frame, on the device of what was packed; the store keeps it."""
         return self._frames[key]
 
     def drop(self, key: Hashable) -> None:
-        """Let go of a frame, if it is kept."""
+        """Forget a frame and what was admitted for it, if there is any."""
         frame = self._frames.pop(key, None)
+        self._num_bytes.pop(key, None)
         if frame is not None:
             frame.release()
 
 
-class Fresh(Pool):
+class UnpooledBuffers(Pool):
     """A pool that keeps nothing: every buffer is new and freed with its frame.
 
     For frames whose end nobody announces: a graph may be freed by the garbage collector, in any thread, where
@@ -86,9 +85,8 @@ class Fresh(Pool):
     """
 
     def take(self, num_bytes: int) -> Tensor:
-        """A new buffer of exactly ``num_bytes`` bytes."""
-        storage = torch.UntypedStorage(num_bytes)  # torch.empty would fill it under deterministic algorithms
-        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (num_bytes,), (1,))
+        """Return a new buffer of exactly ``num_bytes`` bytes."""
+        return new_bytes(num_bytes)
 
     def give(self, buffer: Tensor) -> None:
-        """Nothing: the buffer is freed when nobody holds it."""
+        """Do nothing: the buffer is freed when nobody holds it."""

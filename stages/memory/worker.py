@@ -1,4 +1,4 @@
-"""One named thread that packs and brings back, in the order in which it was asked.
+"""A named thread that does tasks in the order in which they were submitted.
 
 The training thread goes on with the next layer meanwhile; the codecs' kernels run without Python's lock.
 Source: claim 2 of CN110032450B (a training thread and a memory thread that share one queue).
@@ -31,24 +31,24 @@ class Worker:
     def submit(self, task: Task) -> None:
         """Queue ``task``; waits while the queue is full."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._tasks) < self._depth)
-            self._put(task)
+            self._changed.wait_for(self._has_room)
+            self._put(task, self._tasks.append)
 
-    def offer(self, task: Task) -> None:
+    def try_submit(self, task: Task) -> None:
         """Queue ``task`` if there is room: for what is only done ahead of its time."""
         with self._changed:
-            if len(self._tasks) < self._depth:
-                self._put(task)
+            if self._has_room():
+                self._put(task, self._tasks.append)
 
-    def urge(self, task: Task) -> None:
+    def submit_first(self, task: Task) -> None:
         """Put ``task`` before all others, whether there is room or not."""
         with self._changed:
-            self._put(task, first=True)
+            self._put(task, self._tasks.appendleft)
 
     def check(self) -> None:
         """Raise again what a task raised."""
-        if self._error is not None:
-            error, self._error = self._error, None
+        error, self._error = self._error, None
+        if error is not None:
             raise error
 
     def drain(self) -> None:
@@ -64,29 +64,29 @@ class Worker:
             self._changed.notify_all()
         if thread is not None:
             thread.join()
-        with self._changed:
-            self._closing = False
+        self._closing = False
 
-    def _put(self, task: Task, *, first: bool = False) -> None:
-        self._tasks.insert(0 if first else len(self._tasks), task)
+    def _has_room(self) -> bool:
+        return len(self._tasks) < self._depth
+
+    def _put(self, task: Task, add: Callable[[Task], None]) -> None:
+        add(task)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self.name)
             self._thread.start()
         self._changed.notify_all()
 
-    def _next(self) -> Task | None:
-        with self._changed:
-            self._busy = False
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._tasks or self._closing, timeout=self._idle_seconds)
-            if not self._tasks:
-                self._thread = None
-                return None
-            self._busy = True
-            return self._tasks.popleft()
-
     def _work(self) -> None:
-        while (task := self._next()) is not None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._tasks or self._closing, timeout=self._idle_seconds)
+                if not self._tasks:
+                    self._thread = None
+                    return
+                self._busy, task = True, self._tasks.popleft()
+                self._changed.notify_all()
             try:
                 task()
             except BaseException as error:  # raised again by whoever waits

@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ...compression.errors import StageError
 from ...compression.pool import Frame
-from ..memory.saved import Resident, Saved
+from ..memory.saved import NoOffload, SavedActivations
 from ..memory.store import Store
 from ..tracing.layers import Layer, Traced, casting, parts_of, run_output
 from ..tracing.probe import Probe
@@ -66,9 +66,9 @@ class Stage:
         self.autocast, self.weights_first = autocast, weights_first
         self.running: dict[int, Running] = {}
         self.weights = weights or WeightVersions()
-        self.saved: Saved | Resident = Resident()
+        self.saved: SavedActivations | NoOffload = NoOffload()
         if store is not None:
-            self.saved = Saved(
+            self.saved = SavedActivations(
                 store,
                 keep=self._tensors(),
                 codec=codec,
@@ -79,7 +79,7 @@ class Stage:
     @property
     def stores(self) -> bool:
         """Whether what its forwards save leaves for a store."""
-        return isinstance(self.saved, Saved)
+        return isinstance(self.saved, SavedActivations)
 
     @property
     def held(self) -> set[int]:
@@ -147,14 +147,14 @@ class Stage:
             return parameter
         return parameter.detach().clone().requires_grad_(parameter.requires_grad)
 
-    def leave(
+    def offload(
         self, micro_batch: int, came: Mapping[int, Frame], went: Mapping[int, tuple[torch.Tensor, Frame]]
     ) -> None:
         """After ``forward``: what it saved may leave.
 
         Args:    came: by number, the frames in which values were received.
                  went: by number, the values that were packed to be sent, and their frames."""
-        self.saved.leave(micro_batch, came, went)
+        self.saved.offload(micro_batch, came, went)
 
     def fetch(self, micro_batch: int | None) -> None:
         """Ahead of ``backward``: begin to bring back what the forward saved."""
@@ -230,7 +230,7 @@ class Stage:
         """The layers in eval mode without autograd: the values to send, the outputs on the last stage."""
         values = dict(received)
         with torch.no_grad(), casting(self.autocast):
-            env = walk(values, self.parts["eval"], record=record, route=route, saved=self.saved, seed=None)
+            env = walk(values, self.parts["eval"], record=record, route=route, saved=NoOffload(), seed=None)
             outputs = run_output(self.traced["eval"], env, self.parts["eval"]) if self.last else None
         return {number: values[number] for number, _ in route.sends}, outputs
 

@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...compression.errors import StageError
-from ..memory.saved import Resident, Saved
+from ..memory.saved import NoOffload, SavedActivations
 from ..seeds import seeded
 from ..tracing.layers import Layer, Parts, run_layer
 from ..tracing.probe import NUMBERS, Probe, Value
@@ -28,13 +28,13 @@ def walk(
     *,
     record: Probe,
     route: Route,
-    saved: Saved | Resident,
+    saved: SavedActivations | NoOffload,
     seed: Callable[[str], int] | None,
     moved: Collection[str] = NO_LAYERS,
 ) -> dict[fx.Node, Any]:
     """Run the layers of ``route`` on ``values`` (by number), which grow by what the layers make.
 
-    Args:    saved: is told which layer runs.
+    Args:    saved: is told when a layer is done, and which one comes next.
              seed: of a random layer by its name; None: nothing is random here.
              moved: names of layers whose modules are not set as they were when traced.
     Returns: what is left for the outputs of the model, by node.
@@ -47,8 +47,10 @@ def walk(
     tied = {node: tensor for node, tensor in env.items() if node.op == "get_attr"}
     numbers = {id(tensor): number for number, tensor in values.items()}
     sent = {number for number, _ in route.sends}
+    done: Layer | None = None
     for layer, (nodes, dead) in zip(route.layers, route.done, strict=True):
-        saved.layer = layer
+        saved.layer_done(done, layer)
+        done = layer
         try:
             if seed is not None and (layer.name in record.random or layer.name in moved):
                 with seeded(seed(layer.name)):
@@ -63,6 +65,7 @@ def walk(
             del env[node]
         for number in dead:
             numbers.pop(id(values.pop(number, None)), None)
+    saved.layer_done(done, None)
     return env
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...compression.codec import decode, encode
 from ...compression.pool import Frame
-from ..memory.keeper import FOR_SAVED
-from ..memory.store import Fresh, Store
+from ..memory.packer import FOR_SAVED
+from ..memory.store import Store, UnpooledBuffers
 
 
 class Version:
@@ -28,7 +28,7 @@ class Version:
     ) -> None:
         """Begin in place, or with ``tensors``."""
         self.number, self.tensors, self.ours = number, list(tensors), ours
-        self.store, self._fresh = store, Fresh()
+        self.store, self._fresh = store, UnpooledBuffers()
         self._frames: dict[int, tuple[object, int]] = {}  # by place in tensors: key and bytes
         self._packed = self._away = False
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import StageError
-from ..memory.keeper import STORES
+from ..memory.stores import open_store
 from .idle import Version, copy_of
 from .policies import VersionRule, WeightPolicy
 from .versions import NoStashing, WeightVersions
@@ -37,7 +37,7 @@ class WeightStashing(NoStashing):
 
     def __init__(self, rule: VersionRule, policy: WeightPolicy, **placed: Any) -> None:
         """Keep versions in the policy's tier while no instruction reads them."""
-        self.store = STORES[policy.tier]() if policy.tier in STORES else None
+        self.store = None if policy.tier == "device" else open_store(policy.tier)
         super().__init__(rule, policy, **placed)
 
     def _start(self) -> None:

@@ -28,7 +28,7 @@ from penstock.compression.codec import CODECS, decode, encode
 from penstock.pipeline.samples import digits
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import command
-from penstock.stages.memory.keeper import STORES
+from penstock.stages.memory.stores import STORES
 from penstock.stages.planner import plan
 from penstock.stages.weights.policies import POLICIES
 

@@ -47,7 +47,13 @@ CASES = {"few": FEW, "all": ALL}
 @pytest.mark.parametrize("which", ["few", pytest.param("all", marks=pytest.mark.slow)])
 def test_the_bits_are_the_same_where_freed_memory_is_poisoned(which):
     command = [sys.executable, __file__, which]
-    done = subprocess.run(command, env=os.environ | POISON, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command,
+        env=os.environ | POISON | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert (done.returncode, done.stdout, done.stderr[-2000:]) == (0, "", "")
 
 

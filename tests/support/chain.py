@@ -9,8 +9,8 @@ from reference import same_bits
 from replay import replay
 from torch import nn
 
-from penstock.stages.memory.saved import Resident, Saved
-from penstock.stages.memory.store import PackedStore
+from penstock.stages.memory.saved import NoOffload, SavedActivations
+from penstock.stages.memory.store import Store
 from penstock.stages.weights.policies import policy_named
 from penstock.stages.weights.stashing import versions_of
 
@@ -120,7 +120,7 @@ class Chain:
         self.schedulers = [scheduler(made) for made in self.optimizers] if scheduler else []
         for weights, made in zip(self.weights, self.optimizers, strict=True):
             weights.bind(made)
-        self.saved = [_saved(stage) if packed else Resident() for stage in self.model]
+        self.saved = [_saved(stage) if packed else NoOffload() for stage in self.model]
         self.live = {}  # by stage and update since the drain: (num_live, num_bytes) behind it
 
     def run(self, batches, drains=()):
@@ -160,7 +160,7 @@ class Chain:
         else:
             self.between[s + 1, m] = y
         self.between["run", s, m] = x, y
-        self.saved[s].leave(m, {}, {})
+        self.saved[s].offload(m, {}, {})
         self.saved[s].wait()
 
     def backward(self, s, m):
@@ -243,4 +243,4 @@ def order(num, *, whole):
 
 def _saved(stage):
     keep = [*stage.parameters(), *stage.buffers()]
-    return Saved(PackedStore(), keep=keep, codec="zero_value", min_bytes=1, modules={})
+    return SavedActivations(Store(), keep=keep, codec="zero_value", min_bytes=1, modules={})

@@ -6,14 +6,14 @@ import time
 import torch
 from torch import fx
 
-from penstock.stages.memory.saved import Resident, Saved
-from penstock.stages.memory.store import PackedStore
+from penstock.stages.memory.saved import NoOffload, SavedActivations
+from penstock.stages.memory.store import Store
 from penstock.stages.tracing.layers import Layer, Parts, run_layer
 
 
 def memory_threads():
-    """The threads that pack, of this test or of one that has just ended."""
-    return [thread for thread in threading.enumerate() if thread.name == "penstock-memory"]
+    """The threads that pack and store, of this test or of one that has just ended."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("penstock-memory-")]
 
 
 def settle():
@@ -41,18 +41,22 @@ class Net:
         env = {self.input: x}
         del x
         last = {node: layer.node for layer in self.layers for node in layer.node.all_input_nodes}
+        done = None
         for layer in self.layers:
-            saved.layer = layer if knows else None
+            following = layer if knows else None
+            saved.layer_done(done, following)
+            done = following
             env[layer.node] = run_layer(layer, env, self.parts, samples=4)
             for node in [node for node in env if last.get(node) is layer.node]:
                 del env[node]
+        saved.layer_done(done, None)
         return env[self.output]
 
 
 def saved_for(net, *, store=None, codec="zero_value", min_bytes=1):
     """What keeps the saved tensors of ``net``."""
-    return Saved(
-        PackedStore() if store is None else store,
+    return SavedActivations(
+        Store() if store is None else store,
         keep=[*net.model.parameters(), *net.model.buffers()],
         codec=codec,
         min_bytes=min_bytes,
@@ -62,12 +66,12 @@ def saved_for(net, *, store=None, codec="zero_value", min_bytes=1):
 
 def gradients(net, x, settings, *, knows=True):
     """One forward and backward: output and gradients, and what kept the saved tensors (None: autograd)."""
-    saved = Resident() if settings is None else saved_for(net, **settings)
+    saved = NoOffload() if settings is None else saved_for(net, **settings)
     net.model.zero_grad()
     torch.manual_seed(7)
     with saved.forward(0, {0: x}):
         out = net.run(x.clone(), saved, knows=knows)
-    saved.leave(0, {}, {})
+    saved.offload(0, {}, {})
     saved.wait()
     edge, result = torch.autograd.graph.get_gradient_edge(out), out.detach().clone()
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)

@@ -10,7 +10,7 @@ from zoo import build
 
 import penstock
 from penstock.compression.frame import MASKED, read_header
-from penstock.stages.memory.saved import Saved
+from penstock.stages.memory.saved import SavedActivations
 
 SPECIAL = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-42, -1e-42, 6.0, 7.0, 1.0, -1.0])
 
@@ -206,11 +206,11 @@ def test_the_store_holds_the_frames_of_the_wire_and_packs_nothing_twice():
     model, batches = build(case.model, case.dtype, 1)
     pipe = pipeline_of(case, plan, model)
     middle = pipe.stages[1].saved
-    assert isinstance(middle, Saved)
-    kept, put, leave = [], middle._keeper.store.put, middle.leave
+    assert isinstance(middle, SavedActivations)
+    kept, put, offload = [], middle._packer.store.put, middle.offload
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(middle._keeper.store, "put", lambda key, frame: kept.append(frame) or put(key, frame))
-        patch.setattr(middle, "leave", lambda *args: (leave(*args), middle.wait()))
+        patch.setattr(middle._packer.store, "put", lambda key, frame: kept.append(frame) or put(key, frame))
+        patch.setattr(middle, "offload", lambda *args: (offload(*args), middle.wait()))
         listening = Listening(pipe.engine.frames.transport)
         patch.setattr(pipe.engine.frames, "transport", listening)
         pipe.step(*batches[0])

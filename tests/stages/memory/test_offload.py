@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.compression.errors import CodecError, ConfigError, PlanError, StageError
-from penstock.stages.memory.keeper import STORES
 from penstock.stages.memory.offload import offload
-from penstock.stages.memory.store import PackedStore
+from penstock.stages.memory.store import Store
+from penstock.stages.memory.stores import STORES
 
 everything = functools.partial(offload, min_bytes=1)
 
@@ -183,7 +183,7 @@ CASES["inplace"] = functools.partial(resnet, inplace=True)
 CASES["channels_last"] = functools.partial(resnet, channels_last=True)
 
 
-class Away(PackedStore):
+class Away(Store):
     """Takes every frame, smaller or not, as the memory of another device would."""
 
     def takes_away(self, device):
@@ -409,7 +409,7 @@ def test_a_forward_without_a_backward_leaves_nothing_behind():
         y = h * h
         there = weakref.ref(h.untyped_storage())
         del h
-    store = saved._keeper.store
+    store = saved._packer.store
     assert store.num_bytes > 0
     assert memory_threads() == []
     del y
@@ -428,7 +428,7 @@ def test_the_thread_of_a_backward_ends_by_itself():
 def test_what_the_thread_raises_is_raised_when_the_block_ends(monkeypatch):
     settle()
 
-    class Full(PackedStore):
+    class Full(Store):
         def put(self, key, frame):
             raise OSError("no space left")
 
@@ -456,8 +456,8 @@ def test_the_budget_bounds_the_frames():
         y = torch.stack([(h * h).sum() for h in hs]).sum()
         del hs
     assert saved.bytes_raw == 5 << 18
-    assert 2 * saved._keeper.store.num_bytes > 400 * 1024 / 2
-    assert saved._keeper.store.num_bytes <= 400 * 1024
+    assert 2 * saved._packer.store.num_bytes > 400 * 1024 / 2
+    assert saved._packer.store.num_bytes <= 400 * 1024
     y.backward()
     assert same_bits(x.grad, 2 * 55 * x.detach())
 

@@ -14,9 +14,9 @@ from penstock.compression.codec import buffer_bytes, decode, pack_into
 from penstock.compression.errors import CodecError, StageError
 from penstock.compression.frame import MASKED, read_header, write_header
 from penstock.compression.pool import Frame, Pool
-from penstock.stages.memory.host import HostStore
-from penstock.stages.memory.saved import Resident, Saved
-from penstock.stages.memory.store import PackedStore
+from penstock.stages.memory.host_store import HostStore
+from penstock.stages.memory.saved import NoOffload, SavedActivations
+from penstock.stages.memory.store import Store
 
 
 def net():
@@ -46,7 +46,7 @@ def batches(count):
 def run_program(program, store, xs):
     """Run ``F0 F1 B0 ...``, fetching for the next backward; outputs and gradients, what kept the tensors."""
     model = net()
-    saved = Resident() if store is None else saved_for(model, store=store)
+    saved = NoOffload() if store is None else saved_for(model, store=store)
     outs, results, steps = {}, [], program.split()
     for place_in_program, step in enumerate(steps):
         index = int(step[1:])
@@ -57,7 +57,7 @@ def run_program(program, store, xs):
             results.append(out.detach().clone())
             outs[index] = torch.autograd.graph.get_gradient_edge(out)
             del out
-            saved.leave(index, {}, {})
+            saved.offload(index, {}, {})
             continue
         saved.ready(index)
         if following and int(following[0][1:]) in outs:
@@ -68,7 +68,7 @@ def run_program(program, store, xs):
     return [*results, *(p.grad for p in model.model.parameters())], saved
 
 
-@pytest.mark.parametrize("store", [PackedStore, HostStore])
+@pytest.mark.parametrize("store", [Store, HostStore])
 @pytest.mark.parametrize(
     "program", ["F0 B0", "F0 F1 F2 B0 B1 B2", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F0 F1 B0 B1"]
 )
@@ -85,11 +85,11 @@ def test_the_bits_and_the_store_after_any_program(program, store):
 
 def test_what_left_is_gone_until_it_is_fetched():
     model = net()
-    store = PackedStore()
+    store = Store()
     saved = saved_for(model, store=store)
     with saved.forward(0, {}):
         out = model.run(batches(1)[0], saved)
-    saved.leave(0, {}, {})
+    saved.offload(0, {}, {})
     saved.wait()
     assert saved.bytes_raw > 3 * saved.bytes_kept > 0
     assert store.num_bytes <= saved.bytes_kept
@@ -112,7 +112,7 @@ def frame_of(tensor, pool, codec="zero_value"):
 
 def test_a_frame_of_the_wire_is_kept_as_it_came():
     """The first layer's input came packed, the last one's output goes packed: neither is packed again."""
-    model, store, pool = Net(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sigmoid())), PackedStore(), Pool()
+    model, store, pool = Net(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sigmoid())), Store(), Pool()
     memory = np.maximum(np.random.default_rng(0).normal(size=4 * 3 * 16 * 16 + 3), 0).astype(np.float32)
     x = torch.from_numpy(memory[3:]).view(4, 3, 16, 16)
     assert x.data_ptr() % 64  # so a received tensor does not begin where its storage does
@@ -128,7 +128,7 @@ def test_a_frame_of_the_wire_is_kept_as_it_came():
     came, went = {7: lent}, {9: (out.detach(), made)}
     result, edge = out.detach().clone(), torch.autograd.graph.get_gradient_edge(out)
     del out, received
-    saved.leave(0, came, went)
+    saved.offload(0, came, went)
     went.clear()
     saved.wait()
     assert saved.num_packs == 0
@@ -197,7 +197,7 @@ WRITERS = {
 def test_only_a_frame_of_what_was_saved_is_taken(what):
     model, store, pool = (
         Net(After(what) if what in WRITERS else nn.Conv2d(3, 8, 3)),
-        PackedStore(),
+        Store(),
         Pool(),
     )
     wide = nn.functional.hardshrink(torch.randn(4, 3, 16, 16)).repeat(1, 1, 1, 2)
@@ -211,7 +211,7 @@ def test_only_a_frame_of_what_was_saved_is_taken(what):
     saved = saved_for(model, store=store)
     with saved.forward(0, {0: received}):
         out = model.run(received, saved)
-    saved.leave(0, {0: frame}, {})
+    saved.offload(0, {0: frame}, {})
     saved.wait()
     assert any(kept is frame for kept in store._frames.values()) == (what == "what was saved")
     frame.release()
@@ -228,8 +228,8 @@ def test_what_is_fetched_before_it_left_stays():
     with saved.forward(0, {}):
         out = model.run(xs[0], saved)
     gate = threading.Event()
-    saved._keeper.worker.submit(functools.partial(wait_for, gate))
-    saved.leave(0, {}, {})
+    saved._packer.packing.submit(functools.partial(wait_for, gate))
+    saved.offload(0, {}, {})
     saved.fetch(0)
     gate.set()
     saved.ready(0)
@@ -246,7 +246,7 @@ def test_a_second_backward_after_the_drop_is_refused():
     saved = saved_for(model)
     with saved.forward(0, {}):
         out = model.run(batches(1)[0], saved)
-    saved.leave(0, {}, {})
+    saved.offload(0, {}, {})
     saved.ready(0)
     out.sum().backward(retain_graph=True)
     saved.drop(0)
@@ -255,7 +255,7 @@ def test_a_second_backward_after_the_drop_is_refused():
     saved.close()
 
 
-class Full(PackedStore):
+class Full(Store):
     def put(self, key, frame):
         raise OSError("no space left")
 
@@ -266,17 +266,17 @@ def test_what_the_thread_raises_is_raised_by_who_waits():
     saved = saved_for(model, store=Full())
     with saved.forward(0, {}):
         out = model.run(batches(1)[0], saved)
-    saved.leave(0, {}, {})
+    saved.offload(0, {}, {})
     with pytest.raises(OSError, match="no space left"):
         saved.wait()
-    saved._keeper.worker.check()  # once
+    saved._packer.check()  # once
     del out
     saved.close()
     assert memory_threads() == []
 
 
 def test_a_failed_step_leaves_nothing():
-    model, store = net(), PackedStore()
+    model, store = net(), Store()
     saved = saved_for(model, store=store)
 
     def fail():
@@ -286,21 +286,21 @@ def test_a_failed_step_leaves_nothing():
 
     with saved.forward(0, {}):
         out = model.run(batches(1)[0], saved)
-    saved.leave(0, {}, {})
+    saved.offload(0, {}, {})
     with pytest.raises(ValueError, match="in a layer"):
         fail()
-    assert saved.layer is None
+    assert saved._hooks is None
     saved.close()
     assert store.num_bytes == 0
     assert out.grad_fn is not None
 
 
 def test_a_frame_that_was_damaged_in_the_store_is_told():
-    model, store = net(), PackedStore()
+    model, store = net(), Store()
     saved = saved_for(model, store=store)
     with saved.forward(0, {}):
         out = model.run(batches(1)[0], saved)
-    saved.leave(0, {}, {})
+    saved.offload(0, {}, {})
     saved.wait()
     for frame in store._frames.values():
         frame.buffer[0] = 0
@@ -316,18 +316,18 @@ def test_codecs_are_checked_at_once():
         saved_for(net(), codec="zip")
 
 
-def test_resident_has_every_method_of_saved():
-    assert {n for n in dir(Saved) if not n.startswith("_")} <= {
-        n for n in dir(Resident) if not n.startswith("_")
+def test_no_offload_has_every_method_of_saved_activations():
+    assert {n for n in dir(SavedActivations) if not n.startswith("_")} <= {
+        n for n in dir(NoOffload) if not n.startswith("_")
     }
-    resident = Resident()
-    with resident.forward(0, {}):
-        resident.layer = None
-    resident.leave(0, {}, {})
-    resident.fetch(0)
-    resident.ready(0)
-    resident.drop(0)
-    resident.close()
+    none = NoOffload()
+    with none.forward(0, {}):
+        none.layer_done(None, None)
+    none.offload(0, {}, {})
+    none.fetch(0)
+    none.ready(0)
+    none.drop(0)
+    none.close()
 
 
 def test_what_was_used_meanwhile_is_not_brought_back_again():
@@ -335,10 +335,10 @@ def test_what_was_used_meanwhile_is_not_brought_back_again():
     saved = saved_for(model)
     with saved.forward(0, {}):
         out = model.run(batches(1)[0], saved)
-    saved.leave(0, {}, {})
+    saved.offload(0, {}, {})
     saved.wait()
     gate = threading.Event()
-    saved._keeper.worker.submit(functools.partial(wait_for, gate))
+    saved._packer.io.submit(functools.partial(wait_for, gate))
     saved.fetch(0)
     out.sum().backward(retain_graph=True)
     gate.set()
@@ -359,7 +359,7 @@ def test_what_was_freed_stays_so_until_it_is_filled_again(filled):
         out = model.run(x, saved)
     content, storage = out.detach().clone(), out.untyped_storage()
     storage.resize_(0)
-    saved.leave(0, {}, {})
+    saved.offload(0, {}, {})
     saved.wait()
     assert storage.nbytes() == 0
     saved.fetch(0)
@@ -376,4 +376,97 @@ def test_what_was_freed_stays_so_until_it_is_filled_again(filled):
         with pytest.raises(StageError, match=r"must keep its memory until its backward.*resized to 0"):
             torch.autograd.backward([edge], [weight])
     saved.drop(0)
+    saved.close()
+
+
+class Slow(Store):
+    """Lets a frame in when ``gate`` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.asked = threading.Event(), threading.Event()
+
+    def put(self, key, frame):
+        self.asked.set()
+        assert self.gate.wait(10)
+        super().put(key, frame)
+
+
+def test_a_slow_store_does_not_stop_the_packing():
+    settle()
+    model, store = net(), Slow()
+    saved = saved_for(model, store=store)
+    with saved.forward(0, {}):
+        out = model.run(batches(1)[0], saved)
+    saved.offload(0, {}, {})
+    saved._packer.packing.drain()
+    assert store.asked.wait(30)
+    assert saved.num_packs > 3
+    assert store._frames == {}  # nothing is in the store yet
+    waiting = store.num_bytes
+    assert waiting > 0  # what waits counts
+    store.gate.set()
+    saved.wait()
+    assert len(store._frames) == saved.num_packs
+    assert store.num_bytes == waiting
+    out.sum().backward()
+    saved.drop(0)
+    assert store.num_bytes == 0
+    saved.close()
+    assert memory_threads() == []
+
+
+@pytest.mark.parametrize("what", ["fetched", "dropped"])
+def test_what_is_wanted_or_dropped_while_the_store_is_slow_is_not_put(what):
+    model, store = net(), Slow()
+    saved = saved_for(model, store=store)
+    with saved.forward(0, {}):
+        out = model.run(batches(1)[0], saved)
+    saved.offload(0, {}, {})
+    saved._packer.packing.drain()
+    assert store.asked.wait(30)  # the first is on its way, the others wait
+    if what == "fetched":
+        saved.fetch(0)
+        saved.ready(0)
+        assert saved.num_unpacks == 0
+        out.sum().backward(retain_graph=True)
+    else:
+        saved.drop(0)
+    store.gate.set()
+    saved.wait()
+    assert len(store._frames) == (what == "fetched")  # the first, which may be let go of without packing
+    assert store.num_bytes == sum(frame.num_bytes for frame in store._frames.values())
+    if what == "fetched":
+        out.sum().backward()
+        assert saved.num_unpacks <= 1
+    saved.drop(0)
+    saved.close()
+    assert (store.num_bytes, store._frames) == (0, {})
+
+
+def test_storages_are_kept_by_the_layer_that_saved_them_first():
+    model = net()
+    saved = saved_for(model)
+    with saved.forward(0, {}):
+        out = model.run(batches(1)[0], saved)
+    found = {
+        layer and layer.name: len(storages) for layer, storages in saved._micro_batches[0].layers.items()
+    }
+    # A layer's result is saved by itself (ReLU) or by the next one; the pool saves its indices too.
+    assert found == {"_0": 1, "_1": 1, "_2": 1, "_3": 1, "_4": 1}
+    saved.drop(0)
+    saved.close()
+    del out
+
+
+def test_layers_are_told_in_order_and_inside_of_a_forward():
+    model = net()
+    saved = saved_for(model)
+    first, second = model.layers[:2]
+    with pytest.raises(AssertionError, match="inside of a forward"):
+        saved.layer_done(None, first)
+    with saved.forward(0, {}):
+        saved.layer_done(None, first)
+        with pytest.raises(AssertionError, match="in the order"):
+            saved.layer_done(second, None)
     saved.close()

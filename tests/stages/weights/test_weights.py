@@ -53,14 +53,14 @@ def bytes_that_leave():
 
 def test_memory_that_a_parameter_has_left_is_not_taken_for_a_parameter():
     parameter = nn.Parameter(torch.ones(64))
-    weights = hooks.Weights([parameter])
+    weights = hooks.ParameterFilter([parameter])
     number = parameter.untyped_storage()._cdata
     parameter.data = torch.zeros(64)
     made = [torch.ones(64) for _ in range(1000)]
     assert number not in {tensor.untyped_storage()._cdata for tensor in made}
-    assert not any(weights.hold(tensor) for tensor in made)
-    assert weights.hold(parameter)
-    assert weights.hold(parameter.view(8, 8).t())
+    assert not any(weights.holds(tensor) for tensor in made)
+    assert weights.holds(parameter)
+    assert weights.holds(parameter.view(8, 8).t())
 
 
 def test_gradients_are_none_behind_an_update():

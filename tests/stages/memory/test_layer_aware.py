@@ -9,9 +9,15 @@ from reference import same_bits
 from saving import Net, gradients
 from torch import nn
 
-from penstock.stages.memory import known
-from penstock.stages.memory.held import Look, look
-from penstock.stages.memory.known import Window, signs, two_words, window_local
+from penstock.stages.memory.layer_aware import (
+    LayerAwareCompressor,
+    Window,
+    signs,
+    two_words,
+    window_local,
+    window_of,
+)
+from penstock.stages.memory.tensor_view import row_view, view_of
 
 
 class Planted(nn.Module):
@@ -150,19 +156,19 @@ def test_window_local_indices_come_back(kernel, stride, padding, dilation):
         pool.ceil_mode = ceil
         _, indices = pool(torch.randn(2, 3, 13, 11).to(memory_format=layout))
         flat = indices.as_strided((indices.numel(),), (1,))
-        shrunk = window_local(flat, look(indices, None), window, 11)
-        assert shrunk is not None
+        compact = window_local(flat, view_of(indices), window, 11)
+        assert compact is not None
         bits = 2 if window.kernel[0] * window.kernel[1] <= 4 else 4 if kernel != 5 else 8
-        assert shrunk.tensor.nbytes == -(-indices.numel() * bits // 8)
-        assert same_bits(look(indices, None).into(shrunk.expand(shrunk.tensor)), indices)
+        assert compact.tensor.nbytes == -(-indices.numel() * bits // 8)
+        assert same_bits(view_of(indices).over(compact.expand(compact.tensor)), indices)
 
 
 def test_indices_of_another_width_are_not_taken():
     indices = F.max_pool2d_with_indices(torch.randn(2, 3, 12, 12), [2, 2])[1]
     window = Window((2, 2), (2, 2), (0, 0), (1, 1))
-    assert window_local(indices.view(-1), look(indices, None), window, 11) is None
+    assert window_local(indices.view(-1), view_of(indices), window, 11) is None
     indices[0, 0, 0, 0] = 5  # between two places of the window: 0, 1, 12, 13
-    assert window_local(indices.view(-1), look(indices, None), window, 12) is None
+    assert window_local(indices.view(-1), view_of(indices), window, 12) is None
 
 
 def slow_signs(flat):
@@ -174,18 +180,18 @@ def slow_signs(flat):
 def test_one_bit_per_element_is_what_its_slow_twin_says(dtype, count):
     special = torch.tensor([0.0, -0.0, 1.0, -1.0, float("nan"), float("inf"), -float("inf"), 1e-42, -1e-42])
     flat = special.to(dtype).repeat(8)[:count]
-    shrunk = signs(flat)
-    assert shrunk.tensor.nbytes == -(-count // 8)
-    row = Look(None, dtype, (count,), (1,), 0)
-    assert same_bits(row.into(shrunk.expand(shrunk.tensor)), slow_signs(flat))
+    compact = signs(flat)
+    assert compact.tensor.nbytes == -(-count // 8)
+    row = row_view(count, dtype)
+    assert same_bits(row.over(compact.expand(compact.tensor)), slow_signs(flat))
 
 
 def test_two_words_come_back_and_three_are_not_taken():
     for a, b, dtype in ((0.0, 2.5, torch.float32), (-0.0, 0.0, torch.float64), (1.0, 1.0, torch.bfloat16)):
         flat = torch.where(torch.randn(77) > 0, a, b).to(dtype)
-        shrunk = two_words(flat)
-        assert shrunk is not None
-        assert same_bits(look(flat, None).into(shrunk.expand(shrunk.tensor)), flat)
+        compact = two_words(flat)
+        assert compact is not None
+        assert same_bits(view_of(flat).over(compact.expand(compact.tensor)), flat)
     assert two_words(torch.tensor([0.0, 1.0, 2.0])) is None
     assert two_words(torch.tensor([0.0, -0.0, 1.0])) is None
 
@@ -193,14 +199,14 @@ def test_two_words_come_back_and_three_are_not_taken():
 def test_a_call_with_a_window_that_is_no_number_proves_nothing():
     net = Net(nn.Sequential(nn.MaxPool2d(2)))
     layer = net.layers[0]
-    assert known.window_of(layer, net.parts.modules) == Window((2, 2), (2, 2), (0, 0), (1, 1))
+    assert window_of(layer, net.parts.modules) == Window((2, 2), (2, 2), (0, 0), (1, 1))
     setattr(net.parts.modules["0"], "kernel_size", "2")  # noqa: B010
-    assert known.window_of(layer, net.parts.modules) is None
+    assert window_of(layer, net.parts.modules) is None
 
 
 def test_layers_are_known_however_they_are_called():
     net = Net(Functions())
-    proven = known.Known(net.parts.modules)
+    proven = LayerAwareCompressor(net.parts.modules)
     assert [proven.kind(layer) for layer in net.layers if proven.kind(layer)] == [
         "relu",
         "pool",
@@ -209,4 +215,4 @@ def test_layers_are_known_however_they_are_called():
         "dropout",
         "pool",
     ]
-    assert known.window_of(net.layers[2], {}) == Window((2, 2), (1, 1), (0, 0), (1, 1))
+    assert window_of(net.layers[2], {}) == Window((2, 2), (1, 1), (0, 0), (1, 1))

@@ -1,7 +1,7 @@
-"""What the graph knows of a saved storage that its bytes do not tell: who will read it, and how much of it.
+"""Compact forms of a saved storage that follow from the layers that saved it, beside what a codec finds.
 
-From the set of layers that saved a storage follows what their backwards read. Every form is lossless for
-those readers, and off wherever the layers do not prove it:
+The layers that saved a storage are those whose backwards read it, so a form may leave out what these do not
+read. Every form is lossless for them, and off wherever the layers do not prove it:
 
     saved by ReLU (its result) and max-pools (their input, for its shape)    one bit per element
     saved by max-pools alone                                                 nothing
@@ -23,20 +23,21 @@ from torch import Tensor, fx, nn
 from ...compression.geometry import geometry
 from ..tracing.layers import Layer
 from ..tracing.proof import is_itself
-from .held import Bytes, Look, new_bytes
+from .tensor_view import Bytes, TensorView, new_bytes, row_view, view_of
 
-_MODULES: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.MaxPool2d: "pool", nn.Dropout: "dropout"}
-_CALLS: dict[Any, str] = {
-    F.relu: "relu", torch.relu: "relu", torch.relu_: "relu",
+_KINDS: dict[Any, str] = {
+    nn.ReLU: "relu", F.relu: "relu", torch.relu: "relu", torch.relu_: "relu",
     Tensor.relu: "relu", Tensor.relu_: "relu",
-    F.max_pool2d: "pool", torch.max_pool2d: "pool",
-    F.dropout: "dropout", torch.dropout: "dropout",
+    nn.MaxPool2d: "pool", F.max_pool2d: "pool", torch.max_pool2d: "pool",
+    nn.Dropout: "dropout", F.dropout: "dropout", torch.dropout: "dropout",
 }  # fmt: skip
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+Modules = Mapping[str, nn.Module]
+Sizes = Mapping[fx.Node, tuple[int, ...]]
 
 
-class Shrunk(NamedTuple):
-    """What stands for a storage: one row of fewer bytes, and how they become the storage again."""
+class Compact(NamedTuple):
+    """A compact form of a storage: one row of fewer bytes, and how they become the storage again."""
 
     tensor: Tensor
     expand: Callable[[Tensor], Bytes]
@@ -51,10 +52,10 @@ class Window(NamedTuple):
     dilation: tuple[int, int]
 
 
-class Known:
-    """What the layers of one stage prove; ``modules`` are those that its layers call, by their path."""
+class LayerAwareCompressor:
+    """Chooses a compact form by layers; ``modules`` are those that the stage's layers call, by their path."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Modules) -> None:
         """Nothing is looked up before a layer saves something."""
         self._modules = modules
 
@@ -63,22 +64,20 @@ class Known:
         if layer is None or layer.node.op == "get_attr":
             return ""
         if layer.node.op != "call_module":
-            return _CALLS.get(layer.node.target, "")
+            return _KINDS.get(layer.node.target, "")
         module = self._modules[str(layer.node.target)]
-        return _MODULES.get(type(module), "") if is_itself(module) else ""
+        return _KINDS.get(type(module), "") if is_itself(module) else ""
 
-    def shrink(
-        self, flat: Tensor, looks: Sequence[Look], inputs: Mapping[fx.Node, tuple[int, ...]]
-    ) -> Shrunk | None:
-        """A smaller form of the storage ``flat`` that ``looks`` see, or None.
+    def compress(self, flat: Tensor, views: Sequence[TensorView], inputs: Sizes) -> Compact | None:
+        """Return a compact form of the storage ``flat`` that ``views`` see, or None.
 
-        Args:    flat: the whole storage, in the dtype of its first look.
+        Args:    flat: the whole storage, in the dtype of its first view.
                  inputs: what size the input of a max-pool had, by the pool's node."""
-        kinds = {self.kind(look.layer) for look in looks}
-        if not flat.is_cpu or not flat.numel() or {look.dtype for look in looks} != {flat.dtype}:
+        kinds = {self.kind(view.layer) for view in views}
+        if not flat.is_cpu or not flat.numel() or {view.dtype for view in views} != {flat.dtype}:
             return None
         if kinds == {"pool"} and flat.dtype is torch.int64:
-            return self._window_local(flat, looks, inputs)
+            return self._window_local(flat, views, inputs)
         if not flat.is_floating_point():
             return None
         if kinds == {"pool"}:
@@ -87,19 +86,15 @@ class Known:
             return signs(flat)
         return two_words(flat) if kinds == {"dropout"} else None
 
-    def _window_local(
-        self, flat: Tensor, looks: Sequence[Look], inputs: Mapping[fx.Node, tuple[int, ...]]
-    ) -> Shrunk | None:
-        layer = looks[0].layer
-        assert layer is not None, "only a layer is a pool"
-        same = {look.layer.node for look in looks if look.layer is not None} == {layer.node}
-        window = window_of(layer, self._modules)
-        if not same or window is None or layer.node not in inputs:
+    def _window_local(self, flat: Tensor, views: Sequence[TensorView], inputs: Sizes) -> Compact | None:
+        (layer, *others) = {view.layer for view in views}
+        if others or layer is None or layer.node not in inputs:
             return None
-        return window_local(flat, looks[0], window, inputs[layer.node][-1])
+        window = window_of(layer, self._modules)
+        return window and window_local(flat, views[0], window, inputs[layer.node][-1])
 
 
-def window_of(layer: Layer, modules: Mapping[str, nn.Module]) -> Window | None:
+def window_of(layer: Layer, modules: Modules) -> Window | None:
     """The window of a max-pool layer; None where it is not written down as plain numbers."""
     names = ("kernel_size", "stride", "padding", "dilation")
     if layer.node.op == "call_module":
@@ -118,73 +113,71 @@ def window_of(layer: Layer, modules: Mapping[str, nn.Module]) -> Window | None:
     return Window(*((p[0], p[-1]) for p in pairs)) if plain else None  # type: ignore[index]
 
 
-def signs(flat: Tensor) -> Shrunk:
-    """One bit per element: whether ReLU's backward lets the gradient through: not (x <= 0), so NaN does."""
-    bits = torch.from_numpy(np.packbits((flat <= 0).logical_not_().numpy(), bitorder="little"))
-    expand = functools.partial(_from_signs, flat.numel(), flat.dtype, flat.data_ptr() % 64)
-    return Shrunk(bits, expand)
+def signs(flat: Tensor) -> Compact:
+    """One bit per element: whether ReLU's backward lets the gradient through: not (x <= 0), so NaN does.
+
+    It comes back as 1.0 for every set bit, 0.0 for the others."""
+    return _bitmap((flat <= 0).logical_not_(), flat, flat.new_tensor(0), flat.new_tensor(1))
 
 
-def _from_signs(num_elements: int, dtype: torch.dtype, address: int, bits: Tensor) -> Bytes:
-    """1.0 for every set bit, 0.0 for the others."""
-    found, flat = _row(num_elements, dtype, address)
-    flat.copy_(_unpacked(bits, num_elements))
-    return found
-
-
-def shape_alone(flat: Tensor) -> Shrunk:
+def shape_alone(flat: Tensor) -> Compact:
     """Nothing: a max-pool's backward goes by its indices, and reads no value of its input."""
-    return Shrunk(flat[:0].view(torch.uint8), functools.partial(_zeros, flat.nbytes, flat.data_ptr() % 64))
+    return Compact(flat[:0].view(torch.uint8), functools.partial(_zeros, flat.nbytes, flat.data_ptr() % 64))
 
 
 def _zeros(num_bytes: int, address: int, nothing: Tensor) -> Bytes:
-    """Zeros, in pages that the system gives out when they are first touched: never."""
+    """Return zeros, in pages that the system gives out when they are first touched: never."""
     storage = torch.zeros(num_bytes + 64, dtype=torch.uint8).untyped_storage()
     return Bytes(storage, (address - storage.data_ptr()) % 64)
 
 
-def two_words(flat: Tensor) -> Shrunk | None:
+def two_words(flat: Tensor) -> Compact | None:
     """Two different words and which of them stands where; None if there are more."""
     words = flat.view(_WORDS[flat.itemsize])
     low, high = words.aminmax()
     is_high = words == high
     if not (is_high | (words == low)).all():
         return None
+    return _bitmap(is_high, flat, low.clone(), high.clone())
+
+
+def _bitmap(is_high: Tensor, flat: Tensor, low: Tensor, high: Tensor) -> Compact:
+    """One bit per element of ``flat``, which comes back as ``high`` where it is set and ``low`` elsewhere."""
     bits = torch.from_numpy(np.packbits(is_high.numpy(), bitorder="little"))
-    pair = (low.clone(), high.clone(), flat.data_ptr() % 64)
-    return Shrunk(bits, functools.partial(_from_two_words, flat.numel(), *pair))
+    return Compact(bits, functools.partial(_from_bitmap, flat.numel(), low, high, flat.data_ptr() % 64))
 
 
-def _from_two_words(num_elements: int, low: Tensor, high: Tensor, address: int, bits: Tensor) -> Bytes:
-    found, words = _row(num_elements, low.dtype, address)
-    words.copy_(torch.where(_unpacked(bits, num_elements).view(torch.bool), high, low))
+def _from_bitmap(num_elements: int, low: Tensor, high: Tensor, address: int, bits: Tensor) -> Bytes:
+    found = new_bytes(num_elements * low.itemsize, address)
+    is_high = torch.from_numpy(np.unpackbits(bits.numpy(), count=num_elements, bitorder="little"))
+    row_view(num_elements, low.dtype).over(found).copy_(torch.where(is_high.view(torch.bool), high, low))
     return found
 
 
-def window_local(indices: Tensor, look: Look, window: Window, width: int) -> Shrunk | None:
+def window_local(indices: Tensor, view: TensorView, window: Window, width: int) -> Compact | None:
     """Places inside the window for the int64 ``indices`` of a max-pool over rows of ``width`` elements.
 
     Returns: 2 bits per index for up to 4 places, 4 bits for up to 16, else 8; None unless they come back
              exactly (checked), and the indices fill their storage."""
-    geo = geometry(look.size, look.stride, look.dtype.itemsize)
+    geo = geometry(view.size, view.stride, view.dtype.itemsize)
     num_places = window.kernel[0] * window.kernel[1]
-    if look.start or geo.num_elements != indices.numel() or geo.order != "dense" or num_places > 255:
+    if view.start or geo.num_elements != indices.numel() or geo.order != "dense" or num_places > 255:
         return None
     bits = next(bits for bits in (2, 4, 8) if num_places <= 1 << bits)
-    corners, steps = _corners(look.size, window, width), _steps(window, width)
-    from_corner = indices.as_strided(look.size, look.stride) - corners
+    corners, steps = _corners(view.size, window, width), _steps(window, width)
+    from_corner = indices.as_strided(view.size, view.stride) - corners
     least, most = (int(n) for n in from_corner.aminmax())
     if least < 0 or most > int(steps.max()):
         return None
     table = torch.zeros(int(steps.max()) + 1, dtype=torch.uint8)
     table[steps] = torch.arange(num_places, dtype=torch.uint8)
-    places = torch.empty_strided(look.size, look.stride, dtype=torch.uint8)
+    places = torch.empty_strided(view.size, view.stride, dtype=torch.uint8)
     places.copy_(table[from_corner])
     packed = _nibbles(places.as_strided(indices.shape, (1,)), bits)
-    expand = functools.partial(_from_places, look, window, width, bits, indices.data_ptr() % 64)
+    expand = functools.partial(_from_places, view, window, width, bits, indices.data_ptr() % 64)
     found = expand(packed)
-    again = look._replace(size=tuple(indices.shape), stride=(1,)).into(found)
-    return Shrunk(packed, expand) if torch.equal(again, indices) else None
+    again = view_of(indices).over(found)
+    return Compact(packed, expand) if torch.equal(again, indices) else None
 
 
 def _corners(size: Sequence[int], window: Window, width: int) -> Tensor:
@@ -200,11 +193,13 @@ def _steps(window: Window, width: int) -> Tensor:
     return (rows[:, None] + torch.arange(window.kernel[1]) * window.dilation[1]).flatten()
 
 
-def _from_places(look: Look, window: Window, width: int, bits: int, address: int, packed: Tensor) -> Bytes:
-    num_elements = torch.Size(look.size).numel()
-    places = _from_nibbles(packed, bits, num_elements).as_strided(look.size, look.stride)
+def _from_places(
+    view: TensorView, window: Window, width: int, bits: int, address: int, packed: Tensor
+) -> Bytes:
+    num_elements = torch.Size(view.size).numel()
+    places = _from_nibbles(packed, bits, num_elements).as_strided(view.size, view.stride)
     found = new_bytes(num_elements * 8, address)
-    look.into(found).copy_(_steps(window, width)[places.int()] + _corners(look.size, window, width))
+    view.over(found).copy_(_steps(window, width)[places.int()] + _corners(view.size, window, width))
     return found
 
 
@@ -221,13 +216,3 @@ def _nibbles(places: Tensor, bits: int) -> Tensor:
 def _from_nibbles(packed: Tensor, bits: int, num_places: int) -> Tensor:
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     return ((packed[:, None] >> shifts) & ((1 << bits) - 1)).flatten()[:num_places]
-
-
-def _unpacked(bits: Tensor, num_elements: int) -> Tensor:
-    return torch.from_numpy(np.unpackbits(bits.numpy(), count=num_elements, bitorder="little"))
-
-
-def _row(num_elements: int, dtype: torch.dtype, address: int) -> tuple[Bytes, Tensor]:
-    """New memory for a row of elements that begins at ``address`` mod 64."""
-    found = new_bytes(num_elements * dtype.itemsize, address)
-    return found, Look(None, dtype, (num_elements,), (1,), 0).into(found)

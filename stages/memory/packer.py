@@ -1,0 +1,210 @@
+"""Packs saved storages into a store and brings them back: what stages and ``penstock.offload`` share.
+
+Two threads, so that a slow store does not stop packing:
+
+    training thread -> packing thread -> I/O thread -> store
+                       encode            put; get and decode, ahead of what leaves
+
+What does not shrink is left where it is, without a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...compression.codec import CODECS, buffer_bytes, decode, encode, pack_into
+from ...compression.errors import CodecError
+from ...compression.names import AUTO
+from ...compression.pool import Frame, Pool
+from .copy_stream import CopyStream, CudaCopyStream
+from .layer_aware import Compact
+from .saved_storage import SavedStorage, WriteCounter
+from .store import Store, UnpooledBuffers
+from .tensor_view import Bytes, TensorView, bytes_around
+from .wire_frame import WireFrame
+from .worker import Worker
+
+FOR_SAVED = "zero_value+exponent"  # "auto": at memory speed, either where a sample says that it pays
+_WORTH = 16 / 15  # raw bytes per byte of frame from which on it is worth to unpack again
+Restore = Callable[[Tensor], Bytes]
+Compress = Callable[[Tensor, Sequence[TensorView]], Compact | None]
+
+
+class SavedTensorPacker:
+    """One store with its codec, threads and counters (``Counters`` says what they count)."""
+
+    def __init__(self, store: Store, *, codec: str, pool: Pool, num_ahead: int) -> None:
+        """Pack with ``codec`` into buffers of ``pool``.
+
+        Args:    num_ahead: how many storages come back before they are asked for."""
+        codec = FOR_SAVED if codec == AUTO else codec
+        if codec not in tuple(CODECS):  # a tuple: what was given may have no hash
+            found = f"codec is one of {', '.join((AUTO, *CODECS))}, found {codec!r}"
+            raise CodecError(f"{found}; what a backward reads comes back bit for bit")
+        self.store, self.codec, self._pool, self._num_ahead = store, codec, pool, num_ahead
+        self.packing, self.io = Worker("penstock-memory-packing"), Worker("penstock-memory-io")
+        self._streams: dict[torch.device, CopyStream] = {}
+        self._unpooled, self._counting = UnpooledBuffers(), threading.Lock()
+        self._scratch = self._unpooled.take(0)  # of the packing thread
+        self.bytes_raw = self.bytes_kept = self.num_packs = self.num_unpacks = 0
+
+    def stream(self, device: torch.device) -> CopyStream:
+        """Return the stream on which tensors of ``device`` are packed and unpacked."""
+        if device not in self._streams:
+            self._streams[device] = CudaCopyStream(device) if device.type == "cuda" else CopyStream()
+        return self._streams[device]
+
+    def offload(
+        self, storage: SavedStorage, *, wire: WireFrame | None = None, compress: Compress = lambda *_: None
+    ) -> None:
+        """Queue ``storage`` to leave; waits while the packing is behind.
+
+        Args:    wire: a frame that may hold it already, which then goes to the store as it is.
+                 compress: gives a compact form of the storage's elements by its views, or None."""
+        storage.transition("leaving")
+        if wire is not None:
+            wire.frame.hold()
+        self.packing.submit(functools.partial(self._pack, weakref.ref(storage), wire, compress))
+
+    def read(self, storage: SavedStorage, number: int, writes: WriteCounter) -> Tensor:
+        """Return the saved tensor ``number`` of ``storage``, and begin to bring back what was saved before.
+
+        Raises:  StageError: it was written to, or dropped."""
+        writes.refuse()
+        before = storage.previous()
+        for _ in range(self._num_ahead):
+            if before is None:
+                break
+            if before.transition("coming", only_from="away"):
+                self.io.try_submit(functools.partial(bring_fetched, [weakref.ref(before)]))
+            before = before.previous()
+        return storage.read(number)
+
+    def drain(self) -> None:
+        """Wait until all that was to leave has left; raises what a thread raised."""
+        self.packing.drain()
+        self.io.drain()
+
+    def check(self) -> None:
+        """Raise again what a thread raised."""
+        self.packing.check()
+        self.io.check()
+
+    def close(self) -> None:
+        """Do what is queued and end the threads."""
+        self.packing.close()
+        self.io.close()
+        self._scratch = self._unpooled.take(0)
+
+    def _pack(self, reference: weakref.ref[SavedStorage], wire: WireFrame | None, compress: Compress) -> None:
+        storage = reference()
+        flat = None if storage is None else storage.flat()
+        if wire is not None and (flat is None or not wire.matches(flat)):
+            wire = wire.frame.release()
+        if storage is None:
+            return
+        frame, restore = None, functools.partial(bytes_around, 0)
+        if wire is not None:
+            frame, restore = wire.frame, functools.partial(bytes_around, wire.view.start)
+        elif flat is not None:
+            with storage.stream.run(storage.event):
+                compact = compress(flat, storage.views) or Compact(flat, restore)
+                frame, restore = self._frame(storage, compact.tensor), compact.expand
+            self.num_packs += frame is not None
+        if frame is not None and not self.store.admit(storage.key, frame.num_bytes):
+            frame = frame.release()
+        if frame is None:
+            return self._keep(storage)
+        self.io.submit(functools.partial(self._put, storage, frame, restore))
+
+    def _put(self, storage: SavedStorage, frame: Frame, restore: Restore) -> None:
+        if storage.state != "leaving":  # wanted again or dropped, while the frame was queued
+            frame.release()
+            return self._keep(storage)
+        with storage.stream.run(storage.event):
+            self.store.put(storage.key, frame)
+        self._count(storage, frame.num_bytes)
+        if not storage.stored(functools.partial(self._load, storage.key, storage.stream, restore)):
+            self.store.drop(storage.key)
+
+    def _load(self, key: object, stream: CopyStream, restore: Restore) -> Bytes:
+        """Decode the frame of a storage; the store keeps it, so that a graph can be walked once more."""
+        with stream.run():
+            frame = self.store.get(key)
+            tensor = decode(frame.buffer[: frame.num_bytes])
+            assert tensor is not None, "a storage has a tensor"
+            with self._counting:
+                self.num_unpacks += 1
+            return restore(tensor)
+
+    def _keep(self, storage: SavedStorage) -> None:
+        self.store.drop(storage.key)  # what was admitted
+        storage.transition("resident", only_from="leaving")
+        self._count(storage, storage.num_bytes)
+
+    def _frame(self, storage: SavedStorage, flat: Tensor) -> Frame | None:
+        """Return the frame of ``flat``, all of ``storage`` or its compact form, if it is worth it."""
+        codec, far = self.codec, self.store.takes_away(storage.device)
+        most = storage.num_bytes * 2 if far else storage.num_bytes // _WORTH
+        if flat.dtype is torch.bool:  # a view of other bytes, perhaps, and a decoded bool is 0 or 1
+            flat = flat.view(torch.uint8)
+        if not (flat.is_floating_point() or flat.is_complex() or codec == "raw"):
+            codec = "narrow"
+        if flat.is_cuda:
+            packed = encode(flat, codec)
+            return Frame(packed, packed.numel(), self._unpooled) if packed.numel() <= most else None
+        room = buffer_bytes(flat.size(), flat.dtype, codec)
+        if self._scratch.numel() < room:
+            self._scratch = self._unpooled.take(room)
+        num_bytes = pack_into(flat, self._scratch, codec=codec)
+        if num_bytes > most:
+            return None
+        buffer = self._pool.take(num_bytes)
+        ctypes.memmove(buffer.data_ptr(), self._scratch.data_ptr(), num_bytes)
+        return Frame(buffer, num_bytes, self._pool)
+
+    def _count(self, storage: SavedStorage, kept: int) -> None:
+        with self._counting:
+            self.bytes_raw += storage.num_bytes
+            self.bytes_kept += kept
+
+
+def bring_fetched(references: Sequence[weakref.ref[SavedStorage]]) -> None:
+    """Bring back, one after the other, the storages that still live and are still awaited."""
+    for reference in references:
+        storage = reference()
+        if storage is not None:
+            storage.bring(fetched_only=True)
+
+
+class Counters:
+    """The counters of its ``_packer``."""
+
+    _packer: SavedTensorPacker
+
+    @property
+    def bytes_raw(self) -> int:
+        """Bytes of the storages that were to leave, each once: without parameters and small ones."""
+        return self._packer.bytes_raw
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes that stayed: frames, what did not shrink or found no room, what was wanted before it left."""
+        return self._packer.bytes_kept
+
+    @property
+    def num_packs(self) -> int:
+        """Frames that were made here; those of the wire are not."""
+        return self._packer.num_packs
+
+    @property
+    def num_unpacks(self) -> int:
+        """Frames that were brought back, for the backwards so far."""
+        return self._packer.num_unpacks

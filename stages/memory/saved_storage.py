@@ -1,0 +1,195 @@
+"""One storage between its forward and its backward: where its bytes are, and who may change that.
+
+A storage leaves once, as one frame, and all saved tensors that shared it share it again when it is back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...compression.errors import StageError
+from ..tracing.layers import Layer
+from .copy_stream import CopyStream
+from .tensor_view import Bytes, TensorView, empty, row_view, view_of
+
+StorageState = Literal["resident", "leaving", "away", "coming", "dropped"]
+TRANSITIONS: dict[StorageState, tuple[StorageState, ...]] = {
+    "resident": ("leaving", "away", "dropped"),
+    "leaving": ("resident", "away", "dropped"),
+    "away": ("coming", "dropped"),
+    "coming": ("resident", "dropped"),
+    "dropped": (),
+}
+
+
+def refuse_written(saved: int, now: int) -> None:
+    """Raise StageError if a saved tensor was written to: torch checks only what it saved without hooks."""
+    if now != saved:
+        raise StageError(
+            "what the forward saved must not be written to before its backward, found a tensor at version "
+            f"{now} that was saved at version {saved}; clone it before the in-place operation"
+        )
+
+
+class WriteCounter:
+    """Counts the writes to a tensor (torch's version) without keeping its memory."""
+
+    __slots__ = ("_probe", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Begin with what ``tensor`` has seen so far."""
+        probe = tensor.detach()  # shares the count, and keeps it when its memory is exchanged
+        probe.data = empty(tensor.dtype, tensor.device)
+        self._probe, self._version = probe, tensor._version
+
+    @property
+    def changed(self) -> bool:
+        """Whether the tensor, or another that shares its count, was written to since."""
+        return self._probe._version != self._version
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` shares this count and saw no write since: one more is made and taken back."""
+        if self.changed or tensor._version != self._version:
+            return False
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):
+            torch.autograd.graph.increment_version(tensor)
+            return self.changed
+
+    def refuse(self) -> None:
+        """Raise StageError if there was a write."""
+        refuse_written(self._version, self._probe._version)
+
+
+class SavedStorage:
+    """The bytes of one storage, and the saved tensors that view it; it lives as long as the graph.
+
+                     offload                       stored
+        +-----------------------> leaving -----------------------+
+        |                            |                           v
+     resident <------ kept ----------+                         away
+      ^   |                                                     ^ |
+      |   +-------- every view was read, store has it ----------+ | fetch, or a read
+      |                                                           v
+      +---------------------- brought back -------------------- coming
+
+     each of them ---- drop ----> dropped, for good
+
+    resident  the bytes are in memory, and in the store too if they were there before
+    leaving   queued for the packer, or on the way; the bytes are still in memory, and may be read
+    away      only the store has the bytes
+    coming    wanted back: the I/O thread or the backward brings them, whoever comes first
+
+    All changes go through ``transition``, under the lock of the storage: the training thread, the packing
+    thread, the I/O thread and autograd's threads share it.
+    """
+
+    def __init__(
+        self, tensor: Tensor, *, stream: CopyStream, previous: Callable[[], SavedStorage | None]
+    ) -> None:
+        """Begin resident, with the storage of ``tensor``.
+
+        Args:    stream: on which it is moved.
+                 previous: gives what was saved before it, while that lives."""
+        storage = tensor.untyped_storage()
+        self.key, self.previous, self.stream = object(), previous, stream
+        self.num_bytes, self._pointer = storage.nbytes(), storage.data_ptr()
+        self.dtype, self.device = tensor.dtype, tensor.device
+        self.original = StorageWeakRef(storage)  # while this lives, its number is not given to another
+        self.writes, self.views = WriteCounter(tensor), list[TensorView]()
+        self.event = stream.event()
+        self.state: StorageState = "resident"
+        self._lock = threading.RLock()
+        self._bytes: Bytes | None = Bytes(storage, 0)
+        self._last = self.original, 0  # where the bytes were when they were last in memory
+        self._unread: set[int] = set()
+        self._restore: Callable[[], Bytes] | None = None  # from the store; None: it was never stored
+
+    def add(self, tensor: Tensor, layer: Layer | None) -> int:
+        """Add one more saved tensor that views this storage; returns its number."""
+        self._unread.add(len(self.views))
+        self.views.append(view_of(tensor, layer))
+        return len(self.views) - 1
+
+    def same_memory(self, storage: torch.UntypedStorage) -> bool:
+        """Whether ``storage``, which is this one, has the memory that it had then: it may be resized."""
+        return storage.nbytes() == self.num_bytes and storage.data_ptr() == self._pointer
+
+    def flat(self) -> Tensor | None:
+        """Return the whole storage as one row of elements; None if it is not to leave or got other memory."""
+        found = self._bytes
+        if self.state != "leaving" or found is None or not self.same_memory(found.storage):
+            return None
+        dtype = torch.uint8 if self.num_bytes % self.dtype.itemsize else self.dtype
+        return row_view(self.num_bytes // dtype.itemsize, dtype).over(found)
+
+    def transition(self, state: StorageState, *, only_from: StorageState | None = None) -> bool:
+        """Go to ``state``; with ``only_from`` nothing happens in another state. Returns whether it went.
+
+        Raises:  StageError: there is no such transition."""
+        with self._lock:
+            if only_from not in (None, self.state):
+                return False
+            if state not in TRANSITIONS[self.state]:
+                allowed = ", ".join(TRANSITIONS[self.state]) or "nowhere"
+                raise StageError(
+                    f"a saved storage that is {self.state} goes to {allowed}, found {state}; offload "
+                    "and drop a micro-batch once each"
+                )
+            self.state = state
+            if state in ("away", "dropped"):
+                self._bytes = None
+            return True
+
+    def stored(self, restore: Callable[[], Bytes]) -> bool:
+        """The store has its frame: leaving -> away; if it was wanted meanwhile, it stays resident.
+
+        Args:    restore: brings the bytes back.
+        Returns: whether the frame is of use; not if the storage was dropped meanwhile."""
+        with self._lock:
+            self.transition("away", only_from="leaving")
+            self._restore = restore
+            return self.state != "dropped"
+
+    def bring(self, *, fetched_only: bool = False) -> None:
+        """Have the bytes in memory; ``fetched_only``: not if it was read and let go since ``fetch``."""
+        with self._lock:
+            if self.state == "coming" or not fetched_only:
+                self._bring()
+
+    def read(self, number: int) -> Tensor:
+        """Return the saved tensor ``number``; the bytes go again when every view was read once.
+
+        Raises:  StageError: it was dropped."""
+        with self._lock:
+            tensor = self.views[number].over(self._bring())
+            self._unread.discard(number)
+            if not self._unread:  # the next pass over the same graph reads all of them again
+                self._unread = set(range(len(self.views)))
+                if self._restore is not None:
+                    self.transition("away")
+        self.stream.record(tensor)
+        return tensor
+
+    def _bring(self) -> Bytes:
+        if self.state == "dropped":
+            raise StageError("a micro-batch has one backward, its saved tensors were dropped after it")
+        found = self._bytes
+        if found is None:
+            self.transition("coming", only_from="away")
+            assert self._restore is not None, "what is away was stored"
+            found = self._bytes = self._still_there() or self._restore()
+            self._last = StorageWeakRef(found.storage), found.origin
+            self.transition("resident")
+        return found
+
+    def _still_there(self) -> Bytes | None:
+        """Return the bytes as they were last in memory, if anybody still holds them."""
+        reference, origin = self._last
+        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        return None if storage is None else Bytes(storage, origin)

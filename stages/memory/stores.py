@@ -1,0 +1,23 @@
+"""The tiers by name: what opens the store of each.
+
+A new tier is a file with its store, one row here, and its name in ``TIERS`` of the plan and of the options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...compression.errors import ConfigError
+from .host_store import HostStore
+from .store import UNLIMITED, Store, StoreOptions
+
+STORES: dict[str, Callable[..., Store]] = {"packed": Store, "host": HostStore}
+
+
+def open_store(tier: str, options: StoreOptions = UNLIMITED) -> Store:
+    """Return a new, empty store of ``tier``.
+
+    Raises:  ConfigError: there is no such tier."""
+    if tier not in tuple(STORES):  # a tuple: what was given may have no hash
+        raise ConfigError(f"tier is one of {', '.join(STORES)}, found {tier!r}; choose one of these")
+    return STORES[tier](options)
