@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from .measure import Profile, ValueProfile
-from .plan import PlanStage
+from .plan_stage import PlanStage
 from .split import TOLERANCE, Span
 
 COPIES_OF_PARAMETERS = 3  # weights, gradients, one state of the optimizer

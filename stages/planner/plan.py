@@ -16,6 +16,7 @@ from ..tracing.capture.signature import Signature
 from ..units import show_bytes, show_count, show_rate, show_seconds
 from ..weights.policies import WeightPolicy, policy_named
 from .asked import Asked
+from .plan_stage import PlanStage
 from .rules import check_versions, streams
 
 VERSION = 1
@@ -27,26 +28,6 @@ def check_tiers(**found: str) -> None:
     for name, tier in found.items():
         if tier not in TIERS:
             raise PlanError(f"{name} is one of {', '.join(TIERS)}, found {tier!r}; choose one of these")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PlanStage:
-    """One stage: its layers and parameters (names), and its predictions per micro-batch.
-
-    ``num_parameters`` counts elements, ``memory_bytes`` is for all micro-batches in flight, of which each
-    leaves ``saved_bytes`` for its backward, ``bytes_forward`` and ``bytes_backward`` are those of the tensors
-    that pass the cut behind the stage, unpacked.
-    """
-
-    layers: tuple[str, ...]
-    parameters: tuple[str, ...]
-    num_parameters: int
-    forward_seconds: float
-    backward_seconds: float
-    memory_bytes: int
-    bytes_forward: int
-    bytes_backward: int
-    saved_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +177,7 @@ class Plan:
         """Draw the stages, their seconds and the bytes over each cut into a PNG."""
         from .plan_picture import draw  # matplotlib takes a second to import
 
-        draw(self, path)
+        draw(path, self.stages, self.ranks, title=_title(self))
 
     def __str__(self) -> str:
         rows = [_HEADINGS, *map(_row, range(self.num_stages), self.ranks, self.stages)]

@@ -3,12 +3,13 @@
 A person judges a cut by balance and by the bytes on its links; both are seen here before anything runs.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..files import save_picture
 from ..units import show_bytes, show_count, show_seconds
-from .plan import Plan, PlanStage
+from .plan_stage import PlanStage
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,25 +24,25 @@ RANKS = ("#EAF2F8", "#F6F1E7")  # neighbouring ranks differ
 WIDTH, GAP = 1.0, 0.42  # of a stage and of the link behind it
 
 
-def draw(plan: Plan, path: str | Path) -> None:
-    """Draw the plan into a PNG."""
-    save_picture(path, figure(plan))
+def draw(path: str | Path, stages: Sequence[PlanStage], ranks: Sequence[int], *, title: str) -> None:
+    """Draw the stages of a plan, and the rank of each, into a PNG."""
+    save_picture(path, figure(stages, ranks, title=title))
 
 
-def figure(plan: Plan) -> "Figure":
+def figure(stages: Sequence[PlanStage], ranks: Sequence[int], *, title: str) -> "Figure":
     """Stages from left to right as blocks, the bytes over each cut between them, their seconds below."""
     from matplotlib.figure import Figure  # takes a second to import, and only a drawing needs it
 
-    made = Figure(figsize=(max(6.5, 1.1 + 2.35 * plan.num_stages), 5.2), layout="constrained")
+    made = Figure(figsize=(max(6.5, 1.1 + 2.35 * len(stages)), 5.2), layout="constrained")
     blocks, bars = made.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    for number, (stage, rank) in enumerate(zip(plan.stages, plan.ranks, strict=True)):
+    for number, (stage, rank) in enumerate(zip(stages, ranks, strict=True)):
         _draw_stage(blocks, number, rank, stage)
-        if number + 1 < plan.num_stages:
-            _draw_link(blocks, number, stage, local=plan.ranks[number + 1] == rank)
+        if number + 1 < len(stages):
+            _draw_link(blocks, number, stage, local=ranks[number + 1] == rank)
     blocks.set_ylim(0, 1)
     blocks.axis("off")
-    _draw_seconds(bars, plan)
-    made.suptitle(str(plan).splitlines()[0], fontsize=11, fontweight="bold")
+    _draw_seconds(bars, stages)
+    made.suptitle(title, fontsize=11, fontweight="bold")
     return made
 
 
@@ -103,11 +104,11 @@ def _draw_link(axes: "Axes", number: int, stage: PlanStage, *, local: bool) -> N
         axes.text(middle, height + 0.05, show_bytes(num_bytes), ha="center", va="bottom", fontsize=8.5)
 
 
-def _draw_seconds(axes: "Axes", plan: Plan) -> None:
+def _draw_seconds(axes: "Axes", stages: Sequence[PlanStage]) -> None:
     """A bar per stage in ms, and a line at the slowest, which sets the pace."""
-    middles = [number * (WIDTH + GAP) + WIDTH / 2 for number in range(plan.num_stages)]
-    forward = [1e3 * stage.forward_seconds for stage in plan.stages]
-    backward = [1e3 * stage.backward_seconds for stage in plan.stages]
+    middles = [number * (WIDTH + GAP) + WIDTH / 2 for number in range(len(stages))]
+    forward = [1e3 * stage.forward_seconds for stage in stages]
+    backward = [1e3 * stage.backward_seconds for stage in stages]
     totals = [sum(pair) for pair in zip(forward, backward, strict=True)]
     axes.bar(middles, forward, WIDTH * 0.62, color=FORWARD, label="forward")
     axes.bar(middles, backward, WIDTH * 0.62, bottom=forward, color=BACKWARD, label="backward")
@@ -121,7 +122,7 @@ def _draw_seconds(axes: "Axes", plan: Plan) -> None:
     axes.set_ylim(0, max(*totals, 1e-9) * 1.2)
     axes.set_xlim(-0.12, middles[-1] + WIDTH / 2 + 0.12)
     axes.set_ylabel("ms per micro-batch")
-    axes.set_xticks(middles, [f"stage {number}" for number in range(plan.num_stages)])
+    axes.set_xticks(middles, [f"stage {number}" for number in range(len(stages))])
     axes.tick_params(axis="x", length=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper left", bbox_to_anchor=(0, -0.1), ncols=2, frameon=False, fontsize=9)

@@ -136,6 +136,22 @@ def test_every_room_says_what_it_is_for() -> None:
         assert told, room
 
 
+CODE = [file for file in files() if file.suffix == ".py" and file.parts[0] in TOPS]
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Whatever imports a file, at once, later or for its types, knows it."""
+    known = {".".join(file.with_suffix("").parts) for file in CODE}
+    leads = {}
+    for file in CODE:
+        name = ".".join(file.with_suffix("").parts)
+        found = imported((ROOT / file).read_text(), ".".join(["penstock", *file.parts[:-1]]))
+        leads[name] = {m for one in found for m in (one, one.rpartition(".")[0]) if m in known} - {name}
+    while leaves := {name for name, others in leads.items() if not others & leads.keys()}:
+        leads = {name: others for name, others in leads.items() if name not in leaves}
+    assert {name: sorted(others & leads.keys()) for name, others in leads.items()} == {}
+
+
 def test_the_public_names_resolve() -> None:
     assert {"encode", "trace", "Pipeline", "init"} <= set(penstock.__all__) <= set(dir(penstock))
     assert "__version__" in dir(penstock)
@@ -200,7 +216,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("penstock-*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
     folders = [Path(*name.split(".")[1:]) for name in packages()]
-    data = {Path("py.typed"), *(Path("pipeline/samples") / name for name in ("digits.npz", "digits.txt"))}
+    data = {
+        Path("py.typed"),
+        Path("scripts/coverage/transformers.yaml"),
+        *(Path("pipeline/samples") / name for name in ("digits.npz", "digits.txt")),
+    }
     wanted = {
         f"penstock/{file}"
         for file in files()

@@ -8,8 +8,9 @@ from matplotlib.patches import Rectangle
 
 from penstock.compression.errors import PlanError
 from penstock.stages.planner.asked import Asked
-from penstock.stages.planner.plan import TIERS, Plan, PlanStage
+from penstock.stages.planner.plan import TIERS, Plan
 from penstock.stages.planner.plan_picture import figure
+from penstock.stages.planner.plan_stage import PlanStage
 
 
 def stage_of(*layers, **changes):
@@ -271,7 +272,7 @@ def test_a_plan_that_contradicts_itself_is_refused(change, sentence):
 
 
 def test_the_picture_shows_stages_links_and_seconds(tmp_path):
-    blocks, bars = figure(PLAN).axes
+    blocks, bars = figure(PLAN.stages, PLAN.ranks, title="a plan").axes
     assert [patch.get_gid() for patch in blocks.patches if patch.get_gid()] == [
         "stage 0",
         "stage 1",
