@@ -24,9 +24,8 @@ LABELS = (
 
 def networks() -> Iterator[Network]:
     """Text, text to text, pictures, sound, and pictures with text; ``transformers.yaml`` has their sizes."""
-    table: Any = OmegaConf.to_container(
-        OmegaConf.load(str(resources.files(__package__) / "transformers.yaml"))
-    )
+    file = resources.files("penstock.scripts.coverage") / "transformers.yaml"
+    table: Any = OmegaConf.to_container(OmegaConf.load(str(file)))
     shared = table["shared"]
 
     def sized(section: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
