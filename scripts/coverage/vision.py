@@ -13,7 +13,7 @@ from torchvision import models
 
 from .network import Batch, Network, normal
 
-SIZES = {"inception_v3": 160, "maxvit_t": 224, "vit_h_14": 28}
+SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 28}
 """Pixels, where 64 do not do."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "inception_v3": {"init_weights": False},

@@ -19,9 +19,9 @@ def far_gradients(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> dict[i
     """Why not to cut behind a layer: across it the gradient of a value would come back in such a geometry."""
     parts, record, found = parts_of(graph.twin, graph.train), graph.train_probe, set[int]()
 
-    def note(number: int) -> Callable[[torch.Tensor], None]:
-        def look(gradient: torch.Tensor) -> None:
-            if not travels(gradient):
+    def note(number: int) -> Callable[[torch.Tensor | None], None]:
+        def look(gradient: torch.Tensor | None) -> None:  # a Function may give none
+            if gradient is not None and not travels(gradient):
                 found.add(number)
 
         return look

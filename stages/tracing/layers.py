@@ -160,8 +160,7 @@ def run_layer(
     def look(argument: fx.Node) -> Any:
         return parts.tensors[str(argument.target)] if is_local(argument) else env[argument]
 
-    args: Any = map_arg(node.args, look)
-    kwargs: Any = map_arg(node.kwargs, look)
+    args, kwargs = _given(node.args, look), _given(node.kwargs, look)
     if layer.moves:
         args, kwargs = at_size(args, samples), at_size(kwargs, samples)
     if parts.meta:
@@ -176,6 +175,23 @@ def run_layer(
     if "expect" in node.meta or "shape" in node.meta:
         _check_read(node, result, samples)
     return result
+
+
+def _given(item: Any, look: Callable[[fx.Node], Any]) -> Any:
+    """An argument with results in the place of nodes, in containers of its own: what is called may change
+    them."""
+    if isinstance(item, fx.Node):
+        return look(item)
+    if isinstance(item, tuple):
+        given = [_given(one, look) for one in item]
+        return type(item)(*given) if hasattr(item, "_fields") else tuple(given)
+    if isinstance(item, list):
+        return [_given(one, look) for one in item]
+    if isinstance(item, dict):
+        return {key: _given(one, look) for key, one in item.items()}
+    if isinstance(item, slice):
+        return slice(*(_given(one, look) for one in (item.start, item.stop, item.step)))
+    return item
 
 
 def _called(

@@ -13,6 +13,7 @@ from torch import nn
 from zoo import build, cross_entropy
 
 import penstock
+from penstock.pipeline.ranks.world import World
 from penstock.pipeline.weights.update import Update
 
 
@@ -47,6 +48,7 @@ def made(gradients, **settings):
     weights: Any = {s: Log(log, s, parameters[s : s + 1], gradients[s]) for s in range(2)}
     settings = {"clip": None, "scheduler": None, **settings}
     update = Update(
+        world=World.alone(),
         parameters={s: [(f"p{s}", parameters[s])] for s in range(2)},
         owner={f"p{s}": 0 for s in range(2)},
         weights=weights,

@@ -189,3 +189,24 @@ def test_a_run_is_told_its_leaves_by_an_option():
     config.model["leaves"] = ["ReLU"]
     profile = look(config, samples(config.data, batch_size=16))
     assert any(leaf in {layer.module for layer in profile.layers} for leaf in profile.leaves)
+
+
+def shifted(x, shifts):
+    """A function that changes the list that it was given."""
+    shifts[0] = -shifts[0]
+    return torch.roll(x, shifts, dims=(0, 1))
+
+
+class Shifting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.linear(shifted(x, [1, 2]))
+
+
+def test_a_function_may_change_the_list_that_it_is_given():
+    graph = penstock.trace(Shifting(), X, leaves=[shifted])
+    assert list(graph.layers) == ["shifted", "linear"]
+    assert penstock.measure(graph, X, repeats=2).layers
