@@ -65,10 +65,8 @@ class Outside:
         try:
             yield
         finally:
-            if before is None or callable(before):
-                sys.setprofile(before)
-            else:  # cProfile's, which is no function
-                sys.setprofile(None)
+            sys.setprofile(before if callable(before) else None)
+            if hasattr(before, "enable"):  # cProfile's, which is no function
                 before.enable()
             if collects:
                 gc.enable()
