@@ -1,7 +1,7 @@
 """One whole step of a recorded network: what its layers save, and which gradients no frame keeps.
 
-A column of a wide gradient lies far apart, and made dense it would pick other kernels and other bits: the model
-is not cut where it would cross."""
+A column of a wide gradient lies far apart, and made dense it would pick other kernels and other bits: the
+model is not cut where it would cross."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .probe import travels
 
 
 def whole_step(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> tuple[list[int], dict[int, str]]:
-    """Bytes that each layer saves for its backward (every storage once, parameters and buffers never), and for
-    a layer's number why not to cut behind it: the gradient of a value would cross in such a geometry."""
+    """Bytes that each layer saves for its backward (every storage once, parameters and buffers never), and
+    for a layer's number why not to cut behind it: the gradient of a value would cross in such a geometry."""
     parts, record, far = parts_of(graph.twin, graph.train), graph.train_probe, set[int]()
     seen = {t.untyped_storage()._cdata for t in (*graph.twin.parameters(), *graph.twin.buffers())}
     saved: list[int] = []

@@ -66,8 +66,8 @@ class Outside:
             yield
         finally:
             sys.setprofile(before if callable(before) else None)
-            if hasattr(before, "enable"):  # cProfile's, which is no function
-                before.enable()
+            if enable := getattr(before, "enable", None):  # cProfile's, which is no function
+                enable()
             if collects:
                 gc.enable()
 
