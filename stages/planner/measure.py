@@ -30,7 +30,7 @@ from ..tracing.layer_graph import LayerGraph
 from ..tracing.layers import Layer, Parts, parts_of, run_layer
 from ..tracing.probe import Probe
 from .examples import signature_of
-from .gradients import far_gradients
+from .whole_step import whole_step
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
     buffers = [memory_of(b).clone() for b in graph.twin.buffers()]
     with torch.random.fork_rng(devices=[]):
         runs = [_timed_run(graph, inputs) for _ in range(repeats + 1)][1:]
-        saved, far = _saved_bytes(graph, inputs), far_gradients(graph, inputs)
+        saved, far = whole_step(graph, inputs)
     for buffer, before in zip(graph.twin.buffers(), buffers, strict=True):
         memory_of(buffer).copy_(before)
     owned = owned_parameters(graph)
@@ -260,24 +260,3 @@ def _received(item: Any, anchor: torch.Tensor) -> Any:
         return item
     copied = item.detach().clone()
     return Receive.apply(anchor, copied, {}) if item.requires_grad else copied
-
-
-def _saved_bytes(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> list[int]:
-    """Bytes that each layer saves for its backward: every storage once, parameters and buffers never."""
-    parts = parts_of(graph.twin, graph.train)
-    env: dict[fx.Node, Any] = {n: x.clone() for n, x in zip(graph.train.inputs, inputs, strict=True)}
-    seen = {t.untyped_storage()._cdata for t in (*graph.twin.parameters(), *graph.twin.buffers())}
-    saved: list[int] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            saved[-1] += storage.nbytes()
-        return tensor.detach()  # an output that its own layer saves would keep that layer for good
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        for layer in graph.train.layers:
-            saved.append(0)
-            env[layer.node] = run_layer(layer, env, parts, samples=graph.train_probe.samples)
-    return saved

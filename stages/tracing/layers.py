@@ -20,7 +20,7 @@ from ...compression.errors import PlanError
 from ..device import autocast
 from .capture.call import Call
 from .capture.outside import Read
-from .capture.sizes import at_size, facts_of, has_table, same_way
+from .capture.sizes import at_size, facts_of, has_table, mapped, same_way
 from .capture.values import plain
 from .capture.where import where_of
 
@@ -160,7 +160,7 @@ def run_layer(
     def look(argument: fx.Node) -> Any:
         return parts.tensors[str(argument.target)] if is_local(argument) else env[argument]
 
-    args, kwargs = _given(node.args, look), _given(node.kwargs, look)
+    args, kwargs = mapped(node.args, fx.Node, look), mapped(node.kwargs, fx.Node, look)
     if layer.moves:
         args, kwargs = at_size(args, samples), at_size(kwargs, samples)
     if parts.meta:
@@ -175,23 +175,6 @@ def run_layer(
     if "expect" in node.meta or "shape" in node.meta:
         _check_read(node, result, samples)
     return result
-
-
-def _given(item: Any, look: Callable[[fx.Node], Any]) -> Any:
-    """An argument with results in the place of nodes, in containers of its own: what is called may change
-    them."""
-    if isinstance(item, fx.Node):
-        return look(item)
-    if isinstance(item, tuple):
-        given = [_given(one, look) for one in item]
-        return type(item)(*given) if hasattr(item, "_fields") else tuple(given)
-    if isinstance(item, list):
-        return [_given(one, look) for one in item]
-    if isinstance(item, dict):
-        return {key: _given(one, look) for key, one in item.items()}
-    if isinstance(item, slice):
-        return slice(*(_given(one, look) for one in (item.start, item.stop, item.step)))
-    return item
 
 
 def _called(

@@ -65,11 +65,9 @@ class Outside:
         try:
             yield
         finally:
-            if before is None or callable(before):
-                sys.setprofile(before)
-            else:  # cProfile's, which is no function
-                sys.setprofile(None)
-                before.enable()
+            sys.setprofile(before if callable(before) else None)
+            if enable := getattr(before, "enable", None):  # cProfile's, which is no function
+                enable()
             if collects:
                 gc.enable()
 

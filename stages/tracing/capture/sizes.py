@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 
@@ -172,18 +173,25 @@ def facts_of(node: fx.Node) -> tuple[Any, ...]:
 
 def at_size(item: Any, samples: int) -> Any:
     """``item`` with the numbers of a micro-batch of so many samples."""
-    if isinstance(item, Affine | Table):
-        return item.at(samples)
-    if type(item) is tuple:
-        return tuple(at_size(one, samples) for one in item)
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(at_size(one, samples) for one in item))
-    if isinstance(item, tuple | list):
-        return type(item)(at_size(one, samples) for one in item)
+    return mapped(item, (Affine, Table), lambda rule: rule.at(samples))
+
+
+def mapped(item: Any, kinds: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
+    """An argument with ``change`` of everything of ``kinds`` in it, in containers of its own: what is called
+    with them may change them."""
+    if isinstance(item, kinds):
+        return change(item)
+    if isinstance(item, tuple):
+        parts = [mapped(one, kinds, change) for one in item]
+        if hasattr(item, "_fields"):
+            return type(item)(*parts)
+        return type(item)(parts) if isinstance(item, torch.Size) else tuple(parts)
+    if isinstance(item, list):
+        return [mapped(one, kinds, change) for one in item]
     if isinstance(item, Mapping):
-        return {key: at_size(one, samples) for key, one in item.items()}
+        return {key: mapped(one, kinds, change) for key, one in item.items()}
     if isinstance(item, slice):
-        return slice(*(at_size(one, samples) for one in (item.start, item.stop, item.step)))
+        return slice(*(mapped(one, kinds, change) for one in (item.start, item.stop, item.step)))
     return item
 
 

@@ -18,7 +18,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zoo import cross_entropy
 
 import penstock
-from penstock.stages.planner import measure as measuring
 
 
 class Base(nn.Module):
@@ -101,18 +100,23 @@ def test_numbers_that_torch_draws_are_a_random_layer():
     assert penstock.trace(of(draws), (torch.randn(4, 6),)).train_probe.random == {"rand"}
 
 
-def test_a_gradient_that_no_frame_keeps_is_refused(monkeypatch):
+def test_a_gradient_that_no_frame_keeps_is_refused_where_it_comes():
     def wide(self, x):
         y = torch.relu(self.a(x))
         return self.rest(torch.cat([self.one(y), self.many(y)], 1))
 
     model = of(wide)
     model.one, model.many, model.rest = nn.Linear(20, 1), nn.Linear(20, 300), nn.Linear(301, 3)
-    monkeypatch.setattr(measuring, "far_gradients", lambda graph, inputs: {})  # as a profile made before
+    example = (torch.randn(4, 6),)
+    graph = penstock.trace(model, example)
+    profile = penstock.measure(graph, example, repeats=1)
+    unaware = dataclasses.replace(profile, refused=graph.train_probe.refused)  # of such gradients
+    plan = penstock.partition(unaware, cuts=["one"], micro_batches=3)
+    pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"])
     with pytest.raises(
         penstock.StageError, match=r"the gradient of one has strides \(301, 1\).*cut elsewhere"
     ):
-        every(model).step(*batches(200)[0])
+        pipe.step(*batches(200)[0])
 
 
 def test_a_loss_that_reads_a_parameter_is_refused():

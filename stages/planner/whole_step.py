@@ -1,0 +1,64 @@
+"""One whole step of a recorded network: what its layers save, and which gradients no frame keeps.
+
+A column of a wide gradient lies far apart, and made dense it would pick other kernels and other bits: the
+model is not cut where it would cross."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from ..tracing.layer_graph import LayerGraph
+from ..tracing.layers import parts_of, run_layer, run_output
+from ..tracing.probe import travels
+
+
+def whole_step(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> tuple[list[int], dict[int, str]]:
+    """Bytes that each layer saves for its backward (every storage once, parameters and buffers never), and
+    for a layer's number why not to cut behind it: the gradient of a value would cross in such a geometry."""
+    parts, record, far = parts_of(graph.twin, graph.train), graph.train_probe, set[int]()
+    seen = {t.untyped_storage()._cdata for t in (*graph.twin.parameters(), *graph.twin.buffers())}
+    saved: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            saved[-1] += storage.nbytes()
+        return tensor.detach()  # an output that its own layer saves would keep that layer for good
+
+    def note(number: int) -> Callable[[torch.Tensor | None], None]:
+        def look(gradient: torch.Tensor | None) -> None:  # a Function may give none
+            if gradient is not None and not travels(gradient):
+                far.add(number)
+
+        return look
+
+    env: dict[fx.Node, Any] = {n: x.clone() for n, x in zip(graph.train.inputs, inputs, strict=True)}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for layer in graph.train.layers:
+            saved.append(0)
+            result = env[layer.node] = run_layer(layer, env, parts, samples=record.samples)
+            for number, leaf in zip(record.outputs[layer.node].values, tree_leaves(result), strict=True):
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    leaf.register_hook(note(number))
+    outputs = tree_leaves(run_output(graph.train, env, parts))
+    roots = [t for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    wanted = [p for p in graph.twin.parameters() if p.requires_grad]
+    if roots and wanted:
+        torch.autograd.grad(roots, wanted, [torch.ones_like(t) for t in roots], allow_unused=True)
+    return saved, _refused(graph, far)
+
+
+def _refused(graph: LayerGraph, far: set[int]) -> dict[int, str]:
+    refused: dict[int, str] = {}
+    for value in (graph.train_probe.values[number] for number in sorted(far)):
+        for cut in range(max(value.producer, 0), max(value.users, default=0)):
+            refused.setdefault(
+                cut, f"the gradient of {value.name}, whose elements lie far apart, would cross it"
+            )
+    return refused
