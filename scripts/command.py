@@ -5,10 +5,12 @@ Nothing heavy is imported before a sub-command is chosen, so that help appears a
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 from .. import __version__
 from ..compression.errors import PenstockError
+from ..pipeline.ranks.launch import end
 from . import stopping
 
 COMMANDS = {
@@ -31,7 +33,10 @@ REFUSED = 2
 def main() -> None:
     """Run the command line and leave with its exit code."""
     stopping.listen()
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if "RANK" in os.environ:
+        end(code)
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:

@@ -8,6 +8,13 @@ import torch
 from torch.amp import GradScaler
 
 CPU = torch.device("cpu")
+KINDS = ("cpu", "cuda")
+"""The kinds of device whose tensors we pack."""
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether work on ``device`` is queued, and its memory is not the host's."""
+    return device.type == "cuda"
 
 
 def autocast(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ...compression.errors import ConfigError, TransportError
 from . import rank as first
 from .failure import cause, leave, read_failures
+from .launched import MEETING, Launched
 from .processes import run_together
 
 if TYPE_CHECKING:
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 MOST_RANKS_PER_CORE = 4
 """More than this only take each other's time and memory."""
 
-MEETING = "PENSTOCK_MEETING"
-"""The environment variable with the folder where the ranks of a local run meet."""
-
 
 def cores() -> int:
     """Return how many cores this process may use."""
@@ -39,15 +37,19 @@ def cores() -> int:
 
 
 def threads_per_rank(ranks: int) -> int:
-    """Return the threads of each of ``ranks`` local ranks when the user does not say."""
-    return max(1, cores() // ranks)
+    """Return the threads of each of ``ranks`` ranks when the user does not say; a launcher tells how many of
+    them are on this machine."""
+    return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
 def check_ranks(ranks: int) -> None:
-    """Refuse more ranks than this machine can start.
+    """Refuse more ranks than this machine can start, or other ones than a launcher did.
 
     Raises: ConfigError: more than ``MOST_RANKS_PER_CORE`` for each core.
     """
+    if launched := Launched.of_environment():
+        launched.check(ranks)
+        return
     most = MOST_RANKS_PER_CORE * cores()
     if ranks > most:
         raise ConfigError(
@@ -135,11 +137,11 @@ def run_rank(work: Callable[[], None], errors: Path) -> None:
         work()
     except BaseException as error:  # SystemExit in a layer ends a run as any other does
         leave(errors, error)
-        _end(1)
-    _end(0)
+        end(1)
+    end(0)
 
 
-def _end(code: int) -> NoReturn:
+def end(code: int) -> NoReturn:
     """End at once: a normal exit waits for transfers whose other end is gone, and torch may abort in it."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more

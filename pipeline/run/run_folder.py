@@ -191,10 +191,7 @@ class RunFolder:
 
     def read_config(self) -> TrainConfig:
         """Return the configuration that ``save`` or ``tell`` wrote."""
-        content = OmegaConf.merge(OmegaConf.structured(TrainConfig), OmegaConf.load(self.config))
-        config = OmegaConf.to_object(content)
-        assert isinstance(config, TrainConfig)
-        return config
+        return config_of(self.config.read_text())
 
     def read_summary(self) -> dict[str, Any]:
         """Return what rank 0 left of a finished run."""
@@ -225,3 +222,11 @@ class RunFolder:
     def _remove_parts(self) -> None:
         for folder in (self.path, self.plans, self.errors):
             remove_parts(folder)
+
+
+def config_of(text: str) -> TrainConfig:
+    """Return the configuration that a ``config.yaml`` holds."""
+    content = OmegaConf.merge(OmegaConf.structured(TrainConfig), OmegaConf.create(text))
+    config = OmegaConf.to_object(content)
+    assert isinstance(config, TrainConfig)
+    return config

@@ -4,6 +4,7 @@
 Where there are several, each of them starts at ``join``; ``train_rank`` runs once in every one:
 
     train:       options -> samples -> model -> trace -> measure -> partition -> Plan -> Pipeline, to try it
+    follow:      where a launcher such as torchrun started the ranks: what rank 0 decided -> join
     join:        options, Plan -> samples -> model -> Pipeline
     train_rank:  Pipeline -> step after step -> the run folder
 
@@ -27,6 +28,8 @@ from ...stages.planner.plan import Plan
 from ...stages.tracing.layers import casting
 from ..pipeline import Pipeline
 from ..ranks.launch import cores, init, run_rank, start_ranks
+from ..ranks.launched import Launched
+from ..ranks.world import World
 from ..runtime.report import Report
 from ..samples.samples import Samples
 from . import build, console, early
@@ -34,15 +37,22 @@ from .course import check_batches, count_steps, count_updates, training_batches
 from .decide import decide, model_name, prepare
 from .metrics import Metrics, summarise
 from .model_file import keeping, rescuing, save_model
-from .run_folder import RunFolder
+from .run_folder import RunFolder, config_of
 from .step_files import save_step
 
 
-def train(config: TrainConfig, folder: RunFolder, typed: Sequence[str] = ()) -> None:
+def train(
+    config: TrainConfig,
+    folder: RunFolder,
+    typed: Sequence[str] = (),
+    *,
+    launched: Launched | None = None,
+) -> None:
     """Train as ``config`` says and leave everything in ``folder``; print what a person sees.
 
     Args:   folder: claimed for this run.
             typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored.
+            launched: the ranks that are there already, of which this is the first.
     Raises: PenstockError: something that was asked for cannot be had, or a rank failed.
     """
     given = early.check(config, typed)
@@ -62,6 +72,12 @@ def train(config: TrainConfig, folder: RunFolder, typed: Sequence[str] = ()) -> 
     console.begin(plan, folder.path)
     if plan.num_ranks == 1:
         train_rank(config, plan, folder, samples, pipe)
+    elif launched:
+        del pipe  # this rank needs the memory
+        launched.post(
+            {"folder": str(folder.path), "config": folder.config.read_text(), "plan": plan.to_json()}
+        )
+        join(config, plan, folder, init=launched.init)
     else:
         del pipe  # the ranks need the memory
         with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
@@ -102,8 +118,15 @@ def assemble(config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module
     )
 
 
-def join(config: TrainConfig, plan: Plan, folder: RunFolder) -> None:
-    """Train as one rank among others."""
+def follow(launched: Launched) -> None:
+    """Train as a rank that a launcher started, in all runs that rank 0 decides on."""
+    while run := launched.follow():
+        config, plan = config_of(run["config"]), Plan.of_json(run["plan"], "the plan of rank 0")
+        join(config, plan, RunFolder(path=Path(run["folder"])), init=launched.init)
+
+
+def join(config: TrainConfig, plan: Plan, folder: RunFolder, *, init: Callable[..., World] = init) -> None:
+    """Train as one rank among others, who meet by ``init``."""
     init(deadline=config.deadline)
     samples = prepare(config)
     # No other reference to the model is kept: the pipeline drops the layers of other ranks.
@@ -114,7 +137,8 @@ def join(config: TrainConfig, plan: Plan, folder: RunFolder) -> None:
 def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samples, pipe: Pipeline) -> None:
     """Train this rank's stages; rank 0 also tells and writes what happens."""
     num_steps = count_steps(config, samples)
-    first, mark = pipe.rank == 0, folder.mark()
+    first = pipe.rank == 0
+    mark = folder.mark() if first else None
     with (
         console.Training(num_steps, shown=first) as progress,
         Metrics(folder.metrics if first else None, num_stages=plan.num_stages, tell=progress.note) as metrics,
@@ -122,7 +146,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         test = run_epochs(pipe, plan, config, samples, see=[metrics.add, progress.step], note=progress.note)
     weights, spans, flows = pipe.state_dict()["model"], pipe.timeline(), pipe.flows()
     pipe.close()
-    if not first:
+    if mark is None:
         return
     with rescuing(folder.model.name, weights):
         folder.check(mark)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ...stages.device import CPU
 from .apart import random_kept
 from .optimizers import Make, make_optimizer, twin
 
@@ -36,7 +37,7 @@ class Entries:
         return self.seen[key]
 
     def _watched(self, name: str, like: torch.Tensor, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        for device, by_class in (("meta", True), ("cpu", True), ("cpu", False)):
+        for device, by_class in (("meta", True), (CPU, True), (CPU, False)):
             parameter = torch.nn.Parameter(torch.zeros(like.shape, dtype=like.dtype, device=device))
             try:
                 with random_kept():

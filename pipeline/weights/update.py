@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ...stages.device import CPU
 from ...stages.weights.versions import WeightVersions
 from ..ranks.world import World
 from .clip import clip_together
@@ -158,7 +159,7 @@ class Update:
 def _own(value: Any, parameter: torch.Tensor) -> Any:
     """A copy that shares no memory with the state; numbers stay with the host, as torch's optimizers do."""
     if isinstance(value, torch.Tensor):
-        copied = torch.empty_like(value, device=parameter.device if value.dim() else "cpu")
+        copied = torch.empty_like(value, device=parameter.device if value.dim() else CPU)
         return copied.copy_(value.detach())
     return copy.deepcopy(value)
 

@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 
 from ...compression.errors import PlanError
 from ...pipeline.ranks.world import World
+from ...stages.device import CPU
 from ...stages.planner.plan import Plan
 
 CLASSES = {
@@ -41,7 +42,7 @@ class TorchPipeline:
         optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
     ) -> None:
         self.own, self.last = plan.stages_of_rank[World.default().rank], plan.num_stages - 1
-        parts, here = stages_of(model, plan), torch.device("cpu")
+        parts, here = stages_of(model, plan), CPU
         stages: Any = [pipelining.PipelineStage(parts[s], s, plan.num_stages, here) for s in self.own]
         given = stages[0] if plan.schedule in _ONE_STAGE else stages
         self.schedule = getattr(pipelining, CLASSES[plan.schedule])(given, plan.micro_batches, loss_fn=loss)

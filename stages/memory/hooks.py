@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...compression.dtypes import DTYPE_NUMBERS
+from ..device import KINDS
 from ..tracing.layers import Layer
 from .packer import SavedTensorPacker
 from .saved_storage import SavedStorage, WriteCounter, refuse_written
@@ -78,7 +79,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda")
+        and tensor.device.type in KINDS
         and tensor.dtype in DTYPE_NUMBERS
         and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]

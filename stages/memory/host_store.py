@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...compression.pool import Frame, Pool
+from ..device import is_gpu
 from .store import UNLIMITED, Store, StoreOptions, UnpooledBuffers
 
 
@@ -44,7 +45,7 @@ class HostStore(Store):
 
     def takes_away(self, device: torch.device) -> bool:
         """From a GPU."""
-        return device.type == "cuda"
+        return is_gpu(device)
 
     def put(self, key: Hashable, frame: Frame) -> None:
         """Copy a frame from a GPU into a pinned buffer; keep a frame on the CPU as it is."""

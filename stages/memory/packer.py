@@ -23,6 +23,7 @@ from ...compression.codec import CODECS, buffer_bytes, decode, encode, pack_into
 from ...compression.errors import CodecError
 from ...compression.names import AUTO
 from ...compression.pool import Frame, Pool
+from ..device import is_gpu
 from .copy_stream import CopyStream, CudaCopyStream
 from .layer_aware import Compact
 from .saved_storage import SavedStorage, WriteCounter
@@ -58,7 +59,7 @@ class SavedTensorPacker:
     def stream(self, device: torch.device) -> CopyStream:
         """Return the stream on which tensors of ``device`` are packed and unpacked."""
         if device not in self._streams:
-            self._streams[device] = CudaCopyStream(device) if device.type == "cuda" else CopyStream()
+            self._streams[device] = CudaCopyStream(device) if is_gpu(device) else CopyStream()
         return self._streams[device]
 
     def offload(

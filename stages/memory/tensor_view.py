@@ -14,6 +14,7 @@ from torch import Tensor
 from ...compression.errors import StageError
 from ...compression.frame import ALIGNMENT
 from ...compression.geometry import geometry
+from ..device import CPU
 from ..tracing.layers import Layer
 
 
@@ -68,7 +69,7 @@ def row_view(num_elements: int, dtype: torch.dtype) -> TensorView:
     return TensorView(None, dtype, (num_elements,), (1,), 0)
 
 
-def empty(dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+def empty(dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     """Return a tensor without elements; torch.empty itself warns of dtypes that it calls experimental."""
     return torch.empty(0, dtype=torch.uint8, device=device).view(dtype)
 

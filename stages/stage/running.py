@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch.autograd.graph import GradientEdge
 
-from .backward import Root, Split
+from .autograd_graph import Root
+from .backward import Split
 
 
 class Running:

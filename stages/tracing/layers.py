@@ -18,9 +18,10 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from ...compression.errors import PlanError
 from ..device import autocast
+from .capture.affine import at_size, has_table, mapped
 from .capture.call import Call
 from .capture.outside import Read
-from .capture.sizes import at_size, facts_of, has_table, mapped, same_way
+from .capture.sizes import facts_of, same_way
 from .capture.values import plain
 from .capture.where import where_of
 

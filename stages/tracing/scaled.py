@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ...compression.errors import PlanError
+from .capture.affine import Affine, affine_of, at_size
 from .capture.data import resized
-from .capture.sizes import Affine, affine_of, at_size
 from .layers import Traced, parts_of
 from .probe import Probe, probe
 

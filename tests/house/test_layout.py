@@ -116,7 +116,7 @@ def test_the_rule_of_the_floors(package: str, source: str, wrong: list[str]) -> 
 
 
 def test_imports_go_down_the_floors_only() -> None:
-    modules = [file for file in files() if file.suffix == ".py" and file.parts[0] in TOPS]
+    modules = code()
     assert len(modules) > 20
     wrong = {
         str(file): names
@@ -136,20 +136,43 @@ def test_every_room_says_what_it_is_for() -> None:
         assert told, room
 
 
-CODE = [file for file in files() if file.suffix == ".py" and file.parts[0] in TOPS]
+def code() -> list[Path]:
+    return [file for file in files() if file.suffix == ".py" and file.parts[0] in TOPS]
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     """Whatever imports a file, at once, later or for its types, knows it."""
-    known = {".".join(file.with_suffix("").parts) for file in CODE}
+    known = {".".join(file.with_suffix("").parts) for file in code()}
     leads = {}
-    for file in CODE:
+    for file in code():
         name = ".".join(file.with_suffix("").parts)
         found = imported((ROOT / file).read_text(), ".".join(["penstock", *file.parts[:-1]]))
         leads[name] = {m for one in found for m in (one, one.rpartition(".")[0]) if m in known} - {name}
     while leaves := {name for name, others in leads.items() if not others & leads.keys()}:
         leads = {name: others for name, others in leads.items() if name not in leaves}
     assert {name: sorted(others & leads.keys()) for name, others in leads.items()} == {}
+
+
+# Who names kinds of devices: what asks torch for them, what packs there, defaults of options, examples.
+NAME_DEVICES = ("stages/device.py", "compression/", "scripts/bench/gpu", "conf/", "scripts/examples/")
+
+
+def test_one_file_names_kinds_of_devices() -> None:
+    named = {
+        f"{file}:{one.lineno}"
+        for file in code()
+        if not str(file).startswith(NAME_DEVICES)
+        for one in words(ast.parse((ROOT / file).read_text()))
+        if one.value in ("cpu", "cuda") or str(one.value).startswith("cuda:")
+    }
+    assert named == set()
+    assert next(words(ast.parse("torch.device('cuda')"))).value == "cuda"
+
+
+def words(tree: ast.AST) -> Iterator[ast.Constant]:
+    """The constants of a file, without the keys of its dictionaries."""
+    keys = {id(key) for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in keys)
 
 
 def test_the_public_names_resolve() -> None:
@@ -177,8 +200,8 @@ def test_importing_the_package_loads_no_torch() -> None:
     run("-c", "import sys, penstock, penstock.conf; assert 'torch' not in sys.modules")
 
 
-def test_the_root_holds_one_module() -> None:
-    assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
+def test_the_root_holds_the_package_and_its_command() -> None:
+    assert sorted(path.name for path in ROOT.glob("*.py")) == ["__init__.py", "__main__.py"]
 
 
 def test_the_folders_of_the_tests_are_those_of_the_code() -> None:

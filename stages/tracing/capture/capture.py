@@ -21,6 +21,7 @@ from .data import fresh, other_data, resized
 from .nodes import Unrecordable
 from .outputs import flattened
 from .outside import Outside, Read
+from .reads import noting
 from .recorder import Recorder
 from .sizes import Different, moving, refuse_data, same_way
 from .told import carry, hold
@@ -187,7 +188,7 @@ def _recorded(
     """One run into ``recorder``: the structure of what the model returned, and what was left out of that."""
     for name, tensor in zip(call.names, inputs, strict=True):
         recorder.input(name, tensor)
-    with recorder.noting(), recorder.recording():
+    with noting(recorder), recorder.recording():
         result = call.run(twin, inputs)
     recorder.write_back(twin)
     leaves, spec, dropped = flattened(result)

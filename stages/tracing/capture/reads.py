@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torch import nn
 
 
-class Noting(Protocol):
-    """Who wants to know, and whether a layer runs now, whose reads are its own."""
+class Recorder(Protocol):
+    """Who wants to know; ``quiet``: a layer runs now, whose reads are its own."""
 
     quiet: int
     reads: set[tuple[str, str]]
+    paths: dict[nn.Module, str]
+    leaf: Callable[[str, nn.Module], bool]
 
 
-def noting(kind: type[nn.Module], path: str, recorder: Noting) -> type[nn.Module]:
+@contextlib.contextmanager
+def noting(recorder: Recorder) -> Iterator[None]:
+    """The block in which attributes that the run reads by itself, outside of the layers, are noted."""
+    layers: list[str] = []
+    kinds: dict[nn.Module, type[nn.Module]] = {}
+    for module, path in recorder.paths.items():
+        if path and recorder.leaf(path, module):
+            layers.append(f"{path}.")
+        elif not path.startswith(tuple(layers)):
+            kinds[module] = type(module)
+    try:
+        for module, kind in kinds.items():
+            module.__class__ = _noted(kind, recorder.paths[module], recorder)
+        yield
+    finally:
+        for module, kind in kinds.items():
+            module.__class__ = kind
+
+
+def _noted(kind: type[nn.Module], path: str, recorder: Recorder) -> type[nn.Module]:
     """The class ``kind`` for one module of a copy, noting what is read of it."""
 
     def note(self: nn.Module, name: str) -> Any:

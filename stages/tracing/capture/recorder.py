@@ -22,7 +22,6 @@ from torch.utils.checkpoint import CheckpointFunction
 from .buffers import Buffers, only_read
 from .nodes import Nodes
 from .patches import Patches, bound, is_single, kinds_that_are_called, overridden, paused, wrapped
-from .reads import noting
 from .sizes import called
 from .told import NUMBERS, Altering, numbers_in, plain_number, plain_numbers, replaced
 from .values import FACTS, SHAPE, node_name, plain
@@ -52,24 +51,6 @@ class Recorder(Nodes, TorchFunctionMode):
         self.reads: set[tuple[str, str]] = set()
         self.altering, self.expects = Altering(way), list(expects)
         self.patches, self.buffers = Patches(self._patches()), Buffers(model, written)
-
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
-        """The block in which attributes that the run reads by itself, outside of the layers, are noted."""
-        layers: list[str] = []
-        kinds: dict[nn.Module, type[nn.Module]] = {}
-        for module, path in self.paths.items():
-            if path and self.leaf(path, module):
-                layers.append(f"{path}.")
-            elif not path.startswith(tuple(layers)):
-                kinds[module] = type(module)
-        try:
-            for module, kind in kinds.items():
-                module.__class__ = noting(kind, self.paths[module], self)
-            yield
-        finally:
-            for module, kind in kinds.items():
-                module.__class__ = kind
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

@@ -1,0 +1,98 @@
+"""Ranks that somebody else's launcher started, such as torchrun: rank 0 decides, the others follow it.
+
+Rank 0 traces and measures for as long as that takes, so the others wait for its plan without a deadline, at
+the launcher's store. What it posts there is JSON: nothing is pickled."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import json
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from ...compression.errors import ConfigError, TransportError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+    from .world import World
+
+MEETING = "PENSTOCK_MEETING"
+"""The environment variable with the folder where the ranks of a local run meet."""
+
+_PAUSE = 0.05
+_LEAVING_SECONDS = 10.0
+"""How long rank 0, who may keep the store, waits until the others know that there is no more to do."""
+
+
+class Launched:
+    """This process among those that the launcher started."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks, self.runs = rank, ranks, 0
+
+    @staticmethod
+    def of_environment() -> Launched | None:
+        """What the environment says of the launcher; None for a process, or a rank, that we started."""
+        if MEETING in os.environ or not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+            return None
+        return Launched(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+    def check(self, ranks: int) -> None:
+        """Refuse a run of another number of ranks than there are.
+
+        Raises: ConfigError: it is another."""
+        if ranks != self.ranks:
+            raise ConfigError(
+                f"the launcher started {self.ranks} processes (WORLD_SIZE={self.ranks}), and the run has "
+                f"ranks={ranks}; start as many as it has ranks, or leave ranks= out"
+            )
+
+    def post(self, run: Any) -> None:
+        """Tell the others what to run (anything JSON can say)."""
+        self._store.set(self._key(), json.dumps(run))
+
+    def follow(self) -> Any:
+        """Wait until rank 0 has posted the next run, and return that; None when there are no more.
+
+        Raises: TransportError: the launcher's store has gone."""
+        try:
+            while not self._store.check([key := self._key()]):
+                time.sleep(_PAUSE)
+            return json.loads(self._store.get(key))
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.rank} waited for the plan of rank 0, and the launcher's store has gone: {error}"
+            ) from error
+
+    def init(self, *, deadline: float) -> World:
+        """Become this rank in the group of the run that was posted last, as ``penstock.init`` does."""
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        from .world import found
+
+        own = PrefixStore(f"penstock/{self.runs}", self._store)
+        self.runs += 1
+        return found(own, rank=self.rank, ranks=self.ranks, deadline=deadline)
+
+    def close(self) -> None:
+        """Leave: rank 0 tells the others that there is no more to do, and waits until they know."""
+        signs = [f"penstock/left/{rank}" for rank in range(1, self.ranks)]
+        with contextlib.suppress(RuntimeError):  # whoever kept the store has gone already
+            if self.rank:
+                self._store.set(signs[self.rank - 1], "")
+            elif signs:
+                self.post(None)
+                self._store.wait(signs, datetime.timedelta(seconds=_LEAVING_SECONDS))
+
+    def _key(self) -> str:
+        return f"penstock/run/{self.runs}"
+
+    @functools.cached_property
+    def _store(self) -> Store:
+        from torch.distributed.rendezvous import rendezvous
+
+        return next(iter(rendezvous("env://")))[0]

@@ -1,0 +1,114 @@
+"""``penstock train`` among processes that somebody else's launcher started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from reference import same_bits
+from safetensors.torch import load_file
+
+from penstock.scripts import command
+
+pytestmark = pytest.mark.ranks
+
+JOB = (
+    "model=mlp model.hidden=[16,12] data.size=8 data.channels=1 batch_size=50 micro_batches=3 max_steps=2"
+    " seed=3 deadline=60"
+).split()
+
+
+def launched(tmp_path, *options, ranks=2):
+    """Start ``penstock train`` as a launcher does; returns exit codes and what each rank printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "penstock", "train", *options],
+            cwd=tmp_path,
+            env=os.environ | meeting | {"RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        printed = [process.communicate(timeout=240)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [process.returncode for process in started], printed
+
+
+def test_the_ranks_of_a_launcher_train_one_run_with_the_same_bits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    codes, printed = launched(tmp_path, *JOB, "hydra.run.dir=theirs")
+    assert codes == [0, 0], printed
+    assert "2 stages on 2 ranks" in printed[0]
+    assert printed[1] == ""
+    assert command.run(["train", *JOB, "hydra.run.dir=ours", "ranks=1", "threads=1"]) == 0
+    ours, theirs = (load_file(f"{name}/model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(same_bits(ours[name], theirs[name]) for name in ours)
+
+
+def test_several_runs_follow_each_other(tmp_path):
+    sweep = ("seed=3,4", "hydra.sweep.dir=sweep", "--multirun")
+    codes, printed = launched(tmp_path, *JOB[:-2], *sweep)
+    assert codes == [0, 0], printed
+    assert len(list(Path(tmp_path, "sweep").glob("*/summary.json"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["ranks=3"], "the launcher started 2 processes (WORLD_SIZE=2), and the run has ranks=3"),
+        (["cuts=[nowhere]"], "nowhere"),
+        (["optimizer.lr=-1"], "Invalid learning rate: -1"),
+    ],
+)
+def test_a_refusal_ends_all_and_is_told_once(tmp_path, options, sentence):
+    codes, printed = launched(tmp_path, *JOB, *options)
+    assert (codes, printed[1]) == ([command.REFUSED, 0], ""), printed
+    (said,) = printed[0].splitlines()
+    assert sentence in said
+
+
+def test_a_rank_that_fails_ends_all(tmp_path):
+    Path(tmp_path, "own.py").write_text(
+        "import os, torch\n\n"
+        "def breaks(x):\n"
+        "    if os.environ['RANK'] == '1' and len(x) == 16 and not x.is_meta:\n"
+        "        raise ValueError('broken here')\n"
+        "    return x\n\n"
+        "torch.fx.wrap('breaks')\n\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a, self.b = torch.nn.Linear(64, 8), torch.nn.Linear(8, 10)\n\n"
+        "    def forward(self, x):\n"
+        "        return self.b(breaks(torch.relu(self.a(x.flatten(1)))))\n\n"
+        "def net(describe):\n"
+        "    return Net()\n"
+    )
+    own = [option for option in JOB if not option.startswith("model")]
+    codes, printed = launched(tmp_path, *own, "+model._target_=own.net", "cuts=[relu]")
+    assert codes == [command.REFUSED, command.REFUSED], printed
+    for text in printed:
+        assert "rank 1, stage 1, forward of micro-batch" in text
+        assert "ValueError: broken here" in text
+        assert "Traceback" not in text
+
+
+def test_help_is_told_once(tmp_path):
+    codes, printed = launched(tmp_path, "--help")
+    assert codes == [0, 0]
+    assert "penstock train" in printed[0]
+    assert printed[1] == ""
