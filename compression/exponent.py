@@ -81,12 +81,12 @@ class Exponent:
 
     name, dtypes = "exponent", FLOATS
 
-    def __init__(self, kernels: exponent_cpu.Kernels | None = None) -> None:
+    def __init__(self, kernels: exponent_cpu.ExponentKernels | None = None) -> None:
         """Use ``kernels``; default: the host's best, built at the first use."""
         self._kernels = kernels
 
     @property
-    def kernels(self) -> exponent_cpu.Kernels:
+    def kernels(self) -> exponent_cpu.ExponentKernels:
         """The compiled loops."""
         if self._kernels is None:
             self._kernels = exponent_cpu.build()

@@ -19,7 +19,7 @@ from .names import CODEC_NAMES
 from .registry import codec_named
 
 
-class Kernels(NamedTuple):
+class GpuKernels(NamedTuple):
     """A codec on a device; neither side waits."""
 
     pack: Callable[[Tensor, Tensor, torch.dtype], Tensor]  # (words, payload, dtype) -> facts
@@ -27,9 +27,9 @@ class Kernels(NamedTuple):
 
 
 KERNELS = {
-    "raw": Kernels(pack_raw, unpack_raw),
-    "zero_value": Kernels(gpu_zero_value.pack, gpu_zero_value.unpack),
-    "narrow": Kernels(gpu_narrow.pack, gpu_narrow.unpack),
+    "raw": GpuKernels(pack_raw, unpack_raw),
+    "zero_value": GpuKernels(gpu_zero_value.pack, gpu_zero_value.unpack),
+    "narrow": GpuKernels(gpu_narrow.pack, gpu_narrow.unpack),
 }
 
 

@@ -3,7 +3,7 @@
     python -m penstock.scripts.concept docs/concept.png
 
 Who has never cut a network should see in one look what travels and what runs at once. The timeline is
-the program of ``1f1b``, run on paper: the picture cannot tell of another order than the one that runs."""
+the program of ``1f1b``, simulated: the picture cannot tell of another order than the one that runs."""
 
 from __future__ import annotations
 

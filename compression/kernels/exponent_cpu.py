@@ -11,10 +11,12 @@ from typing import Any
 
 from . import exponent_ir, jit
 from .exponent_ir import WORD_BITS
-from .exponent_isa import PLANS, Portable, plan_name
-from .exponent_x86 import Avx2, Avx512
+from .exponent_isa import PLANS, PortableExponents, plan_name
+from .exponent_x86 import Avx2Exponents, Avx512Exponents
 
-_ISAS: dict[str, type[Portable]] = {isa.name: isa for isa in (Avx512, Avx2, Portable)}
+_ISAS: dict[str, type[PortableExponents]] = {
+    isa.name: isa for isa in (Avx512Exponents, Avx2Exponents, PortableExponents)
+}
 _Which = tuple[int, tuple[int, ...], bool]
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _KINDS = {
@@ -23,11 +25,11 @@ _KINDS = {
     "count": ctypes.CFUNCTYPE(_COUNT, _POINTER, _COUNT, _COUNT, _POINTER),
 }
 _lock = threading.Lock()
-_built: dict[str, Kernels] = {}
+_built: dict[str, ExponentKernels] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
+class ExponentKernels:
     """The kernels of one instruction set; ``exponent_ir`` says what the arguments are.
 
     By (bits of a word, plan, whether to store past the cache), and ``count`` by bits of a word.
@@ -40,7 +42,7 @@ class Kernels:
     engine: Any  # owns the machine code: without it the callables dangle
 
 
-def build(isa: str | None = None) -> Kernels:
+def build(isa: str | None = None) -> ExponentKernels:
     """The kernels of ``isa`` (default: the host's best), compiled at the first call and kept.
 
     Raises: CodecError: no such instruction set, or not on this machine.
@@ -52,8 +54,8 @@ def build(isa: str | None = None) -> Kernels:
         return _built[isa]
 
 
-def _compile(isa: str) -> Kernels:
-    kind = _ISAS.get(isa, Portable)()  # what is unknown is refused below
+def _compile(isa: str) -> ExponentKernels:
+    kind = _ISAS.get(isa, PortableExponents)()  # what is unknown is refused below
     text, names = exponent_ir.module(kind)
     code = jit.compiled(text, names, isa=isa, label="exponent")
 
@@ -65,4 +67,6 @@ def _compile(isa: str) -> Kernels:
         return found
 
     counts = {bits: _KINDS["count"](code.addresses[f"count{bits}"]) for bits in WORD_BITS}
-    return Kernels(isa=isa, pack=kernels("pack"), unpack=kernels("unpack"), count=counts, engine=code.engine)
+    return ExponentKernels(
+        isa=isa, pack=kernels("pack"), unpack=kernels("unpack"), count=counts, engine=code.engine
+    )

@@ -20,7 +20,7 @@ from __future__ import annotations
 from itertools import product
 
 from ..frame import BLOCK
-from .exponent_isa import GROUP, PLANS, Portable, plan_name
+from .exponent_isa import GROUP, PLANS, PortableExponents, plan_name
 from .exponent_levels import restore, restore_block, shorten, shorten_block
 from .exponent_words import count, join, split
 
@@ -31,7 +31,7 @@ _GROUPS = BLOCK // GROUP
 _SCRATCH = f"[{BLOCK + GROUP} x i8]"  # exponents of a block, and what a step writes or reads behind them
 
 
-def _pack(isa: Portable, bits: int, plan: tuple[int, ...], *, stream: bool) -> str:
+def _pack(isa: PortableExponents, bits: int, plan: tuple[int, ...], *, stream: bool) -> str:
     rest, s, name = GROUP * (bits // 8 - 1), "s" if stream else "", plan_name(plan)
     return f"""
 define i64 @pack{s}{bits}_{name}(ptr noalias %words, i64 %groups, ptr noalias %tables, ptr noalias %codes,
@@ -150,7 +150,7 @@ define internal i64 @groups(i64 %num) {
 }"""
 
 
-def module(isa: Portable) -> tuple[str, list[str]]:
+def module(isa: PortableExponents) -> tuple[str, list[str]]:
     """The text of all kernels of an instruction set, and their names."""
     text, names = [_SHARED, isa.shared()], []
     if isa.streams:

@@ -17,7 +17,7 @@ TABLE_BYTES = 16  # of one level: code to exponent
 BYTES, FOURS, EIGHTS, BOOLS = "<64 x i8>", "<16 x i32>", "<8 x i64>", "<64 x i1>"
 
 
-class Portable:
+class PortableExponents:
     """A table is a few comparisons, and escapes move one by one; any little-endian CPU."""
 
     name = "portable"

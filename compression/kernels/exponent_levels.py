@@ -5,13 +5,24 @@ Every level is the same loop, around the steps of an instruction set, over bytes
 
 from __future__ import annotations
 
-from .exponent_isa import BYTES, EIGHTS, FOURS, GROUP, TABLE_BYTES, Portable, escape, plan_name, same, vector
+from .exponent_isa import (
+    BYTES,
+    EIGHTS,
+    FOURS,
+    GROUP,
+    TABLE_BYTES,
+    PortableExponents,
+    escape,
+    plan_name,
+    same,
+    vector,
+)
 from .exponent_words import prefetch
 
 _AHEAD = 128  # bytes to prefetch per step: memory would else rest while the levels work in the cache
 
 
-def shorten(isa: Portable, k: int) -> str:
+def shorten(isa: PortableExponents, k: int) -> str:
     """One level: ``num`` exponents to codes, padded to a multiple of 64 with the table's first exponent.
 
     The escapes come to the front of the exponents and are counted.
@@ -52,7 +63,7 @@ done:
 }}"""
 
 
-def restore(isa: Portable, k: int) -> str:
+def restore(isa: PortableExponents, k: int) -> str:
     """Undo ``shorten`` and return the escapes; of more than ``num_escapes`` the bytes mean nothing."""
     return f"""
 define internal i64 @restore{k}(ptr noalias %codes, ptr noalias %source, i64 %num_escapes, i64 %num,
@@ -123,7 +134,7 @@ def _load_codes(k: int) -> str:
   %eights = bitcast {BYTES} %eights.bytes to {EIGHTS}"""
 
 
-def shorten_block(isa: Portable, plan: tuple[int, ...]) -> str:
+def shorten_block(isa: PortableExponents, plan: tuple[int, ...]) -> str:
     """A block's exponents to its codes of the first level and its tail, whose length is returned."""
     (k1, k2, k3), book = plan, isa.book_bytes
     return f"""

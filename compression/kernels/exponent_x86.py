@@ -10,7 +10,7 @@ from .exponent_isa import (
     GROUP,
     NUM_LEVELS,
     TABLE_BYTES,
-    Portable,
+    PortableExponents,
     escape,
     same,
     vector,
@@ -20,7 +20,7 @@ _BOOK = 256
 _ZERO = 128  # in the order of a shuffle
 
 
-class Avx2(Portable):
+class Avx2Exponents(PortableExponents):
     """To decode is to shuffle a table, and so is moving the escapes among eight bytes."""
 
     name = "avx2"
@@ -80,7 +80,7 @@ declare <16 x i8> @llvm.x86.ssse3.pshuf.b.128(<16 x i8>, <16 x i8>)
         return text
 
 
-class Avx512(Portable):
+class Avx512Exponents(PortableExponents):
     """A table of 256 bytes is two shuffles, and escapes are compressed in a register."""
 
     name = "avx512"

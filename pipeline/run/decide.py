@@ -19,9 +19,9 @@ from ...stages.tracing.graph import trace
 from ..ranks.launch import threads_per_rank
 from ..samples.samples import Samples
 from . import build, console
-from .course import example_inputs
 from .early import program
 from .run_folder import RunFolder
+from .run_length import example_inputs
 from .schedule_comparison import SYNCHRONOUS, compare
 from .step_files import save_comparison
 
@@ -59,7 +59,7 @@ def decide(
         weights=config.weights,
         prediction=config.prediction,
         program=program(config.program),
-        **wishes(config),
+        **partition_options(config),
     )
 
 
@@ -89,7 +89,7 @@ def look(
     return measure(graph, example)
 
 
-def wishes(config: PlanConfig) -> dict[str, Any]:
+def partition_options(config: PlanConfig) -> dict[str, Any]:
     """Return what ``partition`` is asked for beside the schedule and its weights."""
     return {
         "stages": config.stages,
@@ -112,7 +112,7 @@ def compare_schedules(config: PlanConfig, samples: Samples, folder: RunFolder) -
     Raises: PenstockError: nothing can be planned as asked, or nothing fits.
     """
     config.schedule = SYNCHRONOUS[0]  # until one is chosen
-    found = compare(look(config, samples), **wishes(config))
+    found = compare(look(config, samples), **partition_options(config))
     config.schedule = found.chosen.plan.schedule
     console.compared(found)
     job = f"micro_batches={config.micro_batches} stages={found.chosen.plan.num_stages} ranks={config.ranks}"

@@ -36,7 +36,7 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
     Args:   typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored.
     Raises: PenstockError: something that was asked for cannot be had, whatever the model.
     """
-    given = take_over(config, typed) if isinstance(config, TrainConfig) and config.plan else None
+    given = load_plan(config, typed) if isinstance(config, TrainConfig) and config.plan else None
     if isinstance(config, TrainConfig):
         check_ranks(config.ranks)
     _check_schedule(config, () if given else program(config.program))
@@ -78,7 +78,7 @@ def program(path: str | None) -> tuple[str, ...]:
         raise ConfigError(f"program={error}") from error
 
 
-def take_over(config: TrainConfig, typed: Sequence[str]) -> Plan:
+def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
     """Return the plan that ``plan=`` names, its decisions written into ``config``.
 
     Raises: PlanError: there is no such plan. ConfigError: an option was typed that contradicts it.

@@ -31,7 +31,7 @@ ASYNCHRONOUS = (("async_1f1b", "stashed"), ("1f1b", "double_buffered"))
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One schedule on paper.
+    """One schedule, simulated.
 
     ``panel``: a step of it; of a stream one in its middle, whose length is what a batch takes there.
     ``memory``: bytes on every rank: parameters, their gradients and one state of the optimizer, old versions,

@@ -8,7 +8,7 @@ Where there are several, each of them starts at ``join``; ``train_rank`` runs on
     join:        options, Plan -> samples -> model -> Pipeline
     train_rank:  Pipeline -> step after step -> the run folder
 
-``decide.py`` and ``course.py`` read the configuration with it; below them functions take values."""
+``decide.py`` and ``run_length.py`` read the configuration with it; below them functions take values."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from ..ranks.world import World
 from ..runtime.report import Report
 from ..samples.samples import Samples
 from . import build, console, early
-from .course import check_batches, count_steps, count_updates, training_batches
 from .decide import decide, model_name, prepare
 from .metrics import Metrics, summarise
 from .model_file import keeping, rescuing, save_model
 from .run_folder import RunFolder, config_of
+from .run_length import check_batches, count_steps, count_updates, training_batches
 from .step_files import save_step
 
 

@@ -1,4 +1,4 @@
-"""How a step would go: its programs run on paper, with seconds for each instruction and each message.
+"""How a step would go: its programs in a dry run, with seconds for each instruction and each message.
 
 The same instruction lists that run are simulated, so overlap, waiting and what is in flight are not estimated
 by a formula: they come out."""
@@ -47,7 +47,7 @@ class Outline:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """A step on paper.
+    """A simulated step.
 
     ``spans``: every instruction, rank by rank. ``bubble``: per rank the share of the step in which it neither
     computes nor packs. Per stage: the most micro-batches between F and B (or W), and the most versions of its
@@ -66,7 +66,7 @@ class Simulation:
 
 
 def simulate(traffic: Traffic, *, work: Work, transfer: Transfer) -> Simulation:
-    """Run a step on paper.
+    """Simulate a step.
 
     Args:    work: seconds of an instruction on its rank, packing and unpacking included.
              transfer: seconds that a message occupies its link; a link carries one message at a time in each
@@ -90,7 +90,7 @@ def step_seconds(traffic: Traffic, *, work: Work, transfer: Transfer) -> float:
 def simulate_plan(
     plan: Plan, programs: Programs, *, work: Mapping[tuple[int, str], float] | None = None
 ) -> Simulation:
-    """Run on paper what a plan predicts: tensors pass its link as they are, updates take no time.
+    """Simulate what a plan predicts: tensors pass its link as they are, updates take no time.
 
     I and W take half of a backward each: a plan knows only the whole.
 
@@ -114,7 +114,7 @@ def simulate_plan(
 
 
 def simulate_spans(spans: Sequence[Span]) -> Simulation:
-    """Run on paper what was measured, in its order: every instruction takes the median of its stage and op,
+    """Simulate what was measured, in its order: every instruction takes the median of its stage and op,
     messages no time. What is left of the bubble is the schedule's own."""
     medians = durations(spans)
     programs: list[list[Instruction]] = [[] for _ in range(1 + max((s.rank for s in spans), default=-1))]

@@ -1,4 +1,4 @@
-"""The programs of all ranks run on paper through bounded channels: do they wait for each other?
+"""The programs of all ranks in a dry run through bounded channels: do they wait for each other?
 
 A frame travels on the channel of its ordered pair of ranks. The model of a channel is pessimistic: a rank
 goes on only when receives are posted for all it sent, and a receiver has `window` receives posted beyond

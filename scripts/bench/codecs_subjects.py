@@ -16,8 +16,8 @@ from ...compression.codec import encode
 from ...compression.errors import ConfigError
 from ...conf.bench_codecs import BenchCodecsConfig
 from ...pipeline.run import build
-from ...pipeline.run.course import training_batches
 from ...pipeline.run.decide import decide, prepare
+from ...pipeline.run.run_length import training_batches
 from ...pipeline.run.train import loss
 from ...pipeline.samples.samples import Samples
 from ...stages.units import parse_bytes
@@ -147,7 +147,7 @@ def trained(
     Returns: outputs of the modules ``paths`` in the last step ("PATH activation"), and what came back to them
              ("PATH gradient"): (batch, ...) each.
     """
-    network, kept = build.model(model, describe=samples.describe, seed=config.seed), Kept()
+    network, kept = build.model(model, describe=samples.describe, seed=config.seed), KeptTensors()
     for path in paths:
         network.get_submodule(path).register_forward_hook(lambda *call, path=path: kept.keep(path, call[-1]))
     _train(network, network, _batches(config, samples, batch), config)
@@ -173,7 +173,7 @@ def captured(config: BenchCodecsConfig) -> dict[str, Tensor]:
     return listening.kept
 
 
-class Kept(dict[str, Tensor]):
+class KeptTensors(dict[str, Tensor]):
     """Copies of activations and of their gradients: what follows in place may change them."""
 
     def keep(self, name: str, output: Tensor) -> None:
@@ -190,7 +190,7 @@ class _Listening(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, *, cuts: Sequence[str]) -> None:
         super().__init__(module)
-        self.kept, at = Kept(), {node.name: index for index, node in enumerate(module.graph.nodes)}
+        self.kept, at = KeptTensors(), {node.name: index for index, node in enumerate(module.graph.nodes)}
         self.crossing = {
             node.name
             for cut in map(at.__getitem__, cuts)

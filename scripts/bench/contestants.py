@@ -66,7 +66,7 @@ def rivals(chosen: dict[str, Entrant]) -> dict[str, Entrant]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class TrainingPolicy:
     """Which weights a micro-batch sees; ``label`` says it in the picture."""
 
     label: str
@@ -81,9 +81,9 @@ class Policy:
 
 
 POLICIES = {
-    "synchronous": Policy(label="synchronous 1f1b", schedule="1f1b"),
-    "double_buffered": Policy(label="double buffered", schedule="1f1b", weights="double_buffered"),
-    "stashed": Policy(label="async, stashed", weights="stashed"),
-    "latest": Policy(label="async, no stashing"),
-    "prediction": Policy(label="async, no stashing, prediction", prediction=True),
+    "synchronous": TrainingPolicy(label="synchronous 1f1b", schedule="1f1b"),
+    "double_buffered": TrainingPolicy(label="double buffered", schedule="1f1b", weights="double_buffered"),
+    "stashed": TrainingPolicy(label="async, stashed", weights="stashed"),
+    "latest": TrainingPolicy(label="async, no stashing"),
+    "prediction": TrainingPolicy(label="async, no stashing, prediction", prediction=True),
 }

@@ -23,9 +23,9 @@ from torch.utils.data import Subset
 from ...conf.convergence import BenchConvergenceConfig
 from ...pipeline.pipeline import Pipeline
 from ...pipeline.run import build, console
-from ...pipeline.run.course import training_batches
 from ...pipeline.run.decide import decide, prepare
 from ...pipeline.run.run_folder import RunFolder
+from ...pipeline.run.run_length import training_batches
 from ...pipeline.run.train import evaluate, loss
 from . import picture
 from .contestants import POLICIES

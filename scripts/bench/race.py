@@ -24,9 +24,9 @@ from ...pipeline.pipeline import Pipeline
 from ...pipeline.ranks.launch import init, run_rank
 from ...pipeline.ranks.world import World
 from ...pipeline.run import build
-from ...pipeline.run.course import training_batches
 from ...pipeline.run.decide import prepare
 from ...pipeline.run.metrics import DIRECTIONS, Totals
+from ...pipeline.run.run_length import training_batches
 from ...pipeline.run.train import loss
 from ...pipeline.schedules.instruction import Instruction
 from ...pipeline.schedules.messages import Itinerary, Message
@@ -71,7 +71,7 @@ class Race:
         return cls(config=config, link=link, **content)
 
 
-class Side:
+class Racer:
     """A pipeline on this rank that takes turns: torch's, or Penstock's (``Ours``)."""
 
     def __init__(self, pipe: Any, plan: Plan, batches: Batches) -> None:
@@ -101,7 +101,7 @@ class Side:
         return (time.perf_counter() - began) / self.num_steps
 
 
-class Ours(Side):
+class Ours(Racer):
     """Our pipeline: also the bytes of its steps, and how much of each run the ranks stood still."""
 
     def __init__(self, pipe: Pipeline, batches: Batches, *, stream: bool) -> None:
@@ -204,10 +204,10 @@ def sides_of(race: Race, folder: Path, model: Any, batches: Batches) -> dict[str
     config = race.config
     common = {"loss": loss, "optimizer": build.optimizer(config.optimizer)}
     plans = {path.stem: Plan.load(path) for path in sorted((folder / "plans").glob("*.json"))}
-    theirs: dict[str, Side] = {}
+    theirs: dict[str, Racer] = {}
     for name, rival in race.rivals.items():
         if rival not in plans and rival not in theirs:
-            theirs[rival] = Side(TorchPipeline(model(), plans[name], **common), plans[name], batches)
+            theirs[rival] = Racer(TorchPipeline(model(), plans[name], **common), plans[name], batches)
     options = common | {"seed": config.seed, "deadline": config.deadline}
     order = dict.fromkeys([*race.rivals, *plans])
     ours = {name: Pipeline(model(), plans[name], **options) for name in order}

@@ -73,7 +73,7 @@ class Recurrent(nn.Module):
         return self.head(self.second(x)[0][:, -1])
 
 
-class Packed(Recurrent):
+class PackedRecurrent(Recurrent):
     """The same over sequences of several lengths, packed."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ def of_torch() -> Iterator[Network]:
     layer = functools.partial(nn.TransformerEncoderLayer, 16, 4, 32)
     yield add("lstm", lambda: Recurrent(nn.LSTM), sentences)
     yield add("gru", lambda: Recurrent(nn.GRU), sentences)
-    yield add("lstm_packed", lambda: Packed(nn.LSTM), sentences)
+    yield add("lstm_packed", lambda: PackedRecurrent(nn.LSTM), sentences)
     yield add("transformer_encoder", lambda: nn.TransformerEncoder(layer(batch_first=True), 3), vectors)
     yield add(
         "transformer_encoder_time_first",

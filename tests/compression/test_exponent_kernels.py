@@ -12,7 +12,7 @@ from penstock.compression.errors import CodecError
 from penstock.compression.exponent import Exponent, layout, plan_section
 from penstock.compression.geometry import Words
 from penstock.compression.kernels import exponent_cpu, jit
-from penstock.compression.kernels.exponent_cpu import Kernels
+from penstock.compression.kernels.exponent_cpu import ExponentKernels
 from penstock.compression.kernels.exponent_ir import BLOCK_TAIL_BYTES
 from penstock.compression.kernels.exponent_isa import PLANS
 
@@ -22,7 +22,7 @@ KINDS = ("normal", "wide", "any bits", "constant", "zeros", "special", "half zer
 
 
 @pytest.fixture(params=jit.host_isas())
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+def kernels(request: pytest.FixtureRequest) -> ExponentKernels:
     return exponent_cpu.build(request.param)
 
 
@@ -69,7 +69,7 @@ def plan_of(words: np.ndarray, plan: tuple[int, ...], rarest: bool = False) -> b
     return section
 
 
-def pack(kernels: Kernels, words: np.ndarray, section: bytes, *, stream: bool) -> np.ndarray:
+def pack(kernels: ExponentKernels, words: np.ndarray, section: bytes, *, stream: bool) -> np.ndarray:
     """The payload of whole groups by a kernel alone, with room to the byte in front of an unreadable page."""
     bits, plan = 8 * words.itemsize, tuple(section[:3])
     parts, twin = layout(len(words), bits, plan[0]), encode(words, section)
@@ -84,7 +84,7 @@ def pack(kernels: Kernels, words: np.ndarray, section: bytes, *, stream: bool) -
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernels_write_what_their_twin_writes(kernels: Kernels, bits: int, kind: str) -> None:
+def test_kernels_write_what_their_twin_writes(kernels: ExponentKernels, bits: int, kind: str) -> None:
     """Escapes few or all over, in cache or past it, last block whole or not; and the twin reads it back."""
     for plan in PLANS:
         for rarest in (False, True):
@@ -100,7 +100,7 @@ def test_kernels_write_what_their_twin_writes(kernels: Kernels, bits: int, kind:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernels_read_what_their_twin_writes(kernels: Kernels, bits: int, kind: str) -> None:
+def test_kernels_read_what_their_twin_writes(kernels: ExponentKernels, bits: int, kind: str) -> None:
     for plan in PLANS:
         for rarest in (False, True):
             words = floats(2 * BLOCK + 64 * plan[0], bits, kind)
@@ -117,7 +117,7 @@ def test_kernels_read_what_their_twin_writes(kernels: Kernels, bits: int, kind: 
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_blocks_are_packed_and_unpacked_alone(kernels: Kernels, bits: int) -> None:
+def test_blocks_are_packed_and_unpacked_alone(kernels: ExponentKernels, bits: int) -> None:
     """Block 2 of 4, as a second thread would do it."""
     words = floats(4 * BLOCK, bits, "normal")
     payload, parts = memory(encode(words, plan_of(words, PLANS[1]))), layout(len(words), bits, 2)
@@ -131,7 +131,7 @@ def test_blocks_are_packed_and_unpacked_alone(kernels: Kernels, bits: int) -> No
     np.testing.assert_array_equal(back.view(words.dtype), words[2 * BLOCK : 3 * BLOCK])
 
 
-def test_pack_gives_up_at_its_limit(kernels: Kernels) -> None:
+def test_pack_gives_up_at_its_limit(kernels: ExponentKernels) -> None:
     words = memory(floats(3 * BLOCK, 16, "any bits"))
     room, ends = guarded(64 * 1024).numpy(), np.zeros(3, np.uint64)
     kernel, plan = kernels.pack[16, PLANS[1], False], np.frombuffer(plan_of(words, PLANS[1]), np.uint8)
@@ -142,7 +142,7 @@ def test_pack_gives_up_at_its_limit(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_count_is_that_of_its_runs(kernels: Kernels, bits: int) -> None:
+def test_count_is_that_of_its_runs(kernels: ExponentKernels, bits: int) -> None:
     words = memory(floats(1001, bits, "wide"))
     counts, expected = np.zeros((2, 256), np.int64)
     kernels.count[bits](at(words), len(words) - 63, 20, at(counts))
@@ -154,7 +154,7 @@ def test_count_is_that_of_its_runs(kernels: Kernels, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("kind", ["normal", "wide", "special"])
-def test_damage_is_never_followed(kernels: Kernels, bits: int, kind: str) -> None:
+def test_damage_is_never_followed(kernels: ExponentKernels, bits: int, kind: str) -> None:
     """Any byte of the payload, and its length: CodecError or words, and no page beyond is touched."""
     rng, num_words = np.random.default_rng(bits), 2 * BLOCK + 1000
     words, codec = floats(num_words, bits, kind), Exponent(kernels)
@@ -180,7 +180,7 @@ def test_damage_is_never_followed(kernels: Kernels, bits: int, kind: str) -> Non
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_a_tail_is_as_long_as_its_numbers_say(kernels: Kernels, change: int) -> None:
+def test_a_tail_is_as_long_as_its_numbers_say(kernels: ExponentKernels, change: int) -> None:
     """The last block's tail, cut off by a byte at an unreadable page or with one more; its offset agrees."""
     codec, words = Exponent(kernels), floats(3000, 16, "wide")
     room = np.zeros(codec.max_bytes(3000, 16), np.uint8)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 
 
-class Recorder(Protocol):
+class NotesReads(Protocol):
     """Who wants to know; ``quiet``: a layer runs now, whose reads are its own."""
 
     quiet: int
@@ -19,7 +19,7 @@ class Recorder(Protocol):
 
 
 @contextlib.contextmanager
-def noting(recorder: Recorder) -> Iterator[None]:
+def noting(recorder: NotesReads) -> Iterator[None]:
     """The block in which attributes that the run reads by itself, outside of the layers, are noted."""
     layers: list[str] = []
     kinds: dict[nn.Module, type[nn.Module]] = {}
@@ -37,7 +37,7 @@ def noting(recorder: Recorder) -> Iterator[None]:
             module.__class__ = kind
 
 
-def _noted(kind: type[nn.Module], path: str, recorder: Recorder) -> type[nn.Module]:
+def _noted(kind: type[nn.Module], path: str, recorder: NotesReads) -> type[nn.Module]:
     """The class ``kind`` for one module of a copy, noting what is read of it."""
 
     def note(self: nn.Module, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""All schedules on paper: the numbers are those of the programs, and the choice is the best of them."""
+"""All schedules, simulated: the numbers are those of the programs, and the choice is the best of them."""
 
 from __future__ import annotations
 

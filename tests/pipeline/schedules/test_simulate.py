@@ -1,4 +1,4 @@
-"""A step on paper: instructions and messages take the seconds they are given, and nothing else does."""
+"""A simulated step: instructions and messages take the seconds they are given, and nothing else does."""
 
 import dataclasses
 

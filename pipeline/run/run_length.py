@@ -1,4 +1,4 @@
-"""The course of a run: its batches, and how many steps and updates they make.
+"""The length of a run: its batches, and how many steps and updates they make.
 
 Every rank follows it by itself, so it comes from the options and the data alone."""
 
