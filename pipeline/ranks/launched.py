@@ -36,10 +36,18 @@ class Launched:
 
     @staticmethod
     def of_environment() -> Launched | None:
-        """What the environment says of the launcher; None for a process, or a rank, that we started."""
+        """What the environment says of the launcher; None for a process, or a rank, that we started.
+
+        Raises: ConfigError: it says no rank among so many."""
         if MEETING in os.environ or not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
             return None
-        return Launched(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        rank, ranks = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        if not (rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks)):
+            raise ConfigError(
+                f"a launcher sets RANK to a number below WORLD_SIZE, found RANK={rank} WORLD_SIZE={ranks}; "
+                "unset both, and penstock starts ranks of its own"
+            )
+        return Launched(int(rank), int(ranks))
 
     def check(self, ranks: int) -> None:
         """Refuse a run of another number of ranks than there are.
@@ -81,7 +89,7 @@ class Launched:
     def close(self) -> None:
         """Leave: rank 0 tells the others that there is no more to do, and waits until they know."""
         signs = [f"penstock/left/{rank}" for rank in range(1, self.ranks)]
-        with contextlib.suppress(RuntimeError):  # whoever kept the store has gone already
+        with contextlib.suppress(RuntimeError, TransportError):  # whoever kept the store has gone
             if self.rank:
                 self._store.set(signs[self.rank - 1], "")
             elif signs:
@@ -95,4 +103,9 @@ class Launched:
     def _store(self) -> Store:
         from torch.distributed.rendezvous import rendezvous
 
-        return next(iter(rendezvous("env://")))[0]
+        try:
+            return next(iter(rendezvous("env://")))[0]
+        except (RuntimeError, ValueError) as error:  # MASTER_ADDR is missing, or nobody answers there
+            raise TransportError(
+                f"rank {self.rank} found no store of the launcher to meet the others at: {error}"
+            ) from error

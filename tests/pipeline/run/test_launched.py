@@ -112,3 +112,20 @@ def test_help_is_told_once(tmp_path):
     assert codes == [0, 0]
     assert "penstock train" in printed[0]
     assert printed[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("surroundings", "sentence"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "found RANK=2 WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "found RANK=0 WORLD_SIZE=two"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "rank 1 found no store of the launcher"),
+    ],
+)
+def test_surroundings_that_are_none_of_a_launcher_are_refused(monkeypatch, capsys, surroundings, sentence):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in surroundings.items():
+        monkeypatch.setenv(name, value)
+    assert command.run(["train", *JOB]) == command.REFUSED
+    assert sentence in capsys.readouterr().err
