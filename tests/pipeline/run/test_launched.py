@@ -59,6 +59,17 @@ def test_the_ranks_of_a_launcher_train_one_run_with_the_same_bits(tmp_path, monk
     assert all(same_bits(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
+def test_torchrun_launches_them(tmp_path):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "penstock")
+    done = subprocess.run(
+        [*torchrun, "train", *JOB, "hydra.run.dir=run"], cwd=tmp_path, timeout=240, check=False
+    )
+    assert done.returncode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert Path(tmp_path, "run", "summary.json").exists()
+
+
 def test_several_runs_follow_each_other(tmp_path):
     sweep = ("seed=3,4", "hydra.sweep.dir=sweep", "--multirun")
     codes, printed = launched(tmp_path, *JOB[:-2], *sweep)
