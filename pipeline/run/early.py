@@ -41,7 +41,8 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
         check_ranks(config.ranks)
     _check_schedule(config, () if given else program(config.program))
     check_name(config.codec)
-    check_tiers(**{"memory.tier": config.memory.tier, "memory.weights": config.memory.weights})
+    if given is None:  # else every stage has its own
+        check_tiers(**{"memory.tier": config.memory.tier, "memory.weights": config.memory.weights})
     if config.link is not None:
         parse_rate(config.link)
     if config.memory.device is not None:
@@ -90,7 +91,8 @@ def take_over(config: TrainConfig, typed: Sequence[str]) -> Plan:
             raise ConfigError(f"{key}= is for making a plan, and plan={config.plan} is one; drop either")
     decided: dict[str, Any] = {"ranks": plan.num_ranks, "stages": plan.num_stages}
     decided |= {key: getattr(plan, key) for key in TAKEN}
-    for key, value in (decided | {"memory.tier": plan.tier, "memory.weights": plan.weights_tier}).items():
+    decided |= {"memory.tier": plan.of_stages("tier"), "memory.weights": plan.of_stages("weights_tier")}
+    for key, value in decided.items():
         place, name = (config.memory, key[7:]) if key.startswith("memory.") else (config, key)
         if key in keys and getattr(place, name) != value:
             asked = f"{key}={getattr(place, name)}"

@@ -76,7 +76,7 @@ class Usage:
         resident, filled = self.resident.most(), {}
         for stage, report in reports.items():
             saved = self.plan.stages[stage].saved_bytes
-            if self.plan.tier != "device" and forwards[stage]:
+            if self.plan.stages[stage].tier != "device" and forwards[stage]:
                 saved = report.saved_kept // forwards[stage]
             held = state_bytes(self.parameters[stage], self.optimizers.get(stage))
             filled[stage] = dataclasses.replace(

@@ -7,6 +7,7 @@ import bisect
 import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import Any
 
 from .measure import Profile, ValueProfile
 from .plan_stage import PlanStage
@@ -90,8 +91,8 @@ class Costs:
 
         return span
 
-    def stage(self, start: int, end: int, rank: int) -> PlanStage:
-        """The stage made of these layers, with its predictions."""
+    def stage(self, start: int, end: int, rank: int, **decided: Any) -> PlanStage:
+        """The stage made of these layers, with its predictions and what was decided for it."""
         layers = self.profile.layers[start:end]
         parameters = tuple(dict.fromkeys(name for layer in layers for name in layer.parameters))
         return PlanStage(
@@ -104,6 +105,7 @@ class Costs:
             saved_bytes=sum(layer.saved_bytes for layer in layers),
             bytes_forward=self.forward_bytes[end],
             bytes_backward=self.backward_bytes[end],
+            **decided,
         )
 
 

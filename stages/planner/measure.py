@@ -93,9 +93,6 @@ class Profile:
             raise PlanError(
                 f"a profile is a JSON object with the key penstock_profile, {path} is not; measure again"
             )
-        for field in dataclasses.fields(cls):  # a profile made before models were called by name
-            if field.default is not dataclasses.MISSING:
-                data.setdefault(field.name, field.default)
         return read(cls, data, "profile")
 
 

@@ -96,22 +96,22 @@ def partition(
         budget=None if memory is None else parse_bytes(memory),
     )
     ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)
-    spans = zip(pairwise(ends), range(stages) if fixed else rank_of, strict=True)
+    spans = zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)
     return Plan(
-        stages=tuple(costs.stage(start, end, place) for (start, end), place in spans),
-        ranks=rank_of,
+        stages=tuple(
+            costs.stage(start, end, place, ranks=(rank,), tier=tier, weights_tier=weights_tier)
+            for (start, end), place, rank in spans
+        ),
         schedule=schedule,
         micro_batches=micro_batches,
         extra_in_flight=extra_in_flight,
         codec=codec,
-        tier=tier,
         fingerprint=profile.fingerprint,
         input_shapes=profile.input_shapes,
         input_dtypes=profile.input_dtypes,
         memory=costs.budget,
         link=costs.rate,
         weights=weights,
-        weights_tier=weights_tier,
         weights_first=weights_first,
         prediction=prediction,
         program=tuple(program),
