@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .pipeline.ranks.launch import init as init
     from .pipeline.runtime.report import Report as Report
     from .stages.memory.offload import offload as offload
-    from .stages.planner.measure import Profile as Profile
+    from .stages.planner.layer_profile import Profile as Profile
     from .stages.planner.measure import measure as measure
     from .stages.planner.partition import partition as partition
     from .stages.planner.plan import Plan as Plan
@@ -53,7 +53,7 @@ _HOMES = {
     "trace": "stages.tracing.graph",
     "LayerGraph": "stages.tracing.graph",
     "measure": "stages.planner.measure",
-    "Profile": "stages.planner.measure",
+    "Profile": "stages.planner.layer_profile",
     "partition": "stages.planner.partition",
     "Plan": "stages.planner.plan",
     "layer_seed": "stages.seeds",

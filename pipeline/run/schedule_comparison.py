@@ -12,14 +12,15 @@ from itertools import pairwise
 from typing import Any
 
 from ...compression.errors import PenstockError, PlanError
-from ...stages.planner.costs import COPIES_OF_PARAMETERS, with_margin
-from ...stages.planner.measure import Profile
+from ...stages.planner.costs import with_margin
+from ...stages.planner.layer_profile import Profile, sizes_of
+from ...stages.planner.memory import copies
 from ...stages.planner.partition import partition
 from ...stages.planner.plan import Plan
 from ...stages.units import show_bytes, show_seconds
 from ..runtime.stream import Fed, between
 from ..schedules import SCHEDULES, schedule_named
-from ..schedules.live import Programs, live_micro_batches, live_versions, most_saved
+from ..schedules.live import Programs, live_micro_batches, live_versions, most_held
 from ..schedules.simulate import simulate_plan
 from ..schedules.verify import smallest_window
 from .timeline import Panel
@@ -34,8 +35,7 @@ class Candidate:
     """One schedule on paper.
 
     ``panel``: a step of it; of a stream one in its middle, whose length is what a batch takes there.
-    ``memory``: bytes on every rank: parameters, their gradients and one state of the optimizer, old versions,
-    and what the micro-batches in flight saved. ``live_micro_batches`` and ``live_versions``: per stage.
+    ``memory``: the most bytes on every rank. ``live_micro_batches`` and ``live_versions``: per stage.
     """
 
     plan: Plan
@@ -135,9 +135,8 @@ def compare(profile: Profile, **options: Any) -> Comparison:
     refused: dict[str, PenstockError] = {}
     for name, weights in asked:
         try:
-            candidates.append(
-                candidate(profile, partition(profile, schedule=name, weights=weights, **options))
-            )
+            plan = partition(profile, schedule=name, weights=weights, **options)
+            candidates.append(candidate(profile, plan, optimizer_state=options.get("optimizer_state")))
         except PenstockError as error:
             refused[name if weights == "latest" else f"{name} {weights}"] = error
     if not candidates:
@@ -149,8 +148,8 @@ def compare(profile: Profile, **options: Any) -> Comparison:
     )
 
 
-def candidate(profile: Profile, plan: Plan) -> Candidate:
-    """Simulate the step of a plan, with the bytes that ``profile`` measured.
+def candidate(profile: Profile, plan: Plan, *, optimizer_state: float | None = None) -> Candidate:
+    """Simulate the step of a plan, with the bytes that ``profile`` measured and those of an optimizer.
 
     Raises:  ScheduleError: the schedule does not suit the plan's stages, ranks or micro-batches.
     """
@@ -164,7 +163,7 @@ def candidate(profile: Profile, plan: Plan) -> Candidate:
     return Candidate(
         plan=plan,
         panel=panel,
-        memory=_memory(profile, plan, programs, versions),
+        memory=_memory(profile, plan, programs, versions, optimizer_state),
         live_micro_batches=live_micro_batches(programs),
         live_versions=versions,
     )
@@ -203,11 +202,16 @@ def _stream(plan: Plan) -> tuple[Programs, Panel]:
     return longer, Panel(title=plan.schedule, spans=made.spans, begin=begin, end=end)
 
 
-def _memory(profile: Profile, plan: Plan, programs: Programs, versions: tuple[int, ...]) -> tuple[int, ...]:
+def _memory(
+    profile: Profile, plan: Plan, programs: Programs, versions: tuple[int, ...], state: float | None
+) -> tuple[int, ...]:
+    """The most bytes on every rank, at any instant of its program."""
     layers = {layer.name: layer for layer in profile.layers}
-    saved = {s: sum(layers[n].saved_bytes for n in stage.layers) for s, stage in enumerate(plan.stages)}
-    held = [0] * plan.num_ranks
-    for stage, rank, kept in zip(plan.stages, plan.ranks, versions, strict=True):
-        parameters = sum(layers[name].parameter_bytes for name in stage.layers)
-        held[rank] += (COPIES_OF_PARAMETERS + kept - 1) * parameters
-    return tuple(sum(pair) for pair in zip(held, most_saved(programs, saved), strict=True))
+    sizes = [sizes_of(layers[name] for name in stage.layers) for stage in plan.stages]
+
+    def held(number: int, in_flight: int) -> int:
+        stage, options = plan.stages[number], {"optimizer_state": state, "device": profile.device}
+        options |= {"tier": stage.tier, "weights_tier": stage.weights_tier}
+        return copies(in_flight, old_versions=versions[number] - 1, **options).of(**sizes[number])
+
+    return most_held(programs, held)

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from ...compression.errors import PenstockError
 from ...pipeline.pipeline import Pipeline
-from ...stages.planner.measure import Profile, measure
+from ...stages.planner.layer_profile import Profile
+from ...stages.planner.measure import measure
 from ...stages.planner.partition import partition
 from ...stages.tracing.comparison import same_bits
 from ...stages.tracing.graph import LayerGraph, trace

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from .measure import Profile, ValueProfile
+from .layer_profile import Profile, ValueProfile, sizes_of
+from .memory import Copies
 from .plan_stage import PlanStage
 from .split import TOLERANCE, Span
 
-COPIES_OF_PARAMETERS = 3  # weights, gradients, one state of the optimizer
 PICOSECONDS = 10**12  # times are compared as integers: rounding of sums would decide between equals
 
 
@@ -25,25 +25,23 @@ def with_margin(num_bytes: int) -> int:
 class Costs:
     """Costs of the layers from one position to another; position p is in front of layer p.
 
-    ``flights`` holds how many micro-batches each rank has in flight, ``versions`` how many old ones of its
-    weights, ``rate`` the bits per second of a link, ``budget`` the bytes a rank may use.
+    ``copies`` says how often each rank holds what its layers take, ``rate`` is the bits per second of a link,
+    ``budget`` the bytes that a rank may use.
     """
 
     def __init__(
         self,
         profile: Profile,
         *,
-        flights: Sequence[int],
-        versions: Sequence[int] | None = None,
+        copies: Sequence[Copies],
         rate: float | None,
         budget: int | None,
     ):
-        self.profile, self.flights, self.rate, self.budget = profile, flights, rate, budget
-        self.versions = [0] * len(flights) if versions is None else versions
+        self.profile, self.copies, self.rate, self.budget = profile, copies, rate, budget
         layers = profile.layers
         self.times = _sums(round((x.forward_seconds + x.backward_seconds) * PICOSECONDS) for x in layers)
-        self.parameter_bytes = _sums(x.parameter_bytes for x in layers)
-        self.saved_bytes = _sums(x.saved_bytes for x in layers)
+        sizes = [sizes_of([layer]) for layer in layers]
+        self.sizes = {what: _sums(size[what] for size in sizes) for what in sizes[0]}
         self.forward_bytes = _over_cuts(len(layers), profile.values)
         self.backward_bytes = _over_cuts(
             len(layers), [value for value in profile.values if value.requires_grad]
@@ -71,10 +69,7 @@ class Costs:
 
     def memory(self, start: int, end: int, rank: int) -> int:
         """Predicted bytes on a rank."""
-        parameters = self.parameter_bytes[end] - self.parameter_bytes[start]
-        saved = self.saved_bytes[end] - self.saved_bytes[start]
-        copies = COPIES_OF_PARAMETERS + self.versions[rank]
-        return copies * parameters + saved * self.flights[rank]
+        return self.copies[rank].of(**{what: sums[end] - sums[start] for what, sums in self.sizes.items()})
 
     def of_rank(self, start: int, end: int, rank: int) -> float:
         """Picoseconds per micro-batch; math.inf where the layers do not fit the budget."""

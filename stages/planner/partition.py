@@ -16,7 +16,8 @@ from ..units import parse_bytes, parse_rate, show_bytes
 from .asked import Asked
 from .costs import Costs, with_margin
 from .cuts import allowed_cuts, named_cuts
-from .measure import Profile
+from .layer_profile import Profile
+from .memory import copies
 from .placement import in_flight, layout, old_versions, placed, placement
 from .plan import Plan
 from .rules import streams
@@ -35,6 +36,7 @@ def partition(
     codec: str = "auto",
     link: float | str | None = None,
     memory: int | str | None = None,
+    optimizer_state: float | None = None,
     tier: str = "device",
     weights: str = "latest",
     weights_tier: str = "device",
@@ -59,6 +61,8 @@ def partition(
         codec: name of a codec, or "auto": measured while it trains.
         tier: where what a forward saves waits for its backward: "device" as it is, "packed", or "host".
         memory: bytes of each rank (``"2GiB"``), kept with a margin of 5 %; None: unlimited.
+        optimizer_state: bytes that the optimizer keeps for each byte of parameters: 0 for plain SGD, 2 for
+            Adam; None: 1, as SGD with momentum.
         weights: which version of the weights a micro-batch sees: "latest"; of ``async_1f1b`` "stashed" or
             "vertical_sync"; of ``1f1b`` "double_buffered".
         weights_tier: where a version waits that nothing reads right now: "device", "packed" or "host".
@@ -88,10 +92,15 @@ def partition(
     place_of = fixed or range(ranks)  # what is in flight is counted per stage, or per rank of neighbours
     endless = streams(schedule, weights)
     flying = {"micro_batches": micro_batches, "extra_in_flight": extra_in_flight, "ranks": place_of}
+    flights = _flights(schedule, stages, endless=endless, **flying)
+    held = {"tier": tier, "weights_tier": weights_tier}
+    options = {"optimizer_state": optimizer_state, "device": profile.device, **held}
     costs = Costs(
         profile,
-        flights=_flights(schedule, stages, endless=endless, **flying),
-        versions=[old_versions(weights, i, stages=stages) for i in range(len(place_of))],
+        copies=[
+            copies(flight, old_versions=old_versions(weights, i, stages=stages), **options)
+            for i, flight in enumerate(flights)
+        ],
         rate=None if link is None else parse_rate(link),
         budget=None if memory is None else parse_bytes(memory),
     )
@@ -99,8 +108,7 @@ def partition(
     spans = zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)
     return Plan(
         stages=tuple(
-            costs.stage(start, end, place, ranks=(rank,), tier=tier, weights_tier=weights_tier)
-            for (start, end), place, rank in spans
+            costs.stage(start, end, place, ranks=(rank,), **held) for (start, end), place, rank in spans
         ),
         schedule=schedule,
         micro_batches=micro_batches,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from profiles import MS, NET, layer_of, profile_of, profiles, value_of
 
 from penstock.compression.errors import PlanError
-from penstock.stages.planner.measure import Profile
+from penstock.stages.planner.layer_profile import Profile
 from penstock.stages.planner.partition import partition
 from penstock.stages.planner.placement import in_flight
 
