@@ -14,9 +14,9 @@ from ...compression.errors import PlanError
 from ...conf.schema import PlanConfig
 from ...stages.planner.layer_profile import Profile
 from ...stages.planner.measure import measure
-from ...stages.planner.partition import partition
 from ...stages.planner.plan import Plan
 from ...stages.tracing.graph import trace
+from ..planner.partition import partition
 from ..ranks.launch import threads_per_rank
 from ..samples.samples import Samples
 from ..weights.optimizers import state_per_byte

@@ -14,13 +14,13 @@ from ...compression.errors import ConfigError, ScheduleError
 from ...compression.names import check_name
 from ...conf import groups
 from ...conf.schema import PlanConfig, TrainConfig
-from ...stages.planner.placement import layout, placed, placement
 from ...stages.planner.plan import Plan, check_tiers
 from ...stages.planner.rules import check_versions
 from ...stages.units import parse_bytes, parse_rate
 from ..ranks.launch import check_ranks
 from ..samples import sources
 from ..schedules import schedule_named
+from ..schedules.placement import layout, placed, placement, stages_on
 from ..schedules.written import load_program
 
 ALL = "all"
@@ -124,10 +124,7 @@ def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
             placed(lines)
         return
     rank_of = placement(config.schedule, stages=config.num_stages, ranks=config.ranks)
-    stages_of_rank = [
-        [stage for stage, owner in enumerate(rank_of) if owner == rank] for rank in range(config.ranks)
-    ]
-    schedule(stages_of_rank, config.micro_batches, extra_in_flight=config.extra_in_flight)
+    schedule(stages_on(rank_of), config.micro_batches, extra_in_flight=config.extra_in_flight)
 
 
 def _findable(module: str) -> bool:

@@ -6,20 +6,19 @@ paper before anything runs."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 from ...compression.errors import PenstockError, PlanError
-from ...stages.planner.costs import with_margin
 from ...stages.planner.layer_profile import Profile, sizes_of
 from ...stages.planner.memory import copies
-from ...stages.planner.partition import partition
 from ...stages.planner.plan import Plan
 from ...stages.units import show_bytes, show_seconds
-from ..runtime.stream import Fed, between
-from ..schedules import SCHEDULES, schedule_named
+from ..planner.costs import with_margin
+from ..planner.partition import partition
+from ..planner.programs import endless_programs, filling, step_programs
+from ..schedules import SCHEDULES
 from ..schedules.live import Programs, live_micro_batches, live_versions, most_held
 from ..schedules.simulate import simulate_plan
 from ..schedules.verify import smallest_window
@@ -156,8 +155,7 @@ def candidate(profile: Profile, plan: Plan, *, optimizer_state: float | None = N
     if plan.streams:
         programs, panel = _stream(plan)
     else:
-        schedule = schedule_named(plan.schedule, plan.program)
-        programs = schedule(plan.stages_of_rank, plan.micro_batches, extra_in_flight=plan.extra_in_flight)
+        programs = step_programs(plan)
         panel = Panel(title=plan.schedule, spans=simulate_plan(plan, programs).spans)
     versions = live_versions(programs, weights=plan.weights, micro_batches=plan.micro_batches)
     return Candidate(
@@ -176,28 +174,20 @@ def check_order(plan: Plan) -> None:
     """
     if plan.streams:
         return
-    schedule = schedule_named(plan.schedule, plan.program)
-    programs = schedule(plan.stages_of_rank, plan.micro_batches, extra_in_flight=plan.extra_in_flight)
     chain = list(pairwise(range(plan.num_stages)))
-    smallest_window(programs, num_micro_batches=plan.micro_batches, edges=chain)
+    smallest_window(step_programs(plan), num_micro_batches=plan.micro_batches, edges=chain)
 
 
 def _stream(plan: Plan) -> tuple[Programs, Panel]:
     """The program of enough batches for a stream to be full, and a step in its middle.
 
     One batch more takes a step more, filling and draining left out."""
-    number = plan.micro_batches
-    filled = math.ceil(2 * plan.num_stages / number)
-
-    def programs(batches: int) -> Programs:
-        ends = tuple(number * (index + 1) for index in range(batches))
-        fed = Fed(num_stages=plan.num_stages, each=plan.schedule == "async_1f1b", ends=ends)
-        return [between(own, fed) for own in plan.stages_of_rank]
-
-    longer = programs(filled + 2)
-    made, before = simulate_plan(plan, longer), simulate_plan(plan, programs(filled + 1))
-    first = next(span for span in made.spans if span.name == f"0F{filled * number}")
-    begin = first.start + first.waiting
+    options = {"schedule": plan.schedule, "micro_batches": plan.micro_batches}
+    longer, shorter = (endless_programs(plan.stages_of_rank, **options, more=more) for more in (2, 1))
+    made, before = simulate_plan(plan, longer), simulate_plan(plan, shorter)
+    first = f"0F{filling(plan.num_stages, plan.micro_batches) * plan.micro_batches}"
+    begins = next(span for span in made.spans if span.name == first)
+    begin = begins.start + begins.waiting
     end = begin + made.seconds - before.seconds
     return longer, Panel(title=plan.schedule, spans=made.spans, begin=begin, end=end)
 

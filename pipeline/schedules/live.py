@@ -81,11 +81,16 @@ def _versions(program: Sequence[Instruction]) -> dict[int, int]:
     return found
 
 
-def _most_versions(program: Sequence[Instruction], needs: Mapping[int, int]) -> int:
-    needed, newest, most = dict(needs), 0, 1
+def _most_versions(program: Sequence[Instruction], needs: Mapping[int | None, int]) -> int:
+    waiting = Counter(needs.values())  # micro-batches that still need a version, by version
+    newest, needed, most = 0, int(waiting[0] > 0), 1
     for instruction in program:
-        newest += instruction.op is Op.U
-        if instruction.op in (Op.B, Op.W) and instruction.micro_batch is not None:
-            needed.pop(instruction.micro_batch, None)
-        most = max(most, len({newest, *(version for version in needed.values() if version <= newest)}))
+        if instruction.op is Op.U:
+            newest += 1
+            needed += waiting[newest] > 0
+        elif instruction.op in (Op.B, Op.W) and instruction.micro_batch in needs:
+            version = needs[instruction.micro_batch]
+            waiting[version] -= 1
+            needed -= waiting[version] == 0 and version <= newest
+        most = max(most, needed + (waiting[newest] == 0))
     return most

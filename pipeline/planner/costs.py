@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from .layer_profile import Profile, ValueProfile, sizes_of
-from .memory import Copies
-from .plan_stage import PlanStage
+from ...stages.planner.layer_profile import Profile, ValueProfile, sizes_of
+from ...stages.planner.memory import Copies
+from ...stages.planner.plan_stage import PlanStage
 from .split import TOLERANCE, Span
 
 PICOSECONDS = 10**12  # times are compared as integers: rounding of sums would decide between equals
@@ -59,7 +59,8 @@ class Costs:
         layers, values = self.profile.layers, self.profile.values
         filled = [round(value.num_bytes * (1 - value.zero_fraction)) for value in values]
         not_zero = _over_cuts(len(layers), values, filled)
-        changes = {place for value in values for place in _crossed(value, len(layers))}
+        spans = [_crossed(value, len(layers)) for value in values]
+        changes = {place for span in spans if span[0] < span[1] for place in span}  # the others pass nothing
         return [
             (((forward + backward) << 64) + nonzero << 16) + (position + 1 not in changes)
             for position, (forward, backward, nonzero) in enumerate(
