@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from .compression.errors import TransportError as TransportError
     from .compression.frame import header_bytes as header_bytes
     from .pipeline.pipeline import Pipeline as Pipeline
+    from .pipeline.planner.partition import partition as partition
     from .pipeline.ranks.launch import init as init
     from .pipeline.runtime.report import Report as Report
     from .stages.memory.offload import offload as offload
-    from .stages.planner.measure import Profile as Profile
+    from .stages.planner.layer_profile import Profile as Profile
     from .stages.planner.measure import measure as measure
-    from .stages.planner.partition import partition as partition
     from .stages.planner.plan import Plan as Plan
     from .stages.seeds import layer_seed as layer_seed
     from .stages.tracing.capture.call import Constant as Constant
@@ -53,8 +53,8 @@ _HOMES = {
     "trace": "stages.tracing.graph",
     "LayerGraph": "stages.tracing.graph",
     "measure": "stages.planner.measure",
-    "Profile": "stages.planner.measure",
-    "partition": "stages.planner.partition",
+    "Profile": "stages.planner.layer_profile",
+    "partition": "pipeline.planner.partition",
     "Plan": "stages.planner.plan",
     "layer_seed": "stages.seeds",
     "offload": "stages.memory.offload",

@@ -58,6 +58,7 @@ class PlanConfig:
     Attributes:
         model: the network; model._target_=my.Net for your own
         data: the samples; data._target_=my.data for your own Dataset, DataLoader or a (train, test) pair
+        optimizer: what updates the weights; any torch optimizer by optimizer._target_=
         ranks: processes on this machine; 1 runs all stages in one process
         stages: pipeline stages; null: one a rank (two where the schedule takes two), or one more than cuts
         cuts: cut after these layers or modules, by hand: cuts=[layer2,layer3.0]
@@ -80,6 +81,7 @@ class PlanConfig:
 
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
     ranks: int = 2
     stages: int | None = None
     cuts: list[str] | None = None
@@ -146,7 +148,6 @@ class TrainConfig(PlanConfig):
 
     Attributes:
         plan: follow this plan.json of penstock plan, instead of planning anew
-        optimizer: what updates the weights; any torch optimizer by optimizer._target_=
         scheduler: the course of the learning rate, one tick a step
         clip: gradient clipping
         autocast: float that forwards and losses are cast to: bfloat16 or float16; null: no cast
@@ -158,7 +159,6 @@ class TrainConfig(PlanConfig):
     """
 
     plan: str | None = None
-    optimizer: dict[str, Any] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
     clip: ClipConfig = field(default_factory=ClipConfig)
     autocast: str | None = None

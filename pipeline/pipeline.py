@@ -25,6 +25,7 @@ from .runtime import facts
 from .runtime.agreement import Agreement, SameBatches
 from .runtime.arguments import (
     check_arguments,
+    check_codecs,
     check_functions,
     check_gradients,
     check_layers,
@@ -132,7 +133,9 @@ class Pipeline:
                 together=plan.schedule != STREAM,
             )
             check_apart(optimizer, [*model.named_parameters()], own.stage_of, self.update.optimizers)
-            self.policy = policy_named(plan.codec, world=self.world, deadline=deadline)
+            self.policy = policy_named(
+                plan.codec, named=plan.named_codecs, world=self.world, deadline=deadline
+            )
             self.engine = Engine(
                 rank=self.rank,
                 stages=self.stages,
@@ -159,6 +162,7 @@ class Pipeline:
         self.steps = Steps(self.plan, graph, model, self.world)
         self.slices = Stream(self.plan, self.steps) if self.plan.streams else Flushed(self.steps)
         self.slices.rehearse([graph.example_inputs] * self.plan.micro_batches)
+        check_codecs(self.plan, *self.steps.routed("train", [graph.example_inputs]))
         own = ownership(model, self.plan, graph, self.steps, self.world)
         self.stages = make_stages(own, model=model, plan=self.plan, steps=self.steps, autocast=autocast)
         self.state = State(model, graph, world=self.world, stages=self.stages, own=own)

@@ -1,7 +1,8 @@
 """Plain JSON data read strictly into frozen dataclasses.
 
 Plans and profiles come from files that anybody may have written or damaged: data, never code (law L9). Every
-field must be there, nothing else may be, every value has its type; a PlanError says where that does not hold.
+field must be there that has no default (a file may be older than the field), nothing else may be, every value
+has its type; a PlanError says where that does not hold.
 """
 
 import dataclasses
@@ -28,8 +29,9 @@ def load_json(path: str | Path, kind: str) -> Any:
 def read(kind: Any, value: Any, where: str) -> Any:
     """Read ``value`` as ``kind``; raises PlanError, which says ``where``.
 
-    Kinds:  int, float (finite), str, ``tuple[X, ...]`` (a list), ``dict[int, X]`` (an object with whole
-            numbers as keys), ``X | None``, a dataclass of such fields (an object with exactly those keys).
+    Kinds:  int, float (finite), str, ``tuple[X, ...]`` (a list), ``dict[str, X]`` (an object), ``dict[int,
+            X]`` (one with whole numbers as keys), ``X | None``, a dataclass of such fields (an object with
+            those keys).
     """
     if dataclasses.is_dataclass(kind):
         return _read_fields(kind, value, where)
@@ -39,8 +41,9 @@ def read(kind: Any, value: Any, where: str) -> Any:
     if origin is tuple and isinstance(value, list):
         return tuple(read(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
     if origin is dict and isinstance(value, dict):
+        key_of = _whole if arguments[0] is int else lambda key, _: key
         return {
-            _whole(key, where): read(arguments[1], item, f"{where}[{key}]") for key, item in value.items()
+            key_of(key, where): read(arguments[1], item, f"{where}[{key}]") for key, item in value.items()
         }
     if kind is float and type(value) is int and abs(value) <= 2**53:
         value = float(value)
@@ -58,16 +61,18 @@ def _whole(key: str, where: str) -> int:
 
 def _read_fields(kind: Any, value: Any, where: str) -> Any:
     hints = typing.get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind)]
+    fields = dataclasses.fields(kind)
+    names = [field.name for field in fields]
+    needed = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
     if not isinstance(value, dict):
         raise PlanError(f"{where} is an object with the keys {', '.join(names)}, found {shortened(value)}")
-    if missing := [name for name in names if name not in value]:
+    if missing := [name for name in needed if name not in value]:
         raise PlanError(f"{where} lacks the key {missing[0]}")
     if unknown := [name for name in value if name not in names]:
         raise PlanError(
             f"{where} has the unknown key {shortened(unknown[0])}; the known ones are {', '.join(names)}"
         )
-    return kind(**{name: read(hints[name], value[name], f"{where}.{name}") for name in names})
+    return kind(**{name: read(hints[name], item, f"{where}.{name}") for name, item in value.items()})
 
 
 def shortened(value: Any) -> str:

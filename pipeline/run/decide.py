@@ -12,12 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 from ...compression.errors import PlanError
 from ...conf.schema import PlanConfig
-from ...stages.planner.measure import Profile, measure
-from ...stages.planner.partition import partition
+from ...stages.planner.layer_profile import Profile
+from ...stages.planner.measure import measure
 from ...stages.planner.plan import Plan
 from ...stages.tracing.graph import trace
+from ..planner.partition import partition
 from ..ranks.launch import threads_per_rank
 from ..samples.samples import Samples
+from ..weights.optimizers import state_per_byte
 from . import build, console
 from .early import program
 from .run_folder import RunFolder
@@ -100,6 +102,7 @@ def partition_options(config: PlanConfig) -> dict[str, Any]:
         "codec": config.codec,
         "link": config.link,
         "memory": config.memory.device,
+        "optimizer_state": state_per_byte(build.optimizer(config.optimizer)) if config.optimizer else None,
         "tier": config.memory.tier,
         "weights_tier": config.memory.weights,
         "weights_first": config.weights_first,

@@ -14,13 +14,13 @@ from ...compression.errors import ConfigError, ScheduleError
 from ...compression.names import check_name
 from ...conf import groups
 from ...conf.schema import PlanConfig, TrainConfig
-from ...stages.planner.placement import layout, placed, placement
 from ...stages.planner.plan import Plan, check_tiers
 from ...stages.planner.rules import check_versions
 from ...stages.units import parse_bytes, parse_rate
 from ..ranks.launch import check_ranks
 from ..samples import sources
 from ..schedules import schedule_named
+from ..schedules.placement import layout, placed, placement, stages_on
 from ..schedules.written import load_program
 
 ALL = "all"
@@ -41,7 +41,8 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
         check_ranks(config.ranks)
     _check_schedule(config, () if given else program(config.program))
     check_name(config.codec)
-    check_tiers(**{"memory.tier": config.memory.tier, "memory.weights": config.memory.weights})
+    if given is None:  # else every stage has its own
+        check_tiers(**{"memory.tier": config.memory.tier, "memory.weights": config.memory.weights})
     if config.link is not None:
         parse_rate(config.link)
     if config.memory.device is not None:
@@ -90,7 +91,8 @@ def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
             raise ConfigError(f"{key}= is for making a plan, and plan={config.plan} is one; drop either")
     decided: dict[str, Any] = {"ranks": plan.num_ranks, "stages": plan.num_stages}
     decided |= {key: getattr(plan, key) for key in TAKEN}
-    for key, value in (decided | {"memory.tier": plan.tier, "memory.weights": plan.weights_tier}).items():
+    decided |= {"memory.tier": plan.of_stages("tier"), "memory.weights": plan.of_stages("weights_tier")}
+    for key, value in decided.items():
         place, name = (config.memory, key[7:]) if key.startswith("memory.") else (config, key)
         if key in keys and getattr(place, name) != value:
             asked = f"{key}={getattr(place, name)}"
@@ -122,10 +124,7 @@ def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
             placed(lines)
         return
     rank_of = placement(config.schedule, stages=config.num_stages, ranks=config.ranks)
-    stages_of_rank = [
-        [stage for stage, owner in enumerate(rank_of) if owner == rank] for rank in range(config.ranks)
-    ]
-    schedule(stages_of_rank, config.micro_batches, extra_in_flight=config.extra_in_flight)
+    schedule(stages_on(rank_of), config.micro_batches, extra_in_flight=config.extra_in_flight)
 
 
 def _findable(module: str) -> bool:

@@ -6,20 +6,20 @@ paper before anything runs."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 from ...compression.errors import PenstockError, PlanError
-from ...stages.planner.costs import COPIES_OF_PARAMETERS, with_margin
-from ...stages.planner.measure import Profile
-from ...stages.planner.partition import partition
+from ...stages.planner.layer_profile import Profile, sizes_of
+from ...stages.planner.memory import copies
 from ...stages.planner.plan import Plan
 from ...stages.units import show_bytes, show_seconds
-from ..runtime.stream import Fed, between
-from ..schedules import SCHEDULES, schedule_named
-from ..schedules.live import Programs, live_micro_batches, live_versions, most_saved
+from ..planner.costs import with_margin
+from ..planner.partition import partition
+from ..planner.programs import endless_programs, filling, step_programs
+from ..schedules import SCHEDULES
+from ..schedules.live import Programs, live_micro_batches, live_versions, most_held
 from ..schedules.simulate import simulate_plan
 from ..schedules.verify import smallest_window
 from .timeline import Panel
@@ -34,8 +34,7 @@ class Candidate:
     """One schedule, simulated.
 
     ``panel``: a step of it; of a stream one in its middle, whose length is what a batch takes there.
-    ``memory``: bytes on every rank: parameters, their gradients and one state of the optimizer, old versions,
-    and what the micro-batches in flight saved. ``live_micro_batches`` and ``live_versions``: per stage.
+    ``memory``: the most bytes on every rank. ``live_micro_batches`` and ``live_versions``: per stage.
     """
 
     plan: Plan
@@ -135,9 +134,8 @@ def compare(profile: Profile, **options: Any) -> Comparison:
     refused: dict[str, PenstockError] = {}
     for name, weights in asked:
         try:
-            candidates.append(
-                candidate(profile, partition(profile, schedule=name, weights=weights, **options))
-            )
+            plan = partition(profile, schedule=name, weights=weights, **options)
+            candidates.append(candidate(profile, plan, optimizer_state=options.get("optimizer_state")))
         except PenstockError as error:
             refused[name if weights == "latest" else f"{name} {weights}"] = error
     if not candidates:
@@ -149,22 +147,21 @@ def compare(profile: Profile, **options: Any) -> Comparison:
     )
 
 
-def candidate(profile: Profile, plan: Plan) -> Candidate:
-    """Simulate the step of a plan, with the bytes that ``profile`` measured.
+def candidate(profile: Profile, plan: Plan, *, optimizer_state: float | None = None) -> Candidate:
+    """Simulate the step of a plan, with the bytes that ``profile`` measured and those of an optimizer.
 
     Raises:  ScheduleError: the schedule does not suit the plan's stages, ranks or micro-batches.
     """
     if plan.streams:
         programs, panel = _stream(plan)
     else:
-        schedule = schedule_named(plan.schedule, plan.program)
-        programs = schedule(plan.stages_of_rank, plan.micro_batches, extra_in_flight=plan.extra_in_flight)
+        programs = step_programs(plan)
         panel = Panel(title=plan.schedule, spans=simulate_plan(plan, programs).spans)
     versions = live_versions(programs, weights=plan.weights, micro_batches=plan.micro_batches)
     return Candidate(
         plan=plan,
         panel=panel,
-        memory=_memory(profile, plan, programs, versions),
+        memory=_memory(profile, plan, programs, versions, optimizer_state),
         live_micro_batches=live_micro_batches(programs),
         live_versions=versions,
     )
@@ -177,37 +174,34 @@ def check_order(plan: Plan) -> None:
     """
     if plan.streams:
         return
-    schedule = schedule_named(plan.schedule, plan.program)
-    programs = schedule(plan.stages_of_rank, plan.micro_batches, extra_in_flight=plan.extra_in_flight)
     chain = list(pairwise(range(plan.num_stages)))
-    smallest_window(programs, num_micro_batches=plan.micro_batches, edges=chain)
+    smallest_window(step_programs(plan), num_micro_batches=plan.micro_batches, edges=chain)
 
 
 def _stream(plan: Plan) -> tuple[Programs, Panel]:
     """The program of enough batches for a stream to be full, and a step in its middle.
 
     One batch more takes a step more, filling and draining left out."""
-    number = plan.micro_batches
-    filled = math.ceil(2 * plan.num_stages / number)
-
-    def programs(batches: int) -> Programs:
-        ends = tuple(number * (index + 1) for index in range(batches))
-        fed = Fed(num_stages=plan.num_stages, each=plan.schedule == "async_1f1b", ends=ends)
-        return [between(own, fed) for own in plan.stages_of_rank]
-
-    longer = programs(filled + 2)
-    made, before = simulate_plan(plan, longer), simulate_plan(plan, programs(filled + 1))
-    first = next(span for span in made.spans if span.name == f"0F{filled * number}")
-    begin = first.start + first.waiting
+    options = {"schedule": plan.schedule, "micro_batches": plan.micro_batches}
+    longer, shorter = (endless_programs(plan.stages_of_rank, **options, more=more) for more in (2, 1))
+    made, before = simulate_plan(plan, longer), simulate_plan(plan, shorter)
+    first = f"0F{filling(plan.num_stages, plan.micro_batches) * plan.micro_batches}"
+    begins = next(span for span in made.spans if span.name == first)
+    begin = begins.start + begins.waiting
     end = begin + made.seconds - before.seconds
     return longer, Panel(title=plan.schedule, spans=made.spans, begin=begin, end=end)
 
 
-def _memory(profile: Profile, plan: Plan, programs: Programs, versions: tuple[int, ...]) -> tuple[int, ...]:
+def _memory(
+    profile: Profile, plan: Plan, programs: Programs, versions: tuple[int, ...], state: float | None
+) -> tuple[int, ...]:
+    """The most bytes on every rank, at any instant of its program."""
     layers = {layer.name: layer for layer in profile.layers}
-    saved = {s: sum(layers[n].saved_bytes for n in stage.layers) for s, stage in enumerate(plan.stages)}
-    held = [0] * plan.num_ranks
-    for stage, rank, kept in zip(plan.stages, plan.ranks, versions, strict=True):
-        parameters = sum(layers[name].parameter_bytes for name in stage.layers)
-        held[rank] += (COPIES_OF_PARAMETERS + kept - 1) * parameters
-    return tuple(sum(pair) for pair in zip(held, most_saved(programs, saved), strict=True))
+    sizes = [sizes_of(layers[name] for name in stage.layers) for stage in plan.stages]
+
+    def held(number: int, in_flight: int) -> int:
+        stage, options = plan.stages[number], {"optimizer_state": state, "device": profile.device}
+        options |= {"tier": stage.tier, "weights_tier": stage.weights_tier}
+        return copies(in_flight, old_versions=versions[number] - 1, **options).of(**sizes[number])
+
+    return most_held(programs, held)

@@ -21,6 +21,7 @@ from ..ranks.world import World
 from .facts import Fact, of_process
 
 EVERY = 100  # batches between two that are compared
+DECISIONS = ("device", "tier", "weights_tier", "recompute", "codecs", "gradient_codecs")  # of a stage
 
 
 class Agreement:
@@ -137,11 +138,14 @@ def _short(text: str) -> str:
 
 def _other_wish(ours: Plan, theirs: Plan) -> tuple[str, str, str] | None:
     """What two plans decide that the planner's measurements cannot have made different, and each side's."""
-    searched = ("stages", "ranks", "asked", "signature")  # an example of other data has other integers
-    for name in (field.name for field in dataclasses.fields(Plan) if field.name not in searched):
-        if getattr(ours, name) != getattr(theirs, name):
+    searched = ("stages", "asked", "signature")  # an example of other data has other integers
+    names = [field.name for field in dataclasses.fields(Plan) if field.name not in searched]
+    wishes = [(name, *(getattr(plan, name) for plan in (ours, theirs))) for name in names]
+    wishes += [(name, *(plan.of_stages(name) for plan in (ours, theirs))) for name in DECISIONS]
+    for name, mine, other in wishes:
+        if mine != other:
             what = "the fingerprint of the model" if name == "fingerprint" else name
-            return what, str(getattr(ours, name)), str(getattr(theirs, name))
+            return what, str(mine), str(other)
     a, b = ([plan.ranks, *(stage.layers for stage in plan.stages)] for plan in (ours, theirs))
     if a == b or (ours.asked and ours.asked == theirs.asked):
         return None

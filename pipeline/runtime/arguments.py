@@ -4,7 +4,7 @@ remedy."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -17,7 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...compression.errors import PlanError
 from ...stages.planner.plan import Plan
 from ...stages.planner.rules import STREAM
+from ...stages.stage.route import Route
 from ...stages.tracing.graph import LayerGraph, fingerprint
+from ...stages.tracing.probe import Probe
 from ..ranks.world import World
 from ..weights.update import SCOPES, Named
 
@@ -163,6 +165,21 @@ def check_plan(plan: Plan, model: nn.Module, world: World) -> None:
             "a plan belongs to the model it was made for, and this model has other parameters or "
             "buffers; plan again"
         )
+
+
+def check_codecs(plan: Plan, records: Sequence[Probe], routed: Sequence[Sequence[Route]]) -> None:
+    """A codec is named for what its stage packs, and not for a value that goes on in the frame it came in."""
+    values, routes = records[0].values, routed[0]
+    for (stage, name, way), codec in plan.named_codecs.items():
+        sent = {n for n, _ in routes[stage].sends} - routes[stage].passes
+        back = {n for n, _ in routes[stage].receives if values[n].requires_grad}
+        packed = [values[n].name for n in sorted(sent if way == "F" else back) if values[n].number is None]
+        if name not in packed:
+            what, known = "values" if way == "F" else "gradients", ", ".join(packed) or "none"
+            raise PlanError(
+                f"a stage names codecs for the {what} that it packs, found {name}={codec} for stage {stage}, "
+                f"which packs {known}; name one of these, or leave it out"
+            )
 
 
 def check_versions_of(state: Mapping[str, Any], plan: Plan) -> None:

@@ -18,13 +18,14 @@ from ...compression.codec import CODECS, encode
 from ...compression.masked import has_bitmap
 from ...compression.names import AUTO, check_name
 from ...compression.pool import Pool
+from ...compression.promise import written_by
 from ..ranks.links import measured_rates
 from ..ranks.world import World
 from ..schedules.instruction import Op
 from ..schedules.messages import Itinerary, Message
 from ..schedules.prices import MASKED, Choice, Flow, Prices, choose, flow_of, predict
 from ..schedules.span import Span
-from .policy import Fixed, Policy, Turn
+from .policy import Fixed, Named, Policy, Turn, wherever_masked
 
 START = "zero_value"  # until there is a choice
 TRIALS = (1, 2)  # steps in which codecs are tried first
@@ -34,23 +35,25 @@ HOPELESS = 1.5  # times the seconds that the best is predicted to take: not even
 WORTH = 0.97  # of the seconds of what runs: less is worth a change
 
 
-def policy_named(codec: str, *, world: World, deadline: float) -> Policy:
-    """The policy for ``codec``, the name of one or "auto".
+def policy_named(codec: str, *, named: Named | None = None, world: World, deadline: float) -> Policy:
+    """The policy for ``codec``, the name of one or "auto"; ``named``: what has, or begins with, another.
 
     Raises: CodecError: there is none of this name.
     """
     check_name(codec)
-    return Auto(world, deadline=deadline) if codec == AUTO else Fixed(codec)
+    return Auto(world, named, deadline=deadline) if codec == AUTO else Fixed(codec, named)
 
 
 class Auto:
     """The codec of every flow by measurement.
 
-    Args:    deadline: seconds that a wait for another rank may take.
+    Args:    named: what begins with another codec than ``START``, which is tried too, though it be lossy.
+             deadline: seconds that a wait for another rank may take.
     """
 
-    def __init__(self, world: World, *, deadline: float) -> None:
-        self.world, self.deadline, self.codecs = world, deadline, frozenset(CODECS)
+    def __init__(self, world: World, named: Named | None = None, *, deadline: float) -> None:
+        self.world, self.deadline, self.named = world, deadline, named or {}
+        self.codecs = frozenset(CODECS).union(*map(written_by, self.named.values()))
         self.pool = Pool()
         self.number = 0
         self.chosen: Choice | None = None  # None: START for everything
@@ -86,7 +89,7 @@ class Auto:
 
     def codec(self, flow: Flow) -> str:
         """That of the choice which runs."""
-        return _start(flow) if self.running is None else self.running.get(flow, _start(flow))
+        return self._start(flow) if self.running is None else self.running.get(flow, self._start(flow))
 
     def begin(self, itinerary: Itinerary, *, training: bool) -> None:
         """Learn what will travel."""
@@ -108,7 +111,8 @@ class Auto:
         flow, part, mask = flow_of(message, self.itinerary), sample(item.detach()), None
         if message.op is Op.B:
             mask = self.masks.pop(message, None)
-        for codec in candidates(item.dtype):
+        own = [self.named[flow.named]] if flow.named in self.named else []
+        for codec in dict.fromkeys([*candidates(item.dtype), *own]):
             cost = trial(part, codec, self.pool, num_bytes=item.nbytes)
             self.costs[flow][codec].append(cost)
             if mask is not None and has_bitmap(codec):
@@ -130,7 +134,7 @@ class Auto:
         """Put all ranks' prices together; what they predict runs against what is known to be safe."""
         prices = self._prices()
         self._forget()
-        start = {flow: _start(flow) for flow in prices.costs}
+        start = {flow: self._start(flow) for flow in prices.costs}
         best = choose(self.itinerary, prices, start=self.chosen or start)
         named = {"as before": self.chosen} if self.chosen else {}
         named |= {"by price": best}
@@ -170,16 +174,15 @@ class Auto:
         seconds = {(stage, op): mean for row in rows for stage, op, mean in row[1]}
         return Prices(costs=costs, work=seconds, rates=self.rates, parallel=not self.world.is_alone)
 
+    def _start(self, flow: Flow) -> str:
+        return wherever_masked(self.named.get(flow.named, START), flow)
+
     def _rates(self) -> dict[tuple[int, int], float]:
         ranks = self.itinerary.rank_of
         messages = [m for sent in self.itinerary.sends.values() for m in sent]
         links = {(ranks[m.source], ranks[m.target]) for m in messages}
         links = sorted(link for link in links if link[0] != link[1])
         return {} if self.world.is_alone else measured_rates(self.world, links, deadline=self.deadline)
-
-
-def _start(flow: Flow) -> str:
-    return START if flow.way == "F" else MASKED + START
 
 
 def _means(table: dict[str, list[Cost]]) -> dict[str, list[float]]:

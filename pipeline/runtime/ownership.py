@@ -5,7 +5,7 @@ All ranks know all of it without asking, as each has the whole plan and, until n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -28,18 +28,18 @@ from .steps import Steps
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ownership:
     """``layers``: the stage of every layer; ``stage_of``: the stage of every parameter by its first name;
-    ``rank_of``: the rank of every stage, 0 without a group; ``here``: the parameters of each stage of this
-    process."""
+    ``rank_of``: who runs a stage for a micro-batch, rank 0 without a group; ``here``: the parameters of each
+    stage of this process."""
 
     layers: Sequence[int]
     stage_of: Mapping[str, int]
-    rank_of: tuple[int, ...]
+    rank_of: Callable[[int, int], int]
     here: Mapping[int, Named]
 
     @property
     def ranks(self) -> dict[str, int]:
         """The rank of every parameter."""
-        return {name: self.rank_of[stage] for name, stage in self.stage_of.items()}
+        return {name: self.rank_of(stage, 0) for name, stage in self.stage_of.items()}
 
     @property
     def tensors(self) -> dict[int, list[nn.Parameter]]:
@@ -53,11 +53,11 @@ def ownership(model: nn.Module, plan: Plan, graph: LayerGraph, steps: Steps, wor
     _check_shared(graph, steps, plan)
     pairs = zip(layers, owned_parameters(graph), strict=True)
     stage_of = {name: stage for stage, names in pairs for name in names}
-    mine = [s for s in range(plan.num_stages) if world.is_alone or plan.ranks[s] == world.rank]
+    mine = [s for s in range(plan.num_stages) if world.is_alone or world.rank in plan.stages[s].ranks]
     return Ownership(
         layers=layers,
         stage_of=stage_of,
-        rank_of=tuple(0 if world.is_alone else rank for rank in plan.ranks),
+        rank_of=(lambda stage, micro_batch: 0) if world.is_alone else plan.rank_of,
         here={s: [(n, p) for n, p in model.named_parameters() if stage_of[n] == s] for s in mine},
     )
 
@@ -90,9 +90,14 @@ def make_stages(
             evaluation=steps.layers("eval", index),
             last=index == plan.num_stages - 1,
             autocast=autocast,
-            store=None if plan.tier == "device" else open_store(plan.tier),
+            store=None if plan.stages[index].tier == "device" else open_store(plan.stages[index].tier),
             codec=plan.codec if plan.codec in CODECS else AUTO,  # lossy ones lose on the wire only
-            weights=versions_of(plan.policy, parameters, stage=index, num_stages=plan.num_stages),
+            weights=versions_of(
+                dataclasses.replace(plan.policy, tier=plan.stages[index].weights_tier),
+                parameters,
+                stage=index,
+                num_stages=plan.num_stages,
+            ),
             weights_first=plan.weights_first,
         )
         for index, parameters in own.tensors.items()

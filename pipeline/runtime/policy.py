@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -13,6 +13,8 @@ from ...compression.promise import written_by
 from ..schedules.messages import Itinerary, Message
 from ..schedules.prices import MASKED, Flow
 from ..schedules.span import Span
+
+Named = Mapping[tuple[int, str, str], str]  # the codecs of a plan's stages, by stage, value and way
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +68,11 @@ class Policy(Protocol):
 
 
 class Fixed:
-    """One codec for everything."""
+    """One codec for everything but what is ``named``."""
 
-    def __init__(self, codec: str) -> None:
-        self.name, self.codecs = codec, written_by(codec)
+    def __init__(self, codec: str, named: Named | None = None) -> None:
+        self.name, self.named = codec, named or {}
+        self.codecs = written_by(codec).union(*map(written_by, self.named.values()))
         self.turns: tuple[Turn, ...] = ()
 
     @property
@@ -79,7 +82,7 @@ class Fixed:
 
     def codec(self, flow: Flow) -> str:
         """Always the same; a gradient uses the bitmap where there is one."""
-        return self.name if flow.way == "F" or not has_bitmap(self.name) else MASKED + self.name
+        return wherever_masked(self.named.get(flow.named, self.name), flow)
 
     def begin(self, itinerary: Itinerary, *, training: bool) -> None:
         """Nothing to prepare."""
@@ -96,3 +99,8 @@ class Fixed:
 
     def end(self, spans: Sequence[Span], seconds: float) -> None:
         """Nothing to decide."""
+
+
+def wherever_masked(codec: str, flow: Flow) -> str:
+    """``codec``, behind ``MASKED`` for a gradient if it can use a bitmap."""
+    return codec if flow.way == "F" or not has_bitmap(codec) else MASKED + codec

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
+from ...stages.planner.memory import copies
 from ...stages.planner.plan import Plan
 from ..schedules.span import Span
 from .report import StageReport
@@ -65,8 +66,7 @@ class Usage:
     ) -> dict[int, StageReport]:
         """The reports of a step of this process, with what its stages held.
 
-        A micro-batch holds what its forward was measured to save, or, where a store keeps it, what that has
-        kept of each micro-batch."""
+        A micro-batch holds what its forward was measured to save, less what a store spared of it."""
         most = dict(self.live)
         forwards = dict.fromkeys(self.live, 0)
         for span in spans:
@@ -75,15 +75,15 @@ class Usage:
             forwards[span.stage] += span.op == "F"
         resident, filled = self.resident.most(), {}
         for stage, report in reports.items():
-            saved = self.plan.stages[stage].saved_bytes
-            if self.plan.tier != "device" and forwards[stage]:
-                saved = report.saved_kept // forwards[stage]
+            planned = self.plan.stages[stage]
+            left = planned.saved_bytes - (report.saved_raw - report.saved_kept) // max(1, forwards[stage])
+            saved = copies(most[stage], tier=planned.tier).of(saved=planned.saved_bytes, packed=left)
             held = state_bytes(self.parameters[stage], self.optimizers.get(stage))
             filled[stage] = dataclasses.replace(
                 report,
                 rank=rank,
                 live_micro_batches=most[stage],
-                peak_bytes=held + report.versions_bytes + saved * most[stage],
+                peak_bytes=held + report.versions_bytes + saved,
                 resident_bytes=resident,
             )
         return filled

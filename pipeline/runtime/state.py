@@ -58,7 +58,7 @@ class State:
             if (first := firsts.setdefault(id(tensor), key)) != key:
                 self.shared[key] = first
             self.expected[key] = torch.empty_like(tensor, device="meta")
-            self.source[key] = own.rank_of[min(read)]
+            self.source[key] = own.rank_of(min(read), 0)
             if read & set(stages) or id(tensor) in held:
                 self.held[key] = tensor
 

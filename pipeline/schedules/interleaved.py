@@ -10,7 +10,6 @@ Source: Narayanan et al., Megatron-LM, SC 2021, section 2.2. There micro-batches
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ...stages.planner.placement import rounds, warm_up
 from .instruction import Instruction
 from .unit import backward, check_counts, check_layout, check_no_extra, forward
 
@@ -42,3 +41,22 @@ def interleaved(
             program += [*forwards[place : place + 1], instruction]
         programs.append(program)
     return programs
+
+
+def rounds(micro_batches: int, ranks: int) -> list[int]:
+    """How many micro-batches ``interleaved`` takes through a rank's stages at a time: as equal as can be.
+
+    Never fewer than there are ranks, if a step has so many: the first of a round is back in time for the next
+    stage of rank 0.
+    """
+    number = max(1, micro_batches // ranks)
+    return [micro_batches // number + (index < micro_batches % number) for index in range(number)]
+
+
+def warm_up(micro_batches: int, *, ranks: int, rank: int, stages: int) -> int:
+    """Forwards before the first backward of ``interleaved`` on a rank that runs ``stages`` stages.
+
+    All but its last stage take a round, and a micro-batch passes the later ranks forward and back.
+    """
+    hops = (2 if stages > 1 else 1) * (ranks - 1 - rank)
+    return min((stages - 1) * max(rounds(micro_batches, ranks)) + hops, micro_batches * stages)

@@ -4,7 +4,8 @@ Both follow from the order of a program alone, so memory is known before anythin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ...stages.weights.policies import rule_named
 from .instruction import Instruction, Op
@@ -23,30 +24,31 @@ def stages_of(programs: Programs) -> dict[int, list[Instruction]]:
 
 def live_micro_batches(programs: Programs) -> tuple[int, ...]:
     """The most micro-batches at once whose F is done, and B (or W) is not, for every stage."""
-    return tuple(max(_live([program])) for program in stages_of(programs).values())
+    return tuple(max(_live(program)) for program in stages_of(programs).values())
 
 
-def most_saved(programs: Programs, saved: Mapping[int, int]) -> tuple[int, ...]:
-    """The most bytes that wait on every rank at once, if a micro-batch leaves ``saved[stage]`` on a stage."""
-    return tuple(max(_live([program], saved)) for program in programs)
+def most_held(programs: Programs, held: Callable[[int, int], int]) -> tuple[int, ...]:
+    """The most bytes on every rank at once, if a stage with so many micro-batches live has
+    ``held(stage, number)``."""
+    return tuple(max(_live(program, held)) for program in programs)
 
 
-def _live(programs: Programs, weight: Mapping[int, int] | None = None) -> Iterator[int]:
+def _live(
+    program: Sequence[Instruction], held: Callable[[int, int], int] = lambda stage, number: number
+) -> Iterator[int]:
     """What is live at the start, where something may have begun before, and after every instruction."""
-    instructions = [instruction for program in programs for instruction in program]
-    begun = {(i.stage, i.micro_batch) for i in instructions if i.op is Op.F}
-    ended = {(i.stage, i.micro_batch) for i in instructions if i.op in (Op.B, Op.W)}
-
-    def weighed(stage: int) -> int:
-        return 1 if weight is None else weight[stage]
-
-    total = sum(weighed(stage) for stage, _ in ended - begun)
+    begun = {(i.stage, i.micro_batch) for i in program if i.op is Op.F}
+    ended = {(i.stage, i.micro_batch) for i in program if i.op in (Op.B, Op.W)}
+    live = Counter(dict.fromkeys((i.stage for i in program), 0))
+    live.update(stage for stage, _ in ended - begun)
+    total = sum(held(*item) for item in live.items())
     yield total
-    for instruction in instructions:
-        if instruction.op is Op.F:
-            total += weighed(instruction.stage)
-        elif instruction.op in (Op.B, Op.W):
-            total -= weighed(instruction.stage)
+    for instruction in program:
+        if change := (instruction.op is Op.F) - (instruction.op in (Op.B, Op.W)):
+            stage = instruction.stage
+            total -= held(stage, live[stage])
+            live[stage] += change
+            total += held(stage, live[stage])
         yield total
 
 
@@ -79,11 +81,16 @@ def _versions(program: Sequence[Instruction]) -> dict[int, int]:
     return found
 
 
-def _most_versions(program: Sequence[Instruction], needs: Mapping[int, int]) -> int:
-    needed, newest, most = dict(needs), 0, 1
+def _most_versions(program: Sequence[Instruction], needs: Mapping[int | None, int]) -> int:
+    waiting = Counter(needs.values())  # micro-batches that still need a version, by version
+    newest, needed, most = 0, int(waiting[0] > 0), 1
     for instruction in program:
-        newest += instruction.op is Op.U
-        if instruction.op in (Op.B, Op.W) and instruction.micro_batch is not None:
-            needed.pop(instruction.micro_batch, None)
-        most = max(most, len({newest, *(version for version in needed.values() if version <= newest)}))
+        if instruction.op is Op.U:
+            newest += 1
+            needed += waiting[newest] > 0
+        elif instruction.op in (Op.B, Op.W) and instruction.micro_batch in needs:
+            version = needs[instruction.micro_batch]
+            waiting[version] -= 1
+            needed -= waiting[version] == 0 and version <= newest
+        most = max(most, needed + (waiting[newest] == 0))
     return most

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...compression.errors import PlanError, ScheduleError
-from ...stages.planner.placement import placement
 from .instruction import Instruction, Op
+from .placement import placement, stages_on
 
 
 def forward(stages: Sequence[int], micro_batch: int) -> list[Instruction]:
@@ -85,8 +85,7 @@ def check_layout(schedule: str, stages_of_rank: Sequence[Sequence[int]]) -> None
         rank_of = placement(schedule, stages=sum(map(len, stages_of_rank)), ranks=num_ranks)
     except PlanError as error:
         raise ScheduleError(str(error)) from None
-    for rank, stages in enumerate(stages_of_rank):
-        wanted = [stage for stage, owner in enumerate(rank_of) if owner == rank]
+    for rank, (stages, wanted) in enumerate(zip(stages_of_rank, stages_on(rank_of), strict=True)):
         if list(stages) != wanted:
             raise ScheduleError(
                 f"{schedule} runs stages {wanted} on rank {rank}, found stages {list(stages)} there; "

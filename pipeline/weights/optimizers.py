@@ -73,3 +73,19 @@ def refusal_of(made: Optimizer, settings: Mapping[str, Any]) -> str:
     except Exception:  # it takes more than these, and what it would say of them is not known
         return ""
     return ""
+
+
+def state_per_byte(optimizer: Make) -> float | None:
+    """Bytes that an optimizer keeps for each byte of its parameters, as a step shows; None: no telling.
+
+    0 for plain SGD, 1 with momentum, 2 for Adam; numbers that count steps are left out."""
+    weight = torch.nn.Parameter(torch.zeros(64, 64))
+    weight.grad = torch.zeros_like(weight)
+    try:
+        made = make_optimizer(optimizer, [("weight", weight)])
+        assert made is not None
+        made.step()
+    except Exception:  # it takes other names, other shapes, or a closure
+        return None
+    kept = (item for item in made.state[weight].values() if isinstance(item, torch.Tensor) and item.dim())
+    return sum(item.nbytes for item in kept) / weight.nbytes

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...pipeline.pipeline import Pipeline
+from ...pipeline.planner.partition import partition
 from ...pipeline.ranks.world import World
 from ...pipeline.run.train import loss
 from ...stages.planner.measure import measure
-from ...stages.planner.partition import partition
 from ...stages.planner.plan import Plan
 from ...stages.tracing.graph import trace
 from .harness import alternate, timed

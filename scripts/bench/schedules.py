@@ -11,10 +11,10 @@ from rich.table import Table
 
 from ...compression.errors import ConfigError, TransportError
 from ...conf.bench import BenchPipelineConfig
+from ...pipeline.planner.partition import partition
 from ...pipeline.run import console
 from ...pipeline.run.decide import look
 from ...pipeline.run.run_folder import RunFolder
-from ...stages.planner.partition import partition
 from ...stages.planner.plan import Plan
 from ...stages.units import show_bytes
 from . import contest, picture, refusals

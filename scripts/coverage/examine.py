@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from ...compression.errors import PenstockError
 from ...pipeline.pipeline import Pipeline
-from ...stages.planner.measure import Profile, measure
-from ...stages.planner.partition import partition
+from ...pipeline.planner.partition import partition
+from ...stages.planner.layer_profile import Profile
+from ...stages.planner.measure import measure
 from ...stages.tracing.comparison import same_bits
 from ...stages.tracing.graph import LayerGraph, trace
 from .eager import drawing_calls, plain_step

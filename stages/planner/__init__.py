@@ -1,4 +1,4 @@
-"""From layers to a plan: what each costs, where to cut, which rank runs which stage, and the plan as data.
+"""Measuring a network, and the plan as data: profile, plan, its stages, its rules, and what a rank holds.
 
-``partition.py`` is the way in. It must not know how a stage runs, and touches no process, device or link: it
-works on the measured profile alone."""
+Who runs a plan and who searches for one (``pipeline/planner/``) both read it here; nothing here knows how a
+stage runs, or touches a process, device or link."""

@@ -1,9 +1,6 @@
 """First-iteration profile: seconds, bytes and zeros of every layer and value, measured on a copy.
 
-The planner needs numbers, not tensors: a profile is plain data, saved as JSON and read back without the
-model.
-Source: resource management of a training step, S1 and S11-S13 (kinds, sizes and dependencies of intermediate
-        data)."""
+Every layer runs by itself, for its seconds; all of them run once together, for what they save."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,83 +16,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...compression.errors import PlanError
 from ..device import CPU
-from ..files import save_json
-from ..record import load_json, read
 from ..stage.receive import Receive
 from ..tracing.aliases import memory_of
 from ..tracing.capture.call import Call, Example
-from ..tracing.capture.signature import Signature
 from ..tracing.layer_graph import LayerGraph
 from ..tracing.layers import Layer, Parts, parts_of, run_layer
 from ..tracing.probe import Probe
 from .examples import signature_of
-from .whole_step import whole_step
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LayerProfile:
-    """One layer: seconds per micro-batch, parameters it is the first to use, bytes kept for its backward."""
-
-    name: str
-    module: str
-    forward_seconds: float
-    backward_seconds: float
-    parameters: tuple[str, ...]
-    num_parameters: int
-    parameter_bytes: int
-    saved_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ValueProfile:
-    """One value: made by layer ``producer`` (-1: an input of the model), read by the layers ``users``."""
-
-    name: str
-    producer: int
-    users: tuple[int, ...]
-    num_bytes: int
-    requires_grad: bool
-    zero_fraction: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
-    """What a plan is made from: the layers and values of one micro-batch, and where not to cut.
-
-    ``refused``: for a layer's number, why the model must not be cut behind it. ``signature``: how the model
-    is called, None in a profile that does not know: by position. ``leaves``: what was taken as one layer, by
-    request or need."""
-
-    layers: tuple[LayerProfile, ...]
-    values: tuple[ValueProfile, ...]
-    refused: dict[int, str]
-    fingerprint: str
-    input_shapes: tuple[tuple[int, ...], ...]
-    input_dtypes: tuple[str, ...]
-    num_samples: int
-    threads: int
-    device: str
-    torch: str
-    signature: Signature | None = None
-    leaves: tuple[str, ...] = ()
-
-    def save(self, path: str | Path) -> None:
-        """Write the profile as JSON, whole or not at all, else ConfigError; ``Profile.load`` reads it."""
-        data = {"penstock_profile": 1, **dataclasses.asdict(self)}
-        save_json(path, data, indent=1)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Read a profile; raises PlanError, and nothing else, for a missing, damaged or other file."""
-        data = load_json(path, "profile")
-        if not isinstance(data, dict) or data.pop("penstock_profile", None) != 1:
-            raise PlanError(
-                f"a profile is a JSON object with the key penstock_profile, {path} is not; measure again"
-            )
-        for field in dataclasses.fields(cls):  # a profile made before models were called by name
-            if field.default is not dataclasses.MISSING:
-                data.setdefault(field.name, field.default)
-        return read(cls, data, "profile")
+from .layer_profile import LayerProfile, Profile, ValueProfile
+from .whole_step import whole_step, zero_fraction
 
 
 def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> Profile:
@@ -122,7 +50,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
     buffers = [memory_of(b).clone() for b in graph.twin.buffers()]
     with torch.random.fork_rng(devices=[]):
         runs = [_timed_run(graph, inputs) for _ in range(repeats + 1)][1:]
-        saved, far = whole_step(graph, inputs)
+        saved, packed, far = whole_step(graph, inputs)
     for buffer, before in zip(graph.twin.buffers(), buffers, strict=True):
         memory_of(buffer).copy_(before)
     owned = owned_parameters(graph)
@@ -138,6 +66,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
                 num_parameters=sum(parameters[name].numel() for name in owned[i]),
                 parameter_bytes=sum(parameters[name].nbytes for name in owned[i]),
                 saved_bytes=saved[i],
+                packed_bytes=packed[i],
             )
             for i, layer in enumerate(graph.train.layers)
         ),
@@ -219,8 +148,7 @@ def _timed_run(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> _Run:
         env[layer.node] = result
         for number, leaf in zip(record.outputs[layer.node].values, tree_leaves(result), strict=True):
             if isinstance(leaf, torch.Tensor) and leaf.numel():
-                bits = leaf.view(torch.uint8) if leaf.itemsize == 1 else leaf  # torch counts no float8
-                run.zeros[number] = 1 - int(torch.count_nonzero(bits)) / leaf.numel()
+                run.zeros[number] = zero_fraction(leaf)
     return run
 
 

@@ -1,9 +1,10 @@
-"""Plan: the whole decision as data: the layers of each stage, its rank, the schedule and the codec.
+"""Plan: the whole decision as data: the stages with what was decided for each, the schedule and the codec.
 
 A plan can be printed, drawn, saved, edited and loaded again, so that a person sees and owns what will run.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from ...compression.names import show_codec
 from ..files import save_json
 from ..record import load_json, read, shortened
 from ..tracing.capture.signature import Signature
-from ..units import show_bytes, show_count, show_rate, show_seconds
+from ..units import show_bytes, show_rate
 from ..weights.policies import WeightPolicy, policy_named
 from .asked import Asked
 from .plan_stage import PlanStage
+from .plan_table import table
 from .rules import check_versions, streams
 
-VERSION = 1
+VERSION = 2  # 1: ranks, tier and weights_tier beside the stages
 TIERS = ("device", "packed", "host")
 
 
@@ -32,14 +34,13 @@ def check_tiers(**found: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What ``partition`` decides and ``Pipeline`` runs; ``ranks`` holds the rank of each stage.
+    """What ``partition`` decides and ``Pipeline`` runs; what is decided for a stage, its ``PlanStage`` says.
 
-    ``tier``: where saved tensors wait for their backward (``TIERS``).
-    ``weights``: which version of the weights a micro-batch sees (``POLICIES``); ``weights_tier``: where a
-    version that no instruction reads right now waits (``TIERS``); ``prediction``: forwards run with the
-    weights as they are expected to be at the backward; ``weights_first``: in a backward a layer's weight
-    gradient comes before the gradient of its input. ``program``: a custom schedule, a line for each rank.
-    ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
+    ``codec``: that of every value and gradient for which its stage names no other.
+    ``weights``: which version of the weights a micro-batch sees (``POLICIES``); ``prediction``: forwards run
+    with the weights as they are expected to be at the backward; ``weights_first``: in a backward a layer's
+    weight gradient comes before the gradient of its input. ``program``: a custom schedule, a line for each
+    rank. ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
     ``asked``: which cuts ``partition`` was asked for; None in a plan that does not know.
     ``signature``: how the model is called, None for by position; ``leaves``: what is one layer, by request or
     need.
@@ -47,7 +48,6 @@ class Plan:
     """
 
     stages: tuple[PlanStage, ...]
-    ranks: tuple[int, ...]
     schedule: str
     micro_batches: int
     extra_in_flight: int
@@ -57,9 +57,7 @@ class Plan:
     input_dtypes: tuple[str, ...]
     memory: int | None
     link: float | None
-    tier: str = "device"
     weights: str = "latest"
-    weights_tier: str = "device"
     weights_first: bool = False
     prediction: bool = False
     program: tuple[str, ...] = ()
@@ -73,12 +71,13 @@ class Plan:
             raise PlanError("a plan has one stage or more, and every stage has a layer")
         if twice := next((layer for layer, other in pairwise(sorted(layers)) if layer == other), None):
             raise PlanError(f"a layer belongs to one stage, the plan has {twice!r} twice")
-        if len(self.ranks) != self.num_stages or set(self.ranks) != set(range(self.num_ranks)):
+        for stage in self.stages:
+            check_tiers(tier=stage.tier, weights_tier=stage.weights_tier)
+        if sorted(set(self.ranks)) != list(range(len(set(self.ranks)))):
             raise PlanError(
                 f"a plan gives each of its {self.num_stages} stages a rank, and every rank from 0 on a "
                 f"stage, found ranks {list(self.ranks)}"
             )
-        check_tiers(tier=self.tier, weights_tier=self.weights_tier)
         check_versions(
             schedule=self.schedule,
             weights=self.weights,
@@ -91,7 +90,7 @@ class Plan:
             raise PlanError(
                 f"a step needs at least one micro-batch, found micro_batches={self.micro_batches}"
             )
-        counts = [n for s in self.stages for n in dataclasses.astuple(s)[2:]]
+        counts = [n for s in self.stages for n in dataclasses.astuple(s) if isinstance(n, int | float)]
         counts += [self.extra_in_flight, *(size for shape in self.input_shapes for size in shape)]
         if (
             min(counts) < 0
@@ -106,16 +105,24 @@ class Plan:
         return len(self.stages)
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of each stage, for those who show it; who asks where something runs asks ``rank_of``."""
+        return tuple(rank for stage in self.stages for rank in stage.ranks)
+
+    def rank_of(self, stage: int, micro_batch: int) -> int:
+        """The rank that runs ``stage`` for ``micro_batch``."""
+        ranks = self.stages[stage].ranks
+        return ranks[micro_batch % len(ranks)]
+
+    @property
     def num_ranks(self) -> int:
         """Number of processes the plan is made for."""
         return max(self.ranks) + 1
 
     @property
     def policy(self) -> WeightPolicy:
-        """What a stage does with its weights."""
-        return policy_named(
-            self.weights, schedule=self.schedule, prediction=self.prediction, tier=self.weights_tier
-        )
+        """What the stages do with their weights; in which tier, each says for itself."""
+        return policy_named(self.weights, schedule=self.schedule, prediction=self.prediction)
 
     @property
     def streams(self) -> bool:
@@ -133,12 +140,24 @@ class Plan:
     @property
     def stages_of_rank(self) -> list[list[int]]:
         """The stages of each rank, as the schedules take them."""
-        return [[s for s, owner in enumerate(self.ranks) if owner == rank] for rank in range(self.num_ranks)]
+        numbered = list(enumerate(self.stages))
+        return [[s for s, stage in numbered if rank in stage.ranks] for rank in range(self.num_ranks)]
 
     @property
     def cuts(self) -> tuple[str, ...]:
         """The layers after which the model is cut, as ``partition`` takes them."""
         return tuple(stage.layers[-1] for stage in self.stages[:-1])
+
+    @property
+    def named_codecs(self) -> dict[tuple[int, str, str], str]:
+        """The codecs that stages name, by stage, value and way: "F" down, "B" up for its gradient."""
+        numbered = enumerate(self.stages)
+        return {(s, *what): codec for s, stage in numbered for what, codec in stage.named_codecs.items()}
+
+    def of_stages(self, decision: str) -> str:
+        """What was decided for the stages under a name, such as "tier": once if for all alike, else each."""
+        found = [str(getattr(stage, decision)) for stage in self.stages]
+        return found[0] if len(set(found)) == 1 else ",".join(found)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON data, which ``Plan.of_json`` takes."""
@@ -161,31 +180,33 @@ class Plan:
                 f"a plan is a JSON object with the key penstock_plan, {source} is not; make one anew"
             )
         version = data.pop("penstock_plan")
-        if type(version) is not int or version != VERSION:
+        if type(version) is not int or not 1 <= version <= VERSION:
             raise PlanError(
                 f"plans have version {VERSION} here, found {shortened(version)} in {source}; make it anew"
             )
-        for field in dataclasses.fields(cls):  # a plan made before there were tiers, or versions
-            if field.default is not dataclasses.MISSING:
-                data.setdefault(field.name, field.default)
-        for stage in stages if isinstance(stages := data.get("stages"), list) else ():
-            if isinstance(stage, dict):
-                stage.setdefault("saved_bytes", 0)
-        return read(cls, data, "plan")
+        return read(cls, _from_version_1(data) if version == 1 else data, "plan")
 
     def draw(self, path: str | Path) -> None:
         """Draw the stages, their seconds and the bytes over each cut into a PNG."""
         from .plan_picture import draw  # matplotlib takes a second to import
 
-        draw(path, self.stages, self.ranks, title=_title(self))
+        draw(path, self.stages, title=_title(self))
 
     def __str__(self) -> str:
-        rows = [_HEADINGS, *map(_row, range(self.num_stages), self.ranks, self.stages)]
-        return "\n".join([_title(self), *_aligned(rows), _FOOTNOTE])
+        return "\n".join([_title(self), *table(self.stages)])
 
 
-_HEADINGS = ("stage", "rank", "layers", "parameters", "forward", "backward", "memory", "sent down", "sent up")
-_FOOTNOTE = "predicted per micro-batch; memory for all micro-batches in flight; sent: tensors before packing"
+def _from_version_1(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The same plan as version 2 has it; what is damaged stays so."""
+    rest = {name: item for name, item in data.items() if name not in ("ranks", "tier", "weights_tier")}
+    alike = {name: data[name] for name in ("tier", "weights_tier") if name in data}
+    stages, ranks = data.get("stages"), data.get("ranks")
+    if isinstance(stages, list) and isinstance(ranks, list) and len(stages) == len(ranks):
+        rest["stages"] = [
+            stage | alike | {"ranks": [rank]} if isinstance(stage, dict) else stage
+            for stage, rank in zip(stages, ranks, strict=True)
+        ]
+    return rest
 
 
 def _title(plan: Plan) -> str:
@@ -193,9 +214,11 @@ def _title(plan: Plan) -> str:
     parts = [plan.schedule, batches, f"codec {show_codec(plan.codec)}"]
     if plan.extra_in_flight:
         parts.insert(1, f"{plan.extra_in_flight} extra in flight")
+    for (_, name, way), codec in plan.named_codecs.items():
+        parts.append(f"{name} {'down' if way == 'F' else 'up'} {show_codec(codec)}")
     parts += _weights(plan)
-    if plan.tier != "device":
-        parts.append(f"saved tensors {plan.tier}")
+    if (tier := plan.of_stages("tier")) != "device":
+        parts.append(f"saved tensors {tier}")
     if plan.link is not None:
         parts.append(f"link {show_rate(plan.link)}")
     if plan.memory is not None:
@@ -211,34 +234,8 @@ def _weights(plan: Plan) -> list[str]:
     parts = []
     if plan.streams:
         parts.append(f"weights {plan.weights}{' with prediction' if plan.prediction else ''}")
-    if plan.weights_tier != "device":
-        parts.append(f"old weights {plan.weights_tier}")
+    if (tier := plan.of_stages("weights_tier")) != "device":
+        parts.append(f"old weights {tier}")
     if plan.weights_first:
         parts.append("weight gradients first")
     return parts
-
-
-def _row(number: int, rank: int, stage: PlanStage) -> tuple[str, ...]:
-    layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} .. {stage.layers[-1]}"
-    return (
-        str(number),
-        str(rank),
-        f"{layers} ({len(stage.layers)})",
-        show_count(stage.num_parameters),
-        show_seconds(stage.forward_seconds),
-        show_seconds(stage.backward_seconds),
-        show_bytes(stage.memory_bytes),
-        show_bytes(stage.bytes_forward) if stage.bytes_forward else "-",
-        show_bytes(stage.bytes_backward) if stage.bytes_backward else "-",
-    )
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = [str.ljust if heading == "layers" else str.rjust for heading in rows[0]]
-    return [
-        "  ".join(
-            side(*cell) for side, cell in zip(sides, zip(row, widths, strict=True), strict=True)
-        ).rstrip()
-        for row in rows
-    ]

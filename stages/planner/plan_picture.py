@@ -24,21 +24,21 @@ RANKS = ("#EAF2F8", "#F6F1E7")  # neighbouring ranks differ
 WIDTH, GAP = 1.0, 0.42  # of a stage and of the link behind it
 
 
-def draw(path: str | Path, stages: Sequence[PlanStage], ranks: Sequence[int], *, title: str) -> None:
+def draw(path: str | Path, stages: Sequence[PlanStage], *, title: str) -> None:
     """Draw the stages of a plan, and the rank of each, into a PNG."""
-    save_picture(path, figure(stages, ranks, title=title))
+    save_picture(path, figure(stages, title=title))
 
 
-def figure(stages: Sequence[PlanStage], ranks: Sequence[int], *, title: str) -> "Figure":
+def figure(stages: Sequence[PlanStage], *, title: str) -> "Figure":
     """Stages from left to right as blocks, the bytes over each cut between them, their seconds below."""
     from matplotlib.figure import Figure  # takes a second to import, and only a drawing needs it
 
     made = Figure(figsize=(max(6.5, 1.1 + 2.35 * len(stages)), 5.2), layout="constrained")
     blocks, bars = made.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    for number, (stage, rank) in enumerate(zip(stages, ranks, strict=True)):
-        _draw_stage(blocks, number, rank, stage)
+    for number, stage in enumerate(stages):
+        _draw_stage(blocks, number, stage)
         if number + 1 < len(stages):
-            _draw_link(blocks, number, stage, local=ranks[number + 1] == rank)
+            _draw_link(blocks, number, stage, local=stages[number + 1].ranks == stage.ranks)
     blocks.set_ylim(0, 1)
     blocks.axis("off")
     _draw_seconds(bars, stages)
@@ -46,20 +46,34 @@ def figure(stages: Sequence[PlanStage], ranks: Sequence[int], *, title: str) -> 
     return made
 
 
-def _draw_stage(axes: "Axes", number: int, rank: int, stage: PlanStage) -> None:
+def _draw_stage(axes: "Axes", number: int, stage: PlanStage) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     left = number * (WIDTH + GAP)
     shape = "round,pad=0,rounding_size=0.04"
     axes.add_patch(
         FancyBboxPatch(
-            (left, 0.02), WIDTH, 0.96, boxstyle=shape, fc=RANKS[rank % 2], ec=LINE, gid=f"stage {number}"
+            (left, 0.02),
+            WIDTH,
+            0.96,
+            boxstyle=shape,
+            fc=RANKS[stage.ranks[0] % 2],
+            ec=LINE,
+            gid=f"stage {number}",
         )
     )
     middle = left + WIDTH / 2
     layers = stage.layers[:1] if len(stage.layers) == 1 else (stage.layers[0], "to", stage.layers[-1])
     axes.text(middle, 0.9, f"stage {number}", ha="center", va="center", fontsize=12, fontweight="bold")
-    axes.text(middle, 0.79, f"rank {rank}", ha="center", va="center", fontsize=9, color=LINE)
+    axes.text(
+        middle,
+        0.79,
+        f"rank {','.join(map(str, stage.ranks))}",
+        ha="center",
+        va="center",
+        fontsize=9,
+        color=LINE,
+    )
     axes.text(
         middle,
         0.54,

@@ -1,17 +1,28 @@
-"""One stage of a plan: its layers, and what they are predicted to take."""
+"""One stage of a plan: its layers, what was decided for it, and what it is predicted to take."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from ...compression.errors import CodecError, PlanError
+from ...compression.names import check_name
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStage:
-    """One stage: its layers and parameters (names), and its predictions per micro-batch.
+    """One stage: its layers and parameters (names), its decisions, and its predictions per micro-batch.
 
     ``num_parameters`` counts elements, ``memory_bytes`` is for all micro-batches in flight, of which each
     leaves ``saved_bytes`` for its backward, ``bytes_forward`` and ``bytes_backward`` are those of the tensors
     that pass the cut behind the stage, unpacked.
+
+    ``ranks``: who runs it, one rank until there are replicas; ``device``: what computes, None for what its
+    rank computes on; ``tier``: where saved tensors wait for their backward (``TIERS``); ``weights_tier``:
+    where a version of its weights waits that no instruction reads right now; ``recompute``: whether a
+    backward runs its forward again. ``codecs``: by name of a value that the stage makes and sends, the codec
+    that it travels in, or under "auto" begins with; ``gradient_codecs``: the same for the gradients that it
+    sends up, by name of their values. What has no codec here has that of the plan.
+    Raises:  PlanError: a decision that nothing can run.
     """
 
     layers: tuple[str, ...]
@@ -22,4 +33,34 @@ class PlanStage:
     memory_bytes: int
     bytes_forward: int
     bytes_backward: int
+    ranks: tuple[int, ...]
     saved_bytes: int = 0
+    device: str | None = None
+    tier: str = "device"
+    weights_tier: str = "device"
+    recompute: bool = False
+    codecs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    gradient_codecs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        here = f"for the stage of {', '.join(self.layers[:1])}"
+        if len(self.ranks) != 1:
+            found = f"found ranks {list(self.ranks)} {here}"
+            raise PlanError(f"a stage runs on one rank until there are replicas, {found}; give it one")
+        if self.device not in (None, "cpu"):
+            raise PlanError(
+                f"a stage computes on device cpu so far, found {self.device!r} {here}; leave it out"
+            )
+        if self.recompute:
+            raise PlanError(f"no forward is run again so far, found recompute=true {here}; leave it out")
+        for (name, _), codec in self.named_codecs.items():
+            try:
+                check_name(codec, auto=False)
+            except CodecError as error:
+                raise PlanError(f"{here}, {name}: {error}") from error
+
+    @property
+    def named_codecs(self) -> dict[tuple[str, str], str]:
+        """The codecs by value and way: "F" for a value that goes down, "B" for a gradient that goes up."""
+        down = {(name, "F"): codec for name, codec in self.codecs.items()}
+        return down | {(name, "B"): codec for name, codec in self.gradient_codecs.items()}

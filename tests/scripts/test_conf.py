@@ -22,9 +22,9 @@ from penstock.conf.bench_codecs import BenchCodecsConfig
 from penstock.conf.groups import OF_THE_RUN
 from penstock.conf.schema import ClipConfig, PlanConfig, TrainConfig
 from penstock.pipeline.schedules import SCHEDULES
+from penstock.pipeline.schedules.placement import layout
 from penstock.scripts import flags, usage
 from penstock.scripts.bench import codecs_subjects, refusals
-from penstock.stages.planner.placement import layout
 
 CONF = Path(str(resources.files("penstock.conf")))
 GROUPS = ("model", "data", "optimizer", "scheduler")

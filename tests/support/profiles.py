@@ -2,12 +2,12 @@
 
 from hypothesis import strategies as st
 
-from penstock.stages.planner.measure import LayerProfile, Profile, ValueProfile
+from penstock.stages.planner.layer_profile import LayerProfile, Profile, ValueProfile
 
 MS = 1e-3
 
 
-def layer_of(name, module="", forward=1, backward=2, size=0, saved=0):
+def layer_of(name, module="", forward=1, backward=2, size=0, saved=0, packed=None):
     return LayerProfile(
         name=name,
         module=module,
@@ -17,6 +17,7 @@ def layer_of(name, module="", forward=1, backward=2, size=0, saved=0):
         num_parameters=size // 4,
         parameter_bytes=size,
         saved_bytes=saved,
+        packed_bytes=packed,
     )
 
 

@@ -3,11 +3,11 @@
 from penstock.pipeline.schedules import schedule_named
 from penstock.pipeline.schedules.instruction import Instruction, Op, parse_program
 from penstock.pipeline.schedules.messages import Itinerary, Message
+from penstock.pipeline.schedules.placement import placement, stages_on
 from penstock.pipeline.schedules.simulate import (
     outline,
     simulate,
 )
-from penstock.stages.planner.placement import placement
 
 SECONDS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.U: 0}
 PER_RANK = {"interleaved": 2, "zbv": 2, "dualpipev": 2}
@@ -16,7 +16,7 @@ PER_RANK = {"interleaved": 2, "zbv": 2, "dualpipev": 2}
 def laid(schedule, num_ranks, per_rank=None):
     """The stages of each rank as the schedule lays them."""
     rank_of = placement(schedule, stages=num_ranks * (per_rank or PER_RANK.get(schedule, 1)), ranks=num_ranks)
-    return [[stage for stage, rank in enumerate(rank_of) if rank == own] for own in range(num_ranks)]
+    return stages_on(rank_of)
 
 
 def neighbours(num_stages):

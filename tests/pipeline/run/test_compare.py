@@ -81,6 +81,37 @@ def test_memory_is_parameters_thrice_old_versions_and_what_is_in_flight():
     assert found["1f1b double_buffered"].memory == (4 * 400 + 2 * 1000, 4 * 400 + 1000)
 
 
+def test_memory_knows_the_optimizer_and_what_a_tier_leaves():
+    layers = [layer_of(f"l{i}", size=400, saved=1000, packed=200) for i in range(2)]
+    profile = profile_of(layers, [value_of(0, [1])])
+    found = rows(compare(profile, stages=2, micro_batches=6, optimizer_state=2.0, tier="packed"))
+    assert found["gpipe"].memory == (4 * 400 + 2 * 1000 + 4 * 200,) * 2
+    assert found["1f1b"].memory == (4 * 400 + 2 * 1000, 4 * 400 + 1000)
+    assert found["async_1f1b stashed"].memory == (5 * 400 + 2 * 1000, 4 * 400 + 1000)
+    for one in found.values():
+        if one.plan.ranks == (0, 1):
+            assert one.memory == tuple(stage.memory_bytes for stage in one.plan.stages), one.name
+
+
+def test_every_stage_counts_in_its_own_tier():
+    layers = [layer_of(f"l{i}", saved=1000, packed=200) for i in range(2)]
+    profile = profile_of(layers, [value_of(0, [1])])
+    plan = partition(profile, stages=2, micro_batches=6, schedule="gpipe")
+    stages = plan.stages[0], dataclasses.replace(plan.stages[1], tier="packed")
+    assert candidate(profile, dataclasses.replace(plan, stages=stages)).memory == (6000, 2000 + 4 * 200)
+
+
+def test_an_option_names_the_optimizer_whose_memory_is_planned(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = "plan model=mlp model.hidden=[16] data.size=8 data.channels=1 threads=1 batch_size=8 cuts=[_1]"
+    planned = {}
+    for name in ("sgd", "adamw"):
+        assert command.run([*job.split(), f"optimizer={name}", f"hydra.run.dir={name}"]) == 0
+        planned[name] = json.loads((tmp_path / name / "plan.json").read_text())["stages"]
+    for sgd, adamw in zip(planned["sgd"], planned["adamw"], strict=True):
+        assert adamw["memory_bytes"] - sgd["memory_bytes"] == 4 * sgd["num_parameters"]
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 def test_planned_memory_is_never_below_what_the_programs_need(stages):
     """The planner weighs memory before there is a program; for one stage a rank both agree."""

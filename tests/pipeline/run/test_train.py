@@ -97,7 +97,11 @@ def test_versions_of_the_weights_are_asked_for_planned_and_kept_to(capfd):
     job = f"{JOB} clip.scope=stage loss_scale=64 ranks=1 stages=2 schedule=async_1f1b"
     penstock(f"{job} weights=stashed memory.weights=packed hydra.run.dir=run")
     plan = Plan.load("run/plan.json")
-    assert (plan.schedule, plan.weights, plan.weights_tier) == ("async_1f1b", "stashed", "packed")
+    assert (plan.schedule, plan.weights, plan.of_stages("weights_tier")) == (
+        "async_1f1b",
+        "stashed",
+        "packed",
+    )
     assert len(lines("run")) == 4
     job = f"{JOB} clip.scope=stage plan=run/plan.json"
     for typed in ("weights=latest", "memory.weights=device", "prediction=true"):

@@ -77,10 +77,13 @@ def test_what_is_in_flight_stays_so_over_the_end_of_a_step():
 
 
 def test_old_versions_count_and_a_store_keeps_less():
+    # Of three in flight two are there as they are, and one is packed.
     kept = usage(tier="packed").fill(
-        {0: StageReport(versions_bytes=800, saved_kept=900)}, spans("0F0 0F1 0B0 0B1 0F2 0B2"), rank=1
+        {0: StageReport(versions_bytes=800, saved_raw=3000, saved_kept=900)},
+        spans("0F0 0F1 0F2 0B0 0B1 0B2"),
+        rank=1,
     )
-    assert kept[0].peak_bytes == 400 + 800 + 2 * 300
+    assert kept[0].peak_bytes == 400 + 800 + 2 * 1000 + 300
     assert kept[0].rank == 1
 
 

@@ -9,7 +9,7 @@ from programs import on_paper, two_ranks
 from penstock import ScheduleError, partition
 from penstock.pipeline.schedules import schedule_named
 from penstock.pipeline.schedules.instruction import Op, parse_program, show
-from penstock.pipeline.schedules.live import live_versions, most_saved
+from penstock.pipeline.schedules.live import live_versions, most_held
 from penstock.pipeline.schedules.messages import Itinerary
 from penstock.pipeline.schedules.simulate import (
     simulate,
@@ -155,7 +155,8 @@ def test_programs_that_wait_for_each_other_are_refused():
 
 def test_bytes_that_wait_on_a_rank_are_those_of_all_its_stages_at_once():
     programs = [parse_program("0F0 0F1 1F0 0B0 1F1 1B0 1B1 0B1")]
-    assert most_saved(programs, {0: 10, 1: 1}) == (21,)
+    assert most_held(programs, lambda stage, number: (10, 1)[stage] * number) == (21,)
+    assert most_held(programs, lambda stage, number: 100 + (10, 1)[stage] * min(number, 1)) == (211,)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 
 from penstock.compression.errors import PlanError
+from penstock.compression.names import CODEC_NAMES
 from penstock.stages.planner.asked import Asked
 from penstock.stages.planner.plan import TIERS, Plan
 from penstock.stages.planner.plan_picture import figure
@@ -21,18 +22,21 @@ def stage_of(*layers, **changes):
         "memory_bytes": 3 * 1024**2,
         "bytes_forward": 4096,
         "bytes_backward": 2048,
+        "ranks": (0,),
     }
     return PlanStage(layers=layers, parameters=(f"{layers[0]}.weight",), **{**amounts, **changes})
 
 
 PLAN = Plan(
-    stages=(stage_of("conv1", "relu"), stage_of("pool"), stage_of("fc", bytes_forward=0, bytes_backward=0)),
-    ranks=(0, 0, 1),
+    stages=(
+        stage_of("conv1", "relu"),
+        stage_of("pool"),
+        stage_of("fc", bytes_forward=0, bytes_backward=0, ranks=(1,)),
+    ),
     schedule="1f1b",
     micro_batches=8,
     extra_in_flight=1,
     codec="zero_value",
-    tier="device",
     fingerprint="ab12",
     input_shapes=((16, 1, 8, 8),),
     input_dtypes=("torch.float32",),
@@ -49,6 +53,7 @@ seconds = st.floats(0, 1e300, allow_nan=False)
 def plans(draw):
     layers = iter(draw(st.lists(names, min_size=6, max_size=12, unique=True)))
     sizes = draw(st.lists(st.integers(1, 2), min_size=1, max_size=5))
+    steps = draw(st.lists(st.integers(0, 1), min_size=len(sizes), max_size=len(sizes)))
     stages = tuple(
         PlanStage(
             layers=tuple(next(layers) for _ in range(size if number == 0 else 1)),
@@ -59,18 +64,21 @@ def plans(draw):
             memory_bytes=draw(amounts),
             bytes_forward=draw(amounts),
             bytes_backward=draw(amounts),
+            ranks=(sum(steps[1 : number + 1]),),
+            device=draw(st.sampled_from([None, "cpu"])),
+            tier=draw(st.sampled_from(TIERS)),
+            weights_tier=draw(st.sampled_from(TIERS)),
+            codecs=draw(st.dictionaries(names, st.sampled_from(CODEC_NAMES), max_size=2)),
+            gradient_codecs=draw(st.dictionaries(names, st.sampled_from(CODEC_NAMES), max_size=2)),
         )
         for number, size in enumerate(sizes)
     )
-    steps = draw(st.lists(st.integers(0, 1), min_size=len(stages) - 1, max_size=len(stages) - 1))
     return Plan(
         stages=stages,
-        ranks=tuple(sum(steps[:stage]) for stage in range(len(stages))),
         schedule=draw(names),
         micro_batches=draw(st.integers(1, 100)),
         extra_in_flight=draw(st.integers(0, 3)),
         codec=draw(names),
-        tier=draw(st.sampled_from(TIERS)),
         fingerprint=draw(st.text(max_size=8)),
         input_shapes=tuple(map(tuple, draw(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=3)))),
         input_dtypes=tuple(draw(st.lists(names, max_size=3))),
@@ -85,14 +93,69 @@ def test_a_plan_comes_back_as_it_was_saved(tmp_path_factory, plan):
     path = tmp_path_factory.getbasetemp() / "round_trip.json"
     plan.save(path)
     assert Plan.load(path) == plan
-    assert json.loads(path.read_text(encoding="utf-8"))["penstock_plan"] == 1
+    assert json.loads(path.read_text(encoding="utf-8"))["penstock_plan"] == 2
 
 
-def test_a_plan_from_before_the_tiers_keeps_saved_tensors_on_the_device(tmp_path):
-    PLAN.save(tmp_path / "plan.json")
-    old = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
-    del old["tier"]
-    assert load_text(tmp_path, json.dumps(old)) == dataclasses.replace(PLAN, tier="device")
+# As version 1 wrote it: ranks and tiers beside the stages.
+VERSION_1 = """{
+"penstock_plan": 1,
+"stages": [
+{"layers": ["_0", "_1"], "parameters": ["0.weight", "0.bias"], "num_parameters": 30,
+ "forward_seconds": 4.155300000019402e-05, "backward_seconds": 0.00011098600000014613, "memory_bytes": 720,
+ "bytes_forward": 72, "bytes_backward": 72, "saved_bytes": 120},
+{"layers": ["_2", "_3"], "parameters": ["2.weight", "2.bias"], "num_parameters": 42,
+ "forward_seconds": 4.04599999999089e-05, "backward_seconds": 0.00011067499999994901, "memory_bytes": 576,
+ "bytes_forward": 72, "bytes_backward": 72, "saved_bytes": 72},
+{"layers": ["_4"], "parameters": ["4.weight", "4.bias"], "num_parameters": 14,
+ "forward_seconds": 2.6229000000155267e-05, "backward_seconds": 6.464699999986223e-05, "memory_bytes": 168,
+ "bytes_forward": 0, "bytes_backward": 0, "saved_bytes": 0}],
+"ranks": [0, 1, 1],
+"schedule": "1f1b", "micro_batches": 4, "extra_in_flight": 1, "codec": "zero_value",
+"fingerprint": "cf9ad599e720958ce043663a6921d3748e52a7942de4fd5a1d6fd0dfbad79835",
+"input_shapes": [[3, 4]], "input_dtypes": ["float32"], "memory": 1048576, "link": 1000000000.0,
+"tier": "packed", "weights": "latest", "weights_tier": "host", "weights_first": false, "prediction": false,
+"program": [], "asked": {"stages": 3, "ranks": 2, "cuts": null},
+"signature": {"form": "[{\\"tuple\\": [{\\"tensor\\": 0}]}, {\\"dict\\": {}}]", "names": ["input"],
+ "whole": [false], "lowest": [0], "highest": [0]},
+"leaves": []
+}"""
+
+
+def test_a_plan_of_version_1_gives_its_ranks_and_tiers_to_the_stages(tmp_path):
+    plan = load_text(tmp_path, VERSION_1)
+    assert plan.ranks == (0, 1, 1)
+    assert plan.stages_of_rank == [[0], [1, 2]]
+    assert {(stage.tier, stage.weights_tier) for stage in plan.stages} == {("packed", "host")}
+    assert (plan.cuts, plan.stages[1].saved_bytes, plan.memory) == (("_1", "_3"), 72, 1 << 20)
+    assert plan.asked == Asked(stages=3, ranks=2, cuts=None)
+    assert plan.signature is not None
+    plan.save(tmp_path / "again.json")
+    assert Plan.load(tmp_path / "again.json") == plan
+
+
+def test_what_version_1_had_later_than_others_has_its_default(tmp_path):
+    old = json.loads(VERSION_1)
+    for name in ("tier", "weights_tier", "program", "signature"):
+        del old[name]
+    plan = load_text(tmp_path, json.dumps(old))
+    assert {(stage.tier, stage.weights_tier) for stage in plan.stages} == {("device", "device")}
+    assert (plan.program, plan.signature) == ((), None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("ranks", [0, 1], r"plan.stages\[0\] lacks the key ranks"),
+        ("ranks", ["0", 1, 1], r"plan.stages\[0\].ranks\[0\] is of type int"),
+        ("ranks", [0, 2, 2], "every rank from 0 on a stage"),
+        ("tier", "disk", "tier is one of device, packed, host, found 'disk'"),
+        ("stages", [1, 2, 3], r"plan.stages\[0\] is an object"),
+    ],
+)
+def test_a_damaged_plan_of_version_1_is_refused_in_one_sentence(tmp_path, key, value, sentence):
+    with pytest.raises(PlanError, match=sentence) as error:
+        load_text(tmp_path, json.dumps(json.loads(VERSION_1) | {key: value}))
+    assert "\n" not in str(error.value)
 
 
 def test_a_plan_remembers_which_cuts_were_asked_for(tmp_path):
@@ -107,12 +170,24 @@ def test_a_plan_remembers_which_cuts_were_asked_for(tmp_path):
     assert str(asked.asked) == "ranks=2 cuts=[relu,pool]"
 
 
+def test_a_key_that_is_missing_has_its_default(tmp_path):
+    optional = [p for p in places(PLAN_JSON) if p and p[-1] in OPTIONAL]
+    assert len(optional) > 8
+    for path in optional:
+        assert (
+            load_text(tmp_path, json.dumps(changed(PLAN_JSON, path, lambda inner, key: inner.pop(key))))
+            == PLAN
+        )
+
+
 def test_a_lossy_codec_is_called_lossy():
     assert "codec fp8 (lossy)" in str(dataclasses.replace(PLAN, codec="fp8"))
 
 
 def test_what_a_plan_knows():
     assert (PLAN.num_stages, PLAN.num_ranks) == (3, 2)
+    assert PLAN.ranks == (0, 0, 1)
+    assert [PLAN.rank_of(stage, m) for stage in range(3) for m in (0, 5)] == [0, 0, 0, 0, 1, 1]
     assert PLAN.stages_of_rank == [[0, 1], [2]]
     assert PLAN.cuts == ("relu", "pool")
 
@@ -149,7 +224,7 @@ def changed(value, path, change):
     return copy
 
 
-PLAN_JSON = {"penstock_plan": 1, **json.loads(json.dumps(dataclasses.asdict(PLAN)))}
+PLAN_JSON = {"penstock_plan": 2, **json.loads(json.dumps(dataclasses.asdict(PLAN)))}
 scalars = st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats() | st.text(max_size=5)
 values = st.recursive(
     scalars,
@@ -181,7 +256,7 @@ OPTIONAL = {
     field.name
     for kind in (Plan, PlanStage)
     for field in dataclasses.fields(kind)
-    if field.default is not dataclasses.MISSING
+    if not field.default is field.default_factory is dataclasses.MISSING
 }
 NEEDED = [p for p in places(PLAN_JSON) if p and isinstance(p[-1], str) and not OPTIONAL & {p[0], p[-1]}]
 
@@ -227,9 +302,11 @@ def test_damaged_text_is_refused_or_read(tmp_path_factory, data):
         ("", "is a JSON file"),
         ("[" * 100_000, "is a JSON file"),
         ('{"plan": 1}', "key penstock_plan"),
-        ('{"penstock_plan": 2}', "version 1 here, found 2"),
-        ('{"penstock_plan": true}', "version 1 here, found true"),
+        ('{"penstock_plan": 3}', "version 2 here, found 3"),
+        ('{"penstock_plan": 0}', "version 2 here, found 0"),
+        ('{"penstock_plan": true}', "version 2 here, found true"),
         ('{"penstock_plan": 1}', "lacks the key stages"),
+        ('{"penstock_plan": 2}', "lacks the key stages"),
     ],
 )
 def test_what_is_no_plan_is_refused(tmp_path, text, sentence):
@@ -246,16 +323,45 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
+        ({"ranks": ()}, r"one rank until there are replicas, found ranks \[\] for the stage of pool"),
+        ({"ranks": (0, 1)}, r"one rank until there are replicas, found ranks \[0, 1\] for the stage of pool"),
+        ({"device": "cuda:1"}, "computes on device cpu so far, found 'cuda:1' for the stage of pool"),
+        ({"recompute": True}, "no forward is run again so far, found recompute=true for the stage of pool"),
+        ({"codecs": {"relu": "zip"}}, "for the stage of pool, relu: codec is one of raw, .* found 'zip'"),
+        ({"gradient_codecs": {"relu": "auto"}}, "for the stage of pool, relu: .* found 'auto'"),
+    ],
+)
+def test_a_stage_that_nothing_can_run_is_refused(change, sentence):
+    with pytest.raises(PlanError, match=sentence):
+        stage_of("pool", **change)
+
+
+def test_what_stages_differ_in_is_shown_for_each():
+    one = stage_of("a", tier="packed", codecs={"relu": "raw"})
+    other = stage_of("b", weights_tier="host", gradient_codecs={"relu": "fp8"})
+    plan = dataclasses.replace(PLAN, stages=(one, other))
+    assert plan.of_stages("tier") == "packed,device"
+    assert "old weights device,host, saved tensors packed,device" in str(plan)
+    assert "codec zero_value, relu down raw, relu up fp8 (lossy)" in str(plan)
+    assert plan.named_codecs == {(0, "relu", "F"): "raw", (1, "relu", "B"): "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
         (
-            {"ranks": (0, 1)},
-            r"each of its 3 stages a rank, and every rank from 0 on a stage, found .*\[0, 1\]",
+            {"stages": (stage_of("a"), stage_of("b", ranks=(2,)), stage_of("c", ranks=(2,)))},
+            r"each of its 3 stages a rank, and every rank from 0 on a stage, found ranks \[0, 2, 2\]",
         ),
-        ({"ranks": (0, 2, 2)}, "every rank from 0 on a stage"),
-        ({"ranks": (1, 1, 1)}, "every rank from 0 on a stage"),
-        ({"ranks": (-1, 0, 1)}, "every rank from 0 on a stage"),
+        ({"stages": (stage_of("a", ranks=(1,)),)}, "every rank from 0 on a stage"),
+        ({"stages": (stage_of("a", ranks=(-1,)), stage_of("b"))}, "every rank from 0 on a stage"),
+        ({"stages": (stage_of("a", ranks=(2**70,)), stage_of("b"))}, "every rank from 0 on a stage"),
         ({"weights": "newest"}, "weights is one of latest, stashed, vertical_sync, double_buffered, found"),
-        ({"weights_tier": "disk"}, "weights_tier is one of device, packed, host, found 'disk'"),
-        ({"stages": (), "ranks": ()}, "one stage or more"),
+        (
+            {"stages": (stage_of("a", weights_tier="disk"),)},
+            "weights_tier is one of device, packed, host, found 'disk'",
+        ),
+        ({"stages": ()}, "one stage or more"),
         ({"stages": (stage_of("a"), stage_of("b"), stage_of("a"))}, "found 'a' twice|'a' twice"),
         ({"micro_batches": 0}, "micro_batches=0"),
         ({"extra_in_flight": -1}, "never negative"),
@@ -272,7 +378,7 @@ def test_a_plan_that_contradicts_itself_is_refused(change, sentence):
 
 
 def test_the_picture_shows_stages_links_and_seconds(tmp_path):
-    blocks, bars = figure(PLAN.stages, PLAN.ranks, title="a plan").axes
+    blocks, bars = figure(PLAN.stages, title="a plan").axes
     assert [patch.get_gid() for patch in blocks.patches if patch.get_gid()] == [
         "stage 0",
         "stage 1",

@@ -1,10 +1,11 @@
 import pytest
-from programs import laid, most_in_flight
+from programs import laid
 
 from penstock.compression.errors import PlanError
 from penstock.pipeline.schedules import SCHEDULES
+from penstock.pipeline.schedules.interleaved import rounds
+from penstock.pipeline.schedules.placement import layout, placed, placement, stages_on
 from penstock.pipeline.schedules.written import show_programs
-from penstock.stages.planner.placement import in_flight, layout, placed, placement, rounds
 
 ALL = [name for name in SCHEDULES if name != "custom"]
 
@@ -28,6 +29,7 @@ def test_stages_lie_as_neighbours_in_a_loop_or_in_a_vee():
     assert placement("interleaved", stages=6, ranks=2) == (0, 1, 0, 1, 0, 1)
     assert placement("zbv", stages=6, ranks=3) == (0, 1, 2, 2, 1, 0)
     assert placement("dualpipev", stages=2, ranks=1) == (0, 0)
+    assert stages_on((0, 1, 0, 2)) == [[0, 2], [1], [3]]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -37,33 +39,6 @@ def test_the_lines_of_a_schedule_place_its_stages_as_it_did(name):
         lines = show_programs(SCHEDULES[name](stages_of_rank, 3)).splitlines()
         num_stages = sum(map(len, stages_of_rank))
         assert placed(lines) == placement(name, stages=num_stages, ranks=num_ranks)
-
-
-@pytest.mark.parametrize("per_rank", [1, 2, 3])
-@pytest.mark.parametrize("name", ALL)
-def test_what_waits_on_a_stage_is_what_its_program_makes_wait(name, per_rank):
-    if layout(name) == "vee" and per_rank != 2:
-        return
-    for num_ranks in range(1, 7):
-        stages_of_rank = laid(name, num_ranks, per_rank)
-        ranks = placement(name, stages=num_ranks * per_rank, ranks=num_ranks)
-        for number in range(1, 19):
-            for extra in (0, 1, 2) if name in ("1f1b", "zb_h1") else (0,):
-                programs = SCHEDULES[name](stages_of_rank, number, extra_in_flight=extra)
-                for stage, rank in enumerate(ranks):
-                    said = in_flight(name, stage, ranks=ranks, micro_batches=number, extra_in_flight=extra)
-                    if name == "async_1f1b":  # a stream: the next batch follows before this one has drained
-                        said = min(said, number)
-                    assert said == most_in_flight(programs[rank], [stage])
-
-
-def test_a_schedule_that_is_not_known_may_keep_every_micro_batch():
-    assert in_flight("custom", 0, ranks=(0, 1), micro_batches=7) == 7
-    assert in_flight("gpipe", 1, ranks=(0, 1), micro_batches=7) == 7
-
-
-def test_a_stream_keeps_as_many_as_there_are_stages_to_the_end():
-    assert [in_flight("async_1f1b", s, ranks=(0, 0, 1, 1), micro_batches=1) for s in range(4)] == [4, 3, 2, 1]
 
 
 def test_rounds_are_as_equal_as_can_be_and_no_shorter_than_the_ranks():

@@ -12,14 +12,17 @@ from itertools import pairwise
 
 from ...compression.errors import PlanError
 from ...compression.names import check_name
-from ..units import parse_bytes, parse_rate, show_bytes
-from .asked import Asked
+from ...stages.planner.asked import Asked
+from ...stages.planner.layer_profile import Profile
+from ...stages.planner.memory import copies
+from ...stages.planner.plan import Plan
+from ...stages.planner.rules import streams
+from ...stages.units import parse_bytes, parse_rate, show_bytes
+from ..schedules import schedule_named
+from ..schedules.placement import layout, placed, placement, stages_on
 from .costs import Costs, with_margin
 from .cuts import allowed_cuts, named_cuts
-from .measure import Profile
-from .placement import in_flight, layout, old_versions, placed, placement
-from .plan import Plan
-from .rules import streams
+from .programs import endless_programs, waiting
 from .split import smallest_limit, split
 
 
@@ -35,6 +38,7 @@ def partition(
     codec: str = "auto",
     link: float | str | None = None,
     memory: int | str | None = None,
+    optimizer_state: float | None = None,
     tier: str = "device",
     weights: str = "latest",
     weights_tier: str = "device",
@@ -59,6 +63,8 @@ def partition(
         codec: name of a codec, or "auto": measured while it trains.
         tier: where what a forward saves waits for its backward: "device" as it is, "packed", or "host".
         memory: bytes of each rank (``"2GiB"``), kept with a margin of 5 %; None: unlimited.
+        optimizer_state: bytes that the optimizer keeps for each byte of parameters: 0 for plain SGD, 2 for
+            Adam; None: 1, as SGD with momentum.
         weights: which version of the weights a micro-batch sees: "latest"; of ``async_1f1b`` "stashed" or
             "vertical_sync"; of ``1f1b`` "double_buffered".
         weights_tier: where a version waits that nothing reads right now: "device", "packed" or "host".
@@ -85,33 +91,41 @@ def partition(
     fixed = None
     if layout(schedule) != "neighbours":
         fixed = placed(program) if program else placement(schedule, stages=stages, ranks=ranks)
-    place_of = fixed or range(ranks)  # what is in flight is counted per stage, or per rank of neighbours
-    endless = streams(schedule, weights)
-    flying = {"micro_batches": micro_batches, "extra_in_flight": extra_in_flight, "ranks": place_of}
+    each = micro_batches
+    if streams(schedule, weights):  # every stage of a rank runs at its own time, so the first one counts
+        each = min(each, 2 * stages + 2)  # more only repeat what these do
+        alone = [[stage] for stage in range(stages)]
+        programs = endless_programs(alone, schedule=schedule, micro_batches=each, more=2)
+    else:
+        make = schedule_named(schedule, program)
+        programs = make(stages_on(fixed or range(ranks)), micro_batches, extra_in_flight=extra_in_flight)
+    held = {"tier": tier, "weights_tier": weights_tier}
+    options = {"optimizer_state": optimizer_state, "device": profile.device, **held}
     costs = Costs(
         profile,
-        flights=_flights(schedule, stages, endless=endless, **flying),
-        versions=[old_versions(weights, i, stages=stages) for i in range(len(place_of))],
+        copies=[
+            copies(in_flight, old_versions=old, **options)
+            for in_flight, old in waiting(programs, weights=weights, micro_batches=each)
+        ],
         rate=None if link is None else parse_rate(link),
         budget=None if memory is None else parse_bytes(memory),
     )
     ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)
-    spans = zip(pairwise(ends), range(stages) if fixed else rank_of, strict=True)
+    spans = zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)
     return Plan(
-        stages=tuple(costs.stage(start, end, place) for (start, end), place in spans),
-        ranks=rank_of,
+        stages=tuple(
+            costs.stage(start, end, place, ranks=(rank,), **held) for (start, end), place, rank in spans
+        ),
         schedule=schedule,
         micro_batches=micro_batches,
         extra_in_flight=extra_in_flight,
         codec=codec,
-        tier=tier,
         fingerprint=profile.fingerprint,
         input_shapes=profile.input_shapes,
         input_dtypes=profile.input_dtypes,
         memory=costs.budget,
         link=costs.rate,
         weights=weights,
-        weights_tier=weights_tier,
         weights_first=weights_first,
         prediction=prediction,
         program=tuple(program),
@@ -184,22 +198,6 @@ def _as_placed(rank_of: Sequence[int], *, stages: int | None, ranks: int | None)
                 f"{number}; take {name}={number}, or other lines"
             )
     return found
-
-
-def _flights(
-    schedule: str,
-    stages: int,
-    *,
-    endless: bool,
-    micro_batches: int,
-    extra_in_flight: int,
-    ranks: Sequence[int],
-) -> list[int]:
-    """The most micro-batches in flight at every place of ``ranks``."""
-    several = stages - len(ranks) if endless else 0  # every stage of a rank runs at its own time
-    kind = "async_1f1b" if endless else schedule
-    counts = {"micro_batches": micro_batches, "extra_in_flight": extra_in_flight, "ranks": ranks}
-    return [several + in_flight(kind, i, **counts) for i in range(len(ranks))]
 
 
 def _cut(

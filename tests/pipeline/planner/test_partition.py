@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from profiles import MS, NET, layer_of, profile_of, profiles, value_of
 
 from penstock.compression.errors import PlanError
-from penstock.stages.planner.measure import Profile
-from penstock.stages.planner.partition import partition
-from penstock.stages.planner.placement import in_flight
+from penstock.pipeline.planner.partition import partition
+from penstock.pipeline.schedules import SCHEDULES
+from penstock.pipeline.schedules.live import live_micro_batches
+from penstock.stages.planner.layer_profile import Profile
 
 
 def crossed(profile, position):
@@ -100,10 +101,9 @@ def test_the_plan_is_as_good_as_brute_force(
     profile, stages, bytes_per_ms, budget, schedule, micro_batches, extra
 ):
     num_legal = len([p for p in range(1, len(profile.layers)) if p - 1 not in profile.refused])
-    flights = [
-        in_flight(schedule, rank, ranks=range(stages), micro_batches=micro_batches, extra_in_flight=extra)
-        for rank in range(stages)
-    ]
+    extra = extra if schedule == "1f1b" else 0
+    alone = [[stage] for stage in range(stages)]
+    flights = live_micro_batches(SCHEDULES[schedule](alone, micro_batches, extra_in_flight=extra))
     best = brute_force(profile, stages, flights=flights, bytes_per_ms=bytes_per_ms, budget=budget)
     arguments = {
         "stages": stages, "schedule": schedule, "micro_batches": micro_batches, "extra_in_flight": extra,
@@ -136,7 +136,7 @@ def test_several_stages_a_rank_are_as_good_as_brute_force_twice(profile, stages,
     legal = [p for p in range(1, len(profile.layers)) if p - 1 not in profile.refused]
     if not ranks <= stages <= len(legal) + 1:
         return
-    flights = [in_flight("1f1b", rank, ranks=range(ranks), micro_batches=3) for rank in range(ranks)]
+    flights = [min(3, ranks - rank) for rank in range(ranks)]
     best = brute_force(profile, ranks, flights=flights, bytes_per_ms=bytes_per_ms, budget=budget)
     if best is None:
         return

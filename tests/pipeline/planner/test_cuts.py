@@ -2,7 +2,7 @@ import pytest
 from profiles import NET
 
 from penstock.compression.errors import CodecError, PlanError
-from penstock.stages.planner.partition import partition
+from penstock.pipeline.planner.partition import partition
 
 
 def test_cuts_are_layers_or_modules():

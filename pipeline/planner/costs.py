@@ -7,12 +7,13 @@ import bisect
 import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import Any
 
-from .measure import Profile, ValueProfile
-from .plan_stage import PlanStage
+from ...stages.planner.layer_profile import Profile, ValueProfile, sizes_of
+from ...stages.planner.memory import Copies
+from ...stages.planner.plan_stage import PlanStage
 from .split import TOLERANCE, Span
 
-COPIES_OF_PARAMETERS = 3  # weights, gradients, one state of the optimizer
 PICOSECONDS = 10**12  # times are compared as integers: rounding of sums would decide between equals
 
 
@@ -24,25 +25,23 @@ def with_margin(num_bytes: int) -> int:
 class Costs:
     """Costs of the layers from one position to another; position p is in front of layer p.
 
-    ``flights`` holds how many micro-batches each rank has in flight, ``versions`` how many old ones of its
-    weights, ``rate`` the bits per second of a link, ``budget`` the bytes a rank may use.
+    ``copies`` says how often each rank holds what its layers take, ``rate`` is the bits per second of a link,
+    ``budget`` the bytes that a rank may use.
     """
 
     def __init__(
         self,
         profile: Profile,
         *,
-        flights: Sequence[int],
-        versions: Sequence[int] | None = None,
+        copies: Sequence[Copies],
         rate: float | None,
         budget: int | None,
     ):
-        self.profile, self.flights, self.rate, self.budget = profile, flights, rate, budget
-        self.versions = [0] * len(flights) if versions is None else versions
+        self.profile, self.copies, self.rate, self.budget = profile, copies, rate, budget
         layers = profile.layers
         self.times = _sums(round((x.forward_seconds + x.backward_seconds) * PICOSECONDS) for x in layers)
-        self.parameter_bytes = _sums(x.parameter_bytes for x in layers)
-        self.saved_bytes = _sums(x.saved_bytes for x in layers)
+        sizes = [sizes_of([layer]) for layer in layers]
+        self.sizes = {what: _sums(size[what] for size in sizes) for what in sizes[0]}
         self.forward_bytes = _over_cuts(len(layers), profile.values)
         self.backward_bytes = _over_cuts(
             len(layers), [value for value in profile.values if value.requires_grad]
@@ -60,7 +59,8 @@ class Costs:
         layers, values = self.profile.layers, self.profile.values
         filled = [round(value.num_bytes * (1 - value.zero_fraction)) for value in values]
         not_zero = _over_cuts(len(layers), values, filled)
-        changes = {place for value in values for place in _crossed(value, len(layers))}
+        spans = [_crossed(value, len(layers)) for value in values]
+        changes = {place for span in spans if span[0] < span[1] for place in span}  # the others pass nothing
         return [
             (((forward + backward) << 64) + nonzero << 16) + (position + 1 not in changes)
             for position, (forward, backward, nonzero) in enumerate(
@@ -70,10 +70,7 @@ class Costs:
 
     def memory(self, start: int, end: int, rank: int) -> int:
         """Predicted bytes on a rank."""
-        parameters = self.parameter_bytes[end] - self.parameter_bytes[start]
-        saved = self.saved_bytes[end] - self.saved_bytes[start]
-        copies = COPIES_OF_PARAMETERS + self.versions[rank]
-        return copies * parameters + saved * self.flights[rank]
+        return self.copies[rank].of(**{what: sums[end] - sums[start] for what, sums in self.sizes.items()})
 
     def of_rank(self, start: int, end: int, rank: int) -> float:
         """Picoseconds per micro-batch; math.inf where the layers do not fit the budget."""
@@ -90,8 +87,8 @@ class Costs:
 
         return span
 
-    def stage(self, start: int, end: int, rank: int) -> PlanStage:
-        """The stage made of these layers, with its predictions."""
+    def stage(self, start: int, end: int, rank: int, **decided: Any) -> PlanStage:
+        """The stage made of these layers, with its predictions and what was decided for it."""
         layers = self.profile.layers[start:end]
         parameters = tuple(dict.fromkeys(name for layer in layers for name in layer.parameters))
         return PlanStage(
@@ -104,6 +101,7 @@ class Costs:
             saved_bytes=sum(layer.saved_bytes for layer in layers),
             bytes_forward=self.forward_bytes[end],
             bytes_backward=self.backward_bytes[end],
+            **decided,
         )
 
 

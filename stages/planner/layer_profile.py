@@ -1,0 +1,89 @@
+"""Profile: what was measured of a network, as data: a plan is made from it, without the model.
+
+Source: resource management of a training step, S1 and S11-S13 (kinds, sizes and dependencies of intermediate
+        data)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+from ...compression.errors import PlanError
+from ..files import save_json
+from ..record import load_json, read
+from ..tracing.capture.signature import Signature
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """One layer: seconds per micro-batch, parameters it is the first to use, bytes kept for its backward, and
+    what is left of these without their zeros; None where nobody looked."""
+
+    name: str
+    module: str
+    forward_seconds: float
+    backward_seconds: float
+    parameters: tuple[str, ...]
+    num_parameters: int
+    parameter_bytes: int
+    saved_bytes: int
+    packed_bytes: int | None = None
+
+
+def sizes_of(layers: Iterable[LayerProfile]) -> dict[str, int]:
+    """Bytes of these layers: their parameters, what a micro-batch saves, and what is left of that packed."""
+    sizes = [
+        (x.parameter_bytes, x.saved_bytes, x.saved_bytes if x.packed_bytes is None else x.packed_bytes)
+        for x in layers
+    ]
+    return dict(zip(("parameters", "saved", "packed"), map(sum, zip(*sizes, strict=True)), strict=True))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ValueProfile:
+    """One value: made by layer ``producer`` (-1: an input of the model), read by the layers ``users``."""
+
+    name: str
+    producer: int
+    users: tuple[int, ...]
+    num_bytes: int
+    requires_grad: bool
+    zero_fraction: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What a plan is made from: the layers and values of one micro-batch, and where not to cut.
+
+    ``refused``: for a layer's number, why the model must not be cut behind it. ``signature``: how the model
+    is called, None in a profile that does not know: by position. ``leaves``: what was taken as one layer, by
+    request or need."""
+
+    layers: tuple[LayerProfile, ...]
+    values: tuple[ValueProfile, ...]
+    refused: dict[int, str]
+    fingerprint: str
+    input_shapes: tuple[tuple[int, ...], ...]
+    input_dtypes: tuple[str, ...]
+    num_samples: int
+    threads: int
+    device: str
+    torch: str
+    signature: Signature | None = None
+    leaves: tuple[str, ...] = ()
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON, whole or not at all, else ConfigError; ``Profile.load`` reads it."""
+        data = {"penstock_profile": 1, **dataclasses.asdict(self)}
+        save_json(path, data, indent=1)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile; raises PlanError, and nothing else, for a missing, damaged or other file."""
+        data = load_json(path, "profile")
+        if not isinstance(data, dict) or data.pop("penstock_profile", None) != 1:
+            raise PlanError(
+                f"a profile is a JSON object with the key penstock_profile, {path} is not; measure again"
+            )
+        return read(cls, data, "profile")

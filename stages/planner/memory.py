@@ -1,0 +1,51 @@
+"""What a rank holds, in bytes: the one formula of the search for cuts, of a schedule on paper, and of a step.
+
+It says how often the bytes of some layers are there at once; everybody multiplies their own bytes, predicted
+or measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+MOVING = 2  # micro-batches whose saved tensors, or versions whose weights, are there: one is read, one moves
+AWAY = ("host",)  # tiers that take what they keep off a device that is no CPU
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """How often the bytes of layers are there: their parameters, what a micro-batch saves as it is, and that
+    packed."""
+
+    parameters: float
+    saved: int
+    packed: int
+
+    def of(self, *, parameters: int = 0, saved: int = 0, packed: int = 0) -> int:
+        """Bytes in all; ``packed``: what is left of ``saved`` when it is packed."""
+        return math.ceil(self.parameters * parameters) + self.saved * saved + self.packed * packed
+
+
+def copies(
+    in_flight: int,
+    *,
+    old_versions: int = 0,
+    optimizer_state: float | None = None,
+    tier: str = "device",
+    weights_tier: str = "device",
+    device: str = "cpu",
+) -> Copies:
+    """What is there with so many micro-batches in flight, on a rank that computes on ``device``.
+
+    The weights, their gradients, ``optimizer_state`` (bytes that the optimizer keeps for each of theirs;
+    None: one, as SGD with momentum) and the old versions: dense floats, which hardly shrink, so packing is
+    taken to save nothing of them. What micro-batches saved: in the tier "device" all of it; elsewhere that of
+    ``MOVING`` micro-batches as it is, and of the others what is left of it packed. A tier that is ``AWAY``
+    leaves nothing of the others on a device, but on a CPU its memory is the rank's own.
+    """
+    here = in_flight if tier == "device" else min(in_flight, MOVING)
+    leaves = device != "cpu"
+    versions = min(old_versions, MOVING) if leaves and weights_tier in AWAY else old_versions
+    state = 1.0 if optimizer_state is None else optimizer_state
+    packed = 0 if leaves and tier in AWAY else in_flight - here
+    return Copies(parameters=2 + state + versions, saved=here, packed=packed)

@@ -1,0 +1,106 @@
+"""What the search believes to wait on a stage is what the programs that will run make wait there."""
+
+from __future__ import annotations
+
+import pytest
+from profiles import layer_of, profile_of
+from programs import laid, most_in_flight
+
+from penstock import ScheduleError, partition
+from penstock.pipeline.planner.programs import endless_programs, step_programs, waiting
+from penstock.pipeline.schedules import SCHEDULES
+from penstock.pipeline.schedules.instruction import Op
+from penstock.pipeline.schedules.placement import layout
+from penstock.stages.weights.policies import POLICIES, rule_named
+
+FLUSHED = [name for name in SCHEDULES if name not in ("custom", "async_1f1b")]
+ENDLESS = [("async_1f1b", name) for name in ("latest", "stashed", "vertical_sync")] + [
+    ("1f1b", "double_buffered")
+]
+
+
+def planned(schedule, *, stages, **options):
+    """The plan of a model with a layer for each stage, which saves a byte there and has no parameters."""
+    profile = profile_of([layer_of(f"l{i}", saved=1) for i in range(stages)])
+    return partition(profile, schedule=schedule, stages=stages, **options)
+
+
+@pytest.mark.parametrize("per_rank", [1, 2, 3])
+@pytest.mark.parametrize("schedule", FLUSHED)
+def test_planned_memory_counts_what_the_plan_s_program_keeps(schedule, per_rank):
+    if layout(schedule) == "vee" and per_rank != 2:
+        return
+    for num_ranks in range(1, 5):
+        for number in range(1, 13):
+            for extra in (0, 1, 2) if schedule in ("1f1b", "zb_h1") else (0,):
+                options = {"ranks": num_ranks, "micro_batches": number, "extra_in_flight": extra}
+                plan = planned(schedule, stages=num_ranks * per_rank, **options)
+                assert plan.stages_of_rank == laid(schedule, num_ranks, per_rank)
+                programs = step_programs(plan)
+                for number_of, stage in enumerate(plan.stages):
+                    (rank,) = stage.ranks
+                    assert stage.memory_bytes == most_in_flight(programs[rank], [number_of])
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 8, 30])
+@pytest.mark.parametrize(("schedule", "weights"), ENDLESS)
+def test_a_stream_keeps_as_many_as_there_are_stages_to_the_end_whatever_a_batch_has(
+    schedule, weights, number
+):
+    for stages in range(1, 6):
+        if weights == "double_buffered" and number < stages:
+            continue
+        plan = planned(schedule, stages=stages, micro_batches=number, weights=weights)
+        assert [stage.memory_bytes for stage in plan.stages] == list(range(stages, 0, -1))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(("schedule", "weights"), ENDLESS)
+def test_old_versions_are_those_of_the_policy_s_closed_form(schedule, weights, number):
+    for stages in range(1, 6):
+        if weights == "double_buffered" and number < stages:
+            continue
+        alone = [[stage] for stage in range(stages)]
+        programs = endless_programs(alone, schedule=schedule, micro_batches=number, more=2)
+        found = [old for _, old in waiting(programs, weights=weights, micro_batches=number)]
+        assert found == [rule_named(weights).old_versions(stage, stages) for stage in range(stages)]
+
+
+def versions_one_by_one(program, needs):
+    """The slow twin: all versions that somebody still needs, looked up behind every instruction."""
+    needed, newest, most = dict(needs), 0, 1
+    for each in program:
+        newest += each.op is Op.U
+        if each.op in (Op.B, Op.W):
+            needed.pop(each.micro_batch, None)
+        most = max(most, len({newest, *(version for version in needed.values() if version <= newest)}))
+    return most
+
+
+@pytest.mark.parametrize("weights", POLICIES)
+@pytest.mark.parametrize("schedule", ["async_1f1b", "1f1b"])
+def test_versions_are_counted_as_one_by_one(monkeypatch, schedule, weights):
+    from penstock.pipeline.schedules import live
+
+    for stages, number in ((1, 3), (2, 4), (3, 3), (4, 7)):
+        layout = [[stage] for stage in range(stages)]
+        programs = endless_programs(layout, schedule=schedule, micro_batches=number, more=2)
+        found = live.live_versions(programs, weights=weights, micro_batches=number)
+        with monkeypatch.context() as patch:
+            patch.setattr(live, "_most_versions", versions_one_by_one)
+            assert found == live.live_versions(programs, weights=weights, micro_batches=number)
+
+
+def test_the_lines_of_a_custom_schedule_say_what_waits():
+    lines = ("0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
+    plan = planned("custom", stages=2, micro_batches=3, program=lines)
+    assert [stage.memory_bytes for stage in plan.stages] == [2, 1]
+
+
+def test_what_the_schedule_refuses_is_refused_before_anything_is_cut():
+    with pytest.raises(ScheduleError, match="micro_batches=3 and 1 in the lines"):
+        planned("custom", stages=2, micro_batches=3, program=("0F0 0B0", "1F0 1B0"))
+    with pytest.raises(ScheduleError, match="gpipe has every micro-batch in flight already"):
+        planned("gpipe", stages=2, extra_in_flight=1)
+    with pytest.raises(ScheduleError, match="schedule=zigzag is not known"):
+        planned("zigzag", stages=2)

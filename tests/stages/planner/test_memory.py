@@ -1,0 +1,68 @@
+"""The one formula of memory: how often the bytes of some layers are there at once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from profiles import layer_of, profile_of
+from torch import nn
+
+from penstock import measure, partition, trace
+from penstock.stages.planner.memory import copies
+
+WEIGHTS, SAVED, PACKED = 1000, 100, 10
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "options", "expected"),
+    [
+        (0, {}, 3000),
+        (4, {}, 3000 + 400),
+        (4, {"old_versions": 3}, 6000 + 400),
+        (4, {"optimizer_state": 0.0}, 2000 + 400),
+        (4, {"optimizer_state": 2.0}, 4000 + 400),
+        (4, {"optimizer_state": 0.0005}, 2001 + 400),
+        (1, {"tier": "packed"}, 3000 + 100),
+        (2, {"tier": "packed"}, 3000 + 200),
+        (4, {"tier": "packed"}, 3000 + 200 + 20),
+        (4, {"tier": "host"}, 3000 + 200 + 20),
+        (4, {"tier": "host", "device": "cuda"}, 3000 + 200),
+        (4, {"tier": "packed", "device": "cuda"}, 3000 + 200 + 20),
+        (0, {"old_versions": 3, "weights_tier": "packed"}, 6000),
+        (0, {"old_versions": 3, "weights_tier": "host"}, 6000),
+        (0, {"old_versions": 3, "weights_tier": "host", "device": "cuda"}, 5000),
+        (0, {"old_versions": 1, "weights_tier": "host", "device": "cuda"}, 4000),
+    ],
+)
+def test_what_is_there(in_flight, options, expected):
+    assert copies(in_flight, **options).of(parameters=WEIGHTS, saved=SAVED, packed=PACKED) == expected
+
+
+def test_the_search_counts_what_a_tier_leaves():
+    net = profile_of([layer_of(f"l{i}", saved=100, packed=10) for i in range(4)])
+    options = {"stages": 2, "micro_batches": 8, "schedule": "gpipe"}
+    assert [s.memory_bytes for s in partition(net, **options).stages] == [1600, 1600]
+    assert [s.memory_bytes for s in partition(net, **options, tier="packed").stages] == [520, 520]
+    old = dataclasses.replace(net, layers=[dataclasses.replace(x, packed_bytes=None) for x in net.layers])
+    assert [s.memory_bytes for s in partition(old, **options, tier="packed").stages] == [1600, 1600]
+    far = dataclasses.replace(net, device="cuda")
+    assert [s.memory_bytes for s in partition(far, **options, tier="host").stages] == [400, 400]
+
+
+def test_a_profile_says_what_is_left_of_saved_bytes_without_zeros():
+    first = nn.Linear(64, 64)
+    model = nn.Sequential(first, nn.ReLU(), nn.Linear(64, 8))
+    with torch.no_grad():
+        first.weight.zero_()
+        first.bias.copy_(torch.tensor([1.0, -1.0] * 32))
+    example = (torch.randn(16, 64),)
+    linear, relu, last = measure(trace(model, example), example, repeats=1).layers
+    size = 16 * 64 * 4
+    assert (linear.saved_bytes, linear.packed_bytes) == (
+        size,
+        size,
+    )  # a frame is never longer than its tensor
+    assert (relu.saved_bytes, relu.packed_bytes) == (size, size // 2 + size // 32)
+    assert (last.saved_bytes, last.packed_bytes) == (0, 0)
