@@ -1,4 +1,4 @@
-"""The names of the codecs, known before torch is: a name that is wrong is refused at once.
+"""The names of codecs, and of the host's device, known before torch is: a wrong name is refused at once.
 
 ``registry.py`` and ``lossy.py`` hold what the names stand for; a test holds the lists against each other.
 """
@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 from .errors import CodecError
+
+HOST = "cpu"
+"""The kind of device whose memory is the host's."""
 
 AUTO = "auto"
 # A codec's number in a frame's header is its place here, for ever: append, never reorder.

@@ -7,8 +7,10 @@ from __future__ import annotations
 import torch
 from torch.amp import GradScaler
 
-CPU = torch.device("cpu")
-KINDS = ("cpu", "cuda")
+from ..compression.names import HOST
+
+CPU = torch.device(HOST)
+KINDS = (HOST, "cuda")
 """The kinds of device whose tensors we pack."""
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from ...compression.names import HOST
+
 MOVING = 2  # micro-batches whose saved tensors, or versions whose weights, are there: one is read, one moves
 AWAY = ("host",)  # tiers that take what they keep off a device that is no CPU
 
@@ -33,7 +35,7 @@ def copies(
     optimizer_state: float | None = None,
     tier: str = "device",
     weights_tier: str = "device",
-    device: str = "cpu",
+    device: str = HOST,
 ) -> Copies:
     """What is there with so many micro-batches in flight, on a rank that computes on ``device``.
 
@@ -44,7 +46,7 @@ def copies(
     leaves nothing of the others on a device, but on a CPU its memory is the rank's own.
     """
     here = in_flight if tier == "device" else min(in_flight, MOVING)
-    leaves = device != "cpu"
+    leaves = device != HOST
     versions = min(old_versions, MOVING) if leaves and weights_tier in AWAY else old_versions
     state = 1.0 if optimizer_state is None else optimizer_state
     packed = 0 if leaves and tier in AWAY else in_flight - here

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ...compression.errors import CodecError, PlanError
-from ...compression.names import check_name
+from ...compression.names import HOST, check_name
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,9 @@ class PlanStage:
         if len(self.ranks) != 1:
             found = f"found ranks {list(self.ranks)} {here}"
             raise PlanError(f"a stage runs on one rank until there are replicas, {found}; give it one")
-        if self.device not in (None, "cpu"):
+        if self.device not in (None, HOST):
             raise PlanError(
-                f"a stage computes on device cpu so far, found {self.device!r} {here}; leave it out"
+                f"a stage computes on device {HOST} so far, found {self.device!r} {here}; leave it out"
             )
         if self.recompute:
             raise PlanError(f"no forward is run again so far, found recompute=true {here}; leave it out")
