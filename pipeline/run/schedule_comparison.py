@@ -17,7 +17,7 @@ from ...stages.planner.measure import Profile
 from ...stages.planner.partition import partition
 from ...stages.planner.plan import Plan
 from ...stages.units import show_bytes, show_seconds
-from ..runtime.stream import Fed, between
+from ..runtime.stream import StreamState, between
 from ..schedules import SCHEDULES, schedule_named
 from ..schedules.live import Programs, live_micro_batches, live_versions, most_saved
 from ..schedules.simulate import simulate_plan
@@ -192,7 +192,7 @@ def _stream(plan: Plan) -> tuple[Programs, Panel]:
 
     def programs(batches: int) -> Programs:
         ends = tuple(number * (index + 1) for index in range(batches))
-        fed = Fed(num_stages=plan.num_stages, each=plan.schedule == "async_1f1b", ends=ends)
+        fed = StreamState(num_stages=plan.num_stages, each=plan.schedule == "async_1f1b", ends=ends)
         return [between(own, fed) for own in plan.stages_of_rank]
 
     longer = programs(filled + 2)
