@@ -68,6 +68,11 @@ class Frame:
         self.buffer, self.num_bytes, self.pool = buffer, num_bytes, pool
         self._holders, self._lock = 1, threading.Lock()
 
+    @property
+    def bytes(self) -> Tensor:
+        """The frame itself, 1-D uint8."""
+        return self.buffer[: self.num_bytes]
+
     def hold(self) -> Frame:
         """Keep the frame for one holder more; returns it."""
         with self._lock:

@@ -13,6 +13,7 @@ import torch
 
 from .errors import CodecError
 from .frame import MASKED, Header
+from .names import AUTO, lossless
 
 NUMBERS = (torch.bool, torch.int64, torch.float64)
 
@@ -68,5 +69,9 @@ class Promise(NamedTuple):
 
 @lru_cache(maxsize=64)
 def written_by(codec: str) -> frozenset[str]:
-    """The codecs that frames packed with ``codec`` may name: its parts, where a whole does not shrink."""
+    """The codecs that frames packed with ``codec`` may name: its parts, where a whole does not shrink.
+
+    Under "auto" those are all that lose nothing."""
+    if codec == AUTO:
+        return frozenset(lossless())
     return frozenset({"raw", codec, *codec.split("+")})

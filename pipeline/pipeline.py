@@ -5,6 +5,7 @@ rank keeps its own stages. Either way a step has the bits of the plain loop over
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -43,8 +44,9 @@ from .runtime.ownership import Ownership, make_stages, ownership
 from .runtime.process_memory import ResidentMemory, Usage
 from .runtime.report import Report, described
 from .runtime.state import State
-from .runtime.steps import Flushed, Step, Steps
-from .runtime.stream import Stream
+from .runtime.step import Step
+from .runtime.steps import Steps, SynchronousFeed
+from .runtime.stream import StreamFeed
 from .schedules.span import Span
 from .weights.apart import check_apart
 from .weights.optimizers import Named
@@ -147,7 +149,7 @@ class Pipeline:
                 parameters=WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()}),
                 seed=seed,
             )
-            self.same = SameBatches(self.agreement, self.engine.failure)
+            self.same = SameBatches(self.agreement, self.engine.failures.worded)
             resident.begin()
             self.usage = Usage(plan, own.tensors, self.update.optimizers, resident=resident)
 
@@ -160,8 +162,8 @@ class Pipeline:
         check_layers(self.plan, graph)
         self.call = graph.train.call
         self.steps = Steps(self.plan, graph, model, self.world)
-        self.slices = Stream(self.plan, self.steps) if self.plan.streams else Flushed(self.steps)
-        self.slices.rehearse([graph.example_inputs] * self.plan.micro_batches)
+        self.feed = StreamFeed(self.plan, self.steps) if self.plan.streams else SynchronousFeed(self.steps)
+        self.feed.rehearse([graph.example_inputs] * self.plan.micro_batches)
         check_codecs(self.plan, *self.steps.routed("train", [graph.example_inputs]))
         own = ownership(model, self.plan, graph, self.steps, self.world)
         self.stages = make_stages(own, model=model, plan=self.plan, steps=self.steps, autocast=autocast)
@@ -196,7 +198,7 @@ class Pipeline:
                  micro-batch. PlanError: the model was changed since it was traced.
         """
         began = time.perf_counter()
-        self.engine.check()
+        self.engine.failures.check()
         with self.same.batch("step", self.num_steps):
             self.engine.flags.check("train")
             check_gradients()
@@ -204,9 +206,9 @@ class Pipeline:
             number, weight = self.plan.micro_batches, self.weight
             batches = micro_batches(given, targets, number, weight, whole=call.whole)
             self.same.compare(lambda: facts.of_batch(given, call.names, targets))
-            fed = self.slices.feed(batches, step=self.num_steps)
-        report = self._run(fed, num_samples=call.samples_of(given), began=began, outputs=outputs)
-        self.policy.end(self.engine.spans, report.seconds)
+            step = self.feed.feed(batches, step=self.num_steps)
+        report = self._run(step, num_samples=call.samples_of(given), began=began, outputs=outputs)
+        self.policy.end(step.messages, self.engine.meter.spans, report.seconds)
         self.num_steps += 1
         return report
 
@@ -215,14 +217,15 @@ class Pipeline:
 
         Args:    outputs: keep theirs, as ``step`` does.
         Returns: the Report of what this took, on every rank; None where nothing was in flight."""
-        if not self.slices.in_flight:
+        if not self.feed.in_flight:
             return None
         began = time.perf_counter()
-        self.engine.check()
-        spans = self.engine.spans  # those of a step: a drain is none
-        report = self._run(self.slices.drain(), num_samples=0, began=began, outputs=outputs)
-        self.engine.spans = spans
-        self.slices.restart()
+        self.engine.failures.check()
+        spans = self.engine.meter.spans  # those of a step: a drain is none
+        step = self.feed.drain(step=self.num_steps)
+        report = self._run(step, num_samples=0, began=began, outputs=outputs)
+        self.engine.meter.spans = spans
+        self.feed.restart()
         for stage in self.stages.values():
             stage.weights.drained()
         self.update.begin()
@@ -234,21 +237,28 @@ class Pipeline:
 
         What is in flight is finished first."""
         self.drain()
-        self.engine.check()
+        self.engine.failures.check()
         with self.same.batch("evaluation", self.same.counts["evaluation"]):
             self.engine.flags.check("eval")
             given, call = self.call.tensors(inputs), self.call
             (batch,) = micro_batches(given, None, 1, None, whole=call.whole)
             self.same.compare(lambda: facts.of_batch(given, call.names, None))
-            itinerary, program = self.steps.step("eval", [batch.inputs])
-        return self.engine.evaluate(program, itinerary, batch.inputs)
+            messages, program = self.steps.step("eval", [batch.inputs])
+        step = Step(
+            number=self.num_steps,
+            messages=messages,
+            program=program,
+            micro_batches={0: batch},
+            training=False,
+        )
+        return self.engine.evaluate(step)
 
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "step"} under the model's own names; collective, complete on rank 0.
 
         What is in flight is finished first."""
         self.drain()
-        self.engine.check()
+        self.engine.failures.check()
         return self.state.gather(self.update, self.num_steps) | {"versions": self.plan.versions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -266,34 +276,33 @@ class Pipeline:
 
     def timeline(self) -> list[Span]:
         """What all ranks did in the last step, in seconds since it began; collective."""
-        return gather_spans(self.world, self.engine.spans)
+        return gather_spans(self.world, self.engine.meter.spans)
 
     def flows(self) -> list[dict[str, Any]]:
         """What travels: values and gradients, their stages, the codec now, bytes raw and sent; collective."""
-        return gather_flows(self.world, self.engine.frames.totals, self.policy)
+        return gather_flows(self.world, self.engine.meter.totals, self.policy)
 
     def close(self) -> None:
         """Let go of what it holds, and leave the ranks, unless they are a world that it was given; after a
         failure the others may not answer, and the group ends with the process."""
         for stage in self.stages.values():
             stage.saved.close()
-        if self.leaves and not self.engine.failed:
+        if self.leaves and not self.engine.failures.first:
             self.world.close()
 
-    def _run(self, fed: Step, *, num_samples: int, began: float, outputs: bool) -> Report:
+    def _run(self, step: Step, *, num_samples: int, began: float, outputs: bool) -> Report:
         """Run a step, or what drains a stream; put together the loss, and what each stage did."""
-        made, program = fed
-        live, self.engine.wanted = self.slices.micro_batches(), outputs
+        engine = self.engine
         try:
-            losses = self.engine.step(self.num_steps, program, made, live)
+            engine.step(dataclasses.replace(step, keeps_outputs=outputs))
         except BaseException:
-            self.slices.restart()  # what was in flight is lost
+            self.feed.restart()  # what was in flight is lost
             self.usage.restart()
             raise
-        self.slices.ran(made)
-        reports = self.usage.fill(self.engine.reports, self.engine.spans, rank=self.rank)
-        shares = {index: live[index].share for index in losses}
-        mine = total_loss(losses, shares, mean=self.plan.streams) if self.is_last else 0.0
+        self.feed.ran(step)
+        reports = self.usage.fill(engine.meter.reports, engine.meter.spans, rank=self.rank)
+        shares = {index: step.micro_batches[index].share for index in engine.losses}
+        mine = total_loss(engine.losses, shares, mean=self.plan.streams) if self.is_last else 0.0
         loss, stages = gather_reports(self.world, mine, reports, num_stages=self.plan.num_stages)
         return Report(
             step=self.num_steps,
@@ -301,5 +310,5 @@ class Pipeline:
             seconds=time.perf_counter() - began,
             num_samples=num_samples,
             stages=stages,
-            outputs=joined(list(self.engine.outputs.values())),
+            outputs=joined(list(engine.outputs.values())),
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ...stages.planner.plan import Plan
 from ...stages.weights.policies import STREAM
-from ..runtime.stream import Fed, between
+from ..runtime.stream import StreamState, between
 from ..schedules import schedule_named
 from ..schedules.live import Programs, live_micro_batches, live_versions
 
@@ -24,7 +24,7 @@ def endless_programs(layout: Layout, *, schedule: str, micro_batches: int, more:
     """The programs of a stream from an empty pipeline to an empty one: ``more`` batches than fill it."""
     num_stages = sum(map(len, layout))
     ends = [micro_batches * (i + 1) for i in range(filling(num_stages, micro_batches) + more)]
-    fed = Fed(num_stages=num_stages, each=schedule == STREAM, ends=tuple(ends))
+    fed = StreamState(num_stages=num_stages, each=schedule == STREAM, ends=tuple(ends))
     return [between(own, fed) for own in layout]
 
 

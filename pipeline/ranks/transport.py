@@ -18,23 +18,25 @@ import torch
 import torch.distributed as dist
 
 from ...compression.errors import TransportError
-from ...compression.frame import frame_bytes
 from ...compression.pool import Frame, Pool
-from ..schedules.messages import Itinerary, Message
+from ..schedules.messages import Message, StepMessages
 from .notices import of_gloo
 from .world import World
 
 
 class Transport(Protocol):
-    """Passes frames in buffers of its ``pool``."""
+    """Passes frames in buffers of its ``pool``.
+
+    ``survives_failure``: whether another step may begin after one that failed."""
 
     pool: Pool
+    survives_failure: bool
 
-    def begin(self, itinerary: Itinerary) -> None:
-        """Get ready for a step whose messages are these."""
+    def begin(self, messages: StepMessages) -> None:
+        """Get ready for a step that passes these."""
         ...
 
-    def send(self, message: Message, frame: Frame) -> None:
+    def send(self, message: Message, frame: Frame, messages: StepMessages) -> None:
         """Pass ``frame`` on and let go of it once it has left; the caller holds it no more. Never waits."""
         ...
 
@@ -42,8 +44,8 @@ class Transport(Protocol):
         """Wait for the frame of ``message``, which the caller holds; how long it is, its header says."""
         ...
 
-    def end(self) -> None:
-        """Wait until everything sent has left."""
+    def end(self, messages: StepMessages) -> None:
+        """Wait until everything sent has left, but what a later slice receives."""
         ...
 
     def fail(self, sentence: str) -> None:
@@ -54,21 +56,20 @@ class Transport(Protocol):
 class LocalTransport:
     """All stages in one process: a frame waits in a dict until its stage asks for it."""
 
+    survives_failure = True
+
     def __init__(self) -> None:
         self.pool = Pool()
         self.waiting: dict[Message, Frame] = {}
-        self.open: frozenset[Message] = frozenset()
 
-    def begin(self, itinerary: Itinerary) -> None:
+    def begin(self, messages: StepMessages) -> None:
         """Take back the frames of a step that failed."""
-        self.open = itinerary.open
-        if itinerary.goes_on:
-            return
-        for frame in self.waiting.values():
-            frame.release()
-        self.waiting.clear()
+        if not messages.continues:
+            for frame in self.waiting.values():
+                frame.release()
+            self.waiting.clear()
 
-    def send(self, message: Message, frame: Frame) -> None:
+    def send(self, message: Message, frame: Frame, messages: StepMessages) -> None:
         """Keep the frame."""
         self.waiting[message] = frame
 
@@ -76,10 +77,10 @@ class LocalTransport:
         """Hand the frame over."""
         return self.waiting.pop(message)
 
-    def end(self) -> None:
+    def end(self, messages: StepMessages) -> None:
         """Check that every frame was asked for, but those for a later slice."""
-        left = self.waiting.keys() - self.open
-        assert not left, f"frames that no stage asked for: {list(left)}"
+        left = self.waiting.keys() - messages.pending_out
+        assert not left, f"frames that no stage asked for: {', '.join(map(str, left))}"
 
     def fail(self, sentence: str) -> None:
         """Nobody else is there."""
@@ -106,6 +107,8 @@ class GlooTransport:
     Args:    deadline: seconds that any wait may take.
              max_in_flight: bytes of unfinished sends after which the oldest is waited for."""
 
+    survives_failure = False  # other ranks may stand anywhere in the program
+
     def __init__(self, world: World, *, deadline: float, max_in_flight: int = 1 << 28) -> None:
         self.world, self.rank = world, world.rank
         self.deadline = datetime.timedelta(seconds=deadline)
@@ -115,40 +118,42 @@ class GlooTransport:
         self.channels: dict[int, _Channel] = {}
         self.sent_to: dict[int, int] = {}
         self.sending: deque[tuple[dist.Work, Frame, Message]] = deque()
+        self.in_flight = 0  # bytes in ``sending``
 
-    def begin(self, itinerary: Itinerary) -> None:
+    def begin(self, messages: StepMessages) -> None:
         """Post the first receives of every channel, before anything is sent."""
-        self.local.begin(itinerary)
-        self.itinerary = itinerary
-        if not itinerary.goes_on:
+        self.local.begin(messages)
+        if not messages.continues:
             self.channels, self.sent_to = {}, {}
-        for rank, messages in itinerary.channels(self.rank).items():
-            self.channels.setdefault(rank, _Channel(rank)).expect(messages)
+        for (source, target), coming in messages.channels.items():
+            if target == self.rank:
+                self.channels.setdefault(source, _Channel(source)).expect(coming)
         for channel in self.channels.values():
-            while len(channel.posted) < itinerary.window and channel.ahead:
+            while len(channel.posted) < messages.window and channel.ahead:
                 self._post(channel)
 
-    def send(self, message: Message, frame: Frame) -> None:
+    def send(self, message: Message, frame: Frame, messages: StepMessages) -> None:
         """Hand the frame to gloo's own thread."""
-        target = self.itinerary.rank_of[message.target]
+        target = message.ranks[1]
         if target == self.rank:
-            return self.local.send(message, frame)
+            return self.local.send(message, frame, messages)
         number = self.sent_to[target] = self.sent_to.get(target, -1) + 1
         try:
             work = self.world.isend(frame.buffer[: frame.num_bytes], target, tag=number)
         except RuntimeError as error:
-            raise self._lost(f"{self._name(message)} could not be sent to rank {target}", error) from error
+            raise self._lost(f"{_way(message)} could not be sent to rank {target}", error) from error
         self.sending.append((work, frame, message))
-        while sum(sent.num_bytes for _, sent, _ in self.sending) > self.max_in_flight:
+        self.in_flight += frame.num_bytes
+        while self.in_flight > self.max_in_flight:
             # What only a later slice receives is not waited for: its receiver may wait for this rank.
-            due = [place for place, sent in enumerate(self.sending) if sent[2] not in self.itinerary.open]
+            due = [place for place, sent in enumerate(self.sending) if sent[2] not in messages.pending_out]
             if len(due) < 2:
                 break
             self._finish(due[0])
 
     def receive(self, message: Message) -> Frame:
         """Wait for the frame, and post the channel's next receive in its place."""
-        source = self.itinerary.rank_of[message.source]
+        source = message.ranks[0]
         if source == self.rank:
             return self.local.receive(message)
         channel = self.channels[source]
@@ -158,18 +163,16 @@ class GlooTransport:
         try:
             work.wait(self.deadline)
         except RuntimeError as error:
-            raise self._lost(f"{self._name(message)} did not arrive from rank {source}", error) from error
+            raise self._lost(f"{_way(message)} did not arrive from rank {source}", error) from error
         self._post(channel)
         return Frame(buffer, 0, self.pool)
 
-    def end(self) -> None:
+    def end(self, messages: StepMessages) -> None:
         """Wait for the sends under way, but those that no rank receives before a later slice."""
-        later = deque(sent for sent in self.sending if sent[2] in self.itinerary.open)
-        self.sending = deque(sent for sent in self.sending if sent[2] not in self.itinerary.open)
-        while self.sending:
-            self._finish(0)
-        self.sending = later
-        self.local.end()
+        later = messages.pending_out
+        while (place := next((i for i, s in enumerate(self.sending) if s[2] not in later), None)) is not None:
+            self._finish(place)
+        self.local.end(messages)
 
     def fail(self, sentence: str) -> None:
         """Leave word in the group's store; the others look there when a wait of theirs fails."""
@@ -179,26 +182,22 @@ class GlooTransport:
         if not channel.ahead:
             return
         number, message = channel.ahead.popleft()
-        value = self.itinerary.value(message)
-        num_bytes = frame_bytes(value.shape, value.dtype)
-        buffer = self.pool.take(num_bytes)
+        buffer = self.pool.take(message.frame_bytes)
         try:
-            work = self.world.irecv(buffer[:num_bytes], channel.rank, tag=number)
+            work = self.world.irecv(buffer[: message.frame_bytes], channel.rank, tag=number)
         except RuntimeError as error:
-            raise self._lost(
-                f"{self._name(message)} was not offered by rank {channel.rank}", error
-            ) from error
+            raise self._lost(f"{_way(message)} was not offered by rank {channel.rank}", error) from error
         channel.posted[message] = work, buffer
 
     def _finish(self, place: int) -> None:
         """Wait for one of the sends under way."""
         work, frame, message = self.sending[place]
         del self.sending[place]
+        self.in_flight -= frame.num_bytes
         try:
             work.wait(self.deadline)
         except RuntimeError as error:
-            target = self.itinerary.rank_of[message.target]
-            raise self._lost(f"{self._name(message)} was not taken by rank {target}", error) from error
+            raise self._lost(f"{_way(message)} was not taken by rank {message.ranks[1]}", error) from error
         frame.release()
 
     def _lost(self, what: str, error: RuntimeError) -> TransportError:
@@ -206,10 +205,9 @@ class GlooTransport:
         reason = self.world.notices.peer_failures() or of_gloo(error)
         return TransportError(f"{what} within {self.deadline.total_seconds():g} s: {reason}")
 
-    def _name(self, message: Message) -> str:
-        what = "the gradient of" if message.op.value == "B" else "the value"
-        way = f"from stage {message.source} to stage {message.target}"
-        return f"{what} {self.itinerary.value(message).name} of micro-batch {message.micro_batch}, {way},"
+
+def _way(message: Message) -> str:
+    return f"{message}, from stage {message.source} to stage {message.target},"
 
 
 def transport_of(world: World, *, deadline: float) -> Transport:

@@ -171,7 +171,7 @@ def check_codecs(plan: Plan, records: Sequence[Probe], routed: Sequence[Sequence
     """A codec is named for what its stage packs, and not for a value that goes on in the frame it came in."""
     values, routes = records[0].values, routed[0]
     for (stage, name, way), codec in plan.named_codecs.items():
-        sent = {n for n, _ in routes[stage].sends} - routes[stage].passes
+        sent = {n for n, _ in routes[stage].sends} - routes[stage].forwards
         back = {n for n, _ in routes[stage].receives if values[n].requires_grad}
         packed = [values[n].name for n in sorted(sent if way == "F" else back) if values[n].number is None]
         if name not in packed:

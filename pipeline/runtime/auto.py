@@ -14,16 +14,14 @@ from typing import Any
 import torch
 
 from ...compression.choose import Cost, candidates, sample, trial
-from ...compression.codec import CODECS, encode
+from ...compression.codec import encode
 from ...compression.masked import has_bitmap
 from ...compression.names import AUTO, check_name
 from ...compression.pool import Pool
-from ...compression.promise import written_by
 from ..ranks.links import measured_rates
 from ..ranks.world import World
-from ..schedules.instruction import Op
-from ..schedules.messages import Itinerary, Message
-from ..schedules.prices import MASKED, Choice, Flow, Prices, choose, flow_of, predict
+from ..schedules.messages import Flow, Message, StepMessages
+from ..schedules.prices import MASKED, Choice, Prices, choose, predict
 from ..schedules.span import Span
 from .policy import Fixed, Named, Policy, Turn, wherever_masked
 
@@ -53,7 +51,6 @@ class Auto:
 
     def __init__(self, world: World, named: Named | None = None, *, deadline: float) -> None:
         self.world, self.deadline, self.named = world, deadline, named or {}
-        self.codecs = frozenset(CODECS).union(*map(written_by, self.named.values()))
         self.pool = Pool()
         self.number = 0
         self.chosen: Choice | None = None  # None: START for everything
@@ -91,57 +88,50 @@ class Auto:
         """That of the choice which runs."""
         return self._start(flow) if self.running is None else self.running.get(flow, self._start(flow))
 
-    def begin(self, itinerary: Itinerary, *, training: bool) -> None:
-        """Learn what will travel."""
-        self.itinerary, self.training = itinerary, training
-
-    def sees(self, message: Message) -> bool:
-        """The tensors of one micro-batch in a step of trials."""
-        value = self.itinerary.value(message)
-        first = message.micro_batch == self.itinerary.first
-        return self.training and self.trying and first and value.number is None
+    def observed(self, messages: StepMessages) -> int | None:
+        """The first micro-batch in a step of trials."""
+        return messages.first if self.trying else None
 
     def arriving(self, message: Message, item: torch.Tensor) -> None:
         """Keep the bitmap of a value's sample for the trial of its gradient."""
         if message.masked:
-            self.masks[message.upstream] = encode(sample(item.detach()))
+            self.masks[message] = encode(sample(item.detach()))
 
     def leaving(self, message: Message, item: torch.Tensor) -> None:
         """Try every codec on a sample."""
-        flow, part, mask = flow_of(message, self.itinerary), sample(item.detach()), None
-        if message.op is Op.B:
-            mask = self.masks.pop(message, None)
-        own = [self.named[flow.named]] if flow.named in self.named else []
+        part = sample(item.detach())
+        mask = None if message.answers is None else self.masks.pop(message.answers, None)
+        own = [self.named[message.flow.named]] if message.flow.named in self.named else []
         for codec in dict.fromkeys([*candidates(item.dtype), *own]):
             cost = trial(part, codec, self.pool, num_bytes=item.nbytes)
-            self.costs[flow][codec].append(cost)
+            self.costs[message.flow][codec].append(cost)
             if mask is not None and has_bitmap(codec):
                 cost = trial(part, codec, self.pool, num_bytes=item.nbytes, mask=mask)
-                self.costs[flow][MASKED + codec].append(cost)
+                self.costs[message.flow][MASKED + codec].append(cost)
 
-    def end(self, spans: Sequence[Span], seconds: float) -> None:
+    def end(self, messages: StepMessages, spans: Sequence[Span], seconds: float) -> None:
         """Note what the step took, and decide where that is due; every rank decides the same."""
         if self.trying:
             for span in spans:
                 self.work[span.stage, span.op].append(span.end - span.start - span.waiting - span.packing)
             if self.number not in TRIALS[:-1]:
-                self._contend()
+                self._contend(messages)
         elif self.contenders:
             self._note(seconds)
         self.number += 1
 
-    def _contend(self) -> None:
+    def _contend(self, messages: StepMessages) -> None:
         """Put all ranks' prices together; what they predict runs against what is known to be safe."""
-        prices = self._prices()
+        prices = self._prices(messages)
         self._forget()
         start = {flow: self._start(flow) for flow in prices.costs}
-        best = choose(self.itinerary, prices, start=self.chosen or start)
+        best = choose(messages, prices, start=self.chosen or start)
         named = {"as before": self.chosen} if self.chosen else {}
         named |= {"by price": best}
         named |= {} if self.chosen else {START: start, "raw": dict.fromkeys(start, "raw")}
         self.contenders, self.predictions = {}, []
         for name, choice in named.items():
-            seconds = predict(self.itinerary, prices, choice)
+            seconds = predict(messages, prices, choice)
             hopeless = seconds > HOPELESS * min([seconds, *self.predictions])
             if choice not in self.contenders.values() and not hopeless:
                 self.contenders[name] = choice
@@ -163,10 +153,10 @@ class Auto:
         )
         self.chosen, self.contenders = [*self.contenders.values()][fastest], {}
 
-    def _prices(self) -> Prices:
+    def _prices(self, messages: StepMessages) -> Prices:
         """What all ranks measured, the same on each."""
         if self.rates is None:
-            self.rates = self._rates()
+            self.rates = self._rates(messages)
         mine = [[[*flow], _means(table)] for flow, table in self.costs.items()]
         work = [[*place, statistics.mean(seconds)] for place, seconds in self.work.items()]
         rows = self.world.all_gather_json([mine, work])
@@ -177,11 +167,8 @@ class Auto:
     def _start(self, flow: Flow) -> str:
         return wherever_masked(self.named.get(flow.named, START), flow)
 
-    def _rates(self) -> dict[tuple[int, int], float]:
-        ranks = self.itinerary.rank_of
-        messages = [m for sent in self.itinerary.sends.values() for m in sent]
-        links = {(ranks[m.source], ranks[m.target]) for m in messages}
-        links = sorted(link for link in links if link[0] != link[1])
+    def _rates(self, messages: StepMessages) -> dict[tuple[int, int], float]:
+        links = sorted(messages.channels)
         return {} if self.world.is_alone else measured_rates(self.world, links, deadline=self.deadline)
 
 

@@ -1,13 +1,13 @@
 """Frames of this process's stages: a tensor is packed once, and its frame kept while anybody needs it again.
 
 The frame that goes downstream, the one that the next user of the value gets, and the one whose bitmap the
-gradient reuses on its way back are the same bytes in the same storage.
+gradient reuses on its way back are the same bytes in the same storage. A frame belongs to its message.
 Source: claims A7-A10 of CN115016937A (one module packs on every path out of a stage, and unpacks once)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,193 +17,189 @@ from ...compression.errors import CodecError, StageError
 from ...compression.frame import asks_gradient
 from ...compression.geometry import geometry
 from ...compression.pool import Frame
-from ...stages.tracing.probe import NUMBERS, Value
+from ...stages.tracing.probe import NUMBERS
 from ..ranks.transport import Transport
-from ..schedules.instruction import Instruction, Op
-from ..schedules.messages import Itinerary, Message
-from ..schedules.prices import MASKED, Flow, flow_of
+from ..schedules.instruction import Instruction
+from ..schedules.messages import Message
+from ..schedules.prices import MASKED
+from .meter import Meter
 from .policy import Policy
+from .step import Step
 
 
 class Frames:
-    """Packs what leaves a stage and unpacks what arrives.
+    """Brings an instruction what it works on, and sends what it made.
 
-    ``went`` has by number what an instruction packed and sent downstream, with its frame, if that is to be
-    ``noted`` for a store of saved tensors; ``waited`` and ``packing`` count the seconds without a
-    frame and those of packing and unpacking, ``bytes_raw`` and ``bytes_sent`` what was sent in ``codecs``,
-    all for one instruction; ``totals`` the bytes of every flow in training, unpacked and
-    packed."""
+    ``arrived`` has the frames of values as they came, ``sent`` those whose bitmap a gradient reuses on its
+    way back, by message; ``packed`` has by number what a forward packed and sent, with its frame, if a store
+    of saved tensors wants it (``noted``). ``frozen`` has, by stage at either end, the messages whose value
+    was frozen since the trace and asks for no gradient now."""
 
-    def __init__(self, transport: Transport, *, policy: Policy, noted: bool) -> None:
-        self.transport, self.policy, self.noted = transport, policy, noted
-        self.kept: dict[tuple[int, Message], Frame] = {}
-        self.went: dict[int, tuple[torch.Tensor, Frame]] = {}
+    def __init__(self, transport: Transport, *, policy: Policy, meter: Meter, noted: bool) -> None:
+        self.transport, self.policy, self.meter, self.noted = transport, policy, meter, noted
+        self.arrived: dict[Message, Frame] = {}
+        self.sent: dict[Message, Frame] = {}
+        self.packed: dict[int, tuple[torch.Tensor, Frame]] = {}
         self.frozen: set[tuple[int, Message]] = set()
-        self.start()
-        self.totals: dict[Flow, tuple[int, int]] = {}
+        self.tied: dict[tuple[int, str], Any] = {}
 
-    def begin(self, itinerary: Itinerary, *, training: bool) -> None:
-        """Get ready for a step whose messages are these; let go of what a failed step kept."""
-        self.itinerary, self.training = itinerary, training
-        self.flows: dict[Message, Flow] = {}
-        self.policy.begin(itinerary, training=training)
-        if not itinerary.goes_on:
-            for frame in self.kept.values():
+    def begin(self, step: Step) -> None:
+        """Get ready for a step; let go of what a failed one kept, and of the last one's tied parameters."""
+        self.tied.clear()
+        if not step.messages.continues:
+            for frame in (*self.arrived.values(), *self.sent.values()):
                 frame.release()
-            self.kept.clear()
+            self.arrived.clear()
+            self.sent.clear()
             self.frozen.clear()
-        self.transport.begin(itinerary)
+            self._forget_packed()
+        self.transport.begin(step.messages)
 
-    def end(self) -> None:
-        """End the step: wait for what was sent, let go of what the last instruction noted."""
-        self.start()
-        self.transport.end()
+    def end(self, step: Step) -> None:
+        """Wait for what was sent."""
+        self.transport.end(step.messages)
 
-    def start(self) -> None:
-        """Begin to count, and to note what is packed, for the next instruction."""
-        self.waited = self.packing = 0.0
-        self.bytes_raw = self.bytes_sent = 0
-        self.codecs: dict[str, None] = {}
-        for _, frame in self.went.values():
+    def gather_inputs(self, step: Step, instruction: Instruction) -> dict[int, Any]:
+        """What a forward works on, by number: received values, tied parameters, the model's inputs."""
+        stage, index = instruction.stage, instruction.micro_batch or 0
+        route = step.messages.routes[index][stage]
+        items = self.receive(step, instruction)
+        for number in route.tied:  # which may be another for a micro-batch of another size
+            place = stage, step.messages.records[index].values[number].name
+            if number in items:
+                self.tied[place] = items[number]
+            else:  # it came with the first micro-batch of the step
+                items[number] = self.tied[place]
+        if route.inputs:
+            items.update(zip(route.inputs, step.micro_batches[index].inputs, strict=True))
+        return items
+
+    def receive(self, step: Step, instruction: Instruction) -> dict[int, Any]:
+        """What came for an instruction; for a backward the gradients of the values that its forward sent."""
+        return {m.value: self._unpack(m, step) for m in step.messages.receives[instruction]}
+
+    def send_outputs(self, step: Step, instruction: Instruction, items: Mapping[int, Any]) -> None:
+        """Send values or gradients, each in the frame in which it came if it did."""
+        for message in step.messages.sends[instruction]:
+            item, codec = items[message.value], self.policy.codec(message.flow)
+            if message.forwarded is None:
+                frame = self._pack(message, item, codec, observed=message.micro_batch == step.observed)
+            else:
+                frame = self.arrived[message.forwarded].hold()
+            if message.answers is None:
+                if message.masked:
+                    self.sent[message] = frame.hold()
+                if message.promise.requires_grad and not item.requires_grad:
+                    self.frozen.add((message.source, message))
+            if step.training:
+                self.meter.sent(message, 0 if item is None else message.raw_bytes, frame.num_bytes, codec)
+            self.transport.send(message, frame, step.messages)
+
+    def arrived_at(self, step: Step, instruction: Instruction) -> dict[int, Frame]:
+        """The frames of the values that a forward received, by number."""
+        return {m.value: self.arrived[m] for m in step.messages.receives[instruction]}
+
+    def release_inputs(self, step: Step, instruction: Instruction) -> None:
+        """After a forward: let go of the frames that no gradient needs."""
+        for message in step.messages.receives[instruction]:
+            if not message.masked:
+                self.arrived.pop(message).release()
+        if self.packed:
+            self._forget_packed()
+
+    def release(self, step: Step, instruction: Instruction) -> None:
+        """After a backward: let go of the frames of the values whose gradients came and went."""
+        messages = step.messages
+        for gradients, kept in ((messages.receives, self.sent), (messages.sends, self.arrived)):
+            for gradient in gradients[instruction]:
+                value = gradient.answers
+                assert value is not None, "a backward passes gradients"
+                self.frozen.discard((instruction.stage, value))
+                if frame := kept.pop(value, None):
+                    frame.release()
+
+    def _forget_packed(self) -> None:
+        for _, frame in self.packed.values():
             frame.release()
-        self.went.clear()
+        self.packed.clear()
 
-    def came(self, instruction: Instruction) -> dict[int, Frame]:
-        """The frames of the values that an instruction received, by number."""
-        return {m.value: self.kept[m.target, m] for m in self.itinerary.receives[instruction]}
-
-    def receive(self, message: Message) -> Any:
-        """Wait for a frame and unpack it; a value's frame is kept as it came until ``let_go``."""
+    def _unpack(self, message: Message, step: Step) -> Any:
+        """Wait for a frame and unpack it; a value's frame is kept as it came until it is released."""
         began = time.perf_counter()
         frame = self.transport.receive(message)
         came = time.perf_counter()
-        mask = self._mask(message, message.target)
-        promise = self.itinerary.promise(
-            message, self.policy.codecs, none=self._may_be_none(message, message.target)
-        )
+        promise, value, mask = message.promise, message.answers, None
+        if value is not None:
+            if message.masked:
+                mask = self.sent[value].bytes
+            if (message.target, value) in self.frozen:
+                promise = promise._replace(none=True)
         try:
             item, frame.num_bytes = decode_received(frame.buffer, promise, mask=mask)
         except CodecError as error:
-            raise CodecError(f"{_name(message, self.itinerary)}: {error}") from error
-        if item is not None and message.op is Op.F and self.policy.sees(message):
-            self.policy.arriving(message, item)
-        self.waited += came - began
-        self.packing += time.perf_counter() - came
-        if message.op is Op.F:
-            self.kept[message.target, message] = frame
-        else:
+            place = f"from stage {message.source} on rank {message.ranks[0]}"
+            raise CodecError(f"{message}, {place}: {error}") from error
+        self.meter.waited += came - began
+        self.meter.packing += time.perf_counter() - came
+        if value is not None:
             frame.release()
-        value = self.itinerary.value(message)
-        if item is None:
-            return None
-        if value.number is not None:
+            return item
+        self.arrived[message] = frame
+        assert item is not None, "None is not promised for a value"
+        if promise.number:
             return item.item()
-        if value.requires_grad and message.op is Op.F:
+        if message.micro_batch == step.observed:
+            self.policy.arriving(message, item)
+        if promise.requires_grad:
             item.requires_grad_(asks_gradient(frame.buffer))
-            self._ask(message, message.target, item)
+            if not item.requires_grad:
+                self.frozen.add((message.target, message))
         return item
 
-    def send(self, message: Message, item: Any) -> tuple[int, int]:
-        """Send a value or gradient, in the frame in which it came if it did; returns bytes raw and packed."""
-        value = self.itinerary.value(message)
-        came = self.itinerary.passes.get(message)
-        if came is None:
-            frame = self._pack(message, value, item)
-        else:
-            frame = self.kept[message.source, came].hold()
-        if message.op is Op.F and message.masked:
-            self.kept[message.source, message] = frame.hold()
-        if message.op is Op.F and came is None:
-            self._note(message, item, frame)
-        if message.op is Op.F and value.requires_grad:
-            self._ask(message, message.source, item)
-        raw, sent = 0 if item is None else value.num_bytes, frame.num_bytes
-        if self.training:
-            flow = self._flow(message)
-            before = self.totals.get(flow, (0, 0))
-            self.totals[flow] = before[0] + raw, before[1] + sent
-        self.bytes_raw, self.bytes_sent = self.bytes_raw + raw, self.bytes_sent + sent
-        self.codecs[self.policy.codec(self._flow(message))] = None
-        self.transport.send(message, frame)
-        return raw, sent
-
-    def let_go(self, stage: int, values: Iterable[Message]) -> None:
-        """Release what ``stage`` kept of these values, sent or received."""
-        for message in values:
-            if frame := self.kept.pop((stage, message), None):
-                frame.release()
-
-    def _flow(self, message: Message) -> Flow:
-        if message not in self.flows:
-            self.flows[message] = flow_of(message, self.itinerary)
-        return self.flows[message]
-
-    def _note(self, message: Message, item: Any, frame: Frame) -> None:
-        """Note the frame of a value, so that who saved it need not pack it again."""
-        if not self.noted or not isinstance(item, torch.Tensor) or item.is_conj() or item.is_neg():
-            return  # a frame holds what a lazy conjugate means, its memory what it was made from
-        self.went[message.value] = item, frame.hold()
-
-    def _pack(self, message: Message, value: Value, item: Any) -> Frame:
-        if value.number is not None:
-            item = torch.tensor(item, dtype=NUMBERS[type(item)])  # as it is now, not as it was when traced
-        elif item is not None:
-            _check_tensor(message, value, item)
-        elif not self._may_be_none(message, message.source):
+    def _pack(self, message: Message, item: Any, codec: str, *, observed: bool) -> Frame:
+        promise, value = message.promise, message.answers
+        if promise.number:
+            item, codec = torch.tensor(item, dtype=NUMBERS[type(item)]), "raw"  # as it is now
+        elif isinstance(item, torch.Tensor):
+            _check_tensor(message, item)
+            if observed:
+                self.policy.leaving(message, item)
+        elif not promise.none and (message.source, value) not in self.frozen:
             raise StageError(
-                f"a gradient comes back to {value.name}, as it was traced, found None; a loss that has "
+                f"a gradient comes back to {message.name}, as it was traced, found None; a loss that has "
                 "nothing to learn from a micro-batch reads its outputs all the same: outputs.sum() * 0"
             )
         began = time.perf_counter()
-        if item is not None and self.policy.sees(message):
-            self.policy.leaving(message, item)
-        named = "raw" if value.number else self.policy.codec(self._flow(message))
-        codec, pool = named.removeprefix(MASKED), self.transport.pool
-        mask = None if codec == named else self._mask(message, message.source)
-        buffer = pool.take(buffer_bytes(value.shape, value.dtype, codec))
-        asks = value.requires_grad and (item is None or message.op is Op.B or item.requires_grad)
-        num_bytes = pack_into(item, buffer, codec=codec, requires_grad=asks, mask=mask)
-        self.packing += time.perf_counter() - began
-        return Frame(buffer, num_bytes, pool)
-
-    def _ask(self, message: Message, stage: int, item: torch.Tensor) -> None:
-        """Remember, at either end, a value that was frozen since the trace and asks for no gradient now."""
-        if not item.requires_grad:
-            self.frozen.add((stage, message))
-
-    def _may_be_none(self, message: Message, stage: int) -> bool:
-        """Whether a message may bring None: a gradient not asked for, or one that autograd may not make."""
-        if message.op is Op.F:
-            return False
-        return not self.itinerary.brings_one(message) or (stage, message.downstream) in self.frozen
-
-    def _mask(self, message: Message, stage: int) -> torch.Tensor | None:
-        """The frame whose bitmap says where the gradient ``message`` matters."""
-        if message.op is Op.F or not message.masked:
-            return None
-        frame = self.kept[stage, message.downstream]
-        return frame.buffer[: frame.num_bytes]
+        name, mask = codec.removeprefix(MASKED), None
+        if name != codec and message.masked and value is not None:
+            mask = self.arrived[value].bytes
+        pool = self.transport.pool
+        buffer = pool.take(buffer_bytes(promise.sizes, promise.dtype, name))
+        asks = promise.requires_grad and (item is None or value is not None or item.requires_grad)
+        num_bytes = pack_into(item, buffer, codec=name, requires_grad=asks, mask=mask)
+        self.meter.packing += time.perf_counter() - began
+        frame = Frame(buffer, num_bytes, pool)
+        if self.noted and item is not None and value is None and not promise.number:
+            if not item.is_conj() and not item.is_neg():  # a frame holds what that means, memory what it was
+                self.packed[message.value] = item, frame.hold()
+        return frame
 
 
-def _name(message: Message, itinerary: Itinerary) -> str:
-    what = "the gradient of" if message.op is Op.B else "the value"
-    way = f"from stage {message.source} on rank {itinerary.rank_of[message.source]}"
-    return f"{what} {itinerary.value(message).name} of micro-batch {message.micro_batch}, {way}"
-
-
-def _check_tensor(message: Message, value: Value, tensor: torch.Tensor) -> None:
+def _check_tensor(message: Message, tensor: torch.Tensor) -> None:
     """Refuse what the receiver does not expect, or would get in another geometry than it has here."""
-    if (tuple(tensor.shape), tensor.dtype) != (value.shape, value.dtype):
+    promise, name = message.promise, message.name
+    if tensor.shape != promise.sizes or tensor.dtype is not promise.dtype:
         found = f"{tuple(tensor.shape)} {tensor.dtype}"
-        raise StageError(f"{value.name} was {value.shape} {value.dtype} when it was traced, found {found}")
-    if message.op is Op.F and value.strides is not None and tensor.stride() != value.strides:
+        raise StageError(f"{name} was {promise.sizes} {promise.dtype} when it was traced, found {found}")
+    strides = tensor.stride()
+    if promise.strides is not None and strides != promise.strides:
         raise StageError(
-            f"{value.name} had strides {value.strides} when it was traced, found {tensor.stride()}, which "
+            f"{name} had strides {promise.strides} when it was traced, found {strides}, which "
             "its receiver refuses; lay it out the same way in every forward, or cut elsewhere"
         )
-    if not geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).travels:
-        what = "the gradient of " if message.op is Op.B else ""
+    if not geometry(tensor.shape, strides, tensor.itemsize).travels:
+        what = "the gradient of " if message.answers is not None else ""
         raise StageError(
-            f"{what}{value.name} has strides {tensor.stride()} for shape {value.shape}, which no frame "
+            f"{what}{name} has strides {strides} for shape {promise.sizes}, which no frame "
             "keeps, and others would change the bits; cut elsewhere"
         )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..ranks.world import World
-from ..schedules.prices import Flow
+from ..schedules.messages import Flow
 from ..schedules.span import Span
 from .policy import Policy
 from .report import StageReport
@@ -33,9 +33,7 @@ def gather_spans(world: World, spans: Sequence[Span]) -> list[Span]:
     return [Span(**dict(zip(Span.__slots__, fields, strict=True))) for row in rows for fields in row]
 
 
-def gather_flows(
-    world: World, totals: Mapping[Flow, tuple[int, int]], policy: Policy
-) -> list[dict[str, Any]]:
+def gather_flows(world: World, totals: Mapping[Flow, Sequence[int]], policy: Policy) -> list[dict[str, Any]]:
     """Return the flows that all ranks send, with their bytes raw and sent, and the codec of each now."""
     rows = world.all_gather_json([[*flow, *total] for flow, total in totals.items()])
     names = (*Flow._fields, "bytes_raw", "bytes_sent")

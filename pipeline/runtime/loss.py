@@ -62,7 +62,7 @@ def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
             yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
-def refuse_side_ways(loss: torch.Tensor, outputs: Any, parameters: Container[object]) -> None:
+def check_loss_uses_outputs_only(loss: torch.Tensor, outputs: Any, parameters: Container[object]) -> None:
     """Raise StageError if ``loss`` reaches one of ``parameters`` beside the ``outputs``."""
     leaves = [t for t in _tensors(outputs) if t.requires_grad]
     seen = {get_gradient_edge(t).node for t in leaves}

@@ -9,9 +9,8 @@ from typing import Protocol
 import torch
 
 from ...compression.masked import has_bitmap
-from ...compression.promise import written_by
-from ..schedules.messages import Itinerary, Message
-from ..schedules.prices import MASKED, Flow
+from ..schedules.messages import Flow, Message, StepMessages
+from ..schedules.prices import MASKED
 from ..schedules.span import Span
 
 Named = Mapping[tuple[int, str, str], str]  # the codecs of a plan's stages, by stage, value and way
@@ -30,11 +29,8 @@ class Turn:
 class Policy(Protocol):
     """Says with which codec a flow is packed; looks at what travels, and at the steps, to find out.
 
-    ``turns``: the last choices that ran against each other; none where there was nothing to choose.
-    ``codecs``: what its frames may be packed with, whatever it says when; receivers refuse the others.
-    """
+    ``turns``: the last choices that ran against each other; none where there was nothing to choose."""
 
-    codecs: frozenset[str]
     turns: tuple[Turn, ...]
 
     @property
@@ -46,12 +42,8 @@ class Policy(Protocol):
         """The codec for the frames of ``flow``, behind ``MASKED`` if they are to use a bitmap."""
         ...
 
-    def begin(self, itinerary: Itinerary, *, training: bool) -> None:
-        """A step or an evaluation begins."""
-        ...
-
-    def sees(self, message: Message) -> bool:
-        """Whether ``arriving`` and ``leaving`` are to be told of ``message`` in this step."""
+    def observed(self, messages: StepMessages) -> int | None:
+        """The micro-batch of a step whose tensors ``arriving`` and ``leaving`` are to see, or None."""
         ...
 
     def arriving(self, message: Message, item: torch.Tensor) -> None:
@@ -62,7 +54,7 @@ class Policy(Protocol):
         """A value or gradient is about to be packed."""
         ...
 
-    def end(self, spans: Sequence[Span], seconds: float) -> None:
+    def end(self, messages: StepMessages, spans: Sequence[Span], seconds: float) -> None:
         """A step has ended; every rank calls this after every step."""
         ...
 
@@ -72,7 +64,6 @@ class Fixed:
 
     def __init__(self, codec: str, named: Named | None = None) -> None:
         self.name, self.named = codec, named or {}
-        self.codecs = written_by(codec).union(*map(written_by, self.named.values()))
         self.turns: tuple[Turn, ...] = ()
 
     @property
@@ -84,12 +75,9 @@ class Fixed:
         """Always the same; a gradient uses the bitmap where there is one."""
         return wherever_masked(self.named.get(flow.named, self.name), flow)
 
-    def begin(self, itinerary: Itinerary, *, training: bool) -> None:
-        """Nothing to prepare."""
-
-    def sees(self, message: Message) -> bool:
+    def observed(self, messages: StepMessages) -> int | None:
         """Nothing to find out."""
-        return False
+        return None
 
     def arriving(self, message: Message, item: torch.Tensor) -> None:
         """Nothing to find out."""
@@ -97,7 +85,7 @@ class Fixed:
     def leaving(self, message: Message, item: torch.Tensor) -> None:
         """Nothing to find out."""
 
-    def end(self, spans: Sequence[Span], seconds: float) -> None:
+    def end(self, messages: StepMessages, spans: Sequence[Span], seconds: float) -> None:
         """Nothing to decide."""
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...compression.errors import PlanError
+from ...compression.promise import written_by
 from ...stages.planner.plan import Plan
 from ...stages.stage.route import Route, edges, follow, routes, stage_of_layers
 from ...stages.tracing.flags import Flags
@@ -22,12 +23,13 @@ from ...stages.tracing.shapes import Shapes
 from ..ranks.world import World
 from ..schedules import schedule_named
 from ..schedules.instruction import Instruction, Op
-from ..schedules.messages import Itinerary, itinerary
+from ..schedules.messages import StepMessages, micro_batch_messages, step_messages
 from ..schedules.verify import smallest_window, verify
 from .batches import MicroBatch
+from .step import Step
 
 Inputs = Sequence[Sequence[torch.Tensor]]
-Step = tuple[Itinerary, list[Instruction]]
+Planned = tuple[StepMessages, list[Instruction]]
 KEPT = 256  # plans of steps; texts of varying length would make ever more
 
 
@@ -36,6 +38,7 @@ class Steps:
 
     def __init__(self, plan: Plan, graph: LayerGraph, model: nn.Module, world: World) -> None:
         self.plan, self.world = plan, world
+        self.codecs = written_by(plan.codec).union(*map(written_by, plan.named_codecs.values()))
         self.shapes = Shapes(graph, model)
         stage_of = stage_of_layers(graph.train, plan.cuts)
         self.stage_of = {"train": stage_of}
@@ -44,7 +47,7 @@ class Steps:
             self.stage_of["eval"] = follow(graph.train, stage_of, graph.eval)
         except PlanError as error:  # training does not need it
             self.refusal = str(error)
-        self.known: dict[object, Step] = {}
+        self.known: dict[object, Planned] = {}
         self.routes: dict[int, tuple[Probe, tuple[Route, ...]]] = {}
 
     def flags(self, model: nn.Module) -> Flags:
@@ -60,7 +63,7 @@ class Steps:
         pairs = zip(traced.layers, self.stage_of[mode], strict=True)
         return traced, [layer for layer, place in pairs if place == stage]
 
-    def step(self, mode: str, inputs: Inputs) -> Step:
+    def step(self, mode: str, inputs: Inputs) -> Planned:
         """The messages of a step over micro-batches of these inputs, and this process's program.
 
         Raises: PlanError: a cut would change the bits at these shapes; ScheduleError: the schedule is unknown
@@ -91,7 +94,7 @@ class Steps:
                 self.routes[id(record)] = record, made  # the record too: an id is one only while it lives
         return records, [self.routes[id(record)][1] for record in records]
 
-    def _plan(self, mode: str, inputs: Inputs) -> Step:
+    def _plan(self, mode: str, inputs: Inputs) -> Planned:
         records, routed = self.routed(mode, inputs)
         pairs = pairs_of(routed)
         if mode == "train":
@@ -99,13 +102,14 @@ class Steps:
         else:
             programs = [[Instruction(s, Op.F, 0) for s in own] for own in self.plan.stages_of_rank]
             order, window = [Instruction(s, Op.F, 0) for s in range(self.plan.num_stages)], 2
-        made = itinerary(
-            programs,
-            dict(enumerate(records)),
-            dict(enumerate(routed)),
-            rank_of=self.plan.ranks,
-            window=window,
-        )
+        messages = {
+            index: micro_batch_messages(
+                index, record, route, rank_of=self.plan.ranks, codecs=self.codecs, tied=not index
+            )
+            for index, (record, route) in enumerate(zip(records, routed, strict=True))
+        }
+        by_number = dict(enumerate(records)), dict(enumerate(routed))
+        made = step_messages(programs, *by_number, messages, rank_of=self.plan.ranks, window=window)
         return made, order if self.world.is_alone else programs[self.world.rank]
 
     def _training(
@@ -122,18 +126,16 @@ class Steps:
         return programs, [*order, *(u for update in updates for u in update)], window
 
 
-class Flushed:
-    """Steps that begin and end with nothing in flight; a ``Stream`` is asked the same where some is."""
+class SynchronousFeed:
+    """Steps that begin and end with nothing in flight; a ``StreamFeed`` is asked the same where some is."""
 
     in_flight = False
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
-        self.restart()
 
     def restart(self) -> None:
-        """Forget the micro-batches of a step that failed."""
-        self.live: dict[int, MicroBatch] = {}
+        """Nothing to forget."""
 
     def rehearse(self, inputs: Inputs) -> None:
         """Refuse now what a batch of these micro-batches would be refused for."""
@@ -141,21 +143,16 @@ class Flushed:
 
     def feed(self, batches: Sequence[MicroBatch], *, step: int) -> Step:
         """The step that trains on these micro-batches; raises what ``Steps.step`` does."""
-        made = self.steps.step("train", [batch.inputs for batch in batches])
-        self.live = {batch.index: dataclasses.replace(batch, step=step) for batch in batches}
-        return made
+        messages, program = self.steps.step("train", [batch.inputs for batch in batches])
+        live = {batch.index: dataclasses.replace(batch, step=step) for batch in batches}
+        return Step(number=step, messages=messages, program=program, micro_batches=live)
 
-    def drain(self) -> Step:
+    def drain(self, *, step: int) -> Step:
         """A step of nothing."""
-        return self.steps.step("train", [])
+        return self.feed([], step=step)
 
-    def micro_batches(self) -> dict[int, MicroBatch]:
-        """Those of the step."""
-        return self.live
-
-    def ran(self, made: Itinerary) -> None:
+    def ran(self, step: Step) -> None:
         """The step has run, and all of it is done."""
-        self.restart()
 
 
 def pairs_of(routed: Iterable[tuple[Route, ...]]) -> list[tuple[int, int]]:

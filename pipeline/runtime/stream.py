@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ...compression.errors import PlanError
 from ...stages.planner.plan import Plan
@@ -19,16 +20,24 @@ from ...stages.stage.route import Route
 from ...stages.tracing.probe import Probe
 from ..schedules.async_1f1b import stream, time_of, with_updates
 from ..schedules.instruction import Instruction, Op
-from ..schedules.messages import Itinerary, Message, itinerary
+from ..schedules.messages import Message, MicroBatchMessages, micro_batch_messages, step_messages
 from ..schedules.verify import smallest_window
 from .batches import MicroBatch
-from .steps import Inputs, Step, Steps, pairs_of
+from .step import Step
+from .steps import Inputs, Steps, pairs_of
 
-Live = tuple[MicroBatch, Probe, tuple[Route, ...]]
+
+class Live(NamedTuple):
+    """A micro-batch that not all stages are done with."""
+
+    batch: MicroBatch
+    record: Probe
+    routes: tuple[Route, ...]
+    messages: MicroBatchMessages
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Fed:
+class StreamState:
     """Which micro-batches there are since the last drain: ``ends`` has their number behind each batch, but
     for those that all stages have left behind.
 
@@ -48,13 +57,15 @@ class Fed:
         """When all stages are done with the batch that ends there: when the first stage is."""
         return 2 * end + 2 * self.num_stages - 2
 
-    def followed(self, number: int, *, clock: int) -> Fed:
+    def followed(self, number: int, *, clock: int) -> StreamState:
         """With a batch of ``number`` micro-batches more, at the time ``clock``."""
         open_ends = [end for end in self.ends if self.due(end) >= clock]
         return dataclasses.replace(self, ends=(*open_ends, self.number + number))
 
 
-def between(stages: Iterable[int], fed: Fed, *, start: int = 0, stop: int | None = None) -> list[Instruction]:
+def between(
+    stages: Iterable[int], fed: StreamState, *, start: int = 0, stop: int | None = None
+) -> list[Instruction]:
     """What a rank with these stages does from time ``start`` on and before ``stop``; None: to the end."""
     # 3 stages, 3 micro-batches, an update each:
     #   time      0  1  2  3  4  5   6  7   8  9   10
@@ -72,7 +83,7 @@ def between(stages: Iterable[int], fed: Fed, *, start: int = 0, stop: int | None
     return [instruction for _, instruction in sorted(timed, key=lambda item: item[0])]
 
 
-class Stream:
+class StreamFeed:
     """The slices of a plan's endless program, with the messages of each; micro-batches live until the first
     stage is done with them."""
 
@@ -84,10 +95,10 @@ class Stream:
 
     def restart(self) -> None:
         """Forget what is in flight: nothing is any more, or a step failed."""
-        self.fed = Fed(num_stages=self.plan.num_stages, each=self.plan.schedule == STREAM)
+        self.fed = StreamState(num_stages=self.plan.num_stages, each=self.plan.schedule == STREAM)
         self.clock = self.num_batches = 0
         self.live: dict[int, Live] = {}
-        self.came: frozenset[Message] = frozenset()
+        self.pending: frozenset[Message] = frozenset()  # what is sent and not received
 
     @property
     def in_flight(self) -> bool:
@@ -116,44 +127,45 @@ class Stream:
         for m, (batch, record, route) in enumerate(zip(batches, records, routed, strict=True), start=first):
             share = 1.0 if self.fed.each else batch.share
             told = dataclasses.replace(batch, share=share, step=step, batch=self.num_batches)
-            self.live[m] = told, record, route
+            messages = micro_batch_messages(
+                m, record, route, rank_of=self.plan.ranks, codecs=self.steps.codecs
+            )
+            self.live[m] = Live(told, record, route, messages)
         self.fed = self.fed.followed(len(batches), clock=self.clock)
         self.num_batches += 1
-        return self._slice(2 * self.fed.number, first=first)
+        return self._slice(2 * self.fed.number, first=first, step=step)
 
-    def drain(self) -> Step:
+    def drain(self, *, step: int) -> Step:
         """The slice that ends everything in flight."""
-        return self._slice(None, first=min(self.live, default=self.fed.number))
+        return self._slice(None, first=min(self.live, default=self.fed.number), step=step)
 
-    def micro_batches(self) -> dict[int, MicroBatch]:
-        """Those in flight."""
-        return {m: live[0] for m, live in self.live.items()}
-
-    def ran(self, made: Itinerary) -> None:
+    def ran(self, step: Step) -> None:
         """The slice has run: forget what it finished."""
-        self.came = made.open
-        programs = made.programs
+        self.pending = step.messages.pending_out
+        programs = step.messages.programs
         over = [i.micro_batch for own in programs for i in own if i.stage == 0 and i.op is Op.B]
         for m in over:
             assert m is not None
             del self.live[m]
 
-    def _slice(self, stop: int | None, *, first: int) -> Step:
+    def _slice(self, stop: int | None, *, first: int, step: int) -> Step:
         world, start, self.clock = self.steps.world, self.clock, stop or 0
         programs = [between(own, self.fed, start=start, stop=stop) for own in self.plan.stages_of_rank]
         everything = between(range(self.plan.num_stages), self.fed, start=start, stop=stop)
-        made = itinerary(
+        made = step_messages(
             programs,
-            {m: live[1] for m, live in self.live.items()},
-            {m: live[2] for m, live in self.live.items()},
+            {m: live.record for m, live in self.live.items()},
+            {m: live.routes for m, live in self.live.items()},
+            {m: live.messages for m, live in self.live.items()},
             rank_of=self.plan.ranks,
             window=self.window,
-            stream=True,
             first=first,
-            goes_on=start > 0,
-            came=self.came,
+            continues=start > 0,
+            pending_in=self.pending,
         )
-        return made, everything if world.is_alone else programs[world.rank]
+        program = everything if world.is_alone else programs[world.rank]
+        live = {m: live.batch for m, live in self.live.items()}
+        return Step(number=step, messages=made, program=program, micro_batches=live)
 
     def _check(self, number: int) -> None:
         if not self.fed.each and number < self.plan.num_stages:
@@ -170,7 +182,7 @@ class Stream:
             return
         self.pairs = sorted({*self.pairs, *pairs})
         number = 2 * self.plan.num_stages + 2  # more micro-batches only repeat what these do
-        fed = Fed(num_stages=self.plan.num_stages, each=self.fed.each, ends=(number,))
+        fed = StreamState(num_stages=self.plan.num_stages, each=self.fed.each, ends=(number,))
         programs = [between(own, fed) for own in self.plan.stages_of_rank]
         self.window = smallest_window(
             programs, num_micro_batches=number, edges=self.pairs, asynchronous=self.fed.each

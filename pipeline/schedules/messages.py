@@ -1,28 +1,61 @@
 """Which frames a step passes between stages: the routes of its micro-batches along its programs.
 
 The order of a channel is the order of the sender's program, so a receiver posts its receives ahead without
-being told."""
+being told. All of it is made once for a set of shapes: a step only looks at what each message says."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import torch
+
+from ...compression.frame import frame_bytes
 from ...compression.promise import Promise
 from ...stages.stage.route import Route
 from ...stages.tracing.probe import Probe, Value
 from .instruction import Instruction, Op
 
 _RAW = frozenset({"raw"})
+_NOTHING = Promise((), torch.uint8, (), _RAW)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+class Flow(NamedTuple):
+    """All frames of one value from stage to stage ("F"), or of its gradient ("B")."""
+
+    value: str
+    way: str
+    source: int
+    target: int
+
+    @property
+    def named(self) -> tuple[int, str, str]:
+        """What a plan names a codec for: the stage that packs, the value, the way."""
+        return self.source, self.value, self.way
+
+    @property
+    def downstream(self) -> Flow:
+        """The flow of the value whose gradient this is."""
+        return Flow(self.value, "F", self.target, self.source)
+
+
+_NO_FLOW = Flow("", "F", 0, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Message:
     """One frame on its way: a value of a micro-batch downstream (F), or its gradient upstream (B).
 
-    ``masked``: zeros of the value, as it goes down, stop its gradient, which needs the values' bitmap only.
-    """
+    It is one object for its sender and its receiver, and known by its identity.
+
+    ``value`` is the number of the value in its probe, ``name`` its name. ``masked``: zeros of the value, as
+    it goes down, stop its gradient, which needs the values' bitmap only. ``promise`` is what its frame will
+    bring: shape, dtype, strides, codecs; ``raw_bytes`` the size of the tensor, ``frame_bytes`` of the longest
+    frame. ``source`` and ``target`` are stages, ``ranks`` those that run them. ``forwarded``: the message in
+    whose frame the value came, if it is sent on as it is. ``answers``: of a gradient, the message that
+    brought the value down."""
 
     op: Op
     micro_batch: int
@@ -30,134 +63,173 @@ class Message:
     source: int
     target: int
     masked: bool = False
+    name: str = ""
+    promise: Promise = _NOTHING
+    raw_bytes: int = 0
+    frame_bytes: int = 0
+    ranks: tuple[int, int] = (0, 0)
+    forwarded: Message | None = None
+    answers: Message | None = None
+    flow: Flow = _NO_FLOW
 
-    @property
-    def upstream(self) -> Message:
-        """The message that brings up the gradient of the value that this one brings down."""
-        return Message(Op.B, self.micro_batch, self.value, self.target, self.source, self.masked)
+    def __str__(self) -> str:
+        what = "the gradient of" if self.op is Op.B else "the value"
+        return f"{what} {self.name} of micro-batch {self.micro_batch}"
 
-    @property
-    def downstream(self) -> Message:
-        """The message that brought down the value whose gradient this one brings up."""
-        return Message(Op.F, self.micro_batch, self.value, self.target, self.source, self.masked)
+
+Table = Mapping[Instruction, tuple[Message, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Itinerary:
-    """All messages of a step by the instruction that receives or sends them, and what they came from.
+class StepMessages:
+    """All messages of a step by the instruction that receives or sends them, and what they were made from.
 
     ``programs`` has one list per rank; ``records`` and ``routes`` one entry per micro-batch that they speak
-    of, ``first`` is the first one that the step brings; ``passes`` says in which message a value came that is
-    sent on as it is; ``window`` receives are posted ahead on every channel. Of an endless program a step is a
-    slice: it ``goes_on`` if micro-batches are in flight, ``came`` holds the messages that earlier slices sent
-    and none has received, ``open`` those that this one leaves so."""
+    of, ``first`` is the first one that the step brings; ``channels`` has by (source rank, target rank) the
+    messages between them in the order of sending; ``window`` receives are posted ahead on every channel. Of
+    an endless program a step is a slice: it ``continues`` if micro-batches are in flight, ``pending_in`` are
+    the messages that earlier slices sent and none has received, ``pending_out`` those that this one leaves
+    so."""
 
     programs: tuple[tuple[Instruction, ...], ...]
     rank_of: tuple[int, ...]
     records: Mapping[int, Probe]
     routes: Mapping[int, tuple[Route, ...]]
-    receives: Mapping[Instruction, tuple[Message, ...]]
-    sends: Mapping[Instruction, tuple[Message, ...]]
-    passes: Mapping[Message, Message]
+    receives: Table
+    sends: Table
     window: int
+    channels: Mapping[tuple[int, int], Sequence[Message]] = dataclasses.field(default_factory=dict)
     first: int = 0
-    goes_on: bool = False
-    came: frozenset[Message] = frozenset()
-    open: frozenset[Message] = frozenset()
-
-    def value(self, message: Message) -> Value:
-        """What is known of the value that a message carries."""
-        return self.records[message.micro_batch].values[message.value]
-
-    def promise(self, message: Message, codecs: frozenset[str], *, none: bool) -> Promise:
-        """What the frame of a message will bring, packed with one of ``codecs``; ``none``: or nothing.
-
-        A gradient may lie in any way that a frame keeps: autograd decides, and no probe has run it."""
-        value = self.records[message.micro_batch].values[message.value]
-        if value.number is not None:
-            return Promise((), value.dtype, (), _RAW, number=True)
-        if message.op is Op.F:
-            asks = value.requires_grad
-            return Promise(value.shape, value.dtype, value.strides, codecs, asks, frozen=asks)
-        return Promise(value.shape, value.dtype, None, codecs, value.requires_grad, message.masked, none)
-
-    def brings_one(self, message: Message) -> bool:
-        """Whether autograd surely makes the gradient ``message``, as the value was when it was traced."""
-        return message.value in self.routes[message.micro_batch][message.source].returns
-
-    def channels(self, rank: int) -> dict[int, list[Message]]:
-        """For every other rank the messages it sends to ``rank``, in the order in which it sends them."""
-        ordered: dict[int, list[Message]] = {}
-        for source, program in enumerate(self.programs):
-            for instruction in program if source != rank else ():
-                for message in self.sends.get(instruction, ()):
-                    if self.rank_of[message.target] == rank:
-                        ordered.setdefault(source, []).append(message)
-        return ordered
+    continues: bool = False
+    pending_in: frozenset[Message] = frozenset()
+    pending_out: frozenset[Message] = frozenset()
 
 
-def itinerary(
+@dataclasses.dataclass(frozen=True, slots=True)
+class MicroBatchMessages:
+    """The messages of one micro-batch: for every stage what its forward receives and sends, and what its
+    backward does, each in the order in which they go."""
+
+    forward: tuple[tuple[tuple[Message, ...], tuple[Message, ...]], ...]
+    backward: tuple[tuple[tuple[Message, ...], tuple[Message, ...]], ...]
+
+    def of(self, instruction: Instruction) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """What an instruction of this micro-batch receives and sends."""
+        return (self.forward if instruction.op is Op.F else self.backward)[instruction.stage]
+
+
+def micro_batch_messages(
+    index: int,
+    record: Probe,
+    routes: Sequence[Route],
+    *,
+    rank_of: Sequence[int],
+    codecs: frozenset[str],
+    tied: bool = True,
+) -> MicroBatchMessages:
+    """Make the messages of micro-batch ``index``, those to the nearest stage first.
+
+    Args:    codecs: those that its frames may be packed with.
+             tied: whether tied parameters go down with it; their gradients come back from each."""
+    made: dict[tuple[int, int], Message] = {}  # by value and target
+    gradients: list[Message] = []
+    for stage, route in enumerate(routes):
+        for number, target in route.sends:
+            value = record.values[number]
+            masked = value.requires_grad and not value.parameter and number in route.stops
+            ranks = rank_of[stage], rank_of[target]
+            message = made[number, target] = Message(
+                Op.F, index, number, stage, target, masked, value.name, _promise(value, codecs),
+                value.num_bytes, frame_bytes(value.shape, value.dtype), ranks,
+                made[number, stage] if number in route.forwards else None,
+                None, Flow(value.name, "F", stage, target),
+            )  # fmt: skip
+            if value.requires_grad:
+                sure = number in routes[target].returns
+                gradients.append(_gradient(message, codecs, sure=sure))
+    down = [m for m in made.values() if tied or not record.values[m.value].parameter]
+    inward = sorted(down, key=lambda m: m.value)
+    back = sorted(gradients, key=lambda m: (-m.target, m.value))
+    stages = range(len(routes))
+    return MicroBatchMessages(
+        forward=tuple((_to(inward, stage), _from(down, stage)) for stage in stages),
+        backward=tuple((_to(gradients, stage), _from(back, stage)) for stage in stages),
+    )
+
+
+def _to(messages: Sequence[Message], stage: int) -> tuple[Message, ...]:
+    return tuple(message for message in messages if message.target == stage)
+
+
+def _from(messages: Sequence[Message], stage: int) -> tuple[Message, ...]:
+    return tuple(message for message in messages if message.source == stage)
+
+
+def _promise(value: Value, codecs: frozenset[str]) -> Promise:
+    """What the frame of a value will bring."""
+    if value.number is not None:
+        return Promise((), value.dtype, (), _RAW, number=True)
+    asks = value.requires_grad
+    return Promise(value.shape, value.dtype, value.strides, codecs, asks, frozen=asks)
+
+
+def _gradient(down: Message, codecs: frozenset[str], *, sure: bool) -> Message:
+    """The message that brings up the gradient of what ``down`` brings down.
+
+    It may lie in any way that a frame keeps: autograd decides, and no probe has run it.
+
+    Args:    sure: whether autograd surely makes one, as the value was when traced; else None may come."""
+    promise = Promise(
+        down.promise.sizes, down.promise.dtype, None, codecs, True, masked=down.masked, none=not sure
+    )
+    return Message(
+        Op.B, down.micro_batch, down.value, down.target, down.source, down.masked, down.name, promise,
+        down.raw_bytes, down.frame_bytes, (down.ranks[1], down.ranks[0]), None, down,
+        Flow(down.name, "B", down.target, down.source),
+    )  # fmt: skip
+
+
+def step_messages(
     programs: Sequence[Sequence[Instruction]],
     records: Mapping[int, Probe],
     routes: Mapping[int, tuple[Route, ...]],
+    messages: Mapping[int, MicroBatchMessages],
     *,
     rank_of: Sequence[int],
     window: int,
-    stream: bool = False,
     first: int = 0,
-    goes_on: bool = False,
-    came: frozenset[Message] = frozenset(),
-) -> Itinerary:
-    """Attach to every instruction the messages it waits for and those it sends, nearest stage first.
+    continues: bool = False,
+    pending_in: frozenset[Message] = frozenset(),
+) -> StepMessages:
+    """Attach to every instruction the messages it waits for and those it sends.
 
-    Args:    window: counts instructions, as ``verify`` does; several messages of one each get a receive of
-             their own.
-             stream: the programs are a slice of an endless one, in which every micro-batch may see other
-             weights; so a tied parameter goes down with each, else once a step, with micro-batch 0."""
+    Args:    messages: those of every micro-batch.
+             window: counts instructions, as ``verify`` does; several messages of one each get a receive of
+             their own."""
     receives: dict[Instruction, tuple[Message, ...]] = {}
     sends: dict[Instruction, tuple[Message, ...]] = {}
-    passes: dict[Message, Message] = {}
+    channels: dict[tuple[int, int], list[Message]] = {}
+    most = 1
     for instruction in (i for program in programs for i in program):
-        stage, op, index = instruction.stage, instruction.op, instruction.micro_batch
-        if index is None or op is Op.W:
+        if instruction.micro_batch is None or instruction.op is Op.W:
             continue
-        values, route = records[index].values, routes[index][stage]
-        down = [
-            Message(Op.F, index, n, source, stage, _masked(values[n], n, routes[index][source]))
-            for n, source in route.receives
-        ]
-        further = [
-            Message(Op.F, index, n, stage, target, _masked(values[n], n, route)) for n, target in route.sends
-        ]
-        if op is Op.F:
-            again = index > 0 and not stream
-            receives[instruction] = tuple(m for m in down if not (again and values[m.value].parameter))
-            sends[instruction] = tuple(m for m in further if not (again and values[m.value].parameter))
-            arrived = {message.value: message for message in down}
-            passes |= {m: arrived[m.value] for m in further if m.value in route.passes}
-        else:
-            receives[instruction] = tuple(m.upstream for m in further if values[m.value].requires_grad)
-            back = [m.upstream for m in down if values[m.value].requires_grad]
-            sends[instruction] = tuple(sorted(back, key=lambda message: (-message.target, message.value)))
-    counts = [Counter(rank_of[message.target] for message in sent) for sent in sends.values()]
-    most = max((number for count in counts for number in count.values()), default=1)
-    sent = frozenset(message for messages in sends.values() for message in messages)
-    received = frozenset(message for messages in receives.values() for message in messages)
-    return Itinerary(
+        receives[instruction], sent = messages[instruction.micro_batch].of(instruction)
+        sends[instruction] = sent
+        most = max([most, *Counter(message.ranks[1] for message in sent).values()])
+        for message in sent:
+            channels.setdefault(message.ranks, []).append(message)
+    received = {message for taken in receives.values() for message in taken}
+    return StepMessages(
         programs=tuple(tuple(program) for program in programs),
         rank_of=tuple(rank_of),
         records=records,
         routes=routes,
         receives=receives,
         sends=sends,
-        passes=passes,
         window=window * most,
+        channels={ranks: found for ranks, found in channels.items() if ranks[0] != ranks[1]},
         first=first,
-        goes_on=goes_on,
-        came=came,
-        open=(came | sent) - received,
+        continues=continues,
+        pending_in=pending_in,
+        pending_out=pending_in.union(*sends.values()) - received,
     )
-
-
-def _masked(value: Value, number: int, source: Route) -> bool:
-    return value.requires_grad and not value.parameter and number in source.stops

@@ -8,12 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from itertools import product
-from typing import NamedTuple
 
 from ...compression.choose import Cost
 from ...compression.masked import has_bitmap
 from .instruction import Instruction
-from .messages import Itinerary, Message
+from .messages import Flow, Message, StepMessages
 from .simulate import step_seconds
 
 FREE = Cost(0.0, 0.0, 0.0)
@@ -21,31 +20,7 @@ MASKED = "masked+"  # before a codec: on the words at the set bits of the value'
 LIGHTER = 0.01  # what a second of packing weighs where it lengthens no step: the fans, the neighbours
 
 
-class Flow(NamedTuple):
-    """All frames of one value from stage to stage ("F"), or of its gradient ("B")."""
-
-    value: str
-    way: str
-    source: int
-    target: int
-
-    @property
-    def named(self) -> tuple[int, str, str]:
-        """What a plan names a codec for: the stage that packs, the value, the way."""
-        return self.source, self.value, self.way
-
-    @property
-    def downstream(self) -> Flow:
-        """The flow of the value whose gradient this is."""
-        return Flow(self.value, "F", self.target, self.source)
-
-
 Choice = Mapping[Flow, str]
-
-
-def flow_of(message: Message, itinerary: Itinerary) -> Flow:
-    """The flow that a message belongs to."""
-    return Flow(itinerary.value(message).name, message.op.value, message.source, message.target)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,38 +42,37 @@ class Prices:
         return self.costs.get(flow, {}).get(codec, FREE)
 
 
-def predict(itinerary: Itinerary, prices: Prices, choice: Choice) -> float:
+def predict(messages: StepMessages, prices: Prices, choice: Choice) -> float:
     """Seconds of a step in which every flow uses the codec of ``choice``."""
 
     def cost(message: Message) -> Cost:
-        while came := itinerary.passes.get(message):
-            message = came
-        return prices.cost(flow_of(message, itinerary), choice)
+        while message.forwarded is not None:
+            message = message.forwarded
+        return prices.cost(message.flow, choice)
 
     def work(instruction: Instruction) -> float:
         seconds = prices.work.get((instruction.stage, instruction.op.value), 0.0)
-        seconds += sum(cost(message).unpack_seconds for message in itinerary.receives.get(instruction, ()))
-        packed = [m for m in itinerary.sends.get(instruction, ()) if m not in itinerary.passes]
+        seconds += sum(cost(message).unpack_seconds for message in messages.receives.get(instruction, ()))
+        packed = [m for m in messages.sends.get(instruction, ()) if m.forwarded is None]
         return seconds + sum(cost(message).pack_seconds for message in packed)
 
     def transfer(message: Message) -> float:
-        link = itinerary.rank_of[message.source], itinerary.rank_of[message.target]
-        rate = prices.rates.get(link)
+        rate = prices.rates.get(message.ranks)
         return cost(message).num_bytes / rate if rate else 0.0
 
     if not prices.parallel:
-        return sum(work(instruction) for program in itinerary.programs for instruction in program)
-    return step_seconds(itinerary, work=work, transfer=transfer)
+        return sum(work(instruction) for program in messages.programs for instruction in program)
+    return step_seconds(messages, work=work, transfer=transfer)
 
 
-def choose(itinerary: Itinerary, prices: Prices, *, start: Choice) -> dict[Flow, str]:
+def choose(messages: StepMessages, prices: Prices, *, start: Choice) -> dict[Flow, str]:
     """The choice whose predicted step is shortest, value by value from the largest on, from ``start``.
 
     A value and its gradient are chosen together, since the gradient may reuse the bitmap of the value."""
 
     def burden(choice: Choice) -> float:
         costs = [prices.cost(flow, choice) for flow in prices.costs]
-        return predict(itinerary, prices, choice) + LIGHTER * sum(map(_seconds, costs))
+        return predict(messages, prices, choice) + LIGHTER * sum(map(_seconds, costs))
 
     best = {flow: start.get(flow, "raw") for flow in prices.costs}
     least = burden(best)

@@ -151,7 +151,7 @@ def _steps(pipe: Pipeline, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
     began, busy = time.perf_counter(), time.thread_time()
     for _ in range(STEPS):
         pipe.step(*batch)
-        for span in pipe.engine.spans:
+        for span in pipe.engine.meter.spans:
             packing.setdefault((span.stage, span.op), []).append(span.packing)
     busy, taken = time.thread_time() - busy, time.perf_counter() - began
     # Packing is timed by the clock, so a few spans hold what others on the machine took: medians do not.

@@ -29,7 +29,7 @@ from ...pipeline.run.metrics import DIRECTIONS, Totals
 from ...pipeline.run.run_length import training_batches
 from ...pipeline.run.train import loss
 from ...pipeline.schedules.instruction import Instruction
-from ...pipeline.schedules.messages import Itinerary, Message
+from ...pipeline.schedules.messages import Message, StepMessages
 from ...pipeline.schedules.simulate import durations, simulate
 from ...pipeline.schedules.span import Span
 from ...stages.files import save_json
@@ -145,16 +145,16 @@ class Ours(Racer):
 
     def found(self, parameter_bytes: Mapping[str, int], *, rate: float | None) -> dict[str, Any]:
         """What is known of its steps: bytes, bubbles, the most versions of the weights, instructions."""
-        itinerary, totals = self.pipe.engine.itinerary, self.totals
+        messages, totals = self.pipe.engine.meter.step.messages, self.totals
         names = [f"bytes_{kind}_{way}" for kind in ("raw", "sent") for way in DIRECTIONS]
         return {
             **{name: sum(stage[name] for stage in totals.stages) / totals.num_steps for name in names},
             "num_stages": self.plan.num_stages,
             "cuts": list(self.plan.cuts),
             "ranks_of_stages": list(self.plan.ranks),
-            "num_instructions": [len(program) for program in itinerary.programs],
+            "num_instructions": [len(program) for program in messages.programs],
             "bubble": [statistics.median(runs) for runs in zip(*self.bubbles, strict=True)],
-            "bubble_simulated": simulated(itinerary, durations(self.spans), rate=rate, stream=self.stream),
+            "bubble_simulated": simulated(messages, durations(self.spans), rate=rate, stream=self.stream),
             "versions": self.versions(parameter_bytes),
         }
 
@@ -222,7 +222,7 @@ def steps_in(seconds: float, *, seconds_per_step: float, most: int) -> int:
 
 
 def simulated(
-    itinerary: Itinerary, seconds: Mapping[tuple[int, str], float], *, rate: float | None, stream: bool
+    messages: StepMessages, seconds: Mapping[tuple[int, str], float], *, rate: float | None, stream: bool
 ) -> list[float]:
     """The share of a step in which each rank would wait, if every instruction took its usual time.
 
@@ -234,11 +234,11 @@ def simulated(
         return seconds.get((instruction.stage, instruction.op.value), 0.0)
 
     def transfer(message: Message) -> float:
-        return 8 * itinerary.value(message).num_bytes / rate if rate else 0.0
+        return 8 * message.raw_bytes / rate if rate else 0.0
 
     if not stream:
-        return list(simulate(itinerary, work=work, transfer=transfer).bubble)
-    busy = [sum(map(work, program)) for program in itinerary.programs]
+        return list(simulate(messages, work=work, transfer=transfer).bubble)
+    busy = [sum(map(work, program)) for program in messages.programs]
     return [1 - of_rank / max(busy) for of_rank in busy]
 
 

@@ -23,7 +23,8 @@ class Route:
 
     ``done``: after each layer, the nodes and values that nothing on this stage needs any more.
     ``foreign`` are the nodes of earlier stages (and the model's inputs) whose results its layers read.
-    ``passes``: received values that are sent on as they came. ``stops``: values whose zeros, as they are
+    ``inputs``: values that the model is given. ``tied``: received values that are parameters.
+    ``forwards``: received values that are sent on as they came. ``stops``: values whose zeros, as they are
     sent, stop their gradient: it may travel without them. ``returns``: received values to which a gradient
     surely comes back from this stage or a later one."""
 
@@ -32,7 +33,9 @@ class Route:
     receives: tuple[tuple[int, int], ...]
     sends: tuple[tuple[int, int], ...]
     done: tuple[tuple[tuple[fx.Node, ...], tuple[int, ...]], ...]
-    passes: frozenset[int]
+    inputs: tuple[int, ...]
+    tied: tuple[int, ...]
+    forwards: frozenset[int]
     stops: frozenset[int]
     returns: frozenset[int]
 
@@ -69,7 +72,9 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages
                 # To the nearest stage first.
                 sends=tuple(sorted(sends[stage], key=lambda send: (send[1], send[0]))),
                 done=_done(layers[stage], foreign, record, set(sent), output),
-                passes=frozenset({n for n, _ in receives[stage]} & set(sent) - written),
+                inputs=tuple(n for n, v in enumerate(record.values) if v.producer < 0 and not stage),
+                tied=tuple(n for n, _ in receives[stage] if record.values[n].parameter),
+                forwards=frozenset({n for n, _ in receives[stage]} & set(sent) - written),
                 stops=frozenset(n for n, value in sent.items() if own and value.stops(own[-1])),
                 returns=frozenset(
                     n

@@ -2,7 +2,7 @@
 
 from penstock.pipeline.schedules import schedule_named
 from penstock.pipeline.schedules.instruction import Instruction, Op, parse_program
-from penstock.pipeline.schedules.messages import Itinerary, Message
+from penstock.pipeline.schedules.messages import Flow, Message, StepMessages
 from penstock.pipeline.schedules.placement import placement, stages_on
 from penstock.pipeline.schedules.simulate import (
     outline,
@@ -77,17 +77,17 @@ def two_ranks(num_micro_batches, schedule="1f1b", extra_in_flight=0):
     programs = schedule_named(schedule)([[0], [1]], num_micro_batches, extra_in_flight=extra_in_flight)
     receives, sends = {}, {}
     for m in range(num_micro_batches):
-        down, up = Message(Op.F, m, 0, 0, 1), Message(Op.B, m, 0, 1, 0)
+        down = Message(Op.F, m, 0, 0, 1, ranks=(0, 1), flow=Flow("v", "F", 0, 1))
+        up = Message(Op.B, m, 0, 1, 0, ranks=(1, 0), flow=Flow("v", "B", 1, 0), answers=down)
         sends[Instruction(0, Op.F, m)] = receives[Instruction(1, Op.F, m)] = (down,)
         sends[Instruction(1, Op.B, m)] = receives[Instruction(0, Op.B, m)] = (up,)
-    return Itinerary(
+    return StepMessages(
         programs=tuple(map(tuple, programs)),
         rank_of=(0, 1),
         records={},
         routes={},
         receives=receives,
         sends=sends,
-        passes={},
         window=2,
     )
 

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from cases import Case, pipeline_of, plan_of
+from programs import two_ranks
 from zoo import build
 
 import penstock
@@ -22,13 +23,14 @@ def test_frames_of_one_process_wait_for_their_stage():
     transport = LocalTransport()
     first, second = (Message(Op.F, 0, value, 0, 1) for value in (3, 4))
     one, other = (Frame(transport.pool.take(64), 64, transport.pool) for _ in range(2))
-    transport.send(first, one)
-    transport.send(second, other)
+    messages = two_ranks(1)
+    transport.send(first, one, messages)
+    transport.send(second, other, messages)
     assert transport.receive(second) is other
     with pytest.raises(AssertionError, match="no stage asked for"):
-        transport.end()
+        transport.end(messages)
     assert transport.receive(first) is one
-    transport.end()
+    transport.end(messages)
 
 
 def rank_pipeline(plan_path):
@@ -69,8 +71,8 @@ def losses_with_a_narrow_pipe(plan_path, max_in_flight):
     most = []
     send = transport.send
 
-    def watch(message, frame):
-        send(message, frame)
+    def watch(message, frame, messages):
+        send(message, frame, messages)
         most.append(len(transport.sending))
 
     transport.send = watch

@@ -2,7 +2,6 @@
 
 import dataclasses
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,16 +16,11 @@ from penstock.compression.pool import Pool
 from penstock.pipeline.ranks.world import World
 from penstock.pipeline.runtime.auto import ROUNDS, START, TRIALS, Auto, policy_named
 from penstock.pipeline.runtime.policy import Fixed
-from penstock.pipeline.schedules.prices import MASKED, Flow, Prices, choose, predict
+from penstock.pipeline.schedules.messages import Flow
+from penstock.pipeline.schedules.prices import MASKED, Prices, choose, predict
 
 DOWN, UP = Flow("v", "F", 0, 1), Flow("v", "B", 1, 0)
 WORK = {(stage, op): seconds for stage in (0, 1) for op, seconds in (("F", 1.0), ("B", 2.0))}
-
-
-def itinerary(num_micro_batches=8, **options):
-    value = SimpleNamespace(name="v", number=None)
-    records = (SimpleNamespace(values=[value]),) * num_micro_batches
-    return dataclasses.replace(two_ranks(num_micro_batches, **options), records=records)
 
 
 def prices(rate, *, masked=None, **costs):
@@ -38,24 +32,24 @@ def prices(rate, *, masked=None, **costs):
 
 
 def test_a_fast_link_wants_no_codec():
-    assert set(choose(itinerary(), prices(1e9, zero_value=(50, 0.1, 0.1)), start={}).values()) == {"raw"}
+    assert set(choose(two_ranks(8), prices(1e9, zero_value=(50, 0.1, 0.1)), start={}).values()) == {"raw"}
 
 
 def test_a_slow_link_wants_the_fewest_bytes():
     table = {"zero_value": (50.0, 0.1, 0.1), "byte_plane": (40.0, 0.5, 0.5)}
-    assert set(choose(itinerary(), prices(10.0, **table), start={}).values()) == {"byte_plane"}
+    assert set(choose(two_ranks(8), prices(10.0, **table), start={}).values()) == {"byte_plane"}
 
 
 def test_a_codec_that_costs_more_than_it_saves_is_left():
     table = {"zero_value": (50.0, 0.1, 0.1), "byte_plane": (48.0, 3.0, 3.0)}
-    assert set(choose(itinerary(), prices(20.0, **table), start={}).values()) == {"zero_value"}
+    assert set(choose(two_ranks(8), prices(20.0, **table), start={}).values()) == {"zero_value"}
 
 
 def test_a_bitmap_that_the_gradient_can_use_is_worth_more_than_a_smaller_value():
     table = {"zero_value": (60.0, 0.1, 0.1), "exponent": (55.0, 0.1, 0.1)}
     masked = {"zero_value": (50.0, 0.1, 0.1)}
     slow_up = dataclasses.replace(prices(10.0, masked=masked, **table), rates={(0, 1): 12.0, (1, 0): 10.0})
-    chosen = choose(itinerary(), slow_up, start={})
+    chosen = choose(two_ranks(8), slow_up, start={})
     assert chosen == {DOWN: "zero_value", UP: MASKED + "zero_value"}
     assert slow_up.cost(UP, chosen).num_bytes == 50.0
     assert slow_up.cost(UP, chosen | {DOWN: "raw"}).num_bytes == 60.0
@@ -64,13 +58,13 @@ def test_a_bitmap_that_the_gradient_can_use_is_worth_more_than_a_smaller_value()
 def test_a_gradient_with_zeros_of_its_own_does_without_the_bitmap():
     masked = {"zero_value": (50.0, 0.1, 0.1)}
     slow = prices(10.0, masked=masked, zero_value=(25.0, 0.1, 0.1))
-    assert choose(itinerary(), slow, start={}) == {DOWN: "zero_value", UP: "zero_value"}
+    assert choose(two_ranks(8), slow, start={}) == {DOWN: "zero_value", UP: "zero_value"}
 
 
 @pytest.mark.parametrize("rate", [5.0, 20.0, 60.0, 200.0, 1000.0])
 @pytest.mark.parametrize("extra", [0, 1])
 def test_the_choice_is_the_best_of_all(rate, extra):
-    made = itinerary(extra_in_flight=extra)
+    made = two_ranks(8, extra_in_flight=extra)
     table = prices(rate, zero_value=(60, 0.02, 0.03), exponent=(80, 0.05, 0.05), byte_plane=(45, 0.8, 0.5))
     chosen = choose(made, table, start={})
     every = [dict(zip((DOWN, UP), codecs, strict=True)) for codecs in product(table.costs[DOWN], repeat=2)]
@@ -80,14 +74,13 @@ def test_the_choice_is_the_best_of_all(rate, extra):
 
 def test_in_one_process_nothing_overlaps_and_nothing_pays():
     alone = dataclasses.replace(prices(1.0, zero_value=(10, 0.1, 0.1)), parallel=False, rates={})
-    chosen = choose(itinerary(), alone, start={DOWN: "zero_value", UP: "zero_value"})
+    chosen = choose(two_ranks(8), alone, start={DOWN: "zero_value", UP: "zero_value"})
     assert chosen == {DOWN: "raw", UP: "raw"}
-    assert predict(itinerary(), alone, chosen) == 8 * 6.0
+    assert predict(two_ranks(8), alone, chosen) == 8 * 6.0
 
 
 def deciding(contenders):
     auto = Auto(World.alone(), deadline=1.0)
-    auto.begin(itinerary(), training=True)
     auto.number = 10
     auto.contenders = {str(i): choice for i, choice in enumerate(contenders)}
     auto.predictions = [1.0] * len(contenders)
@@ -102,7 +95,7 @@ def test_the_first_contender_stays_unless_another_is_clearly_faster(other, stays
     for _ in range(ROUNDS):
         for seconds, codec in ((1.0, "exponent"), (other, "raw")):
             assert auto.codec(DOWN) == codec, "they take turns"
-            auto.end([], seconds)
+            auto.end(two_ranks(8), [], seconds)
     assert auto.chosen == contenders[stays]
     assert [turn.stayed for turn in auto.turns] == [i == stays for i in range(2)]
     assert [turn.measured for turn in auto.turns] == [1.0, other]

@@ -151,10 +151,10 @@ class Listening:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def send(self, message, frame):
-        header = read_header(frame.buffer[: frame.num_bytes])
+    def send(self, message, frame, messages):
+        header = read_header(frame.bytes)
         self.seen.append((message, frame.buffer.data_ptr(), frame.num_bytes, header))
-        self.inner.send(message, frame)
+        self.inner.send(message, frame, messages)
 
 
 def seen_in_a_step(case):
@@ -167,9 +167,10 @@ def seen_in_a_step(case):
     packs, pack = [], frames._pack
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frames, "transport", listening)
-        patch.setattr(frames, "_pack", lambda message, *rest: packs.append(message) or pack(message, *rest))
+        patch.setattr(frames, "_pack", lambda m, *rest, **how: packs.append(m) or pack(m, *rest, **how))
         pipe.step(*batches[0])
-    assert not frames.kept, "frames that nobody let go"
+    assert not frames.arrived, "frames that nobody let go"
+    assert not frames.sent, "frames that nobody let go"
     return listening.seen, packs
 
 

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 
-from penstock.pipeline.runtime.stream import Fed, between
+from penstock.pipeline.runtime.stream import StreamState, between
 from penstock.pipeline.schedules.async_1f1b import async_1f1b
 from penstock.pipeline.schedules.instruction import Instruction, Op, show
 
 
 def fed(num_stages, sizes, *, each=True):
-    return Fed(num_stages=num_stages, each=each, ends=tuple(itertools.accumulate(sizes)))
+    return StreamState(num_stages=num_stages, each=each, ends=tuple(itertools.accumulate(sizes)))
 
 
 def whole(num_stages, number, stages=None, **more):

@@ -10,7 +10,7 @@ from penstock import ScheduleError, partition
 from penstock.pipeline.schedules import schedule_named
 from penstock.pipeline.schedules.instruction import Op, parse_program, show
 from penstock.pipeline.schedules.live import live_versions, most_held
-from penstock.pipeline.schedules.messages import Itinerary
+from penstock.pipeline.schedules.messages import StepMessages
 from penstock.pipeline.schedules.simulate import (
     simulate,
     simulate_plan,
@@ -19,9 +19,9 @@ from penstock.pipeline.schedules.simulate import (
 )
 
 
-def seconds(itinerary, transfer=0.0, work=None):
+def seconds(messages, transfer=0.0, work=None):
     table = work or {Op.F: 1.0, Op.B: 2.0}
-    return simulate(itinerary, work=lambda i: table[i.op], transfer=lambda message: transfer).seconds
+    return simulate(messages, work=lambda i: table[i.op], transfer=lambda message: transfer).seconds
 
 
 # stage 0   F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2         at F = 1, B = 2
@@ -56,14 +56,13 @@ def test_one_more_in_flight_hides_a_transfer():
 def test_stages_of_one_rank_have_no_link_between_them():
     programs = schedule_named("1f1b")([[0, 1]], 2, extra_in_flight=0)
     made = two_ranks(2)
-    alone = Itinerary(
+    alone = StepMessages(
         programs=tuple(map(tuple, programs)),
         rank_of=(0, 0),
         records={},
         routes={},
         receives=made.receives,
         sends=made.sends,
-        passes={},
         window=2,
     )
     assert seconds(alone, transfer=100.0) == 12.0

@@ -21,7 +21,7 @@ from penstock.conf.bench import BenchPipelineConfig
 from penstock.conf.convergence import BenchConvergenceConfig
 from penstock.pipeline.schedules import SCHEDULES, schedule_named
 from penstock.pipeline.schedules.instruction import Instruction, Op
-from penstock.pipeline.schedules.messages import Itinerary, Message
+from penstock.pipeline.schedules.messages import Message, StepMessages
 from penstock.pipeline.schedules.simulate import durations
 from penstock.pipeline.schedules.span import Span
 from penstock.scripts import command, usage
@@ -117,7 +117,7 @@ def test_a_stage_a_rank_takes_every_second_cut():
 # Bubbles
 
 
-def two_ranks(num_micro_batches: int) -> Itinerary:
+def two_ranks(num_micro_batches: int) -> StepMessages:
     """Two stages that pass one value per micro-batch down and its gradient up."""
     programs = schedule_named("1f1b")([[0], [1]], num_micro_batches)
     receives, sends = {}, {}
@@ -131,7 +131,7 @@ def two_ranks(num_micro_batches: int) -> Itinerary:
         "receives": receives,
         "sends": sends,
     }
-    return Itinerary(**of_both, records={}, routes={}, passes={}, window=2)
+    return StepMessages(**of_both, records={}, routes={}, window=2)
 
 
 # stage 0   F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2         at F = 1, B = 2

@@ -1,0 +1,58 @@
+"""What is said of an error in a step: the rank, the stage, the instruction, and what happened there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...compression.errors import PenstockError, StageError, TransportError
+from ...stages.stage.stage import Stage
+from ..ranks.transport import Transport
+from ..schedules.instruction import Instruction, Op
+from .step import Step
+
+WORDS = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "backward for the inputs",
+    Op.W: "backward for the weights",
+    Op.U: "update",
+}
+
+
+class Failures:
+    """Words the errors of a rank; ``first`` is the sentence of the first one since a step began."""
+
+    def __init__(self, rank: int, stages: Mapping[int, Stage], transport: Transport) -> None:
+        self.rank, self.stages, self.transport = rank, stages, transport
+        self.first = ""
+
+    def check(self) -> None:
+        """Refuse to go on after a failure that may have left other ranks elsewhere in the program."""
+        if self.first and not self.transport.survives_failure:
+            raise TransportError(
+                f"these ranks stopped in the middle of a step ({self.first}); start them anew"
+            )
+
+    def worded(self, where: str, error: BaseException) -> PenstockError:
+        """Say of an error where it was, leave word for the other ranks, and let go of what was running."""
+        kind = type(error) if isinstance(error, PenstockError) else StageError
+        what = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+        what = what.removesuffix(": ")
+        sentence = what if what.startswith("rank ") else f"rank {self.rank}, {where}: {what}"
+        if not self.first:
+            self.first = sentence
+            self.transport.fail(sentence)
+        for stage in self.stages.values():
+            stage.stop()
+        return kind(sentence)
+
+
+def place(step: Step, instruction: Instruction | None) -> str:
+    """Where a step is, in words; None: before its first instruction, or behind its last."""
+    if instruction is None:
+        return f"step {step.number}" if step.training else "evaluation"
+    what = f"stage {instruction.stage}, {WORDS[instruction.op]}"
+    if not step.training:
+        return what
+    of = "" if instruction.micro_batch is None else f" of micro-batch {instruction.micro_batch}"
+    return f"{what}{of}, step {step.number}"
