@@ -16,102 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 
-Root = tuple[torch.Tensor | GradientEdge, torch.Tensor | None]  # where a backward begins, with what
+from .sides import Graph, Root, Sides, node_of
 
-# A node with one gradient arriving, from which each of its own is computed apart: half of it costs half.
-HALVED = frozenset(
-    f"{name}Backward0" for name in ("Addmm", "Mm", "Addbmm", "Baddbmm", "Bmm", "Addmv", "Mv", "Convolution")
-)
 _COMPILED = "CompiledFunctionBackward"  # may run once only: its saved tensors become its results
-
-
-class Graph:
-    """The nodes that a backward from ``roots`` runs: which come after each, and which before."""
-
-    def __init__(self, roots: Sequence[Root]) -> None:
-        """Walk from ``roots``, each node once."""
-        self.roots = [_node(root) for root in roots]
-        self.after: dict[Node, list[Node]] = {}
-        self.before: dict[Node, list[Node]] = {}
-        to_visit = self.roots[::-1]
-        while to_visit:
-            node = to_visit.pop()
-            if node in self.after:
-                continue
-            after = self.after[node] = [found for found, _ in node.next_functions if found is not None]
-            for found in after:
-                self.before.setdefault(found, []).append(node)
-            to_visit += after
-
-    @property
-    def leaves(self) -> list[Node]:
-        """Where gradients gather: the parameters."""
-        return [node for node in self.after if hasattr(node, "variable")]
-
-    def leading(self, goals: Iterable[Node]) -> set[Node]:
-        """The goals and every node that leads to one."""
-        leading: set[Node] = set()
-        to_visit = list(goals)
-        while to_visit:
-            node = to_visit.pop()
-            if node not in leading:
-                leading.add(node)
-                to_visit += self.before.get(node, ())
-        return leading
-
-    def ahead(self, goal: Node, seen: set[Node]) -> list[Node]:
-        """The nodes that must run before ``goal``, but for those ``seen`` and what is ahead of them."""
-        found = []
-        to_visit = list(self.before.get(goal, ()))
-        while to_visit:
-            node = to_visit.pop()
-            if node not in seen:
-                seen.add(node)
-                found.append(node)
-                to_visit += self.before.get(node, ())
-        return found
-
-
-class Sides:
-    """What lies beside the way to the goals, by where it leaves it: at a node, or None for at a root.
-
-    ``later``: the leaves (parameters) that a second half may start for from there, of that side alone.
-    ``early``: the leaves of all others, which the first half must reach."""
-
-    def __init__(self, graph: Graph, leading: set[Node]) -> None:
-        """``leading``: the nodes that lead to a goal, see ``Graph.leading``."""
-        self._graph = graph
-        self._owners: dict[Node, Node | None] = {}
-        self._whole: set[Node | None] = set()
-        leaves: dict[Node | None, list[Node]] = {}
-        leaves[None] = self._claim(None, [root for root in graph.roots if root not in leading])
-        for node, after in graph.after.items():
-            if node in leading:
-                leaves[node] = self._claim(node, [found for found in after if found not in leading])
-        self.later = {side: found for side, found in leaves.items() if found and side not in self._whole}
-        self.early = [leaf for side, found in leaves.items() if side in self._whole for leaf in found]
-
-    def _claim(self, side: Node | None, starts: list[Node]) -> list[Node]:
-        """The leaves behind ``starts``, which belong to ``side``; what two sides reach makes both whole."""
-        if starts and side is not None and type(side).__name__ not in HALVED:
-            self._whole.add(side)
-        leaves = []
-        while starts:
-            node = starts.pop()
-            if node in self._owners:
-                if self._owners[node] is not side:
-                    self._whole |= {side, self._owners[node]}
-                continue
-            self._owners[node] = side
-            if side is not None and isinstance(node, BackwardCFunction):
-                self._whole.add(side)  # it may make a gradient of none: only its own whole backward knows
-            if hasattr(node, "variable"):
-                leaves.append(node)
-            starts += self._graph.after[node]
-        return leaves
 
 
 class Arrived:
@@ -175,7 +84,7 @@ class Split:
         sides = Sides(graph, leading)
         _keep_order(waiting, sides.early)
         self._leaves = sides.later.pop(None, [])
-        self._roots = [root for root in roots if self._leaves and _node(root) not in leading]
+        self._roots = [root for root in roots if self._leaves and node_of(root) not in leading]
         halves = {node: leaves for node, leaves in sides.later.items() if node is not None}
         waits, seen = bool(halves or self._roots), set(halves)
         for node, leaves in halves.items():
@@ -216,14 +125,18 @@ def _keep_order(waiting: Sequence[Split], leaves: Iterable[Node]) -> None:
 
 def run(roots: Sequence[Root], leaves: list[Node] | None = None, *, retain: bool = False) -> None:
     """One run of autograd's engine from ``roots``, if there are any; towards ``leaves`` only, if given."""
-    if not roots:
-        return
-    torch.autograd.backward(
-        [begin for begin, _ in roots],  # pyright: ignore[reportArgumentType] (a mixed list)
-        [gradient for _, gradient in roots],
-        retain_graph=retain,
-        inputs=None if leaves is None else [GradientEdge(leaf, 0) for leaf in leaves],
-    )
+    if roots:
+        assert leaves is None or leaves, "towards no leaf would mean towards all"
+        # ``torch.autograd.backward`` without its checks of the gradients: these were held against promises.
+        _engine_run_backward(
+            tuple(begin for begin, _ in roots),
+            tuple(torch.ones_like(begin) if g is None else g for begin, g in roots),  # type: ignore[arg-type]
+            retain,
+            False,
+            () if leaves is None else tuple(GradientEdge(leaf, 0) for leaf in leaves),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
 
 
 def run_half(node: Node, arrived: Arrived, leaves: list[Node], *, retain: bool = False) -> None:
@@ -231,11 +144,6 @@ def run_half(node: Node, arrived: Arrived, leaves: list[Node], *, retain: bool =
     gradient = arrived.gradients[0] if arrived.gradients else None
     if gradient is not None:
         run([(GradientEdge(node, 0), gradient)], leaves, retain=retain)
-
-
-def _node(root: Root) -> Node:
-    begin, _ = root
-    return (begin if isinstance(begin, GradientEdge) else get_gradient_edge(begin)).node
 
 
 @functools.lru_cache(maxsize=1024)

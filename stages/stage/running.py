@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch.autograd.graph import GradientEdge
 
-from .backward import Root, Split
+from .backward import Split
+from .sides import Root
 
 
 class Running:
