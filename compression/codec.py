@@ -8,7 +8,7 @@ Source: patent CN115016937A, claim 7 (one pack and unpack module on every path o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from .frame import (
     Header,
     accounts,
     check_memory,
+    header_at,
     header_bytes,
     no_tensor,
     read_header,
@@ -70,7 +71,8 @@ def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | N
     return cut(whole, length, of=most)
 
 
-def buffer_bytes(sizes: Sequence[int], dtype: torch.dtype, codec: str) -> int:
+@lru_cache(maxsize=1024)
+def buffer_bytes(sizes: tuple[int, ...], dtype: torch.dtype, codec: str) -> int:
     """What ``pack_into`` needs for any tensor of these sizes, in bytes."""
     bits, num_bytes = 8 * min(dtype.itemsize, 8), math.prod(sizes) * dtype.itemsize
     return header_bytes(len(sizes)) + codec_named(codec).max_bytes(num_bytes * 8 // bits, bits)
@@ -83,16 +85,19 @@ def pack_into(
     codec: str = "zero_value",
     requires_grad: bool = False,
     mask: Tensor | None = None,
+    pooled: bool = False,
 ) -> int:
     """Write the frame of ``tensor`` at the start of ``buffer``; a kept buffer spares the page faults.
 
     Args:    buffer: 1-D uint8 tensor of at least ``buffer_bytes``, from a ``Pool``.
+             pooled: it is from a ``Pool`` for sure, which made it as it must be.
              requires_grad: what the header says; autograd itself is left out.
              mask: as ``encode``; not used where the frame has no bitmap for this tensor and codec.
     Returns: the exact length of the frame in bytes.
     Raises:  CodecError: as ``encode``, or the buffer is too short.
     """
-    check_memory(buffer)
+    if not pooled:
+        check_memory(buffer)
     if tensor is None:
         _check_room(buffer, header_bytes(0))
         return write_header(buffer, no_tensor())
@@ -159,17 +164,20 @@ def decode(
 
 
 def decode_received(
-    buffer: Tensor, promise: Promise | None = None, *, mask: Tensor | None = None
+    buffer: Tensor, promise: Promise | None = None, *, mask: Tensor | None = None, pooled: bool = False
 ) -> tuple[Tensor | None, int]:
     """Unpack the frame at the start of ``buffer``, which was posted before anybody knew how long it would be.
 
     Args:    promise: what must come; nothing is allocated for anything else. None: what the header says,
              within the bounds of ``decode``.
              mask: as ``decode``.
+             pooled: the buffer is from a ``Pool``, as ``pack_into``.
     Returns: the tensor as ``decode``, and the length of the frame in bytes.
     Raises:  CodecError: as ``decode``, or the promise is broken.
     """
-    header = read_header(buffer)
+    if not pooled:
+        check_memory(buffer)
+    header = header_at(buffer.data_ptr(), buffer.numel())
     if promise is not None:
         promise.hold(header)
     return unpacked(buffer, header, None, mask), header_bytes(len(header.sizes)) + header.payload_bytes

@@ -148,8 +148,9 @@ def write_header(buffer: Tensor, header: Header) -> int:
     return len(text)
 
 
+@lru_cache(maxsize=1024)
 def header_text(header: Header) -> bytes:
-    """The bytes of ``header``."""
+    """The bytes of ``header``; most frames of a training say what an earlier one said."""
     num_dims, number = len(header.sizes), DTYPE_NUMBERS[header.dtype] if header.dtype else 0
     codec = names.CODEC_NAMES.index(header.codec)
     flags, address, requires_grad = header.flags, header.address, header.requires_grad
@@ -165,8 +166,12 @@ def read_header(buffer: Tensor) -> Header:
     Raises: CodecError: it is malformed or damaged, or ``buffer`` is shorter than header and payload.
     """
     check_memory(buffer)
-    length = buffer.numel()
-    return parse_header(ctypes.string_at(buffer.data_ptr(), min(length, MAX_HEADER_BYTES)), length)
+    return header_at(buffer.data_ptr(), buffer.numel())
+
+
+def header_at(address: int, length: int) -> Header:
+    """The same for the ``length`` bytes at an address, which are there."""
+    return parse_header(ctypes.string_at(address, min(length, MAX_HEADER_BYTES)), length)
 
 
 def asks_gradient(buffer: Tensor) -> bool:
@@ -182,12 +187,22 @@ def parse_header(text: bytes, length: int) -> Header:
     """
     if length < header_bytes(0):
         raise CodecError(f"a frame has at least {header_bytes(0)} bytes, found {length}; it was truncated")
+    end = header_bytes(text[_START.size - 3])
+    if length < end:
+        raise _no_frame(text, length)
+    header = _parsed(text[:end])
+    if length < (whole := end + header.payload_bytes):
+        raise CodecError(f"this frame has {whole} bytes, found {length}; it was truncated")
+    return header
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: bytes) -> Header:
+    """Read and check a whole header; most frames of a training say what an earlier one said."""
     magic, version, codec, number, flags, num_dims, address, requires_grad = _START.unpack_from(text)
-    end = header_bytes(num_dims)
-    if magic != MAGIC or version != VERSION or num_dims > MAX_DIMS or length < end:
-        found = f"{magic!r}, version {version}, {num_dims} dimensions in {length} bytes"
-        raise CodecError(f"a frame starts with {MAGIC!r}, version {VERSION}, found {found}; it is damaged")
-    start, crc, rest = text[: _START.size], text[_START.size : _START.size + 4], text[_START.size + 4 : end]
+    if magic != MAGIC or version != VERSION or num_dims > MAX_DIMS:
+        raise _no_frame(text, len(text))
+    start, crc, rest = text[: _START.size], text[_START.size : _START.size + 4], text[_START.size + 4 :]
     if zlib.crc32(rest, zlib.crc32(start)).to_bytes(4, "little") != crc:
         raise CodecError("the header of a frame matches its CRC32, this one does not; it was damaged")
     payload, checksum, *dims, padding = _rest(num_dims).unpack(rest)
@@ -198,10 +213,14 @@ def parse_header(text: bytes, length: int) -> Header:
     sizes, strides = tuple(dims[:num_dims]), tuple(dims[num_dims:])
     dtype, grad = DTYPES.get(number), bool(requires_grad)
     header = Header(names.CODEC_NAMES[codec], dtype, sizes, strides, payload, flags, address, grad, checksum)
-    if length < end + payload:
-        raise CodecError(f"this frame has {end + payload} bytes, found {length}; it was truncated")
     _check(header)
     return header
+
+
+def _no_frame(text: bytes, length: int) -> CodecError:
+    magic, version, *_, num_dims, _, _ = _START.unpack_from(text)
+    found = f"{magic!r}, version {version}, {num_dims} dimensions in {length} bytes"
+    return CodecError(f"a frame starts with {MAGIC!r}, version {VERSION}, found {found}; it is damaged")
 
 
 def _check(header: Header) -> None:

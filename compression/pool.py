@@ -5,6 +5,7 @@ Packing into a fresh buffer is six times slower than into a kept one, because of
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import torch
@@ -23,7 +24,7 @@ class Pool:
         """Start empty."""
         self._lock = threading.Lock()
         self._idle: dict[int, list[Tensor]] = {}
-        self._lent: set[int] = set()
+        self._lent: dict[int, int] = {}  # sizes by identity, which is one while the buffer lives
         self._num_bytes = 0
 
     @property
@@ -37,15 +38,15 @@ class Pool:
         with self._lock:
             idle = self._idle.get(size)
             buffer = idle.pop() if idle else self._new(size)
-            self._lent.add(buffer.data_ptr())
+            self._lent[id(buffer)] = size
         return buffer
 
     def give(self, buffer: Tensor) -> None:
         """Take back what ``take`` lent, itself and not a part of it."""
         with self._lock:
-            assert buffer.data_ptr() in self._lent, "a buffer comes back once, to the pool that lent it"
-            self._lent.remove(buffer.data_ptr())
-            self._idle.setdefault(buffer.numel(), []).append(buffer)
+            size = self._lent.pop(id(buffer), None)
+            assert size is not None, "a buffer comes back once, to the pool that lent it"
+            self._idle.setdefault(size, []).append(buffer)
 
     def _new(self, size: int) -> Tensor:
         whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
@@ -105,6 +106,7 @@ class Scratch(threading.local):
         return self._buffer.data_ptr()
 
 
+@functools.lru_cache(maxsize=1024)
 def size_class(num_bytes: int) -> int:
     """``num_bytes`` rounded up to whole pages and to one of eight steps between two powers of two."""
     step = max(_PAGE, 1 << max(0, num_bytes.bit_length() - 4))

@@ -37,8 +37,11 @@ def codec_named(name: str) -> Codec:
 
     Raises: CodecError: there is none; the message lists those there are.
     """
-    check_name(name, auto=False)
-    return CODECS.get(name) or LOSSY_CODECS[name]
+    found = CODECS.get(name) or LOSSY_CODECS.get(name) if isinstance(name, str) else None
+    if found is None:
+        check_name(name, auto=False)
+    assert found is not None, "a known name stands for a codec"
+    return found
 
 
 def inner_of(codec: str) -> Codec | None:

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from .errors import CodecError
-from .frame import MASKED, Header, header_bytes
+from .frame import ALIGNMENT, MASKED, Header, header_bytes
 from .geometry import Words, scatter
 from .masked import bitmap_for, unpack_masked
 from .memory import lent, memory, new_bytes
 from .registry import ZERO_VALUE, codec_named, inner_of
+
+_PLAIN = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64})
+_SHORT = 1 << 14  # bytes: where algorithms are deterministic torch fills the memory first, which is soon done
 
 
 def check_bytes(header: Header, max_bytes: int | None) -> None:
@@ -46,6 +49,13 @@ def _laid_out(
         found = f"{header.payload_bytes} bytes for {geo.num_stored} elements of {geo.item_bytes}"
         raise CodecError(f"a {header.codec} payload suits its elements, found {found}; it is damaged")
     needed = header.address + geo.span * geo.item_bytes
+    if buffer is None and bitmap is None and 0 < needed <= _SHORT and dtype in _PLAIN:
+        if geo.order == "dense" and not header.address:  # the same memory by fewer calls
+            tensor = torch.empty_strided(header.sizes, header.strides, dtype=dtype)
+            if not tensor.data_ptr() % ALIGNMENT:
+                out = Words(tensor.data_ptr(), geo.num_words, geo.word_bits, dtype)
+                codec.unpack(frame.data_ptr() + start, header.payload_bytes, out)
+                return tensor
     storage, base = memory(needed) if buffer is None else lent(buffer, needed, geo.item_bytes)
     first = base + header.address
     words = None if geo.order == "dense" else new_bytes(geo.num_words * geo.word_bits // 8)

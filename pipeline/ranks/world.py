@@ -137,16 +137,14 @@ class World:
         return gathered
 
     def isend(self, tensor: torch.Tensor, target: int, *, tag: int) -> dist.Work:
-        """Begin to send to rank ``target``; raises RuntimeError where the connection is gone."""
-        work = dist.isend(tensor, group=self.group, group_dst=target, tag=tag)
-        assert work is not None
-        return work
+        """Begin to send real numbers to rank ``target``; raises RuntimeError where the connection is gone."""
+        assert self.group is not None, "there is somebody to send to"
+        return self.group.send([tensor], target, tag)  # as dist.isend, whose checks cost more than it does
 
     def irecv(self, tensor: torch.Tensor, source: int, *, tag: int) -> dist.Work:
         """Begin to receive from rank ``source``; raises RuntimeError where the connection is gone."""
-        work = dist.irecv(tensor, group=self.group, group_src=source, tag=tag)
-        assert work is not None
-        return work
+        assert self.group is not None, "there is somebody to receive from"
+        return self.group.recv([tensor], source, tag)
 
     def close(self) -> None:
         """Leave the group together, after success only: else an error hides behind those of the peers.

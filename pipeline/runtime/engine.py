@@ -9,7 +9,7 @@ Source: claims A2-A4 of CN115016937A (forward and backward channels, micro-batch
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from itertools import zip_longest
 from typing import Any, NoReturn
 
@@ -31,7 +31,6 @@ from .policy import Policy
 from .step import Step
 
 _BACKWARDS = (Op.B, Op.I)
-Backward = Callable[[int, Mapping[int, "torch.Tensor | None"]], Mapping[int, "torch.Tensor | None"]]
 
 
 class Engine:
@@ -63,7 +62,7 @@ class Engine:
         self.run = {
             Op.F: self._forward,
             Op.B: self._backward,
-            Op.I: self._backward_inputs,
+            Op.I: self._backward,
             Op.W: self._backward_weights,
             Op.U: self._update,
         }
@@ -162,21 +161,17 @@ class Engine:
         self.losses[index] = mean.detach()
 
     def _backward(self, step: Step, instruction: Instruction) -> None:
-        self._send_back(step, instruction, self.stages[instruction.stage].backward)
-
-    def _backward_inputs(self, step: Step, instruction: Instruction) -> None:
-        self._send_back(step, instruction, self.stages[instruction.stage].backward_inputs)
+        """All of a backward, or the half of it that other stages wait for."""
+        stage, index = self.stages[instruction.stage], instruction.micro_batch
+        assert index is not None
+        run = stage.backward if instruction.op is Op.B else stage.backward_inputs
+        gradients = run(index, self.frames.receive(step, instruction))
+        self.frames.send_outputs(step, instruction, gradients)
+        self.frames.release(step, instruction)
 
     def _backward_weights(self, step: Step, instruction: Instruction) -> None:
         assert instruction.micro_batch is not None
         self.stages[instruction.stage].backward_weights(instruction.micro_batch)
-
-    def _send_back(self, step: Step, instruction: Instruction, backward: Backward) -> None:
-        index = instruction.micro_batch
-        assert index is not None
-        gradients = backward(index, self.frames.receive(step, instruction))
-        self.frames.send_outputs(step, instruction, gradients)
-        self.frames.release(step, instruction)
 
     def _update(self, step: Step, instruction: Instruction) -> None:
         self.update.step(instruction.stage)

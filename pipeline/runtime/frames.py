@@ -135,7 +135,7 @@ class Frames:
             if (message.target, value) in self.frozen:
                 promise = promise._replace(none=True)
         try:
-            item, frame.num_bytes = decode_received(frame.buffer, promise, mask=mask)
+            item, frame.num_bytes = decode_received(frame.buffer, promise, mask=mask, pooled=True)
         except CodecError as error:
             place = f"from stage {message.source} on rank {message.ranks[0]}"
             raise CodecError(f"{message}, {place}: {error}") from error
@@ -176,7 +176,7 @@ class Frames:
         pool = self.transport.pool
         buffer = pool.take(buffer_bytes(promise.sizes, promise.dtype, name))
         asks = promise.requires_grad and (item is None or value is not None or item.requires_grad)
-        num_bytes = pack_into(item, buffer, codec=name, requires_grad=asks, mask=mask)
+        num_bytes = pack_into(item, buffer, codec=name, requires_grad=asks, mask=mask, pooled=True)
         self.meter.packing += time.perf_counter() - began
         frame = Frame(buffer, num_bytes, pool)
         if self.noted and item is not None and value is None and not promise.number:

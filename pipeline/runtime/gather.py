@@ -29,8 +29,7 @@ def gather_reports(
 
 def gather_spans(world: World, spans: Sequence[Span]) -> list[Span]:
     """Return the spans of all ranks."""
-    rows = world.all_gather_json([[getattr(span, name) for name in Span.__slots__] for span in spans])
-    return [Span(**dict(zip(Span.__slots__, fields, strict=True))) for row in rows for fields in row]
+    return [Span(*fields) for row in world.all_gather_json(list(spans)) for fields in row]
 
 
 def gather_flows(world: World, totals: Mapping[Flow, Sequence[int]], policy: Policy) -> list[dict[str, Any]]:

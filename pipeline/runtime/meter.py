@@ -71,19 +71,10 @@ class Meter:
             report.backward_sent += self.bytes_sent
         self.spans.append(
             Span(
-                rank=self.rank,
-                stage=instruction.stage,
-                op=op.value,
-                micro_batch=instruction.micro_batch,
-                start=start - self.began,
-                waiting=waited,
-                packing=self.packing,
-                end=end - self.began,
-                bytes_raw=self.bytes_raw,
-                bytes_sent=self.bytes_sent,
-                codec=" ".join(self.codecs),
+                self.rank, instruction.stage, op._value_, instruction.micro_batch, start - self.began, waited,
+                end - self.began, self.packing, self.bytes_raw, self.bytes_sent, " ".join(self.codecs),
             )
-        )
+        )  # fmt: skip
 
     def end(self) -> None:
         """The step has ended: note what its forwards saved, and what stores kept of it."""

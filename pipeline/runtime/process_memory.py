@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import resource
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -104,8 +105,12 @@ def state_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None)
 def _status(name: str) -> int:
     """A line of /proc/self/status in bytes; without one, the high-water mark that every Unix has."""
     with contextlib.suppress(OSError):
-        for line in STATUS.read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return 1024 * int(line.split()[1])
+        file = os.open(STATUS, os.O_RDONLY)  # once a step, so by the fewest calls
+        try:
+            _, found, rest = os.read(file, 1 << 13).partition(b"\n%b:" % name.encode())
+        finally:
+            os.close(file)
+        if found:
+            return 1024 * int(rest.split(maxsplit=1)[0])
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else 1024 * most

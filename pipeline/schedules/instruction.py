@@ -6,7 +6,7 @@ A schedule is then a list that can be read, compared with a literal, verified, d
 import enum
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...compression.errors import ScheduleError
 
@@ -27,8 +27,7 @@ class Op(enum.Enum):
     __hash__ = object.__hash__  # that of Enum is written in Python, and messages are looked up often
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One piece of work of one stage; ``micro_batch`` is None for U, which takes what gradients are due."""
 
     stage: int

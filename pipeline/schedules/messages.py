@@ -85,19 +85,19 @@ class StepMessages:
     """All messages of a step by the instruction that receives or sends them, and what they were made from.
 
     ``programs`` has one list per rank; ``records`` and ``routes`` one entry per micro-batch that they speak
-    of, ``first`` is the first one that the step brings; ``channels`` has by (source rank, target rank) the
-    messages between them in the order of sending; ``window`` receives are posted ahead on every channel. Of
-    an endless program a step is a slice: it ``continues`` if micro-batches are in flight, ``pending_in`` are
-    the messages that earlier slices sent and none has received, ``pending_out`` those that this one leaves
-    so."""
+    of (none on paper), ``first`` is the first one that the step brings; ``channels`` has by (source rank,
+    target rank) the messages between them in the order of sending; ``window`` receives are posted ahead on
+    every channel. Of an endless program a step is a slice: it ``continues`` if micro-batches are in flight,
+    ``pending_in`` are the messages that earlier slices sent and none has received, ``pending_out`` those that
+    this one leaves so."""
 
-    programs: tuple[tuple[Instruction, ...], ...]
-    rank_of: tuple[int, ...]
-    records: Mapping[int, Probe]
-    routes: Mapping[int, tuple[Route, ...]]
+    programs: Sequence[Sequence[Instruction]]
+    rank_of: Sequence[int]
     receives: Table
     sends: Table
-    window: int
+    records: Mapping[int, Probe] = dataclasses.field(default_factory=dict)
+    routes: Mapping[int, tuple[Route, ...]] = dataclasses.field(default_factory=dict)
+    window: int = 2
     channels: Mapping[tuple[int, int], Sequence[Message]] = dataclasses.field(default_factory=dict)
     first: int = 0
     continues: bool = False
@@ -220,8 +220,8 @@ def step_messages(
             channels.setdefault(message.ranks, []).append(message)
     received = {message for taken in receives.values() for message in taken}
     return StepMessages(
-        programs=tuple(tuple(program) for program in programs),
-        rank_of=tuple(rank_of),
+        programs=programs,
+        rank_of=rank_of,
         records=records,
         routes=routes,
         receives=receives,

@@ -8,41 +8,17 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ...compression.errors import ScheduleError
 from ...stages.planner.plan import Plan
 from .instruction import Instruction, Op, parse
 from .live import Programs, live_micro_batches, live_versions
-from .messages import Message
+from .messages import Message, StepMessages
 from .span import Span, bubbles
 
 Work = Callable[[Instruction], float]
 Transfer = Callable[[Message], float]
-Messages = Mapping[Instruction, tuple[Message, ...]]
-
-
-class Traffic(Protocol):
-    """Programs, and the messages that their instructions wait for and send: an Itinerary, or an Outline."""
-
-    @property
-    def programs(self) -> Programs: ...  # noqa: D102
-    @property
-    def rank_of(self) -> Sequence[int]: ...  # noqa: D102
-    @property
-    def receives(self) -> Messages: ...  # noqa: D102
-    @property
-    def sends(self) -> Messages: ...  # noqa: D102
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Outline:
-    """A step of which only the programs are known: one message from a stage to the next, and one back."""
-
-    programs: Programs
-    rank_of: tuple[int, ...]
-    receives: Messages
-    sends: Messages
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +41,7 @@ class Simulation:
         return max((span.end for span in self.spans), default=0.0)
 
 
-def simulate(traffic: Traffic, *, work: Work, transfer: Transfer) -> Simulation:
+def simulate(traffic: StepMessages, *, work: Work, transfer: Transfer) -> Simulation:
     """Simulate a step.
 
     Args:    work: seconds of an instruction on its rank, packing and unpacking included.
@@ -82,7 +58,7 @@ def simulate(traffic: Traffic, *, work: Work, transfer: Transfer) -> Simulation:
     )
 
 
-def step_seconds(traffic: Traffic, *, work: Work, transfer: Transfer) -> float:
+def step_seconds(traffic: StepMessages, *, work: Work, transfer: Transfer) -> float:
     """The seconds of ``simulate`` and nothing else, for a search that asks for thousands of steps."""
     return max((timed.end for timed in _run(traffic, work, transfer)), default=0.0)
 
@@ -135,7 +111,7 @@ def durations(spans: Iterable[Span]) -> dict[tuple[int, str], float]:
     return {place: statistics.median(seconds) for place, seconds in computed.items()}
 
 
-def outline(programs: Programs) -> Outline:
+def outline(programs: Programs) -> StepMessages:
     """Attach one message per stage and micro-batch to its sender and receiver: F to the next stage's F, B (or
     I) to the previous stage's. What no program sends, in a part of a stream, was there before it began."""
     rank_of = {i.stage: rank for rank, program in enumerate(programs) for i in program}
@@ -154,7 +130,7 @@ def outline(programs: Programs) -> Outline:
             message = Message(way, sender.micro_batch, 0, sender.stage, target)
             sends[sender], receives[heir] = (message,), (message,)
     num_stages = 1 + max(rank_of, default=-1)
-    return Outline(
+    return StepMessages(
         programs=programs,
         rank_of=tuple(rank_of.get(stage, 0) for stage in range(num_stages)),
         receives=receives,
@@ -185,7 +161,7 @@ def _span(timed: _Timed) -> Span:
     )
 
 
-def _run(traffic: Traffic, work: Work, transfer: Transfer) -> Iterator[_Timed]:
+def _run(traffic: StepMessages, work: Work, transfer: Transfer) -> Iterator[_Timed]:
     """Every instruction as soon as what it needs is there, each rank in its own order."""
     arrived: dict[Message, float] = {}
     link_free: dict[tuple[int, int], float] = {}
@@ -210,7 +186,7 @@ def _run(traffic: Traffic, work: Work, transfer: Transfer) -> Iterator[_Timed]:
     _check_ended(traffic.programs, place)
 
 
-def _came(traffic: Traffic, arrived: dict[Message, float]) -> bool:
+def _came(traffic: StepMessages, arrived: dict[Message, float]) -> bool:
     """Nothing moves: in a slice of a stream, what earlier slices sent was there before it began."""
     sent = {message for messages in traffic.sends.values() for message in messages}
     needed = {message for messages in traffic.receives.values() for message in messages}
@@ -221,7 +197,7 @@ def _came(traffic: Traffic, arrived: dict[Message, float]) -> bool:
 
 def _pass(
     message: Message,
-    traffic: Traffic,
+    traffic: StepMessages,
     ready: float,
     link_free: dict[tuple[int, int], float],
     transfer: Transfer,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(NamedTuple):
     """One instruction as it ran, in seconds since the step began; first it waited for ``waiting`` seconds.
 
     ``packing``: seconds of it in which frames were packed and unpacked. ``bytes_raw`` and ``bytes_sent``: the

@@ -35,11 +35,13 @@ class NoOffload:
     """Saved tensors stay on the device, as autograd keeps them: ``SavedActivations`` without its work."""
 
     bytes_raw = bytes_kept = num_packs = num_unpacks = 0
+    _block = contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def forward(self, micro_batch: int, entered: Entered, keep: Iterable[Tensor] = ()) -> Iterator[None]:
+    def forward(
+        self, micro_batch: int, entered: Entered, keep: Iterable[Tensor] = ()
+    ) -> contextlib.AbstractContextManager[None]:
         """Enter no hooks."""
-        yield
+        return self._block
 
     def layer_done(self, done: Layer | None, following: Layer | None) -> None:
         """Do nothing: nothing is kept by layer."""

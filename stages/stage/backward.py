@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 
-from .autograd_graph import Graph, Root, Sides, node_of
+from .sides import Graph, Root, Sides, node_of
 
 _COMPILED = "CompiledFunctionBackward"  # may run once only: its saved tensors become its results
 
@@ -125,14 +125,18 @@ def _keep_order(waiting: Sequence[Split], leaves: Iterable[Node]) -> None:
 
 def run(roots: Sequence[Root], leaves: list[Node] | None = None, *, retain: bool = False) -> None:
     """One run of autograd's engine from ``roots``, if there are any; towards ``leaves`` only, if given."""
-    if not roots:
-        return
-    torch.autograd.backward(
-        [begin for begin, _ in roots],  # pyright: ignore[reportArgumentType] (a mixed list)
-        [gradient for _, gradient in roots],
-        retain_graph=retain,
-        inputs=None if leaves is None else [GradientEdge(leaf, 0) for leaf in leaves],
-    )
+    if roots:
+        assert leaves is None or leaves, "towards no leaf would mean towards all"
+        # ``torch.autograd.backward`` without its checks of the gradients: these were held against promises.
+        _engine_run_backward(
+            tuple(begin for begin, _ in roots),
+            tuple(torch.ones_like(begin) if g is None else g for begin, g in roots),  # type: ignore[arg-type]
+            retain,
+            False,
+            () if leaves is None else tuple(GradientEdge(leaf, 0) for leaf in leaves),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
 
 
 def run_half(node: Node, arrived: Arrived, leaves: list[Node], *, retain: bool = False) -> None:

@@ -19,7 +19,8 @@ from ..tracing.probe import Probe
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One stage of a run: its layers; (value, source) it receives and (value, target) it sends.
+    """One stage of a run: its layers; (value, source) it receives and (value, target) it sends, ``sent`` the
+    values alone.
 
     ``done``: after each layer, the nodes and values that nothing on this stage needs any more.
     ``foreign`` are the nodes of earlier stages (and the model's inputs) whose results its layers read.
@@ -32,6 +33,7 @@ class Route:
     foreign: tuple[fx.Node, ...]
     receives: tuple[tuple[int, int], ...]
     sends: tuple[tuple[int, int], ...]
+    sent: frozenset[int]
     done: tuple[tuple[tuple[fx.Node, ...], tuple[int, ...]], ...]
     inputs: tuple[int, ...]
     tied: tuple[int, ...]
@@ -71,6 +73,7 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages
                 receives=tuple(receives[stage]),
                 # To the nearest stage first.
                 sends=tuple(sorted(sends[stage], key=lambda send: (send[1], send[0]))),
+                sent=frozenset(sent),
                 done=_done(layers[stage], foreign, record, set(sent), output),
                 inputs=tuple(n for n, v in enumerate(record.values) if v.producer < 0 and not stage),
                 tied=tuple(n for n, _ in receives[stage] if record.values[n].parameter),

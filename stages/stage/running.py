@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch.autograd.graph import GradientEdge
 
-from .autograd_graph import Root
 from .backward import Split
+from .sides import Root
 
 
 class Running:

@@ -7,8 +7,7 @@ Source: claims A1-A3 of CN115016937A (a node computes only its partition)."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,7 +115,7 @@ class Stage:
                  else None."""
         running = self.running[micro_batch] = Running()
         values = {number: self._enter(running, number, item, record) for number, item in received.items()}
-        tied = [t for n, t in values.items() if n in received and record.values[n].parameter]
+        tied = [values[number] for number in route.tied]
         with (
             self.weights.forward(micro_batch, batch),
             casting(self.autocast),
@@ -176,10 +175,16 @@ class Stage:
         self, micro_batch: int, gradients: Mapping[int, torch.Tensor | None]
     ) -> dict[int, torch.Tensor | None]:
         """From the gradients of the values that ``micro_batch`` sent to those of the values it received."""
-        with self._ending(micro_batch) as running, self._backward(micro_batch):
-            self.saved.ready(micro_batch)
-            roots = running.begins(gradients)
-            run_weights_first(roots, self.anchor) if self.weights_first else run(roots)
+        running = self.running.pop(micro_batch)
+        try:
+            with self.weights.backward(micro_batch):
+                self.saved.ready(micro_batch)
+                roots = running.begins(gradients)
+                run_weights_first(roots, self.anchor) if self.weights_first else run(roots)
+        except Exception as error:
+            raise _of_backward(error) from error
+        finally:
+            self._forget(micro_batch)
         return running.ends()
 
     def backward_inputs(
@@ -189,40 +194,36 @@ class Stage:
 
         Where nothing was received whose gradient is asked for, it only keeps ``gradients``."""
         running = self.running[micro_batch]
-        with self._backward(micro_batch):
-            running.split = Split(running.begins(gradients))
-            if running.slots:
-                self.saved.ready(micro_batch)
-                waiting = [other.split for other in self.running.values() if other.split is not None]
-                running.split.inputs(self.anchor, release=not self.stores, waiting=waiting[:-1])
+        try:
+            with self.weights.backward(micro_batch):
+                running.split = Split(running.begins(gradients))
+                if running.slots:
+                    self.saved.ready(micro_batch)
+                    waiting = [other.split for other in self.running.values() if other.split is not None]
+                    running.split.inputs(self.anchor, release=not self.stores, waiting=waiting[:-1])
+        except Exception as error:
+            raise _of_backward(error) from error
         running.loss, running.roots = None, {}
         return running.ends()
 
     def backward_weights(self, micro_batch: int) -> None:
         """The second half: the gradients of the weights that the first left, and the end of both."""
-        with self._ending(micro_batch) as running, self._backward(micro_batch):
-            assert running.split is not None
-            if not running.slots:
-                self.saved.ready(micro_batch)
-            running.split.weights()
-
-    @contextlib.contextmanager
-    def _backward(self, micro_batch: int) -> Iterator[None]:
-        """The block in which a backward or a half of it runs."""
+        running = self.running.pop(micro_batch)
+        assert running.split is not None
         try:
             with self.weights.backward(micro_batch):
-                yield
+                if not running.slots:
+                    self.saved.ready(micro_batch)
+                running.split.weights()
         except Exception as error:
-            raise StageError(f"backward: {type(error).__name__}: {error}") from error
-
-    @contextlib.contextmanager
-    def _ending(self, micro_batch: int) -> Iterator[Running]:
-        """The block behind which nothing of ``micro_batch`` is left."""
-        try:
-            yield self.running.pop(micro_batch)
+            raise _of_backward(error) from error
         finally:
-            self.saved.drop(micro_batch)
-            self.weights.done(micro_batch)
+            self._forget(micro_batch)
+
+    def _forget(self, micro_batch: int) -> None:
+        """Nothing of ``micro_batch`` is left."""
+        self.saved.drop(micro_batch)
+        self.weights.done(micro_batch)
 
     def evaluate(
         self, received: Mapping[int, Any], *, record: Probe, route: Route
@@ -239,3 +240,7 @@ class Stage:
             return item
         slot = running.slots[number] = {}  # stays empty for what was frozen since the probe
         return Receive.apply(self.anchor, item.detach(), slot) if item.requires_grad else item
+
+
+def _of_backward(error: Exception) -> StageError:
+    return StageError(f"backward: {type(error).__name__}: {error}")

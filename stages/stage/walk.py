@@ -5,21 +5,24 @@ would send the wrong tensor; it is refused at the layer where it begins to diffe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import contextlib
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...compression.errors import StageError
 from ..memory.saved import NoOffload, SavedActivations
 from ..seeds import seeded
-from ..tracing.layers import Layer, Parts, run_layer
+from ..tracing.layers import Layer, Parts, call_of, check_result, modes_of
 from ..tracing.probe import NUMBERS, Probe, Value
+from ..tracing.probe_record import Outputs
 from .route import Route
 
 NO_LAYERS: Collection[str] = frozenset()
+_NOTHING = contextlib.nullcontext()
 
 
 def walk(
@@ -39,28 +42,25 @@ def walk(
              moved: names of layers whose modules are not set as they were when traced.
     Returns: what is left for the outputs of the model, by node.
     Raises:  StageError: a layer failed, or did not do what it did when it was traced."""
-    arrived = {node: record.outputs[node] for node in route.foreign}
-    env: dict[fx.Node, Any] = {
-        node: _rebuilt([values.get(number) for number in outputs.values], outputs.spec)
-        for node, outputs in arrived.items()
-    }
+    env = {node: _rebuilt(record.outputs[node], values) for node in route.foreign}
     tied = {node: tensor for node, tensor in env.items() if node.op == "get_attr"}
     numbers = {id(tensor): number for number, tensor in values.items()}
-    sent = {number for number, _ in route.sends}
+    sent = route.sent
     done: Layer | None = None
     for layer, (nodes, dead) in zip(route.layers, route.done, strict=True):
         saved.layer_done(done, layer)
         done = layer
+        name = layer.node.name
         try:
-            if seed is not None and (layer.name in record.random or layer.name in moved):
-                with seeded(seed(layer.name)):
-                    result = run_layer(layer, env, parts, tied, samples=record.samples)
-            else:
-                result = run_layer(layer, env, parts, tied, samples=record.samples)
+            function, args, kwargs = call_of(layer, env, parts, tied, samples=record.samples)
+            block = seeded(seed(name)) if seed and (name in record.random or name in moved) else _NOTHING
+            with modes_of(layer), block:
+                result = function(*args, **kwargs)
+            check_result(layer, result, record.samples)
         except Exception as error:
-            raise StageError(f"layer {layer.name}: {type(error).__name__}: {error}") from error
+            raise StageError(f"layer {name}: {type(error).__name__}: {error}") from error
         env[layer.node] = result
-        _hold_against(record, layer, result, values, numbers, sent=sent, moved=layer.name in moved)
+        _hold_against(record, layer, result, values, numbers, sent=sent, moved=name in moved)
         for node in nodes:
             del env[node]
         for number in dead:
@@ -69,10 +69,13 @@ def walk(
     return env
 
 
-def _rebuilt(leaves: list[Any], spec: TreeSpec) -> Any:
+def _rebuilt(outputs: Outputs, values: Mapping[int, Any]) -> Any:
     """A result put together from its leaves; torch.Size comes back as what it was, which slices show."""
-    result = tree_unflatten(leaves, spec)
-    return torch.Size(result) if spec.type is torch.Size and None not in leaves else result
+    if outputs.alone is not None:
+        return values.get(outputs.alone)
+    leaves = [values.get(number) for number in outputs.values]
+    result = tree_unflatten(leaves, outputs.spec)
+    return torch.Size(result) if outputs.spec.type is torch.Size and None not in leaves else result
 
 
 def _hold_against(
@@ -87,6 +90,14 @@ def _hold_against(
 ) -> None:
     """Refuse a run whose structure or identities differ from the probe: the routes were made from it."""
     expected = record.outputs[layer.node]
+    if (number := expected.alone) is not None and isinstance(result, torch.Tensor):
+        plain = number not in sent or record.values[number].number is None
+        if (
+            plain
+            and values.setdefault(number, result) is result
+            and numbers.setdefault(id(result), number) == number
+        ):
+            return
     leaves, spec = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)
     if len(leaves) != len(expected.values) or (spec is not None and spec != expected.spec):
         raise StageError(f"layer {layer.name} returned another structure than when it was traced")

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
-from .autograd_graph import HALVED, Graph, Root, Sides
 from .backward import Arrived, exchange, run, run_half
+from .sides import HALVED, Graph, Root, Sides
 
 # By kind of product: its first operand's place among its edges, and the names of both where it saves them.
 _OPERANDS = {"AddmmBackward0": (1, "mat1", "mat2"), "MmBackward0": (0, "self", "mat2")}

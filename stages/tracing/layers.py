@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.func import functional_call
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
@@ -26,6 +27,7 @@ from .capture.values import plain
 from .capture.where import where_of
 
 _META = torch.device("meta")
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +136,7 @@ def casting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]
     """Autocast to ``dtype`` without its cache of cast weights, which depends on what shares a stage; None: no
     cast."""
     if dtype is None:
-        return contextlib.nullcontext()
+        return _NOTHING
     return autocast(dtype)
 
 
@@ -154,39 +156,62 @@ def run_layer(
     """Run one layer on the results in ``env``, for a micro-batch of ``samples``.
 
     Args:   tied: parameters that came from another stage."""
+    function, args, kwargs = call_of(layer, env, parts, tied, samples=samples)
+    with modes_of(layer):
+        result = function(*args, **kwargs)
+    check_result(layer, result, samples)
+    return result
+
+
+def call_of(
+    layer: Layer,
+    env: Mapping[fx.Node, Any],
+    parts: Parts,
+    tied: Mapping[fx.Node, torch.Tensor] | None,
+    *,
+    samples: int,
+) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+    """What ``run_layer`` calls, with which arguments: whoever calls it is that much nearer to the layer."""
     node = layer.node
     if node.op == "get_attr":
-        return parts.tensors[str(node.target)]
+        return _itself, (parts.tensors[str(node.target)],), {}
 
     def look(argument: fx.Node) -> Any:
-        return parts.tensors[str(argument.target)] if is_local(argument) else env[argument]
+        return parts.tensors[str(argument.target)] if "local" in argument.meta else env[argument]
 
-    args, kwargs = mapped(node.args, fx.Node, look), mapped(node.kwargs, fx.Node, look)
+    args: Sequence[Any] = [
+        look(one) if type(one) is fx.Node else mapped(one, fx.Node, look) for one in node.args
+    ]
+    kwargs = mapped(node.kwargs, fx.Node, look) if node.kwargs else {}
     if layer.moves:
         args, kwargs = at_size(args, samples), at_size(kwargs, samples)
     if parts.meta:
         if "expect" in node.meta:  # nothing can be read there
-            return at_size(node.meta["expect"], samples)
+            return _itself, (at_size(node.meta["expect"], samples),), {}
         args, kwargs = _on_meta(args), _on_meta(kwargs)
-    if (modes := node.meta.get("modes")) is None:
-        result = _called(layer, parts, tied, args, kwargs)
-    else:
-        with modes.entered():
-            result = _called(layer, parts, tied, args, kwargs)
-    if "expect" in node.meta or "shape" in node.meta:
-        _check_read(node, result, samples)
-    return result
-
-
-def _called(
-    layer: Layer, parts: Parts, tied: Mapping[fx.Node, torch.Tensor] | None, args: Any, kwargs: Any
-) -> Any:
-    node = layer.node
     if node.op == "call_function":
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return node.target, args, kwargs  # type: ignore[return-value]
     module = parts.modules[str(node.target)]
-    foreign = {name: tied[source] for name, source in layer.lifted if tied and source in tied}
-    return torch.func.functional_call(module, foreign, args, kwargs) if foreign else module(*args, **kwargs)
+    foreign = {name: tied[source] for name, source in layer.lifted if source in tied} if tied else {}
+    if foreign:
+        return functional_call, (module, foreign, tuple(args), kwargs), {}
+    return module, args, kwargs
+
+
+def modes_of(layer: Layer) -> contextlib.AbstractContextManager[Any]:
+    """The block in which a layer runs: the modes that forward had switched when it was recorded."""
+    modes = layer.node.meta.get("modes")
+    return _NOTHING if modes is None else modes.entered()
+
+
+def check_result(layer: Layer, result: Any, samples: int) -> None:
+    """Hold a result against what Python read of it when the run was recorded."""
+    if "expect" in layer.node.meta or "shape" in layer.node.meta:
+        _check_read(layer.node, result, samples)
+
+
+def _itself(item: Any) -> Any:
+    return item
 
 
 def _on_meta(item: Any) -> Any:

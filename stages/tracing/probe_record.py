@@ -16,10 +16,13 @@ from .layers import is_local
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """What a layer returned: the values of its leaves and the structure around them."""
+    """What a layer returned: the values of its leaves and the structure around them.
+
+    ``alone``: the value that it is by itself, None where there is a structure."""
 
     values: tuple[int, ...]
     spec: TreeSpec
+    alone: int | None
 
 
 Leads = Mapping[int, Collection[int]]  # from values that a layer made to those that it read
@@ -62,7 +65,9 @@ class ProbeRecorder:
                     if leaf.layout is torch.strided:
                         self.on.setdefault(leaf.untyped_storage()._cdata, []).append(leaf)
             values.append(known)
-        self.outputs[node] = Outputs(values=tuple(values), spec=spec)
+        self.outputs[node] = Outputs(
+            values=tuple(values), spec=spec, alone=values[0] if spec.is_leaf() else None
+        )
 
     def reads(self, node: fx.Node, extra: Sequence[fx.Node] = ()) -> Iterator[int]:
         """The values that ``node`` reads: of a tuple that is indexed, only what is picked."""

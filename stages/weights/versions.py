@@ -34,21 +34,20 @@ class WeightVersions:
     than in it, or none."""
 
     num_live, num_bytes, moves = 1, 0, False
+    _nothing = contextlib.nullcontext()
 
     def bind(self, optimizer: Optimizer) -> None:
         """Tell of the optimizer of these parameters; PlanError if it should be predicted and cannot be."""
 
-    @contextlib.contextmanager
-    def forward(self, micro_batch: int, batch: int) -> Iterator[None]:
+    def forward(self, micro_batch: int, batch: int) -> contextlib.AbstractContextManager[None]:
         """The block in which the layers of ``micro_batch`` run, with its weights in place.
 
         ``batch`` counts the batches fed since the last drain."""
-        yield
+        return self._nothing
 
-    @contextlib.contextmanager
-    def backward(self, micro_batch: int) -> Iterator[None]:
+    def backward(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
         """The block in which its B, or its I or W, runs; the gradients of its update gather in ``.grad``."""
-        yield
+        return self._nothing
 
     def fetch(self, micro_batch: int) -> None:
         """Ahead of ``backward``: begin to bring back the version it needs."""
@@ -59,13 +58,12 @@ class WeightVersions:
     def due(self) -> None:
         """Ahead of ``update``, on all stages: put the gradients of the oldest whole update into ``.grad``."""
 
-    @contextlib.contextmanager
-    def update(self) -> Iterator[None]:
+    def update(self) -> contextlib.AbstractContextManager[None]:
         """The block in which an optimizer writes the parameters: versions still needed are kept first.
 
         Behind it ``.grad`` holds what the next update has gathered so far, None where that is nothing (with
         one version it is left alone)."""
-        yield
+        return self._nothing
 
     def drained(self) -> None:
         """Nothing is in flight: count micro-batches, batches and updates from 0 again."""

@@ -84,11 +84,8 @@ def two_ranks(num_micro_batches, schedule="1f1b", extra_in_flight=0):
     return StepMessages(
         programs=tuple(map(tuple, programs)),
         rank_of=(0, 1),
-        records={},
-        routes={},
         receives=receives,
         sends=sends,
-        window=2,
     )
 
 

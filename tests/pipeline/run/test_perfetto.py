@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from collections import defaultdict
@@ -28,7 +27,7 @@ def step(stages_of_rank=((0,), (1,), (2,)), number=4, schedule="1f1b", transfer=
     def with_bytes(span):
         sends = (span.op == "F" and span.stage < last) or (span.op == "B" and span.stage > 0)
         sent = {"bytes_raw": 1000, "bytes_sent": 250, "codec": "zero_value", "packing": 0.125}
-        return dataclasses.replace(span, **sent) if sends else span
+        return span._replace(**sent) if sends else span
 
     return [with_bytes(span) for span in on_paper(*lines, transfer=transfer, U=0.25).spans]
 
@@ -154,10 +153,7 @@ def test_rows_are_named_and_stand_in_their_order():
 
 
 def test_clocks_that_differ_make_no_arrow_backwards_and_no_negative_time():
-    spans = [
-        dataclasses.replace(s, start=s.start + 100, end=s.end + 100) if s.rank == 0 else s
-        for s in step(number=2)
-    ]
+    spans = [s._replace(start=s.start + 100, end=s.end + 100) if s.rank == 0 else s for s in step(number=2)]
     events = trace(spans, title="")["traceEvents"]
     assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
     starts = {e["id"]: e["ts"] for e in events if e["ph"] == "s"}

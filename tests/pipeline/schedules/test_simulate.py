@@ -59,11 +59,8 @@ def test_stages_of_one_rank_have_no_link_between_them():
     alone = StepMessages(
         programs=tuple(map(tuple, programs)),
         rank_of=(0, 0),
-        records={},
-        routes={},
         receives=made.receives,
         sends=made.sends,
-        window=2,
     )
     assert seconds(alone, transfer=100.0) == 12.0
 
@@ -194,7 +191,7 @@ def test_half_a_backward_takes_half_its_time_unless_it_was_measured():
 
 def test_what_was_measured_runs_again_with_medians_and_no_waiting_for_links():
     slow = on_paper("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2", transfer=3.0)
-    odd = dataclasses.replace(slow.spans[1], end=slow.spans[1].end + 0.9)  # one slow forward of three
+    odd = slow.spans[1]._replace(end=slow.spans[1].end + 0.9)  # one slow forward of three
     again = simulate_spans([odd, *slow.spans[:1], *slow.spans[2:]])
     free = on_paper("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")
     assert rows(again) == rows(free)

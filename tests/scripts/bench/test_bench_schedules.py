@@ -131,7 +131,7 @@ def two_ranks(num_micro_batches: int) -> StepMessages:
         "receives": receives,
         "sends": sends,
     }
-    return StepMessages(**of_both, records={}, routes={}, window=2)
+    return StepMessages(**of_both)
 
 
 # stage 0   F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2         at F = 1, B = 2

@@ -1,4 +1,4 @@
-"""The nodes of a backward: which lead to a goal, and what lies beside the way to it."""
+"""The graph of a backward as it will run, and what lies beside the way to a goal in it."""
 
 from __future__ import annotations
 
@@ -103,6 +103,6 @@ class Sides:
 
 
 def node_of(root: Root) -> Node:
-    """The node at which a backward begins."""
+    """The node at which a backward from ``root`` begins."""
     begin, _ = root
     return (begin if isinstance(begin, GradientEdge) else get_gradient_edge(begin)).node
