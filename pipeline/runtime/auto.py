@@ -111,7 +111,7 @@ class Auto:
         flow, part, mask = flow_of(message, self.itinerary), sample(item.detach()), None
         if message.op is Op.B:
             mask = self.masks.pop(message, None)
-        own = [self.named[flow.named]] if flow.named in self.named else []
+        own = [self.named[flow[:3]]] if flow[:3] in self.named else []
         for codec in dict.fromkeys([*candidates(item.dtype), *own]):
             cost = trial(part, codec, self.pool, num_bytes=item.nbytes)
             self.costs[flow][codec].append(cost)
@@ -175,7 +175,7 @@ class Auto:
         return Prices(costs=costs, work=seconds, rates=self.rates, parallel=not self.world.is_alone)
 
     def _start(self, flow: Flow) -> str:
-        return wherever_masked(self.named.get(flow.named, START), flow)
+        return wherever_masked(self.named.get(flow[:3], START), flow)
 
     def _rates(self) -> dict[tuple[int, int], float]:
         ranks = self.itinerary.rank_of

@@ -30,11 +30,6 @@ class Flow(NamedTuple):
     target: int
 
     @property
-    def named(self) -> tuple[int, str, str]:
-        """What a plan names a codec for: the stage that packs, the value, the way."""
-        return self.source, self.value, self.way
-
-    @property
     def downstream(self) -> Flow:
         """The flow of the value whose gradient this is."""
         return Flow(self.value, "F", self.target, self.source)

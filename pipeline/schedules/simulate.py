@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from ...compression.errors import ScheduleError
 from ...stages.planner.plan import Plan
 from .instruction import Instruction, Op, parse
-from .live import Programs, live_micro_batches, live_versions
+from .live import Programs
 from .messages import Message
 from .span import Span, bubbles
 
@@ -50,14 +50,11 @@ class Simulation:
     """A step on paper.
 
     ``spans``: every instruction, rank by rank. ``bubble``: per rank the share of the step in which it neither
-    computes nor packs. Per stage: the most micro-batches between F and B (or W), and the most versions of its
-    weights at once if every micro-batch keeps the one that it went forward with.
+    computes nor packs.
     """
 
     spans: tuple[Span, ...]
     bubble: tuple[float, ...]
-    live_micro_batches: tuple[int, ...]
-    live_versions: tuple[int, ...]
 
     @property
     def seconds(self) -> float:
@@ -74,12 +71,7 @@ def simulate(traffic: Traffic, *, work: Work, transfer: Transfer) -> Simulation:
     Raises:  ScheduleError: the programs wait for each other.
     """
     spans = [_span(timed) for timed in sorted(_run(traffic, work, transfer))]
-    return Simulation(
-        spans=tuple(spans),
-        bubble=bubbles(spans, num_ranks=len(traffic.programs)),
-        live_micro_batches=live_micro_batches(traffic.programs),
-        live_versions=live_versions(traffic.programs),
-    )
+    return Simulation(spans=tuple(spans), bubble=bubbles(spans, num_ranks=len(traffic.programs)))
 
 
 def step_seconds(traffic: Traffic, *, work: Work, transfer: Transfer) -> float:
