@@ -420,7 +420,7 @@ def test_the_product_has_every_synchronous_schedule_with_the_ranks_that_suit_it(
     ]
 
 
-def refuse(stages_of_rank, num_micro_batches):
+def refuse(stages_of_rank, num_micro_batches, *, extra_in_flight=0):
     raise ScheduleError("two stages, please")
 
 
