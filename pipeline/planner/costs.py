@@ -29,14 +29,7 @@ class Costs:
     ``budget`` the bytes that a rank may use.
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        *,
-        copies: Sequence[Copies],
-        rate: float | None,
-        budget: int | None,
-    ):
+    def __init__(self, profile: Profile, *, copies: Sequence[Copies], rate: float | None, budget: int | None):
         self.profile, self.copies, self.rate, self.budget = profile, copies, rate, budget
         layers = profile.layers
         self.times = _sums(round((x.forward_seconds + x.backward_seconds) * PICOSECONDS) for x in layers)

@@ -7,6 +7,7 @@ Where a rank runs several stages, its own part is cut again so that its slowest 
 Source: the min-max recurrence of PipeDream (Narayanan et al., SOSP 2019, section 3.1), one replica per stage.
 """
 
+import functools
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -85,44 +86,38 @@ def partition(
     _check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
     _check_counts(least=0, extra_in_flight=extra_in_flight)
     given = named_cuts(profile, cuts) if cuts else None
-    stages, ranks = _sizes(stages, ranks, given, schedule=schedule, program=program)
+    stages, ranks = _sizes(stages, ranks, given, schedule, program)
     places = allowed_cuts(profile) if given is None else given
     _check_places(profile, places, stages)
     fixed = None
     if layout(schedule) != "neighbours":
         fixed = placed(program) if program else placement(schedule, stages=stages, ranks=ranks)
-    each = micro_batches
+    each, on_ranks = micro_batches, stages_on(fixed or range(ranks))
     if streams(schedule, weights):  # every stage of a rank runs at its own time, so the first one counts
         each = min(each, 2 * stages + 2)  # more only repeat what these do
-        alone = [[stage] for stage in range(stages)]
-        programs = endless_programs(alone, schedule=schedule, micro_batches=each, more=2)
+        programs = endless_programs(stages_on(range(stages)), schedule=schedule, micro_batches=each, more=2)
     else:
         make = schedule_named(schedule, program)
-        programs = make(stages_on(fixed or range(ranks)), micro_batches, extra_in_flight=extra_in_flight)
+        programs = make(on_ranks, micro_batches, extra_in_flight=extra_in_flight)
     held = {"tier": tier, "weights_tier": weights_tier}
     options = {"optimizer_state": optimizer_state, "device": profile.device, **held}
+    counts = waiting(programs, weights=weights, micro_batches=each)
     costs = Costs(
         profile,
-        copies=[
-            copies(in_flight, old_versions=old, **options)
-            for in_flight, old in waiting(programs, weights=weights, micro_batches=each)
-        ],
+        copies=[copies(in_flight, old_versions=old, **options) for in_flight, old in counts],
         rate=None if link is None else parse_rate(link),
         budget=None if memory is None else parse_bytes(memory),
     )
     ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)
     spans = zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)
+    known = ("fingerprint", "input_shapes", "input_dtypes", "signature", "leaves")
+    decided = [costs.stage(*span, place, ranks=(rank,), **held) for span, place, rank in spans]
     return Plan(
-        stages=tuple(
-            costs.stage(start, end, place, ranks=(rank,), **held) for (start, end), place, rank in spans
-        ),
+        stages=tuple(decided),
         schedule=schedule,
         micro_batches=micro_batches,
         extra_in_flight=extra_in_flight,
         codec=codec,
-        fingerprint=profile.fingerprint,
-        input_shapes=profile.input_shapes,
-        input_dtypes=profile.input_dtypes,
         memory=costs.budget,
         link=costs.rate,
         weights=weights,
@@ -130,8 +125,7 @@ def partition(
         prediction=prediction,
         program=tuple(program),
         asked=asked,
-        signature=profile.signature,
-        leaves=profile.leaves,
+        **{name: getattr(profile, name) for name in known},
     )
 
 
@@ -142,12 +136,7 @@ def _check_counts(*, least: int = 1, **counts: int | None) -> None:
 
 
 def _sizes(
-    stages: int | None,
-    ranks: int | None,
-    given: Sequence[int] | None,
-    *,
-    schedule: str,
-    program: Sequence[str],
+    stages: int | None, ranks: int | None, given: Sequence[int] | None, schedule: str, program: Sequence[str]
 ) -> tuple[int, int]:
     """How many stages and ranks there are, where one of them, or the cuts, may say it all."""
     if layout(schedule) == "custom":
@@ -209,42 +198,29 @@ def _cut(
     *,
     memory: int | str | None,
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Ends of the stages, and the rank of each; ``fixed``: the ranks, where the schedule says them."""
-    if fixed:
-        return _fit(costs, points, fixed, memory=memory), fixed
-    ends, rank_ends = _choose(costs, points, stages=stages, ranks=ranks, memory=memory)
-    return ends, tuple(sum(end <= start for end in rank_ends[1:]) for start in ends[:-1])
+    """Ends of the stages, as positions from 0 to the number of layers, and the rank of each.
 
-
-def _fit(costs: Costs, points: list[int], rank_of: Sequence[int], *, memory: int | str | None) -> list[int]:
-    """Ends of the stages where a schedule lays them on ranks: the slowest stage is as fast as it can be."""
-    stages = len(rank_of)
-    ends = split(points, parts=stages, span=costs.of_rank, edge=costs.link_times, weight=costs.cut_weights)
-    used = [0] * (max(rank_of) + 1)
-    for stage, (start, end) in enumerate(pairwise(ends or ())):
-        used[rank_of[stage]] += costs.memory(start, end, stage)
-    if ends is None or (costs.budget is not None and with_margin(max(used)) > costs.budget):
-        raise PlanError(
-            f"memory={memory} on each of {len(used)} ranks does not hold the {stages} stages that the "
-            "schedule lays on them; raise memory, or take a schedule of neighbours, such as 1f1b"
-        )
-    return ends
-
-
-def _choose(
-    costs: Costs, points: list[int], *, stages: int, ranks: int, memory: int | str | None
-) -> tuple[list[int], list[int]]:
-    """Ends of the stages and of the ranks, as positions from 0 to the number of layers."""
+    Where the schedule lays them on ranks (``fixed``), the slowest stage is as fast as it can be; else ranks
+    are cut first, and then the stages inside of them."""
+    best = functools.partial(split, points, weight=costs.cut_weights)
+    ends = best(parts=stages if fixed else ranks, span=costs.of_rank, edge=costs.link_times)
     free = [0] * (points[-1] + 1)
-    rank_ends = split(
-        points, parts=ranks, span=costs.of_rank, edge=costs.link_times, weight=costs.cut_weights
-    )
-    if rank_ends is None:
+    if fixed:
+        used = [0] * ranks
+        for stage, span in enumerate(pairwise(ends or ())):
+            used[fixed[stage]] += costs.memory(*span, stage)
+        if ends is None or (costs.budget is not None and with_margin(max(used)) > costs.budget):
+            raise PlanError(
+                f"memory={memory} on each of {ranks} ranks does not hold the {stages} stages that the "
+                "schedule lays on them; raise memory, or take a schedule of neighbours, such as 1f1b"
+            )
+        return ends, fixed
+    if ends is None:
         needed = with_margin(int(smallest_limit(points, parts=ranks, span=costs.memory, edge=free)))
         raise PlanError(
             f"memory={memory} on each of {ranks} ranks holds no legal cut of the model; the smallest budget "
             f"that does is memory={needed} ({show_bytes(needed)}); raise memory or ranks"
         )
-    ends = split(points, parts=stages, span=costs.of_stage(rank_ends), edge=free, weight=costs.cut_weights)
-    assert ends is not None, "the ranks leave every other place to cut, and there are enough"
-    return ends, rank_ends
+    inner = best(parts=stages, span=costs.of_stage(ends), edge=free)
+    assert inner is not None, "the ranks leave every other place to cut, and there are enough"
+    return inner, tuple(sum(end <= start for end in ends[1:]) for start in inner[:-1])

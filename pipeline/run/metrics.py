@@ -169,12 +169,8 @@ def summarise(
     """
     stages = []
     for number, (stage, total) in enumerate(zip(plan.stages, totals.stages, strict=True)):
-        entry: dict[str, Any] = {
-            "stage": number,
-            "rank": plan.rank_of(number, 0),
-            "layers": len(stage.layers),
-        }
-        entry |= {"first_layer": stage.layers[0], "last_layer": stage.layers[-1]}
+        entry: dict[str, Any] = {"stage": number, "rank": plan.rank_of(number, 0)}
+        entry |= {"layers": len(stage.layers), "first_layer": stage.layers[0], "last_layer": stage.layers[-1]}
         entry |= {"parameters": sum(sizes[name] for name in stage.parameters)} | total
         entry |= {"bubble": totals.bubble(totals.ranks[number]), "predicted_bytes": stage.memory_bytes}
         for direction in DIRECTIONS:

@@ -199,7 +199,7 @@ def evaluate(pipe: Pipeline, plan: Plan, config: TrainConfig, samples: Samples) 
             with casting(build.autocast(config.autocast)):
                 lost += float(loss(outputs, targets)) * targets.numel()
             total += targets.numel()
-    last = plan.rank_of(plan.num_stages - 1, 0)
+    last = plan.rank_of(-1, 0)
     right, lost, total = (pipe.world.broadcast(number, last) for number in (right, lost, total))
     return {"accuracy": right / total, "loss": lost / total}
 

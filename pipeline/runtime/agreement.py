@@ -140,12 +140,11 @@ def _other_wish(ours: Plan, theirs: Plan) -> tuple[str, str, str] | None:
     """What two plans decide that the planner's measurements cannot have made different, and each side's."""
     searched = ("stages", "asked", "signature")  # an example of other data has other integers
     names = [field.name for field in dataclasses.fields(Plan) if field.name not in searched]
-    wishes = [(name, *(getattr(plan, name) for plan in (ours, theirs))) for name in names]
-    wishes += [(name, *(plan.of_stages(name) for plan in (ours, theirs))) for name in DECISIONS]
-    for name, mine, other in wishes:
-        if mine != other:
+    for name in (*names, *DECISIONS):
+        of = Plan.of_stages if name in DECISIONS else getattr
+        if of(ours, name) != of(theirs, name):
             what = "the fingerprint of the model" if name == "fingerprint" else name
-            return what, str(mine), str(other)
+            return what, str(of(ours, name)), str(of(theirs, name))
     a, b = ([plan.ranks, *(stage.layers for stage in plan.stages)] for plan in (ours, theirs))
     if a == b or (ours.asked and ours.asked == theirs.asked):
         return None

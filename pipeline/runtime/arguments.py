@@ -170,7 +170,7 @@ def check_plan(plan: Plan, model: nn.Module, world: World) -> None:
 def check_codecs(plan: Plan, records: Sequence[Probe], routed: Sequence[Sequence[Route]]) -> None:
     """A codec is named for what its stage packs, and not for a value that goes on in the frame it came in."""
     values, routes = records[0].values, routed[0]
-    for (stage, name, way), codec in plan.named_codecs.items():
+    for (name, way, stage), codec in plan.named_codecs.items():
         sent = {n for n, _ in routes[stage].sends} - routes[stage].forwards
         back = {n for n, _ in routes[stage].receives if values[n].requires_grad}
         packed = [values[n].name for n in sorted(sent if way == "F" else back) if values[n].number is None]

@@ -101,7 +101,7 @@ class Auto:
         """Try every codec on a sample."""
         part = sample(item.detach())
         mask = None if message.answers is None else self.masks.pop(message.answers, None)
-        own = [self.named[message.flow.named]] if message.flow.named in self.named else []
+        own = [self.named[message.flow[:3]]] if message.flow[:3] in self.named else []
         for codec in dict.fromkeys([*candidates(item.dtype), *own]):
             cost = trial(part, codec, self.pool, num_bytes=item.nbytes)
             self.costs[message.flow][codec].append(cost)
@@ -165,7 +165,7 @@ class Auto:
         return Prices(costs=costs, work=seconds, rates=self.rates, parallel=not self.world.is_alone)
 
     def _start(self, flow: Flow) -> str:
-        return wherever_masked(self.named.get(flow.named, START), flow)
+        return wherever_masked(self.named.get(flow[:3], START), flow)
 
     def _rates(self, messages: StepMessages) -> dict[tuple[int, int], float]:
         links = sorted(messages.channels)

@@ -13,7 +13,7 @@ from ..schedules.messages import Flow, Message, StepMessages
 from ..schedules.prices import MASKED
 from ..schedules.span import Span
 
-Named = Mapping[tuple[int, str, str], str]  # the codecs of a plan's stages, by stage, value and way
+Named = Mapping[tuple[str, str, int], str]  # a plan's: by value, way and stage, as a flow begins
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Fixed:
 
     def codec(self, flow: Flow) -> str:
         """Always the same; a gradient uses the bitmap where there is one."""
-        return wherever_masked(self.named.get(flow.named, self.name), flow)
+        return wherever_masked(self.named.get(flow[:3], self.name), flow)
 
     def observed(self, messages: StepMessages) -> int | None:
         """Nothing to find out."""

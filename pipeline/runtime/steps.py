@@ -104,12 +104,12 @@ class Steps:
             order, window = [Instruction(s, Op.F, 0) for s in range(self.plan.num_stages)], 2
         messages = {
             index: micro_batch_messages(
-                index, record, route, rank_of=self.plan.ranks, codecs=self.codecs, tied=not index
+                index, record, route, rank_of=self.plan.rank_of, codecs=self.codecs, tied=not index
             )
             for index, (record, route) in enumerate(zip(records, routed, strict=True))
         }
         by_number = dict(enumerate(records)), dict(enumerate(routed))
-        made = step_messages(programs, *by_number, messages, rank_of=self.plan.ranks, window=window)
+        made = step_messages(programs, *by_number, messages, window=window)
         return made, order if self.world.is_alone else programs[self.world.rank]
 
     def _training(

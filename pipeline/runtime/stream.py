@@ -128,7 +128,7 @@ class StreamFeed:
             share = 1.0 if self.fed.each else batch.share
             told = dataclasses.replace(batch, share=share, step=step, batch=self.num_batches)
             messages = micro_batch_messages(
-                m, record, route, rank_of=self.plan.ranks, codecs=self.steps.codecs
+                m, record, route, rank_of=self.plan.rank_of, codecs=self.steps.codecs
             )
             self.live[m] = Live(told, record, route, messages)
         self.fed = self.fed.followed(len(batches), clock=self.clock)
@@ -157,7 +157,6 @@ class StreamFeed:
             {m: live.record for m, live in self.live.items()},
             {m: live.routes for m, live in self.live.items()},
             {m: live.messages for m, live in self.live.items()},
-            rank_of=self.plan.ranks,
             window=self.window,
             first=first,
             continues=start > 0,

@@ -91,6 +91,6 @@ def _most_versions(program: Sequence[Instruction], needs: Mapping[int | None, in
         elif instruction.op in (Op.B, Op.W) and instruction.micro_batch in needs:
             version = needs[instruction.micro_batch]
             waiting[version] -= 1
-            needed -= waiting[version] == 0 and version <= newest
+            needed -= waiting[version] == 0
         most = max(most, needed + (waiting[newest] == 0))
     return most

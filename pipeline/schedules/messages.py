@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,11 +29,6 @@ class Flow(NamedTuple):
     way: str
     source: int
     target: int
-
-    @property
-    def named(self) -> tuple[int, str, str]:
-        """What a plan names a codec for: the stage that packs, the value, the way."""
-        return self.source, self.value, self.way
 
     @property
     def downstream(self) -> Flow:
@@ -92,7 +87,6 @@ class StepMessages:
     this one leaves so."""
 
     programs: Sequence[Sequence[Instruction]]
-    rank_of: Sequence[int]
     receives: Table
     sends: Table
     records: Mapping[int, Probe] = dataclasses.field(default_factory=dict)
@@ -123,13 +117,14 @@ def micro_batch_messages(
     record: Probe,
     routes: Sequence[Route],
     *,
-    rank_of: Sequence[int],
+    rank_of: Callable[[int, int], int],
     codecs: frozenset[str],
     tied: bool = True,
 ) -> MicroBatchMessages:
     """Make the messages of micro-batch ``index``, those to the nearest stage first.
 
-    Args:    codecs: those that its frames may be packed with.
+    Args:    rank_of: who runs a stage for a micro-batch.
+             codecs: those that its frames may be packed with.
              tied: whether tied parameters go down with it; their gradients come back from each."""
     made: dict[tuple[int, int], Message] = {}  # by value and target
     gradients: list[Message] = []
@@ -137,7 +132,7 @@ def micro_batch_messages(
         for number, target in route.sends:
             value = record.values[number]
             masked = value.requires_grad and not value.parameter and number in route.stops
-            ranks = rank_of[stage], rank_of[target]
+            ranks = rank_of(stage, index), rank_of(target, index)
             message = made[number, target] = Message(
                 Op.F, index, number, stage, target, masked, value.name, _promise(value, codecs),
                 value.num_bytes, frame_bytes(value.shape, value.dtype), ranks,
@@ -195,7 +190,6 @@ def step_messages(
     routes: Mapping[int, tuple[Route, ...]],
     messages: Mapping[int, MicroBatchMessages],
     *,
-    rank_of: Sequence[int],
     window: int,
     first: int = 0,
     continues: bool = False,
@@ -221,7 +215,6 @@ def step_messages(
     received = {message for taken in receives.values() for message in taken}
     return StepMessages(
         programs=programs,
-        rank_of=rank_of,
         records=records,
         routes=routes,
         receives=receives,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ...compression.errors import ScheduleError
 from ...stages.planner.plan import Plan
 from .instruction import Instruction, Op, parse
-from .live import Programs, live_micro_batches, live_versions
+from .live import Programs
 from .messages import Message, StepMessages
 from .span import Span, bubbles
 
@@ -26,14 +26,11 @@ class Simulation:
     """A simulated step.
 
     ``spans``: every instruction, rank by rank. ``bubble``: per rank the share of the step in which it neither
-    computes nor packs. Per stage: the most micro-batches between F and B (or W), and the most versions of its
-    weights at once if every micro-batch keeps the one that it went forward with.
+    computes nor packs.
     """
 
     spans: tuple[Span, ...]
     bubble: tuple[float, ...]
-    live_micro_batches: tuple[int, ...]
-    live_versions: tuple[int, ...]
 
     @property
     def seconds(self) -> float:
@@ -50,12 +47,7 @@ def simulate(traffic: StepMessages, *, work: Work, transfer: Transfer) -> Simula
     Raises:  ScheduleError: the programs wait for each other.
     """
     spans = [_span(timed) for timed in sorted(_run(traffic, work, transfer))]
-    return Simulation(
-        spans=tuple(spans),
-        bubble=bubbles(spans, num_ranks=len(traffic.programs)),
-        live_micro_batches=live_micro_batches(traffic.programs),
-        live_versions=live_versions(traffic.programs),
-    )
+    return Simulation(spans=tuple(spans), bubble=bubbles(spans, num_ranks=len(traffic.programs)))
 
 
 def step_seconds(traffic: StepMessages, *, work: Work, transfer: Transfer) -> float:
@@ -127,15 +119,10 @@ def outline(programs: Programs) -> StepMessages:
             Instruction(target, op, sender.micro_batch) for op in ((Op.F,) if way is Op.F else (Op.B, Op.I))
         ]
         if heir := next((heir for heir in heirs if heir in known), None):
-            message = Message(way, sender.micro_batch, 0, sender.stage, target)
+            ranks = rank_of[sender.stage], rank_of[target]
+            message = Message(way, sender.micro_batch, 0, sender.stage, target, ranks=ranks)
             sends[sender], receives[heir] = (message,), (message,)
-    num_stages = 1 + max(rank_of, default=-1)
-    return StepMessages(
-        programs=programs,
-        rank_of=tuple(rank_of.get(stage, 0) for stage in range(num_stages)),
-        receives=receives,
-        sends=sends,
-    )
+    return StepMessages(programs=programs, receives=receives, sends=sends)
 
 
 class _Timed(NamedTuple):
@@ -179,7 +166,7 @@ def _run(traffic: StepMessages, work: Work, transfer: Transfer) -> Iterator[_Tim
                 free, start = clock[rank], max(clock[rank], *(arrived[message] for message in needed), 0.0)
                 clock[rank] = start + work(instruction)
                 for message in traffic.sends.get(instruction, ()):
-                    arrived[message] = _pass(message, traffic, clock[rank], link_free, transfer)
+                    arrived[message] = _pass(message, clock[rank], link_free, transfer)
                 yield _Timed(rank, place[rank], instruction, free, start, clock[rank])
                 place[rank] += 1
                 moved = True
@@ -196,14 +183,10 @@ def _came(traffic: StepMessages, arrived: dict[Message, float]) -> bool:
 
 
 def _pass(
-    message: Message,
-    traffic: StepMessages,
-    ready: float,
-    link_free: dict[tuple[int, int], float],
-    transfer: Transfer,
+    message: Message, ready: float, link_free: dict[tuple[int, int], float], transfer: Transfer
 ) -> float:
     """When a message that is packed at ``ready`` has arrived."""
-    link = traffic.rank_of[message.source], traffic.rank_of[message.target]
+    link = message.ranks
     if link[0] == link[1]:
         return ready
     link_free[link] = max(ready, link_free.get(link, 0.0)) + transfer(message)

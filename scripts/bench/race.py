@@ -84,9 +84,7 @@ class Racer:
 
     def warm_up(self, config: BenchPipelineConfig) -> float:
         """Take the steps that are not timed, see how many fit into a run; return the loss of the first."""
-        first = World.default().broadcast(
-            self.take_step() or 0.0, self.plan.rank_of(self.plan.num_stages - 1, 0)
-        )
+        first = World.default().broadcast(self.take_step() or 0.0, self.plan.rank_of(-1, 0))
         self.num_steps = max(1, config.warmup - 1)
         self.num_steps = steps_in(
             config.seconds, seconds_per_step=World.default().broadcast(self.run(), 0), most=config.steps

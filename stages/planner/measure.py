@@ -50,7 +50,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
     buffers = [memory_of(b).clone() for b in graph.twin.buffers()]
     with torch.random.fork_rng(devices=[]):
         runs = [_timed_run(graph, inputs) for _ in range(repeats + 1)][1:]
-        saved, packed, far = whole_step(graph, inputs)
+        saved, far = whole_step(graph, inputs)
     for buffer, before in zip(graph.twin.buffers(), buffers, strict=True):
         memory_of(buffer).copy_(before)
     owned = owned_parameters(graph)
@@ -65,8 +65,8 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
                 parameters=owned[i],
                 num_parameters=sum(parameters[name].numel() for name in owned[i]),
                 parameter_bytes=sum(parameters[name].nbytes for name in owned[i]),
-                saved_bytes=saved[i],
-                packed_bytes=packed[i],
+                saved_bytes=saved[i][0],
+                packed_bytes=saved[i][1],
             )
             for i, layer in enumerate(graph.train.layers)
         ),

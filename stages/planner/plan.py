@@ -110,7 +110,7 @@ class Plan:
         return tuple(rank for stage in self.stages for rank in stage.ranks)
 
     def rank_of(self, stage: int, micro_batch: int) -> int:
-        """The rank that runs ``stage`` for ``micro_batch``."""
+        """The rank that runs ``stage`` (-1: the last) for ``micro_batch``."""
         ranks = self.stages[stage].ranks
         return ranks[micro_batch % len(ranks)]
 
@@ -149,10 +149,11 @@ class Plan:
         return tuple(stage.layers[-1] for stage in self.stages[:-1])
 
     @property
-    def named_codecs(self) -> dict[tuple[int, str, str], str]:
-        """The codecs that stages name, by stage, value and way: "F" down, "B" up for its gradient."""
-        numbered = enumerate(self.stages)
-        return {(s, *what): codec for s, stage in numbered for what, codec in stage.named_codecs.items()}
+    def named_codecs(self) -> dict[tuple[str, str, int], str]:
+        """The codecs that stages name, by value, way ("F" down, "B" up for its gradient) and stage."""
+        named = [(s, "F", stage.codecs) for s, stage in enumerate(self.stages)]
+        named += [(s, "B", stage.gradient_codecs) for s, stage in enumerate(self.stages)]
+        return {(name, way, s): codec for s, way, codecs in named for name, codec in codecs.items()}
 
     def of_stages(self, decision: str) -> str:
         """What was decided for the stages under a name, such as "tier": once if for all alike, else each."""
@@ -214,7 +215,7 @@ def _title(plan: Plan) -> str:
     parts = [plan.schedule, batches, f"codec {show_codec(plan.codec)}"]
     if plan.extra_in_flight:
         parts.insert(1, f"{plan.extra_in_flight} extra in flight")
-    for (_, name, way), codec in plan.named_codecs.items():
+    for (name, way, _), codec in plan.named_codecs.items():
         parts.append(f"{name} {'down' if way == 'F' else 'up'} {show_codec(codec)}")
     parts += _weights(plan)
     if (tier := plan.of_stages("tier")) != "device":

@@ -5,7 +5,7 @@ A person judges a cut by balance and by the bytes on its links; both are seen he
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..files import save_picture
 from ..units import show_bytes, show_count, show_seconds
@@ -15,11 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FORWARD, BACKWARD, LINE = (
-    "#0072B2",
-    "#E69F00",
-    "#5B6470",
-)  # told apart by colour-blind readers (Okabe and Ito)
+# Told apart by colour-blind readers (Okabe and Ito).
+FORWARD, BACKWARD, LINE = "#0072B2", "#E69F00", "#5B6470"
 RANKS = ("#EAF2F8", "#F6F1E7")  # neighbouring ranks differ
 WIDTH, GAP = 1.0, 0.42  # of a stage and of the link behind it
 
@@ -46,49 +43,29 @@ def figure(stages: Sequence[PlanStage], *, title: str) -> "Figure":
     return made
 
 
+def _write(
+    axes: "Axes", x: float, y: float, text: str, *, size: float = 9, va: str = "center", **style: Any
+) -> None:
+    axes.text(x, y, text, ha="center", va=va, fontsize=size, **style)
+
+
 def _draw_stage(axes: "Axes", number: int, stage: PlanStage) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    left = number * (WIDTH + GAP)
-    shape = "round,pad=0,rounding_size=0.04"
-    axes.add_patch(
-        FancyBboxPatch(
-            (left, 0.02),
-            WIDTH,
-            0.96,
-            boxstyle=shape,
-            fc=RANKS[stage.ranks[0] % 2],
-            ec=LINE,
-            gid=f"stage {number}",
-        )
-    )
+    left, ranks = number * (WIDTH + GAP), ",".join(map(str, stage.ranks))
+    look: Any = {"boxstyle": "round,pad=0,rounding_size=0.04", "fc": RANKS[stage.ranks[0] % 2], "ec": LINE}
+    axes.add_patch(FancyBboxPatch((left, 0.02), WIDTH, 0.96, gid=f"stage {number}", **look))
     middle = left + WIDTH / 2
     layers = stage.layers[:1] if len(stage.layers) == 1 else (stage.layers[0], "to", stage.layers[-1])
-    axes.text(middle, 0.9, f"stage {number}", ha="center", va="center", fontsize=12, fontweight="bold")
-    axes.text(
-        middle,
-        0.79,
-        f"rank {','.join(map(str, stage.ranks))}",
-        ha="center",
-        va="center",
-        fontsize=9,
-        color=LINE,
-    )
-    axes.text(
-        middle,
-        0.54,
-        "\n".join(map(_fitting, layers)),
-        ha="center",
-        va="center",
-        fontsize=9,
-        family="monospace",
-    )
+    _write(axes, middle, 0.9, f"stage {number}", size=12, fontweight="bold")
+    _write(axes, middle, 0.79, f"rank {ranks}", color=LINE)
+    _write(axes, middle, 0.54, "\n".join(map(_fitting, layers)), family="monospace")
     facts = (
         f"{len(stage.layers)} layer{'s' * (len(stage.layers) > 1)}",
         f"{show_count(stage.num_parameters)} parameters",
         f"{show_bytes(stage.memory_bytes)} of memory",
     )
-    axes.text(middle, 0.19, "\n".join(facts), ha="center", va="center", fontsize=9)
+    _write(axes, middle, 0.19, "\n".join(facts))
 
 
 def _fitting(name: str) -> str:
@@ -104,18 +81,11 @@ def _draw_link(axes: "Axes", number: int, stage: PlanStage, *, local: bool) -> N
         (0.62, start, end, FORWARD, stage.bytes_forward),
         (0.42, end, start, BACKWARD, stage.bytes_backward),
     )
+    look = {"arrowstyle": "-|>", "linewidth": 2, "linestyle": style, "mutation_scale": 14}
     for height, tail, head, colour, num_bytes in flows:
-        arrow = {
-            "arrowstyle": "-|>",
-            "color": colour,
-            "linewidth": 2,
-            "linestyle": style,
-            "mutation_scale": 14,
-        }
-        axes.annotate(
-            "", xy=(head, height), xytext=(tail, height), arrowprops={**arrow, "shrinkA": 0, "shrinkB": 0}
-        )
-        axes.text(middle, height + 0.05, show_bytes(num_bytes), ha="center", va="bottom", fontsize=8.5)
+        arrow = {**look, "color": colour, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", xy=(head, height), xytext=(tail, height), arrowprops=arrow)
+        _write(axes, middle, height + 0.05, show_bytes(num_bytes), size=8.5, va="bottom")
 
 
 def _draw_seconds(axes: "Axes", stages: Sequence[PlanStage]) -> None:
@@ -126,12 +96,9 @@ def _draw_seconds(axes: "Axes", stages: Sequence[PlanStage]) -> None:
     totals = [sum(pair) for pair in zip(forward, backward, strict=True)]
     axes.bar(middles, forward, WIDTH * 0.62, color=FORWARD, label="forward")
     axes.bar(middles, backward, WIDTH * 0.62, bottom=forward, color=BACKWARD, label="backward")
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # over the line of the slowest
     for middle, total in zip(middles, totals, strict=True):
-        written = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # over the line of the slowest
-        height = total + 0.02 * max(totals)
-        axes.text(
-            middle, height, show_seconds(total / 1e3), ha="center", va="bottom", fontsize=9, bbox=written
-        )
+        _write(axes, middle, total + 0.02 * max(totals), show_seconds(total / 1e3), va="bottom", bbox=behind)
     axes.axhline(max(totals), color=LINE, linewidth=1, linestyle="dotted", zorder=0)
     axes.set_ylim(0, max(*totals, 1e-9) * 1.2)
     axes.set_xlim(-0.12, middles[-1] + WIDTH / 2 + 0.12)

@@ -53,14 +53,8 @@ class PlanStage:
             )
         if self.recompute:
             raise PlanError(f"no forward is run again so far, found recompute=true {here}; leave it out")
-        for (name, _), codec in self.named_codecs.items():
+        for name, codec in (*self.codecs.items(), *self.gradient_codecs.items()):
             try:
                 check_name(codec, auto=False)
             except CodecError as error:
                 raise PlanError(f"{here}, {name}: {error}") from error
-
-    @property
-    def named_codecs(self) -> dict[tuple[str, str], str]:
-        """The codecs by value and way: "F" for a value that goes down, "B" for a gradient that goes up."""
-        down = {(name, "F"): codec for name, codec in self.codecs.items()}
-        return down | {(name, "B"): codec for name, codec in self.gradient_codecs.items()}

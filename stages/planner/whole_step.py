@@ -19,23 +19,21 @@ from ..tracing.probe import travels
 
 def whole_step(
     graph: LayerGraph, inputs: tuple[torch.Tensor, ...]
-) -> tuple[list[int], list[int], dict[int, str]]:
-    """Bytes that each layer saves for its backward (every storage once, parameters and buffers never), what
-    is left of them without zeros, and for a layer's number why not to cut behind it: the gradient of a value
+) -> tuple[list[tuple[int, int]], dict[int, str]]:
+    """Bytes that each layer saves for its backward (every storage once, parameters and buffers never) and how
+    many are left without zeros, and for a layer's number why not to cut behind it: the gradient of a value
     would cross in such a geometry."""
     parts, record, far = parts_of(graph.twin, graph.train), graph.train_probe, set[int]()
     seen = {t.untyped_storage()._cdata for t in (*graph.twin.parameters(), *graph.twin.buffers())}
-    saved: list[int] = []
-    packed: list[int] = []
+    saved: list[tuple[int, int]] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)
-            size = storage.nbytes()
-            saved[-1] += size
-            left = 1 - zero_fraction(tensor.detach()) + 1 / 32  # a bit for each word of 32
-            packed[-1] += min(size, round(size * left))
+            size, (whole, left) = storage.nbytes(), saved[-1]
+            packed = 1 - zero_fraction(tensor.detach()) + 1 / 32  # a bit for each word of 32
+            saved[-1] = whole + size, left + min(size, round(size * packed))
         return tensor.detach()  # an output that its own layer saves would keep that layer for good
 
     def note(number: int) -> Callable[[torch.Tensor | None], None]:
@@ -48,8 +46,7 @@ def whole_step(
     env: dict[fx.Node, Any] = {n: x.clone() for n, x in zip(graph.train.inputs, inputs, strict=True)}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for layer in graph.train.layers:
-            saved.append(0)
-            packed.append(0)
+            saved.append((0, 0))
             result = env[layer.node] = run_layer(layer, env, parts, samples=record.samples)
             for number, leaf in zip(record.outputs[layer.node].values, tree_leaves(result), strict=True):
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
@@ -59,7 +56,7 @@ def whole_step(
     wanted = [p for p in graph.twin.parameters() if p.requires_grad]
     if roots and wanted:
         torch.autograd.grad(roots, wanted, [torch.ones_like(t) for t in roots], allow_unused=True)
-    return saved, packed, _refused(graph, far)
+    return saved, _refused(graph, far)
 
 
 def zero_fraction(tensor: torch.Tensor) -> float:

@@ -58,7 +58,7 @@ def test_a_pipeline_says_its_stages_and_where_they_are():
     assert str(pipe).splitlines()[-1] == "1 step taken"
     assert re.fullmatch(r"step 0: loss \d\.\d{4}, 4 samples in \d+\.\d{3} s", str(report).splitlines()[0])
     pipe.close()
-    two = dataclasses.replace(plan, ranks=(0, 1))
+    two = dataclasses.replace(plan, stages=(plan.stages[0], dataclasses.replace(plan.stages[1], ranks=(1,))))
     assert described(two, here=[1], num_steps=7).splitlines()[1:] == [
         "stage 0 on rank 0: 2 layers (_0 .. _1), 15 parameters",
         "stage 1 on rank 1, here: 1 layer (_2), 8 parameters",

@@ -81,12 +81,7 @@ def two_ranks(num_micro_batches, schedule="1f1b", extra_in_flight=0):
         up = Message(Op.B, m, 0, 1, 0, ranks=(1, 0), flow=Flow("v", "B", 1, 0), answers=down)
         sends[Instruction(0, Op.F, m)] = receives[Instruction(1, Op.F, m)] = (down,)
         sends[Instruction(1, Op.B, m)] = receives[Instruction(0, Op.B, m)] = (up,)
-    return StepMessages(
-        programs=tuple(map(tuple, programs)),
-        rank_of=(0, 1),
-        receives=receives,
-        sends=sends,
-    )
+    return StepMessages(programs=programs, receives=receives, sends=sends)
 
 
 def on_paper(*lines, transfer=0.0, **seconds):

@@ -9,9 +9,9 @@ from programs import on_paper, two_ranks
 from penstock import ScheduleError, partition
 from penstock.pipeline.schedules import schedule_named
 from penstock.pipeline.schedules.instruction import Op, parse_program, show
-from penstock.pipeline.schedules.live import live_versions, most_held
-from penstock.pipeline.schedules.messages import StepMessages
+from penstock.pipeline.schedules.live import live_micro_batches, live_versions, most_held
 from penstock.pipeline.schedules.simulate import (
+    outline,
     simulate,
     simulate_plan,
     simulate_spans,
@@ -55,14 +55,7 @@ def test_one_more_in_flight_hides_a_transfer():
 
 def test_stages_of_one_rank_have_no_link_between_them():
     programs = schedule_named("1f1b")([[0, 1]], 2, extra_in_flight=0)
-    made = two_ranks(2)
-    alone = StepMessages(
-        programs=tuple(map(tuple, programs)),
-        rank_of=(0, 0),
-        receives=made.receives,
-        sends=made.sends,
-    )
-    assert seconds(alone, transfer=100.0) == 12.0
+    assert seconds(outline(programs), transfer=100.0) == 12.0
 
 
 def rows(simulation):
@@ -88,16 +81,17 @@ def test_the_bubble_of_balanced_stages_and_free_links_is_the_textbook_one(schedu
     assert made.bubble == pytest.approx([(ranks - 1) / (number + ranks - 1)] * ranks)
     assert made.seconds == 3 * (number + ranks - 1)
     flights = [number if schedule == "gpipe" else min(number, ranks - rank) for rank in range(ranks)]
-    assert list(made.live_micro_batches) == flights
+    assert list(live_micro_batches(programs)) == flights
 
 
 # stage 0   F0 F1 .. I0 W0 F2 I1 W1 I2 W2
 # stage 1   .. F0 I0 F1 I1 W0 F2 I2 W1 W2
 def test_a_gradient_leaves_after_its_first_half():
-    made = on_paper("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2")
+    lines = "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
+    made = on_paper(*lines)
     assert made.seconds == 10.0
     assert made.bubble == pytest.approx((0.1, 0.1))
-    assert made.live_micro_batches == (2, 2)  # what W needs stays until W
+    assert live_micro_batches(list(map(parse_program, lines))) == (2, 2)  # what W needs stays until W
 
 
 def test_an_update_takes_its_time_where_it_stands():
@@ -131,8 +125,9 @@ def test_a_double_buffered_stage_keeps_two_versions():
 
 
 def test_a_part_of_a_stream_has_what_came_before_it():
-    made = on_paper("0B0 0U 0F2 0B1 0U", "1F1 1B1 1U 1F2 1B2 1U")
-    assert made.live_micro_batches == (2, 1)
+    lines = "0B0 0U 0F2 0B1 0U", "1F1 1B1 1U 1F2 1B2 1U"
+    made = on_paper(*lines)
+    assert live_micro_batches(list(map(parse_program, lines))) == (2, 1)
     assert rows(made)[:2] == ["0B0@0+0-2", "0U@2+0-2"]
 
 

@@ -122,16 +122,10 @@ def two_ranks(num_micro_batches: int) -> StepMessages:
     programs = schedule_named("1f1b")([[0], [1]], num_micro_batches)
     receives, sends = {}, {}
     for m in range(num_micro_batches):
-        down, up = Message(Op.F, m, 0, 0, 1), Message(Op.B, m, 0, 1, 0)
+        down, up = Message(Op.F, m, 0, 0, 1, ranks=(0, 1)), Message(Op.B, m, 0, 1, 0, ranks=(1, 0))
         sends[Instruction(0, Op.F, m)] = receives[Instruction(1, Op.F, m)] = (down,)
         sends[Instruction(1, Op.B, m)] = receives[Instruction(0, Op.B, m)] = (up,)
-    of_both = {
-        "programs": tuple(map(tuple, programs)),
-        "rank_of": (0, 1),
-        "receives": receives,
-        "sends": sends,
-    }
-    return StepMessages(**of_both)
+    return StepMessages(programs=programs, receives=receives, sends=sends)
 
 
 # stage 0   F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2         at F = 1, B = 2
@@ -420,7 +414,7 @@ def test_the_product_has_every_synchronous_schedule_with_the_ranks_that_suit_it(
     ]
 
 
-def refuse(stages_of_rank, num_micro_batches):
+def refuse(stages_of_rank, num_micro_batches, *, extra_in_flight=0):
     raise ScheduleError("two stages, please")
 
 

@@ -343,7 +343,7 @@ def test_what_stages_differ_in_is_shown_for_each():
     assert plan.of_stages("tier") == "packed,device"
     assert "old weights device,host, saved tensors packed,device" in str(plan)
     assert "codec zero_value, relu down raw, relu up fp8 (lossy)" in str(plan)
-    assert plan.named_codecs == {(0, "relu", "F"): "raw", (1, "relu", "B"): "fp8"}
+    assert plan.named_codecs == {("relu", "F", 0): "raw", ("relu", "B", 1): "fp8"}
 
 
 @pytest.mark.parametrize(
