@@ -15,7 +15,7 @@ from penstock.pipeline.schedules.written import (
 numbers = st.integers(0, 10_000)
 instructions = st.one_of(
     st.builds(Instruction, numbers, st.sampled_from([Op.F, Op.B, Op.I, Op.W]), numbers),
-    st.builds(Instruction, numbers, st.just(Op.U)),
+    st.builds(Instruction, numbers, st.just(Op.U), st.none()),  # of a tuple it would guess the rest
 )
 
 
