@@ -6,7 +6,6 @@ rank keeps its own stages. Either way a step has the bits of the plain loop over
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,46 +14,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..stages.planner.examples import graph_of
 from ..stages.planner.plan import Plan
-from ..stages.planner.rules import STREAM
-from .ranks.transport import transport_of
 from .ranks.world import World
 from .runtime import facts
-from .runtime.agreement import Agreement, SameBatches
-from .runtime.arguments import (
-    check_arguments,
-    check_codecs,
-    check_functions,
-    check_gradients,
-    check_layers,
-    check_plan,
-    check_update,
-    optimizer_of,
-    scheduler_of,
-)
-from .runtime.auto import policy_named
+from .runtime.arguments import check_gradients
+from .runtime.assembly import Assembly
 from .runtime.batches import joined, micro_batches
-from .runtime.engine import Engine
 from .runtime.gather import gather_flows, gather_reports, gather_spans
 from .runtime.loss import total_loss
-from .runtime.ownership import Ownership, make_stages, ownership
-from .runtime.process_memory import ResidentMemory, Usage
 from .runtime.report import Report, described
-from .runtime.state import State
 from .runtime.step import Step
-from .runtime.steps import Steps, SynchronousFeed
-from .runtime.stream import StreamFeed
 from .schedules.span import Span
-from .weights.apart import check_apart
 from .weights.optimizers import Named
 from .weights.scale import Scaler
-from .weights.update import Update
 
 
-class Pipeline:
+class Pipeline(Assembly):
     """Trains ``model`` as ``plan`` says; every rank passes the same arguments and the same batches.
 
     They compare it all, and the first difference is refused on every rank; functions (``loss``, ``weight``,
@@ -104,71 +80,22 @@ class Pipeline:
         deadline: float = 60.0,
         world: World | None = None,
     ) -> None:
-        self.leaves, self.world = world is None, world or World.default(deadline=deadline)
-        self.rank, self.agreement = self.world.rank, Agreement(self.world)
-        with self.agreement.together("making a Pipeline"):
-            check_arguments(model, plan, optimizer, clip, autocast, deadline)
-            check_functions(loss, scheduler, weight, seed)
-            rest = {"loss": loss, "weight": weight, "seed": seed, "clip": clip, "clip_scope": clip_scope}
-            rest |= {"scaler": scaler, "autocast": autocast}
-            told = functools.partial(facts.of_pipeline, model, optimizer, scheduler, rest)
-            self.agreement.agree("its arguments", told)
-            self.plan = plan = self.agreement.agree_on_plan(plan)
-            check_update(model, plan, clip=clip, scope=clip_scope, scaler=scaler)
-            check_gradients()
-            check_plan(plan, model, self.world)
-            self.weight, self.num_steps = weight, 0
-            resident = ResidentMemory(
-                model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-            )
-            own = self._cut(model, autocast)
-            self.update = Update(
-                world=self.world,
-                parameters=own.here,
-                owner={name: own.ranks[name] for name, _ in model.named_parameters()},
-                weights={s: stage.weights for s, stage in self.stages.items()},
-                optimizer=optimizer_of(optimizer),
-                scheduler=scheduler_of(scheduler) if scheduler else None,
-                clip=clip,
-                scope=clip_scope,
-                scaler=scaler,
-                together=plan.schedule != STREAM,
-            )
-            check_apart(optimizer, [*model.named_parameters()], own.stage_of, self.update.optimizers)
-            self.policy = policy_named(
-                plan.codec, named=plan.named_codecs, world=self.world, deadline=deadline
-            )
-            self.engine = Engine(
-                rank=self.rank,
-                stages=self.stages,
-                transport=transport_of(self.world, deadline=deadline),
-                policy=self.policy,
-                loss=loss,
-                update=self.update,
-                flags=self.steps.flags(model),
-                parameters=WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()}),
-                seed=seed,
-            )
-            self.same = SameBatches(self.agreement, self.engine.failures.worded)
-            resident.begin()
-            self.usage = Usage(plan, own.tensors, self.update.optimizers, resident=resident)
-
-    def _cut(self, model: nn.Module, autocast: torch.dtype | None) -> Ownership:
-        """Cut ``model`` into the stages of this process; return who owns what."""
-        if not model.training:
-            model.train()
-        graph = graph_of(model, self.plan, autocast)
-        self.agreement.agree("the layers of a model", lambda: facts.of_layers(graph))
-        check_layers(self.plan, graph)
-        self.call = graph.train.call
-        self.steps = Steps(self.plan, graph, model, self.world)
-        self.feed = StreamFeed(self.plan, self.steps) if self.plan.streams else SynchronousFeed(self.steps)
-        self.feed.rehearse([graph.example_inputs] * self.plan.micro_batches)
-        check_codecs(self.plan, *self.steps.routed("train", [graph.example_inputs]))
-        own = ownership(model, self.plan, graph, self.steps, self.world)
-        self.stages = make_stages(own, model=model, plan=self.plan, steps=self.steps, autocast=autocast)
-        self.state = State(model, graph, world=self.world, stages=self.stages, own=own)
-        return own
+        self.leaves = world is None
+        super().__init__(
+            model,
+            plan,
+            loss=loss,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            clip=clip,
+            clip_scope=clip_scope,
+            scaler=scaler,
+            autocast=autocast,
+            weight=weight,
+            seed=seed,
+            deadline=deadline,
+            world=world or World.default(deadline=deadline),
+        )
 
     def __str__(self) -> str:
         return described(self.plan, here=list(self.stages), num_steps=self.num_steps)

@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import Any
 
 from ...stages.planner.layer_profile import Profile, ValueProfile, sizes_of
-from ...stages.planner.memory import Copies
 from ...stages.planner.plan_stage import PlanStage
+from ...stages.planner.rank_memory import Copies
 from .split import TOLERANCE, Span
 
 PICOSECONDS = 10**12  # times are compared as integers: rounding of sums would decide between equals

@@ -15,8 +15,8 @@ from ...compression.errors import PlanError
 from ...compression.names import check_name
 from ...stages.planner.asked import Asked
 from ...stages.planner.layer_profile import Profile
-from ...stages.planner.memory import copies
 from ...stages.planner.plan import Plan
+from ...stages.planner.rank_memory import copies
 from ...stages.planner.rules import streams
 from ...stages.units import parse_bytes, parse_rate, show_bytes
 from ..schedules import schedule_named

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from ...stages.planner.plan import Plan
 from ...stages.weights.policies import STREAM
-from ..runtime.stream import StreamState, between
 from ..schedules import schedule_named
+from ..schedules.endless import StreamState, between
 from ..schedules.live import Programs, live_micro_batches, live_versions
 
 Layout = Sequence[Sequence[int]]  # the stages of each rank

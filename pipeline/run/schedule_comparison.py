@@ -12,8 +12,8 @@ from typing import Any
 
 from ...compression.errors import PenstockError, PlanError
 from ...stages.planner.layer_profile import Profile, sizes_of
-from ...stages.planner.memory import copies
 from ...stages.planner.plan import Plan
+from ...stages.planner.rank_memory import copies
 from ...stages.units import show_bytes, show_seconds
 from ..planner.costs import with_margin
 from ..planner.partition import partition

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from ...stages.planner.memory import copies
 from ...stages.planner.plan import Plan
+from ...stages.planner.rank_memory import copies
 from ..schedules.span import Span
 from .report import StageReport
 

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from penstock.pipeline.runtime.stream import StreamState, between
 from penstock.pipeline.schedules.async_1f1b import async_1f1b
+from penstock.pipeline.schedules.endless import StreamState, between
 from penstock.pipeline.schedules.instruction import Instruction, Op, show
 
 

@@ -10,7 +10,7 @@ from profiles import layer_of, profile_of
 from torch import nn
 
 from penstock import measure, partition, trace
-from penstock.stages.planner.memory import copies
+from penstock.stages.planner.rank_memory import copies
 
 WEIGHTS, SAVED, PACKED = 1000, 100, 10
 

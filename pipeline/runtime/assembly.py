@@ -1,0 +1,129 @@
+"""What a pipeline is made of in this process: put together in order, and agreed on by all ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...stages.planner.examples import graph_of
+from ...stages.planner.plan import Plan
+from ...stages.planner.rules import STREAM
+from ..ranks.transport import transport_of
+from ..ranks.world import World
+from ..weights.apart import check_apart
+from ..weights.optimizers import Named
+from ..weights.scale import Scaler
+from ..weights.update import Update
+from . import facts
+from .agreement import Agreement, SameBatches
+from .arguments import (
+    check_arguments,
+    check_codecs,
+    check_functions,
+    check_gradients,
+    check_layers,
+    check_plan,
+    check_update,
+    optimizer_of,
+    scheduler_of,
+)
+from .auto import policy_named
+from .engine import Engine
+from .ownership import Ownership, make_stages, ownership
+from .process_memory import ResidentMemory, Usage
+from .state import State
+from .steps import Steps, SynchronousFeed
+from .stream import StreamFeed
+
+
+class Assembly:
+    """The parts; arguments and errors are those of ``Pipeline``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan | None,
+        *,
+        loss: Callable[[Any, Any], torch.Tensor],
+        optimizer: Callable[[Named], Optimizer],
+        scheduler: Callable[[Optimizer], LRScheduler] | None,
+        clip: float | None,
+        clip_scope: str,
+        scaler: Scaler,
+        autocast: torch.dtype | None,
+        weight: Callable[[Any], float] | None,
+        seed: int,
+        deadline: float,
+        world: World,
+    ) -> None:
+        self.world, self.rank, self.agreement = world, world.rank, Agreement(world)
+        with self.agreement.together("making a Pipeline"):
+            check_arguments(model, plan, optimizer, clip, autocast, deadline)
+            check_functions(loss, scheduler, weight, seed)
+            rest = {"loss": loss, "weight": weight, "seed": seed, "clip": clip, "clip_scope": clip_scope}
+            rest |= {"scaler": scaler, "autocast": autocast}
+            told = functools.partial(facts.of_pipeline, model, optimizer, scheduler, rest)
+            self.agreement.agree("its arguments", told)
+            self.plan = plan = self.agreement.agree_on_plan(plan)
+            check_update(model, plan, clip=clip, scope=clip_scope, scaler=scaler)
+            check_gradients()
+            check_plan(plan, model, self.world)
+            self.weight, self.num_steps = weight, 0
+            resident = ResidentMemory(
+                model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+            )
+            own = self._cut(model, autocast)
+            self.update = Update(
+                world=self.world,
+                parameters=own.here,
+                owner={name: own.ranks[name] for name, _ in model.named_parameters()},
+                weights={s: stage.weights for s, stage in self.stages.items()},
+                optimizer=optimizer_of(optimizer),
+                scheduler=scheduler_of(scheduler) if scheduler else None,
+                clip=clip,
+                scope=clip_scope,
+                scaler=scaler,
+                together=plan.schedule != STREAM,
+            )
+            check_apart(optimizer, [*model.named_parameters()], own.stage_of, self.update.optimizers)
+            self.policy = policy_named(
+                plan.codec, named=plan.named_codecs, world=self.world, deadline=deadline
+            )
+            self.engine = Engine(
+                rank=self.rank,
+                stages=self.stages,
+                transport=transport_of(self.world, deadline=deadline),
+                policy=self.policy,
+                loss=loss,
+                update=self.update,
+                flags=self.steps.flags(model),
+                parameters=WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()}),
+                seed=seed,
+            )
+            self.same = SameBatches(self.agreement, self.engine.failures.worded)
+            resident.begin()
+            self.usage = Usage(plan, own.tensors, self.update.optimizers, resident=resident)
+
+    def _cut(self, model: nn.Module, autocast: torch.dtype | None) -> Ownership:
+        """Cut ``model`` into the stages of this process; return who owns what."""
+        if not model.training:
+            model.train()
+        graph = graph_of(model, self.plan, autocast)
+        self.agreement.agree("the layers of a model", lambda: facts.of_layers(graph))
+        check_layers(self.plan, graph)
+        self.call = graph.train.call
+        self.steps = Steps(self.plan, graph, model, self.world)
+        self.feed = StreamFeed(self.plan, self.steps) if self.plan.streams else SynchronousFeed(self.steps)
+        self.feed.rehearse([graph.example_inputs] * self.plan.micro_batches)
+        check_codecs(self.plan, *self.steps.routed("train", [graph.example_inputs]))
+        own = ownership(model, self.plan, graph, self.steps, self.world)
+        self.stages = make_stages(own, model=model, plan=self.plan, steps=self.steps, autocast=autocast)
+        self.state = State(model, graph, world=self.world, stages=self.stages, own=own)
+        return own
