@@ -141,10 +141,10 @@ def _of_model(model: nn.Module) -> list[Fact]:
 
 def of_layers(graph: LayerGraph) -> list[Fact]:
     """What runs, layer by layer: functions with the numbers baked in, modules with their settings."""
-    facts, twin = [], graph.twin
-    known = {n for n, _ in (*twin.named_parameters(), *twin.named_buffers())}
+    facts, model_copy = [], graph.model_copy
+    known = {n for n, _ in (*model_copy.named_parameters(), *model_copy.named_buffers())}
     for mode, traced in (("train", graph.train), ("eval", graph.eval)):
-        parts = parts_of(twin, traced)
+        parts = parts_of(model_copy, traced)
         for layer in traced.layers:
             value = _node(layer.node)
             if layer.node.op == "call_module":

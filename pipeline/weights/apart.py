@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ...compression.errors import PlanError
 from ...stages.tracing.comparison import same_bits
-from .optimizers import Make, Named, make_optimizer, settings_of, twin
+from .optimizers import Make, Named, make_optimizer, optimizer_like, settings_of
 
 SCALES = (1e-3, 1.0, 30.0, 1e3, 1.0)
 """How large the gradients of each update are; in the last one a number of them is infinite."""
@@ -38,7 +38,7 @@ def check_apart(
     Args:    named: the parameters of the whole model, of which only names, dtypes and shapes are read, so
              that every rank decides alike.
              made: the optimizers of this process; where the function does not take small parameters (it may
-             look up its model's own), twins of these are tried.
+             look up its model's own), copies of these are tried.
     Raises:  PlanError: it does. A warning says that it could not be tried."""
     if len(set(stage_of.values())) < 2:
         return
@@ -122,7 +122,7 @@ def _twins_differ(made: Optimizer, named: Named) -> str:
         for name, parameter in pairs:
             mine = settings[name[1:]]
             groups.setdefault(id(mine), (mine, []))[1].append(parameter)
-        return twin(made, list(groups.values()))
+        return optimizer_like(made, list(groups.values()))
 
     return _difference(make, shown, {name: int(name[0]) for name, _ in shown}, most=32)
 

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a parameter, known before its first step: a twin of it is watched.
+"""What an optimizer keeps of a parameter, known before its first step: a copy of it is watched.
 
 A state can so be checked entry by entry before anything of it is taken over."""
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ...stages.device import CPU
 from .apart import random_kept
-from .optimizers import Make, make_optimizer, twin
+from .optimizers import Make, make_optimizer, optimizer_like
 
 NUM_UPDATES = 8  # some entries come only after a few
 
@@ -50,7 +50,7 @@ class Entries:
         self, name: str, parameter: torch.nn.Parameter, settings: Mapping[str, Any], *, by_class: bool
     ) -> list[dict[str, Any]]:
         if by_class:
-            made = twin(self.made, [(settings, [parameter])])
+            made = optimizer_like(self.made, [(settings, [parameter])])
         else:
             made = make_optimizer(self.optimizer, [(name, parameter)])
             for group in made.param_groups if made else ():

@@ -1,6 +1,6 @@
 """What a state must say of an optimizer before it is taken over: its class, hyper-parameters and entries.
 
-What an optimizer keeps is seen on a twin of it, as its own state is empty before its first step."""
+What an optimizer keeps is seen on a copy of it, as its own state is empty before its first step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Making an optimizer from what a person gives: a function of (name, parameter) pairs, as torch's take them.
 
-A pipeline has one per stage; ``twin`` makes another of the same kind, to try out what it does elsewhere."""
+A pipeline has one per stage; ``optimizer_like`` makes another of the same kind, to try out what it does."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def twin(made: Optimizer, groups: Sequence[tuple[Mapping[str, Any], Sequence[torch.nn.Parameter]]]) -> Any:
+def optimizer_like(
+    made: Optimizer, groups: Sequence[tuple[Mapping[str, Any], Sequence[torch.nn.Parameter]]]
+) -> Any:
     """Another optimizer of the kind of ``made``, of other parameters with these hyper-parameters.
 
     Any exception: its class takes other arguments than its defaults, or refuses the parameters."""

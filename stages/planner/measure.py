@@ -41,20 +41,20 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
             f"measure takes what trace(model, example) returned and repeats=1 or more, found a "
             f"{type(graph).__name__} and repeats={repeats!r}"
         )
-    call, inputs = Call.of(graph.twin, example_inputs)
+    call, inputs = Call.of(graph.model_copy, example_inputs)
     shapes = tuple(tuple(x.shape) for x in inputs)
     if shapes != tuple(tuple(x.shape) for x in graph.example_inputs):
         raise PlanError(
             f"a profile is measured at the shapes that were traced, found {shapes}; trace with this example"
         )
-    buffers = [memory_of(b).clone() for b in graph.twin.buffers()]
+    buffers = [memory_of(b).clone() for b in graph.model_copy.buffers()]
     with torch.random.fork_rng(devices=[]):
         runs = [_timed_run(graph, inputs) for _ in range(repeats + 1)][1:]
         saved, far = whole_step(graph, inputs)
-    for buffer, before in zip(graph.twin.buffers(), buffers, strict=True):
+    for buffer, before in zip(graph.model_copy.buffers(), buffers, strict=True):
         memory_of(buffer).copy_(before)
     owned = owned_parameters(graph)
-    parameters = dict(graph.twin.named_parameters())
+    parameters = dict(graph.model_copy.named_parameters())
     return Profile(
         layers=tuple(
             LayerProfile(
@@ -96,9 +96,9 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
 
 def owned_parameters(graph: LayerGraph) -> tuple[tuple[str, ...], ...]:
     """For every layer the parameters it is the first to use; layer 0 also owns those that none uses."""
-    names = {id(parameter): name for name, parameter in graph.twin.named_parameters()}
+    names = {id(parameter): name for name, parameter in graph.model_copy.named_parameters()}
     owned: list[list[str]] = []
-    parts = parts_of(graph.twin, graph.train)
+    parts = parts_of(graph.model_copy, graph.train)
     for layer in graph.train.layers:
         found = [id(t) for t in parameters_of(layer, parts)]
         owned.append([names.pop(key) for key in found if key in names])
@@ -126,7 +126,7 @@ class _Run:
 
 def _timed_run(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> _Run:
     """Every layer forward and backward, on inputs received as from a stage: its backward is its own."""
-    parts, record = parts_of(graph.twin, graph.train), graph.train_probe
+    parts, record = parts_of(graph.model_copy, graph.train), graph.train_probe
     anchor = torch.zeros((), requires_grad=True)
     env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, inputs, strict=True))
     one = torch.get_num_threads() == 1 and all(x.device == CPU for x in inputs)

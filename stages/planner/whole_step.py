@@ -23,8 +23,8 @@ def whole_step(
     """Bytes that each layer saves for its backward (every storage once, parameters and buffers never) and how
     many are left without zeros, and for a layer's number why not to cut behind it: the gradient of a value
     would cross in such a geometry."""
-    parts, record, far = parts_of(graph.twin, graph.train), graph.train_probe, set[int]()
-    seen = {t.untyped_storage()._cdata for t in (*graph.twin.parameters(), *graph.twin.buffers())}
+    parts, record, far = parts_of(graph.model_copy, graph.train), graph.train_probe, set[int]()
+    seen = {t.untyped_storage()._cdata for t in (*graph.model_copy.parameters(), *graph.model_copy.buffers())}
     saved: list[tuple[int, int]] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ def whole_step(
                     leaf.register_hook(note(number))
     outputs = tree_leaves(run_output(graph.train, env, parts))
     roots = [t for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-    wanted = [p for p in graph.twin.parameters() if p.requires_grad]
+    wanted = [p for p in graph.model_copy.parameters() if p.requires_grad]
     if roots and wanted:
         torch.autograd.grad(roots, wanted, [torch.ones_like(t) for t in roots], allow_unused=True)
     return saved, _refused(graph, far)

@@ -102,7 +102,7 @@ def trace(
         eval=evaluation,
         train_probe=train_probe,
         eval_probe=eval_probe,
-        twin=ours[0].root,
+        model_copy=ours[0].root,
         example_inputs=fresh(example),
         fingerprint=fingerprint(model),
         shared=groups,
@@ -137,8 +137,8 @@ def _proven(
         parts = parts_of(root, traced)
         for inputs in _proofs(captured, call, example):
             copied.shift()
-            twin = eager.anew(shifted=True)
-            expected = observe(lambda *x, twin=twin: call.run(twin, x), twin, inputs)
+            model_copy = eager.anew(shifted=True)
+            expected = observe(lambda *x, model_copy=model_copy: call.run(model_copy, x), model_copy, inputs)
             found = observe(lambda *x: _repeated(traced, parts, x), root, inputs)
             refuse_difference(expected, found, mode=mode)
             copied.restore()

@@ -26,7 +26,7 @@ class LayerGraph:
     eval: Traced
     train_probe: Probe
     eval_probe: Probe
-    twin: nn.Module
+    model_copy: nn.Module
     example_inputs: tuple[torch.Tensor, ...]
     fingerprint: str
     shared: tuple[Groups, Groups]
@@ -56,7 +56,8 @@ class LayerGraph:
             "held to": [f"the example's number of samples: {self.train.fixed}"] if self.train.fixed else [],
             "layers": [", ".join(_some(list(self.layers)))],
         }
-        title = f"{type(self.twin).__name__}: {len(self.layers)} layers, {len(self.eval.layers)} in eval mode"
+        name = type(self.model_copy).__name__
+        title = f"{name}: {len(self.layers)} layers, {len(self.eval.layers)} in eval mode"
         rows = [_row(heading, text) for heading, texts in said.items() for text in texts]
         return "\n".join([title, *rows])
 

@@ -78,15 +78,15 @@ class Traced:
     dropped: tuple[str, ...]
     leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def extend(self, twin: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-        """Record ``twin`` on inputs of another shape or kind, hold this record against that, and learn the
-        numbers that follow no rule.
+    def extend(self, model_copy: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        """Record ``model_copy`` on inputs of another shape or kind, hold this record against that, and learn
+        the numbers that follow no rule.
 
         Raises: Different: the model goes another way there."""
         nodes = [*self.inputs, *(layer.node for layer in self.layers)]
         samples = self.call.samples_of(inputs)
         expects = [(n.target, at_size(n.meta["expect"], samples)) for n in nodes if "expect" in n.meta]
-        same_way(nodes, self.again(twin, inputs, expects=expects), samples)
+        same_way(nodes, self.again(model_copy, inputs, expects=expects), samples)
 
     @property
     def has_tables(self) -> bool:

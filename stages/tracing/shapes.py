@@ -32,7 +32,7 @@ class Shapes:
         self.traced = {"train": graph.train, "eval": graph.eval}
         self.real = {"train": graph.train_probe, "eval": graph.eval_probe}
         self.example, self.autocast = _key(graph.example_inputs), graph.autocast
-        self.roots = {"train": on_meta(graph.twin), "eval": on_meta(graph.twin).eval()}
+        self.roots = {"train": on_meta(graph.model_copy), "eval": on_meta(graph.model_copy).eval()}
         self.known: dict[tuple[str, object], Probe] = {}
         self.differences = {
             mode: traced.fixed or self._difference(mode) for mode, traced in self.traced.items()
@@ -86,10 +86,10 @@ class Shapes:
         """Records of real runs at a few sizes, on copies that stand in ``mode``."""
 
         def copies() -> nn.Module:
-            twin = copy.deepcopy(model)
-            if mode == "eval" or not twin.training:  # modules keep their own flags, as in the trace
-                twin.train(mode == "train")
-            return twin
+            model_copy = copy.deepcopy(model)
+            if mode == "eval" or not model_copy.training:  # modules keep their own flags, as in the trace
+                model_copy.train(mode == "train")
+            return model_copy
 
         grad = torch.set_grad_enabled(mode == "train")
         with torch.random.fork_rng(devices=[]), grad, casting(self.autocast):

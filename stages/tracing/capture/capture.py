@@ -130,14 +130,14 @@ class _Runs:
         alike = {path: type(module) for path, module in model.named_modules() if type(module) in self.kinds}
         return {path: f"like {self.kinds[kind]}" for path, kind in alike.items()} | self.chosen
 
-    def recorder(self, twin: nn.Module, **options: Any) -> Recorder:
-        """A recorder for a run of ``twin``."""
-        return Recorder(twin, self.is_leaf, self.functions, written=self.written, **options)
+    def recorder(self, model_copy: nn.Module, **options: Any) -> Recorder:
+        """A recorder for a run of ``model_copy``."""
+        return Recorder(model_copy, self.is_leaf, self.functions, written=self.written, **options)
 
-    def again(self, twin: nn.Module, inputs: Sequence[torch.Tensor], **options: Any) -> fx.Graph:
-        """One more run, of ``twin`` on ``inputs``."""
-        recorder = self.recorder(twin, **options)
-        _recorded(recorder, twin, self.call, inputs)
+    def again(self, model_copy: nn.Module, inputs: Sequence[torch.Tensor], **options: Any) -> fx.Graph:
+        """One more run, of ``model_copy`` on ``inputs``."""
+        recorder = self.recorder(model_copy, **options)
+        _recorded(recorder, model_copy, self.call, inputs)
         if self.held:
             hold(recorder.graph)
         return recorder.graph
@@ -148,11 +148,11 @@ class _Runs:
         """Run until two runs on different data are the same calls, with one module more as one layer each
         time they are not."""
         while True:
-            twin, outside, self.held = copies(), Outside(model), False
-            recorder = self.recorder(twin)
+            model_copy, outside, self.held = copies(), Outside(model), False
+            recorder = self.recorder(model_copy)
             try:
                 with outside.watching(lambda recorder=recorder: recorder.quiet):
-                    spec, dropped = _recorded(recorder, twin, self.call, fresh(example))
+                    spec, dropped = _recorded(recorder, model_copy, self.call, fresh(example))
                 self.held = recorder.altering.count > 0 and not _carries(
                     recorder, lambda way: self.again(copies(), fresh(example), way=way)
                 )
@@ -183,14 +183,14 @@ def _carries(recorder: Recorder, other: Callable[[int], fx.Graph]) -> bool:
 
 
 def _recorded(
-    recorder: Recorder, twin: nn.Module, call: Call, inputs: Sequence[torch.Tensor]
+    recorder: Recorder, model_copy: nn.Module, call: Call, inputs: Sequence[torch.Tensor]
 ) -> tuple[TreeSpec, tuple[str, ...]]:
     """One run into ``recorder``: the structure of what the model returned, and what was left out of that."""
     for name, tensor in zip(call.names, inputs, strict=True):
         recorder.input(name, tensor)
     with noting(recorder), recorder.recording():
-        result = call.run(twin, inputs)
-    recorder.write_back(twin)
+        result = call.run(model_copy, inputs)
+    recorder.write_back(model_copy)
     leaves, spec, dropped = flattened(result)
     recorder.graph.output(tuple(recorder.named(leaves)))
     return spec, dropped

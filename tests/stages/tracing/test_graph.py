@@ -281,7 +281,7 @@ class Chooses(nn.Module):
 
 def test_another_python_value_that_a_function_tells_is_held_to_what_it_was(monkeypatch):
     graph = trace(Chooses(), (torch.randn(3, 4),))
-    parts = parts_of(graph.twin, graph.train)
+    parts = parts_of(graph.model_copy, graph.train)
     run_all(graph.train, parts, (torch.randn(3, 4),))
     monkeypatch.setitem(TOLD, 2, "relu")
     with pytest.raises(penstock.PlanError, match=r"read tanh from best .* and now it is relu"):
