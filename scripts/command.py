@@ -11,6 +11,7 @@ import sys
 from .. import __version__
 from ..compression.errors import PenstockError
 from ..pipeline.ranks.launch import end
+from ..pipeline.ranks.launched import Launched
 from . import stopping
 
 COMMANDS = {
@@ -52,6 +53,9 @@ def run(arguments: list[str]) -> int:
     try:
         if name not in COMMANDS:
             raise PenstockError(f"{name} is not a command; known are {', '.join(COMMANDS)}")
+        launched = Launched.of_environment()
+        if launched and launched.rank and name != "train":
+            return 0  # one process is enough, and rank 0 is one
         return importlib.import_module(f".{COMMANDS[name][0]}", __package__).main(rest)
     except PenstockError as error:
         print(f"penstock: {' '.join(str(error).split())}", file=sys.stderr)

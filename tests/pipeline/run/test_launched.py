@@ -22,15 +22,15 @@ JOB = (
 ).split()
 
 
-def launched(tmp_path, *options, ranks=2):
-    """Start ``penstock train`` as a launcher does; returns exit codes and what each rank printed."""
+def launched(tmp_path, *options, ranks=2, name="train"):
+    """Start a ``penstock`` command as a launcher does; returns exit codes and what each rank printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "penstock", "train", *options],
+            [sys.executable, "-m", "penstock", name, *options],
             cwd=tmp_path,
             env=os.environ | meeting | {"RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)},
             stdout=subprocess.PIPE,
@@ -116,6 +116,12 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         assert "rank 1, stage 1, forward of micro-batch" in text
         assert "ValueError: broken here" in text
         assert "Traceback" not in text
+
+
+def test_a_command_of_one_process_runs_once(tmp_path):
+    codes, printed = launched(tmp_path, *JOB[:4], "hydra.run.dir=planned", name="plan")
+    assert (codes, printed[1]) == ([0, 0], ""), printed
+    assert "2 stages on 2 ranks" in printed[0]
 
 
 def test_help_is_told_once(tmp_path):
