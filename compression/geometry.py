@@ -117,8 +117,6 @@ def in_memory(tensor: Tensor, span: int) -> bool:
     """
     if not span:
         return True
-    if type(tensor) is Tensor and tensor.is_cpu:  # as below, without what such a tensor cannot be
-        return int(tensor.storage_offset() + span) * tensor.itemsize <= tensor.untyped_storage().nbytes()
     try:
         storage = tensor.untyped_storage()
         fake = storage.device.type == "meta"  # asked first: the address of a fake tensor comes with a warning

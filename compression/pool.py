@@ -11,8 +11,9 @@ import threading
 import torch
 from torch import Tensor
 
-from .frame import ALIGNMENT
+from .frame import ALIGNMENT, check_memory
 from .memory import new_bytes
+from .names import HOST
 
 _PAGE = 4096
 
@@ -49,7 +50,8 @@ class Pool:
             self._idle.setdefault(size, []).append(buffer)
 
     def _new(self, size: int) -> Tensor:
-        whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+        whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=HOST)  # whatever the default is
+        check_memory(whole)  # once: who packs into what a pool lent does not look again
         whole[::_PAGE] = 0  # touches every page
         self._num_bytes += size
         start = -whole.data_ptr() % ALIGNMENT

@@ -10,6 +10,7 @@ from .frame import ALIGNMENT, MASKED, Header, header_bytes
 from .geometry import Words, scatter
 from .masked import bitmap_for, unpack_masked
 from .memory import lent, memory, new_bytes
+from .names import HOST
 from .registry import ZERO_VALUE, codec_named, inner_of
 
 _PLAIN = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64})
@@ -51,9 +52,10 @@ def _laid_out(
     needed = header.address + geo.span * geo.item_bytes
     if buffer is None and bitmap is None and 0 < needed <= _SHORT and dtype in _PLAIN:
         if geo.order == "dense" and not header.address:  # the same memory by fewer calls
-            tensor = torch.empty_strided(header.sizes, header.strides, dtype=dtype)
-            if not tensor.data_ptr() % ALIGNMENT:
-                out = Words(tensor.data_ptr(), geo.num_words, geo.word_bits, dtype)
+            tensor = torch.empty_strided(header.sizes, header.strides, dtype=dtype, device=HOST)
+            address = tensor.data_ptr() if type(tensor) is Tensor else 0  # a mode of torch may give another
+            if address and not address % ALIGNMENT:
+                out = Words(address, geo.num_words, geo.word_bits, dtype)
                 codec.unpack(frame.data_ptr() + start, header.payload_bytes, out)
                 return tensor
     storage, base = memory(needed) if buffer is None else lent(buffer, needed, geo.item_bytes)

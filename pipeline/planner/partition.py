@@ -74,6 +74,7 @@ def partition(
         program: the lines of ``schedule="custom"``, one per rank; they place the stages.
     Raises:
         PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
+        ScheduleError: the schedule is not known, or does not suit the counts.
         CodecError: the codec is not known.
     """
     if not isinstance(profile, Profile):
@@ -85,6 +86,11 @@ def partition(
     check_name(codec)
     _check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
     _check_counts(least=0, extra_in_flight=extra_in_flight)
+    if not isinstance(optimizer_state or 0.0, int | float) or (optimizer_state or 0.0) < 0:
+        raise PlanError(
+            "optimizer_state is a number of bytes for each byte of parameters, found "
+            f"{optimizer_state!r}; use 0 or more, or leave it out"
+        )
     given = named_cuts(profile, cuts) if cuts else None
     stages, ranks = _sizes(stages, ranks, given, schedule, program)
     places = allowed_cuts(profile) if given is None else given

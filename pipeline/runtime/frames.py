@@ -139,6 +139,9 @@ class Frames:
         except CodecError as error:
             place = f"from stage {message.source} on rank {message.ranks[0]}"
             raise CodecError(f"{message}, {place}: {error}") from error
+        if message.micro_batch == step.observed and value is None and item is not None:
+            if not promise.number:
+                self.policy.arriving(message, item)
         self.meter.waited += came - began
         self.meter.packing += time.perf_counter() - came
         if value is not None:
@@ -148,8 +151,6 @@ class Frames:
         assert item is not None, "None is not promised for a value"
         if promise.number:
             return item.item()
-        if message.micro_batch == step.observed:
-            self.policy.arriving(message, item)
         if promise.requires_grad:
             item.requires_grad_(asks_gradient(frame.buffer))
             if not item.requires_grad:
@@ -157,7 +158,7 @@ class Frames:
         return item
 
     def _pack(self, message: Message, item: Any, codec: str, *, observed: bool) -> Frame:
-        promise, value = message.promise, message.answers
+        promise, value, began = message.promise, message.answers, time.perf_counter()
         if promise.number:
             item, codec = torch.tensor(item, dtype=NUMBERS[type(item)]), "raw"  # as it is now
         elif isinstance(item, torch.Tensor):
@@ -169,7 +170,6 @@ class Frames:
                 f"a gradient comes back to {message.name}, as it was traced, found None; a loss that has "
                 "nothing to learn from a micro-batch reads its outputs all the same: outputs.sum() * 0"
             )
-        began = time.perf_counter()
         name, mask = codec.removeprefix(MASKED), None
         if name != codec and message.masked and value is not None:
             mask = self.arrived[value].bytes

@@ -6,12 +6,11 @@ parameters under the model's names: one optimizer of all, and one per stage."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 
 from ...compression.errors import PlanError
 from ...stages.tracing.comparison import same_bits
-from .optimizers import Make, Named, make_optimizer, optimizer_like, settings_of
+from .optimizers import Make, Named, make_optimizer, optimizer_like, random_kept, settings_of
 
 SCALES = (1e-3, 1.0, 30.0, 1e3, 1.0)
 """How large the gradients of each update are; in the last one a number of them is infinite."""
@@ -61,18 +60,6 @@ def check_apart(
         "loop",
         stacklevel=3,
     )
-
-
-@contextlib.contextmanager
-def random_kept() -> Iterator[None]:
-    """Put every random state back behind a block."""
-    python, arrays = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(arrays)
 
 
 def stand_ins(named: Named, *, most: int = 3) -> Named:

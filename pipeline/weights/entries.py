@@ -11,8 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from ...stages.device import CPU
-from .apart import random_kept
-from .optimizers import Make, make_optimizer, optimizer_like
+from .optimizers import Make, make_optimizer, optimizer_like, random_kept
 
 NUM_UPDATES = 8  # some entries come only after a few
 

@@ -4,10 +4,13 @@ A pipeline has one per stage; ``optimizer_like`` makes another of the same kind,
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch.optim import LBFGS, Optimizer
 
@@ -83,11 +86,24 @@ def state_per_byte(optimizer: Make) -> float | None:
     0 for plain SGD, 1 with momentum, 2 for Adam; numbers that count steps are left out."""
     weight = torch.nn.Parameter(torch.zeros(64, 64))
     weight.grad = torch.zeros_like(weight)
+    with random_kept():
+        try:
+            made = make_optimizer(optimizer, [("weight", weight)])
+            assert made is not None
+            made.step()
+            kept = [item for item in made.state[weight].values() if isinstance(item, torch.Tensor)]
+        except Exception:  # it takes other names, other shapes, a closure, or keeps what it has elsewhere
+            return None
+    return sum(item.nbytes for item in kept if item.dim()) / weight.nbytes
+
+
+@contextlib.contextmanager
+def random_kept() -> Iterator[None]:
+    """Put every random state back behind a block."""
+    python, arrays = random.getstate(), numpy.random.get_state()
     try:
-        made = make_optimizer(optimizer, [("weight", weight)])
-        assert made is not None
-        made.step()
-    except Exception:  # it takes other names, other shapes, or a closure
-        return None
-    kept = (item for item in made.state[weight].values() if isinstance(item, torch.Tensor) and item.dim())
-    return sum(item.nbytes for item in kept) / weight.nbytes
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)

@@ -64,7 +64,10 @@ def zero_fraction(tensor: torch.Tensor) -> float:
     if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
         return 0.0
     bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # torch counts no float8
-    return 1 - int(torch.count_nonzero(bits)) / tensor.numel()
+    try:
+        return 1 - int(torch.count_nonzero(bits)) / tensor.numel()
+    except RuntimeError:  # nor integers without a sign
+        return 0.0
 
 
 def _refused(graph: LayerGraph, far: set[int]) -> dict[int, str]:

@@ -296,8 +296,15 @@ def fake(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "make",
-    [Wrapper, fake, lambda t: freed(t, 0), lambda t: freed(t, t.nbytes - 1)],
-    ids=["wrapper", "fake", "freed", "shrunk"],
+    [
+        Wrapper,
+        fake,
+        torch._to_functional_tensor,  # pyright: ignore[reportPrivateImportUsage]
+        lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),  # pyright: ignore[reportPrivateImportUsage]
+        lambda t: freed(t, 0),
+        lambda t: freed(t, t.nbytes - 1),
+    ],
+    ids=["wrapper", "fake", "functional", "zeros", "freed", "shrunk"],
 )
 def test_a_tensor_without_its_memory_is_refused(make) -> None:
     with pytest.raises(CodecError, match="memory of its own, found a"):
@@ -306,6 +313,23 @@ def test_a_tensor_without_its_memory_is_refused(make) -> None:
     for read in (lambda f: decode(f), lambda f: encode(torch.ones(200), mask=f), lambda f: decode(frame, f)):
         with pytest.raises(CodecError, match="memory of its own, found a"):
             read(make(frame.clone()))
+
+
+@pytest.mark.parametrize("size", [200, 200_000])
+@pytest.mark.parametrize(
+    "default", [lambda: torch.device("meta"), FakeTensorMode], ids=["a device without memory", "fake"]
+)
+def test_memory_is_taken_where_it_is_whatever_torch_makes_by_default(default, size) -> None:
+    """The bits, or a CodecError: never an address that is none."""
+    tensor = torch.arange(float(size))
+    frame = encode(tensor)
+    with default():
+        try:
+            found = decode(frame)
+        except CodecError:
+            return
+    assert found is not None
+    assert found.equal(tensor)
 
 
 @pytest.mark.parametrize(

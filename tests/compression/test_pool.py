@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
 
+from penstock import CodecError
 from penstock.compression.pool import Pool, size_class
 
 
@@ -39,3 +42,10 @@ def test_a_buffer_that_was_not_lent_is_not_taken_back() -> None:
         pool.give(buffer)
     with pytest.raises(AssertionError, match="lent"):
         Pool().give(pool.take(10))
+
+
+def test_buffers_lie_in_memory_whatever_torch_makes_by_default() -> None:
+    with torch.device("meta"):
+        assert Pool().take(100).is_cpu
+    with FakeTensorMode(), pytest.raises(CodecError):
+        Pool().take(100)

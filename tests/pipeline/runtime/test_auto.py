@@ -1,6 +1,7 @@
 """codec=auto: the choice is the best that the prices allow, and the measurement has the last word."""
 
 import dataclasses
+import time
 from itertools import product
 
 import pytest
@@ -145,6 +146,20 @@ def test_auto_decides_in_a_training_run_and_says_so():
 
 def test_trials_and_turns_change_no_bit():
     assert differences(Case(model="gated", cuts=3, codec="auto", steps=13)) == []
+
+
+def test_seconds_of_trials_are_those_of_packing(monkeypatch):
+    """What a stage takes without packing is a price: a trial in it would make packing look free."""
+    for name in ("leaving", "arriving"):
+        monkeypatch.setattr(Auto, name, lambda *_: time.sleep(0.02))
+    model, batches = build("mlp", torch.float32, 1)
+    case = Case(model="mlp", cuts=3, codec="auto")
+    pipe = pipeline_of(case, plan_of(case)[0], model)
+    for _ in range(TRIALS[0] + 1):
+        pipe.step(*batches[0])
+    tried = [span for span in pipe.timeline() if span.op == "F" and span.micro_batch == 0]
+    assert len(tried) == 3
+    assert min(span.packing for span in tried) >= 0.02
 
 
 def decided_on_a_rank(case, plan_path):

@@ -33,3 +33,17 @@ def test_what_is_kept_for_each_byte_is_what_a_run_keeps(make, expected):
 def test_an_optimizer_that_takes_only_its_own_parameters_tells_nothing():
     assert state_per_byte(lambda named: SGD([dict(named)["encoder.bias"]], lr=0.1)) is None
     assert state_per_byte(lambda named: torch.optim.LBFGS([p for _, p in named])) is None
+
+
+class Noisy(SGD):
+    """Draws in every step, and keeps what it has in a dict of its own."""
+
+    def step(self, closure=None):
+        torch.rand(3)
+        self.__dict__["state"] = {}
+
+
+def test_a_look_at_an_optimizer_moves_no_random_state():
+    before = torch.get_rng_state()
+    assert state_per_byte(lambda named: Noisy([p for _, p in named], lr=0.1)) is None
+    assert torch.equal(torch.get_rng_state(), before)

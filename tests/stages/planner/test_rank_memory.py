@@ -66,3 +66,25 @@ def test_a_profile_says_what_is_left_of_saved_bytes_without_zeros():
     )  # a frame is never longer than its tensor
     assert (relu.saved_bytes, relu.packed_bytes) == (size, size // 2 + size // 32)
     assert (last.saved_bytes, last.packed_bytes) == (0, 0)
+
+
+class Mask(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward((x > 0).to(torch.uint16))  # torch counts none of these
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient * ctx.saved_tensors[0].to(gradient.dtype)
+
+
+class Masked(nn.Module):
+    def forward(self, x):
+        return Mask.apply(x)
+
+
+def test_what_torch_cannot_count_is_taken_to_have_no_zeros():
+    model, example = nn.Sequential(nn.Linear(6, 6), Masked(), nn.Linear(6, 2)), (torch.randn(4, 6),)
+    masked = measure(trace(model, example), example, repeats=1).layers[1]
+    assert masked.saved_bytes == masked.packed_bytes == 4 * 6 * 2
