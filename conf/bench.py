@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..compression.errors import ConfigError
-from .schema import PlanConfig, shown
+from .schema import PlanConfig, count_or_auto, shown
 
 RACED: dict[str, list[Any]] = {
     "codecs": ["raw", "zero_value", "auto"],
-    "extra_in_flight": [0, 1],
+    "extra_in_flight": [0, "auto"],
     "links": ["loopback", "1Gbit", "100Mbit", "20Mbit", "10Mbit"],
 }
 """What is raced unless told otherwise; of each the first one, where schedules are raced."""
@@ -33,7 +33,7 @@ class BenchPipelineConfig:
         batch_size: samples in one step, a multiple of micro_batches
         micro_batches: parts of a batch, which follow each other through the stages
         codecs: what Penstock packs with, one contestant each; for schedules one, raw
-        extra_in_flight: micro-batches in flight beyond plain 1f1b, one contestant each; for schedules one, 0
+        extra_in_flight: micro-batches in flight beyond plain 1f1b, one contestant each; auto: measured
         links: loopback, or a rate that the link between two ranks is held to; for schedules one, loopback
         delay: milliseconds a shaped link adds in each direction; needs netem
         burst: size of a shaped link's token bucket
@@ -56,7 +56,7 @@ class BenchPipelineConfig:
     batch_size: int = 128
     micro_batches: int = 8
     codecs: list[str] = field(default_factory=lambda: list(RACED["codecs"]))
-    extra_in_flight: list[int] = field(default_factory=lambda: list(RACED["extra_in_flight"]))
+    extra_in_flight: list[Any] = field(default_factory=lambda: list(RACED["extra_in_flight"]))
     links: list[Any] = field(default_factory=lambda: list(RACED["links"]))
     delay: float = 0.0
     burst: Any = "64KiB"
@@ -80,8 +80,8 @@ class BenchPipelineConfig:
             listed = [str(item) for item in getattr(self, name)]
             if not listed or len(set(listed)) < len(listed):
                 raise ConfigError(f"{name}={shown(listed)} must name one or more, each once")
-        if min(self.extra_in_flight) < 0:
-            raise ConfigError(f"extra_in_flight={self.extra_in_flight} must be 0 or more")
+        for extra in self.extra_in_flight:
+            count_or_auto("extra_in_flight", extra)
         if not self.delay >= 0 or not self.seconds > 0 or not self.deadline > 0:
             found = f"delay={self.delay} seconds={self.seconds} deadline={self.deadline}"
             raise ConfigError(f"delay must not be below 0, seconds and deadline must be above, found {found}")

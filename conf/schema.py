@@ -70,7 +70,7 @@ class PlanConfig:
         codec: how tensors are packed between stages: auto measures and chooses; or the name of a codec
         batch_size: samples in one step
         micro_batches: parts of a batch, which follow each other through the stages
-        extra_in_flight: micro-batches in flight beyond plain 1f1b, to hide a slow link
+        extra_in_flight: micro-batches in flight beyond plain 1f1b, for a slow link; auto: up to 2, by measure
         link: speed between ranks, for the planner, for example 1Gbit; null: unlimited
         memory: limits for the planner
         seed: decides initial weights, order of samples and random layers
@@ -93,7 +93,7 @@ class PlanConfig:
     codec: str = "auto"
     batch_size: int = 128
     micro_batches: int = 8
-    extra_in_flight: int = 0
+    extra_in_flight: Any = "auto"
     link: Any = None
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     seed: int = 0
@@ -104,8 +104,8 @@ class PlanConfig:
     def __post_init__(self) -> None:
         for name in ("ranks", "stages", "batch_size", "micro_batches", "threads"):
             at_least(1, name, getattr(self, name))
-        for name in ("extra_in_flight", "seed"):
-            at_least(0, name, getattr(self, name))
+        at_least(0, "seed", self.seed)
+        count_or_auto("extra_in_flight", self.extra_in_flight)
         if self.micro_batches > self.batch_size:
             raise ConfigError(
                 f"batch_size={self.batch_size} is too small for micro_batches={self.micro_batches}, each of "
@@ -207,6 +207,12 @@ def one_of(known: Sequence[str], name: str, value: str) -> None:
     """Refuse a name that is not known."""
     if value not in known:
         raise ConfigError(f"{name}={value} is not known; known are {', '.join(known)}")
+
+
+def count_or_auto(name: str, value: Any) -> None:
+    """Refuse what is neither "auto" nor a count from 0."""
+    if value != "auto" and (type(value) is not int or value < 0):
+        raise ConfigError(f"{name}={value} must be auto, or 0 or more")
 
 
 def at_least(least: int, name: str, value: int | None) -> None:

@@ -6,6 +6,7 @@ rank keeps its own stages. Either way a step has the bits of the plain loop over
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -133,9 +134,10 @@ class Pipeline(Assembly):
             number, weight = self.plan.micro_batches, self.weight
             batches = micro_batches(given, targets, number, weight, whole=call.whole)
             self.same.compare(lambda: facts.of_batch(given, call.names, targets))
-            step = self.feed.feed(batches, step=self.num_steps)
+            step = self.feed.feed(batches, step=self.num_steps, extra=self.policy.extra)
         report = self._run(step, num_samples=call.samples_of(given), began=began, outputs=outputs)
-        self.policy.end(step.messages, self.engine.meter.spans, report.seconds)
+        others = functools.partial(self.feed.messages, step)
+        self.policy.end(others, self.engine.meter.spans, report.seconds)
         self.num_steps += 1
         return report
 

@@ -61,9 +61,18 @@ class Costs:
             )
         ]
 
-    def memory(self, start: int, end: int, rank: int) -> int:
-        """Predicted bytes on a rank."""
-        return self.copies[rank].of(**{what: sums[end] - sums[start] for what, sums in self.sizes.items()})
+    def memory(self, start: int, end: int, rank: int, copies: Sequence[Copies] = ()) -> int:
+        """Predicted bytes on a rank; ``copies``: in the place of its own."""
+        sizes = {what: sums[end] - sums[start] for what, sums in self.sizes.items()}
+        return (copies or self.copies)[rank].of(**sizes)
+
+    def fit(self, spans: Iterable[tuple[tuple[int, int], int, int]], copies: Sequence[Copies] = ()) -> bool:
+        """Whether ranks keep to the budget that hold so many ``copies``; ``spans``: the positions of every
+        stage, its place in ``copies``, its rank."""
+        used: dict[int, int] = {}
+        for (start, end), place, rank in spans:
+            used[rank] = used.get(rank, 0) + self.memory(start, end, place, copies)
+        return self.budget is None or with_margin(max(used.values())) <= self.budget
 
     def of_rank(self, start: int, end: int, rank: int) -> float:
         """Picoseconds per micro-batch; math.inf where the layers do not fit the budget."""

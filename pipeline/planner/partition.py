@@ -12,18 +12,19 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ...compression.errors import PlanError
-from ...compression.names import check_name
+from ...compression.names import AUTO, check_name
 from ...stages.planner.asked import Asked
 from ...stages.planner.layer_profile import Profile
 from ...stages.planner.plan import Plan
-from ...stages.planner.rank_memory import copies
+from ...stages.planner.rank_memory import Copies, copies
 from ...stages.planner.rules import streams
 from ...stages.units import parse_bytes, parse_rate, show_bytes
 from ..schedules import schedule_named
+from ..schedules.live import Programs
 from ..schedules.placement import layout, placed, placement, stages_on
 from .costs import Costs, with_margin
 from .cuts import allowed_cuts, named_cuts
-from .programs import endless_programs, waiting
+from .programs import endless_programs, most_extra, waiting
 from .split import smallest_limit, split
 
 
@@ -35,7 +36,7 @@ def partition(
     ranks: int | None = None,
     schedule: str = "1f1b",
     micro_batches: int = 8,
-    extra_in_flight: int = 0,
+    extra_in_flight: int | str = AUTO,
     codec: str = "auto",
     link: float | str | None = None,
     memory: int | str | None = None,
@@ -61,6 +62,8 @@ def partition(
         cuts: layer names or module paths to cut behind, instead of a search.
         ranks: number of processes; default: as many as the stages suit.
         link: bits per second between ranks (``"1Gbit"``); None: free.
+        extra_in_flight: micro-batches in flight beyond the schedule's own, to hide a slow link; "auto": as
+            many, up to two, as the measured links ask for, where schedule and memory take them.
         codec: name of a codec, or "auto": measured while it trains.
         tier: where what a forward saves waits for its backward: "device" as it is, "packed", or "host".
         memory: bytes of each rank (``"2GiB"``), kept with a margin of 5 %; None: unlimited.
@@ -85,7 +88,8 @@ def partition(
     asked = Asked(stages=stages, ranks=ranks, cuts=tuple(cuts) if cuts else None)
     check_name(codec)
     _check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
-    _check_counts(least=0, extra_in_flight=extra_in_flight)
+    _check_counts(least=0, extra_in_flight=0 if extra_in_flight == AUTO else extra_in_flight)
+    extra = extra_in_flight if isinstance(extra_in_flight, int) else 0
     if not isinstance(optimizer_state or 0.0, int | float) or (optimizer_state or 0.0) < 0:
         raise PlanError(
             "optimizer_state is a number of bytes for each byte of parameters, found "
@@ -102,27 +106,36 @@ def partition(
     if streams(schedule, weights):  # every stage of a rank runs at its own time, so the first one counts
         each = min(each, 2 * stages + 2)  # more only repeat what these do
         programs = endless_programs(stages_on(range(stages)), schedule=schedule, micro_batches=each, more=2)
+        make = None
     else:
-        make = schedule_named(schedule, program)
-        programs = make(on_ranks, micro_batches, extra_in_flight=extra_in_flight)
+        make = functools.partial(schedule_named(schedule, program), on_ranks, micro_batches)
+        programs = make(extra_in_flight=extra)
     held = {"tier": tier, "weights_tier": weights_tier}
     options = {"optimizer_state": optimizer_state, "device": profile.device, **held}
-    counts = waiting(programs, weights=weights, micro_batches=each)
+
+    def there(programs: Programs) -> list[Copies]:
+        counts = waiting(programs, weights=weights, micro_batches=each)
+        return [copies(in_flight, old_versions=old, **options) for in_flight, old in counts]
+
     costs = Costs(
         profile,
-        copies=[copies(in_flight, old_versions=old, **options) for in_flight, old in counts],
+        copies=there(programs),
         rate=None if link is None else parse_rate(link),
         budget=None if memory is None else parse_bytes(memory),
     )
     ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)
-    spans = zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)
+    spans = [*zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)]
     known = ("fingerprint", "input_shapes", "input_dtypes", "signature", "leaves")
     decided = [costs.stage(*span, place, ranks=(rank,), **held) for span, place, rank in spans]
+    most = extra
+    if extra_in_flight == AUTO and make is not None and ranks > 1:
+        most = most_extra(make, lambda programs: costs.fit(spans, there(programs)))
     return Plan(
         stages=tuple(decided),
         schedule=schedule,
         micro_batches=micro_batches,
-        extra_in_flight=extra_in_flight,
+        extra_in_flight=extra,
+        most_extra_in_flight=most,
         codec=codec,
         memory=costs.budget,
         link=costs.rate,
@@ -135,7 +148,7 @@ def partition(
     )
 
 
-def _check_counts(*, least: int = 1, **counts: int | None) -> None:
+def _check_counts(*, least: int = 1, **counts: object) -> None:
     for name, count in counts.items():
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < least):
             raise PlanError(f"{name} counts from {least}, found {name}={count!r}; use {least} or more")
@@ -212,10 +225,7 @@ def _cut(
     ends = best(parts=stages if fixed else ranks, span=costs.of_rank, edge=costs.link_times)
     free = [0] * (points[-1] + 1)
     if fixed:
-        used = [0] * ranks
-        for stage, span in enumerate(pairwise(ends or ())):
-            used[fixed[stage]] += costs.memory(*span, stage)
-        if ends is None or (costs.budget is not None and with_margin(max(used)) > costs.budget):
+        if ends is None or not costs.fit(zip(pairwise(ends), range(stages), fixed, strict=True)):
             raise PlanError(
                 f"memory={memory} on each of {ranks} ranks does not hold the {stages} stages that the "
                 "schedule lays on them; raise memory, or take a schedule of neighbours, such as 1f1b"

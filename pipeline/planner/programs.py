@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from ...compression.errors import ScheduleError
 from ...stages.planner.plan import Plan
 from ...stages.weights.policies import STREAM
 from ..schedules import schedule_named
 from ..schedules.endless import StreamState, between
 from ..schedules.live import Programs, live_micro_batches, live_versions
 
+MOST_EXTRA = 2  # micro-batches: more hide nothing that these do not
 Layout = Sequence[Sequence[int]]  # the stages of each rank
 
 
@@ -26,6 +28,31 @@ def endless_programs(layout: Layout, *, schedule: str, micro_batches: int, more:
     ends = [micro_batches * (i + 1) for i in range(filling(num_stages, micro_batches) + more)]
     fed = StreamState(num_stages=num_stages, each=schedule == STREAM, ends=tuple(ends))
     return [between(own, fed) for own in layout]
+
+
+def most_extra(make: Callable[..., Programs], fits: Callable[[Programs], bool]) -> int:
+    """How many micro-batches beyond its own a schedule may have in flight: as many as it takes, as ``fits``
+    allows, and as change something, at most ``MOST_EXTRA``; ``make(extra_in_flight=)``: its programs."""
+    before = make(extra_in_flight=0)
+    for extra in range(1, MOST_EXTRA + 1):
+        try:
+            programs = make(extra_in_flight=extra)
+        except ScheduleError:  # its order is fixed
+            return extra - 1
+        if programs == before or not fits(programs):
+            return extra - 1
+        before = programs
+    return MOST_EXTRA
+
+
+def predicted_bytes(plan: Plan, live: Sequence[int]) -> list[int]:
+    """Bytes of every stage when ``live`` micro-batches were in flight, of which ``plan`` counts those that it
+    begins with; what more of them saved is taken to be there as it is."""
+    more = [0] * plan.num_stages
+    if plan.most_extra_in_flight > plan.extra_in_flight:
+        counted = live_micro_batches(step_programs(plan))
+        more = [max(0, flew - known) for flew, known in zip(live, counted, strict=True)]
+    return [stage.memory_bytes + n * stage.saved_bytes for n, stage in zip(more, plan.stages, strict=True)]
 
 
 def filling(num_stages: int, micro_batches: int) -> int:

@@ -189,18 +189,22 @@ def _lossy(codec: str) -> str:
 
 def _codecs(summary: Mapping[str, Any]) -> list[str]:
     """The codec of the largest values and gradients, and how the choice ran against others."""
+    searched = summary["codec"] == "auto"
     if not summary["turns"]:
-        soon = summary["codec"] == "auto" and summary["bytes_sent"]
+        soon = searched and summary["bytes_sent"]
         return ["codec=auto: the run ended before a choice was made"] if soon else []
     flows = sorted(summary["flows"], key=lambda flow: -flow["bytes_raw"])[:MOST_FLOWS]
     ways = {"F": "down", "B": "up"}
     shown = [f"{flow['value']} {ways[flow['way']]} {flow['codec']}" for flow in flows]
     turns = [
-        f"{turn['name']} {turn['measured']:.3f} s a step (predicted {turn['predicted']:.3f})"
+        turn["name"]
+        + (f", +{turn['extra']} in flight:" if turn["extra"] else "")
+        + f" {turn['measured']:.3f} s a step (predicted {turn['predicted']:.3f})"
         + ("" if turn["stayed"] else ", switched off")
         for turn in summary["turns"]
     ]
-    return [f"codec=auto: {'; '.join(shown)}", f"codec=auto: {'; '.join(turns)}"]
+    chosen = [f"codec=auto: {'; '.join(shown)}"] if searched else []
+    return [*chosen, f"{'codec' if searched else 'extra_in_flight'}=auto: {'; '.join(turns)}"]
 
 
 def refuse(error: BaseException) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...compression.errors import ConfigError, ScheduleError
-from ...compression.names import check_name
+from ...compression.names import AUTO, check_name
 from ...conf import groups
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.planner.plan import Plan, check_tiers
@@ -91,6 +91,8 @@ def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
             raise ConfigError(f"{key}= is for making a plan, and plan={config.plan} is one; drop either")
     decided: dict[str, Any] = {"ranks": plan.num_ranks, "stages": plan.num_stages}
     decided |= {key: getattr(plan, key) for key in TAKEN}
+    if plan.most_extra_in_flight > plan.extra_in_flight:
+        decided["extra_in_flight"] = AUTO
     decided |= {"memory.tier": plan.of_stages("tier"), "memory.weights": plan.of_stages("weights_tier")}
     for key, value in decided.items():
         place, name = (config.memory, key[7:]) if key.startswith("memory.") else (config, key)
@@ -111,20 +113,21 @@ def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
             "look, and train with plan=PATH of its plan.json"
         )
     schedule = schedule_named(config.schedule)
+    extra = 0 if config.extra_in_flight == AUTO else config.extra_in_flight
     check_versions(
         schedule=config.schedule,
         weights=config.weights,
         prediction=config.prediction,
         num_stages=config.num_stages,
         micro_batches=config.micro_batches,
-        extra_in_flight=config.extra_in_flight,
+        extra_in_flight=extra,
     )
     if layout(config.schedule) == "custom":
         if not (isinstance(config, TrainConfig) and config.plan):
             placed(lines)
         return
     rank_of = placement(config.schedule, stages=config.num_stages, ranks=config.ranks)
-    schedule(stages_on(rank_of), config.micro_batches, extra_in_flight=config.extra_in_flight)
+    schedule(stages_on(rank_of), config.micro_batches, extra_in_flight=extra)
 
 
 def _findable(module: str) -> bool:

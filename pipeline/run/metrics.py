@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...compression.errors import ConfigError
 from ...stages.files import reason, refusing, remedy
+from ..planner.programs import predicted_bytes
 from ..runtime.report import Report, bubble
 
 if TYPE_CHECKING:
@@ -167,12 +168,12 @@ def summarise(
 
     Args: sizes: elements of each parameter; test: results by name; facts: of the run, kept as they are.
     """
-    stages = []
+    stages, predicted = [], predicted_bytes(plan, [total["live_micro_batches"] for total in totals.stages])
     for number, (stage, total) in enumerate(zip(plan.stages, totals.stages, strict=True)):
         entry: dict[str, Any] = {"stage": number, "rank": plan.rank_of(number, 0)}
         entry |= {"layers": len(stage.layers), "first_layer": stage.layers[0], "last_layer": stage.layers[-1]}
         entry |= {"parameters": sum(sizes[name] for name in stage.parameters)} | total
-        entry |= {"bubble": totals.bubble(totals.ranks[number]), "predicted_bytes": stage.memory_bytes}
+        entry |= {"bubble": totals.bubble(totals.ranks[number]), "predicted_bytes": predicted[number]}
         for direction in DIRECTIONS:
             entry[f"ratio_{direction}"] = ratio(
                 entry[f"bytes_raw_{direction}"], entry[f"bytes_sent_{direction}"]

@@ -94,7 +94,11 @@ class Assembly:
             )
             check_apart(optimizer, [*model.named_parameters()], own.stage_of, self.update.optimizers)
             self.policy = policy_named(
-                plan.codec, named=plan.named_codecs, world=self.world, deadline=deadline
+                plan.codec,
+                named=plan.named_codecs,
+                extra=(plan.extra_in_flight, plan.most_extra_in_flight),
+                world=self.world,
+                deadline=deadline,
             )
             self.engine = Engine(
                 rank=self.rank,

@@ -1,15 +1,16 @@
-"""``codec=auto``: the first steps try every codec on the tensors that really travel; the shortest step wins.
+"""``codec=auto`` and ``extra_in_flight=auto``: what makes the step shortest, found while it trains.
 
-Trials on samples (never of step 0 alone: a zero-initialised head makes all its gradients zero) and the speed
-of the links give prices; the choice they predict then runs against plain frames and against zero_value, step
-by step in turn, and the measurement decides. Now and then all of it is repeated, since densities drift."""
+The first steps try codecs on the tensors that really travel (never step 0 alone: a zero-initialised head
+makes all its gradients zero); that and the speed of the links are prices. The setting that they predict to be
+best, codecs and micro-batches in flight, then runs against plain ones, step by step in turn, and the
+measurement decides. Now and then all of it is repeated, since densities drift."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,31 +31,67 @@ TRIALS = (1, 2)  # steps in which codecs are tried first
 EVERY = 100  # steps between later trials
 ROUNDS = 3  # steps that each contender runs
 HOPELESS = 1.5  # times the seconds that the best is predicted to take: not even tried
-WORTH = 0.97  # of the seconds of what runs: less is worth a change
+WORTH = 0.97  # of the seconds of what runs: less is worth a change, or one more in flight
 
 
-def policy_named(codec: str, *, named: Named | None = None, world: World, deadline: float) -> Policy:
-    """The policy for ``codec``, the name of one or "auto"; ``named``: what has, or begins with, another.
+class Setting(NamedTuple):
+    """What runs: the codec of every flow, and how many more are in flight than the schedule's own."""
 
-    Raises: CodecError: there is none of this name.
+    codecs: Choice
+    extra: int = 0
+
+
+Others = Callable[[int], StepMessages]
+"""The messages of a step by how many more are in flight."""
+
+
+def policy_named(
+    codec: str,
+    *,
+    named: Named | None = None,
+    extra: tuple[int, int] = (0, 0),
+    world: World,
+    deadline: float,
+) -> Policy:
+    """The policy for ``codec``, the name of one or "auto".
+
+    Args:    named: what has, or begins with, another.
+             extra: the fewest and the most micro-batches in flight beyond the schedule's own.
+    Raises:  CodecError: there is none of this name.
     """
     check_name(codec)
-    return Auto(world, named, deadline=deadline) if codec == AUTO else Fixed(codec, named)
+    if world.is_alone:  # nothing is on its way while others compute
+        extra = extra[0], extra[0]
+    if codec != AUTO and extra[0] == extra[1]:
+        return Fixed(codec, named, extra=extra[0])
+    return Auto(world, named, codec=codec, extra=extra, deadline=deadline)
 
 
 class Auto:
-    """The codec of every flow by measurement.
+    """The codec of every flow, and the micro-batches in flight, by measurement.
 
     Args:    named: what begins with another codec than ``START``, which is tried too, though it be lossy.
+             codec: if not "auto", that of all which is not named: only what is in flight is looked for.
+             extra: the fewest and the most micro-batches in flight beyond the schedule's own.
              deadline: seconds that a wait for another rank may take.
     """
 
-    def __init__(self, world: World, named: Named | None = None, *, deadline: float) -> None:
+    def __init__(
+        self,
+        world: World,
+        named: Named | None = None,
+        *,
+        codec: str = AUTO,
+        extra: tuple[int, int] = (0, 0),
+        deadline: float,
+    ) -> None:
         self.world, self.deadline, self.named = world, deadline, named or {}
+        self.searches, self.start = codec == AUTO, START if codec == AUTO else codec
+        self.extras = range(extra[0], extra[1] + 1)
         self.pool = Pool()
         self.number = 0
-        self.chosen: Choice | None = None  # None: START for everything
-        self.contenders: dict[str, Choice] = {}
+        self.chosen: Setting | None = None  # None: the start, for everything
+        self.contenders: dict[str, Setting] = {}
         self.turns: tuple[Turn, ...] = ()
         self.rates: dict[tuple[int, int], float] | None = None
         self._forget()
@@ -67,7 +104,7 @@ class Auto:
 
     @property
     def settled(self) -> bool:
-        """Whether a choice has won."""
+        """Whether a setting has won."""
         return self.chosen is not None
 
     @property
@@ -76,17 +113,22 @@ class Auto:
         return self.number in TRIALS or (self.number > 0 and self.number % EVERY == 0)
 
     @property
-    def running(self) -> Choice | None:
-        """The choice of this step: contenders take turns."""
+    def running(self) -> Setting | None:
+        """The setting of this step: contenders take turns."""
         return [*self.contenders.values()][self._turn] if self.contenders else self.chosen
 
     @property
     def _turn(self) -> int:
         return sum(map(len, self.seconds)) % len(self.contenders)
 
+    @property
+    def extra(self) -> int:
+        """That of the setting which runs."""
+        return self.extras[0] if self.running is None else self.running.extra
+
     def codec(self, flow: Flow) -> str:
-        """That of the choice which runs."""
-        return self._start(flow) if self.running is None else self.running.get(flow, self._start(flow))
+        """That of the setting which runs."""
+        return self._start(flow) if self.running is None else self.running.codecs.get(flow, self._start(flow))
 
     def observed(self, messages: StepMessages) -> int | None:
         """The first micro-batch in a step of trials."""
@@ -98,45 +140,58 @@ class Auto:
             self.masks[message] = encode(sample(item.detach()))
 
     def leaving(self, message: Message, item: torch.Tensor) -> None:
-        """Try every codec on a sample."""
+        """Try on a sample every codec that may be chosen."""
         part = sample(item.detach())
         mask = None if message.answers is None else self.masks.pop(message.answers, None)
-        own = [self.named[message.flow[:3]]] if message.flow[:3] in self.named else []
-        for codec in dict.fromkeys([*candidates(item.dtype), *own]):
+        own = self.named.get(message.flow[:3], self.start)
+        for codec in dict.fromkeys([*(candidates(item.dtype) if self.searches else ()), own]):
             cost = trial(part, codec, self.pool, num_bytes=item.nbytes)
             self.costs[message.flow][codec].append(cost)
             if mask is not None and has_bitmap(codec):
                 cost = trial(part, codec, self.pool, num_bytes=item.nbytes, mask=mask)
                 self.costs[message.flow][MASKED + codec].append(cost)
 
-    def end(self, messages: StepMessages, spans: Sequence[Span], seconds: float) -> None:
+    def end(self, others: Others, spans: Sequence[Span], seconds: float) -> None:
         """Note what the step took, and decide where that is due; every rank decides the same."""
         if self.trying:
             for span in spans:
                 self.work[span.stage, span.op].append(span.end - span.start - span.waiting - span.packing)
             if self.number not in TRIALS[:-1]:
-                self._contend(messages)
+                self._contend(others)
         elif self.contenders:
             self._note(seconds)
         self.number += 1
 
-    def _contend(self, messages: StepMessages) -> None:
+    def _contend(self, others: Others) -> None:
         """Put all ranks' prices together; what they predict runs against what is known to be safe."""
-        prices = self._prices(messages)
+        prices = self._prices(others(self.extras[0]))
         self._forget()
-        start = {flow: self._start(flow) for flow in prices.costs}
-        best = choose(messages, prices, start=self.chosen or start)
+        start = Setting({flow: self._start(flow) for flow in prices.costs}, self.extras[0])
+        best = self._best(others, prices, start=(self.chosen or start).codecs)
         named = {"as before": self.chosen} if self.chosen else {}
         named |= {"by price": best}
-        named |= {} if self.chosen else {START: start, "raw": dict.fromkeys(start, "raw")}
+        if not self.chosen:
+            named |= {"as planned": start, "raw": start._replace(codecs=dict.fromkeys(start.codecs, "raw"))}
         self.contenders, self.predictions = {}, []
-        for name, choice in named.items():
-            seconds = predict(messages, prices, choice)
+        for name, setting in named.items():
+            seconds = predict(others(setting.extra), prices, setting.codecs)
             hopeless = seconds > HOPELESS * min([seconds, *self.predictions])
-            if choice not in self.contenders.values() and not hopeless:
-                self.contenders[name] = choice
+            allowed = self.searches or setting.codecs == start.codecs
+            if allowed and setting not in self.contenders.values() and not hopeless:
+                self.contenders[name] = setting
                 self.predictions.append(seconds)
         self.seconds = [[] for _ in self.contenders]
+
+    def _best(self, others: Others, prices: Prices, *, start: Choice) -> Setting:
+        """What is predicted to be best; one more in flight takes memory, so it must be ``WORTH`` that."""
+        found: list[tuple[float, Setting]] = []
+        for extra in self.extras:
+            messages = others(extra)
+            codecs = choose(messages, prices, start=start) if self.searches else start
+            seconds = predict(messages, prices, codecs)
+            if not found or seconds < WORTH * found[-1][0]:
+                found.append((seconds, Setting(codecs, extra)))
+        return found[-1][1]
 
     def _note(self, seconds: float) -> None:
         """Note a contender's step; after the last, the first stays unless another is clearly faster."""
@@ -146,10 +201,10 @@ class Auto:
         mine = [statistics.median(column) for column in self.seconds]
         medians = [max(column) for column in zip(*self.world.all_gather_json(mine), strict=True)]
         fastest = min(range(len(medians)), key=lambda i: medians[i] if i == 0 else medians[i] / WORTH)
-        rows = zip(self.contenders, self.predictions, medians, strict=True)
+        rows = zip(self.contenders.items(), self.predictions, medians, strict=True)
         self.turns = tuple(
-            Turn(name=name, predicted=predicted, measured=measured, stayed=i == fastest)
-            for i, (name, predicted, measured) in enumerate(rows)
+            Turn(name=name, extra=setting.extra, predicted=predicted, measured=measured, stayed=i == fastest)
+            for i, ((name, setting), predicted, measured) in enumerate(rows)
         )
         self.chosen, self.contenders = [*self.contenders.values()][fastest], {}
 
@@ -165,7 +220,7 @@ class Auto:
         return Prices(costs=costs, work=seconds, rates=self.rates, parallel=not self.world.is_alone)
 
     def _start(self, flow: Flow) -> str:
-        return wherever_masked(self.named.get(flow[:3], START), flow)
+        return wherever_masked(self.named.get(flow[:3], self.start), flow)
 
     def _rates(self, messages: StepMessages) -> dict[tuple[int, int], float]:
         links = sorted(messages.channels)

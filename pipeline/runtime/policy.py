@@ -1,9 +1,9 @@
-"""Who says with which codec a message is packed: one codec for everything, or ``auto.Auto``."""
+"""Who says how a message is packed, and how many are in flight: one setting, or ``auto.Auto``."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -18,9 +18,12 @@ Named = Mapping[tuple[str, str, int], str]  # a plan's: by value, way and stage,
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A choice that ran for some steps: seconds of a step, predicted and measured, and whether it stayed."""
+    """A setting that ran for some steps: seconds of a step, predicted and measured, and whether it stayed.
+
+    ``extra``: micro-batches in flight beyond the schedule's own."""
 
     name: str
+    extra: int
     predicted: float
     measured: float
     stayed: bool
@@ -32,6 +35,11 @@ class Policy(Protocol):
     ``turns``: the last choices that ran against each other; none where there was nothing to choose."""
 
     turns: tuple[Turn, ...]
+
+    @property
+    def extra(self) -> int:
+        """How many micro-batches more than the schedule's own the next step has in flight."""
+        ...
 
     @property
     def settled(self) -> bool:
@@ -54,16 +62,18 @@ class Policy(Protocol):
         """A value or gradient is about to be packed."""
         ...
 
-    def end(self, messages: StepMessages, spans: Sequence[Span], seconds: float) -> None:
-        """A step has ended; every rank calls this after every step."""
+    def end(self, others: Callable[[int], StepMessages], spans: Sequence[Span], seconds: float) -> None:
+        """A step has ended; every rank calls this after every step.
+
+        ``others``: the messages of such a step with so many more in flight."""
         ...
 
 
 class Fixed:
     """One codec for everything but what is ``named``."""
 
-    def __init__(self, codec: str, named: Named | None = None) -> None:
-        self.name, self.named = codec, named or {}
+    def __init__(self, codec: str, named: Named | None = None, *, extra: int = 0) -> None:
+        self.name, self.named, self.extra = codec, named or {}, extra
         self.turns: tuple[Turn, ...] = ()
 
     @property
@@ -85,7 +95,7 @@ class Fixed:
     def leaving(self, message: Message, item: torch.Tensor) -> None:
         """Nothing to find out."""
 
-    def end(self, messages: StepMessages, spans: Sequence[Span], seconds: float) -> None:
+    def end(self, others: Callable[[int], StepMessages], spans: Sequence[Span], seconds: float) -> None:
         """Nothing to decide."""
 
 

@@ -63,19 +63,20 @@ class Steps:
         pairs = zip(traced.layers, self.stage_of[mode], strict=True)
         return traced, [layer for layer, place in pairs if place == stage]
 
-    def step(self, mode: str, inputs: Inputs) -> Planned:
-        """The messages of a step over micro-batches of these inputs, and this process's program.
+    def step(self, mode: str, inputs: Inputs, *, extra: int = 0) -> Planned:
+        """The messages of a step over micro-batches of these inputs, and this process's program; ``extra``:
+        how many more are in flight in training than the schedule's own.
 
         Raises: PlanError: a cut would change the bits at these shapes; ScheduleError: the schedule is unknown
                 or would deadlock.
         """
         if mode not in self.stage_of:
             raise PlanError(self.refusal)
-        key = mode, tuple(tuple((x.shape, x.stride(), x.dtype) for x in batch) for batch in inputs)
+        key = mode, extra, tuple(tuple((x.shape, x.stride(), x.dtype) for x in batch) for batch in inputs)
         if key not in self.known:
             if len(self.known) == KEPT:
                 del self.known[next(iter(self.known))]
-            self.known[key] = self._plan(mode, inputs)
+            self.known[key] = self._plan(mode, inputs, extra)
         return self.known[key]
 
     def routed(self, mode: str, inputs: Inputs) -> tuple[list[Probe], list[tuple[Route, ...]]]:
@@ -94,11 +95,11 @@ class Steps:
                 self.routes[id(record)] = record, made  # the record too: an id is one only while it lives
         return records, [self.routes[id(record)][1] for record in records]
 
-    def _plan(self, mode: str, inputs: Inputs) -> Planned:
+    def _plan(self, mode: str, inputs: Inputs, extra: int) -> Planned:
         records, routed = self.routed(mode, inputs)
         pairs = pairs_of(routed)
         if mode == "train":
-            programs, order, window = self._training(len(inputs), pairs)
+            programs, order, window = self._training(len(inputs), pairs, extra)
         else:
             programs = [[Instruction(s, Op.F, 0) for s in own] for own in self.plan.stages_of_rank]
             order, window = [Instruction(s, Op.F, 0) for s in range(self.plan.num_stages)], 2
@@ -113,12 +114,12 @@ class Steps:
         return made, order if self.world.is_alone else programs[self.world.rank]
 
     def _training(
-        self, number: int, pairs: list[tuple[int, int]]
+        self, number: int, pairs: list[tuple[int, int]], extra: int
     ) -> tuple[list[list[Instruction]], list[Instruction], int]:
         """Programs per rank, their order in one process, the receives to post ahead; U ends them."""
         stages = self.plan.stages_of_rank
         schedule = schedule_named(self.plan.schedule, self.plan.program)
-        programs = schedule(stages, number, extra_in_flight=self.plan.extra_in_flight)
+        programs = schedule(stages, number, extra_in_flight=extra)
         window = smallest_window(programs, num_micro_batches=number, edges=pairs)
         order = verify(programs, num_micro_batches=number, edges=pairs, window=window)
         updates = [[Instruction(s, Op.U) for s in own] for own in stages]
@@ -139,11 +140,13 @@ class SynchronousFeed:
 
     def rehearse(self, inputs: Inputs) -> None:
         """Refuse now what a batch of these micro-batches would be refused for."""
-        self.steps.step("train", inputs)
+        plan = self.steps.plan
+        for extra in sorted({plan.extra_in_flight, plan.most_extra_in_flight}):
+            self.steps.step("train", inputs, extra=extra)
 
-    def feed(self, batches: Sequence[MicroBatch], *, step: int) -> Step:
+    def feed(self, batches: Sequence[MicroBatch], *, step: int, extra: int = 0) -> Step:
         """The step that trains on these micro-batches; raises what ``Steps.step`` does."""
-        messages, program = self.steps.step("train", [batch.inputs for batch in batches])
+        messages, program = self.steps.step("train", [batch.inputs for batch in batches], extra=extra)
         live = {batch.index: dataclasses.replace(batch, step=step) for batch in batches}
         return Step(number=step, messages=messages, program=program, micro_batches=live)
 
@@ -153,6 +156,11 @@ class SynchronousFeed:
 
     def ran(self, step: Step) -> None:
         """The step has run, and all of it is done."""
+
+    def messages(self, step: Step, extra: int) -> StepMessages:
+        """Those of ``step`` with so many more in flight than the schedule's own."""
+        inputs = [batch.inputs for batch in step.micro_batches.values()]
+        return self.steps.step("train", inputs, extra=extra)[0]
 
 
 def pairs_of(routed: Iterable[tuple[Route, ...]]) -> list[tuple[int, int]]:

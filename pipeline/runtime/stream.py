@@ -16,7 +16,13 @@ from ...stages.stage.route import Route
 from ...stages.tracing.probe import Probe
 from ..schedules.endless import StreamState, between
 from ..schedules.instruction import Op
-from ..schedules.messages import Message, MicroBatchMessages, micro_batch_messages, step_messages
+from ..schedules.messages import (
+    Message,
+    MicroBatchMessages,
+    StepMessages,
+    micro_batch_messages,
+    step_messages,
+)
 from ..schedules.verify import smallest_window
 from .batches import MicroBatch
 from .step import Step
@@ -63,7 +69,7 @@ class StreamFeed:
             _check_tied(records[0], routed[0])
         self._open_windows(routed)
 
-    def feed(self, batches: Sequence[MicroBatch], *, step: int) -> Step:
+    def feed(self, batches: Sequence[MicroBatch], *, step: int, extra: int = 0) -> Step:
         """The slice that a batch's micro-batches bring.
 
         Raises: PlanError: too few micro-batches for two versions of the weights, or a cut that would change
@@ -87,6 +93,10 @@ class StreamFeed:
     def drain(self, *, step: int) -> Step:
         """The slice that ends everything in flight."""
         return self._slice(None, first=min(self.live, default=self.fed.number), step=step)
+
+    def messages(self, step: Step, extra: int) -> StepMessages:
+        """Those of ``step``: its number in flight decides who reads which weights."""
+        return step.messages
 
     def ran(self, step: Step) -> None:
         """The slice has run: forget what it finished."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from ...compression.names import AUTO
 from ...conf.bench import BenchPipelineConfig
 from ...pipeline.run import console
 from ...pipeline.run.decide import decide
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TORCH, PENSTOCK = "torch", "penstock"
-Contestants = Sequence[tuple[str, int]]
+Contestants = Sequence[tuple[str, int | str]]
 
 
 def bench(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str]) -> None:
@@ -68,7 +69,7 @@ def races(
     reference = ("raw", config.extra_in_flight[0])
 
     def race(link: Link, sides: Contestants) -> dict[str, Any]:
-        plans = {side(*one): dataclasses.replace(plan, codec=one[0], extra_in_flight=one[1]) for one in sides}
+        plans = {side(*one): plan_of(plan, *one) for one in sides}
         told = Race(config=config, link=link, rivals=dict.fromkeys(plans, TORCH))
         return contest.raced(told, plans, folder)
 
@@ -85,7 +86,15 @@ def races(
         yield link_facts(link, _facts(measured["facts"])), [common | row for row in rows]
 
 
-def side(codec: str, extra_in_flight: int) -> str:
+def plan_of(plan: Plan, codec: str, extra_in_flight: int | str) -> Plan:
+    """``plan`` as a contestant runs it."""
+    if extra_in_flight == AUTO:
+        return dataclasses.replace(plan, codec=codec)
+    most = extra_in_flight
+    return dataclasses.replace(plan, codec=codec, extra_in_flight=most, most_extra_in_flight=most)
+
+
+def side(codec: str, extra_in_flight: int | str) -> str:
     """What a contestant is called."""
     return f"{codec}, +{extra_in_flight} in flight" if extra_in_flight else codec
 

@@ -36,6 +36,8 @@ def check_tiers(**found: str) -> None:
 class Plan:
     """What ``partition`` decides and ``Pipeline`` runs; what is decided for a stage, its ``PlanStage`` says.
 
+    ``extra_in_flight``: micro-batches in flight beyond the schedule's own, to begin with; up to
+    ``most_extra_in_flight``, where that is more, if the measured links ask for it.
     ``codec``: that of every value and gradient for which its stage names no other.
     ``weights``: which version of the weights a micro-batch sees (``POLICIES``); ``prediction``: forwards run
     with the weights as they are expected to be at the backward; ``weights_first``: in a backward a layer's
@@ -57,6 +59,7 @@ class Plan:
     input_dtypes: tuple[str, ...]
     memory: int | None
     link: float | None
+    most_extra_in_flight: int = 0
     weights: str = "latest"
     weights_first: bool = False
     prediction: bool = False
@@ -84,14 +87,15 @@ class Plan:
             prediction=self.prediction,
             num_stages=self.num_stages,
             micro_batches=self.micro_batches,
-            extra_in_flight=self.extra_in_flight,
+            extra_in_flight=max(self.extra_in_flight, self.most_extra_in_flight),
         )
         if self.micro_batches < 1:
             raise PlanError(
                 f"a step needs at least one micro-batch, found micro_batches={self.micro_batches}"
             )
         counts = [n for s in self.stages for n in dataclasses.astuple(s) if isinstance(n, int | float)]
-        counts += [self.extra_in_flight, *(size for shape in self.input_shapes for size in shape)]
+        counts += [self.extra_in_flight, self.most_extra_in_flight]
+        counts += [size for shape in self.input_shapes for size in shape]
         if (
             min(counts) < 0
             or (self.memory is not None and self.memory < 1)
@@ -213,7 +217,9 @@ def _from_version_1(data: Mapping[str, Any]) -> dict[str, Any]:
 def _title(plan: Plan) -> str:
     batches = f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
     parts = [plan.schedule, batches, f"codec {show_codec(plan.codec)}"]
-    if plan.extra_in_flight:
+    if plan.most_extra_in_flight > plan.extra_in_flight:
+        parts.insert(1, f"{plan.extra_in_flight} to {plan.most_extra_in_flight} extra in flight")
+    elif plan.extra_in_flight:
         parts.insert(1, f"{plan.extra_in_flight} extra in flight")
     for (name, way, _), codec in plan.named_codecs.items():
         parts.append(f"{name} {'down' if way == 'F' else 'up'} {show_codec(codec)}")

@@ -130,7 +130,7 @@ def test_our_table_of_flags_is_that_of_hydra():
 def test_the_defaults_are_the_published_ones():
     config = TrainConfig()
     assert (config.ranks, config.stages, config.batch_size, config.micro_batches) == (2, None, 128, 8)
-    assert (config.schedule, config.codec, config.extra_in_flight) == ("1f1b", "auto", 0)
+    assert (config.schedule, config.codec, config.extra_in_flight) == ("1f1b", "auto", "auto")
     assert (config.weights, config.prediction, config.clip.scope) == ("latest", False, "global")
     assert (config.autocast, config.loss_scale) == (None, None)
     assert config.deterministic
@@ -164,6 +164,6 @@ def test_every_option_has_its_meaning_in_the_help(schema):
     text = usage.text("command", schema)
     for line in text.splitlines():
         assert len(line) <= 120
-    for name in ("ranks=2 ", "cuts=null", "memory.device=null", "model=NAME", "extra_in_flight=0"):
+    for name in ("ranks=2 ", "cuts=null", "memory.device=null", "model=NAME", "extra_in_flight=auto"):
         assert name in text
     assert "digits, fake, fashion_mnist, image_folder, own, text" in " ".join(text.split())

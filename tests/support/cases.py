@@ -33,7 +33,7 @@ class Case:
     codec: str = "zero_value"
     optimizer: str = "sgd"
     micro_batches: int = 3
-    extra_in_flight: int = 0
+    extra_in_flight: int | str = 0
     clip: float | None = 1.0
     dtype: torch.dtype | None = None
     steps: int = 3

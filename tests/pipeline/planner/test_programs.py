@@ -6,8 +6,9 @@ import pytest
 from profiles import layer_of, profile_of
 from programs import laid, most_in_flight
 
+import penstock
 from penstock import ScheduleError, partition
-from penstock.pipeline.planner.programs import endless_programs, step_programs, waiting
+from penstock.pipeline.planner.programs import endless_programs, predicted_bytes, step_programs, waiting
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.pipeline.schedules.instruction import Op
 from penstock.pipeline.schedules.placement import layout
@@ -104,3 +105,39 @@ def test_what_the_schedule_refuses_is_refused_before_anything_is_cut():
         planned("gpipe", stages=2, extra_in_flight=1)
     with pytest.raises(ScheduleError, match="schedule=zigzag is not known"):
         planned("zigzag", stages=2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "most"),
+    [
+        ("1f1b", {}, 2),
+        ("zb_h1", {}, 2),
+        ("gpipe", {}, 0),
+        ("interleaved", {"stages": 4}, 0),
+        ("async_1f1b", {}, 0),
+        ("1f1b", {"ranks": 1}, 0),
+        ("1f1b", {"micro_batches": 3}, 1),
+        ("1f1b", {"micro_batches": 1}, 0),
+        ("1f1b", {"extra_in_flight": 1}, 1),
+        ("1f1b", {"weights": "double_buffered"}, 0),
+    ],
+    ids=str,
+)
+def test_more_may_fly_where_the_schedule_takes_them(schedule, options, most):
+    plan = planned(schedule, **{"stages": 2, "ranks": 2, "micro_batches": 8} | options)
+    assert plan.most_extra_in_flight == most
+    assert plan.extra_in_flight == options.get("extra_in_flight", 0)
+
+
+@pytest.mark.parametrize(("memory", "most"), [(2000, 0), (3200, 1), (4300, 2), (10_000, 2)])
+def test_no_more_may_fly_than_memory_holds(memory, most):
+    """Each of the first stage's micro-batches saves 1000 bytes: two in flight, three, or four, and 5 %."""
+    profile = profile_of([layer_of(f"l{i}", saved=1000 if i == 0 else 0) for i in range(2)])
+    if memory < 2100:
+        with pytest.raises(penstock.PlanError, match="raise memory"):
+            partition(profile, stages=2, memory=memory)
+        memory = 2100
+    plan = partition(profile, stages=2, memory=memory)
+    assert plan.most_extra_in_flight == most
+    assert plan.stages[0].memory_bytes == 2000
+    assert predicted_bytes(plan, [2 + most, 1]) == [1000 * (2 + most), 0]

@@ -163,9 +163,10 @@ def test_a_lossy_codec_is_called_lossy():
 
 def test_the_codecs_that_were_chosen_and_those_switched_off_are_said():
     flow = {"value": "relu", "way": "F", "source": 0, "target": 1, "bytes_raw": 9, "bytes_sent": 5}
-    turn = {"name": "by price", "predicted": 0.5, "measured": 0.512, "stayed": True}
+    turn = {"name": "by price", "extra": 0, "predicted": 0.5, "measured": 0.512, "stayed": True}
     lines = console.totals(
         summary(
+            codec="auto",
             flows=[flow | {"codec": "exponent"}, flow | {"way": "B", "codec": "raw", "bytes_raw": 8}],
             turns=[turn, turn | {"name": "raw", "measured": 0.75, "stayed": False}],
             bytes_saved_raw=2048,
@@ -178,3 +179,9 @@ def test_the_codecs_that_were_chosen_and_those_switched_off_are_said():
         "codec=auto: by price 0.512 s a step (predicted 0.500); raw 0.750 s a step (predicted 0.500), "
         "switched off" in lines
     )
+
+
+def test_what_flies_besides_is_said_for_a_codec_that_was_asked_for():
+    turn = {"name": "by price", "extra": 1, "predicted": 0.5, "measured": 0.512, "stayed": True}
+    lines = console.totals(summary(codec="raw", turns=[turn]))
+    assert "extra_in_flight=auto: by price, +1 in flight: 0.512 s a step (predicted 0.500)" in lines

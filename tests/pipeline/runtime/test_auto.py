@@ -15,7 +15,7 @@ import penstock
 from penstock.compression.choose import SAMPLE_BYTES, Cost, candidates, sample, trial
 from penstock.compression.pool import Pool
 from penstock.pipeline.ranks.world import World
-from penstock.pipeline.runtime.auto import ROUNDS, START, TRIALS, Auto, policy_named
+from penstock.pipeline.runtime.auto import ROUNDS, START, TRIALS, Auto, Setting, policy_named
 from penstock.pipeline.runtime.policy import Fixed
 from penstock.pipeline.schedules.messages import Flow
 from penstock.pipeline.schedules.prices import MASKED, Prices, choose, predict
@@ -83,7 +83,7 @@ def test_in_one_process_nothing_overlaps_and_nothing_pays():
 def deciding(contenders):
     auto = Auto(World.alone(), deadline=1.0)
     auto.number = 10
-    auto.contenders = {str(i): choice for i, choice in enumerate(contenders)}
+    auto.contenders = {str(i): Setting(choice) for i, choice in enumerate(contenders)}
     auto.predictions = [1.0] * len(contenders)
     auto.seconds = [[] for _ in contenders]
     return auto
@@ -96,8 +96,8 @@ def test_the_first_contender_stays_unless_another_is_clearly_faster(other, stays
     for _ in range(ROUNDS):
         for seconds, codec in ((1.0, "exponent"), (other, "raw")):
             assert auto.codec(DOWN) == codec, "they take turns"
-            auto.end(two_ranks(8), [], seconds)
-    assert auto.chosen == contenders[stays]
+            auto.end(lambda extra: two_ranks(8), [], seconds)
+    assert auto.chosen == Setting(contenders[stays])
     assert [turn.stayed for turn in auto.turns] == [i == stays for i in range(2)]
     assert [turn.measured for turn in auto.turns] == [1.0, other]
 
@@ -170,7 +170,7 @@ def decided_on_a_rank(case, plan_path):
     assert isinstance(pipe.policy, Auto)
     assert pipe.policy.chosen is not None
     assert pipe.policy.rates is not None
-    chosen = [[*flow, codec] for flow, codec in sorted(pipe.policy.chosen.items())]
+    chosen = [[*flow, codec] for flow, codec in sorted(pipe.policy.chosen.codecs.items())]
     return chosen, pipe.policy.rates, START
 
 
@@ -183,3 +183,83 @@ def test_all_ranks_choose_the_same_at_the_speed_of_their_links(ranks, tmp_path):
     assert all(other == chosen for other, _, _ in others)
     assert set(rates) == {(0, 1), (1, 0), (1, 2), (2, 1)}
     assert all(rate > 1e6 for rate in rates.values())
+
+
+def contending(made_prices, *, codec, parallel_extra=(0, 2)):
+    """The settings that these prices let run, in a world of which nothing else is known."""
+    auto = Auto(World.alone(), codec=codec, extra=parallel_extra, deadline=1.0)
+    auto._prices = lambda messages: made_prices
+    auto._contend(lambda extra: two_ranks(8, extra_in_flight=extra))
+    return auto.contenders
+
+
+@pytest.mark.parametrize("codec", ["raw", "auto"])
+def test_more_fly_where_the_link_asks_for_it(codec):
+    """A frame takes as long as a forward: with one more in flight the second rank never waits for it."""
+    packed = {"zero_value": (100.0, 0.1, 0.1)}
+    found = contending(prices(100.0, masked=packed, **packed), codec=codec)
+    assert found["by price"].extra > 0
+    assert set(found["by price"].codecs.values()) == {"raw"}
+    assert found["as planned"].extra == 0
+    by_hand = {extra: predict(two_ranks(8, extra_in_flight=extra), prices(100.0), {}) for extra in range(3)}
+    assert by_hand[found["by price"].extra] < 0.97 * by_hand[0]
+
+
+@pytest.mark.parametrize("codec", ["raw", "auto"])
+def test_on_a_fast_link_nothing_more_flies(codec):
+    assert {setting.extra for setting in contending(prices(1e9), codec=codec).values()} == {0}
+
+
+def test_a_codec_that_was_asked_for_is_the_only_one():
+    table = {"zero_value": (50.0, 0.1, 0.1), "byte_plane": (40.0, 0.0, 0.0)}
+    found = contending(prices(100.0, **table), codec="zero_value")
+    assert {codec.removeprefix(MASKED) for one in found.values() for codec in one.codecs.values()} == {
+        "zero_value"
+    }
+
+
+def test_more_in_flight_are_found_only_among_ranks():
+    assert isinstance(policy_named("raw", extra=(0, 2), world=World.alone(), deadline=1.0), Fixed)
+    assert policy_named("auto", extra=(1, 2), world=World.alone(), deadline=1.0).extra == 1
+
+
+def flown_on_a_rank(case, plan_path):
+    model, batches = build(case.model, case.dtype, 3)
+    pipe = pipeline_of(case, penstock.Plan.load(plan_path), model)
+    if isinstance(pipe.policy, Auto):
+        measured = pipe.policy._prices
+
+        def on_a_slow_link(messages):
+            """A value takes as long as the first stage computes, whatever it is packed with."""
+            found = measured(messages)
+            costs = {flow: dict.fromkeys(table, Cost(100.0, 0.0, 0.0)) for flow, table in found.costs.items()}
+            return dataclasses.replace(found, costs=costs, work=WORK, rates={(0, 1): 100.0, (1, 0): 100.0})
+
+        pipe.policy._prices = on_a_slow_link
+    flew, live = [], []
+    for step in range(TRIALS[-1] + 2 + 3 * ROUNDS):
+        flew.append(pipe.policy.extra)
+        live.append(pipe.step(*batches[step % 3]).stages[0].live_micro_batches)
+    return flew, live, pipe.policy.settled, pipe.state_dict()["model"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("codec", ["zero_value", "auto"])
+def test_what_flies_changes_while_it_trains_and_no_bit_does(ranks, tmp_path, codec):
+    case = Case(model="mlp", cuts=["_1"], codec=codec, micro_batches=4, extra_in_flight="auto")
+    plan, _ = plan_of(case)
+    assert (plan.extra_in_flight, plan.most_extra_in_flight) == (0, 2)
+    plan.save(tmp_path / "auto.json")
+    fixed = dataclasses.replace(plan, most_extra_in_flight=0, codec="zero_value")
+    fixed.save(tmp_path / "fixed.json")
+    (_, still, _, expected), *_ = ranks.run(flown_on_a_rank, case, str(tmp_path / "fixed.json"), ranks=2)
+    (flew, live, settled, found), (other, *_) = ranks.run(
+        flown_on_a_rank, case, str(tmp_path / "auto.json"), ranks=2
+    )
+    assert flew == other, "all ranks run the same programs"
+    assert set(still) == {2}
+    assert flew[0] == 0
+    assert max(flew) > 0, "a link that takes as long as the layers asks for more"
+    assert live == [2 + extra for extra in flew]
+    assert settled
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
