@@ -20,11 +20,10 @@ from penstock.compression.raw import Raw
 from penstock.conf.bench_codecs import BenchCodecsConfig
 from penstock.pipeline.run import build
 from penstock.pipeline.run.train import loss
-from penstock.scripts.bench import codecs_shown, codecs_sides, codecs_subjects
-from penstock.scripts.bench.codecs_bench import bench_codecs, call_overhead
+from penstock.scripts.bench import codecs_bench, codecs_sides, codecs_subjects
+from penstock.scripts.bench.codecs_bench import bench_codecs, call_overhead, call_table, shown
 from penstock.scripts.bench.codecs_bounds import bound, entropy, words_of
 from penstock.scripts.bench.codecs_peers import PEERS, missing, peers
-from penstock.scripts.bench.codecs_shown import call_table, shown
 from penstock.scripts.bench.codecs_subjects import Subject, subjects, trained
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
@@ -93,7 +92,9 @@ def test_every_codec_runs_on_every_instruction_set(isa):
         for name in CODECS:
             if codecs_sides.applies(name, subject):
                 side = bench.ours(name)
-                assert side.num_bytes == encode(subject.tensor, name, mask=subject.mask).numel() - 64
+                assert side.facts["ratio"] == subject.tensor.nbytes / (
+                    encode(subject.tensor, name, mask=subject.mask).numel() - 64
+                )
                 assert {"pack", "unpack"} <= side.routes.keys()
                 for route in side.routes.values():
                     route()
@@ -180,11 +181,11 @@ def test_rows_say_what_was_measured_and_fit_the_page():
     assert "…" not in text
     assert "zero_value+byte_plane → byte_plane" in text
     panels = [
-        axes for axes in codecs_shown.figure({"rows": list(chain.from_iterable(tensors))}).axes if axes.axison
+        axes for axes in codecs_bench.figure({"rows": list(chain.from_iterable(tensors))}).axes if axes.axison
     ]
     assert [axes.get_title(loc="left") for axes in panels] == ["synthetic", "masks"]
     five = [dict(tensors[0][0], **{"class": kind}) for kind in "abcde"]
-    assert [axes.axison for axes in codecs_shown.figure({"rows": five}).axes] == [True] * 5 + [False]
+    assert [axes.axison for axes in codecs_bench.figure({"rows": five}).axes] == [True] * 5 + [False]
     assert all(axes.get_xlabel() and axes.get_ylabel() for axes in panels)
 
 

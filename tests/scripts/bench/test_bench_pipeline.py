@@ -324,7 +324,7 @@ def test_the_wire_ratio_is_that_of_the_slower_direction():
 
 
 def test_the_table_shows_every_row_and_says_what_was_not_shaped():
-    console = Console(width=contest.WIDTH)
+    console = Console(width=harness.WIDTH)
     with console.capture() as said:
         console.print(link_race.shown(results()))
     lines = said.get().splitlines()
