@@ -129,7 +129,7 @@ class Bench:
         inner, outer = (self.codecs.get(codec.partition("+")[2]) for codec in (name, header.codec))
 
         def pack() -> Any:
-            bitmap = bitmap_of(mask, zero_value)
+            bitmap = None if mask is None else bitmap_of(mask, zero_value)
             assert bitmap is not None, "a mask that was used has a bitmap"
             return pack_masked(words, bitmap, out, zero_value, inner)
 

@@ -170,8 +170,8 @@ def race_rank(folder: Path) -> None:
     race = Race.load(folder / "race.json")
     config, link = race.config, race.link
     facts: dict[str, Any] = {} if link.rate is None else {"offload": switch_off(link.device)}
-    init(deadline=config.deadline)
-    facts["rate_measured"] = measured_rate(link)
+    world = init(deadline=config.deadline)
+    facts["rate_measured"] = measured_rate(world, deadline=config.deadline)
     facts["congestion_control"] = _CONGESTION.read_text().strip() if _CONGESTION.exists() else "unknown"
     samples = prepare(config.job())
 
@@ -194,9 +194,9 @@ def race_rank(folder: Path) -> None:
     if race.instructions:
         options: Any = {"micro_batches": config.micro_batches, "repeats": config.repeats}
         facts["overhead"] = [instruction_cost(stages=config.ranks, **options)]
-    if World.default().rank == 0:
+    if world.rank == 0:
         save_json(folder / "measured.json", {"facts": facts, "runs": found})
-    World.default().close()
+    world.close()
 
 
 def sides_of(race: Race, folder: Path, model: Any, batches: Batches) -> dict[str, Any]:

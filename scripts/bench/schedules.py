@@ -54,7 +54,8 @@ def bench(config: BenchPipelineConfig, record: Record) -> None:
     streams = [name for name in plans if ENTRANTS[name].stream]
     told = Race(config=config, link=link, rivals=turns, streams=streams, instructions=True)
     found = contest.raced(told, plans, record.folder)
-    facts, options = found["facts"], {"micro_batches": config.micro_batches, "repeats": config.repeats}
+    facts = found["facts"]
+    options: dict[str, Any] = {"micro_batches": config.micro_batches, "repeats": config.repeats}
     facts["first_losses"] = {name: loss for name, loss in facts["first_losses"].items() if name in plans}
     costs = [instruction_cost(stages=STAGES_OF_COST, **options), *facts.pop("overhead")]
     rows = [row_of(name, run, config.batch_size) for name, run in found["runs"].items()]
@@ -105,9 +106,11 @@ def figure(results: Mapping[str, Any]) -> Figure:
     made, (above, below) = picture.panels(2, size=size, columns=1, sharex=True, height_ratios=(3, 2))
     kinds = [(THEIRS, GREY) if row["rival_class"] else (PLAIN, COLOURS[4]) for row in rows]
     labels = ["_" if kind in kinds[:i] else kind[0] for i, kind in enumerate(kinds)]
-    ours = Bars("penstock", COLOURS[0], *([row[key] for row in rows] for key in SPEEDS))
-    fills = [fill for _, fill in kinds]
-    theirs = Bars(labels, fills, *([row[f"rival_{key}"] for row in rows] for key in SPEEDS))
+    (heights, runs), (others, their_runs) = (
+        [[row[who + key] for row in rows] for key in SPEEDS] for who in ("", "rival_")
+    )
+    ours = Bars("penstock", COLOURS[0], heights, runs)
+    theirs = Bars(labels, [fill for _, fill in kinds], others, their_runs)
     picture.bars(above, list(map(_label, rows)), [ours, theirs], form=picture.speed)
     picture.name(above, title(results), y=picture.SPEED)
     _dots(below, rows)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from importlib import resources
+from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 Batch = Mapping[str, torch.Tensor]
@@ -32,6 +35,12 @@ class Network:
         return f"{self.library}/{self.name}"
 
 
+def given(batch: Batch) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
+    """What a model is called with: copies, by name, or by position where the one input is called x."""
+    copies = {name: x.clone() for name, x in batch.items()}
+    return tuple(copies.values()) if tuple(batch) == ("x",) else copies
+
+
 def normal(seed: int, *shape: int) -> torch.Tensor:
     """Normal numbers, the same for one seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -40,3 +49,10 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 def tokens(seed: int, *shape: int, most: int = 97) -> torch.Tensor:
     """Tokens from 3 up to ``most``, so that none is a padding."""
     return torch.randint(3, most, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def table() -> dict[str, Any]:
+    """What ``networks.yaml`` lists."""
+    file = resources.files(__package__ or "") / "networks.yaml"
+    found: Any = OmegaConf.to_container(OmegaConf.load(str(file)))
+    return found
