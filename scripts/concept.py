@@ -97,10 +97,8 @@ def _box(axes: Axes, x: float, y: float, width: float, height: float, *, face: s
     axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, fc=face, ec=LINE, ls=edge))
 
 
-def _text(
-    axes: Axes, x: float, y: float, text: str, *, side: Any = "center", colour: str = LINE, **style: Any
-) -> None:
-    axes.text(x, y, text, ha=side, va="center", fontsize=12, color=colour, **style)
+def _text(axes: Axes, x: float, y: float, text: str, *, side: str = "center", **style: Any) -> None:
+    axes.text(x, y, text, **{"ha": side, "va": "center", "fontsize": 12, "color": LINE} | style)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Subset
 
 from ...conf.convergence import BenchConvergenceConfig
-from ...pipeline.pipeline import Pipeline
 from ...pipeline.run import build
 from ...pipeline.run.decide import decide, prepare
-from ...pipeline.run.run_length import training_batches
-from ...pipeline.run.train import evaluate, loss
+from ...pipeline.run.run_length import count_updates, training_batches
+from ...pipeline.run.train import assemble, evaluate
 from . import picture
 from .contestants import POLICIES
 from .harness import Record
@@ -81,22 +80,15 @@ def train_one(config: BenchConvergenceConfig, run: tuple[str, str, int]) -> dict
     (name, policy, seed), num_steps = run, config.steps(run[0])
     chosen = POLICIES[policy]
     job = config.job(name, schedule=chosen.schedule, seed=seed)
+    job.epochs = num_steps  # as many as it takes
+    # Where every micro-batch is an update, each changes the weights by as much less.
+    job.optimizer["lr"] *= (config.async_lr or 1 / config.micro_batches) if chosen.each else 1.0
     samples = prepare(job)
     plan = dataclasses.replace(decide(job, samples), weights=chosen.weights, prediction=chosen.prediction)
-    # An update for every micro-batch: as many more of them, each by as much less.
-    updates = num_steps * (config.micro_batches if chosen.each else 1)
-    factor = (config.async_lr or 1 / config.micro_batches) if chosen.each else 1.0
-    options = job.optimizer | {"lr": job.optimizer["lr"] * factor}
-    pipe = Pipeline(
-        build.model(job.model, describe=samples.describe, seed=seed),
-        plan,
-        loss=loss,
-        seed=seed,
-        optimizer=build.optimizer(options),
-        scheduler=build.scheduler(job.scheduler, num_steps=updates),
-    )
+    pipe = assemble(job, plan, samples, build.model(job.model, describe=samples.describe, seed=seed))
     facts = {"schedule": chosen.schedule, "weights": chosen.weights, "prediction": chosen.prediction}
-    facts |= {"set": name, "policy": policy, "seed": seed, "lr": options["lr"], "updates": updates}
+    facts |= {"set": name, "policy": policy, "seed": seed, "lr": job.optimizer["lr"]}
+    facts["updates"] = count_updates(job, samples)
     # A test costs as much as some steps of training: only the first samples.
     first: Any = Subset(samples.test, range(min(config.test_samples, len(samples.test))))  # type: ignore[arg-type]
     tested = dataclasses.replace(samples, test=first)
