@@ -24,7 +24,7 @@ from penstock.scripts.bench import codecs_bench, codecs_sides, codecs_subjects
 from penstock.scripts.bench.codecs_bench import bench_codecs, call_overhead, call_table, shown
 from penstock.scripts.bench.codecs_bounds import bound, entropy, words_of
 from penstock.scripts.bench.codecs_peers import PEERS, missing, peers
-from penstock.scripts.bench.codecs_subjects import Subject, subjects, trained
+from penstock.scripts.bench.codecs_subjects import Subject, captured, subjects, trained
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 
@@ -148,6 +148,16 @@ def test_classes_hold_what_they_are_called():
     random = found[0].tensor
     assert random.nbytes == 16 << 10
     assert float((random != 0).float().mean()) == pytest.approx(0.25, abs=0.02)
+
+
+def test_what_crosses_the_cuts_of_a_job_is_what_the_plain_loop_has():
+    data = {"_target_": "penstock.pipeline.samples.digits.load", "size": 8}
+    model = {"_target_": "penstock.pipeline.models.mlp", "hidden": [32]}
+    options = {"cuts": ["_2"], "ranks": 1, "threads": 1, "batch_size": 16, "micro_batches": 1}
+    config = job(model=model, data=data, deterministic=False, **options)
+    kept, plain = captured(config), trained(config, build.samples(data), model, ["2"], 16)
+    assert list(kept) == ["_2 activation", "_2 gradient"]
+    assert all(torch.equal(kept[f"_{name}"], tensor) for name, tensor in plain.items())
 
 
 def test_gradients_behind_a_relu_come_with_its_mask(monkeypatch):
