@@ -7,14 +7,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from ...compression.errors import PenstockError
-from ...pipeline.ranks.links import measured_rates
 from ...pipeline.ranks.world import World
+from .harness import timed
+from .shaped_links import Link
 
 TOLERANCE, TOLERANCE_RANDOM = 1e-3, 0.2
 """How far the first losses of two sides may lie apart, relatively; dropout draws other numbers."""
+
+_PROBE_SECONDS, _LEAST_BYTES, _MOST_BYTES = 0.5, 1 << 20, 1 << 25
 
 
 def refuse_other_losses(found: Mapping[str, float], *, random: bool) -> None:
@@ -32,11 +36,23 @@ def refuse_other_losses(found: Mapping[str, float], *, random: bool) -> None:
             )
 
 
-def measured_rate(world: World, *, deadline: float) -> float | None:
-    """Bits per second that two ranks really get through their link, the slower way; None with more ranks."""
+def measured_rate(world: World, link: Link) -> float | None:
+    """Bits per second that two ranks really get through the link, both ways at once; None with more ranks."""
     if world.size != 2:
         return None
-    return 8 * min(measured_rates(world, [(0, 1), (1, 0)], deadline=deadline).values())
+    wanted = int(link.rate / 8 * _PROBE_SECONDS) if link.rate else _MOST_BYTES
+    num_bytes = min(max(wanted, _LEAST_BYTES), _MOST_BYTES)
+    ours, theirs = torch.zeros(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+
+    def pass_both_ways() -> None:
+        transfers = world.irecv(theirs, 1 - world.rank, tag=0), world.isend(ours, 1 - world.rank, tag=0)
+        for transfer in transfers:
+            transfer.wait()
+        world.barrier()
+
+    probe = timed(pass_both_ways, 1)
+    probe()  # the first one also opens the connection and its window
+    return 8 * num_bytes / probe()
 
 
 def is_random(model: nn.Module) -> bool:

@@ -171,7 +171,7 @@ def race_rank(folder: Path) -> None:
     config, link = race.config, race.link
     facts: dict[str, Any] = {} if link.rate is None else {"offload": switch_off(link.device)}
     world = init(deadline=config.deadline)
-    facts["rate_measured"] = measured_rate(world, deadline=config.deadline)
+    facts["rate_measured"] = measured_rate(world, link)
     facts["congestion_control"] = _CONGESTION.read_text().strip() if _CONGESTION.exists() else "unknown"
     samples = prepare(config.job())
 
