@@ -9,13 +9,13 @@ Source: Narayanan et al., PipeDream, SOSP 2019, section 5.2; PipeDream-2BW, ICML
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import multiprocessing
 import signal
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Subset
@@ -69,10 +69,16 @@ def train_all(
              ``seconds``, and lists of one length: ``samples`` (seen so far), ``accuracy`` (0 to 1), ``loss``.
     Raises:  PenstockError: a run failed.
     """
-    silently = signal.SIGINT, signal.SIG_DFL  # ended by Ctrl-C
-    # A pool that is left terminates its processes, whatever was raised.
-    with multiprocessing.get_context("spawn").Pool(config.processes, signal.signal, silently) as pool:
-        yield from pool.imap_unordered(functools.partial(train_one, config), runs)
+    spawn = multiprocessing.get_context("spawn")
+    silently = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}  # by Ctrl-C
+    with ProcessPoolExecutor(config.processes, mp_context=spawn, **silently) as pool:
+        try:
+            for future in as_completed([pool.submit(train_one, config, run) for run in runs]):
+                yield future.result()
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.terminate()  # the pool would wait until they have trained
+            raise
 
 
 def train_one(config: BenchConvergenceConfig, run: tuple[str, str, int]) -> dict[str, Any]:

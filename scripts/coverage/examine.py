@@ -38,8 +38,7 @@ def examine(network: Network, *, trace_only: bool = False) -> Row:
     traced."""
     torch.manual_seed(0)
     model = network.make().train()
-    row: Row = {"name": network.full_name, "note": network.note}
-    row["parameters"] = sum(p.numel() for p in model.parameters())
+    row: Row = {"name": network.full_name, "parameters": sum(p.numel() for p in model.parameters())}
     try:
         _examine(row, network, model, trace_only)
     except PenstockError as error:

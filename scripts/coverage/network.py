@@ -19,14 +19,12 @@ class Network:
     """``make()`` builds it, with random weights; ``batch(n)`` is n samples by name, one that is called x by
     position.
 
-    ``note`` says what was made smaller than its authors have it; ``skip`` why it is not tried here, "" if it
-    is."""
+    ``skip`` says why it is not tried here, "" if it is."""
 
     name: str
     library: str
     make: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
-    note: str = ""
     skip: str = ""
 
     @property
