@@ -60,7 +60,7 @@ def written(rows: Sequence[Row], command: str) -> str:
 
 def _preface(command: str) -> str:
     found = circumstances(())
-    cpu = found["hardware"]["cpu"]
+    processor, *_ = found["hardware"].values()
     versions = [f"{name} {_version(name)}" for name in ("torch", "torchvision", "timm", "transformers")]
     return (
         "Each network, with small inputs and random weights, is recorded, measured, cut into three "
@@ -72,7 +72,7 @@ def _preface(command: str) -> str:
         "those of a busy machine.\n\n"
         "What is not in the table has not been run.\n\n"
         f"`python -m penstock.scripts.coverage {command}`; {', '.join(versions)}; Python "
-        f"{found['versions']['python']}; {cpu}, one thread, float32; {datetime.date.today()}."
+        f"{found['versions']['python']}; {processor}, one thread, float32; {datetime.date.today()}."
     )
 
 
