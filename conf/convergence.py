@@ -80,7 +80,7 @@ class BenchConvergenceConfig:
         return TrainConfig(
             model=self.model,
             data=getattr(self, name),
-            optimizer=self.optimizer,
+            optimizer=dict(self.optimizer),
             scheduler=self.scheduler,
             ranks=1,  # all stages live in one process here: no bit depends on where they do
             cuts=self.cuts,

@@ -44,17 +44,17 @@ def run(
     Returns: the exit code; with --multirun a run that is refused does not keep the others from running.
     Raises:  ConfigError: an option is unknown or does not fit.
     """
-    typed = flags.read(command or name, arguments, schema)
+    command = command or name
+    typed = flags.read(command, arguments, schema)
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
     OmegaConf.register_new_resolver("pid", os.getpid, replace=True)  # makes the folder's name unique
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where model._target_=my.Net usually lies
-    asked = shlex.join(["penstock", *(command or name).split(), *arguments])
+    asked = shlex.join(["penstock", *command.split(), *arguments])
     arguments = overrides.with_own_groups(arguments)
     typed = dataclasses.replace(typed, options=overrides.with_own_groups(typed.options))
-    if not flags.ELSEWHERE & typed.flags.keys():
-        _try(name, schema, typed, early)
-    codes = [0]
+    sweep = None if flags.ELSEWHERE & typed.flags.keys() else _try(name, schema, typed, early)
+    codes, before = [0], sys.argv
 
     @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIGURATION}", config_name=name)
     def application(config: DictConfig) -> None:
@@ -74,8 +74,7 @@ def run(
             stop.add_note(stopping.kept(folder, command=asked))
             raise
 
-    sweep, before = _sweep(name, typed), sys.argv
-    sys.argv = [f"penstock {command or name}", *arguments]
+    sys.argv = [f"penstock {command}", *arguments]
     try:
         with sweep.claim() if sweep else contextlib.nullcontext():
             application()
@@ -118,32 +117,27 @@ def _check_names(made: Any, prefix: str = "") -> None:
             _check_names(value, prefix=f"{prefix}{name}.")
 
 
-def _sweep(name: str, typed: flags.Typed) -> RunFolder | None:
-    """Return the folder of all runs of --multirun; None without it."""
-    if "--multirun" not in typed.flags:
-        return None
-    own = [option for option in typed.options if option.startswith("hydra.")]
-    with _composing(name, typed) as composed:
-        return RunFolder(path=Path(composed(own).hydra.sweep.dir))
+def _try(name: str, schema: type[Any], typed: flags.Typed, early: Check) -> RunFolder | None:
+    """Refuse wrong options and an impossible run folder before Hydra makes anything.
 
-
-def _try(name: str, schema: type[Any], typed: flags.Typed, early: Check) -> None:
-    """Refuse wrong options and an impossible run folder before Hydra makes anything."""
+    Returns: the folder of all runs of --multirun; None without it.
+    """
     with _composing(name, typed) as composed:
         if "--multirun" in typed.flags:
             for options in overrides.one_by_one(typed.options):
                 composed(options)
-            return
+            own = [option for option in typed.options if option.startswith("hydra.")]
+            return RunFolder(path=Path(composed(own).hydra.sweep.dir))
         config = composed(typed.options)
         _check_hydra(typed.options, composed([]))
     folder = Path(config.hydra.run.dir)
     with open_dict(config):
         del config["hydra"]
-    if "--cfg" in typed.flags:
-        return
-    early(checked(config, schema), typed.options)
-    with RunFolder(path=folder).claim():
-        pass  # and is gone again, if this made it
+    if "--cfg" not in typed.flags:
+        early(checked(config, schema), typed.options)
+        with RunFolder(path=folder).claim():
+            pass  # and is gone again, if this made it
+    return None
 
 
 def _check_hydra(options: Sequence[str], known: DictConfig) -> None:
@@ -161,13 +155,12 @@ def _composing(name: str, typed: flags.Typed) -> Iterator[Callable[[list[str]], 
     name, where = typed.flags.get("--config-name", name), []
     begin, home = hydra.initialize_config_module, CONFIGURATION
     if folder := typed.flags.get("--config-dir"):
-        if not Path(folder).is_dir():
-            raise ConfigError(f"--config-dir {folder} is no folder; name the one with your configurations")
         path = Path(folder).absolute()
+        if not path.is_dir():
+            raise ConfigError(f"--config-dir {folder} is no folder; name the one with your configurations")
         where = [f"hydra.searchpath=[{json.dumps(f'file://{path}')}]"]
-        if (
-            path / f"{name.removesuffix('.yaml')}.yaml"
-        ).is_file():  # which is looked up in the first place only
+        # A configuration is looked up in the first place only.
+        if (path / f"{name.removesuffix('.yaml')}.yaml").is_file():
             where = [f"hydra.searchpath=[pkg://{CONFIGURATION}]"]
             begin, home = hydra.initialize_config_dir, str(path)
 

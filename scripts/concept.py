@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from ..pipeline.run.timeline import COLOURS, INK, WAITING
-from ..pipeline.schedules.instruction import Instruction, Op
+from ..pipeline.schedules.instruction import Op
 from ..pipeline.schedules.one_f_one_b import one_f_one_b
 from ..pipeline.schedules.simulate import outline, simulate
-from ..pipeline.schedules.span import Span
 from ..stages.files import save_picture
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 SIZE = 10.0, 5.3  # inches
 LINE, GREY, RANK = "#404040", "#5B6470", "#EEF1F4"
@@ -40,11 +39,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def figure() -> Figure:
     """The cut network above, its step below; one unit of the axes is one inch."""
-    from matplotlib.figure import Figure
-
-    made = Figure(
-        figsize=SIZE, facecolor="white"
-    )  # dark text: on a dark page the picture keeps its own ground
+    # Dark text: on a dark page the picture keeps its own ground.
+    made = Figure(figsize=SIZE, facecolor="white")
     axes = made.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, SIZE[0]), ylim=(0, SIZE[1]))
     axes.axis("off")
@@ -52,13 +48,8 @@ def figure() -> Figure:
     _draw_stage(axes, 1, left=6.65)
     _draw_frame(axes, "activations", "F", y=4.12, start=3.45, end=6.55)
     _draw_frame(axes, "gradients", "B", y=3.15, start=6.55, end=3.45)
-    _text(
-        axes,
-        5.0,
-        4.96,
-        "all that crosses is packed, bit for bit\n(dashed: its size before)",
-        colour=GREY,
-    )
+    packed = "all that crosses is packed, bit for bit\n(dashed: its size before)"
+    _text(axes, 5.0, 4.96, packed, color=GREY)
     _draw_step(axes)
     return made
 
@@ -77,70 +68,37 @@ def _draw_frame(axes: Axes, what: str, op: str, *, y: float, start: float, end: 
     axes.annotate("", xy=(end, y), xytext=(start, y), arrowprops=style)
     _box(axes, 3.95, y - 0.37, 2.1, 0.74, face="white", edge="--")
     _box(axes, 4.3, y - 0.26, 1.4, 0.52, face=COLOURS[op])
-    _text(axes, 5.0, y, what, colour=INK[op])
+    _text(axes, 5.0, y, what, color=INK[op])
 
 
 def _draw_step(axes: Axes) -> None:
-    programs = one_f_one_b([[0], [1]], NUM_MICRO_BATCHES)
-
-    def seconds(instruction: Instruction) -> float:
-        return SECONDS[instruction.op]
-
-    simulation = simulate(outline(programs), work=seconds, transfer=lambda message: 0.0)
+    programs = outline(one_f_one_b([[0], [1]], NUM_MICRO_BATCHES))
+    simulation = simulate(programs, work=lambda one: SECONDS[one.op], transfer=lambda message: 0.0)
     inches = (RIGHT - LEFT) / simulation.seconds
-    _text(
-        axes,
-        LEFT,
-        2.2,
-        "one batch as four micro-batches: both ranks work at the same time (1F1B)",
-        side="left",
-    )
-    for rank in range(2):
-        bottom = 1.4 - 0.66 * rank
+    heading = "one batch as four micro-batches: both ranks work at the same time (1F1B)"
+    _text(axes, LEFT, 2.2, heading, side="left")
+    bottoms = 1.4, 0.74
+    for rank, bottom in enumerate(bottoms):
         _text(axes, 0.25, bottom + ROW / 2, f"rank {rank}", side="left", weight="bold")
-        axes.add_patch(_rectangle(LEFT, bottom, RIGHT - LEFT, ROW, **WAITING))
-        for span in simulation.spans:
-            if span.rank == rank:
-                _draw_span(axes, span, bottom=bottom, inches=inches)
-    _text(axes, LEFT, 0.35, "F forward, B backward of a micro-batch; hatched: waiting, the bubble",
-          side="left", colour=GREY)  # fmt: skip
+        axes.add_patch(Rectangle((LEFT, bottom), RIGHT - LEFT, ROW, **WAITING))
+    for span in simulation.spans:
+        left, width = LEFT + inches * (span.start + span.waiting), inches * span.computing
+        style = {"facecolor": COLOURS[span.op], "edgecolor": "white", "linewidth": 1.5}
+        axes.add_patch(Rectangle((left, bottoms[span.rank]), width, ROW, **style))
+        _text(axes, left + width / 2, bottoms[span.rank] + ROW / 2, span.name[1:], color=INK[span.op])
+    key = "F forward, B backward of a micro-batch; hatched: waiting, the bubble"
+    _text(axes, LEFT, 0.35, key, side="left", color=GREY)
     axes.annotate("", xy=(RIGHT, 0.35), xytext=(8.95, 0.35), arrowprops={"arrowstyle": "->", "color": GREY})
-    _text(axes, 8.85, 0.35, "time", side="right", colour=GREY)
+    _text(axes, 8.85, 0.35, "time", side="right", color=GREY)
 
 
-def _draw_span(axes: Axes, span: Span, *, bottom: float, inches: float) -> None:
-    left, width = LEFT + inches * (span.start + span.waiting), inches * span.computing
-    box = _rectangle(left, bottom, width, ROW, facecolor=COLOURS[span.op], edgecolor="white", linewidth=1.5)
-    axes.add_patch(box)
-    _text(axes, left + width / 2, bottom + ROW / 2, span.name[1:], colour=INK[span.op])
-
-
-def _box(
-    axes: Axes, left: float, bottom: float, width: float, height: float, *, face: str, edge: str = "-"
-) -> None:
-    from matplotlib.patches import FancyBboxPatch
-
+def _box(axes: Axes, x: float, y: float, width: float, height: float, *, face: str, edge: str = "-") -> None:
     shape = "round,pad=0,rounding_size=0.08"
-    axes.add_patch(FancyBboxPatch((left, bottom), width, height, boxstyle=shape, fc=face, ec=LINE, ls=edge))
+    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, fc=face, ec=LINE, ls=edge))
 
 
-def _rectangle(left: float, bottom: float, width: float, height: float, **style: object):
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((left, bottom), width, height, **style)  # type: ignore[arg-type]
-
-
-def _text(
-    axes: Axes,
-    x: float,
-    y: float,
-    text: str,
-    *,
-    side: str = "center",
-    weight: str = "normal",
-    colour: str = LINE,
-) -> None:
-    axes.text(x, y, text, ha=side, va="center", fontsize=12, fontweight=weight, color=colour)
+def _text(axes: Axes, x: float, y: float, text: str, *, side: str = "center", **style: Any) -> None:
+    axes.text(x, y, text, **{"ha": side, "va": "center", "fontsize": 12, "color": LINE} | style)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Collection
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,40 +29,32 @@ def peers(asked: Collection[str]) -> list[Peer]:
     import lz4.block
     import zstandard
 
+    def lz4_pack(octets: np.ndarray) -> bytes:
+        return lz4.block.compress(octets, store_size=False)
+
+    def lz4_unpack(packed: bytes, num_bytes: int) -> bytes:
+        return lz4.block.decompress(packed, uncompressed_size=num_bytes)
+
     pack, unpack = zstandard.ZstdCompressor(level=1).compress, zstandard.ZstdDecompressor().decompress
-    found = [
-        Peer(
-            "lz4",
-            lambda octets: lz4.block.compress(octets, store_size=False),
-            lambda packed, num_bytes: lz4.block.decompress(packed, uncompressed_size=num_bytes),
-        ),
-        Peer("zstd_1", lambda octets: pack(octets.data), lambda packed, _: unpack(packed)),
-    ]
-    return [peer for peer in (*found, *_blosc()) if peer.name in asked]
+    zstd = Peer("zstd_1", lambda octets: pack(octets.data), lambda packed, _: unpack(packed))
+    blosc = [] if missing() else _blosc()
+    return [peer for peer in (Peer("lz4", lz4_pack, lz4_unpack), zstd, *blosc) if peer.name in asked]
 
 
-def missing() -> str:
-    """One sentence on rows that are left out, or nothing."""
-    return (
-        "" if _blosc() else "Rows of blosc2 are left out: it is not installed; pip install blosc2 adds them."
-    )
+def missing() -> list[str]:
+    """One sentence on rows that are left out, if there are any."""
+    told = "Rows of blosc2 are left out: it is not installed; pip install blosc2 adds them."
+    return [] if find_spec("blosc2") else [told]  # not among the requirements
 
 
 def versions() -> dict[str, str]:
     """Releases of the packages that are installed."""
-    found = {}
-    for name in ("lz4", "zstandard", "blosc2"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    return {name: version(name) for name in ("lz4", "zstandard", "blosc2") if find_spec(name)}
 
 
 def _blosc() -> list[Peer]:
     """With lz4 behind the shuffle, as blosc2's users choose it for speed."""
-    try:
-        blosc2 = importlib.import_module("blosc2")  # not among the requirements
-    except ImportError:
-        return []
+    blosc2 = importlib.import_module("blosc2")
     blosc2.set_nthreads(1)
 
     def peer(name: str, kind: Any) -> Peer:

@@ -18,7 +18,7 @@ from ...compression.geometry import Words
 from ...compression.kernels import cpu
 from ...compression.masked import bitmap_for, bitmap_of, has_bitmap, pack_masked, unpack_masked
 from ...compression.pool import Pool
-from ...compression.raw import Codec, Packed
+from ...compression.raw import Codec
 from ...compression.registry import codecs_on
 from ...compression.zero_value import ZeroValue
 from .codecs_peers import Peer
@@ -28,13 +28,12 @@ Routes = dict[str, Callable[[], Any]]
 
 
 class Side(NamedTuple):
-    """One codec on one tensor: what it makes of it, and what is timed."""
+    """One codec on one tensor: what a row says of it, and what is timed.
 
-    name: str
-    num_bytes: int  # of the payload
-    sent_as: str  # the codec that reads it back: another one where this one did not shrink
+    ``sent_as`` is the codec that reads it back: another one where this one did not shrink."""
+
+    facts: dict[str, Any]
     routes: Routes
-    ours: bool = True
 
 
 def codecs_of(isa: str | None) -> Mapping[str, Codec]:
@@ -58,7 +57,7 @@ class Bench:
     """A tensor, and kept memory that all sides share: where it is packed to, and where it is unpacked to.
 
     ``public``: whether ``encode`` and ``decode`` are timed too. ``common``: what all are compared with, a
-    copy to kept memory, and torch's to new memory."""
+    copy to kept memory and one to new memory."""
 
     def __init__(self, subject: Subject, codecs: Mapping[str, Codec], *, public: bool) -> None:
         self.subject, self.codecs, self.public, tensor = subject, codecs, public, subject.tensor
@@ -67,8 +66,7 @@ class Bench:
         pool = Pool()
         self.out = pool.take(max(codec.max_bytes(words.num_words, bits) for codec in codecs.values()))
         self.back = pool.take(max(1, tensor.nbytes))
-        self.octets = tensor.view(-1).view(torch.uint8)
-        to = self.back.data_ptr()
+        self.octets, to = _octets(tensor), self.back.data_ptr()
         copy = lambda: ctypes.memmove(to, words.address, words.num_bytes)  # noqa: E731
         self.common: Routes = {"copy": copy, "clone": tensor.clone}
 
@@ -80,22 +78,22 @@ class Bench:
         tensor, mask = self.subject.tensor, self.subject.mask
         frame = encode(tensor, name, mask=mask)
         header, start = read_header(frame), header_bytes(tensor.dim())
-        pack, unpack = self._masked(name, frame, mask) if header.flags else self._plain(name, frame)
-        packed = pack()
+        routes = self._kept(name, frame)
+        packed = routes["pack"]()
         assert packed == (header.codec, header.payload_bytes), f"{name} makes two payloads of one tensor"
         assert torch.equal(self.out[: packed.num_bytes], frame[start:]), f"{name} makes two payloads"
-        back = decoded(frame, mask)
         self.back.fill_(255)
-        unpack()
-        wanted = self.octets if mask is None else _where(mask, tensor)
-        for made in (back, self.back):
-            found = made.view(-1).view(torch.uint8)[: wanted.numel()]
-            assert torch.equal(found, wanted), f"{name} changed a bit"
-        routes: Routes = {"pack": pack, "unpack": unpack}
+        routes["unpack"]()
+        wanted = self.octets
+        if mask is not None:  # zeros where the mask's tensor is zero
+            chosen = (_octets(decoded(mask)).view(-1, tensor.itemsize) != 0).any(1, keepdim=True)
+            wanted = (wanted.view(-1, tensor.itemsize) * chosen).view(-1)
+        for made in (_octets(decoded(frame, mask)), self.back[: len(wanted)]):
+            assert torch.equal(made, wanted), f"{name} changed a bit"
         if self.public:
             routes["encode"] = lambda: encode(tensor, name, mask=mask)
             routes["decode"] = lambda: decode(frame, mask=mask)
-        return Side(name, packed.num_bytes, packed.codec, routes)
+        return self._side(name, packed.num_bytes, packed.codec, routes)
 
     def theirs(self, peer: Peer) -> Side:
         """One of the others on the same bytes.
@@ -105,44 +103,41 @@ class Bench:
         words = np.frombuffer(self.octets.numpy(), f"u{self.words.bits // 8}")
         packed = peer.pack(words)
         assert peer.unpack(packed, words.nbytes) == words.tobytes(), f"{peer.name} changed a bit"
-        unpack = lambda: peer.unpack(packed, words.nbytes)  # noqa: E731
-        return Side(
-            peer.name, len(packed), peer.name, {"pack": lambda: peer.pack(words), "unpack": unpack}, False
-        )
+        routes = {"pack": lambda: peer.pack(words), "unpack": lambda: peer.unpack(packed, words.nbytes)}
+        return self._side(peer.name, len(packed), peer.name, routes)
 
-    def _plain(self, name: str, frame: Tensor) -> tuple[Callable[[], Packed], Callable[[], Any]]:
-        """Pack and unpack without header and new memory."""
-        out, into, header = (
-            self.out.data_ptr(),
-            self.words._replace(address=self.back.data_ptr()),
-            read_header(frame),
-        )
-        codec, reader, start = self.codecs[name], self.codecs[header.codec], header_bytes(len(header.sizes))
+    def _side(self, name: str, num_bytes: int, sent_as: str, routes: Routes) -> Side:
+        ratio = self.subject.tensor.nbytes / max(1, num_bytes)
+        return Side({"codec": name, "sent_as": sent_as, "ratio": ratio}, routes)
+
+    def _kept(self, name: str, frame: Tensor) -> Routes:
+        """Pack and unpack without header and new memory; at the bitmap of a mask where the frame used one.
+
+        The bitmap is looked up each time, as a stage does."""
+        header, out, words = read_header(frame), self.out.data_ptr(), self.words
+        into = words._replace(address=self.back.data_ptr())
         # An address does not keep its frame, so it is asked each time.
-        unpack = lambda: reader.unpack(frame.data_ptr() + start, header.payload_bytes, into)  # noqa: E731
-        return lambda: codec.pack(self.words, out), unpack
-
-    def _masked(self, name: str, frame: Tensor, mask: Any) -> tuple[Callable[[], Packed], Callable[[], Any]]:
-        """The same at the bitmap of a mask, which is looked up each time, as a stage does."""
-        out, into, header = (
-            self.out.data_ptr(),
-            self.words._replace(address=self.back.data_ptr()),
-            read_header(frame),
-        )
-        inner, reader = (self.codecs.get(codec.partition("+")[2]) for codec in (name, header.codec))
-        start, zero_value = header_bytes(len(header.sizes)), self.codecs["zero_value"]
+        start, num_bytes = header_bytes(len(header.sizes)), header.payload_bytes
+        codec, reader = self.codecs[name], self.codecs[header.codec]
+        if not header.flags:
+            return {
+                "pack": lambda: codec.pack(words, out),
+                "unpack": lambda: reader.unpack(frame.data_ptr() + start, num_bytes, into),
+            }
+        mask, zero_value = self.subject.mask, self.codecs["zero_value"]
         assert isinstance(zero_value, ZeroValue), "this codec is called so"
+        inner, outer = (self.codecs.get(codec.partition("+")[2]) for codec in (name, header.codec))
 
-        def pack() -> Packed:
-            bitmap = bitmap_of(mask, zero_value)
+        def pack() -> Any:
+            bitmap = None if mask is None else bitmap_of(mask, zero_value)
             assert bitmap is not None, "a mask that was used has a bitmap"
-            return pack_masked(self.words, bitmap, out, zero_value, inner)
+            return pack_masked(words, bitmap, out, zero_value, inner)
 
         def unpack() -> None:
-            payload, bitmap = frame.data_ptr() + start, bitmap_for(header, mask, zero_value)
-            unpack_masked(payload, header.payload_bytes, bitmap, into, zero_value, reader)
+            bitmap = bitmap_for(header, mask, zero_value)
+            unpack_masked(frame.data_ptr() + start, num_bytes, bitmap, into, zero_value, outer)
 
-        return pack, unpack
+        return {"pack": pack, "unpack": unpack}
 
 
 def decoded(frame: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -152,9 +147,5 @@ def decoded(frame: Tensor, mask: Tensor | None = None) -> Tensor:
     return tensor
 
 
-def _where(mask: Tensor, tensor: Tensor) -> Tensor:
-    """The bytes of ``tensor`` with zeros where the mask's tensor is zero."""
-    octets, own = (
-        one.view(-1).view(torch.uint8).view(-1, tensor.itemsize) for one in (decoded(mask), tensor)
-    )
-    return (own * (octets != 0).any(1, keepdim=True)).view(-1)
+def _octets(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -4,22 +4,25 @@ A bench on random numbers says how fast a codec is; only real tensors say what i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor
 
 from ...compression.codec import encode
 from ...compression.errors import ConfigError
 from ...conf.bench_codecs import BenchCodecsConfig
+from ...pipeline.pipeline import Pipeline
 from ...pipeline.run import build
 from ...pipeline.run.decide import decide, prepare
 from ...pipeline.run.run_length import training_batches
 from ...pipeline.run.train import loss
 from ...pipeline.samples.samples import Samples
+from ...pipeline.schedules.messages import Message
 from ...stages.units import parse_bytes
 
 _NETWORKS = {  # the modules whose outputs are taken; each ends in a ReLU
@@ -147,10 +150,23 @@ def trained(
     Returns: outputs of the modules ``paths`` in the last step ("PATH activation"), and what came back to them
              ("PATH gradient"): (batch, ...) each.
     """
-    network, kept = build.model(model, describe=samples.describe, seed=config.seed), KeptTensors()
+    network = build.model(model, describe=samples.describe, seed=config.seed)
+    kept: dict[str, Tensor] = {}
+
+    def keep(name: str, tensor: Tensor) -> None:
+        kept[name] = tensor.detach().clone()  # what follows in place may change it
+
+    def listen(path: str, output: Tensor) -> None:
+        keep(f"{path} activation", output)
+        output.register_hook(lambda gradient: keep(f"{path} gradient", gradient))
+
     for path in paths:
-        network.get_submodule(path).register_forward_hook(lambda *call, path=path: kept.keep(path, call[-1]))
-    _train(network, network, _batches(config, samples, batch), config)
+        network.get_submodule(path).register_forward_hook(lambda *call, path=path: listen(path, call[-1]))
+    optimizer = build.optimizer(config.optimizer)(network.named_parameters())
+    for inputs, targets in islice(cycle(_batches(config, samples, batch)), config.capture_steps):
+        optimizer.zero_grad()
+        loss(network(inputs.clone()), targets).backward()
+        optimizer.step()
     return {name: kept[name] for path in paths for name in (f"{path} activation", f"{path} gradient")}
 
 
@@ -159,68 +175,20 @@ def captured(config: BenchCodecsConfig) -> dict[str, Tensor]:
 
     Raises: PenstockError: the job cannot be planned.
     """
-    samples = prepare(config)
-    plan = decide(config, samples)
+    samples, kept = prepare(config), {}
+    plan = dataclasses.replace(decide(config, samples), codec="raw")
     network = build.model(config.model, describe=samples.describe, seed=config.seed)
-    listening = _Listening(fx.symbolic_trace(network), cuts=plan.cuts)
-    _train(
-        network,
-        listening.run,
-        training_batches(config, samples, epoch=0),
-        config,
-        plan.micro_batches,
-    )
-    return listening.kept
+    pipe = Pipeline(network, plan, loss=loss, optimizer=build.optimizer(config.optimizer), seed=config.seed)
 
+    def leaving(message: Message, item: Tensor) -> None:
+        if item.is_floating_point():
+            what = "activation" if message.answers is None else "gradient"
+            kept[f"{message.name} {what}"] = item.detach().clone()
 
-class KeptTensors(dict[str, Tensor]):
-    """Copies of activations and of their gradients: what follows in place may change them."""
-
-    def keep(self, name: str, output: Tensor) -> None:
-        """Keep what has this name now, and its gradient when it comes."""
-        self[f"{name} activation"] = output.detach().clone()
-        if output.requires_grad:
-            output.register_hook(
-                lambda gradient: self.update({f"{name} gradient": gradient.detach().clone()})
-            )
-
-
-class _Listening(fx.Interpreter):
-    """Runs a traced model and keeps what crosses the cuts, and the gradients that come back."""
-
-    def __init__(self, module: fx.GraphModule, *, cuts: Sequence[str]) -> None:
-        super().__init__(module)
-        self.kept, at = KeptTensors(), {node.name: index for index, node in enumerate(module.graph.nodes)}
-        self.crossing = {
-            node.name
-            for cut in map(at.__getitem__, cuts)
-            for node in module.graph.nodes
-            if at[node.name] <= cut and any(at[user.name] > cut for user in node.users)
-        }
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one layer and keep its output if it crosses."""
-        value = super().run_node(n)
-        if n.name in self.crossing and isinstance(value, Tensor) and value.is_floating_point():
-            self.kept.keep(n.name, value)
-        return value
-
-
-def _train(
-    network: nn.Module,
-    run: Callable[[Tensor], Any],
-    batches: Any,
-    config: BenchCodecsConfig,
-    micro_batches: int = 1,
-) -> None:
-    """The steps of a plain loop, each batch in parts."""
-    optimizer = build.optimizer(config.optimizer)(network.named_parameters())
-    for inputs, targets in islice(cycle(batches), config.capture_steps):
-        optimizer.zero_grad()
-        number = min(micro_batches, len(inputs))
-        for x, y in zip(inputs.tensor_split(number), targets.tensor_split(number), strict=True):
-            (loss(run(x.clone()), y) * (len(x) / len(inputs))).backward()
-        optimizer.step()
+    pipe.policy.observed, pipe.policy.leaving = lambda messages: max(messages.records), leaving
+    for batch in islice(cycle(training_batches(config, samples, epoch=0)), config.capture_steps):
+        pipe.step(*batch)
+    return kept
 
 
 def _image_samples() -> Samples:

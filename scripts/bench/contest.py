@@ -1,4 +1,4 @@
-"""What both kinds of ``penstock bench pipeline`` share: the job, its ranks on a link, and what is told.
+"""What both kinds of ``penstock bench pipeline`` share: plans, ranks on a link, and what is told of them.
 
 The ranks are told in a private folder and answer there: nothing is pickled, nobody else writes into it."""
 
@@ -6,57 +6,77 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
-from ...compression.errors import TransportError
+from ...compression.errors import ConfigError, TransportError
 from ...conf.bench import BenchPipelineConfig
-from ...conf.schema import PlanConfig
+from ...pipeline.planner.partition import partition
 from ...pipeline.ranks.launch import start_ranks
-from ...pipeline.run import build
-from ...pipeline.run.decide import model_name, prepare
+from ...pipeline.run import build, console
+from ...pipeline.run.decide import look, model_name, prepare
 from ...pipeline.run.run_folder import RunFolder
-from ...pipeline.samples.samples import Samples
 from ...stages.files import save_json
 from ...stages.planner.plan import Plan
 from . import race
+from .contestants import Entrant
 from .harness import Record
 from .race import Race
 from .shaped_links import LATENCY_MS, Link, joined
+from .torch_pipelines import stages_of
 
-WIDTH = 150
+FACTS = ("ranks", "batch_size", "micro_batches", "warmup", "repeats", "steps", "seconds", "seed")
+"""The options that ``results.json`` has under ``job``."""
 
 
-def model_of(config: BenchPipelineConfig) -> tuple[PlanConfig, Samples, nn.Module]:
-    """Set up the job of a race: its options, data and model; fill in the threads of ``config``.
+def plans_of(config: BenchPipelineConfig, entrants: Mapping[str, Entrant]) -> dict[str, Plan]:
+    """Make the plan of every entrant from one measurement, and fill in the threads of ``config``.
 
-    Raises: PenstockError: an option does not fit.
+    Raises: PenstockError: an option does not fit, or the model cannot be cut so, by us or for torch's side.
     """
-    job = config.job()
+    job, plans = config.job(), {}
     samples = prepare(job)
     config.threads = job.threads
     build.optimizer(config.optimizer)
-    return job, samples, build.model(config.model, describe=samples.describe, seed=config.seed)
+    model = build.model(config.model, describe=samples.describe, seed=config.seed)
+    profile = look(job, samples, model=model)
+    for name, entrant in entrants.items():
+        stages = config.ranks * entrant.stages_per_rank
+        plans[name] = partition(
+            profile,
+            stages=stages,
+            cuts=cuts_of(config, stages),
+            ranks=config.ranks,
+            schedule=entrant.schedule,
+            micro_batches=config.micro_batches,
+            extra_in_flight=0 if entrant.stream else config.extra_in_flight[0],
+            codec=config.codecs[0],
+            weights=entrant.weights,
+        )
+        stages_of(model, plans[name])
+    return plans
 
 
-def record(
-    config: BenchPipelineConfig,
-    plan: Plan,
-    folder: RunFolder,
-    typed: Sequence[str],
-    job: Mapping[str, Any],
-    **facts: Any,
-) -> Record:
-    """Begin ``results.json`` with what is raced."""
-    names = ("ranks", "batch_size", "micro_batches", "warmup", "repeats", "steps", "seconds", "seed")
-    common = {"model": model_name(config.job()), "cuts": list(plan.cuts)} | {
-        name: getattr(config, name) for name in names
-    }
-    return Record(
-        "pipeline", typed, folder, width=WIDTH, threads=config.threads, job=common | dict(job), **facts
+def cuts_of(config: BenchPipelineConfig, stages: int) -> list[str] | None:
+    """The given cuts; with one stage on each rank, every second of those for two."""
+    if config.cuts is None or len(config.cuts) == stages - 1:
+        return config.cuts
+    if stages == config.ranks and len(config.cuts) == 2 * config.ranks - 1:
+        return config.cuts[1::2]
+    raise ConfigError(
+        f"{stages} stages need {stages - 1} cuts, found {len(config.cuts)}; give {2 * config.ranks - 1}, of "
+        "which schedules with one stage on each rank take every second, or leave cuts out"
     )
+
+
+def begin(
+    record: Record, config: BenchPipelineConfig, plan: Plan, job: Mapping[str, Any], **facts: Any
+) -> None:
+    """Note what is raced, and say it."""
+    common = {"model": model_name(config.job()), "cuts": list(plan.cuts)}
+    common |= {name: getattr(config, name) for name in FACTS}
+    record.begin(threads=config.threads, job=common | dict(job), **facts)
+    record.say(f"{console.short(record.folder.path)}: {title(record.content)}")
 
 
 def raced(told: Race, plans: Mapping[str, Plan], folder: RunFolder) -> dict[str, Any]:
@@ -65,14 +85,12 @@ def raced(told: Race, plans: Mapping[str, Plan], folder: RunFolder) -> dict[str,
     Raises: PenstockError: a rank failed, or the link cannot be shaped here.
     """
     ranks = told.config.ranks
-    with folder.private() as private:
+    with folder.private() as private, joined(told.link, ranks=ranks) as ends:
         save_json(private.path / "race.json", dataclasses.asdict(told))
         save_plans(plans, private)
-        with joined(told.link, ranks=ranks) as ends:
-            places = {"errors": private.errors, "ends": ends, "device": told.link.device}
-            start_ranks(
-                race.__name__, [str(private.path)], stages_of_rank=[[rank] for rank in range(ranks)], **places
-            )
+        places: dict[str, Any] = {"errors": private.errors, "ends": ends, "device": told.link.device}
+        stages = [[rank] for rank in range(ranks)]
+        start_ranks(race.__name__, [str(private.path)], stages_of_rank=stages, **places)
         measured = private.path / "measured.json"
         if not measured.exists():
             raise TransportError("the ranks ended without a result; look at their output above")
@@ -96,8 +114,10 @@ def link_facts(link: Link, measured: Mapping[str, Any], *, why_not: str | None =
 
 
 def title(results: Mapping[str, Any]) -> str:
-    """Return how the job was raced, in a line."""
-    job = results["job"]
-    of_each = job["batch_size"] // job["micro_batches"]
-    threads = f"{results['threads']} thread{'s' * (results['threads'] > 1)}"
-    return f"{job['micro_batches']} micro-batches of {of_each}, {job['ranks']} ranks of {threads}"
+    """Return what was raced, in a line."""
+    job, threads, link = results["job"], results["threads"], results.get("link")
+    raced = f"{job['micro_batches']} micro-batches of {job['batch_size'] // job['micro_batches']}, "
+    raced += f"{job['ranks']} ranks of {threads} thread{'s' * (threads > 1)}"
+    if link:
+        return f"{job['model']}, {raced}, codec {job['codec']}, {link['link']}"
+    return f"{job['model']} cut after {', '.join(job['cuts'])}, {raced}"

@@ -9,24 +9,22 @@ Source: Narayanan et al., PipeDream, SOSP 2019, section 5.2; PipeDream-2BW, ICML
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import multiprocessing
 import signal
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Subset
 
 from ...conf.convergence import BenchConvergenceConfig
-from ...pipeline.pipeline import Pipeline
-from ...pipeline.run import build, console
+from ...pipeline.run import build
 from ...pipeline.run.decide import decide, prepare
-from ...pipeline.run.run_folder import RunFolder
-from ...pipeline.run.run_length import training_batches
-from ...pipeline.run.train import evaluate, loss
+from ...pipeline.run.run_length import count_updates, training_batches
+from ...pipeline.run.train import assemble, evaluate
 from . import picture
 from .contestants import POLICIES
 from .harness import Record
@@ -40,7 +38,7 @@ OPTIONS = ("cuts", "batch_size", "micro_batches", "points", "test_samples", "opt
 _APART = 0.055  # of the height of a panel: what two labels need
 
 
-def bench(config: BenchConvergenceConfig, folder: RunFolder, typed: Sequence[str]) -> None:
+def bench(config: BenchConvergenceConfig, record: Record) -> None:
     """Train under every policy of the weights; what is done is told and kept, run by run.
 
     Raises: PenstockError: an option does not fit, or a run failed.
@@ -48,23 +46,18 @@ def bench(config: BenchConvergenceConfig, folder: RunFolder, typed: Sequence[str
     build.optimizer(config.optimizer)
     for name in config.sets:
         build.samples(getattr(config, name))
-    policies = config.policies or list(POLICIES)
-    runs = [(data, policy, seed) for data in config.sets for policy in policies for seed in config.seeds]
-    folder.begin(console.warn)
+    runs = list(itertools.product(config.sets, config.policies or POLICIES, config.seeds))
     job = {"model": config.model.get("name") or config.model["_target_"].rpartition(".")[2]}
-    job |= {name: getattr(config, name) for name in OPTIONS}
-    record = Record("convergence", typed, folder, threads=1, job=job, runs=[])
+    record.begin(threads=1, job=job | {name: getattr(config, name) for name in OPTIONS}, runs=[])
     for number, found in enumerate(train_all(config, runs), start=1):
         record.keep(runs=[found])
         told = f"{found['set']} {found['policy']} seed {found['seed']}: {found['accuracy'][-1]:.2%} after"
         told += f" {found['updates']} updates from lr {found['lr']:g}, {found['seconds']:.0f} s"
         print(f"{number}/{len(runs)} {told}", flush=True)
-    record.draw(figure)
     for name in config.sets:
         for policy, curve in curves(record.content["runs"], name).items():
             ends = f"{curve['mean'][-1]:.2%} ({curve['least'][-1]:.2%}-{curve['most'][-1]:.2%})"
             print(f"{name:<15} {policy:<17} {ends}")
-    record.end()
 
 
 def train_all(
@@ -79,50 +72,44 @@ def train_all(
     spawn = multiprocessing.get_context("spawn")
     silently = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}  # by Ctrl-C
     with ProcessPoolExecutor(config.processes, mp_context=spawn, **silently) as pool:
-        futures = [pool.submit(train_one, config, *run) for run in runs]
         try:
-            for future in as_completed(futures):
+            for future in as_completed([pool.submit(train_one, config, run) for run in runs]):
                 yield future.result()
-        except KeyboardInterrupt:
+        except BaseException:
             for process in multiprocessing.active_children():
                 process.terminate()  # the pool would wait until they have trained
             raise
-        finally:
-            for future in futures:
-                future.cancel()
 
 
-def train_one(config: BenchConvergenceConfig, name: str, policy: str, seed: int) -> dict[str, Any]:
+def train_one(config: BenchConvergenceConfig, run: tuple[str, str, int]) -> dict[str, Any]:
     """Train one job from its start, all stages in this process; return what ``train_all`` yields."""
-    chosen, num_steps = POLICIES[policy], config.steps(name)
+    (name, policy, seed), num_steps = run, config.steps(run[0])
+    chosen = POLICIES[policy]
     job = config.job(name, schedule=chosen.schedule, seed=seed)
+    job.epochs = num_steps  # as many as it takes
+    # Where every micro-batch is an update, each changes the weights by as much less.
+    job.optimizer["lr"] *= (config.async_lr or 1 / config.micro_batches) if chosen.each else 1.0
     samples = prepare(job)
     plan = dataclasses.replace(decide(job, samples), weights=chosen.weights, prediction=chosen.prediction)
-    # An update for every micro-batch: as many more of them, each by as much less.
-    updates = num_steps * (config.micro_batches if chosen.each else 1)
-    factor = (config.async_lr or 1 / config.micro_batches) if chosen.each else 1.0
-    options = job.optimizer | {"lr": job.optimizer["lr"] * factor}
-    model = build.model(job.model, describe=samples.describe, seed=seed)
-    rates = {
-        "optimizer": build.optimizer(options),
-        "scheduler": build.scheduler(job.scheduler, num_steps=updates),
-    }
-    pipe = Pipeline(model, plan, loss=loss, seed=seed, **rates)
+    pipe = assemble(job, plan, samples, build.model(job.model, describe=samples.describe, seed=seed))
+    facts = {"schedule": chosen.schedule, "weights": chosen.weights, "prediction": chosen.prediction}
+    facts |= {"set": name, "policy": policy, "seed": seed, "lr": job.optimizer["lr"]}
+    facts["updates"] = count_updates(job, samples)
     # A test costs as much as some steps of training: only the first samples.
     first: Any = Subset(samples.test, range(min(config.test_samples, len(samples.test))))  # type: ignore[arg-type]
     tested = dataclasses.replace(samples, test=first)
     found: dict[str, list[float]] = {"samples": [], "accuracy": [], "loss": []}
     began, stops = time.monotonic(), stops_of(num_steps, config.points)
-    endless = chain.from_iterable(training_batches(job, samples, epoch=epoch) for epoch in count())
-    for number, batch in enumerate(islice(endless, num_steps), start=1):
+    endless = itertools.chain.from_iterable(
+        training_batches(job, samples, epoch=epoch) for epoch in itertools.count()
+    )
+    for number, batch in enumerate(itertools.islice(endless, num_steps), start=1):
         pipe.step(*batch)
         if number in stops:
             result = evaluate(pipe, plan, job, tested)  # finishes what is in flight first
             for key, value in {"samples": number * config.batch_size, **result}.items():
                 found[key].append(value)
-    facts = {"schedule": chosen.schedule, "weights": chosen.weights, "prediction": chosen.prediction}
-    facts |= {"lr": options["lr"], "updates": updates, "seconds": time.monotonic() - began}
-    return {"set": name, "policy": policy, "seed": seed, **facts, **found}
+    return {**facts, "seconds": time.monotonic() - began, **found}
 
 
 def stops_of(num_steps: int, points: int) -> set[int]:
@@ -155,21 +142,17 @@ def figure(results: Mapping[str, Any]) -> Figure:
 
 def _panel(axes: Axes, found: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
     colours = {policy: colour(i - 1) if i else GREY for i, policy in enumerate(POLICIES)}
-    percent = {
-        policy: {key: [100 * share for share in curve[key]] for key in ("mean", "least", "most")}
-        for policy, curve in found.items()
-    }
-    for policy, of in percent.items():
-        x, own = found[policy]["samples"], colours[policy]
-        axes.plot(x, of["mean"], color=own, linewidth=1.8, marker=".", label=policy)
-        axes.fill_between(x, of["least"], of["most"], color=own, alpha=0.15, linewidth=0)
+    for policy, curve in found.items():
+        mean, least, most = ([100 * share for share in curve[key]] for key in ("mean", "least", "most"))
+        x, own = curve["samples"], colours[policy]
+        axes.plot(x, mean, color=own, linewidth=1.8, marker=".", label=policy)
+        axes.fill_between(x, least, most, color=own, alpha=0.15, linewidth=0)
     low, high = axes.get_ylim()
-    ends = {policy: (of["mean"][-1] - low) / (high - low) for policy, of in percent.items()}
+    ends = {policy: (100 * curve["mean"][-1] - low) / (high - low) for policy, curve in found.items()}
+    style: dict[str, Any] = {"xycoords": "axes fraction", "fontsize": 9, "va": "center"}
     for policy, at in apart(ends).items():
-        label = f"{POLICIES[policy].label} {percent[policy]['mean'][-1]:.1f}"
-        axes.annotate(
-            label, (1.01, at), xycoords="axes fraction", color=colours[policy], fontsize=9, va="center"
-        )
+        label = f"{POLICIES[policy].label} {100 * found[policy]['mean'][-1]:.1f}"
+        axes.annotate(label, (1.01, at), color=colours[policy], **style)
     axes.set_xlim(left=0)
     axes.grid(axis="y", color="#E4E7EB", linewidth=0.8)
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ...compression.errors import PenstockError
@@ -19,7 +18,7 @@ from .shaped_links import Link
 TOLERANCE, TOLERANCE_RANDOM = 1e-3, 0.2
 """How far the first losses of two sides may lie apart, relatively; dropout draws other numbers."""
 
-_PROBE_SECONDS, _PROBE_BYTES = 0.5, (1 << 20, 1 << 25)
+_PROBE_SECONDS, _LEAST_BYTES, _MOST_BYTES = 0.5, 1 << 20, 1 << 25
 
 
 def refuse_other_losses(found: Mapping[str, float], *, random: bool) -> None:
@@ -37,22 +36,19 @@ def refuse_other_losses(found: Mapping[str, float], *, random: bool) -> None:
             )
 
 
-def measured_rate(link: Link) -> float | None:
+def measured_rate(world: World, link: Link) -> float | None:
     """Bits per second that two ranks really get through the link, both ways at once; None with more ranks."""
-    if World.default().size != 2:
+    if world.size != 2:
         return None
-    wanted = int(link.rate / 8 * _PROBE_SECONDS) if link.rate else _PROBE_BYTES[1]
-    num_bytes = min(max(wanted, _PROBE_BYTES[0]), _PROBE_BYTES[1])
+    wanted = int(link.rate / 8 * _PROBE_SECONDS) if link.rate else _MOST_BYTES
+    num_bytes = min(max(wanted, _LEAST_BYTES), _MOST_BYTES)
     ours, theirs = torch.zeros(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
 
     def pass_both_ways() -> None:
-        for transfer in [
-            dist.irecv(theirs, 1 - World.default().rank),
-            dist.isend(ours, 1 - World.default().rank),
-        ]:
-            assert transfer is not None, "both ranks are in the group"
+        transfers = world.irecv(theirs, 1 - world.rank, tag=0), world.isend(ours, 1 - world.rank, tag=0)
+        for transfer in transfers:
             transfer.wait()
-        dist.barrier()
+        world.barrier()
 
     probe = timed(pass_both_ways, 1)
     probe()  # the first one also opens the connection and its window

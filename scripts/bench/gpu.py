@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from ...compression.frame import frame_bytes, header_bytes, read_header
 from ...pipeline.run import console
 from ...stages.files import save_json
 from .gpu_cases import case, room_of, tensors, words_of
-from .harness import alternate, circumstances, medians, timed
-from .table import table
+from .harness import WIDTH, Row, alternate, circumstances, medians, table, timed
 
 MEBIBYTE = 1 << 20
 MODULE = "penstock.scripts.bench.gpu"
@@ -38,9 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--mebibytes", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--densities", type=float, nargs="+", default=[0, 0.1, 0.3, 0.5, 0.7, 0.9, 1])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "int64", "bool"])
-    parser.add_argument(
-        "--warps", type=int, nargs="+", default=[None], help="compare programs of so many warps"
-    )
+    warps = "compare programs of so many warps"
+    parser.add_argument("--warps", type=int, nargs="+", default=[None], help=warps)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--results", type=Path, default=Path("results.json"))
     options = parser.parse_args(arguments)
@@ -100,46 +99,42 @@ def measured(tensor: Tensor, codec: str, num_warps: int | None, repeats: int) ->
     }
 
 
-def shown(rows: Sequence[Mapping[str, Any]]) -> Table:
+def shown(rows: Sequence[Row]) -> Table:
     """``rows`` for people: a route's speed, and its bytes a second, both as multiples of the copy's."""
-    columns = {
-        "dtype": lambda row: row["dtype"],
-        "codec": lambda row: row["codec"],
-        "MiB": lambda row: f"{row['num_bytes'] / MEBIBYTE:.0f}",
-        "density": lambda row: f"{row['density']:.1f}",
-        "warps": lambda row: str(row["num_warps"]),
-        "ratio": lambda row: f"{row['ratio']:.2f}",
-        "copy TB/s": lambda row: f"{_rate(row, 'least_bytes', 'copy') / 1e12:.2f}",
-        **{route: lambda row, route=route: _shares(row, route) for route in ROUTES},
-        "host us": lambda row: f"{row['pack_call_host_seconds'] * 1e6:.0f}",
-    }
     caption = (
         "speed | bytes/s that it had to move | bytes/s that it moved, as multiples of a device-to-device copy"
     )
-    return table(rows, columns=columns, left=("dtype", "codec"), caption=caption)
+    return table([_words(row) for row in rows], left=("dtype", "codec"), caption=caption)
 
 
-def _rate(row: Mapping[str, Any], which: str, route: str) -> float:
-    return row[which][route] / row["seconds"][route]
+def _words(row: Row) -> dict[str, str]:
+    seconds, least = row["seconds"], row["least_bytes"]
+    words = {
+        "dtype": row["dtype"],
+        "codec": row["codec"],
+        "MiB": f"{row['num_bytes'] / MEBIBYTE:.0f}",
+        "density": f"{row['density']:.1f}",
+        "warps": str(row["num_warps"]),
+        "ratio": f"{row['ratio']:.2f}",
+        "copy TB/s": f"{least['copy'] / seconds['copy'] / 1e12:.2f}",
+    }
+    for route in ROUTES:
+        moves = [row[which].get(route, 0) / least["copy"] for which in ("least_bytes", "moved_bytes")]
+        times = seconds["copy"] / seconds.get(route, inf)
+        words[route] = " ".join(f"{times * share:.2f}" for share in (1, *moves)) if times else ""
+    return words | {"host us": f"{row['pack_call_host_seconds'] * 1e6:.0f}"}
 
 
-def _shares(row: Mapping[str, Any], route: str) -> str:
-    copied = _rate(row, "least_bytes", "copy")
-    shares = [row["seconds"]["copy"] / row["seconds"][route]]
-    shares += [_rate(row, which, route) / copied for which in ("least_bytes", "moved_bytes")]
-    return " ".join(f"{share:.2f}" for share in shares)
-
-
-def report(rows: Sequence[Mapping[str, Any]], arguments: Sequence[str], path: Path) -> None:
+def report(rows: Sequence[Row], arguments: Sequence[str], path: Path) -> None:
     """Write ``rows`` with what a number needs beside it, and print their table."""
     import triton
 
     about, device = circumstances(["python", "-m", MODULE, *arguments]), torch.cuda.get_device_properties(0)
     about["hardware"] |= {"gpu": device.name, "gpu_bytes": device.total_memory}
-    about["hardware"] |= {"multiprocessors": device.multi_processor_count}
+    about["hardware"]["multiprocessors"] = device.multi_processor_count
     about["versions"] |= {"triton": triton.__version__, "cuda": str(torch.version.cuda)}
     save_json(path, about | {"rows": list(rows)})
-    console.screen(width_of_a_log=150).print(shown(rows))
+    console.screen(width_of_a_log=WIDTH).print(shown(rows))
     print(f"laws held on every row: the CPU's bytes, the same bits back, no wait of the host\n{path}")
 
 

@@ -78,25 +78,19 @@ def case(tensor: Tensor, codec: str, num_warps: int | None) -> Case:
             routes["unpack"] = lambda: gpu_zero_value.unpack(payload, out, **warps)
         routes["pack_masked"] = lambda: gpu_zero_value.pack_masked(words, room, mask, **warps)
         routes["unpack_masked"] = lambda: gpu_zero_value.unpack(values, out, mask=mask, **warps)
-    packed, masked, again = (
-        words.nbytes + payload.nbytes,
-        words.nbytes + values.nbytes + mask.nbytes,
-        mask.nbytes,
+    packed, masked = words.nbytes + payload.nbytes, words.nbytes + values.nbytes + mask.nbytes
+    again = words.nbytes + mask.nbytes * (codec == "zero_value")
+    moves = {  # what has to be moved, and what the kernels move again
+        "copy": (2 * words.nbytes, 0),
+        "pack": (packed, again),
+        "unpack": (packed, 0),
+        "pack_masked": (masked, 2 * mask.nbytes),
+        "unpack_masked": (masked, mask.nbytes),
+    }
+    least, moved = (
+        {route: moves[route][0] for route in routes},
+        {route: sum(moves[route]) for route in routes},
     )
-    least = {
-        "copy": 2 * words.nbytes,
-        "pack": packed,
-        "unpack": packed,
-        "pack_masked": masked,
-        "unpack_masked": masked,
-    }
-    more = {
-        "pack": words.nbytes + again * (codec == "zero_value"),
-        "pack_masked": 2 * again,
-        "unpack_masked": again,
-    }
-    least = {route: least[route] for route in routes}
-    moved = {route: num_bytes + more.get(route, 0) for route, num_bytes in least.items()}
     return Case(words=words, out=out, payload=payload, routes=routes, least_bytes=least, moved_bytes=moved)
 
 

@@ -1,4 +1,4 @@
-"""What all benches share: contestants that take turns, medians and pairs of their runs, and ``results.json``.
+"""What all benches share: contestants that take turns, a table, and ``results.json`` from begin to end.
 
 A number is worth what stands beside it: its neighbour in the same run, and on which machine, with which
 versions, by which command and when it was taken."""
@@ -11,12 +11,13 @@ import platform
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from rich.table import Table
 
 from ... import __version__
 from ...pipeline.run import console
@@ -29,8 +30,11 @@ if TYPE_CHECKING:
 Key = TypeVar("Key")
 Taken = TypeVar("Taken")
 Clock = Callable[[], float]
+Row = Mapping[str, Any]
 SPEEDS = ("samples_per_second", "samples_per_second_of_runs")
-"""The columns that ``speeds`` gives: the median, and all runs."""
+"""The fields that ``speeds`` gives: the median, and all runs."""
+
+WIDTH = 150
 
 
 def alternate(
@@ -77,25 +81,45 @@ def speeds(seconds: Sequence[float], batch_size: int, prefix: str = "") -> dict[
     return {f"{prefix}{name}": value for name, value in zip(SPEEDS, found, strict=True)}
 
 
-def speedups(pairs: Sequence[float]) -> dict[str, Any]:
-    """What a row says of how many times as fast as its rival it was, pair by pair."""
-    return {"speedup": statistics.median(pairs), "speedup_of_pairs": list(pairs)}
+def compared(ours: Sequence[float], theirs: Sequence[float], batch_size: int) -> dict[str, Any]:
+    """What a row says of our runs, and of how many times as fast they were as the rival's beside them."""
+    pairs = [rival / own for rival, own in zip(theirs, ours, strict=True)]
+    return speeds(ours, batch_size) | {"speedup": statistics.median(pairs), "speedup_of_pairs": pairs}
+
+
+def table(*groups: Sequence[Mapping[str, str]], left: Iterable[str], **options: Any) -> Table:
+    """Return a table of ``groups`` of rows, ruled off from each other.
+
+    Args: groups: rows as heading and words; a cell of which a row says nothing stays empty.
+          left: headings of columns that begin on the left; options: of ``rich.table.Table``.
+    """
+    shown = Table(**options)
+    headings = list(dict.fromkeys(heading for rows in groups for row in rows for heading in row))
+    for heading in headings:
+        shown.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
+    for rows in groups:
+        for row in rows:
+            shown.add_row(*(row.get(heading, "") for heading in headings))
+        shown.add_section()
+    return shown
+
+
+def spread(values: Sequence[float]) -> str:
+    """The least and the most of ``values``."""
+    return f"{min(values):.2f}-{max(values):.2f}"
 
 
 class Record:
     """``results.json`` while a bench fills it, and what the bench tells a person."""
 
-    def __init__(
-        self,
-        topic: str,
-        typed: Sequence[str],
-        folder: RunFolder,
-        *,
-        width: int = console.WIDTH_OF_A_LOG,
-        **facts: Any,
-    ) -> None:
-        self.folder, self.screen = folder, console.screen(width_of_a_log=width)
-        self.content = circumstances(["penstock", "bench", topic, *typed]) | facts
+    def __init__(self, topic: str, typed: Sequence[str], folder: RunFolder) -> None:
+        self.folder, self.command, self.content = folder, ["penstock", "bench", topic, *typed], {}
+        self.screen = console.screen(width_of_a_log=WIDTH)
+
+    def begin(self, **facts: Any) -> None:
+        """Take over the folder, now that nothing is refused any more, and note what is measured on."""
+        self.folder.begin(console.warn)
+        self.content: dict[str, Any] = circumstances(self.command) | facts
 
     def keep(self, **found: Any) -> None:
         """Write what was found: lists go behind those of the same name."""
@@ -109,23 +133,12 @@ class Record:
         for line in lines:
             self.screen.print(line, highlight=False, soft_wrap=True)
 
-    def begin(self, title: str) -> None:
-        """Say what is measured and where it will lie."""
-        self.say(f"{console.short(self.folder.path)}: {title}")
-
-    def draw(self, figure: Callable[[Mapping[str, Any]], Figure]) -> None:
-        """Write the last of ``results.json``, and its picture."""
+    def end(self, figure: Callable[[Mapping[str, Any]], Figure]) -> None:
+        """Write the last of ``results.json`` and its picture, and say where they are."""
+        picture = self.folder.results.with_suffix(".png")
         self.keep(load_after=os.getloadavg())
-        save_picture(self.picture, figure(self.content))
-
-    @property
-    def picture(self) -> Path:
-        """What ``draw`` writes."""
-        return self.folder.results.with_suffix(".png")
-
-    def end(self) -> None:
-        """Say where the files are."""
-        print(*map(console.short, (self.folder.results, self.picture)), sep="\n")
+        save_picture(picture, figure(self.content))
+        print(*map(console.short, (self.folder.results, picture)), sep="\n")
 
 
 def circumstances(command: Sequence[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from .harness import alternate, timed
 from .torch_pipelines import TorchPipeline
 
 CLASSES = 2
-NAMES = ("", "_direct", "_of_steps", "_of_torch_steps")
 FRAME_BYTES = 128
 """About a header and a few bytes, as the frames of one number are."""
 
@@ -47,45 +46,40 @@ def instruction_cost(
              and ``microseconds_of_torch_steps``: a whole step, waiting included, divided by the number of
              instructions, by us and by torch's pipeline.
     """
-    facts = {
-        "ranks": World.default().size,
-        "stages": stages,
-        "micro_batches": micro_batches,
-        "schedule": schedule,
-    }
+    world = World.default()
     plan = _plan(stages=stages, micro_batches=micro_batches, schedule=schedule)
     batch = torch.randn(micro_batches, 1), torch.arange(micro_batches) % CLASSES
     pipe = Pipeline(_model(stages), plan, loss=loss, optimizer=_optimizer)
-    own = plan.stages_of_rank[World.default().rank] if not World.default().is_alone else range(stages)
+    own = range(stages) if world.is_alone else plan.stages_of_rank[world.rank]
     sides: dict[str, Callable[[], Any]] = {
         "penstock": lambda: _steps(pipe, batch),
         "direct": timed(_Direct(own, stages, micro_batches).step, STEPS, clock=time.thread_time),
     }
-    if not World.default().is_alone:
+    if not world.is_alone:
         theirs = TorchPipeline(_model(stages), plan, loss=loss, optimizer=_optimizer)
         sides["torch"] = timed(lambda: theirs.step(*batch), STEPS)
     alternate(sides, 1)  # warms up
     taken, num = alternate(sides, repeats), len(own) * (2 * micro_batches + 1)  # F, B and U
     runs = [ours[0] - direct for ours, direct in zip(taken["penstock"], taken["direct"], strict=True)]
     seconds = {"": runs, "_direct": taken["direct"]}
-    if not World.default().is_alone:
+    if not world.is_alone:
         seconds |= {"_of_steps": [whole for _, whole in taken["penstock"]], "_of_torch_steps": taken["torch"]}
     found: dict[str, Any] = {"instructions": num, "microseconds_of_runs": [1e6 * one / num for one in runs]}
     found |= {f"microseconds{name}": 1e6 * statistics.median(of) / num for name, of in seconds.items()}
-    return facts | max(World.default().all_gather_json(found), key=lambda of_rank: of_rank["microseconds"])
+    facts = {"ranks": world.size, "stages": stages, "micro_batches": micro_batches, "schedule": schedule}
+    return facts | max(world.all_gather_json(found), key=lambda of_rank: of_rank["microseconds"])
 
 
 def sentence(found: Mapping[str, Any]) -> str:
     """Say what an instruction costs beside its work, in one process or on ranks."""
-    where = f"on {found['ranks']} ranks" if found["ranks"] > 1 else "in one process"
-    each = {name: f"{found.get(f'microseconds{name}', 0):.0f} us" for name in NAMES}
-    line = (
-        f"scheduling overhead {where}, {found['stages']} stages of one number, {found['micro_batches']} "
-        f"micro-batches: {each['']} for each of {found['instructions']} instructions (the "
-        f"same work called directly: {each['_direct']})"
-    )
-    whole = f"{each['_of_steps']} an instruction, torch {each['_of_torch_steps']}"
-    return f"{line}; a whole step, waiting included: {whole}" if found["ranks"] > 1 else line
+    where = "in one process" if found["ranks"] == 1 else "on {ranks} ranks"
+    line = f"scheduling overhead {where}, {{stages}} stages of one number, {{micro_batches}} micro-batches: "
+    line += "{microseconds:.0f} us for each of {instructions} instructions (the same work called directly: "
+    line += "{microseconds_direct:.0f} us)"
+    if found["ranks"] > 1:
+        line += "; a whole step, waiting included: {microseconds_of_steps:.0f} us an instruction, torch "
+        line += "{microseconds_of_torch_steps:.0f} us"
+    return line.format_map(found)
 
 
 def _model(stages: int) -> nn.Sequential:
@@ -100,22 +94,22 @@ def _optimizer(named: Any) -> torch.optim.Optimizer:
 def _plan(*, stages: int, **options: Any) -> Plan:
     example = (torch.randn(1, 1),)
     profile = measure(trace(_model(stages), example), example, repeats=1)
-    return partition(
-        profile, cuts=[layer.name for layer in profile.layers[:-1]], ranks=stages, codec="raw", **options
-    )
+    cuts = [layer.name for layer in profile.layers[:-1]]
+    return partition(profile, cuts=cuts, ranks=stages, codec="raw", **options)
 
 
 class _Direct:
     """The work of this rank's stages (in a plain process, of all), called in a loop as one would write it."""
 
-    def __init__(self, own: Any, stages: int, micro_batches: int) -> None:
-        model, here = _model(stages), World.default().rank
+    def __init__(self, own: Sequence[int], stages: int, micro_batches: int) -> None:
+        model, world = _model(stages), World.default()
         self.layers = [(model[s], s == stages - 1) for s in own]
         self.optimizers = [_optimizer(layer.parameters()) for layer, _ in self.layers]
         self.inputs, self.gradient = torch.randn(1, 1), torch.ones(1, 1)
         self.targets, self.micro_batches = torch.zeros(1, dtype=torch.long), micro_batches
-        self.neighbours = [r for r in (here - 1, here + 1) if 0 <= r < World.default().size]
         self.frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
+        neighbours = [rank for rank in (world.rank - 1, world.rank + 1) if 0 <= rank < world.size]
+        self.frames = {rank: torch.empty_like(self.frame) for rank in neighbours}
 
     def step(self) -> None:
         """Every forward with its backward, the updates, and as many transfers as there are frames."""
@@ -130,19 +124,14 @@ class _Direct:
                     outputs.backward(self.gradient)
         for optimizer in self.optimizers:
             optimizer.step()
-        self._transfer()
-
-    def _transfer(self) -> None:
-        """One frame each way over every cut for each micro-batch, two of them posted ahead."""
-        frames = [torch.empty_like(self.frame) for _ in self.neighbours]
-        ahead: deque[Any] = deque()
+        ahead: deque[Any] = deque()  # a frame each way over every cut for each micro-batch, two posted ahead
         for _ in range(self.micro_batches):
-            for neighbour, frame in zip(self.neighbours, frames, strict=True):
+            for neighbour, frame in self.frames.items():
                 ahead += [dist.irecv(frame, neighbour), dist.isend(self.frame, neighbour)]
-            while len(ahead) > 4 * len(self.neighbours):
+            while len(ahead) > 4 * len(self.frames):
                 ahead.popleft().wait()
-        while ahead:
-            ahead.popleft().wait()
+        for transfer in ahead:
+            transfer.wait()
 
 
 def _steps(pipe: Pipeline, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:

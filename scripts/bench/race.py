@@ -84,11 +84,11 @@ class Racer:
 
     def warm_up(self, config: BenchPipelineConfig) -> float:
         """Take the steps that are not timed, see how many fit into a run; return the loss of the first."""
-        first = World.default().broadcast(self.take_step() or 0.0, self.plan.rank_of(-1, 0))
+        world = World.default()
+        first = world.broadcast(self.take_step() or 0.0, self.plan.rank_of(-1, 0))
         self.num_steps = max(1, config.warmup - 1)
-        self.num_steps = steps_in(
-            config.seconds, seconds_per_step=World.default().broadcast(self.run(), 0), most=config.steps
-        )
+        seconds = world.broadcast(self.run(), 0)
+        self.num_steps = steps_in(config.seconds, seconds_per_step=seconds, most=config.steps)
         return first
 
     def run(self) -> float:
@@ -142,11 +142,13 @@ class Ours(Racer):
         return seconds
 
     def found(self, parameter_bytes: Mapping[str, int], *, rate: float | None) -> dict[str, Any]:
-        """What is known of its steps: bytes, bubbles, the most versions of the weights, instructions."""
+        """What is known of its steps: bytes, bubbles, the most versions of the weights, instructions; what
+        ``auto`` made fly, and the best step that it simulated from its prices."""
         messages, totals = self.pipe.engine.meter.step.messages, self.totals
         names = [f"bytes_{kind}_{way}" for kind in ("raw", "sent") for way in DIRECTIONS]
-        return {
-            **{name: sum(stage[name] for stage in totals.stages) / totals.num_steps for name in names},
+        return {name: sum(stage[name] for stage in totals.stages) / totals.num_steps for name in names} | {
+            "flew": self.pipe.policy.extra,
+            "simulated_seconds": min((turn.predicted for turn in self.pipe.policy.turns), default=None),
             "num_stages": self.plan.num_stages,
             "cuts": list(self.plan.cuts),
             "ranks_of_stages": list(self.plan.ranks),
@@ -171,8 +173,8 @@ def race_rank(folder: Path) -> None:
     race = Race.load(folder / "race.json")
     config, link = race.config, race.link
     facts: dict[str, Any] = {} if link.rate is None else {"offload": switch_off(link.device)}
-    init(deadline=config.deadline)
-    facts["rate_measured"] = measured_rate(link)
+    world = init(deadline=config.deadline)
+    facts["rate_measured"] = measured_rate(world, link)
     facts["congestion_control"] = _CONGESTION.read_text().strip() if _CONGESTION.exists() else "unknown"
     samples = prepare(config.job())
 
@@ -184,19 +186,20 @@ def race_rank(folder: Path) -> None:
     first = {name: side.warm_up(config) for name, side in sides.items()}
     facts["first_losses"] = {name: one for name, one in first.items() if name not in race.streams}
     refuse_other_losses(facts["first_losses"], random=is_random(model()))
-    turns = [(name, who) for name in race.rivals for who in ("rival", "penstock")]
-    runs = {turn: sides[race.rivals[turn[0]] if turn[1] == "rival" else turn[0]].run for turn in turns}
-    taken = alternate(runs, config.repeats)
+    turns: dict[tuple[str, str], Any] = {}
+    for name, rival in race.rivals.items():  # a run of the rival before each of ours
+        turns |= {(name, "rival"): sides[rival].run, (name, "penstock"): sides[name].run}
+    taken = alternate(turns, config.repeats)
     sizes = {name: parameter.nbytes for name, parameter in model().named_parameters()}
     found = {name: sides[name].found(sizes, rate=facts["rate_measured"]) for name in race.rivals}
-    for name, who in turns:
-        found[name][who] = taken[name, who]
+    for (name, who), seconds in taken.items():
+        found[name][who] = seconds
     if race.instructions:
         options: Any = {"micro_batches": config.micro_batches, "repeats": config.repeats}
         facts["overhead"] = [instruction_cost(stages=config.ranks, **options)]
-    if World.default().rank == 0:
+    if world.rank == 0:
         save_json(folder / "measured.json", {"facts": facts, "runs": found})
-    World.default().close()
+    world.close()
 
 
 def sides_of(race: Race, folder: Path, model: Any, batches: Batches) -> dict[str, Any]:
@@ -204,14 +207,14 @@ def sides_of(race: Race, folder: Path, model: Any, batches: Batches) -> dict[str
     config = race.config
     common = {"loss": loss, "optimizer": build.optimizer(config.optimizer)}
     plans = {path.stem: Plan.load(path) for path in sorted((folder / "plans").glob("*.json"))}
-    theirs: dict[str, Racer] = {}
+    sides: dict[str, Any] = {}
     for name, rival in race.rivals.items():
-        if rival not in plans and rival not in theirs:
-            theirs[rival] = Racer(TorchPipeline(model(), plans[name], **common), plans[name], batches)
-    options = common | {"seed": config.seed, "deadline": config.deadline}
-    order = dict.fromkeys([*race.rivals, *plans])
-    ours = {name: Pipeline(model(), plans[name], **options) for name in order}
-    return theirs | {name: Ours(pipe, batches, stream=name in race.streams) for name, pipe in ours.items()}
+        if rival not in plans and rival not in sides:
+            sides[rival] = Racer(TorchPipeline(model(), plans[name], **common), plans[name], batches)
+    common |= {"seed": config.seed, "deadline": config.deadline}
+    for name in dict.fromkeys([*race.rivals, *plans]):
+        sides[name] = Ours(Pipeline(model(), plans[name], **common), batches, stream=name in race.streams)
+    return sides
 
 
 def steps_in(seconds: float, *, seconds_per_step: float, most: int) -> int:

@@ -57,8 +57,8 @@ def penstock(*arguments: str) -> None:
     command = [sys.executable, "-m", "penstock.scripts.command", *arguments]
     # A notebook asks programs for colours and bars that redraw themselves; lines read better below a cell.
     plain = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "CLICOLOR_FORCE")}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(command, env=plain, check=False, **pipes)
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    done = subprocess.run(command, env=plain, check=False, stdout=pipe, stderr=both, text=True)
     print(done.stdout, end="")
     done.check_returncode()
 
@@ -69,12 +69,13 @@ def read_run(folder: str | Path, *, label: str | None = None) -> Run:
     Raises: ConfigError: the folder holds no finished run. PlanError: its plan is damaged.
     """
     files = RunFolder(path=Path(folder))
-    try:
-        steps, summary = read_lines(files.metrics), files.read_summary()
-    except FileNotFoundError as error:
-        missing = f"{Path(str(error.filename)).name} is missing; wait for it, or run it"
-        raise ConfigError(f"{folder} holds no finished run: {missing}") from error
+    for path in (files.metrics, files.summary):
+        if not path.exists():
+            raise ConfigError(
+                f"{folder} holds no finished run: {path.name} is missing; wait for it, or run it"
+            )
     plan = Plan.load(files.plan)
+    steps, summary = read_lines(files.metrics), files.read_summary()
     return Run(label=label or plan.codec, folder=files, steps=steps, summary=summary, plan=plan)
 
 
@@ -83,10 +84,10 @@ def read_bench(folder: str | Path) -> dict[str, Any]:
 
     Raises: ConfigError: there is no ``results.json``.
     """
-    try:
-        return json.loads(Path(folder, "results.json").read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(f"{folder} holds no results.json; name the folder of a penstock bench") from error
+    file = Path(folder, "results.json")
+    if not file.exists():
+        raise ConfigError(f"{folder} holds no results.json; name the folder of a penstock bench")
+    return json.loads(file.read_text())
 
 
 def ratios_per_value(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
@@ -126,20 +127,19 @@ def draw_bytes(runs: Sequence[Run]) -> Figure:
     columns += [(run.label, colour(number), "sent", run.summary) for number, run in enumerate(runs)]
     heights = [[of[f"bytes_{kind}_{way}"] / of["steps"] for way in DIRECTIONS] for _, _, kind, of in columns]
     most = max(map(max, heights))
-    units = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
-    unit = next(name for name, num_bytes in units.items() if most >= num_bytes or name == "B")
-    scaled = [[height / units[unit] for height in of_run] for of_run in heights]
-    sides = [Bars(label, own, h) for (label, own, *_), h in zip(columns, scaled, strict=True)]
-    return _bars(
-        "Bytes over the cuts in a step", [TENSORS[way] for way in DIRECTIONS], sides, y=f"{unit} per step"
-    )
+    power = next(power for power in (30, 20, 10, 0) if most >= 1 << power or not power)
+    unit = {30: "GiB", 20: "MiB", 10: "KiB", 0: "B"}[power]
+    sides = [
+        Bars(label, own, [height / (1 << power) for height in of_run])
+        for (label, own, *_), of_run in zip(columns, heights, strict=True)
+    ]
+    return _bars("Bytes over the cuts in a step", list(TENSORS.values()), sides, y=f"{unit} per step")
 
 
 def draw_ratios(ratios: Mapping[str, Mapping[str, float]]) -> Figure:
     """Bytes before / after packing of each value, a bar for each codec; below 1 a frame is larger."""
     values = list(next(iter(ratios.values())))
-    found = enumerate(ratios.items())
-    sides = [Bars(codec, colour(i), [of[v] for v in values]) for i, (codec, of) in found]
+    sides = [Bars(codec, colour(i), [of[v] for v in values]) for i, (codec, of) in enumerate(ratios.items())]
     names = [value.replace(" ", "\n") for value in values]
     made = _bars("How far each value shrinks", names, sides, y="bytes before / after packing")
     made.axes[0].axhline(1, color="black", linewidth=0.8)

@@ -9,30 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from ...compression.errors import ConfigError, TransportError
+from ...compression.errors import TransportError
 from ...conf.bench import BenchPipelineConfig
-from ...pipeline.planner.partition import partition
-from ...pipeline.run import console
-from ...pipeline.run.decide import look
-from ...pipeline.run.run_folder import RunFolder
-from ...stages.planner.plan import Plan
 from ...stages.units import show_bytes
-from . import contest, picture, refusals
-from .contest import link_facts
-from .contestants import ENTRANTS, TORCH, Entrant, rivals
-from .harness import SPEEDS, speeds, speedups
+from . import contest, picture
+from .contest import link_facts, title
+from .contestants import ENTRANTS, TORCH, entrants, rivals
+from .harness import SPEEDS, Record, Row, compared, speeds, spread, table
 from .instruction_cost import instruction_cost, sentence
 from .picture import COLOURS, GREY, Bars, colour
 from .race import Race
-from .shaped_links import why_not
-from .table import spread, table
-from .torch_pipelines import CLASSES, stages_of
+from .shaped_links import links_of, why_not
+from .torch_pipelines import CLASSES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BUBBLES = ("bubble", "bubble_simulated")
 STAGES_OF_COST = 4
 """Stages in one process on which the cost of an instruction is measured as well."""
 
@@ -45,123 +38,65 @@ CAPTION = (
 )
 
 
-def bench(config: BenchPipelineConfig, folder: RunFolder, typed: Sequence[str]) -> None:
+def bench(config: BenchPipelineConfig, record: Record) -> None:
     """Race schedules and policies of the weights against torch's and each other.
 
     Raises: PenstockError: an option does not fit, the link cannot be shaped here, or a rank failed.
     """
-    link, chosen = refusals.contestants(config)
-    plans = plans_of(config, chosen)
-    folder.begin(console.warn)
-    contest.save_plans(plans, folder)
+    link, chosen = links_of(config)[0], entrants(config.schedule)
+    plans = contest.plans_of(config, chosen | rivals(chosen))
     job = {"codec": config.codecs[0], "schedules": list(chosen)}
-    record = contest.record(config, next(iter(plans.values())), folder, typed, job, link=link_facts(link, {}))
-    record.begin(title(record.content))
+    contest.begin(record, config, next(iter(plans.values())), job, link=link_facts(link, {}))
+    contest.save_plans(plans, record.folder)
     if reason := why_not(link):
         raise TransportError(f"links=[{link.name}] could not be shaped: {reason}")
     turns = {name: f"{TORCH} {name}" if one.rival == TORCH else one.rival for name, one in chosen.items()}
     streams = [name for name in plans if ENTRANTS[name].stream]
-    found = contest.raced(
-        Race(config=config, link=link, rivals=turns, streams=streams, instructions=True), plans, folder
-    )
+    told = Race(config=config, link=link, rivals=turns, streams=streams, instructions=True)
+    found = contest.raced(told, plans, record.folder)
     facts = found["facts"]
+    options: dict[str, Any] = {"micro_batches": config.micro_batches, "repeats": config.repeats}
     facts["first_losses"] = {name: loss for name, loss in facts["first_losses"].items() if name in plans}
-    costs = [
-        instruction_cost(stages=STAGES_OF_COST, micro_batches=config.micro_batches, repeats=config.repeats)
-    ]
-    costs += facts.pop("overhead")
+    costs = [instruction_cost(stages=STAGES_OF_COST, **options), *facts.pop("overhead")]
     rows = [row_of(name, run, config.batch_size) for name, run in found["runs"].items()]
     record.keep(link=link_facts(link, facts), rows=rows, overhead=costs)
-    record.draw(figure)
     record.screen.print(shown(record.content))
     record.say(CAPTION, *map(sentence, costs))
-    record.end()
-
-
-def plans_of(config: BenchPipelineConfig, chosen: Mapping[str, Entrant]) -> dict[str, Plan]:
-    """Make the plan of every entrant and rival from one measurement, and fill in the threads of ``config``.
-
-    Raises: PenstockError: an option does not fit, or the model cannot be cut so, by us or for torch's side.
-    """
-    job, samples, model = contest.model_of(config)
-    profile, plans = look(job, samples, model=model), {}
-    for name, entrant in (dict(chosen) | rivals(dict(chosen))).items():
-        stages = config.ranks * entrant.stages_per_rank
-        plans[name] = partition(
-            profile,
-            stages=stages,
-            cuts=_cuts(config, stages),
-            ranks=config.ranks,
-            schedule=entrant.schedule,
-            micro_batches=config.micro_batches,
-            extra_in_flight=0 if entrant.stream else config.extra_in_flight[0],
-            codec=config.codecs[0],
-            weights=entrant.weights,
-        )
-        stages_of(model, plans[name])
-    return plans
-
-
-def _cuts(config: BenchPipelineConfig, stages: int) -> list[str] | None:
-    """The given cuts; with one stage on each rank, every second of those for two."""
-    if config.cuts is None or len(config.cuts) == stages - 1:
-        return config.cuts
-    if stages == config.ranks and len(config.cuts) == 2 * config.ranks - 1:
-        return config.cuts[1::2]
-    raise ConfigError(
-        f"{stages} stages need {stages - 1} cuts, found {len(config.cuts)}; give {2 * config.ranks - 1}, of "
-        "which schedules with one stage on each rank take every second, or leave cuts out"
-    )
 
 
 def row_of(name: str, found: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
     """Return the row of an entrant: speeds of both sides, ratios of pairs, and what was measured besides."""
     entrant, theirs, ours = ENTRANTS[name], found["rival"], found["penstock"]
-    return {
-        "name": name,
-        **{field: getattr(entrant, field) for field in ("schedule", "weights", "stages_per_rank", "rival")},
-        "rival_class": CLASSES[entrant.schedule] if entrant.rival == TORCH else None,
-        **speeds(ours, batch_size),
-        **speeds(theirs, batch_size, "rival_"),
-        **speedups([rival / own for rival, own in zip(theirs, ours, strict=True)]),
-        **{
-            key: value
-            for key, value in found.items()
-            if key not in ("rival", "penstock") and "bytes" not in key
-        },
-    }
+    facts = {field: getattr(entrant, field) for field in ("schedule", "weights", "stages_per_rank", "rival")}
+    facts |= {"name": name, "rival_class": CLASSES[entrant.schedule] if entrant.rival == TORCH else None}
+    rest = {key: one for key, one in found.items() if key not in ("rival", "penstock") and "bytes" not in key}
+    return facts | compared(ours, theirs, batch_size) | speeds(theirs, batch_size, "rival_") | rest
 
 
 def shown(results: Mapping[str, Any]) -> Table:
     """Return ``results`` for people."""
-    columns = {
-        "schedule": lambda row: row["name"],
-        "stages": lambda row: str(row["num_stages"]),
-        "samples/s": lambda row: f"{row['samples_per_second']:.1f}",
-        "rival": lambda row: row["rival"],
-        "rival's": lambda row: f"{row['rival_samples_per_second']:.1f}",
-        "x": lambda row: f"{row['speedup']:.2f}",
-        "pairs": lambda row: spread(row["speedup_of_pairs"]),
-        "bubble": lambda row: _shares(row["bubble"]),
-        "simulated": lambda row: _shares(row["bubble_simulated"]),
-        "versions": lambda row: _versions(row["versions"]),
+    rows = [_words(row) for row in results["rows"]]
+    return table(rows, left=("schedule", "stages", "rival"), title=title(results))
+
+
+def _words(row: Row) -> dict[str, str]:
+    live = " ".join(str(stage["num_live"]) for stage in row["versions"])
+    return {
+        "schedule": row["name"],
+        "stages": str(row["num_stages"]),
+        "samples/s": f"{row['samples_per_second']:.1f}",
+        "rival": row["rival"],
+        "rival's": f"{row['rival_samples_per_second']:.1f}",
+        "x": f"{row['speedup']:.2f}",
+        "pairs": spread(row["speedup_of_pairs"]),
+        "bubble": _shares(row["bubble"]),
+        "simulated": _shares(row["bubble_simulated"]),
+        "versions": f"{live}  {show_bytes(sum(stage['num_bytes'] for stage in row['versions']))}",
     }
-    return table(results["rows"], columns=columns, left=("schedule", "stages", "rival"), title=title(results))
 
 
 def _shares(of_ranks: Sequence[float]) -> str:
     return " ".join(f"{100 * share:.0f}" for share in of_ranks) + " %"
-
-
-def _versions(of_stages: Sequence[Mapping[str, int]]) -> str:
-    live = " ".join(str(stage["num_live"]) for stage in of_stages)
-    return f"{live}  {show_bytes(sum(stage['num_bytes'] for stage in of_stages))}"
-
-
-def title(results: Mapping[str, Any]) -> str:
-    """Return what was raced, in a line."""
-    job = results["job"]
-    return f"{job['model']}, {contest.title(results)}, codec {job['codec']}, {results['link']['link']}"
 
 
 def figure(results: Mapping[str, Any]) -> Figure:
@@ -182,22 +117,23 @@ def figure(results: Mapping[str, Any]) -> Figure:
     return made
 
 
-def _label(row: Mapping[str, Any]) -> str:
+def _label(row: Row) -> str:
     policy = f"\n{row['weights']}" if row["weights"] not in ("latest", row["name"]) else ""
     return f"{row['name']}{policy}\n{row['num_stages']} stages"
 
 
-def _dots(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+def _dots(axes: Axes, rows: Sequence[Row]) -> None:
     """A full dot for the measured bubble of each rank, an empty one for the simulated."""
     num_ranks = max((len(row["bubble"]) for row in rows), default=0)
     for rank in range(num_ranks):
         places = [number + 0.22 * (rank - (num_ranks - 1) / 2) for number in range(len(rows))]
         own = colour(rank + 1)
-        measured, on_paper = ([100 * row[key][rank] for row in rows] for key in BUBBLES)
-        for heights, kind, fill in ((measured, "measured", own), (on_paper, "simulated", "none")):
-            axes.scatter(
-                places, heights, 34, zorder=3, label=f"rank {rank}, {kind}", facecolor=fill, edgecolor=own
-            )
+        measured, on_paper = (
+            [100 * row[key][rank] for row in rows] for key in ("bubble", "bubble_simulated")
+        )
+        style: dict[str, Any] = {"s": 34, "zorder": 3, "edgecolor": own}
+        axes.scatter(places, measured, label=f"rank {rank}, measured", facecolor=own, **style)
+        axes.scatter(places, on_paper, label=f"rank {rank}, simulated", facecolor="none", **style)
         axes.vlines(places, measured, on_paper, color=own, linewidth=0.8)
     picture.name(axes, y="bubble, % of a step")
     axes.set_ylim(bottom=0)

@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...compression.errors import PenstockError, TransportError
+from ...compression.errors import ConfigError, PenstockError, TransportError
+from ...conf.bench import BenchPipelineConfig
 from ...stages.units import parse_bytes, parse_rate
 
 LOOPBACK = "loopback"
@@ -63,6 +64,20 @@ def parse_link(value: Any, *, burst: Any = "64KiB", delay: float = 0.0) -> Link:
         return Link(name=LOOPBACK)
     rate = parse_rate(value, name="links")
     return Link(name=str(value), rate=rate, burst=parse_bytes(burst, name="burst"), delay=delay)
+
+
+def links_of(config: BenchPipelineConfig) -> list[Link]:
+    """Return the links to race on.
+
+    Raises: PenstockError: a link is not known, or is shaped and joins more than two ranks.
+    """
+    found = [parse_link(link, burst=config.burst, delay=config.delay) for link in config.links]
+    shaped = [link.name for link in found if link.rate is not None]
+    if shaped and config.ranks != 2:
+        raise ConfigError(
+            f"ranks={config.ranks}: a shaped link joins 2; leave {', '.join(shaped)} out or take ranks=2"
+        )
+    return found
 
 
 def inside(holder: int, *, user: bool) -> list[str]:
@@ -130,15 +145,11 @@ def _holder(prefix: Sequence[str]) -> Iterator[int]:
     """A process with namespaces of its own, which lasts as long as the pipe to it: at most as long as we."""
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen([*prefix, "sh", "-c", "echo && exec cat"], text=True, **pipes) as process:
-        assert process.stdin is not None, "it was asked for"
-        assert process.stdout is not None, "it was asked for"
-        assert process.stderr is not None, "it was asked for"
-        try:
+        assert process.stdin and process.stdout and process.stderr, "they were asked for"  # noqa: PT018
+        with process.stdin:
             if not process.stdout.readline():
                 raise TransportError(_reason(prefix, process.stderr.read()))
             yield process.pid
-        finally:
-            process.stdin.close()
 
 
 def _run(command: Sequence[str]) -> None:
@@ -158,19 +169,18 @@ def switch_off(device: str) -> dict[str, str]:
 
     With it on, a token bucket sees packets of up to 64 KiB, more than a slow link would ever carry at once.
     """
-    return {name: _switch_off(device, *commands) for name, commands in _READ_AND_WRITE.items()}
+    told = {}
+    for name, (read, write) in _READ_AND_WRITE.items():
+        try:
+            if _ethtool(device, read):
+                _ethtool(device, write)
+            told[name] = "on" if _ethtool(device, read) else "off"
+        except OSError as error:
+            told[name] = f"unknown ({error.strerror})"
+    return told
 
 
-def _switch_off(device: str, read: int, write: int) -> str:
-    try:
-        if _call(device, read):
-            _call(device, write)
-        return "on" if _call(device, read) else "off"
-    except OSError as error:
-        return f"unknown ({error.strerror})"
-
-
-def _call(device: str, command: int) -> int:
+def _ethtool(device: str, command: int) -> int:
     """One request about a device: (command, value) goes in and comes back."""
     import fcntl
 

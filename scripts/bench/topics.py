@@ -1,19 +1,30 @@
-"""``penstock bench TOPIC``: finds the topic; its file measures, prints and writes ``results.json``."""
+"""``penstock bench TOPIC``: the topics, and what each refuses of its options before torch is imported.
+
+The file of a topic has ``bench(config, record)``, which measures, and ``figure(results)``, which draws."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...compression import names
 from ...compression.errors import ConfigError
 from ...conf.bench import BenchPipelineConfig
 from ...conf.bench_codecs import BenchCodecsConfig
 from ...conf.convergence import BenchConvergenceConfig
+from ...pipeline.ranks.launch import check_ranks
+from ...pipeline.run import early
 from ...pipeline.run.run_folder import RunFolder
+from ...stages.units import parse_bytes
 from .. import usage
-from . import refusals
+from .codecs_peers import PEERS
+from .contestants import POLICIES, entrants
+from .shaped_links import links_of
+
+CLASSES = ("synthetic", "images", "text", "integers", "masks", "job")
+DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,18 +32,60 @@ class Topic:
     """One subject: its options, what refuses some of them before torch is imported, and the file for each."""
 
     schema: type[Any]
-    early: Callable[[Any, Sequence[str]], None]
+    early: Callable[[Any, Sequence[str]], object]
     home: Callable[[Any], str]
 
 
+def codecs(config: BenchCodecsConfig, typed: Sequence[str] = ()) -> None:
+    """Refuse classes, dtypes, codecs and sizes that are none; the error names the option."""
+    early.check(config, typed)
+    _known("classes", config.classes, CLASSES)
+    _known("dtypes", config.dtypes, DTYPES)
+    _known("codecs", config.codecs or (), (*names.lossless(), *PEERS))
+    for size in config.sizes:
+        parse_bytes(size, name="sizes")
+
+
+def pipeline(config: BenchPipelineConfig, typed: Sequence[str] = ()) -> None:
+    """Refuse codecs, links, schedules and ranks that do not suit each other."""
+    if config.schedule != "1f1b":
+        entrants(config.schedule)
+    elif config.cuts is not None and len(config.cuts) != config.ranks - 1:
+        raise ConfigError(
+            f"torch's 1F1B runs one stage on each rank: ranks={config.ranks} needs {config.ranks - 1} cuts, "
+            f"found {len(config.cuts)}"
+        )
+    for name in config.codecs:
+        names.check_name(name)
+    links_of(config)
+    check_ranks(config.ranks)
+    for group in ("model", "data", "optimizer"):
+        early.check_group(group, getattr(config, group))
+
+
+def convergence(config: BenchConvergenceConfig, typed: Sequence[str] = ()) -> None:
+    """Refuse policies, a codec and groups that are not known."""
+    _known("policies", config.policies or (), POLICIES)
+    names.check_name(config.codec)
+    for group in ("model", "optimizer", "scheduler"):
+        early.check_group(group, getattr(config, group))
+    for name in config.sets:
+        early.check_group("data", getattr(config, name), name=name)
+
+
+def _known(option: str, asked: Sequence[str], known: Collection[str]) -> None:
+    for name in asked:
+        if name not in known:
+            found = f"{option}=[{','.join(asked)}] holds {name}, which is not known"
+            raise ConfigError(f"{found}; known are {', '.join(known)}")
+
+
 TOPICS = {
-    "codecs": Topic(schema=BenchCodecsConfig, early=refusals.codecs, home=lambda config: "codecs_bench"),
-    "convergence": Topic(
-        schema=BenchConvergenceConfig, early=refusals.convergence, home=lambda config: "convergence"
-    ),
+    "codecs": Topic(schema=BenchCodecsConfig, early=codecs, home=lambda config: "codecs_bench"),
+    "convergence": Topic(schema=BenchConvergenceConfig, early=convergence, home=lambda config: "convergence"),
     "pipeline": Topic(
         schema=BenchPipelineConfig,
-        early=refusals.pipeline,
+        early=pipeline,
         home=lambda config: "link_race" if config.schedule == "1f1b" else "schedules",
     ),
 }
@@ -43,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Raises: ConfigError: there is no such topic, or an option of it does not fit.
     """
-    name, known = (*arguments[:1], None)[0], ", ".join(TOPICS)
+    name, known = (*arguments[:1], "")[0], ", ".join(TOPICS)
     if usage.wanted(arguments[:1]):
         print(f"penstock bench TOPIC [KEY=VALUE ...]\n\nTOPIC, each with a --help: {known}")
         return 0
@@ -58,6 +111,13 @@ def main(arguments: Sequence[str]) -> int:
     from ..application import run
 
     def task(config: Any, folder: RunFolder, options: Sequence[str]) -> None:
-        importlib.import_module(f".{topic.home(config)}", __package__).bench(config, folder, options)
+        from .harness import Record
+
+        record, home = (
+            Record(name, options, folder),
+            importlib.import_module(f".{topic.home(config)}", __package__),
+        )
+        home.bench(config, record)
+        record.end(home.figure)
 
     return run(f"bench_{name}", topic.schema, task, arguments=rest, early=topic.early, command=typed)

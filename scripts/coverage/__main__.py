@@ -5,6 +5,7 @@ A row is appended as soon as it is known, so a run that was interrupted goes on 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import sys
@@ -23,51 +24,42 @@ from . import page, vision
 from .examine import examine
 from .network import Network
 
-HOME = {"timm": "timm", "transformers": "transformers"}
+HOMES = {"transformers": "language", "timm": "families"}
+"""The file for the networks of each library that need not be installed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code is 1 where a network trained with other bits, else 0."""
     options = _options(arguments)
-    rows = {row["name"]: row for row in _read(options.rows)}
-    found = _chosen(list(networks()), options.names)
-    for network in found:
-        if network.full_name in rows and not options.again:
+    lines = options.rows.read_text().splitlines() if options.rows.exists() else []
+    rows = {row["name"]: row for row in map(json.loads, lines)}
+    for name, network in _chosen({one.full_name: one for one in networks()}, options.names).items():
+        if name in rows and not options.again:
             continue
-        row = _row_of(network, options.timeout, options.trace_only)
-        rows[network.full_name] = row
+        rows[name] = _row_of(network, options.timeout, options.trace_only)
         with options.rows.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(page.line(row), flush=True)
+            file.write(json.dumps(rows[name]) + "\n")
+        print(page.line(rows[name]), flush=True)
     if options.table:
         command = " ".join([*options.names, f"--table {options.table}"])
         options.table.write_text(page.written(list(rows.values()), command))
     return int(any(row["result"] == "different" for row in rows.values()))
 
 
-def _chosen(networks: list[Network], names: Sequence[str]) -> list[Network]:
-    """Those that a name is a part of, in the order of the names; all, where there are none."""
-    found = [n for name in names for n in networks if name in n.full_name]
-    return list({n.full_name: n for n in found}.values()) if names else networks
+def _chosen(known: dict[str, Network], parts: Sequence[str]) -> dict[str, Network]:
+    """Those that a part is in the name of, in the order of the parts; all, where there are none."""
+    return {name: known[name] for part in parts or [""] for name in known if part in name}
 
 
 def networks() -> Iterator[Network]:
     """Every network of the libraries that are installed; says which are not."""
     yield from vision.of_torch()
     yield from vision.networks()
-    missing = [library for library in ("transformers", "timm") if find_spec(library) is None]
-    if missing:
-        print(
-            f"{' and '.join(missing)} not installed, left out: pip install 'penstock[zoo]'", file=sys.stderr
-        )
-    if "transformers" not in missing:
-        from . import language
-
-        yield from language.networks()
-    if "timm" not in missing:
-        from . import families
-
-        yield from families.networks()
+    for library, home in HOMES.items():
+        if find_spec(library):
+            yield from importlib.import_module(f".{home}", __package__).networks()
+        else:
+            print(f"{library} is not installed, left out: pip install 'penstock[zoo]'", file=sys.stderr)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -81,30 +73,24 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def _row_of(network: Network, timeout: float, trace_only: bool) -> dict[str, Any]:
     """What became of a network in a process of its own, which is forked: the libraries are loaded once."""
+    row: dict[str, Any] = {"name": network.full_name}
     if network.skip:
-        return {"name": network.full_name, "result": "skipped", "why": network.skip}
-    context = multiprocessing.get_context("fork")
+        return row | {"result": "skipped", "why": network.skip}
+    context, begun = multiprocessing.get_context("fork"), time.perf_counter()
     ours, theirs = context.Pipe(duplex=False)
-    begun = time.perf_counter()
     process = context.Process(target=_child, args=(network, theirs, trace_only))
     process.start()
     theirs.close()
-    row: dict[str, Any] = {"name": network.full_name, "result": "failed", "why": "the process died"}
     try:
         if ours.poll(timeout):
-            row = ours.recv()
+            row |= ours.recv()
         else:
             row |= {"result": "timeout", "why": f"took more than {timeout:g} seconds"}
+            process.kill()
     except EOFError:
-        pass
-    if row["result"] == "timeout":
-        process.kill()
+        row |= {"result": "failed", "why": "the process died"}
     process.join()
     return row | {"seconds": round(time.perf_counter() - begun, 1)}
 
@@ -116,10 +102,8 @@ def _child(network: Network, pipe: Connection, trace_only: bool) -> None:
         row = examine(network, trace_only=trace_only)
     except BaseException as error:
         where = traceback.format_exc().strip().splitlines()[-7:]
-        told = f"{type(error).__name__}: {error}"
-        row = {"name": network.full_name, "result": "failed", "why": told, "traceback": where}
+        row = {"result": "failed", "why": f"{type(error).__name__}: {error}", "traceback": where}
     pipe.send(row)
-    pipe.close()
 
 
 if __name__ == "__main__":

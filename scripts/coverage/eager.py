@@ -5,7 +5,7 @@ draw."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...stages.seeds import layer_seed
 from ...stages.tracing.capture.patches import Patches, kinds_that_are_called, overridden, paused
-from .network import Batch
+from .network import Batch, given
 
 
 class Drawing(TorchFunctionMode):
@@ -24,16 +24,14 @@ class Drawing(TorchFunctionMode):
     ``drew`` are the numbers of those that drew. With ``seeds`` (number of a call -> seed) those are
     seeded."""
 
-    def __init__(self, layers: Mapping[nn.Module, str], seeds: Mapping[int, int] | None = None) -> None:
+    def __init__(self, layers: Collection[nn.Module], seeds: Mapping[int, int] | None = None) -> None:
         super().__init__()
         self.layers, self.seeds = layers, seeds
         self.count, self.inside = 0, 0
         self.drew: list[int] = []
         self.patches = Patches(self._patches())
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One call of torch."""
         return self.one(lambda: func(*args, **(kwargs or {})))
 
@@ -51,20 +49,19 @@ class Drawing(TorchFunctionMode):
     def _one(self, number: int, run: Callable[[], Any]) -> Any:
         before = torch.get_rng_state()
         if self.seeds is not None and number in self.seeds:
-            torch.manual_seed(self.seeds[number])
-            result = run()
-            torch.set_rng_state(before)
-            return result
+            with torch.random.fork_rng(devices=()):
+                torch.manual_seed(self.seeds[number])
+                return run()
         result = run()
         if not torch.equal(before, torch.get_rng_state()):
             self.drew.append(number)
         return result
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """The block in which the model runs."""
+    def run(self, model: nn.Module, batch: Batch) -> Any:
+        """What the model returns."""
+        inputs = given(batch)
         with self.patches.on(), self:
-            yield
+            return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
         for kind in kinds_that_are_called():
@@ -79,16 +76,10 @@ class Drawing(TorchFunctionMode):
 
     def _called(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if module in self.layers:
-                return self.one(lambda: call(module, *args, **kwargs))
-            return call(module, *args, **kwargs)
+            run = functools.partial(call, module, *args, **kwargs)
+            return self.one(run) if module in self.layers else run()
 
         return called
-
-
-def called(model: nn.Module, batch: Batch) -> Any:
-    """What the model returns; one input that is called x is given by position."""
-    return model(*batch.values()) if tuple(batch) == ("x",) else model(**batch)
 
 
 def drawing_calls(
@@ -98,9 +89,8 @@ def drawing_calls(
 
     Args:   model: a copy, which is run.
     Raises: AssertionError: there are not as many calls as names."""
-    drawing = Drawing({model.get_submodule(path): path for path in layers})
-    with drawing.running():
-        called(model, batch)
+    drawing = Drawing({model.get_submodule(path) for path in layers})
+    drawing.run(model, batch)
     assert len(drawing.drew) == len(names), f"{len(drawing.drew)} calls draw, {len(names)} layers do"
     return dict(zip(drawing.drew, names, strict=True))
 
@@ -120,10 +110,8 @@ def plain_step(
     losses = []
     for index, (batch, targets) in enumerate(micro_batches):
         seeds = {number: layer_seed(0, 0, index, name) for number, name in draws.items()}
-        drawing = Drawing({model.get_submodule(path): path for path in layers}, seeds)
-        with drawing.running():
-            outputs = called(model, batch)
-        value = loss(outputs, targets)
+        drawing = Drawing({model.get_submodule(path) for path in layers}, seeds)
+        value = loss(drawing.run(model, batch), targets)
         (value * (len(targets) / total)).backward()
         losses.append(value.detach())
     optimizer.step()

@@ -5,11 +5,12 @@ person would read."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from ...pipeline.pipeline import Pipeline
 from ...pipeline.planner.partition import partition
 from ...stages.planner.layer_profile import Profile
 from ...stages.planner.measure import measure
+from ...stages.planner.plan import Plan
 from ...stages.tracing.comparison import same_bits
 from ...stages.tracing.graph import LayerGraph, trace
 from .eager import drawing_calls, plain_step
-from .network import Batch, Network
+from .network import Batch, Network, given
 
 SAMPLES = 2  # of a micro-batch, and as many micro-batches
 STAGES = 3
@@ -36,8 +38,7 @@ def examine(network: Network, *, trace_only: bool = False) -> Row:
     traced."""
     torch.manual_seed(0)
     model = network.make().train()
-    row: Row = {"name": network.full_name, "note": network.note}
-    row["parameters"] = sum(p.numel() for p in model.parameters())
+    row: Row = {"name": network.full_name, "parameters": sum(p.numel() for p in model.parameters())}
     try:
         _examine(row, network, model, trace_only)
     except PenstockError as error:
@@ -47,76 +48,68 @@ def examine(network: Network, *, trace_only: bool = False) -> Row:
 
 
 def _examine(row: Row, network: Network, model: nn.Module, trace_only: bool) -> None:
-    whole = network.batch(SAMPLES * SAMPLES)
-    parts = {name: x.tensor_split(SAMPLES) for name, x in whole.items()}
+    parts = {name: x.tensor_split(SAMPLES) for name, x in network.batch(SAMPLES * SAMPLES).items()}
     micro_batches = [{name: parts[name][i].clone() for name in parts} for i in range(SAMPLES)]
-    example = _given(micro_batches[0])
-    begun = time.perf_counter()
-    graph = trace(model, example)
-    row["trace_seconds"] = round(time.perf_counter() - begun, 2)
-    row |= _facts(graph)
-    row["result"] = "traced"
+    with _timing(row, "trace_seconds"):
+        graph = trace(model, given(micro_batches[0]))
+    row |= {
+        "layers": len(graph.train.layers),
+        "leaves": dict(getattr(graph.train, "leaves", {})),
+        "guards": sum("expect" in layer.node.meta for layer in graph.train.layers),
+        "random": len(graph.train_probe.random),
+        "fixed": graph.train.fixed,
+        "result": "traced",
+    }
     if trace_only:
         return
-    begun = time.perf_counter()
-    profile = measure(graph, example, repeats=1)
-    row["measure_seconds"] = round(time.perf_counter() - begun, 2)
+    with _timing(row, "measure_seconds"):
+        profile = measure(graph, given(micro_batches[0]), repeats=1)
     row["cuts"] = len(profile.layers) - 1 - len(profile.refused)
-    differences = _trained(row, model, graph, profile, micro_batches)
+    plan = partition(profile, cuts=even_cuts(profile) or None, micro_batches=SAMPLES, codec="zero_value")
+    row |= {"stages": plan.num_stages} | _shares(plan, profile, row["parameters"])
+    differences = _differences(row, model, graph, plan, micro_batches, network.batch(SAMPLES * SAMPLES))
     row |= {"result": "different" if differences else "same", "why": "; ".join(differences[:3])}
 
 
-def _given(batch: Batch) -> Any:
-    return tuple(batch.values()) if tuple(batch) == ("x",) else dict(batch)
+@contextlib.contextmanager
+def _timing(row: Row, name: str) -> Iterator[None]:
+    begun = time.perf_counter()
+    yield
+    row[name] = round(time.perf_counter() - begun, 2)
 
 
-def _fresh(batch: Batch) -> Batch:
-    return {name: x.clone() for name, x in batch.items()}
-
-
-def _facts(graph: LayerGraph) -> Row:
-    layers = graph.train.layers
-    return {
-        "layers": len(layers),
-        "leaves": dict(getattr(graph.train, "leaves", {})),
-        "guards": sum("expect" in layer.node.meta for layer in layers),
-        "random": len(graph.train_probe.random),
-        "fixed": graph.train.fixed,
-    }
-
-
-def _trained(
-    row: Row,
-    model: nn.Module,
-    graph: LayerGraph,
-    profile: Profile,
-    micro_batches: Sequence[Batch],
+def _differences(
+    row: Row, model: nn.Module, graph: LayerGraph, plan: Plan, micro_batches: Sequence[Batch], whole: Batch
 ) -> list[str]:
     """What differs from the plain loop after one step in three stages."""
-    cuts = even_cuts(profile)
-    plan = partition(profile, cuts=cuts or None, micro_batches=len(micro_batches), codec="zero_value")
-    row |= {"stages": plan.num_stages} | _shares(plan, profile, row["parameters"])
-    targets = torch.linspace(-1, 1, SAMPLES * len(micro_batches))
-    ordered = [layer.name for layer in graph.train.layers if layer.name in graph.train_probe.random]
-    modules = {str(layer.node.target) for layer in graph.train.layers if layer.node.op == "call_module"}
-    draws = drawing_calls(copy.deepcopy(model), _fresh(micro_batches[0]), modules, ordered)
+    layers, targets = graph.train.layers, torch.linspace(-1, 1, SAMPLES * SAMPLES)
+    ordered = [layer.name for layer in layers if layer.name in graph.train_probe.random]
+    modules = {str(layer.node.target) for layer in layers if layer.node.op == "call_module"}
+    draws = drawing_calls(copy.deepcopy(model), micro_batches[0], modules, ordered)
     plain = copy.deepcopy(model)
-    begun = time.perf_counter()
-    pipe = Pipeline(model, plan, loss=mean_square, optimizer=_sgd)
-    row["pipeline_seconds"] = round(time.perf_counter() - begun, 2)
-    whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
-    pipe.step(_given(whole), targets)
+    with _timing(row, "pipeline_seconds"):
+        pipe = Pipeline(model, plan, loss=mean_square, optimizer=_sgd)
+    pipe.step(given(whole), targets)
     losses = plain_step(
         plain,
-        list(zip(map(_fresh, micro_batches), targets.tensor_split(len(micro_batches)), strict=True)),
+        list(zip(micro_batches, targets.tensor_split(SAMPLES), strict=True)),
         loss=mean_square,
         optimizer=_sgd(list(plain.named_parameters())),
         layers=modules,
         draws=draws,
     )
-    ours = [pipe.engine.losses[i] for i in range(len(losses))]
-    pairs = {f"loss {i}": pair for i, pair in enumerate(zip(losses, ours, strict=True))}
-    return _different(pairs | _state(plain, model))
+    pairs: dict[str, tuple[Any, Any]] = {
+        f"loss {i}": (loss, pipe.engine.losses[i]) for i, loss in enumerate(losses)
+    }
+    theirs, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    for name, parameter in plain.named_parameters():
+        pairs |= {f"gradient {name}": (parameter.grad, theirs[name].grad), name: (parameter, theirs[name])}
+    pairs |= {name: (buffer, buffers[name]) for name, buffer in plain.named_buffers()}
+    return [
+        name
+        for name, (a, b) in pairs.items()
+        if a is not b and (a is None or b is None or not same_bits(a, b))
+    ]
 
 
 def even_cuts(profile: Profile) -> list[str]:
@@ -131,22 +124,7 @@ def even_cuts(profile: Profile) -> list[str]:
     return [names[cut] for cut in best]
 
 
-def _state(plain: nn.Module, model: nn.Module) -> dict[str, tuple[Any, Any]]:
-    theirs, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    found = {f"gradient {name}": (p.grad, theirs[name].grad) for name, p in plain.named_parameters()}
-    found |= {name: (p, theirs[name]) for name, p in plain.named_parameters()}
-    return found | {name: (b, buffers[name]) for name, b in plain.named_buffers()}
-
-
-def _different(pairs: dict[str, tuple[Any, Any]]) -> list[str]:
-    return [
-        name
-        for name, (a, b) in pairs.items()
-        if (a is None) != (b is None) or (a is not None and not same_bits(a, b))
-    ]
-
-
-def _shares(plan: Any, profile: Profile, total: int) -> Row:
+def _shares(plan: Plan, profile: Profile, total: int) -> Row:
     """Shares of the parameters: of the largest stage, and of the largest layer, which no cut divides."""
     if not total:
         return {}

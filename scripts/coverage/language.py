@@ -7,62 +7,49 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from importlib import import_module, resources
+from importlib import import_module
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
-from .network import Batch, Network, normal, tokens
+from .network import Batch, Network, normal, table, tokens
 
-LABELS = (
-    *("gpt2", "llama", "qwen3", "opt", "mixtral", "t5", "bart", "vit", "convnext"),
-    *("bert", "roberta", "albert", "bert_classes", "bert_answers"),
-)
+INPUTS: dict[str, Callable[[int, int], Batch]] = {
+    "text": lambda n, pixels: {"input_ids": tokens(n, n, 12)},
+    "pairs": lambda n, pixels: {"input_ids": tokens(n, n, 12)},
+    "pictures": lambda n, pixels: {"pixel_values": normal(n, n, 3, pixels, pixels)},
+    "pictures with text": lambda n, _: {
+        "input_ids": tokens(n, n, 12),
+        "pixel_values": normal(n, n, 3, 32, 32),
+    },
+    "speech to text": lambda n, _: {
+        "input_features": normal(n, n, 16, 32),
+        "decoder_input_ids": tokens(n, n, 7),
+    },
+    "sounds": lambda n, pixels: {"input_values": normal(n, n, 400)},
+    "spectrograms": lambda n, pixels: {"input_values": normal(n, n, 32, 16)},
+}
+"""For each section of ``networks.yaml`` n samples, pictures of so many pixels a side."""
 
 
 def networks() -> Iterator[Network]:
-    """Text, text to text, pictures, sound, and pictures with text; ``transformers.yaml`` has their sizes."""
-    file = resources.files("penstock.scripts.coverage") / "transformers.yaml"
-    table: Any = OmegaConf.to_container(OmegaConf.load(str(file)))
-    shared = table["shared"]
-
-    def sized(section: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        for name, (kind, base, *own) in table[section].items():
-            yield name, kind, {**shared.get(base, {}), **(own[0] if own else {})}
-
-    for name, kind, options in sized("text"):
-        yield _network(name, kind, options, functools.partial(_sentences, name))
-    for name, kind, options in sized("pairs"):
-        yield _network(name, kind, options, functools.partial(_pairs, name))
-    for name, kind, options in sized("pictures"):
-        pixels = options.get("image_size", 64)
-        pixels = pixels if isinstance(pixels, int) else pixels[0]
-        yield _network(name, kind, options, functools.partial(_pictures, name, pixels))
-    text = {**shared["width"], "eos_token_id": 2, "bos_token_id": 1}
-    both = {"text_config": text, "vision_config": shared["picture"], "projection_dim": 16}
-    yield _network("clip_text", "CLIPTextModel", text, functools.partial(_sentences, "clip_text"))
-    yield _network("clip", "CLIPModel", both, _both)
-    for name, kind, options in sized("speech to text"):
-        yield _network(name, kind, options, _heard)
-    for name, kind, options in sized("sounds"):
-        yield _network(name, kind, options, _sounds)
-    for name, kind, options in sized("spectrograms"):
-        yield _network(name, kind, options, _spectrograms)
-
-
-def _network(name: str, kind: str, options: Mapping[str, Any], batch: Callable[[int], Batch]) -> Network:
-    return Network(
-        name=name, library="transformers", make=functools.partial(_made, kind, options), batch=batch
-    )
+    """Text, text to text, pictures, sound, and pictures with text; ``networks.yaml`` has their sizes."""
+    listed = table()
+    for section in INPUTS:
+        for name, (kind, base, *own) in listed[section].items():
+            options = {**listed["shared"].get(base, {}), **(own[0] if own else {})}
+            batch = functools.partial(
+                _batch, section, name, name in listed["labels"], options.get("image_size", 64)
+            )
+            make = functools.partial(_made, kind, options)
+            yield Network(name=name, library="transformers", make=make, batch=batch)
 
 
 def _made(kind: str, options: Mapping[str, Any]) -> nn.Module:
     transformers = import_module("transformers")
     transformers.logging.set_verbosity_error()
-    model = getattr(transformers, kind)
-    options = dict(options)
+    model, options = getattr(transformers, kind), dict(options)
     experts = options.pop("experts_implementation", None)
     config = model.config_class(**options)
     if experts:
@@ -70,47 +57,14 @@ def _made(kind: str, options: Mapping[str, Any]) -> nn.Module:
     return model(config).float()
 
 
-def _sentences(name: str, samples: int) -> Batch:
-    batch = {"input_ids": tokens(samples, samples, 12)}
-    if name == "bert_answers":
-        batch |= {
-            "start_positions": tokens(1, samples, most=11),
-            "end_positions": tokens(2, samples, most=11),
-        }
-    elif name == "bert_classes":
-        batch["labels"] = torch.arange(samples) % 2
-    elif name in LABELS:
-        batch["labels"] = batch["input_ids"].clone()
+def _batch(section: str, name: str, labelled: bool, size: int | list[int], samples: int) -> Batch:
+    batch = dict(INPUTS[section](samples, size if isinstance(size, int) else size[0]))
+    if section == "pairs":
+        batch["labels" if labelled else "decoder_input_ids"] = tokens(samples + 1, samples, 7)
+    elif name == "bert_answers":
+        batch["start_positions"] = tokens(1, samples, most=11)
+        batch["end_positions"] = tokens(2, samples, most=11)
+    elif labelled:
+        classes = section == "pictures" or name == "bert_classes"
+        batch["labels"] = torch.arange(samples) % 2 if classes else batch["input_ids"].clone()
     return batch
-
-
-def _pairs(name: str, samples: int) -> Batch:
-    batch = {"input_ids": tokens(samples, samples, 12)}
-    batch["labels" if name in LABELS else "decoder_input_ids"] = tokens(samples + 1, samples, 7)
-    return batch
-
-
-def _pictures(name: str, pixels: int, samples: int) -> Batch:
-    batch = {"pixel_values": normal(samples, samples, 3, pixels, pixels)}
-    if name in LABELS:
-        batch["labels"] = torch.arange(samples) % 2
-    return batch
-
-
-def _both(samples: int) -> Batch:
-    return {"input_ids": tokens(samples, samples, 12), "pixel_values": normal(samples, samples, 3, 32, 32)}
-
-
-def _heard(samples: int) -> Batch:
-    return {
-        "input_features": normal(samples, samples, 16, 32),
-        "decoder_input_ids": tokens(samples, samples, 7),
-    }
-
-
-def _sounds(samples: int) -> Batch:
-    return {"input_values": normal(samples, samples, 400)}
-
-
-def _spectrograms(samples: int) -> Batch:
-    return {"input_values": normal(samples, samples, 32, 16)}

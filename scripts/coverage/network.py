@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from importlib import resources
+from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 Batch = Mapping[str, torch.Tensor]
@@ -16,20 +19,24 @@ class Network:
     """``make()`` builds it, with random weights; ``batch(n)`` is n samples by name, one that is called x by
     position.
 
-    ``note`` says what was made smaller than its authors have it; ``skip`` why it is not tried here, "" if it
-    is."""
+    ``skip`` says why it is not tried here, "" if it is."""
 
     name: str
     library: str
     make: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
-    note: str = ""
     skip: str = ""
 
     @property
     def full_name(self) -> str:
         """Library and name: what rows are known by."""
         return f"{self.library}/{self.name}"
+
+
+def given(batch: Batch) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
+    """What a model is called with: copies, by name, or by position where the one input is called x."""
+    copies = {name: x.clone() for name, x in batch.items()}
+    return tuple(copies.values()) if tuple(batch) == ("x",) else copies
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -40,3 +47,10 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 def tokens(seed: int, *shape: int, most: int = 97) -> torch.Tensor:
     """Tokens from 3 up to ``most``, so that none is a padding."""
     return torch.randint(3, most, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def table() -> dict[str, Any]:
+    """What ``networks.yaml`` lists."""
+    file = resources.files(__package__ or "") / "networks.yaml"
+    found: Any = OmegaConf.to_container(OmegaConf.load(str(file)))
+    return found

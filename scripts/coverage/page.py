@@ -4,76 +4,64 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import platform
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
+
+from ..bench.harness import circumstances
 
 Row = Mapping[str, Any]
 RESULTS = ("same", "different", "refused", "failed", "timeout", "skipped", "traced")
-COLUMNS = (
-    "network",
-    "result",
-    "layers",
-    "cuts",
-    "layers by their own",
-    "guards",
-    "trace s",
-    "measure s",
-    "Pipeline s",
-    "stages",
-    "largest stage",
-)
+COLUMNS = {
+    "network": "name",
+    "result": "result",
+    "layers": "layers",
+    "cuts": "cuts",
+    "layers by their own": "leaves",
+    "guards": "guards",
+    "trace s": "trace_seconds",
+    "measure s": "measure_seconds",
+    "Pipeline s": "pipeline_seconds",
+    "stages": "stages",
+    "largest stage": "largest_stage",
+}
+"""Each heading with the field of a row below it."""
 
 
 def line(row: Row) -> str:
     """A row as one line of text."""
-    facts = {
-        k: row[k]
-        for k in (
-            "layers",
-            "cuts",
-            "leaves",
-            "guards",
-            "trace_seconds",
-            "pipeline_seconds",
-            "seconds",
-            "largest_stage",
-        )
-        if k in row
-    }
+    told = [
+        name
+        for name in (*COLUMNS.values(), "seconds")
+        if name not in ("name", "result", "stages", "measure_seconds")
+    ]
+    facts = {name: row[name] for name in told if name in row}
     return f"{row['name']}: {row['result']} {facts} {row.get('why', '')[:300]}"
 
 
 def written(rows: Sequence[Row], command: str) -> str:
     """The page."""
-    libraries = sorted({row["name"].partition("/")[0] for row in rows})
-    counts = {
-        library: Counter(row["result"] for row in rows if row["name"].startswith(f"{library}/"))
-        for library in libraries
-    }
+    counts: dict[str, Counter[str]] = {}
+    for row in rows:
+        counts.setdefault(row["name"].partition("/")[0], Counter())[row["result"]] += 1
     used = [result for result in RESULTS if any(count[result] for count in counts.values())]
     summary = [("library", "networks", *used)]
-    summary += [
-        (library, str(sum(counts[library].values())), *(str(counts[library][result]) for result in used))
-        for library in libraries
+    for library, count in sorted(counts.items()):
+        summary.append((library, str(count.total()), *(str(count[result]) for result in used)))
+    every = [
+        tuple(_cell(row, field) for field in COLUMNS.values())
+        for row in sorted(rows, key=lambda row: row["name"])
     ]
-    table = [COLUMNS, *(_cells(row) for row in sorted(rows, key=lambda row: row["name"]))]
-    parts = [
-        "# Networks that train in three stages with the bits of the plain loop",
-        _preface(command),
-        _table(summary),
-    ]
-    parts += ["## Every network", _table(table), *_reasons(rows)]
+    parts = ["# Networks that train in three stages with the bits of the plain loop", _preface(command)]
+    parts += [_table(summary), "## Every network", _table([tuple(COLUMNS), *every]), *_reasons(rows)]
     return "\n\n".join(parts) + "\n"
 
 
 def _preface(command: str) -> str:
-    versions = ", ".join(
-        f"{name} {_version(name)}" for name in ("torch", "torchvision", "timm", "transformers")
-    )
+    found = circumstances(())
+    processor, *_ = found["hardware"].values()
+    versions = [f"{name} {_version(name)}" for name in ("torch", "torchvision", "timm", "transformers")]
     return (
         "Each network, with small inputs and random weights, is recorded, measured, cut into three "
         "stages and trained for a step of two micro-batches in one process; loss, gradients, updated "
@@ -83,8 +71,8 @@ def _preface(command: str) -> str:
         "the parameters; in brackets that of the largest layer, where it is more than 90 %. Seconds are "
         "those of a busy machine.\n\n"
         "What is not in the table has not been run.\n\n"
-        f"`python -m penstock.scripts.coverage {command}`; {versions}; Python {platform.python_version()}; "
-        f"{_processor()}, one thread, float32; {datetime.date.today()}."
+        f"`python -m penstock.scripts.coverage {command}`; {', '.join(versions)}; Python "
+        f"{found['versions']['python']}; {processor}, one thread, float32; {datetime.date.today()}."
     )
 
 
@@ -95,32 +83,14 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    share = f"{row['largest_stage']:.0%}" if "largest_stage" in row else ""
-    if row.get("largest_layer", 0) > 0.9:
-        share += f" ({row['largest_layer']:.0%})"
-    numbers = (
-        "layers",
-        "cuts",
-        "leaves",
-        "guards",
-        "trace_seconds",
-        "measure_seconds",
-        "pipeline_seconds",
-        "stages",
-    )
-    cells = (str(len(row[n]) if n == "leaves" and n in row else row.get(n, "")) for n in numbers)
-    return row["name"], row["result"], *cells, share
+def _cell(row: Row, field: str) -> str:
+    value = row.get(field, "")
+    if field == "leaves" and value != "":
+        return str(len(value))
+    if field == "largest_stage" and value != "":
+        largest = row.get("largest_layer", 0)
+        return f"{value:.0%} ({largest:.0%})" if largest > 0.9 else f"{value:.0%}"
+    return str(value)
 
 
 def _told(why: str) -> str:
@@ -129,21 +99,17 @@ def _told(why: str) -> str:
 
 
 def _reasons(rows: Sequence[Row]) -> list[str]:
-    found = [row for row in rows if row.get("why")]
-    leaves = [row for row in rows if row.get("leaves")]
-    parts = []
-    if found:
-        parts += [
-            "## What was refused, failed or left out",
-            "\n".join(f"- {r['name']}: {_told(r['why'])}" for r in found),
-        ]
-    if leaves:
-        told = [
-            f"- {r['name']}: " + "; ".join(f"`{k}`: {v}" for k, v in list(r["leaves"].items())[:2])
-            for r in leaves
-        ]
-        parts += ["## Modules taken as one layer, and why (the first two)", "\n".join(told)]
-    return parts
+    refused = [f"- {row['name']}: {_told(row['why'])}" for row in rows if row.get("why")]
+    leaves = [
+        f"- {row['name']}: " + "; ".join(f"`{name}`: {why}" for name, why in list(row["leaves"].items())[:2])
+        for row in rows
+        if row.get("leaves")
+    ]
+    titles = {
+        "## What was refused, failed or left out": refused,
+        "## Modules taken as one layer, and why (the first two)": leaves,
+    }
+    return [part for title, lines in titles.items() if lines for part in (title, "\n".join(lines))]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchvision import models
 
-from .network import Batch, Network, normal
+from .network import Batch, Network, normal, tokens
 
 SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 28}
 """Pixels, where 64 do not do."""
@@ -28,19 +28,21 @@ GIANTS = {"regnet_y_128gf": 32, "vit_h_14": 32, "vit_l_16": 16, "vit_l_32": 16}
 def networks() -> Iterator[Network]:
     """Classification, segmentation and video, smallest inputs that the architecture takes."""
     for name in models.list_models(module=models):
-        yield _network(name, functools.partial(_images, SIZES.get(name, 64)), **OPTIONS.get(name, {}))
+        yield _network(name, _images, SIZES.get(name, 64), **OPTIONS.get(name, {}))
     for name in models.list_models(module=models.segmentation):
-        options = {"weights_backbone": None, "aux_loss": None if "lraspp" in name else True}
-        if "lraspp" in name:
-            options.pop("aux_loss")
-        yield _network(name, functools.partial(_images, 64), **options)
+        own = {} if "lraspp" in name else {"aux_loss": True}
+        yield _network(name, _images, 64, weights_backbone=None, **own)
     for name in models.list_models(module=models.video):
-        frames, pixels = (16, 224) if "mvit" in name else (14, 224) if name == "s3d" else (4, 32)
-        yield _network(name, functools.partial(_videos, frames, pixels))
+        yield _network(
+            name, _videos, *((16, 224) if "mvit" in name else (14, 224) if name == "s3d" else (4, 32))
+        )
 
 
-def _network(name: str, batch: Callable[[int], Batch], **options: Any) -> Network:
-    make = functools.partial(models.get_model, name, weights=None, **options)
+def _network(name: str, batch: Callable[..., Batch], *sizes: int, **options: Any) -> Network:
+    make, batch = (
+        functools.partial(models.get_model, name, weights=None, **options),
+        functools.partial(batch, *sizes),
+    )
     return Network(name=name, library="torchvision", make=make, batch=batch, skip=_too_large(name))
 
 
@@ -109,34 +111,31 @@ class Experts(nn.Module):
 
 def of_torch() -> Iterator[Network]:
     """Networks out of torch.nn alone."""
-    from .network import tokens
+    encoder = functools.partial(nn.TransformerEncoderLayer, 16, 4, 32)
 
-    def add(name: str, make: Callable[[], nn.Module], batch: Callable[[int], Batch]) -> Network:
-        return Network(name=name, library="torch", make=make, batch=batch)
+    def sentences(n: int) -> Batch:
+        return {"x": tokens(n, n, 12)}
 
-    def sentences(samples: int) -> Batch:
-        return {"x": tokens(samples, samples, 12)}
+    def vectors(n: int) -> Batch:
+        return {"x": normal(n, n, 12, 16)}
 
-    def vectors(samples: int) -> Batch:
-        return {"x": normal(samples, samples, 12, 16)}
+    def pairs(n: int) -> Batch:
+        return {"src": normal(n, n, 12, 16), "tgt": normal(n + 1, n, 7, 16)}
 
-    layer = functools.partial(nn.TransformerEncoderLayer, 16, 4, 32)
-    yield add("lstm", lambda: Recurrent(nn.LSTM), sentences)
-    yield add("gru", lambda: Recurrent(nn.GRU), sentences)
-    yield add("lstm_packed", lambda: PackedRecurrent(nn.LSTM), sentences)
-    yield add("transformer_encoder", lambda: nn.TransformerEncoder(layer(batch_first=True), 3), vectors)
-    yield add(
-        "transformer_encoder_time_first",
-        lambda: nn.Sequential(nn.TransformerEncoder(layer(), 3, enable_nested_tensor=False)),
-        vectors,
-    )
-    yield add(
-        "experts",
-        lambda: nn.Sequential(nn.Linear(16, 16), Experts(), nn.Linear(16, 16), Experts(), nn.Linear(16, 4)),
-        vectors,
-    )
-    yield add(
-        "transformer",
-        lambda: nn.Transformer(16, 4, 2, 2, 32, batch_first=True),
-        lambda n: {"src": normal(n, n, 12, 16), "tgt": normal(n + 1, n, 7, 16)},
-    )
+    def time_first() -> nn.Module:
+        return nn.Sequential(nn.TransformerEncoder(encoder(), 3, enable_nested_tensor=False))
+
+    def experts() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), Experts(), nn.Linear(16, 16), Experts(), nn.Linear(16, 4))
+
+    made: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
+        "lstm": (lambda: Recurrent(nn.LSTM), sentences),
+        "gru": (lambda: Recurrent(nn.GRU), sentences),
+        "lstm_packed": (lambda: PackedRecurrent(nn.LSTM), sentences),
+        "transformer_encoder": (lambda: nn.TransformerEncoder(encoder(batch_first=True), 3), vectors),
+        "transformer_encoder_time_first": (time_first, vectors),
+        "experts": (experts, vectors),
+        "transformer": (lambda: nn.Transformer(16, 4, 2, 2, 32, batch_first=True), pairs),
+    }
+    for name, (make, batch) in made.items():
+        yield Network(name=name, library="torch", make=make, batch=batch)

@@ -250,7 +250,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     folders = [Path(*name.split(".")[1:]) for name in packages()]
     data = {
         Path("py.typed"),
-        Path("scripts/coverage/transformers.yaml"),
+        Path("scripts/coverage/networks.yaml"),
         *(Path("pipeline/samples") / name for name in ("digits.npz", "digits.txt")),
     }
     wanted = {

@@ -24,7 +24,7 @@ from penstock.conf.schema import ClipConfig, PlanConfig, TrainConfig
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.pipeline.schedules.placement import layout
 from penstock.scripts import flags, usage
-from penstock.scripts.bench import codecs_subjects, refusals
+from penstock.scripts.bench import codecs_subjects, topics
 
 CONF = Path(str(resources.files("penstock.conf")))
 GROUPS = ("model", "data", "optimizer", "scheduler")
@@ -114,7 +114,7 @@ def test_what_the_schema_lists_is_what_there_is():
 
 def test_names_that_are_known_before_torch_are_those_there_are():
     assert (names.lossless(), names.LOSSY) == (tuple(CODECS), tuple(LOSSY_CODECS))
-    assert refusals.CLASSES == tuple(codecs_subjects.CLASSES)
+    assert topics.CLASSES == tuple(codecs_subjects.CLASSES)
 
 
 def test_our_table_of_flags_is_that_of_hydra():

@@ -20,12 +20,11 @@ from penstock.compression.raw import Raw
 from penstock.conf.bench_codecs import BenchCodecsConfig
 from penstock.pipeline.run import build
 from penstock.pipeline.run.train import loss
-from penstock.scripts.bench import codecs_shown, codecs_sides, codecs_subjects
-from penstock.scripts.bench.codecs_bench import bench_codecs, call_overhead
+from penstock.scripts.bench import codecs_bench, codecs_sides, codecs_subjects
+from penstock.scripts.bench.codecs_bench import bench_codecs, call_overhead, call_table, shown
 from penstock.scripts.bench.codecs_bounds import bound, entropy, words_of
 from penstock.scripts.bench.codecs_peers import PEERS, missing, peers
-from penstock.scripts.bench.codecs_shown import call_table, shown
-from penstock.scripts.bench.codecs_subjects import Subject, subjects, trained
+from penstock.scripts.bench.codecs_subjects import Subject, captured, subjects, trained
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 
@@ -93,7 +92,9 @@ def test_every_codec_runs_on_every_instruction_set(isa):
         for name in CODECS:
             if codecs_sides.applies(name, subject):
                 side = bench.ours(name)
-                assert side.num_bytes == encode(subject.tensor, name, mask=subject.mask).numel() - 64
+                assert side.facts["ratio"] == subject.tensor.nbytes / (
+                    encode(subject.tensor, name, mask=subject.mask).numel() - 64
+                )
                 assert {"pack", "unpack"} <= side.routes.keys()
                 for route in side.routes.values():
                     route()
@@ -149,6 +150,16 @@ def test_classes_hold_what_they_are_called():
     assert float((random != 0).float().mean()) == pytest.approx(0.25, abs=0.02)
 
 
+def test_what_crosses_the_cuts_of_a_job_is_what_the_plain_loop_has():
+    data = {"_target_": "penstock.pipeline.samples.digits.load", "size": 8}
+    model = {"_target_": "penstock.pipeline.models.mlp", "hidden": [32]}
+    options = {"cuts": ["_2"], "ranks": 1, "threads": 1, "batch_size": 16, "micro_batches": 1}
+    config = job(model=model, data=data, deterministic=False, **options)
+    kept, plain = captured(config), trained(config, build.samples(data), model, ["2"], 16)
+    assert list(kept) == ["_2 activation", "_2 gradient"]
+    assert all(torch.equal(kept[f"_{name}"], tensor) for name, tensor in plain.items())
+
+
 def test_gradients_behind_a_relu_come_with_its_mask(monkeypatch):
     monkeypatch.setattr(codecs_subjects, "_ACTIVATIONS", ("relu", "gelu"))
     monkeypatch.setattr(codecs_subjects, "_BATCH", 2)
@@ -180,11 +191,11 @@ def test_rows_say_what_was_measured_and_fit_the_page():
     assert "…" not in text
     assert "zero_value+byte_plane → byte_plane" in text
     panels = [
-        axes for axes in codecs_shown.figure({"rows": list(chain.from_iterable(tensors))}).axes if axes.axison
+        axes for axes in codecs_bench.figure({"rows": list(chain.from_iterable(tensors))}).axes if axes.axison
     ]
     assert [axes.get_title(loc="left") for axes in panels] == ["synthetic", "masks"]
     five = [dict(tensors[0][0], **{"class": kind}) for kind in "abcde"]
-    assert [axes.axison for axes in codecs_shown.figure({"rows": five}).axes] == [True] * 5 + [False]
+    assert [axes.axison for axes in codecs_bench.figure({"rows": five}).axes] == [True] * 5 + [False]
     assert all(axes.get_xlabel() and axes.get_ylabel() for axes in panels)
 
 

@@ -285,17 +285,20 @@ def measured() -> dict:
         "bytes_sent_forward": 50.0,
         "bytes_raw_backward": 90.0,
         "bytes_sent_backward": 60.0,
+        "flew": 0,
+        "simulated_seconds": None,
     }
+    auto = num_bytes | {"flew": 1, "simulated_seconds": 1.5}
     return {
         "raw": {"rival": [2.0, 4.0, 8.0], "penstock": [1.0, 4.0, 2.0], **num_bytes},
-        "zip, +1 in flight": {"rival": [1.0, 1.0, 1.0], "penstock": [4.0, 1.0, 2.0], **num_bytes},
+        "zip, auto in flight": {"rival": [1.0, 1.0, 1.0], "penstock": [4.0, 1.0, 2.0], **auto},
     }
 
 
 def results() -> dict:
     x = torch.randn(3, 4)
     plan = plan_of(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)), ["1"], x)
-    rows = link_race.rows_of(measured(), [("raw", 0), ("zip", 1)], plan=plan, batch_size=8)
+    rows = link_race.rows_of(measured(), [("raw", 0), ("zip", "auto")], plan=plan, batch_size=8)
     common = {"link": "20Mbit", "bound_samples_per_second": 16.0}
     facts = {"offload": {"tso": "off"}, "congestion_control": "bbr", "rate_measured": 19e6}
     shaped = contest.link_facts(SHAPED, facts)
@@ -324,7 +327,7 @@ def test_the_wire_ratio_is_that_of_the_slower_direction():
 
 
 def test_the_table_shows_every_row_and_says_what_was_not_shaped():
-    console = Console(width=contest.WIDTH)
+    console = Console(width=harness.WIDTH)
     with console.capture() as said:
         console.print(link_race.shown(results()))
     lines = said.get().splitlines()
@@ -333,10 +336,11 @@ def test_the_table_shows_every_row_and_says_what_was_not_shaped():
     assert [row[:4] for row in shown] == [
         ["20Mbit", "torch 1F1B", "-", "-"],
         ["20Mbit", "penstock", "raw", "+0"],
-        ["20Mbit", "penstock", "zip", "+1"],
+        ["20Mbit", "penstock", "zip", "+1 auto"],
         ["5Mbit", "could not be shaped", "see below", ""],
     ]
-    assert shown[2][4:] == ["4.0", "0.50", "0.25-1.00", "3.00", "50 B (2.00x)", "60 B (1.50x)", "1.50x"]
+    assert shown[1][7] == "-"
+    assert shown[2][4:] == ["4.0", "0.50", "0.25-1.00", "0.75", "3.00", "50 B (2.00x)", "60 B (1.50x)", "1.50x"]
     shaped, refused = map(link_race.describe, results()["links"])
     assert "tbf rate 20 Mbit/s burst 64 KiB latency 400 ms, delay 0 ms, 19 Mbit/s measured" in shaped
     assert "congestion control bbr, tso off" in shaped
@@ -351,7 +355,7 @@ def test_the_picture_has_a_bar_for_every_row():
     ]
     assert "samples per second" in axes.get_ylabel()
     assert [label.get_text() for label in axes.get_xticklabels()] == ["20Mbit"]
-    assert {"torch 1F1B", "raw", "zip, +1 in flight"} <= set(axes.get_legend_handles_labels()[1])
+    assert {"torch 1F1B", "raw", "zip, auto in flight"} <= set(axes.get_legend_handles_labels()[1])
 
 
 def test_a_picture_of_nothing_raced_has_no_legend():
@@ -373,7 +377,7 @@ def test_a_picture_of_nothing_raced_has_no_legend():
         ("burst=big", "burst=big"),
         ("ranks=1", "ranks=1 must be 2 or more"),
         ("repeats=0", "repeats=0"),
-        ("extra_in_flight=[-1]", "extra_in_flight=[-1] must be 0 or more"),
+        ("extra_in_flight=[-1]", "extra_in_flight=-1 must be auto, or 0 or more"),
         ("delay=-1", "delay=-1"),
         ("batch_size=10 micro_batches=4", "batch_size=10 is no multiple of micro_batches=4"),
         ("cuts=[a,b]", "ranks=2 needs 1 cuts, found 2"),
@@ -399,7 +403,7 @@ def test_every_option_has_its_meaning_in_the_help(capfd):
     assert command.run(["bench", "pipeline", "--help"]) == 0
     text = capfd.readouterr().out
     assert usage.meanings(BenchPipelineConfig).keys() == vars(BenchPipelineConfig()).keys()
-    for name in ("codecs=[raw,zero_value", "links=[loopback,1Gbit", "extra_in_flight=[0,1]", "repeats=5"):
+    for name in ("codecs=[raw,zero_value", "links=[loopback,1Gbit", "extra_in_flight=[0,auto]", "repeats=5"):
         assert name in text
     with pytest.raises(ConfigError, match="seconds=nan"):
         BenchPipelineConfig(seconds=float("nan"))

@@ -26,10 +26,11 @@ from penstock.pipeline.schedules.simulate import durations
 from penstock.pipeline.schedules.span import Span
 from penstock.scripts import command, usage
 from penstock.scripts.bench import (
-    codecs_shown,
+    codecs_bench,
     contest,
     contestants,
     convergence,
+    harness,
     instruction_cost,
     link_race,
     race,
@@ -107,11 +108,11 @@ def test_schedules_are_raced_on_the_first_of_each_default_or_on_the_one_that_was
 
 def test_a_stage_a_rank_takes_every_second_cut():
     config = BenchPipelineConfig(schedule="all", cuts=["a", "b", "c"])
-    assert schedules._cuts(config, 4) == ["a", "b", "c"]
-    assert schedules._cuts(config, 2) == ["b"]
-    assert schedules._cuts(BenchPipelineConfig(cuts=["b"]), 2) == ["b"]
+    assert contest.cuts_of(config, 4) == ["a", "b", "c"]
+    assert contest.cuts_of(config, 2) == ["b"]
+    assert contest.cuts_of(BenchPipelineConfig(cuts=["b"]), 2) == ["b"]
     with pytest.raises(ConfigError, match="4 stages need 3 cuts, found 1; give 3"):
-        schedules._cuts(BenchPipelineConfig(cuts=["b"]), 4)
+        contest.cuts_of(BenchPipelineConfig(cuts=["b"]), 4)
 
 
 # Bubbles
@@ -246,7 +247,7 @@ def test_rows_hold_ratios_of_pairs_and_who_the_rival_was():
 
 
 def test_the_table_has_a_line_for_every_row():
-    console = Console(width=contest.WIDTH)
+    console = Console(width=harness.WIDTH)
     with console.capture() as said:
         console.print(schedules.shown(results()))
     lines = said.get().splitlines()
@@ -279,7 +280,7 @@ def test_what_was_published_can_be_shown_again(path):
         "pipeline": link_race,
         "schedules": schedules,
         "convergence": convergence,
-        "codecs": codecs_shown,
+        "codecs": codecs_bench,
     }
     assert shows[topic].figure(found).axes
     if topic in ("pipeline", "schedules"):
@@ -360,13 +361,13 @@ def convergence_config(**settings) -> BenchConvergenceConfig:
 
 def test_a_run_is_tested_at_the_points_and_its_updates_are_those_of_its_policy():
     config = convergence_config(batch_size=16, micro_batches=4, digits_steps=6, points=3, test_samples=20)
-    found = convergence.train_one(config, "digits", "stashed", 0)
+    found = convergence.train_one(config, ("digits", "stashed", 0))
     assert found["samples"] == [32, 64, 96]
     assert found["updates"] == 24
     assert found["lr"] == 0.01 / 4
     assert len(found["accuracy"]) == len(found["loss"]) == 3
     assert found["accuracy"] == [round(20 * share) / 20 for share in found["accuracy"]]
-    plain = convergence.train_one(config, "digits", "synchronous", 0)
+    plain = convergence.train_one(config, ("digits", "synchronous", 0))
     assert (plain["updates"], plain["lr"]) == (6, 0.01)
     assert plain["loss"] != found["loss"]
 
