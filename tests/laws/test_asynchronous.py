@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import OPTIMIZERS, plan_of
+from cases import OPTIMIZERS, on_ranks, plan_of
 from reference import same_bits
 from streams import StreamCase, differences, rank_differences
 from zoo import build, cross_entropy
@@ -75,10 +75,7 @@ RANKS = [
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", RANKS, ids=str)
 def test_ranks_equal_the_replay(case, ranks, tmp_path):
-    plan, _ = plan_of(case)
-    plan.save(tmp_path / "plan.json")
-    found = ranks.run(rank_differences, case, str(tmp_path / "plan.json"), ranks=plan.num_ranks)
-    assert found == [[]] * plan.num_ranks
+    assert on_ranks(ranks, rank_differences, case, tmp_path) == []
 
 
 def stream(**more):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import random
 
+import pytest
 import torch
 from zoo import build, cross_entropy
 
@@ -52,6 +53,20 @@ class Case:
         return "-".join(shown).replace(" ", "").replace("torch.", "")
 
 
+LARGE = {"resnet18", "resnet18_channels_last", "mobilenet", "densenet", "squeezenet"}
+
+
+def slow_where(slow, cases):
+    """Cases as parameters of a test, named by what they say; those that are ``slow`` are marked so."""
+    marks = {True: pytest.mark.slow, False: ()}
+    return [pytest.param(case, id=str(case), marks=marks[bool(slow(case))]) for case in cases]
+
+
+def is_large(case):
+    """Whether the model of a case is one of torchvision's, which take seconds to trace."""
+    return case.model in LARGE
+
+
 VERSIONS = ("weights", "weights_tier", "weights_first", "prediction", "program")
 
 
@@ -86,6 +101,15 @@ def plan_of(case):
         _, stages, seed = case.cuts
         chosen = [names[i] for i in sorted(random.Random(seed).sample(legal, stages - 1))]
     return penstock.partition(profile, cuts=list(chosen), **settings), random_layers
+
+
+def on_ranks(ranks, differences, case, folder):
+    """The ``differences`` that every rank of a plan finds. Measured is here alone, not on each of them."""
+    plan, random_layers = plan_of(case)
+    plan.save(folder / "plan.json")
+    found = ranks.run(differences, case, str(folder / "plan.json"), random_layers, ranks=plan.num_ranks)
+    assert len(found) == plan.num_ranks > 1
+    return [f"rank {rank}: {what}" for rank, of_rank in enumerate(found) for what in of_rank]
 
 
 def pipeline_of(case, plan, model, *, world=None):
