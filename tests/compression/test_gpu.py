@@ -45,6 +45,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_the_laws_hold_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]

@@ -340,6 +340,7 @@ def test_ctrl_c_is_one_sentence(monkeypatch, capfd):
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("number", "ranks", "told"), [(signal.SIGINT, 2, "Ctrl-C"), (signal.SIGTERM, 1, "SIGTERM")]
