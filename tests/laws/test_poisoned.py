@@ -49,7 +49,7 @@ def test_the_bits_are_the_same_where_freed_memory_is_poisoned():
         env=os.environ | POISON | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     assert (done.returncode, done.stdout, done.stderr[-2000:]) == (0, "", "")
 

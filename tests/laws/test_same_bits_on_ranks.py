@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import CUSTOM, Case, is_large, on_ranks, slow_where
+from cases import CUSTOM, Case, on_ranks, parameters
 from law import rank_differences
 
 RESIDUAL = ["layer1_0_conv2", "layer1_1_bn1", "layer3_0_relu"]
@@ -37,6 +37,6 @@ CASES = [
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", slow_where(is_large, CASES))
+@pytest.mark.parametrize("case", parameters(CASES))
 def test_ranks_have_the_bits_of_the_plain_loop(case, ranks, tmp_path):
     assert on_ranks(ranks, rank_differences, case, tmp_path) == []

@@ -53,18 +53,15 @@ class Case:
         return "-".join(shown).replace(" ", "").replace("torch.", "")
 
 
+# Models that take seconds; of the transformers gpt_relu is for the quick round, of the random graphs dag0.
 LARGE = {"resnet18", "resnet18_channels_last", "mobilenet", "densenet", "squeezenet"}
+LARGE |= {"gpt_tied", "gpt_gelu_dropout", *(f"dag{i}" for i in range(1, 6))}
 
 
-def slow_where(slow, cases):
-    """Cases as parameters of a test, named by what they say; those that are ``slow`` are marked so."""
+def parameters(cases):
+    """Cases as parameters of a test, named by what they say; those of large models are slow."""
     marks = {True: pytest.mark.slow, False: ()}
-    return [pytest.param(case, id=str(case), marks=marks[bool(slow(case))]) for case in cases]
-
-
-def is_large(case):
-    """Whether the model of a case is one of torchvision's, which take seconds to trace."""
-    return case.model in LARGE
+    return [pytest.param(case, id=str(case), marks=marks[case.model in LARGE]) for case in cases]
 
 
 VERSIONS = ("weights", "weights_tier", "weights_first", "prediction", "program")

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from cases import OPTIMIZERS, Case, loud, on_ranks, plan_of
+from cases import OPTIMIZERS, Case, loud, on_ranks, parameters, plan_of
 from law import differences, rank_differences
 from reference import same_bits
 from torch import nn
@@ -42,7 +42,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", parameters(CASES))
 def test_training_has_the_bits_of_the_plain_loop(case):
     assert differences(case) == []
 
