@@ -60,8 +60,12 @@ LARGE |= {"gpt_tied", "gpt_gelu_dropout", *(f"dag{i}" for i in range(1, 6))}
 
 def parameters(cases):
     """Cases as parameters of a test, named by what they say; those of large models are slow."""
-    marks = {True: pytest.mark.slow, False: ()}
-    return [pytest.param(case, id=str(case), marks=marks[case.model in LARGE]) for case in cases]
+    return [marked(case, case.model) for case in cases]
+
+
+def marked(parameter, model):
+    """A parameter of a test, slow if its model is large."""
+    return pytest.param(parameter, id=str(parameter), marks=pytest.mark.slow if model in LARGE else ())
 
 
 VERSIONS = ("weights", "weights_tier", "weights_first", "prediction", "program")

@@ -22,7 +22,7 @@ from penstock.pipeline.ranks.links import measured_rates
 from penstock.pipeline.ranks.world import World, found
 from penstock.scripts.bench import shaped_links as links
 
-DEADLINE = 6.0  # seconds; less, and on a busy machine the wrong rank is late
+DEADLINE = 4.0  # seconds; less, and on a busy machine the wrong rank is late
 
 
 def end(how):
