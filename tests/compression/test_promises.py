@@ -342,6 +342,7 @@ def decode_without_memory() -> None:
         assert torch.equal(back, tensor)
 
 
+@pytest.mark.slow
 def test_memory_that_is_not_there_is_a_codec_error() -> None:
     run = [sys.executable, "-c", "import test_promises; test_promises.decode_without_memory()"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -86,6 +86,7 @@ def test_the_first_screen_is_short():
     assert len(README.read_text().splitlines()) <= MOST_LINES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [pytest.param(code, id=where) for where, code in python_blocks()])
 def test_python_runs_as_it_stands(code, tmp_path):
     done = subprocess.run(

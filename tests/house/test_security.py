@@ -116,6 +116,7 @@ def run(tmp_path):
         process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("when", ["while the ranks meet", "while they train"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import OPTIMIZERS, plan_of
+from cases import OPTIMIZERS, on_ranks, parameters, plan_of
 from reference import same_bits
 from streams import StreamCase, differences, rank_differences
 from zoo import build, cross_entropy
@@ -54,7 +54,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", parameters(CASES))
 def test_asynchronous_training_equals_its_replay(case):
     assert differences(case) == []
 
@@ -73,12 +73,9 @@ RANKS = [
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", RANKS, ids=str)
+@pytest.mark.parametrize("case", parameters(RANKS))
 def test_ranks_equal_the_replay(case, ranks, tmp_path):
-    plan, _ = plan_of(case)
-    plan.save(tmp_path / "plan.json")
-    found = ranks.run(rank_differences, case, str(tmp_path / "plan.json"), ranks=plan.num_ranks)
-    assert found == [[]] * plan.num_ranks
+    assert on_ranks(ranks, rank_differences, case, tmp_path) == []
 
 
 def stream(**more):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import CUSTOM, Case
+from cases import CUSTOM, Case, parameters
 from law import differences
 from traps import TRAPS
 
@@ -76,6 +76,6 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", parameters(CASES))
 def test_training_has_the_bits_of_the_plain_loop(case):
     assert differences(case) == []

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import CUSTOM, Case, plan_of
+from cases import CUSTOM, Case, on_ranks, parameters
 from law import rank_differences
 
 RESIDUAL = ["layer1_0_conv2", "layer1_1_bn1", "layer3_0_relu"]
@@ -37,9 +37,6 @@ CASES = [
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", parameters(CASES))
 def test_ranks_have_the_bits_of_the_plain_loop(case, ranks, tmp_path):
-    plan, _ = plan_of(case)
-    plan.save(tmp_path / "plan.json")
-    found = ranks.run(rank_differences, case, str(tmp_path / "plan.json"), ranks=plan.num_ranks)
-    assert found == [[]] * plan.num_ranks
+    assert on_ranks(ranks, rank_differences, case, tmp_path) == []

@@ -168,6 +168,7 @@ def test_trying_the_options_leaves_nothing(tmp_path):
     assert not (tmp_path / "here" / "run").exists()
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_moment_have_a_folder_each(tmp_path, capfd):
     for typed in ("", "--multirun seed=1,2"):
         job = f"plan {typed} {SMALL} ranks=1"
@@ -232,6 +233,7 @@ def test_a_target_of_ones_own_does_not_start_from_our_default(typed, composed):
     assert overrides.with_own_groups(typed) == composed
 
 
+@pytest.mark.slow
 def test_a_plan_is_printed_saved_drawn_and_followed(capfd, tmp_path):
     code, out, _ = penstock("plan model=mlp stages=3 ranks=1 micro_batches=2 hydra.run.dir=here", capfd)
     assert code == 0
@@ -340,6 +342,7 @@ def test_ctrl_c_is_one_sentence(monkeypatch, capfd):
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("number", "ranks", "told"), [(signal.SIGINT, 2, "Ctrl-C"), (signal.SIGTERM, 1, "SIGTERM")]

@@ -35,11 +35,13 @@ def test_a_network_of_torch(network):
     same(network)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TORCHVISION)
 def test_a_network_of_torchvision(name):
     same(next(network for network in vision.networks() if network.name == name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_a_network_of_transformers(name):
     needs("transformers")
@@ -47,6 +49,7 @@ def test_a_network_of_transformers(name):
     assert bool(row["leaves"]) == (name == "mixtral")  # its experts are chosen by value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TIMM)
 def test_a_network_of_timm(name):
     needs("timm")

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import random
 
+import pytest
 import torch
 from zoo import build, cross_entropy
 
@@ -52,6 +53,21 @@ class Case:
         return "-".join(shown).replace(" ", "").replace("torch.", "")
 
 
+# Models that take seconds; of the transformers gpt_relu is for the quick round, of the random graphs dag0.
+LARGE = {"resnet18", "resnet18_channels_last", "mobilenet", "densenet", "squeezenet"}
+LARGE |= {"gpt_tied", "gpt_gelu_dropout", *(f"dag{i}" for i in range(1, 6))}
+
+
+def parameters(cases):
+    """Cases as parameters of a test, named by what they say; those of large models are slow."""
+    return [marked(case, case.model) for case in cases]
+
+
+def marked(parameter, model):
+    """A parameter of a test, slow if its model is large."""
+    return pytest.param(parameter, id=str(parameter), marks=pytest.mark.slow if model in LARGE else ())
+
+
 VERSIONS = ("weights", "weights_tier", "weights_first", "prediction", "program")
 
 
@@ -86,6 +102,15 @@ def plan_of(case):
         _, stages, seed = case.cuts
         chosen = [names[i] for i in sorted(random.Random(seed).sample(legal, stages - 1))]
     return penstock.partition(profile, cuts=list(chosen), **settings), random_layers
+
+
+def on_ranks(ranks, differences, case, folder):
+    """The ``differences`` that every rank of a plan finds. Measured is here alone, not on each of them."""
+    plan, random_layers = plan_of(case)
+    plan.save(folder / "plan.json")
+    found = ranks.run(differences, case, str(folder / "plan.json"), random_layers, ranks=plan.num_ranks)
+    assert len(found) == plan.num_ranks > 1
+    return [f"rank {rank}: {what}" for rank, of_rank in enumerate(found) for what in of_rank]
 
 
 def pipeline_of(case, plan, model, *, world=None):

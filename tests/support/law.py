@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import OPTIMIZERS, decayed, loss_of, pipeline_of, plan_of, profile_of, scaler_of
+from cases import OPTIMIZERS, decayed, loss_of, pipeline_of, plan_of, scaler_of
 from reference import casting, plain_loop, same_bits
 from zoo import build
 
@@ -106,10 +106,9 @@ def state_differences(state, plain, optimizer):
     return found
 
 
-def rank_differences(case, plan_path):
+def rank_differences(case, plan_path, random_layers):
     """The same on this rank of a group: its own gradients, and on rank 0 the gathered state."""
     plan = penstock.Plan.load(plan_path)
-    _, random_layers = profile_of(case.model, case.dtype, case.micro_batches, case.autocast)
     model, batches = build(case.model, case.dtype, case.steps)
     plain = copy.deepcopy(model)
     pipe = pipeline_of(case, plan, model)

@@ -6,39 +6,48 @@ import traceback
 from pathlib import Path
 
 DEADLINE = 120  # seconds until a job must have ended
+DIED, SILENT = "the process died", f"no answer within {DEADLINE} s"
+READY = ("", "ready")
 
 
 class Ranks:
     """``run(function, ..., ranks=n)`` calls ``function(...)`` on n ranks at once and returns their
-    results."""
+    results; ``deadline`` is that of their group, in seconds."""
 
     def __init__(self):
         self.context = multiprocessing.get_context("spawn")
         self.workers = []
 
     def start(self, number):
+        """Start what is missing of so many processes and wait for it, so that no deadline counts that."""
+        known = len(self.workers)
         while len(self.workers) < number:
             ours, theirs = self.context.Pipe()
             process = self.context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, ours))
+        for _, pipe in self.workers[known:]:
+            assert _answer(pipe) == READY
 
-    def run(self, function, *args, ranks):
-        results = self.try_run(function, *args, ranks=ranks)
+    def run(self, function, *args, ranks, deadline=30):
+        results = self.try_run(function, *args, ranks=ranks, deadline=deadline)
         failed = {rank: text for rank, (text, _) in enumerate(results) if text}
         assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
         return [result for _, result in results]
 
-    def try_run(self, function, *args, ranks):
-        """The same; returns (traceback or "", result) of every rank and starts anew after a failure."""
+    def try_run(self, function, *args, ranks, deadline=30):
+        """The same; returns (traceback or "", result) of every rank, and starts anew where one died."""
         self.start(ranks)
         with tempfile.TemporaryDirectory() as folder:
             for rank, (_, pipe) in enumerate(self.workers[:ranks]):
-                pipe.send((function, args, str(Path(folder) / "rendezvous"), rank, ranks))
+                pipe.send((function, args, str(Path(folder) / "rendezvous"), rank, ranks, deadline))
             results = [_answer(pipe) for _, pipe in self.workers[:ranks]]
-        if any(text for text, _ in results):
+        if any(text in (DIED, SILENT) for text, _ in results):
             self.close()
+        for (text, _), (_, pipe) in zip(results, self.workers, strict=False):
+            if text:
+                pipe.send("all have answered")
         return results
 
     def close(self):
@@ -51,9 +60,9 @@ class Ranks:
 
 def _answer(pipe):
     try:
-        return pipe.recv() if pipe.poll(DEADLINE) else (f"no answer within {DEADLINE} s", None)
+        return pipe.recv() if pipe.poll(DEADLINE) else (SILENT, None)
     except EOFError:
-        return "the process died", None
+        return DIED, None
 
 
 def _serve(pipe):
@@ -66,17 +75,22 @@ def _serve(pipe):
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    pipe.send(READY)
     while True:
         try:
-            function, args, path, rank, ranks = pipe.recv()
+            function, args, path, rank, ranks, deadline = pipe.recv()
         except EOFError:
             return
         try:
             # A store that counts its users may abort the process when its file is removed.
-            world = found(dist.FileStore(path), rank=rank, ranks=ranks, deadline=30)  # type: ignore[attr-defined]
+            store = dist.FileStore(path)  # type: ignore[attr-defined]
+            world = found(store, rank=rank, ranks=ranks, deadline=deadline)
             result = function(*args)
             if dist.is_initialized():  # the job has not left it
                 world.close()
             pipe.send(("", result))
         except BaseException:
             pipe.send((traceback.format_exc(), None))
+            pipe.recv()  # a group that is destroyed earlier hides the true error from the other ranks
+            if dist.is_initialized():
+                dist.destroy_process_group()

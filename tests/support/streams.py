@@ -105,7 +105,6 @@ def _compared(pipe, plain, losses, updates, expected):
             )
 
 
-def rank_differences(case, plan_path):
+def rank_differences(case, plan_path, random_layers):
     """The same on this rank of a group."""
-    _, random_layers = plan_of(case)
     return differences_of(case, penstock.Plan.load(plan_path), random_layers)

@@ -22,7 +22,7 @@ from penstock.pipeline.ranks.links import measured_rates
 from penstock.pipeline.ranks.world import World, found
 from penstock.scripts.bench import shaped_links as links
 
-DEADLINE = 3.0
+DEADLINE = 4.0  # seconds; less, and on a busy machine the wrong rank is late
 
 
 def end(how):
@@ -67,25 +67,18 @@ def sgd(named):
     return torch.optim.SGD(named, lr=0.1)
 
 
-def outcome(how):
-    pool = Ranks()
-    try:
-        pool.run(noop, ranks=2)  # so that starting the processes does not count
-        begun = time.monotonic()
-        results = pool.try_run(train, how, ranks=2)
-        return [text for text, _ in results], time.monotonic() - begun
-    finally:
-        pool.close()
+def outcome(ranks, how):
+    ranks.start(2)  # which does not count
+    begun = time.monotonic()
+    results = ranks.try_run(train, how, ranks=2)
+    return [text for text, _ in results], time.monotonic() - begun
 
 
-def noop():
-    return None
-
-
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(("how", "direction"), [("raise", "forward"), ("raise in backward", "backward")])
-def test_an_exception_in_a_stage_is_named_by_every_rank(how, direction):
-    texts, seconds = outcome(how)
+def test_an_exception_in_a_stage_is_named_by_every_rank(how, direction, ranks):
+    texts, seconds = outcome(ranks, how)
     where = f"rank 1, stage 1, {direction} of micro-batch 2, step 0"
     assert "StageError" in texts[1]
     assert "ValueError: the sky fell" in texts[1]
@@ -95,9 +88,14 @@ def test_an_exception_in_a_stage_is_named_by_every_rank(how, direction):
     assert seconds < DEADLINE + 30
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_killed_rank_is_named_by_its_neighbour():
-    texts, seconds = outcome("kill")
+    pool = Ranks()
+    try:
+        texts, seconds = outcome(pool, "kill")
+    finally:
+        pool.close()
     assert texts[1] == "the process died"
     assert "TransportError" in texts[0]
     assert "rank 0, stage 0" in texts[0]
@@ -133,9 +131,10 @@ def meet_without(absent):
     return told_by(lambda: None if world.rank == absent else world.barrier())
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_who_gives_no_sign_of_life_is_named_by_a_collective(ranks):
-    told = ranks.run(meet_without, 2, ranks=3)
+    told = ranks.run(meet_without, 2, ranks=3, deadline=5)
     for rank in (0, 1):
         assert told[rank].startswith(
             f"TransportError: rank {rank} lost the group of ranks: rank 2 did not answer"

@@ -158,6 +158,7 @@ def test_cores_are_those_this_process_may_use():
     assert 1 <= launch.cores() <= (os.cpu_count() or 1)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_groups_start_and_end_again_and_again_without_an_abort():
     command = [sys.executable, str(Path(leaving.__file__)), "10"]

@@ -70,6 +70,7 @@ def test_torchrun_launches_them(tmp_path):
     assert Path(tmp_path, "run", "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_several_runs_follow_each_other(tmp_path):
     sweep = ("seed=3,4", "hydra.sweep.dir=sweep", "--multirun")
     codes, printed = launched(tmp_path, *JOB[:-2], *sweep)
@@ -77,6 +78,7 @@ def test_several_runs_follow_each_other(tmp_path):
     assert len(list(Path(tmp_path, "sweep").glob("*/summary.json"))) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -92,6 +94,7 @@ def test_a_refusal_ends_all_and_is_told_once(tmp_path, options, sentence):
     assert sentence in said
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_all(tmp_path):
     Path(tmp_path, "own.py").write_text(
         "import os, torch\n\n"
@@ -118,6 +121,7 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_a_command_of_one_process_runs_once(tmp_path):
     codes, printed = launched(tmp_path, *JOB[:4], "hydra.run.dir=planned", name="plan")
     assert (codes, printed[1]) == ([0, 0], ""), printed

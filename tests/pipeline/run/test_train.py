@@ -64,7 +64,12 @@ def plain_run(**more):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "cut",
-    ["ranks=2", "ranks=1 stages=1", "ranks=1 stages=4 schedule=gpipe codec=raw", "ranks=2 cuts=[_0,_2,_3]"],
+    [
+        "ranks=2",
+        "ranks=1 stages=1",
+        "ranks=1 stages=4 schedule=gpipe codec=raw",
+        pytest.param("ranks=2 cuts=[_0,_2,_3]", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_has_the_bits_of_the_plain_loop(cut, tmp_path):
     model, losses, samples = plain_run()
@@ -155,6 +160,7 @@ def test_the_timeline_shows_every_instruction_of_the_last_step(monkeypatch):
     assert title == "mlp, step 3: schedule=1f1b micro_batches=3 stages=2 ranks=1"
 
 
+@pytest.mark.slow
 def test_a_run_stops_at_its_epochs_or_at_max_steps_whichever_comes_first(capsys):
     job = "model=mlp model.hidden=[8] data.size=8 ranks=1 stages=1 batch_size=500 micro_batches=1 epochs=2"
     penstock(f"{job} hydra.run.dir=a")
@@ -169,6 +175,7 @@ def test_a_run_stops_at_its_epochs_or_at_max_steps_whichever_comes_first(capsys)
     assert "epoch 2/2" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_text_is_learned_by_the_transformer():
     Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     penstock(
@@ -233,6 +240,7 @@ def own(monkeypatch, tmp_path):
     sys.modules.pop("own", None)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.usefixtures("own")
 def test_ranks_train_what_their_launcher_composed_whatever_lies_in_the_run_folder(monkeypatch):
@@ -251,6 +259,7 @@ def test_ranks_train_what_their_launcher_composed_whatever_lies_in_the_run_folde
     assert len(lines("run")) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.usefixtures("own")
 def test_a_full_disk_costs_no_weights_and_is_told_in_one_sentence(small_disk, tmp_path, monkeypatch, capfd):
@@ -268,6 +277,7 @@ def test_a_full_disk_costs_no_weights_and_is_told_in_one_sentence(small_disk, tm
     assert left == {"config.yaml", "plan.json", "plan.png", "metrics.jsonl", "errors"}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.usefixtures("own")
 def test_a_model_and_data_of_ones_own_train_on_ranks():
@@ -276,6 +286,7 @@ def test_a_model_and_data_of_ones_own_train_on_ranks():
     assert len(lines("run")) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(

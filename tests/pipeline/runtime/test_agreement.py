@@ -150,6 +150,7 @@ def refuses_alone():
     raise RuntimeError(" / ".join(said))  # this group cannot be left as after success
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_rank_that_refuses_a_batch_alone_is_named_by_the_others(ranks):
     texts = [text for text, _ in ranks.try_run(refuses_alone, ranks=2)]

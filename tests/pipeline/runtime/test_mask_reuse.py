@@ -200,6 +200,7 @@ def test_a_tensor_is_packed_once_and_sent_on_in_the_same_storage():
     assert len(forward) == len(by_value)
 
 
+@pytest.mark.slow
 def test_the_store_holds_the_frames_of_the_wire_and_packs_nothing_twice():
     cuts = ["relu", "layer1_0_relu_1"]
     case = Case(model="resnet18", cuts=cuts, tier="packed", micro_batches=2, schedule="gpipe")

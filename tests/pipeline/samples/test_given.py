@@ -314,6 +314,7 @@ def test_what_cannot_be_trained_on_is_one_sentence(target, told, capfd):
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.usefixtures("own")
 def test_a_data_set_without_a_test_trains_on_ranks():

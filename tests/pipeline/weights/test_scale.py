@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from cases import OPTIMIZERS, Case, loud, plan_of
+from cases import OPTIMIZERS, Case, loud, on_ranks, parameters, plan_of
 from law import differences, rank_differences
 from reference import same_bits
 from torch import nn
@@ -42,7 +42,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", parameters(CASES))
 def test_training_has_the_bits_of_the_plain_loop(case):
     assert differences(case) == []
 
@@ -58,10 +58,7 @@ def test_training_has_the_bits_of_the_plain_loop(case):
     ids=str,
 )
 def test_ranks_skip_and_move_alike(case, ranks, tmp_path):
-    plan, _ = plan_of(case)
-    plan.save(tmp_path / "plan.json")
-    found = ranks.run(rank_differences, case, str(tmp_path / "plan.json"), ranks=plan.num_ranks)
-    assert found == [[]] * plan.num_ranks
+    assert on_ranks(ranks, rank_differences, case, tmp_path) == []
 
 
 class Modulus(nn.Module):

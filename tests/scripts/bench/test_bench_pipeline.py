@@ -410,8 +410,9 @@ def test_every_option_has_its_meaning_in_the_help(capfd):
         BenchPipelineConfig(seconds=float("nan"))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("link", ["loopback", pytest.param("100Mbit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("link", ["loopback", "100Mbit"])
 def test_a_tiny_race_leaves_its_results_and_a_picture(link, somewhere_else, capfd):
     if link != "loopback":
         shaped_or_skip()

@@ -207,6 +207,7 @@ def both(schedule: str, stages_per_rank: int) -> tuple[float | None, float, list
     return *first, same
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_torchs_schedules_train_what_ours_do(ranks):
     of_ranks = ranks.run(torch_and_ours, ranks=2)
@@ -315,6 +316,7 @@ def test_a_refusal_is_one_sentence(typed, told, capfd, somewhere_else):
     assert not [path for path in somewhere_else.rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_tiny_race_of_schedules_leaves_its_results_and_a_picture(somewhere_else, capfd):
     job = "model=mlp model.hidden=[8,8,8] data=fake data.size=4 data.num_samples=32 schedule=[zbv,async_1f1b]"

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from cases import OPTIMIZERS, Case, plan_of
+from cases import OPTIMIZERS, Case, parameters, plan_of
 from reference import same_bits
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
@@ -123,7 +123,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", parameters(CASES))
 def test_every_order_of_a_backward_has_the_bits_of_the_whole(case):
     expected = trained(case, Whole)
     for kind in (Halves, WeightsFirst):
