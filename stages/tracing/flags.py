@@ -17,7 +17,7 @@ from torch import nn
 
 from ...compression.errors import PlanError
 from .layers import Traced, parts_of
-from .proof import HOOKS, is_itself
+from .proof import hooks_on_all_modules, is_itself
 from .watch import Watch
 from .watched import Watched
 
@@ -52,7 +52,7 @@ class Flags:
         self.watch = Watch(model, paths, read=lambda path, name: (path, name) in self.reads)
         self.watched = [Watched(path, m, leaf=id(m) in called) for path, m in model.named_modules()]
         self.asleep = [module.training for module in roots["eval"].modules()]
-        self.everywhere = _on_all_modules()
+        self.everywhere = hooks_on_all_modules()
         self.states, self.frozen = _on_several(model, traces["train"], stage_of)
         self.moved: frozenset[str] = frozenset()
         self.outside = [*traces["train"].outside, *traces["eval"].outside]
@@ -73,7 +73,7 @@ class Flags:
                 watched.see(module)
             moved = [w for w, m in alive if w.leaf and (w.differences(m) or w.rebuilt(m))]
             self.moved = frozenset(name for w in moved for name in self.layers_of.get(w.key, ()))
-        if _on_all_modules() != self.everywhere:
+        if hooks_on_all_modules() != self.everywhere:
             raise PlanError(
                 "a trace goes through containers, and a hook on all modules that was registered after "
                 f"Pipeline(...) does not run there; {REMEDY}"
@@ -135,10 +135,6 @@ class Flags:
 
 def _said(item: Any) -> str:
     return repr(item) if len(repr(item)) < 40 else f"another {type(item).__name__}"
-
-
-def _on_all_modules() -> list[tuple[Any, ...]]:
-    return [tuple(getattr(nn.modules.module, f"_global{name}")) for name in HOOKS]
 
 
 def _on_several(

@@ -7,6 +7,7 @@ proves that; dropout does not (a kept element may be zero with a live gradient, 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,10 +66,12 @@ def _is(layer: Layer, parts: Parts, modules: tuple[type[nn.Module], ...], calls:
     return type(module) in modules and is_itself(module) and not getattr(module, "min_val", 0)
 
 
+def hooks_on_all_modules() -> list[tuple[Any, ...]]:
+    """The hooks that torch calls for every module."""
+    return [tuple(getattr(nn.modules.module, f"_global{name}")) for name in HOOKS]
+
+
 def is_itself(module: nn.Module) -> bool:
     """Whether nothing but its class says what a module does: no hooks, no forward of its own."""
-    everywhere = nn.modules.module
-    hooks = [getattr(module, name) for name in HOOKS] + [
-        getattr(everywhere, f"_global{name}") for name in HOOKS
-    ]
+    hooks = [*hooks_on_all_modules(), *(getattr(module, name) for name in HOOKS)]
     return not any(hooks) and "forward" not in vars(module)

@@ -72,10 +72,4 @@ def settles(
             if parameter.is_floating_point() and parameter.itemsize > 1:
                 memory_of(parameter).mul_(1.0625).add_(0.0078125)
     found = [observe(lambda *x, m=model: run(m, x), model, inputs) for model in (warm, cold)]
-    return list(found[0]) == list(found[1]) and all(map(_agree, *(seen.values() for seen in found)))
-
-
-def _agree(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return same_bits(a, b)
+    return list(found[0]) == list(found[1]) and all(map(same_bits, *(seen.values() for seen in found)))

@@ -19,9 +19,9 @@ from torch import nn
 from ...compression.errors import PlanError
 from .aliases import in_memory_of
 from .contents import Facts, Same, change, contents
+from .proof import HOOKS
 from .reach import INTERNAL, REGISTERED, data_of, is_plain, written_kinds
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_EVERY = list(vars(nn.Module()))  # attributes of every module; training flags are those of the moment
 APART = {*INTERNAL, *OF_EVERY}
 CALLED = -1

@@ -58,6 +58,11 @@ class Recorder(Nodes, TorchFunctionMode):
         with self.patches.on(), self:
             yield
 
+    def note_read(self, read: tuple[str, str]) -> None:
+        """Note that an attribute of a module, (path, name), was read outside of layers."""
+        if not self.quiet:
+            self.reads.add(read)
+
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
         """What does not pass through torch's dispatch: modules, autograd Functions, scripted and wrapped
         ones."""
