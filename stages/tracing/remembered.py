@@ -35,7 +35,7 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary
 def remember(model: nn.Module, graph: LayerGraph) -> None:
     """Keep ``graph``, which was just made of ``model``, with a copy of the model that has no memory."""
     kept = dataclasses.replace(graph, model_copy=on_meta(graph.model_copy))
-    _KNOWN[model] = _Known(kept, Watch(model, ()), _facts(model))
+    _KNOWN[model] = _Known(kept, Watch(model, (), read=lambda _, name: name != "training"), _facts(model))
 
 
 def recalled(model: nn.Module) -> LayerGraph | None:
