@@ -68,11 +68,12 @@ _NOT_OPERATIONS = frozenset(
     "__subclasshook__ __reduce__ __reduce_ex__ __getnewargs__ __getstate__ __sizeof__ __getformat__".split()
 )
 _NOTING = {kind: _noting(kind) for kind in (int, float)}
+_NOTED = {noting: kind for kind, noting in _NOTING.items()}
 
 
 def plain_number(item: Any) -> Any:
     """The number behind one that notes; anything else as it is."""
-    kind = next((kind for kind, noting in _NOTING.items() if type(item) is noting), None)
+    kind = _NOTED.get(type(item))
     return item if kind is None else kind.__pos__(item)
 
 
