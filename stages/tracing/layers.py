@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.func import functional_call
-from torch.fx.node import map_aggregate, map_arg
+from torch.fx.node import map_arg
 from torch.utils._pytree import tree_unflatten
 
 from ...compression.errors import PlanError
@@ -173,7 +173,7 @@ def call_of(
     if parts.meta:
         if "expect" in node.meta:  # nothing can be read there
             return _itself, (at_size(node.meta["expect"], samples),), {}
-        args, kwargs = _on_meta(args), _on_meta(kwargs)
+        args, kwargs = (mapped(given, torch.device, lambda _: _META) for given in (args, kwargs))
     if node.op == "call_function":
         return node.target, args, kwargs  # type: ignore[return-value]
     module = parts.modules[str(node.target)]
@@ -208,10 +208,6 @@ def check_result(layer: Layer, result: Any, samples: int) -> None:
 
 def _itself(item: Any) -> Any:
     return item
-
-
-def _on_meta(item: Any) -> Any:
-    return map_aggregate(item, lambda one: _META if isinstance(one, torch.device) else one)
 
 
 def run_output(traced: Traced, env: Mapping[fx.Node, Any], parts: Parts) -> Any:

@@ -24,6 +24,7 @@ from .reach import INTERNAL, OF_EVERY, REGISTERED, data_of, is_plain, written_ki
 REMEDY = "set it back, or make the Pipeline anew and load its state_dict()"
 APART = OF_EVERY | INTERNAL
 GONE = type("Gone", (), {"__repr__": lambda self: "absent"})()
+_EVERY = list(vars(nn.Module()))
 _REGISTERED, _HOOKS = operator.itemgetter(*REGISTERED), operator.itemgetter(*HOOKS)
 
 Read = Callable[[str, str], bool]
@@ -129,15 +130,17 @@ class Watched:
         self.attributes = _Attributes({} if called else held, path=path, follows=follows, read=read)
         self.gone: list[object] = []  # an identity is one only while its object lives
         self.parts = [weakref.ref(part, self.gone.append) for part in _parts(module).values()]
+        # What every module has stands first, and is seen by its contents, but for the training flag.
+        self.start = len(_EVERY) if list(itertools.islice(held, len(_EVERY))) == _EVERY else 0
         self.see(module)
 
     def changed(self, module: nn.Module) -> bool:
         """Whether anything is another object than when it was seen last."""
-        return bool(self.gone) or _identities(module) != self.identities
+        return bool(self.gone) or _identities(module, self.start) != self.identities
 
     def see(self, module: nn.Module) -> None:
         """It is fine as it is."""
-        self.identities = _identities(module)
+        self.identities = _identities(module, self.start)
         self.plain = [value for value in vars(module).values() if is_plain(value)]
 
     def moved(self, module: nn.Module) -> bool:
@@ -150,9 +153,10 @@ class Watched:
         for name, (old, new) in self._differences(module).items():
             honoured = name == "forward" or (mode == "eval" and name == "training")
             if not honoured and self.read(self.path, name):
+                said = repr(new) if len(repr(new)) < 40 else f"another {type(new).__name__}"
                 raise PlanError(
                     f"{where}.{name} was {old!r} when the model was traced, which read it once, and is "
-                    f"{_said(new)} now; {REMEDY}"
+                    f"{said} now; {REMEDY}"
                 )
         if not self.called and (self.registered != self._registered(module) or self._rebuilt(module)):
             raise PlanError(
@@ -205,11 +209,12 @@ class _Class:
         return {name: kept.get(name) for name in self.names}
 
 
-def _identities(module: nn.Module) -> list[Any]:
+def _identities(module: nn.Module, start: int) -> list[Any]:
     """What tells that nothing was exchanged: class, attributes, what is registered, and hooks."""
     held = module.__dict__
-    registered = (part for parts in _REGISTERED(held) for part in parts.values())
-    return [type(module), *map(id, held.values()), *map(id, registered), *itertools.chain(*_HOOKS(held))]
+    registered = (parts.values() for parts in _REGISTERED(held))
+    parts = itertools.chain(itertools.islice(held.values(), start, None), *registered)
+    return [type(module), id(held["training"]), *map(id, parts), *itertools.chain(*_HOOKS(held))]
 
 
 def _hooks(module: nn.Module) -> list[tuple[Any, ...]]:
@@ -224,10 +229,6 @@ def _parts(module: nn.Module) -> dict[str, Any]:
 
 def _start(path: str) -> str:
     return f"{path}." if path else ""
-
-
-def _said(item: Any) -> str:
-    return repr(item) if len(repr(item)) < 40 else f"another {type(item).__name__}"
 
 
 def _equal(old: Any, new: Any) -> bool:

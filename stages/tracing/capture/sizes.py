@@ -87,7 +87,7 @@ def pairs_of(graph: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node]:
     """The nodes of two recordings of one model beside each other."""
     pairs: dict[fx.Node, fx.Node] = {}
     for node, its in zip(graph.nodes, other.nodes, strict=False):
-        if (node.op, node.name) != (its.op, its.name) or _called(node) != _called(its):
+        if (node.op, node.name) != (its.op, its.name) or called(node.target) != called(its.target):
             raise Different(node, its, f"the run goes on with {its.name} in the place of {node.name}")
         pairs[node] = its
     if len(graph.nodes) != len(other.nodes):
@@ -109,7 +109,7 @@ def same_way(
     theirs = [node for node in recording.nodes if node.op not in ("get_attr", "output")]
     for node in ours:
         its = twins.get(node.name)
-        if its is None or _called(node) != _called(its):
+        if its is None or called(node.target) != called(its.target):
             raise Different(node, its, f"the run has no {node.name} with {samples} samples")
         pairs = zip(flat((facts or {}).get(node) or facts_of(node)), flat(facts_of(its)), strict=False)
         if not all(_follows(rule, found, samples) for rule, found in pairs):
@@ -137,10 +137,6 @@ def _follows(rule: Any, found: Any, samples: int) -> bool:
 def facts_of(node: fx.Node) -> tuple[Any, ...]:
     """What a node does with its numbers: args, kwargs, and what it checks."""
     return node.args, node.kwargs, node.meta.get("expect"), node.meta.get("shape")
-
-
-def _called(node: fx.Node) -> Any:
-    return called(node.target)
 
 
 def called(target: Any) -> Any:

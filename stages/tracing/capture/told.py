@@ -105,8 +105,8 @@ def carry(graph: fx.Graph, others: Sequence[fx.Graph]) -> None:
             raise Different(row.node, None, f"{row.node.name} tells a number that cannot be followed")
     handed = {}
     for node in graph.nodes:
-        facts = _facts(node)
-        seen = zip(flat(facts), *(flat(_facts(pairs[node])) for pairs in twins), strict=False)
+        facts, *altered = ((one.args, one.kwargs) for one in (node, *(pairs[node] for pairs in twins)))
+        seen = zip(flat(facts), *map(flat, altered), strict=False)
         numbers = iter([_handed(node, rows, row) for row in seen if isinstance(row[0], NUMBERS)])
         handed[node] = mapped(facts, NUMBERS, lambda _, numbers=numbers: next(numbers))
     for node, (args, kwargs) in handed.items():
@@ -118,10 +118,6 @@ def hold(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if "told" in node.meta:
             node.meta["expect"] = node.meta.pop("told")
-
-
-def _facts(node: fx.Node) -> Any:
-    return node.args, node.kwargs
 
 
 def _same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
