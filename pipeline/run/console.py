@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -66,9 +65,7 @@ class Training:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def step(self, report: Report) -> None:
@@ -105,18 +102,14 @@ def screen(*, width_of_a_log: int = WIDTH_OF_A_LOG) -> Console:
 
 def begin(plan: Plan, folder: Path, *, console: Console | None = None) -> None:
     """Say what is about to run, and where it leaves its files."""
-    (console or screen()).print(
-        f"{short(folder)}: {str(plan).splitlines()[0]}", highlight=False, soft_wrap=True
-    )
+    _print(console or screen(), f"{short(folder)}: {str(plan).splitlines()[0]}")
 
 
 def close(summary: Mapping[str, Any], files: Iterable[Path], *, console: Console | None = None) -> None:
     """Print the closing table, the totals, and in one line where the pictures and the trace are."""
     console = console or screen()
     console.print(closing_table(summary, wide=console.width >= WIDTH_OF_RAW_BYTES))
-    for line in (*KEY, *totals(summary)):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print("  ".join(map(short, files)), highlight=False, soft_wrap=True)
+    _print(console, *KEY, *totals(summary), "  ".join(map(short, files)))
 
 
 def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
@@ -154,7 +147,12 @@ def compared(found: Comparison, *, console: Console | None = None) -> None:
     """Print the schedules side by side, the chosen one marked, and why others were left out."""
     console = console or screen()
     console.print(compare_table.table(found))
-    for line in compare_table.notes(found):
+    _print(console, *compare_table.notes(found))
+
+
+def _print(console: Console, *lines: str) -> None:
+    """Print lines as they are, however long."""
+    for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 
 

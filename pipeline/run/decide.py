@@ -27,6 +27,9 @@ from .run_length import example_inputs
 from .schedule_comparison import SYNCHRONOUS, compare
 from .step_files import save_comparison
 
+OF_A_PLAN = "stages cuts ranks micro_batches extra_in_flight codec link weights_first".split()
+"""What ``partition`` is asked for under the option's own name."""
+
 
 def prepare(config: PlanConfig) -> Samples:
     """Set up this process, fill in the threads, and return the data.
@@ -93,19 +96,13 @@ def look(
 
 def partition_options(config: PlanConfig) -> dict[str, Any]:
     """Return what ``partition`` is asked for beside the schedule and its weights."""
+    memory = config.memory
     return {
-        "stages": config.stages,
-        "cuts": config.cuts,
-        "ranks": config.ranks,
-        "micro_batches": config.micro_batches,
-        "extra_in_flight": config.extra_in_flight,
-        "codec": config.codec,
-        "link": config.link,
-        "memory": config.memory.device,
+        **{name: getattr(config, name) for name in OF_A_PLAN},
         "optimizer_state": state_per_byte(build.optimizer(config.optimizer)) if config.optimizer else None,
-        "tier": config.memory.tier,
-        "weights_tier": config.memory.weights,
-        "weights_first": config.weights_first,
+        "memory": memory.device,
+        "tier": memory.tier,
+        "weights_tier": memory.weights,
     }
 
 

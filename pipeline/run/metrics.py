@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from ...stages.planner.plan import Plan
 
 DIRECTIONS = ("forward", "backward")
+SENT = {f"bytes_{kind}_{way}": f"{way}_{kind}" for kind in ("raw", "sent") for way in DIRECTIONS}
+SAVED = {"bytes_saved_raw": "saved_raw", "bytes_saved_kept": "saved_kept"}
+SECONDS = {name: name for name in ("compute_seconds", "waiting_seconds")}
+SUMS = SENT | SAVED | SECONDS  # what is written of a stage, and what its report calls it
 MOST = ("live_micro_batches", "live_versions", "versions_bytes", "peak_bytes", "resident_bytes")
 
 
@@ -92,14 +96,11 @@ class Totals:
         self.num_steps = self.num_samples = 0
         self.seconds = 0.0
         self.loss: float | None = None
-        names = [f"bytes_{kind}_{direction}" for kind in ("raw", "sent") for direction in DIRECTIONS]
-        names += [f"bytes_saved_{kind}" for kind in ("raw", "kept")]
         self.ranks = [0] * num_stages  # where the stages ran: in one process all on one
         self.busy: tuple[float, ...] = ()
         self.steady = 0.0
         self.stages: list[dict[str, Any]] = [
-            dict.fromkeys((*names, *MOST), 0) | {"compute_seconds": 0.0, "waiting_seconds": 0.0}
-            for _ in range(num_stages)
+            dict.fromkeys((*SUMS, *MOST), 0) | dict.fromkeys(SECONDS, 0.0) for _ in range(num_stages)
         ]
 
     def add(self, report: Report) -> None:
@@ -114,13 +115,8 @@ class Totals:
         self.steady += report.seconds
         self.ranks = [stage.rank for stage in report.stages]
         for total, stage in zip(self.stages, report.stages, strict=True):
-            for direction in DIRECTIONS:
-                total[f"bytes_raw_{direction}"] += getattr(stage, f"{direction}_raw")
-                total[f"bytes_sent_{direction}"] += getattr(stage, f"{direction}_sent")
-            total["bytes_saved_raw"] += stage.saved_raw
-            total["bytes_saved_kept"] += stage.saved_kept
-            total["compute_seconds"] += stage.compute_seconds
-            total["waiting_seconds"] += stage.waiting_seconds
+            for name, of_report in SUMS.items():
+                total[name] += getattr(stage, of_report)
             for name in MOST:
                 total[name] = max(total[name], getattr(stage, name))
 
@@ -143,7 +139,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def step_line(report: Report) -> dict[str, Any]:
     """Return one line of ``metrics.jsonl``; a loss that is no number is null: JSON has no word for it."""
-    line: dict[str, Any] = {
+    return {
         "step": report.step,
         "loss": _finite(report.loss),
         "seconds": report.seconds,
@@ -152,13 +148,8 @@ def step_line(report: Report) -> dict[str, Any]:
         "bytes_sent": report.bytes_sent,
         "bubble": report.bubble,
         "peak_bytes": report.peak_bytes,
+        **{name: sum(getattr(stage, field) for stage in report.stages) for name, field in SENT.items()},
     }
-    for kind in ("raw", "sent"):
-        for direction in DIRECTIONS:
-            line[f"bytes_{kind}_{direction}"] = sum(
-                getattr(stage, f"{direction}_{kind}") for stage in report.stages
-            )
-    return line
 
 
 def summarise(
@@ -175,17 +166,12 @@ def summarise(
         entry |= {"parameters": sum(sizes[name] for name in stage.parameters)} | total
         entry |= {"bubble": totals.bubble(totals.ranks[number]), "predicted_bytes": predicted[number]}
         for direction in DIRECTIONS:
-            entry[f"ratio_{direction}"] = ratio(
-                entry[f"bytes_raw_{direction}"], entry[f"bytes_sent_{direction}"]
-            )
+            raw, sent = (entry[f"bytes_{kind}_{direction}"] for kind in ("raw", "sent"))
+            entry[f"ratio_{direction}"] = ratio(raw, sent)
         stages.append(entry)
-    together: dict[str, Any] = {}
+    together = {name: sum(entry[name] for entry in stages) for name in SENT | SAVED}
     for kind in ("raw", "sent"):
-        by_direction = {way: sum(entry[f"bytes_{kind}_{way}"] for entry in stages) for way in DIRECTIONS}
-        together[f"bytes_{kind}"] = sum(by_direction.values())
-        together |= {f"bytes_{kind}_{way}": num_bytes for way, num_bytes in by_direction.items()}
-    for kind in ("raw", "kept"):
-        together[f"bytes_saved_{kind}"] = sum(entry[f"bytes_saved_{kind}"] for entry in stages)
+        together[f"bytes_{kind}"] = sum(together[f"bytes_{kind}_{way}"] for way in DIRECTIONS)
     return {
         **{f"test_{name}": _finite(value) for name, value in test.items()},
         "loss": totals.loss,

@@ -27,81 +27,36 @@ if TYPE_CHECKING:
     from ...stages.planner.plan import Plan
 
 
+class _File:
+    """The path of a file of a run, by its name in the folder."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: RunFolder, _: object = None) -> Path:
+        return folder.path / self.name
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
     """Where one run keeps its files."""
 
     path: Path
 
-    @property
-    def lock(self) -> Path:
-        """Held by the process whose run it is; there only while it runs."""
-        return self.path / ".lock"
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.yaml"
-
-    @property
-    def plan(self) -> Path:
-        """The plan that ran."""
-        return self.path / "plan.json"
-
-    @property
-    def plan_picture(self) -> Path:
-        """The plan, drawn."""
-        return self.path / "plan.png"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """What the closing table shows."""
-        return self.path / "summary.json"
-
-    @property
-    def results(self) -> Path:
-        """What a bench measured, in the place of a summary."""
-        return self.path / "results.json"
-
-    @property
-    def timeline(self) -> Path:
-        """The last step, drawn."""
-        return self.path / "timeline.png"
-
-    @property
-    def trace(self) -> Path:
-        """The last step, for ui.perfetto.dev."""
-        return self.path / "timeline.json"
-
-    @property
-    def schedules(self) -> Path:
-        """How the schedules compare; ``schedules_picture`` shows their timelines."""
-        return self.path / "schedules.json"
-
-    @property
-    def schedules_picture(self) -> Path:
-        """The simulated step of every schedule, drawn."""
-        return self.path / "schedules.png"
-
-    @property
-    def model(self) -> Path:
-        """The trained weights under the plain model's names."""
-        return self.path / "model.safetensors"
-
-    @property
-    def plans(self) -> Path:
-        """The plans that a bench compares."""
-        return self.path / "plans"
-
-    @property
-    def errors(self) -> Path:
-        """What failing ranks left; there only if some did."""
-        return self.path / "errors"
+    lock = _File(".lock")  # held by the process whose run it is; there only while it runs
+    config = _File("config.yaml")  # the resolved configuration
+    plan = _File("plan.json")  # the plan that ran
+    plan_picture = _File("plan.png")  # the plan, drawn
+    metrics = _File("metrics.jsonl")  # one JSON object a step
+    summary = _File("summary.json")  # what the closing table shows
+    results = _File("results.json")  # what a bench measured, in the place of a summary
+    timeline = _File("timeline.png")  # the last step, drawn
+    trace = _File("timeline.json")  # the last step, for ui.perfetto.dev
+    schedules = _File("schedules.json")  # how the schedules compare; ``schedules_picture`` shows them
+    schedules_picture = _File("schedules.png")  # the simulated step of every schedule, drawn
+    model = _File("model.safetensors")  # the trained weights under the plain model's names
+    plans = _File("plans")  # the plans that a bench compares
+    errors = _File("errors")  # what failing ranks left; there only if some did
 
     @contextlib.contextmanager
     def claim(self) -> Iterator[str | None]:

@@ -20,11 +20,12 @@ from .capture.data import fresh
 from .contents import Facts, change, contents
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether shape, dtype and every bit agree (torch.equal takes -0.0 for 0.0 and no NaN for itself)."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.layout != b.layout:
+def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether shape, dtype and every bit agree (torch.equal takes -0.0 for 0.0 and no NaN for itself), or
+    both are None."""
+    if a is None or b is None:
+        return a is b
+    if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
         return False
     a, b = (t.detach().to_dense() if t.layout != torch.strided else t for t in (a, b))
     a, b = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (a, b))
@@ -125,10 +126,7 @@ def refuse_difference(
 ) -> None:
     """Raise PlanError unless the trace has the eager model's outputs, gradients and buffers."""
     for name, tensor in expected.items():
-        other = found.get(name)
-        if (tensor is None) != (other is None) or (
-            tensor is not None and other is not None and not same_bits(tensor, other)
-        ):
+        if not same_bits(tensor, found.get(name)):
             raise PlanError(
                 f"the recorded run does not compute what the model computes in {mode} mode ({name} differs): "
                 "forward depends on something that recording does not see (a global, a closure, a counter); "

@@ -10,18 +10,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from ...compression.errors import PlanError
 from .layers import Traced, parts_of
-from .proof import HOOKS, is_itself
-from .watch import Watch
-from .watched import Watched
-
-REMEDY = "set it back, or make the Pipeline anew and load its state_dict()"
+from .proof import hooks_on_all_modules
+from .watch import REMEDY, Watch
 
 
 class Flags:
@@ -40,24 +36,24 @@ class Flags:
         stage_of: Sequence[int],
     ) -> None:
         self.layers_of: dict[int, set[str]] = {}
-        called: set[int] = set()
-        for mode, traced in traces.items():
-            for layer in (layer for layer in traced.layers if layer.node.op == "call_module"):
-                for module in model.get_submodule(str(layer.node.target)).modules():
-                    called.add(id(module))
-                    if mode == "train":
-                        self.layers_of.setdefault(id(module), set()).add(layer.name)
-        layers = [layer for traced in traces.values() for layer in traced.layers]
-        paths = {str(layer.node.target) for layer in layers if layer.node.op == "call_module"}
-        self.watch = Watch(model, paths, read=lambda path, name: (path, name) in self.reads)
-        self.watched = [Watched(path, m, leaf=id(m) in called) for path, m in model.named_modules()]
+        calls = [
+            (mode, layer)
+            for mode in traces
+            for layer in traces[mode].layers
+            if layer.node.op == "call_module"
+        ]
+        for layer in (layer for mode, layer in calls if mode == "train"):
+            for module in model.get_submodule(str(layer.node.target)).modules():
+                self.layers_of.setdefault(id(module), set()).add(layer.name)
+        evaluation = {read for read in traces["eval"].reads if read[1] != "training"}
+        reads = traces["train"].reads | evaluation
+        paths = {str(layer.node.target) for _, layer in calls}
+        self.watch = Watch(model, paths, read=lambda path, name: (path, name) in reads)
         self.asleep = [module.training for module in roots["eval"].modules()]
-        self.everywhere = _on_all_modules()
+        self.everywhere = hooks_on_all_modules()
         self.states, self.frozen = _on_several(model, traces["train"], stage_of)
         self.moved: frozenset[str] = frozenset()
         self.outside = [*traces["train"].outside, *traces["eval"].outside]
-        evaluation = {read for read in traces["eval"].reads if read[1] != "training"}
-        self.reads = traces["train"].reads | evaluation
 
     def check(self, mode: str) -> None:
         """Refuse what has changed since the trace and cannot be honoured; note in ``moved`` the names of the
@@ -65,15 +61,19 @@ class Flags:
 
         Args:    mode: "train" for a step; "eval": the training flags are going to be ``evaluating``.
         Raises:  PlanError: what was changed is part of the trace, or a cut relies on it."""
-        alive = [(w, module) for w in self.watched if (module := w.module()) is not None]
-        if changed := [(w, module) for w, module in alive if w.changed(module)]:
-            for watched, module in changed:
-                self._refuse(watched, module, mode)
-            for watched, module in changed if mode == "train" else ():
+        if changed := self.watch.check(mode):
+            seen = changed if mode == "train" else []
+            for watched, module in seen:
+                if watched.key in self.states and module.training and not watched.traced["training"]:
+                    raise PlanError(
+                        f"{watched.path or 'the model'} was in eval mode when the model was cut; in train "
+                        f"mode it writes to a buffer that several stages use; {REMEDY}"
+                    )
+            for watched, module in seen:
                 watched.see(module)
-            moved = [w for w, m in alive if w.leaf and (w.differences(m) or w.rebuilt(m))]
-            self.moved = frozenset(name for w in moved for name in self.layers_of.get(w.key, ()))
-        if _on_all_modules() != self.everywhere:
+            moved = [w.key for w, module in self.watch.alive() if w.called and w.moved(module)]
+            self.moved = frozenset(name for key in moved for name in self.layers_of.get(key, ()))
+        if hooks_on_all_modules() != self.everywhere:
             raise PlanError(
                 "a trace goes through containers, and a hook on all modules that was registered after "
                 f"Pipeline(...) does not run there; {REMEDY}"
@@ -84,7 +84,6 @@ class Flags:
                     f"{name} was frozen when the model was traced, is used on several stages, and requires a "
                     f"gradient now; {REMEDY}"
                 )
-        self.watch.check()
         if other := next((read for read in self.outside if read.changed()), None):
             raise PlanError(
                 f"forward goes on from {other.name}, which its code ({other.where}) read when the model was "
@@ -94,7 +93,7 @@ class Flags:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """The block in which all modules stand as ``model.eval()`` puts them; then as they stood before."""
-        pairs = zip(self.watched, self.asleep, strict=True)
+        pairs = zip(self.watch.modules, self.asleep, strict=True)
         alive = [(module, flag) for w, flag in pairs if (module := w.module()) is not None]
         before = [module.training for module, _ in alive]
         try:
@@ -104,41 +103,6 @@ class Flags:
         finally:
             for (module, _), flag in zip(alive, before, strict=True):
                 module.training = flag
-
-    def _refuse(self, watched: Watched, module: nn.Module, mode: str) -> None:
-        """Refuse what cannot be honoured in a module that was changed."""
-        where = watched.path or "the model"
-        for name, (old, new) in watched.differences(module).items():
-            if mode == "eval" and name == "training":
-                continue
-            if name != "forward" and (watched.path, name) in self.reads:
-                raise PlanError(
-                    f"{where}.{name} was {old!r} when the model was traced, which read it once, and is "
-                    f"{_said(new)} now; {REMEDY}"
-                )
-        if not watched.leaf and watched.rebuilt(module):
-            raise PlanError(
-                f"the trace went through {where}, and its class, forward, hooks, children or own tensors, "
-                f"which were changed after Pipeline(...), would not count; {REMEDY}"
-            )
-        if watched.proves and not is_itself(module):
-            raise PlanError(
-                f"a gradient may stay behind where {where} gives zeros, as it was a plain layer when it was "
-                f"traced, and now it has a hook or a forward of its own; {REMEDY}"
-            )
-        if mode == "train" and watched.key in self.states and module.training and not watched.traced[0]:
-            raise PlanError(
-                f"{where} was in eval mode when the model was cut; in train mode it writes to a buffer that "
-                f"several stages use; {REMEDY}"
-            )
-
-
-def _said(item: Any) -> str:
-    return repr(item) if len(repr(item)) < 40 else f"another {type(item).__name__}"
-
-
-def _on_all_modules() -> list[tuple[Any, ...]]:
-    return [tuple(getattr(nn.modules.module, f"_global{name}")) for name in HOOKS]
 
 
 def _on_several(

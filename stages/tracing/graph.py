@@ -21,7 +21,7 @@ from torch import fx, nn
 from ...compression.errors import PlanError
 from .aliases import hidden, refuse_cuts, shared
 from .capture.call import Call, Example
-from .capture.capture import Captured, capture, default_leaf
+from .capture.capture import Captured, Recording, capture, default_leaf
 from .capture.data import fresh, other_data, resized
 from .capture.where import path_of
 from .comparison import observe, refuse_difference, undrawn
@@ -131,11 +131,23 @@ def _proven(
     root, mode = copied.root, "train" if copied.root.training else "eval"
     with torch.set_grad_enabled(root.training):
         written, eager.clean = run_eager(copy.deepcopy(root), call, example, cold=lambda: copy.deepcopy(root))
-        captured = _captured(eager, call, example, modules, functions.values(), written)
-        why = {**modules, **captured.leaves, **dict.fromkeys(functions, "by request")}
-        traced = dataclasses.replace(_traced(root, captured, call, tied=tied), leaves=why)
+        with undrawn():
+            captured = capture(
+                eager.root,
+                call,
+                example,
+                copies=eager.anew,
+                leaf=lambda path, module: path in modules or default_leaf(path, module),
+                functions=functions.values(),
+                written=written,
+            )
+        leaves = {**modules, **captured.leaves, **dict.fromkeys(functions, "by request")}
+        traced = _traced(root, dataclasses.replace(captured, leaves=leaves), call, tied=tied)
         parts = parts_of(root, traced)
-        for inputs in _proofs(captured, call, example):
+        other = other_data(call, example)
+        if not captured.fixed:
+            other = resized(call, other, max(captured.sizes))
+        for inputs in (example, other):
             copied.shift()
             model_copy = eager.anew(shifted=True)
             expected = observe(lambda *x, model_copy=model_copy: call.run(model_copy, x), model_copy, inputs)
@@ -158,35 +170,6 @@ def _repeated(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> A
             "something that recording does not see (a global, a closure, a counter); name the module around "
             "it in leaves="
         ) from error
-
-
-def _captured(
-    eager: Copied,
-    call: Call,
-    example: Sequence[torch.Tensor],
-    modules: Collection[str],
-    functions: Collection[Callable[..., Any]],
-    written: Collection[str],
-) -> Captured:
-    with undrawn():
-        return capture(
-            eager.root,
-            call,
-            example,
-            copies=eager.anew,
-            leaf=lambda path, module: path in modules or default_leaf(path, module),
-            functions=functions,
-            written=written,
-        )
-
-
-def _proofs(
-    captured: Captured, call: Call, example: Sequence[torch.Tensor]
-) -> list[tuple[torch.Tensor, ...]]:
-    """What record and model are compared on: the example, and other data, of another size where that is
-    known."""
-    other = other_data(call, example)
-    return [tuple(example), tuple(other if captured.fixed else resized(call, other, max(captured.sizes)))]
 
 
 def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection[str]) -> Traced:
@@ -217,16 +200,8 @@ def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection
         layers=layers,
         output=next(iter(reversed(graph.nodes))),
         call=call,
-        spec=captured.spec,
-        constants=captured.constants,
         buffers=frozenset(held) & {name for name, _ in root.named_buffers(remove_duplicate=False)},
-        fixed=captured.fixed,
-        sizes=captured.sizes,
-        again=captured.again,
-        reads=captured.reads,
-        outside=captured.outside,
-        dropped=captured.dropped,
-        leaves=captured.leaves,
+        **{field.name: getattr(captured, field.name) for field in dataclasses.fields(Recording)},
     )
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.func import functional_call
-from torch.fx.node import map_aggregate, map_arg
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_unflatten
 
 from ...compression.errors import PlanError
 from ..device import autocast
-from .capture.affine import at_size, has_table, mapped
+from .capture.affine import Table, at_size, flat, mapped
 from .capture.call import Call
-from .capture.outside import Read
+from .capture.capture import Recording
 from .capture.sizes import facts_of, same_way
 from .capture.values import plain
 from .capture.where import where_of
@@ -51,32 +51,17 @@ class Layer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
+class Traced(Recording):
     """The recorded run of one mode (train or eval): input nodes, layers in running order, the output node.
 
-    ``call`` says how the model is called, ``spec`` puts its outputs together. ``constants`` are the tensors
-    that came from outside the run, by the name that they were given; ``buffers`` the names of registered
-    buffers that layers read by themselves: no other tensor of the model may be written to. ``fixed``: why the
-    run holds for the example's number of samples only, "" where it holds for any; ``sizes`` are the numbers
-    of samples at which the model was seen to go this way; ``again`` records a copy of
-    the model anew; ``reads`` are the (module path, attribute) that the run itself read, outside of its
-    layers; ``outside``: what its code read of files and functions around it; ``dropped``: outputs that are
-    left out; ``leaves``: what is one layer beside the modules of torch.nn, and why."""
+    ``call`` says how the model is called; ``buffers`` are the names of registered buffers that layers read by
+    themselves: no other tensor of the model may be written to."""
 
     inputs: tuple[fx.Node, ...]
     layers: tuple[Layer, ...]
     output: fx.Node
     call: Call
-    spec: TreeSpec
-    constants: Mapping[str, torch.Tensor]
     buffers: frozenset[str]
-    fixed: str
-    sizes: tuple[int, ...]
-    again: Callable[..., fx.Graph]
-    reads: frozenset[tuple[str, str]]
-    outside: tuple[Read, ...]
-    dropped: tuple[str, ...]
-    leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def extend(self, model_copy: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         """Record ``model_copy`` on inputs of another shape or kind, hold this record against that, and learn
@@ -91,10 +76,8 @@ class Traced:
     @property
     def has_tables(self) -> bool:
         """Whether some numbers follow no rule, so that each size must be recorded."""
-        return bool(self._tables())
-
-    def _tables(self) -> list[fx.Node]:
-        return [layer.node for layer in self.layers if layer.moves and has_table(facts_of(layer.node))]
+        nodes = [layer.node for layer in self.layers if layer.moves]
+        return any(isinstance(part, Table) for node in nodes for part in flat(facts_of(node)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,11 +108,13 @@ def parts_of(
     readers = [*nodes, traced.output] if output else nodes
     for node in (*nodes, *(source for reader in readers for source in reader.all_input_nodes)):
         if node.op == "get_attr" and (is_local(node) or node in nodes):
-            name = str(node.target)
-            tensors[name] = (
-                traced.constants[name] if name in traced.constants else operator.attrgetter(name)(root)
-            )
+            tensors[str(node.target)] = tensor_at(root, str(node.target), traced.constants)
     return Parts(modules, tensors)
+
+
+def tensor_at(root: nn.Module, name: str, constants: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The tensor that a get_attr node names: a constant of the run, or one that hangs on ``root``."""
+    return constants[name] if name in constants else operator.attrgetter(name)(root)
 
 
 def casting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
@@ -188,7 +173,7 @@ def call_of(
     if parts.meta:
         if "expect" in node.meta:  # nothing can be read there
             return _itself, (at_size(node.meta["expect"], samples),), {}
-        args, kwargs = _on_meta(args), _on_meta(kwargs)
+        args, kwargs = (mapped(given, torch.device, lambda _: _META) for given in (args, kwargs))
     if node.op == "call_function":
         return node.target, args, kwargs  # type: ignore[return-value]
     module = parts.modules[str(node.target)]
@@ -205,31 +190,24 @@ def modes_of(layer: Layer) -> contextlib.AbstractContextManager[Any]:
 
 
 def check_result(layer: Layer, result: Any, samples: int) -> None:
-    """Hold a result against what Python read of it when the run was recorded."""
-    if "expect" in layer.node.meta or "shape" in layer.node.meta:
-        _check_read(layer.node, result, samples)
-
-
-def _itself(item: Any) -> Any:
-    return item
-
-
-def _on_meta(item: Any) -> Any:
-    return map_aggregate(item, lambda one: _META if isinstance(one, torch.device) else one)
-
-
-def _check_read(node: fx.Node, result: Any, samples: int) -> None:
     """Hold a result against what Python read of it when the run was recorded: the run went on from that."""
+    node = layer.node
     if "expect" in node.meta:
         seen, found = at_size(node.meta["expect"], samples), plain(result)
-    else:
+    elif "shape" in node.meta:
         seen, found = at_size(node.meta["shape"], samples), tuple(result.shape)
+    else:
+        return
     if seen != found and repr(seen) != repr(found):  # NaN is not unequal to itself here
         raise PlanError(
             f"forward read {seen} from {node.name}{where_of(node)} when it was recorded and goes on from "
             f"that, and now it is {found}; name the module around it in leaves=, or "
             "choose the model's option that does not look (transformers: attn_implementation='eager')"
         )
+
+
+def _itself(item: Any) -> Any:
+    return item
 
 
 def run_output(traced: Traced, env: Mapping[fx.Node, Any], parts: Parts) -> Any:

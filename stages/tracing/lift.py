@@ -6,16 +6,12 @@ used."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Mapping
 
 import torch
 from torch import fx, nn
 
-
-def _tensor(root: nn.Module, node: fx.Node, constants: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    name = str(node.target)
-    return constants[name] if name in constants else operator.attrgetter(name)(root)
+from .layers import tensor_at
 
 
 def _parameter_uses(
@@ -25,7 +21,7 @@ def _parameter_uses(
     uses: dict[int, list[tuple[fx.Node, str | None]]] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
-            uses.setdefault(id(_tensor(root, node, constants)), []).append((node, None))
+            uses.setdefault(id(tensor_at(root, str(node.target), constants)), []).append((node, None))
         elif node.op == "call_module":
             for name, parameter in root.get_submodule(node.target).named_parameters(remove_duplicate=False):
                 if parameter.requires_grad:
@@ -42,7 +38,7 @@ def lift_shared(
     A tied parameter then is a value like any other. Buffers, constants and frozen parameters are read where
     they are used and never travel: their get_attr nodes become local to each user."""
     for node in list(graph.nodes):
-        if node.op == "get_attr" and not _tensor(root, node, constants).requires_grad:
+        if node.op == "get_attr" and not tensor_at(root, str(node.target), constants).requires_grad:
             for user in list(node.users):
                 with graph.inserting_before(user):
                     local = graph.get_attr(node.target)

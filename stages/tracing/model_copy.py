@@ -29,6 +29,12 @@ def on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, known).to("meta")  # type: ignore[arg-type]
 
 
+def move(weight: torch.Tensor) -> None:
+    """Move a weight a little: what was computed from it and baked in shows."""
+    if weight.is_floating_point() and weight.itemsize > 1:  # torch does not compute with float8
+        memory_of(weight).mul_(1.0625).add_(0.0078125)
+
+
 class Copied:
     """``root`` is the copy, as it will train: modules keep their own flags, unless all stand in eval mode.
 
@@ -63,8 +69,7 @@ class Copied:
         """Move every weight and buffer a little."""
         with torch.no_grad():
             for _, ours, _ in self.pairs:
-                if ours.is_floating_point() and ours.itemsize > 1:  # torch does not compute with float8
-                    memory_of(ours).mul_(1.0625).add_(0.0078125)
+                move(ours)
 
     def restore(self) -> None:
         """Give the copy the model's tensors back after a run, and no gradients."""

@@ -131,7 +131,6 @@ def _record_layer(
     recorder.unseen |= {recorder.numbers[id(t)]: index for t in unseen if id(t) in recorder.numbers}
     changed += unseen
     for storage in {t.untyped_storage()._cdata for t in changed}:
-        recorder.mutated.add(storage)
         recorder.writes.setdefault(storage, []).append(index)
     recorder.written |= {id(t) for t in changed}
     for name, buffer in buffers.items():
@@ -173,8 +172,11 @@ def _refuse_written_constants(recorder: ProbeRecorder, layer: Layer, traced: Tra
 def _value(recorder: ProbeRecorder, number: int, stops: Collection[tuple[int, int]], last: int) -> Value:
     leaf = recorder.objects[number]
     tensor = leaf if isinstance(leaf, torch.Tensor) else None
-    refused = ""
-    known = tensor is None or not (tensor.is_meta or isinstance(tensor, nn.Parameter))
+    refused, strides = "", ()
+    if tensor is not None and (tensor.is_meta or isinstance(tensor, nn.Parameter)):
+        strides = None
+    elif tensor is not None and tensor.layout == torch.strided:
+        strides = tuple(tensor.stride())
     if tensor is None and type(leaf) not in NUMBERS:
         refused = f"a Python value of type {type(leaf).__name__} ({recorder.names[number]}) would cross it"
     elif type(leaf) is int and leaf.bit_length() > 63:
@@ -188,7 +190,7 @@ def _value(recorder: ProbeRecorder, number: int, stops: Collection[tuple[int, in
         producer=recorder.producers[number],
         users=tuple(sorted(recorder.users[number])),
         shape=() if tensor is None else tuple(tensor.shape),
-        strides=(() if tensor is None else _strides(tensor)) if known else None,
+        strides=strides,
         dtype=torch.float64 if tensor is None else tensor.dtype,  # room for a number of any type
         number=type(leaf) if tensor is None else None,
         requires_grad=tensor is not None and tensor.requires_grad,
@@ -197,10 +199,6 @@ def _value(recorder: ProbeRecorder, number: int, stops: Collection[tuple[int, in
         writers=tuple((writer, (writer, number) in stops) for writer in recorder.writers(number)),
         reached=last,
     )
-
-
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(tensor.stride()) if tensor.layout == torch.strided else ()
 
 
 def travels(tensor: torch.Tensor) -> bool:
@@ -235,10 +233,10 @@ def _refusal(recorder: ProbeRecorder, record: Probe, cut: int, alive: Sequence[i
     seen: dict[int, int] = {}
     for number, storage in recorder.storages(alive).items():
         first = seen.setdefault(storage, number)
-        if first != number and storage in recorder.mutated:
+        if first != number and storage in recorder.writes:
             names = f"{record.values[first].name} and {record.values[number].name}"
             return f"{names} share one memory that a layer writes to, and both would cross it"
     for key, (name, layers) in recorder.accesses.items():
-        if key in recorder.mutated and min(layers) <= cut < max(layers):
+        if key in recorder.writes and min(layers) <= cut < max(layers):
             return f"the layers that use the buffer {name}, and write to it, would stand on both sides"
     return ""

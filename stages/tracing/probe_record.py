@@ -39,7 +39,6 @@ class ProbeRecorder:
         self.users: list[set[int]] = []
         self.outputs: dict[fx.Node, Outputs] = {}
         self.random: set[str] = set()
-        self.mutated: set[int] = set()
         self.accesses: dict[int, tuple[str, set[int]]] = {}
         self.written: set[int] = set()
         self.writes: dict[int, list[int]] = {}

@@ -7,6 +7,7 @@ proves that; dropout does not (a kept element may be zero with a live gradient, 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,36 +40,29 @@ def zeros_that_stop(
         made = outputs[layer.node].values
         if len(made) != 1 or made[0] in watched:
             continue
-        if is_relu(layer, parts):
+        if _is(layer, parts, RELU_MODULES, RELU_CALLS):
             found.add((index, made[0]))
-        elif is_max_pool(layer, parts):
+        elif len(layer.node.all_input_nodes) == 1 and _is(layer, parts, POOL_MODULES, POOL_CALLS):
             (pooled,) = outputs[layer.node.all_input_nodes[0]].values
             if (last_writer(pooled, index), pooled) in found:
                 found.add((index, made[0]))
     return found
 
 
-def is_relu(layer: Layer, parts: Parts) -> bool:
-    """Whether a layer is a plain ReLU or ReLU6, which nobody watches through hooks."""
-    return _is(layer, parts, RELU_MODULES, RELU_CALLS)
-
-
-def is_max_pool(layer: Layer, parts: Parts) -> bool:
-    """Whether a layer is a plain max-pool of one tensor, which nobody watches through hooks."""
-    return len(layer.node.all_input_nodes) == 1 and _is(layer, parts, POOL_MODULES, POOL_CALLS)
-
-
 def _is(layer: Layer, parts: Parts, modules: tuple[type[nn.Module], ...], calls: set[object]) -> bool:
+    """Whether a layer is one of these and no other, which nobody watches through hooks."""
     if layer.node.op != "call_module":  # a parameter may be called "relu"
         return layer.node.op != "get_attr" and layer.node.target in calls
     module = parts.modules[str(layer.node.target)]
     return type(module) in modules and is_itself(module) and not getattr(module, "min_val", 0)
 
 
+def hooks_on_all_modules() -> list[tuple[Any, ...]]:
+    """The hooks that torch calls for every module."""
+    return [tuple(getattr(nn.modules.module, f"_global{name}")) for name in HOOKS]
+
+
 def is_itself(module: nn.Module) -> bool:
     """Whether nothing but its class says what a module does: no hooks, no forward of its own."""
-    everywhere = nn.modules.module
-    hooks = [getattr(module, name) for name in HOOKS] + [
-        getattr(everywhere, f"_global{name}") for name in HOOKS
-    ]
+    hooks = [*hooks_on_all_modules(), *(getattr(module, name) for name in HOOKS)]
     return not any(hooks) and "forward" not in vars(module)

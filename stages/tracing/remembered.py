@@ -17,7 +17,7 @@ from ..device import autocast_state
 from .contents import Same
 from .layer_graph import LayerGraph
 from .model_copy import on_meta
-from .proof import HOOKS
+from .proof import hooks_on_all_modules
 from .reach import written_kinds
 from .watch import Watch
 
@@ -35,7 +35,7 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary
 def remember(model: nn.Module, graph: LayerGraph) -> None:
     """Keep ``graph``, which was just made of ``model``, with a copy of the model that has no memory."""
     kept = dataclasses.replace(graph, model_copy=on_meta(graph.model_copy))
-    _KNOWN[model] = _Known(kept, Watch(model, ()), _facts(model))
+    _KNOWN[model] = _Known(kept, Watch(model, (), read=lambda _, name: name != "training"), _facts(model))
 
 
 def recalled(model: nn.Module) -> LayerGraph | None:
@@ -63,7 +63,7 @@ def _facts(model: nn.Module) -> tuple[Any, ...]:
             {name: Same(part) for name, part in vars(kind).items() if part is not None}
             for kind in {k: 0 for m in modules for k in written_kinds(m)}
         ],
-        [tuple(getattr(nn.modules.module, f"_global{name}")) for name in HOOKS],
+        hooks_on_all_modules(),
         [(t.requires_grad, t.shape, t.dtype, t.layout) for t in tensors],
         [(t.stride(), t.data_ptr()) for t in tensors if t.layout is torch.strided],
         torch.get_default_dtype(),

@@ -56,10 +56,8 @@ class Shapes:
             except PlanError:
                 raise
             except Exception as error:
-                raise PlanError(
-                    f"a micro-batch has shapes {_show(key)}, the example had {_show(self.example)}, and the "
-                    f"model does not run on it as it was traced ({error}); use micro-batches like the example"
-                ) from error
+                why = f"the model does not run on it as it was traced ({error})"
+                raise self._other(key, f"{why}; use micro-batches like the example") from error
             if len(self.known) == KEPT:
                 del self.known[next(iter(self.known))]
             self.known[mode, key] = dataclasses.replace(found, random=self.real[mode].random)
@@ -76,11 +74,8 @@ class Shapes:
                 return self.scaled[mode].at(samples)
             except PlanError as error:
                 reason = str(error)
-        raise PlanError(
-            f"a micro-batch has shapes {_show(key)}, the example had {_show(self.example)}, and this "
-            f"model's shapes cannot be told without running it ({reason}); use equal "
-            "micro-batches of the example's size"
-        )
+        why = f"this model's shapes cannot be told without running it ({reason}); use equal micro-batches"
+        raise self._other(key, f"{why} of the example's size")
 
     def _scaled(self, model: nn.Module, mode: str, example: Sequence[torch.Tensor]) -> Scaled:
         """Records of real runs at a few sizes, on copies that stand in ``mode``."""
@@ -128,11 +123,16 @@ class Shapes:
             with torch.set_grad_enabled(mode == "train"), as_written(), torch.device("meta"):
                 traced.extend(self.roots[mode], _bare(key))
         except Exception as error:
-            raise PlanError(
-                f"a micro-batch has shapes {_show(key)}, the example had {_show(self.example)}, and forward "
-                f"does not go the same way with it, as far as can be told without running it ({error}); use "
-                "micro-batches like the example, or trace with one like them"
-            ) from error
+            why = (
+                f"forward does not go the same way with it, as far as can be told without running it ({error}"
+            )
+            remedy = "use micro-batches like the example, or trace with one like them"
+            raise self._other(key, f"{why}); {remedy}") from error
+
+    def _other(self, key: _Key, why: str) -> PlanError:
+        return PlanError(
+            f"a micro-batch has shapes {_show(key)}, the example had {_show(self.example)}, and {why}"
+        )
 
     def _kind(self, mode: str, key: _Key) -> object:
         """What a record holds for beside the number of samples: other sizes, dtypes, and the order of

@@ -4,7 +4,7 @@ A copy of such a model, or its trace, would fail with words that do not say what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import fx, nn
@@ -32,30 +32,23 @@ def refuse_model(model: nn.Module) -> None:
             raise PlanError(f"{path or 'the model'} {reason}")
 
 
-def _scripted(module: nn.Module) -> Iterator[str]:
+def _of_another_kind(module: nn.Module) -> Iterator[str]:
     if isinstance(module, torch.jit.ScriptModule):
         yield "is a TorchScript module, which nobody can look into; give the module it was made of"
-
-
-def _quantised(module: nn.Module) -> Iterator[str]:
     if ".quantized" in type(module).__module__ and type(module).__module__.startswith("torch."):
         yield "is quantised and does not train; train the model in floating point and quantise it afterwards"
 
 
-def _uninitialised(module: nn.Module) -> Iterator[str]:
-    for name, tensor in _tensors(module):
+def _not_trainable(module: nn.Module) -> Iterator[str]:
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             yield f"is lazy, its {name} has no shape yet; run the model once on a batch: model(x)"
-
-
-def _not_trainable(module: nn.Module) -> Iterator[str]:
-    for name, tensor in _tensors(module):
-        if tensor.is_inference():
+        if tensor is not None and tensor.is_inference():
             yield (
                 f"has a tensor made in inference mode, {name}, which cannot be trained; make the model "
                 "outside torch.inference_mode()"
             )
-        if tensor.is_meta:
+        if tensor is not None and tensor.is_meta:
             yield (
                 f"is on the meta device, its {name} has no values; give them: model.to_empty(device='cpu'), "
                 "then load_state_dict"
@@ -89,18 +82,7 @@ def _writes_weights(module: nn.Module) -> Iterator[str]:
         )
 
 
-RULES: tuple[Callable[[nn.Module], Iterator[str]], ...] = (
-    _scripted,
-    _quantised,
-    _uninitialised,
-    _not_trainable,
-    _computed,
-    _writes_weights,
-)
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from ((n, t) for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None)
+RULES = (_of_another_kind, _not_trainable, _computed, _writes_weights)
 
 
 def refuse_objects(graph: fx.Graph) -> None:

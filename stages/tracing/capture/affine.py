@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
 
-class Affine(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Affine:
     """``slope`` x (samples of the micro-batch) + ``offset``."""
 
     slope: int
@@ -56,7 +57,8 @@ def mapped(item: Any, kinds: type | tuple[type, ...], change: Callable[[Any], An
         parts = [mapped(one, kinds, change) for one in item]
         if hasattr(item, "_fields"):
             return type(item)(*parts)
-        return type(item)(parts) if isinstance(item, torch.Size) else tuple(parts)
+        whole = isinstance(item, torch.Size) and all(isinstance(part, int) for part in parts)
+        return torch.Size(parts) if whole else tuple(parts)
     if isinstance(item, list):
         return [mapped(one, kinds, change) for one in item]
     if isinstance(item, Mapping):
@@ -66,12 +68,28 @@ def mapped(item: Any, kinds: type | tuple[type, ...], change: Callable[[Any], An
     return item
 
 
-def has_table(facts: Any) -> bool:
-    """Whether a number among the facts of a node follows no rule."""
-    if isinstance(facts, slice):
-        return has_table((facts.start, facts.stop, facts.step))
-    if isinstance(facts, Mapping):
-        return has_table(list(facts.values()))
-    if isinstance(facts, tuple | list):
-        return any(has_table(one) for one in facts)
-    return isinstance(facts, Table)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opens:
+    """A container among ``flat`` parts: two with equal ``kind`` and ``keys`` have their parts in the same
+    places."""
+
+    kind: type
+    keys: tuple[Any, ...]
+    whole: Any = dataclasses.field(compare=False)
+
+    def __repr__(self) -> str:
+        return repr(self.whole)
+
+
+def flat(item: Any) -> Iterator[Any]:
+    """The parts of an argument in their order, each container ahead of what it holds."""
+    if isinstance(item, slice):
+        yield from (Opens(slice, (), item), item.start, item.stop, item.step)
+    elif isinstance(item, tuple | list | Mapping):
+        named = isinstance(item, Mapping)
+        kind = dict if named else list if isinstance(item, list) else type(item)
+        yield Opens(kind, tuple(item) if named else (len(item),), item)
+        for part in item.values() if named else item:
+            yield from flat(part)
+    else:
+        yield item

@@ -33,21 +33,19 @@ _OF_BLOCKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
-    """A recorded graph: placeholders, nodes in running order, an output node with the flat list of results.
+class Recording:
+    """What is known of a recorded run beside its nodes.
 
-    ``spec`` puts the model's outputs together from that list; ``constants`` are the tensors that came from
-    outside; ``moving`` has for nodes whose numbers follow the size of the micro-batch what they become;
-    ``sizes`` are the other sizes it was recorded at; ``fixed`` says why the graph holds for one size only,
-    "" where it holds for all; ``leaves`` names the modules that were taken as one layer because of what they
-    do, and why; ``dropped`` the outputs left out; ``again`` records a copy of the model on other inputs, with
-    the same leaves; ``reads`` are the attributes of modules that the run read outside of its layers: what
-    nobody read may change; ``outside`` what its code read of files and functions around it."""
+    ``spec`` puts the model's outputs together from the flat list that the graph returns. ``constants`` are
+    the tensors that came from outside the run, by the name that they were given. ``fixed``: why the run holds
+    for the example's number of samples only, "" where it holds for any; ``sizes`` are the numbers of samples
+    at which the model was seen to go this way; ``again`` records a copy of the model anew, with the same
+    leaves; ``leaves``: what is one layer beside the modules of torch.nn, and why; ``dropped``: outputs that
+    are left out; ``reads`` are the (module path, attribute) that the run itself read, outside of its layers:
+    what nobody read may change; ``outside``: what its code read of files and functions around it."""
 
-    graph: fx.Graph
     spec: TreeSpec
     constants: Mapping[str, torch.Tensor]
-    moving: Mapping[fx.Node, Any]
     sizes: tuple[int, ...]
     fixed: str
     leaves: Mapping[str, str]
@@ -55,6 +53,16 @@ class Captured:
     again: Callable[..., fx.Graph]
     reads: frozenset[tuple[str, str]]
     outside: tuple[Read, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Captured(Recording):
+    """A recorded graph: placeholders, nodes in running order, an output node with the flat list of results.
+
+    ``moving`` has for nodes whose numbers follow the size of the micro-batch what they become."""
+
+    graph: fx.Graph
+    moving: Mapping[fx.Node, Any]
 
 
 def capture(
@@ -151,7 +159,8 @@ class _Runs:
             model_copy, outside, self.held = copies(), Outside(model), False
             recorder = self.recorder(model_copy)
             try:
-                with outside.watching(lambda recorder=recorder: recorder.quiet):
+                reads = noting(recorder.paths, self.is_leaf, recorder.note_read)
+                with reads, outside.watching(lambda recorder=recorder: recorder.quiet):
                     spec, dropped = _recorded(recorder, model_copy, self.call, fresh(example))
                 self.held = recorder.altering.count > 0 and not _carries(
                     recorder, lambda way: self.again(copies(), fresh(example), way=way)
@@ -188,7 +197,7 @@ def _recorded(
     """One run into ``recorder``: the structure of what the model returned, and what was left out of that."""
     for name, tensor in zip(call.names, inputs, strict=True):
         recorder.input(name, tensor)
-    with noting(recorder), recorder.recording():
+    with recorder.recording():
         result = call.run(model_copy, inputs)
     recorder.write_back(model_copy)
     leaves, spec, dropped = flattened(result)

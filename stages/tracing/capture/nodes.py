@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_leaves
 
 from .modes import Modes
-from .told import plain_number
-from .values import is_foreign, items_of, line_of_model, rebuilt
+from .told import plain_number, plain_numbers
+from .values import items_of, line_of_model, rebuilt
 
 _OUT_OF_SIGHT = "made where recording cannot see it (torch.func transforms, torch.jit, a C++ extension)"
 
@@ -58,16 +58,21 @@ class Nodes:
         self._bind(tensor, self.tag(self.graph.placeholder(name), None))
 
     def named(self, item: Any) -> Any:
-        """``item`` with a node in the place of every tensor, and of every structure that is no plain one."""
-        return tree_map(self._noded, item, is_leaf=is_foreign)
-
-    def _noded(self, item: Any) -> Any:
+        """``item`` with a node in the place of every tensor, and of every structure around tensors that
+        torch.fx would hand on as something else."""
+        kind = type(item)
+        if kind is tuple or kind is list:
+            return kind(map(self.named, item))
+        if kind is dict:
+            return {key: self.named(part) for key, part in item.items()}
         if isinstance(item, torch.Tensor):
             return self.node_of(item)
-        if not is_foreign(item):
+        if tree_is_leaf(item):
             return plain_number(item)
         leaves, spec = tree_flatten(item)
-        given: tuple[Any, ...] = (spec, *(self._noded(leaf) for leaf in leaves))
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return plain_numbers(item)
+        given: tuple[Any, ...] = (spec, *map(self.named, leaves))
         return self.tag(self.graph.call_function(rebuilt, given), None)
 
     def known(self, tensor: torch.Tensor) -> fx.Node | None:
@@ -132,10 +137,11 @@ class Nodes:
     def emit(self, op: str, target: Any, given: Any, result: Any, name: str, expect: Any = None) -> fx.Node:
         """One more call, and its result."""
         args, kwargs = given
-        if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in tree_leaves(result)):
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if any(tensor.is_nested for tensor in made):
             raise self.unrecordable("a nested tensor was made, which has no shape that could be told")
         node = self.tag(self.graph.create_node(op, target, tuple(args), dict(kwargs), name=name), expect)
-        node.meta["sizes"] = [tuple(t.shape) for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        node.meta["sizes"] = [tuple(tensor.shape) for tensor in made]
         self._spread(node, result)
         return node
 

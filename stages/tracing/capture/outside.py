@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import dis
 import gc
+import itertools
 import sys
 import types
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -19,28 +19,31 @@ import numpy
 import torch
 from torch import nn
 
+from ..contents import Facts, contents
+from ..reach import is_plain, walk
 from .values import is_code_of_model
 
 _MOST = 1024  # values in a container that are compared; larger ones are data, not settings
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINERS = (list, tuple, set, frozenset, dict)
 GONE = object()
 
 
 class Read(NamedTuple):
-    """A name that code read: where it stands, how it is read again, and what it was."""
+    """A name that code read: where it stands, how it is read again, and what it was; ``facts`` tell values,
+    arrays, tensors and containers of them apart, None for what is itself alone."""
 
     name: str
     where: str
     read: Callable[[], Any]
     value: Any
-    shown: str
+    facts: Facts | None
 
     def changed(self) -> bool:
         """Whether another reader would find something else there now."""
         now = self.read()
-        if now is self.value and not self.shown:
+        if now is self.value and (self.facts is None or is_plain(now)):
             return False
-        return type(now) is not type(self.value) or not self.shown or _shown(now) != self.shown
+        return type(now) is not type(self.value) or self.facts is None or _facts(now) != self.facts
 
 
 class Outside:
@@ -112,7 +115,7 @@ def _around(function: types.FunctionType) -> Iterator[tuple[Any, Read]]:
 
 def _read(name: str, code: types.CodeType, read: Callable[[], Any]) -> Read:
     value = read()
-    return Read(name, f"{code.co_filename}:{code.co_firstlineno}", read, value, _shown(value))
+    return Read(name, f"{code.co_filename}:{code.co_firstlineno}", read, value, _facts(value))
 
 
 def _chains_of(code: types.CodeType) -> set[tuple[str, ...]]:
@@ -153,30 +156,9 @@ def _content(cell: types.CellType) -> Any:
         return GONE
 
 
-def _shown(value: Any) -> str:
-    """A text that tells values, arrays, tensors and containers of them apart; "" for what is itself alone."""
-    found: list[str] = []
-    return "|".join(found) if _show(value, found) else ""
-
-
-def _show(value: Any, found: list[str]) -> bool:
-    if len(found) > _MOST:
-        return False
-    if isinstance(value, _PLAIN):
-        found.append(repr(value))
-    elif isinstance(value, torch.Tensor):
-        found.append(f"tensor {id(value)} {0 if value.is_inference() else value._version}")
-    elif isinstance(value, numpy.ndarray):
-        found.append(f"array {value.shape} {value.dtype} {zlib.crc32(value.tobytes())}")
-    elif isinstance(value, numpy.generic):
-        found.append(repr(value))
-    elif type(value) in (list, tuple, set, frozenset):
-        found.append(f"{type(value).__name__} of {len(value)}")
-        ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-        return all(_show(item, found) for item in ordered)
-    elif type(value) is dict:
-        found.append(f"dict of {len(value)}")
-        return all(_show(item, found) for pair in value.items() for item in pair)
-    else:
-        return False
-    return True
+def _facts(value: Any) -> Facts | None:
+    for number, (_, part, _) in enumerate(itertools.islice(walk(value), _MOST + 1)):
+        setting = is_plain(part) or isinstance(part, torch.Tensor | numpy.ndarray)
+        if number == _MOST or not (setting or type(part) in _CONTAINERS):
+            return None
+    return contents(value)

@@ -23,7 +23,7 @@ class Patches:
 
     def __init__(self, wanted: Iterable[tuple[Any, str, Any]]) -> None:
         self.wanted = list(wanted)
-        self.kept = [_look(owner, name) for owner, name, _ in self.wanted]
+        self.kept = [(o if isinstance(o, dict) else vars(o))[name] for o, name, _ in self.wanted]
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -49,10 +49,6 @@ class Patches:
                 owner[name] = value
             else:
                 setattr(owner, name, value)
-
-
-def _look(owner: Any, name: str) -> Any:
-    return owner[name] if isinstance(owner, dict) else vars(owner)[name]
 
 
 def paused(mode: TorchFunctionMode) -> contextlib.AbstractContextManager[Any]:

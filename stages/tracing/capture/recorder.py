@@ -16,9 +16,10 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
+from .affine import mapped
 from .buffers import Buffers, only_read
 from .nodes import Nodes
 from .patches import Patches, bound, is_single, kinds_that_are_called, overridden, paused, wrapped
@@ -57,6 +58,11 @@ class Recorder(Nodes, TorchFunctionMode):
         """The block in which the model is called."""
         with self.patches.on(), self:
             yield
+
+    def note_read(self, read: tuple[str, str]) -> None:
+        """Note that an attribute of a module, (path, name), was read outside of layers."""
+        if not self.quiet:
+            self.reads.add(read)
 
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
         """What does not pass through torch's dispatch: modules, autograd Functions, scripted and wrapped
@@ -100,7 +106,8 @@ class Recorder(Nodes, TorchFunctionMode):
         path = self.paths.get(module)
         self.stack.append((self.stack[-1][0] if path is None else path, type(module)))
         try:
-            if path and self.leaf(path, module) and self._as_it_was(module):
+            # torch.func.functional_call may lend a module other parameters than its own
+            if path and self.leaf(path, module) and all(id(p) in self.names for p in module.parameters()):
                 run, name = functools.partial(call, module), path.replace(".", "_")
                 return self.opaque("call_module", path, name, run, args, kwargs, single=is_single(module))
             result = call(module, *args, **kwargs)
@@ -108,10 +115,6 @@ class Recorder(Nodes, TorchFunctionMode):
             return result
         finally:
             self.stack.pop()
-
-    def _as_it_was(self, module: nn.Module) -> bool:
-        """Whether a module has its own parameters, not those that torch.func.functional_call lends it."""
-        return all(id(parameter) in self.names for parameter in module.parameters())
 
     def opaque(
         self,
@@ -180,7 +183,9 @@ class Recorder(Nodes, TorchFunctionMode):
             result = func(*args, **kwargs)
         for buffer, before in watched:
             if only_read(buffer, before, result):
-                given = self._of_copy(given, self.node_of(buffer))
+                read = self.node_of(buffer)
+                copied = self.tag(self.graph.call_function(torch.clone, (read,)), None)
+                given = mapped(given, fx.Node, lambda node, r=read, c=copied: c if node is r else node)
         if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)) or plain(result) is None:
             node = self.emit("call_function", func, given, result, node_name(name))
             if not torch.equal(state, torch.get_rng_state()):
@@ -189,10 +194,6 @@ class Recorder(Nodes, TorchFunctionMode):
             self.refuse_chance(given)
             self.emit("call_function", func, given, None, f"guard_{node_name(name)}", expect=plain(result))
         return result
-
-    def _of_copy(self, given: Any, read: fx.Node) -> Any:
-        copied = self.tag(self.graph.call_function(torch.clone, (read,)), None)
-        return tree_map(lambda item: copied if item is read else item, given)
 
     def write_back(self, model: nn.Module) -> None:
         """Write into the buffers that were replaced what they were replaced by, when the run is over."""

@@ -7,13 +7,12 @@ written as such; any other is a table of the sizes that were recorded.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import fx
 
-from .affine import Affine, Table, affine_of
+from .affine import Affine, Opens, Table, affine_of, flat, mapped
 
 
 class Different(Exception):
@@ -34,11 +33,46 @@ def moving(graph: fx.Graph, others: Mapping[int, fx.Graph], samples: int) -> dic
     found: dict[fx.Node, Any] = {}
     twins = {size: pairs_of(graph, other) for size, other in others.items()}
     for node in graph.nodes:
-        merge = _Merge(node, samples, twins)
-        facts = merge.of(facts_of(node), {size: facts_of(pairs[node]) for size, pairs in twins.items()})
-        if merge.moves:
-            found[node] = facts
+        facts, numbers = facts_of(node), []
+        beside = [flat(facts_of(its[node])) for its in twins.values()]
+        for ours, *theirs in zip(flat(facts), *beside, strict=False):
+            rule = _rule(node, ours, dict(zip(twins, theirs, strict=True)), samples, twins)
+            numbers += [rule] if isinstance(ours, int) else []
+        if any(isinstance(number, Affine | Table) for number in numbers):
+            rest = iter(numbers)
+            found[node] = mapped(facts, int, lambda _, rest=rest: next(rest))
     return found
+
+
+def _rule(
+    node: fx.Node,
+    ours: Any,
+    theirs: Mapping[int, Any],
+    samples: int,
+    twins: Mapping[int, Mapping[fx.Node, fx.Node]],
+) -> Any:
+    """What stands for ``ours``, a part of the facts of ``node``, at every size; ``theirs``: what its twins
+    have there."""
+
+    def different(its: Any) -> Different:
+        what = f"{node.name} has {_short(ours)} once and {_short(its)} then"
+        return Different(node, twins[next(iter(twins))].get(node), what)
+
+    for size, its in theirs.items():
+        if isinstance(ours, fx.Node):
+            handed = "told" in ours.meta and not isinstance(its, fx.Node)  # a number, whatever it is now
+            if twins[size].get(ours) is not its and not handed:
+                raise different(its)
+        elif type(its) is not type(ours) or (isinstance(ours, Opens) and its != ours):
+            raise different(its)
+    other = [its for its in theirs.values() if not _alike(ours, its)]
+    if not other or not isinstance(ours, bool | int | float | complex | str | bytes):
+        return ours  # a function made anew in each run is the same by its name
+    if type(ours) is not int or list(theirs) == [samples]:
+        raise different(other[0])
+    values = {samples: ours, **theirs}
+    rule = affine_of(values)
+    return Table(values) if rule is None else rule
 
 
 def refuse_data(graph: fx.Graph, other: fx.Graph, samples: int) -> None:
@@ -53,7 +87,7 @@ def pairs_of(graph: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node]:
     """The nodes of two recordings of one model beside each other."""
     pairs: dict[fx.Node, fx.Node] = {}
     for node, its in zip(graph.nodes, other.nodes, strict=False):
-        if (node.op, node.name) != (its.op, its.name) or _called(node) != _called(its):
+        if (node.op, node.name) != (its.op, its.name) or called(node.target) != called(its.target):
             raise Different(node, its, f"the run goes on with {its.name} in the place of {node.name}")
         pairs[node] = its
     if len(graph.nodes) != len(other.nodes):
@@ -75,11 +109,10 @@ def same_way(
     theirs = [node for node in recording.nodes if node.op not in ("get_attr", "output")]
     for node in ours:
         its = twins.get(node.name)
-        if its is None or _called(node) != _called(its):
+        if its is None or called(node.target) != called(its.target):
             raise Different(node, its, f"the run has no {node.name} with {samples} samples")
-        rule = (facts or {}).get(node) or facts_of(node)
-        _fill(rule, facts_of(its), samples)
-        if not _agree(rule, facts_of(its), samples):
+        pairs = zip(flat((facts or {}).get(node) or facts_of(node)), flat(facts_of(its)), strict=False)
+        if not all(_follows(rule, found, samples) for rule, found in pairs):
             raise Different(node, its, f"{node.name} is another call with {samples} samples")
     if len(ours) != len(theirs):
         known = {node.name for node in ours}
@@ -87,39 +120,18 @@ def same_way(
         raise Different(extra, None, f"the run goes on to {extra.name} with {samples} samples")
 
 
-def _agree(rule: Any, found: Any, samples: int) -> bool:
-    """Whether the facts of a run are what the rule gives."""
+def _follows(rule: Any, found: Any, samples: int) -> bool:
+    """Whether a part of the facts of a run is what the rule gives; a table learns what it is."""
     if isinstance(rule, fx.Node):
         return isinstance(found, fx.Node) or "told" in rule.meta
+    if isinstance(rule, Table) and type(found) is int:
+        rule.values[samples] = found
     if isinstance(rule, Affine | Table):
         return type(found) is int and rule.at(samples) == found
-    if isinstance(rule, slice) and isinstance(found, slice):
-        return _agree((rule.start, rule.stop, rule.step), (found.start, found.stop, found.step), samples)
-    if isinstance(rule, tuple | list) and isinstance(found, tuple | list):
-        return len(rule) == len(found) and all(
-            _agree(a, b, samples) for a, b in zip(rule, found, strict=True)
-        )
-    if isinstance(rule, Mapping) and isinstance(found, Mapping):
-        return rule.keys() == found.keys() and all(_agree(rule[key], found[key], samples) for key in rule)
-    if not isinstance(rule, bool | int | float | complex | str | type(None)):
-        return type(rule) is type(found)
-    return type(rule) is type(found) and repr(rule) == repr(found)
-
-
-def _fill(ours: Any, theirs: Any, samples: int) -> None:
-    if isinstance(ours, Affine):
-        return
-    if isinstance(ours, Table):
-        ours.values[samples] = theirs
-    elif isinstance(ours, slice) and isinstance(theirs, slice):
-        for name in ("start", "stop", "step"):
-            _fill(getattr(ours, name), getattr(theirs, name), samples)
-    elif isinstance(ours, tuple | list) and isinstance(theirs, tuple | list):
-        for a, b in zip(ours, theirs, strict=False):  # another length is another call
-            _fill(a, b, samples)
-    elif isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-        for key in ours.keys() & theirs.keys():
-            _fill(ours[key], theirs[key], samples)
+    if isinstance(rule, Opens):
+        return rule == found
+    plain = isinstance(rule, bool | int | float | complex | str | type(None))
+    return type(rule) is type(found) and (not plain or repr(rule) == repr(found))
 
 
 def facts_of(node: fx.Node) -> tuple[Any, ...]:
@@ -127,66 +139,10 @@ def facts_of(node: fx.Node) -> tuple[Any, ...]:
     return node.args, node.kwargs, node.meta.get("expect"), node.meta.get("shape")
 
 
-def _called(node: fx.Node) -> Any:
-    return called(node.target)
-
-
 def called(target: Any) -> Any:
     """What a node calls, as far as two runs share it: a function made anew in each (a partial) counts by
     name."""
     return target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__qualname__)
-
-
-class _Merge:
-    """Lays the facts of a node over those of its twins, by their sizes."""
-
-    def __init__(self, node: fx.Node, samples: int, twins: Mapping[int, Mapping[fx.Node, fx.Node]]) -> None:
-        self.node, self.samples, self.twins = node, samples, twins
-        self.moves = False
-
-    def of(self, ours: Any, theirs: Mapping[int, Any]) -> Any:
-        """``ours`` with what moves in the place of its numbers."""
-        if isinstance(ours, fx.Node):
-            for size, its in theirs.items():
-                handed = "told" in ours.meta and not isinstance(its, fx.Node)  # a number, whatever it is now
-                if self.twins[size].get(ours) is not its and not handed:
-                    raise self._different(ours, its)
-            return ours
-        if any(type(its) is not type(ours) for its in theirs.values()):
-            raise self._different(ours, next(iter(theirs.values())))
-        if isinstance(ours, slice):
-            names = ("start", "stop", "step")
-            return slice(*(self.of(getattr(ours, n), _each(theirs, getattr, n)) for n in names))
-        if isinstance(ours, tuple | list):
-            return self._sequence(ours, theirs)
-        if isinstance(ours, Mapping):
-            if any(list(its) != list(ours) for its in theirs.values()):
-                raise self._different(ours, next(iter(theirs.values())))
-            return {key: self.of(ours[key], _each(theirs, operator.getitem, key)) for key in ours}
-        return self._leaf(ours, theirs)
-
-    def _sequence(self, ours: Any, theirs: Mapping[int, Any]) -> Any:
-        if any(len(its) != len(ours) for its in theirs.values()):
-            raise self._different(ours, next(iter(theirs.values())))
-        items = [self.of(item, _each(theirs, operator.getitem, i)) for i, item in enumerate(ours)]
-        if all(a is b for a, b in zip(items, ours, strict=True)):
-            return ours
-        return type(ours)(*items) if hasattr(ours, "_fields") else tuple(items)
-
-    def _leaf(self, ours: Any, theirs: Mapping[int, Any]) -> Any:
-        other = [its for its in theirs.values() if not _alike(ours, its)]
-        if not other or not isinstance(ours, bool | int | float | complex | str | bytes):
-            return ours  # a function made anew in each run is the same by its name
-        if type(ours) is not int or list(theirs) == [self.samples]:
-            raise self._different(ours, other[0])
-        self.moves = True
-        values = {self.samples: ours, **theirs}
-        rule = affine_of(values)
-        return Table(values) if rule is None else rule
-
-    def _different(self, ours: Any, its: Any) -> Different:
-        what = f"{self.node.name} has {_short(ours)} once and {_short(its)} then"
-        return Different(self.node, self.twins[next(iter(self.twins))].get(self.node), what)
 
 
 def _alike(ours: Any, its: Any) -> bool:
@@ -197,10 +153,6 @@ def _alike(ours: Any, its: Any) -> bool:
         return bool(its == ours) or bool(its != its and ours != ours)
     except (ValueError, TypeError, RuntimeError):
         return repr(ours) == repr(its)
-
-
-def _each(items: Mapping[int, Any], get: Callable[[Any, Any], Any], key: Any) -> dict[int, Any]:
-    return {size: get(item, key) for size, item in items.items()}
 
 
 def _short(item: Any) -> str:

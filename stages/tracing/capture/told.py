@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+from .affine import flat, mapped
 from .sizes import Different, pairs_of
 
 NUMBERS = (bool, int, float)
@@ -67,11 +68,12 @@ _NOT_OPERATIONS = frozenset(
     "__subclasshook__ __reduce__ __reduce_ex__ __getnewargs__ __getstate__ __sizeof__ __getformat__".split()
 )
 _NOTING = {kind: _noting(kind) for kind in (int, float)}
+_NOTED = {noting: kind for kind, noting in _NOTING.items()}
 
 
 def plain_number(item: Any) -> Any:
     """The number behind one that notes; anything else as it is."""
-    kind = next((kind for kind, noting in _NOTING.items() if type(item) is noting), None)
+    kind = _NOTED.get(type(item))
     return item if kind is None else kind.__pos__(item)
 
 
@@ -103,8 +105,10 @@ def carry(graph: fx.Graph, others: Sequence[fx.Graph]) -> None:
             raise Different(row.node, None, f"{row.node.name} tells a number that cannot be followed")
     handed = {}
     for node in graph.nodes:
-        theirs = [_facts(pairs[node]) for pairs in twins]
-        handed[node] = _Handed(node, rows, twins).of(_facts(node), theirs)
+        facts, *altered = ((one.args, one.kwargs) for one in (node, *(pairs[node] for pairs in twins)))
+        seen = zip(flat(facts), *map(flat, altered), strict=False)
+        numbers = iter([_handed(node, rows, row) for row in seen if isinstance(row[0], NUMBERS)])
+        handed[node] = mapped(facts, NUMBERS, lambda _, numbers=numbers: next(numbers))
     for node, (args, kwargs) in handed.items():
         node.args, node.kwargs = args, kwargs
 
@@ -116,40 +120,19 @@ def hold(graph: fx.Graph) -> None:
             node.meta["expect"] = node.meta.pop("told")
 
 
-def _facts(node: fx.Node) -> Any:
-    return node.args, node.kwargs
-
-
 def _same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
     return all(type(a) is type(b) and repr(a) == repr(b) for a, b in zip(ours, theirs, strict=True))
 
 
-class _Handed:
-    """The arguments of one node, beside those in runs with other numbers."""
-
-    def __init__(
-        self, node: fx.Node, rows: Sequence[_Row], twins: Sequence[Mapping[fx.Node, fx.Node]]
-    ) -> None:
-        self.node, self.rows, self.twins = node, rows, twins
-
-    def of(self, ours: Any, theirs: Sequence[Any]) -> Any:
-        """``ours`` with nodes for numbers."""
-        if isinstance(ours, fx.Node):
-            return ours
-        if isinstance(ours, slice):
-            names = ("start", "stop", "step")
-            return slice(*(self.of(getattr(ours, n), [getattr(its, n) for its in theirs]) for n in names))
-        if isinstance(ours, tuple | list) and all(len(its) == len(ours) for its in theirs):
-            made = [self.of(item, [its[i] for its in theirs]) for i, item in enumerate(ours)]
-            return type(ours)(*made) if hasattr(ours, "_fields") else type(ours)(made)
-        if isinstance(ours, Mapping) and all(its.keys() == ours.keys() for its in theirs):
-            return {key: self.of(item, [its[key] for its in theirs]) for key, item in ours.items()}
-        if type(ours) not in NUMBERS or _same((ours,) * len(theirs), theirs):
-            return ours
-        for row in self.rows:
-            if _same(row.seen, (ours, *theirs)):
-                return row.node
-        raise Different(self.node, None, f"{self.node.name} is given a number made of one that a layer told")
+def _handed(node: fx.Node, rows: Sequence[_Row], seen: tuple[Any, ...]) -> Any:
+    """The node that told a number that ``node`` is given, ``seen`` in the run and in those with other ones;
+    else the number."""
+    if type(seen[0]) not in NUMBERS or _same(seen[:1] * len(seen), seen):
+        return seen[0]
+    for row in rows:
+        if _same(row.seen, seen):
+            return row.node
+    raise Different(node, None, f"{node.name} is given a number made of one that a layer told")
 
 
 def replaced(item: Any, numbers: Mapping[tuple[Any, ...], Any], path: tuple[Any, ...] = ()) -> Any:

@@ -63,15 +63,6 @@ def rebuilt(spec: pytree.TreeSpec, *leaves: Any) -> Any:
     return pytree.tree_unflatten(list(leaves), spec)
 
 
-def is_foreign(item: Any) -> bool:
-    """Whether ``item`` is a structure around tensors that torch.fx would hand on as something else."""
-    if isinstance(item, torch.Tensor) or type(item) in (tuple, list, dict):
-        return False
-    return not pytree.tree_is_leaf(item) and any(
-        isinstance(x, torch.Tensor) for x in pytree.tree_leaves(item)
-    )
-
-
 def is_code_of_model(file: str) -> bool:
     """Whether code in ``file`` is neither torch's nor ours nor Python's own."""
     installed = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
