@@ -21,7 +21,6 @@ from .frame import (
     Header,
     accounts,
     check_memory,
-    header_at,
     header_bytes,
     no_tensor,
     read_header,
@@ -29,7 +28,8 @@ from .frame import (
 )
 from .geometry import Geometry, Words, contiguous, gather, geometry, in_memory, resolved
 from .masked import bitmap_of, has_bitmap, pack_masked
-from .memory import SMALL_BYTES, Kept, cut, new_bytes
+from .memory import SMALL_BYTES, cut, new_bytes
+from .pool import Scratch
 from .promise import Promise
 from .raw import Codec, Raw
 from .registry import CODECS as CODECS
@@ -37,7 +37,7 @@ from .registry import LOSSY_CODECS as LOSSY_CODECS
 from .registry import ZERO_VALUE, codec_named, inner_of
 from .unpack import check_bytes, unpacked
 
-_kept = Kept()
+_kept = Scratch()
 
 
 def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | None = None) -> Tensor:
@@ -53,7 +53,7 @@ def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | N
     Raises:  CodecError: the tensor is sparse, quantised, nested or on another device, or no such codec.
     Source:  Rhu et al., Compressing DMA Engine, HPCA 2018, section 4.
     """
-    chosen = codec_named(codec)
+    codec_named(codec)
     if tensor is not None and not isinstance(tensor, Tensor):
         raise CodecError(
             f"a frame carries a tensor or None, found a {type(tensor).__name__}; convert it first"
@@ -62,10 +62,8 @@ def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | N
         from . import gpu  # brings Triton
 
         return gpu.encode(tensor, codec, requires_grad=tensor.requires_grad, mask=mask)
-    most = header_bytes(0)
-    if tensor is not None:
-        most = header_bytes(tensor.dim()) + _room(_geometry_of(tensor), chosen)
-    whole = _kept.buffer if most <= SMALL_BYTES else new_bytes(most)
+    most = header_bytes(0) if tensor is None else _layout(_geometry_of(tensor), codec)[2]
+    whole = _kept.buffer(most) if most <= SMALL_BYTES else new_bytes(most)
     requires_grad = tensor is not None and tensor.requires_grad
     length = pack_into(tensor, whole, codec=codec, requires_grad=requires_grad, mask=mask)
     return cut(whole, length, of=most)
@@ -101,37 +99,32 @@ def pack_into(
     if tensor is None:
         _check_room(buffer, header_bytes(0))
         return write_header(buffer, no_tensor())
-    chosen, geo = codec_named(codec), _geometry_of(tensor)
-    start = header_bytes(len(geo.sizes))
-    _check_room(buffer, start + _room(geo, chosen))
-    _check_elements(tensor, geo)
-    dtype, address = tensor.dtype, tensor.data_ptr() % ALIGNMENT
+    geo, dtype, address = _geometry_of(tensor), tensor.dtype, tensor.data_ptr() % ALIGNMENT
+    chosen, start, needed = _layout(geo, codec)
+    if buffer.numel() < needed:
+        _check_room(buffer, needed)
+    if not in_memory(tensor, geo.span):  # where the kernels would read all the same
+        found = f"a {type(tensor).__name__} of sizes {tuple(geo.sizes)} without it"
+        raise CodecError(f"a frame carries a tensor in memory of its own, found {found}; pass a real tensor")
     if tensor.is_conj() or tensor.is_neg():
         tensor = resolved(tensor, geo)
         geo = geo if geo.travels else _geometry_of(tensor)
     if geo.order != "dense":
         tensor = gather(tensor, geo)
         geo = geo if geo.travels else contiguous(geo.sizes, geo.item_bytes)
-    words = Words(tensor.data_ptr(), geo.num_words, geo.word_bits, dtype)
+    words, out = Words(tensor.data_ptr(), geo.num_words, geo.word_bits, dtype), buffer.data_ptr() + start
     bitmap = None if mask is None or not has_bitmap(codec) else bitmap_of(mask, ZERO_VALUE)
     if bitmap is None or not bitmap.suits(dtype, geo):
-        bitmap, packed = None, chosen.pack(words, buffer.data_ptr() + start)
+        written, num_bytes = chosen.pack(words, out)
+        flags = checksum = 0
+        if written != "raw" and not accounts(num_bytes, geo):  # wide gaps around what shrank to nothing
+            written, num_bytes = Raw().pack(words, out)
     else:
-        packed = pack_masked(words, bitmap, buffer.data_ptr() + start, ZERO_VALUE, inner_of(codec))
-    if bitmap is None and not accounts(packed.num_bytes, geo):  # wide gaps around what shrank to nothing
-        packed = Raw().pack(words, buffer.data_ptr() + start)
-    header = Header(
-        codec=packed.codec,
-        dtype=dtype,
-        sizes=geo.sizes,
-        strides=geo.strides,
-        payload_bytes=packed.num_bytes,
-        address=0 if address % geo.item_bytes else address,
-        requires_grad=requires_grad,
-        flags=MASKED if bitmap else 0,
-        checksum=bitmap.checksum if bitmap else 0,
-    )
-    return write_header(buffer, header) + packed.num_bytes
+        written, num_bytes = pack_masked(words, bitmap, out, ZERO_VALUE, inner_of(codec))
+        flags, checksum = MASKED, bitmap.checksum
+    place = 0 if address % geo.item_bytes else address
+    header = Header(written, dtype, geo.sizes, geo.strides, num_bytes, flags, place, requires_grad, checksum)
+    return write_header(buffer, header) + num_bytes
 
 
 def decode(
@@ -165,22 +158,21 @@ def decode(
 
 def decode_received(
     buffer: Tensor, promise: Promise | None = None, *, mask: Tensor | None = None, pooled: bool = False
-) -> tuple[Tensor | None, int]:
+) -> tuple[Tensor | None, int, bool]:
     """Unpack the frame at the start of ``buffer``, which was posted before anybody knew how long it would be.
 
     Args:    promise: what must come; nothing is allocated for anything else. None: what the header says,
              within the bounds of ``decode``.
              mask: as ``decode``.
              pooled: the buffer is from a ``Pool``, as ``pack_into``.
-    Returns: the tensor as ``decode``, and the length of the frame in bytes.
+    Returns: the tensor as ``decode``, the length of the frame in bytes, and whether it asks for a gradient.
     Raises:  CodecError: as ``decode``, or the promise is broken.
     """
-    if not pooled:
-        check_memory(buffer)
-    header = header_at(buffer.data_ptr(), buffer.numel())
+    header = read_header(buffer, pooled=pooled)
     if promise is not None:
         promise.hold(header)
-    return unpacked(buffer, header, None, mask), header_bytes(len(header.sizes)) + header.payload_bytes
+    length = header_bytes(len(header.sizes)) + header.payload_bytes
+    return unpacked(buffer, header, None, mask), length, header.requires_grad
 
 
 def _geometry_of(tensor: Tensor) -> Geometry:
@@ -189,19 +181,15 @@ def _geometry_of(tensor: Tensor) -> Geometry:
     if not plain or tensor.dtype not in DTYPE_NUMBERS:
         found = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
         raise CodecError(f"a frame carries a dense tensor on the CPU, found a {found}; convert it first")
-    return geometry(tensor.size(), tensor.stride(), tensor.dtype.itemsize)
+    return geometry(tensor.shape, tensor.stride(), tensor.itemsize)
 
 
-def _check_elements(tensor: Tensor, geo: Geometry) -> None:
-    """Refuse a tensor whose elements are not in its memory, where the kernels would read all the same."""
-    if not in_memory(tensor, geo.span):
-        found = f"a {type(tensor).__name__} of sizes {tuple(geo.sizes)} without it"
-        raise CodecError(f"a frame carries a tensor in memory of its own, found {found}; pass a real tensor")
-
-
-def _room(geo: Geometry, codec: Codec) -> int:
+@lru_cache(maxsize=1024)
+def _layout(geo: Geometry, codec: str) -> tuple[Codec, int, int]:
+    """The codec called ``codec``, where its payload begins, and what a frame of ``geo`` takes at most."""
+    chosen, start = codec_named(codec), header_bytes(len(geo.sizes))
     num_stored = geo.num_stored if geo.travels else geo.num_elements
-    return codec.max_bytes(num_stored * geo.words_per_item, geo.word_bits)
+    return chosen, start, start + chosen.max_bytes(num_stored * geo.words_per_item, geo.word_bits)
 
 
 def _check_room(buffer: Tensor, needed: int) -> None:

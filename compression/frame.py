@@ -160,23 +160,16 @@ def header_text(header: Header) -> bytes:
     return b"%b%b%b" % (start, crc, rest)
 
 
-def read_header(buffer: Tensor) -> Header:
+def read_header(buffer: Tensor, *, pooled: bool = False) -> Header:
     """Read and check the header at the start of ``buffer`` (1-D uint8, at least as long as the frame).
 
+    Args:   pooled: the buffer is from a ``Pool``, which made it as it must be.
     Raises: CodecError: it is malformed or damaged, or ``buffer`` is shorter than header and payload.
     """
-    check_memory(buffer)
-    return header_at(buffer.data_ptr(), buffer.numel())
-
-
-def header_at(address: int, length: int) -> Header:
-    """The same for the ``length`` bytes at an address, which are there."""
-    return parse_header(ctypes.string_at(address, min(length, MAX_HEADER_BYTES)), length)
-
-
-def asks_gradient(buffer: Tensor) -> bool:
-    """Whether the header at the start of ``buffer``, which was read and checked, says requires_grad."""
-    return ctypes.string_at(buffer.data_ptr() + _START.size - 1, 1) != b"\0"
+    if not pooled:
+        check_memory(buffer)
+    length = buffer.numel()
+    return parse_header(ctypes.string_at(buffer.data_ptr(), min(length, MAX_HEADER_BYTES)), length)
 
 
 def parse_header(text: bytes, length: int) -> Header:

@@ -37,7 +37,7 @@ class Words(NamedTuple):
         return self.num_words * self.bits // 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Geometry:
     """One way to lie in memory.
 
@@ -119,11 +119,12 @@ def in_memory(tensor: Tensor, span: int) -> bool:
         return True
     try:
         storage = tensor.untyped_storage()
-        fake = storage.device.type == "meta"  # asked first: the address of a fake tensor comes with a warning
+        # Asked first: the address of a fake tensor, which has a type of its own, comes with a warning.
+        fake = type(tensor) is not Tensor and storage.device.type == "meta"
         there = 0 if fake or not storage.data_ptr() else storage.nbytes()
     except RuntimeError:  # no storage at all
         return False
-    return int(tensor.storage_offset() + span) * tensor.element_size() <= there
+    return int(tensor.storage_offset() + span) * tensor.itemsize <= there
 
 
 def _order(walk: Sequence[tuple[int, int]], num_stored: int, span: int) -> str:

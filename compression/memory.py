@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-import threading
 from functools import lru_cache
 from typing import Any
 
@@ -25,14 +24,6 @@ from .frame import ALIGNMENT, check_memory
 _CPU = torch.device("cpu")
 SMALL_BYTES = 1 << 18  # up to here a frame is made in kept memory and copied out: memory is taken once
 _LARGE_BYTES = 16 << 20
-
-
-class Kept(threading.local):
-    """Memory of a thread for one small frame in the making."""
-
-    def __init__(self) -> None:
-        """Take it."""
-        self.buffer = new_bytes(SMALL_BYTES)
 
 
 def lent(buffer: Tensor, needed: int, item_bytes: int) -> tuple[torch.UntypedStorage, int]:
@@ -77,7 +68,7 @@ def view_at(address: int, num_bytes: int) -> memoryview:
 def cut(whole: Tensor, length: int, *, of: int) -> Tensor:
     """The first ``length`` bytes of a frame's room of ``of`` bytes, which keep no other memory.
 
-    Args:    whole: from ``new_bytes``, or a thread's ``Kept``, which is copied.
+    Args:    whole: from ``new_bytes``, or a thread's ``Scratch``, which is copied.
     """
     if of > SMALL_BYTES:
         if length * 9 >= of * 8:

@@ -19,41 +19,42 @@ _PAGE = 4096
 
 
 class Pool:
-    """Buffers that are lent and come back, from any thread. Nothing is freed before the pool is."""
+    """Buffers that are lent and come back, from any thread. Nothing is freed before the pool is.
+
+    No lock is needed: whatever threads share is changed by one call of a list or dict, which is atomic."""
 
     def __init__(self) -> None:
         """Start empty."""
-        self._lock = threading.Lock()
         self._idle: dict[int, list[Tensor]] = {}
         self._lent: dict[int, int] = {}  # sizes by identity, which is one while the buffer lives
-        self._num_bytes = 0
+        self._sizes: list[int] = []
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all its buffers, lent ones included."""
-        return self._num_bytes
+        return sum(self._sizes)
 
     def take(self, num_bytes: int) -> Tensor:
         """Lend a 1-D uint8 tensor of at least ``num_bytes`` bytes at a multiple of 64, not cleared."""
         size = size_class(num_bytes)
-        with self._lock:
-            idle = self._idle.get(size)
-            buffer = idle.pop() if idle else self._new(size)
-            self._lent[id(buffer)] = size
+        try:
+            buffer = self._idle[size].pop()
+        except LookupError:
+            buffer = self._new(size)
+        self._lent[id(buffer)] = size
         return buffer
 
     def give(self, buffer: Tensor) -> None:
         """Take back what ``take`` lent, itself and not a part of it."""
-        with self._lock:
-            size = self._lent.pop(id(buffer), None)
-            assert size is not None, "a buffer comes back once, to the pool that lent it"
-            self._idle.setdefault(size, []).append(buffer)
+        size = self._lent.pop(id(buffer), None)
+        assert size is not None, "a buffer comes back once, to the pool that lent it"
+        self._idle.setdefault(size, []).append(buffer)
 
     def _new(self, size: int) -> Tensor:
         whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=HOST)  # whatever the default is
         check_memory(whole)  # once: who packs into what a pool lent does not look again
         whole[::_PAGE] = 0  # touches every page
-        self._num_bytes += size
+        self._sizes.append(size)
         start = -whole.data_ptr() % ALIGNMENT
         return whole[start : start + size]
 
@@ -64,12 +65,12 @@ class Frame:
     Made with one holder; the last ``release`` gives the buffer back to its pool.
     """
 
-    __slots__ = ("_holders", "_lock", "buffer", "num_bytes", "pool")
+    __slots__ = ("_holders", "buffer", "num_bytes", "pool")
 
     def __init__(self, buffer: Tensor, num_bytes: int, pool: Pool) -> None:
         """Hold ``buffer``, lent by ``pool``, whose first ``num_bytes`` bytes are the frame (0: not read)."""
         self.buffer, self.num_bytes, self.pool = buffer, num_bytes, pool
-        self._holders, self._lock = 1, threading.Lock()
+        self._holders = [True]  # one entry each, the first True: whoever takes that out is the last
 
     @property
     def bytes(self) -> Tensor:
@@ -78,18 +79,14 @@ class Frame:
 
     def hold(self) -> Frame:
         """Keep the frame for one holder more; returns it."""
-        with self._lock:
-            assert self._holders, "a released frame is gone"
-            self._holders += 1
+        assert self._holders, "a released frame is gone"
+        self._holders.append(False)
         return self
 
     def release(self) -> None:
         """Let go of the frame, once per holder."""
-        with self._lock:
-            assert self._holders, "a frame is released once per holder"
-            self._holders -= 1
-            last = not self._holders
-        if last:
+        assert self._holders, "a frame is released once per holder"
+        if self._holders.pop():
             self.pool.give(self.buffer)
 
 
@@ -100,12 +97,16 @@ class Scratch(threading.local):
         """Start without memory."""
         self._buffer = new_bytes(0)
 
-    def address(self, num_bytes: int) -> int:
-        """Where this thread has ``num_bytes`` bytes, at a multiple of 64, until it asks again."""
+    def buffer(self, num_bytes: int) -> Tensor:
+        """At least ``num_bytes`` bytes of this thread, at a multiple of 64, until it asks again."""
         if self._buffer.numel() < num_bytes:
             self._buffer = new_bytes(0)  # what it holds goes first, or both would be there at once
             self._buffer = new_bytes(size_class(num_bytes))
-        return self._buffer.data_ptr()
+        return self._buffer
+
+    def address(self, num_bytes: int) -> int:
+        """Where the ``buffer`` of so many bytes is."""
+        return self.buffer(num_bytes).data_ptr()
 
 
 @functools.lru_cache(maxsize=1024)

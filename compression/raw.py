@@ -57,8 +57,8 @@ class Raw:
 
     def pack(self, words: Words, out: int) -> Packed:
         """Copy ``words`` to the address ``out``."""
-        ctypes.memmove(out, words.address, words.num_bytes)
-        return Packed(self.name, words.num_bytes)
+        ctypes.memmove(out, words.address, num_bytes := words.num_bytes)
+        return Packed("raw", num_bytes)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
         """Copy the ``num_bytes`` bytes at the address ``payload`` to ``out``."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from .errors import CodecError
 from .frame import ALIGNMENT, MASKED, Header, header_bytes
-from .geometry import Words, scatter
+from .geometry import Geometry, Words, scatter
 from .masked import bitmap_for, unpack_masked
 from .memory import lent, memory, new_bytes
 from .names import HOST
+from .raw import Codec
 from .registry import ZERO_VALUE, codec_named, inner_of
 
+_CPU = torch.device(HOST)
 _PLAIN = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64})
 _SHORT = 1 << 14  # bytes: where algorithms are deterministic torch fills the memory first, which is soon done
 
@@ -41,23 +45,30 @@ def no_memory(error: Exception) -> CodecError:
     return CodecError(f"{rule}, found {type(error).__name__}: {error}; free some of it")
 
 
+@lru_cache(maxsize=1024)
+def _reading(header: Header) -> tuple[int, Geometry, Codec, bool]:
+    """Where the payload begins, what it is, and whether it is that of a short tensor like most."""
+    geo, codec = header.geometry, codec_named(header.codec)
+    if not header.flags & MASKED and not codec.fits(geo.num_words, geo.word_bits, header.payload_bytes):
+        found = f"{header.payload_bytes} bytes for {geo.num_stored} elements of {geo.item_bytes}"
+        raise CodecError(f"a {header.codec} payload suits its elements, found {found}; it is damaged")
+    short = 0 < geo.span * geo.item_bytes <= _SHORT and header.dtype in _PLAIN and geo.order == "dense"
+    return header_bytes(len(header.sizes)), geo, codec, short and not header.flags and not header.address
+
+
 def _laid_out(
     frame: Tensor, header: Header, dtype: torch.dtype, buffer: Tensor | None, mask: Tensor | None
 ) -> Tensor:
-    start, geo, codec = header_bytes(len(header.sizes)), header.geometry, codec_named(header.codec)
+    start, geo, codec, short = _reading(header)
+    if short and buffer is None:  # the same memory by fewer calls
+        tensor = torch.empty_strided(header.sizes, header.strides, dtype=dtype, device=_CPU)
+        address = tensor.data_ptr() if type(tensor) is Tensor else 0  # a mode of torch may give another
+        if address and not address % ALIGNMENT:
+            out = Words(address, geo.num_words, geo.word_bits, dtype)
+            codec.unpack(frame.data_ptr() + start, header.payload_bytes, out)
+            return tensor
     bitmap = bitmap_for(header, mask, ZERO_VALUE) if header.flags & MASKED else None
-    if bitmap is None and not codec.fits(geo.num_words, geo.word_bits, header.payload_bytes):
-        found = f"{header.payload_bytes} bytes for {geo.num_stored} elements of {geo.item_bytes}"
-        raise CodecError(f"a {header.codec} payload suits its elements, found {found}; it is damaged")
     needed = header.address + geo.span * geo.item_bytes
-    if buffer is None and bitmap is None and 0 < needed <= _SHORT and dtype in _PLAIN:
-        if geo.order == "dense" and not header.address:  # the same memory by fewer calls
-            tensor = torch.empty_strided(header.sizes, header.strides, dtype=dtype, device=HOST)
-            address = tensor.data_ptr() if type(tensor) is Tensor else 0  # a mode of torch may give another
-            if address and not address % ALIGNMENT:
-                out = Words(address, geo.num_words, geo.word_bits, dtype)
-                codec.unpack(frame.data_ptr() + start, header.payload_bytes, out)
-                return tensor
     storage, base = memory(needed) if buffer is None else lent(buffer, needed, geo.item_bytes)
     first = base + header.address
     words = None if geo.order == "dense" else new_bytes(geo.num_words * geo.word_bits // 8)

@@ -184,7 +184,7 @@ class GlooTransport:
         number, message = channel.ahead.popleft()
         buffer = self.pool.take(message.frame_bytes)
         try:
-            work = self.world.irecv(buffer[: message.frame_bytes], channel.rank, tag=number)
+            work = self.world.irecv(buffer, channel.rank, tag=number)
         except RuntimeError as error:
             raise self._lost(f"{_way(message)} was not offered by rank {channel.rank}", error) from error
         channel.posted[message] = work, buffer

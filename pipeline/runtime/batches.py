@@ -5,9 +5,8 @@ into fresh memory, in the plain loop too."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -16,8 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ...compression.errors import PlanError
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """What a micro-batch brings from outside: the model's inputs, targets, its share of the batch.
 
     It is number ``index`` of the batch of ``step``, which is number ``batch`` since the last drain."""
@@ -26,7 +24,7 @@ class MicroBatch:
     targets: Any
     share: float
     step: int = 0
-    index: int = 0
+    index: int = 0  # pyright: ignore[reportIncompatibleMethodOverride] (nobody looks for one in it)
     batch: int = 0
 
 
@@ -58,7 +56,7 @@ def micro_batches(
     split = [
         [x] * number if all_of else x.tensor_split(number) for x, all_of in zip(inputs, kept, strict=True)
     ]
-    sizes = [len(part) for part in several[0].tensor_split(number)]
+    sizes = [length // number + (i < length % number) for i in range(number)]  # those of tensor_split
     split_targets = [
         leaf.tensor_split(number) if isinstance(leaf, torch.Tensor) else [leaf] * number for leaf in leaves
     ]
@@ -117,4 +115,4 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def _fresh(item: Any) -> Any:
-    return item.detach().clone() if isinstance(item, torch.Tensor) else item
+    return item.clone() if isinstance(item, torch.Tensor) else item

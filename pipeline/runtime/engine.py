@@ -9,7 +9,8 @@ Source: claims A2-A4 of CN115016937A (forward and backward channels, micro-batch
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Mapping
+import time
+from collections.abc import Callable, Container, Mapping
 from itertools import zip_longest
 from typing import Any, NoReturn
 
@@ -57,15 +58,11 @@ class Engine:
         self.meter, self.failures = Meter(rank, stages), Failures(rank, stages, transport)
         noted = any(stage.stores for stage in stages.values())
         self.frames = Frames(transport, policy=policy, meter=self.meter, noted=noted)
+        self.fetches = not all(stage.plain for stage in stages.values())
         self.loss, self.update, self.parameters, self.seed = loss, update, parameters, seed
         self.flags = flags
-        self.run = {
-            Op.F: self._forward,
-            Op.B: self._backward,
-            Op.I: self._backward,
-            Op.W: self._backward_weights,
-            Op.U: self._update,
-        }
+        self.run: dict[Op, Callable[[Step, Instruction], None]] = dict.fromkeys(_BACKWARDS, self._backward)
+        self.run |= {Op.F: self._forward, Op.W: self._backward_weights, Op.U: self._update}
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: dict[int, Any] = {}
 
@@ -73,17 +70,18 @@ class Engine:
         """Run a step of training."""
         step = dataclasses.replace(step, observed=self.policy.observed(step.messages))
         self.losses, self.outputs, instruction = {}, {}, None
+        run, stop, fetches = self.run, self.meter.stop, self.fetches
         self.meter.begin(step)
         try:
             self._begin(step)
             if not step.messages.continues:
                 self.update.begin()
             for instruction, following in zip_longest(step.program, step.program[1:]):
-                if following is not None and following.op in _BACKWARDS:
+                if fetches and following is not None and following.op in _BACKWARDS:
                     self.stages[following.stage].fetch(following.micro_batch)  # while this one runs
-                self.meter.start()
-                self.run[instruction.op](step, instruction)
-                self.meter.stop(instruction)
+                started = time.perf_counter()
+                run[instruction.op](step, instruction)
+                stop(instruction, started)
             instruction = None
             self.frames.end(step)
         except BaseException as error:
@@ -126,7 +124,6 @@ class Engine:
         sent, outputs = stage.forward(
             index,
             self.frames.gather_inputs(step, instruction),
-            record=step.messages.records[index],
             route=step.messages.routes[index][stage.index],
             seed=lambda name: layer_seed(self.seed, batch.step, batch.index, name),
             batch=batch.batch,
@@ -138,16 +135,13 @@ class Engine:
                 self.outputs[index] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), outputs)
         # Behind the loss: it may write to the outputs, and a backward reads memory as it is by then.
         if stage.stores:
-            stage.offload(index, self.frames.arrived_at(step, instruction), self.frames.packed)
+            stage.saved.offload(index, self.frames.arrived_at(step, instruction), self.frames.packed)
         self.frames.release_inputs(step, instruction)
 
     def _evaluate(self, step: Step, instruction: Instruction) -> Any:
         stage, index = self.stages[instruction.stage], instruction.micro_batch or 0
-        sent, outputs = stage.evaluate(
-            self.frames.gather_inputs(step, instruction),
-            record=step.messages.records[index],
-            route=step.messages.routes[index][stage.index],
-        )
+        items, route = self.frames.gather_inputs(step, instruction), step.messages.routes[index][stage.index]
+        sent, outputs = stage.evaluate(items, route=route)
         self.frames.send_outputs(step, instruction, sent)
         self.frames.release_inputs(step, instruction)
         return outputs

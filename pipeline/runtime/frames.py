@@ -14,7 +14,6 @@ import torch
 
 from ...compression.codec import buffer_bytes, decode_received, pack_into
 from ...compression.errors import CodecError, StageError
-from ...compression.frame import asks_gradient
 from ...compression.geometry import geometry
 from ...compression.pool import Frame
 from ...stages.tracing.probe import NUMBERS
@@ -65,7 +64,7 @@ class Frames:
         route = step.messages.routes[index][stage]
         items = self.receive(step, instruction)
         for number in route.tied:  # which may be another for a micro-batch of another size
-            place = stage, step.messages.records[index].values[number].name
+            place = stage, route.record.values[number].name
             if number in items:
                 self.tied[place] = items[number]
             else:  # it came with the first micro-batch of the step
@@ -114,7 +113,8 @@ class Frames:
             for gradient in gradients[instruction]:
                 value = gradient.answers
                 assert value is not None, "a backward passes gradients"
-                self.frozen.discard((instruction.stage, value))
+                if self.frozen:
+                    self.frozen.discard((instruction.stage, value))
                 if frame := kept.pop(value, None):
                     frame.release()
 
@@ -132,10 +132,10 @@ class Frames:
         if value is not None:
             if message.masked:
                 mask = self.sent[value].bytes
-            if (message.target, value) in self.frozen:
+            if self.frozen and (message.target, value) in self.frozen:
                 promise = promise._replace(none=True)
         try:
-            item, frame.num_bytes = decode_received(frame.buffer, promise, mask=mask, pooled=True)
+            item, frame.num_bytes, asks = decode_received(frame.buffer, promise, mask=mask, pooled=True)
         except CodecError as error:
             place = f"from stage {message.source} on rank {message.ranks[0]}"
             raise CodecError(f"{message}, {place}: {error}") from error
@@ -152,7 +152,7 @@ class Frames:
         if promise.number:
             return item.item()
         if promise.requires_grad:
-            item.requires_grad_(asks_gradient(frame.buffer))
+            item.requires_grad_(asks)
             if not item.requires_grad:
                 self.frozen.add((message.target, message))
         return item
@@ -162,7 +162,12 @@ class Frames:
         if promise.number:
             item, codec = torch.tensor(item, dtype=NUMBERS[type(item)]), "raw"  # as it is now
         elif isinstance(item, torch.Tensor):
-            _check_tensor(message, item)
+            if (
+                item.stride() != promise.strides
+                or item.shape != promise.sizes
+                or item.dtype is not promise.dtype
+            ):
+                _check_tensor(message, item)
             if observed:
                 self.policy.leaving(message, item)
         elif not promise.none and (message.source, value) not in self.frozen:
@@ -192,12 +197,12 @@ def _check_tensor(message: Message, tensor: torch.Tensor) -> None:
         found = f"{tuple(tensor.shape)} {tensor.dtype}"
         raise StageError(f"{name} was {promise.sizes} {promise.dtype} when it was traced, found {found}")
     strides = tensor.stride()
-    if promise.strides is not None and strides != promise.strides:
+    if strides != promise.strides and promise.strides is not None:
         raise StageError(
             f"{name} had strides {promise.strides} when it was traced, found {strides}, which "
             "its receiver refuses; lay it out the same way in every forward, or cut elsewhere"
         )
-    if not geometry(tensor.shape, strides, tensor.itemsize).travels:
+    if promise.strides is None and not geometry(tensor.shape, strides, tensor.itemsize).travels:
         what = "the gradient of " if message.answers is not None else ""
         raise StageError(
             f"{what}{name} has strides {strides} for shape {promise.sizes}, which no frame "

@@ -49,7 +49,7 @@ def total_loss(losses: Mapping[int, torch.Tensor], shares: Mapping[int, float], 
     dtype = torch.promote_types(next(iter(losses.values())).dtype, torch.float32)
     total = torch.zeros((), dtype=dtype)
     for index, loss in losses.items():
-        total += loss.to(dtype) * shares[index]
+        total += (loss if loss.dtype is dtype else loss.to(dtype)) * shares[index]
     return float(total) / (sum(shares.values()) if mean else 1)
 
 

@@ -1,6 +1,6 @@
 """What a step is seen to take: seconds, waits and bytes of every instruction, and what its stages report.
 
-It stands beside the loop that runs the instructions: started before each of them, stopped after it."""
+It stands beside the loop that runs the instructions, and is told when each of them has ended."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ class Meter:
         self.reports: dict[int, StageReport] = {}
         self.totals: defaultdict[Flow, list[int]] = defaultdict(lambda: [0, 0])
         self.saved: dict[int, tuple[int, int]] = dict.fromkeys(stages, (0, 0))
-        self.start()
+        self._start()
 
     def begin(self, step: Step) -> None:
         """A step begins."""
         self.step = step
         self.spans, self.reports = [], {index: StageReport(live_versions=1) for index in self.stages}
+        self._start()
         self.began = time.perf_counter()
 
-    def start(self) -> None:
-        """An instruction begins."""
+    def _start(self) -> None:
         self.waited = self.packing = 0.0
         self.bytes_raw = self.bytes_sent = 0
-        self.codecs: dict[str, None] = {}
-        self.started = time.perf_counter()
+        self.codecs = ""
 
     def sent(self, message: Message, raw: int, packed: int, codec: str) -> None:
         """A message was sent: ``raw`` bytes in a frame of ``packed``."""
@@ -51,33 +50,36 @@ class Meter:
         total[1] += packed
         self.bytes_raw += raw
         self.bytes_sent += packed
-        self.codecs[codec] = None
+        if codec not in self.codecs.split():
+            self.codecs = f"{self.codecs} {codec}" if self.codecs else codec
 
-    def stop(self, instruction: Instruction) -> None:
-        """The instruction has ended."""
-        end, start, waited = time.perf_counter(), self.started, self.waited
-        report, op = self.reports[instruction.stage], instruction.op
-        report.compute_seconds += end - start - waited
-        report.waiting_seconds += waited
-        if op is Op.F:
-            report.forward_raw += self.bytes_raw
-            report.forward_sent += self.bytes_sent
-        elif op is Op.U:
-            weights = self.stages[instruction.stage].weights
+    def stop(self, instruction: Instruction, started: float) -> None:
+        """The instruction that began at ``started`` has ended; the next one may begin."""
+        stage, op, micro_batch = instruction
+        if op is Op.U:
+            report, weights = self.reports[stage], self.stages[stage].weights
             report.live_versions = max(report.live_versions, weights.num_live)
             report.versions_bytes = max(report.versions_bytes, weights.num_bytes)
-        else:
-            report.backward_raw += self.bytes_raw
-            report.backward_sent += self.bytes_sent
         self.spans.append(
             Span(
-                self.rank, instruction.stage, op._value_, instruction.micro_batch, start - self.began, waited,
-                end - self.began, self.packing, self.bytes_raw, self.bytes_sent, " ".join(self.codecs),
+                self.rank, stage, op._value_, micro_batch, started - self.began, self.waited,
+                time.perf_counter() - self.began, self.packing, self.bytes_raw, self.bytes_sent, self.codecs,
             )
         )  # fmt: skip
+        self._start()
 
     def end(self) -> None:
-        """The step has ended: note what its forwards saved, and what stores kept of it."""
+        """The step has ended: report its spans, what its forwards saved, and what stores kept of it."""
+        for _, index, op, _, start, waited, end, _, raw, sent, _ in self.spans:
+            report = self.reports[index]
+            report.compute_seconds += end - start - waited
+            report.waiting_seconds += waited
+            if op == "F":
+                report.forward_raw += raw
+                report.forward_sent += sent
+            else:
+                report.backward_raw += raw
+                report.backward_sent += sent
         for index, stage in self.stages.items():
             now, before = (stage.saved.bytes_raw, stage.saved.bytes_kept), self.saved[index]
             self.reports[index].saved_raw += now[0] - before[0]

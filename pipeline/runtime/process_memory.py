@@ -5,7 +5,6 @@ The two beside each other show what nobody planned for: buffers, fragments, copi
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import resource
 import sys
@@ -35,10 +34,12 @@ class ResidentMemory:
         """Forget what was reached so far."""
         with contextlib.suppress(OSError):
             CLEAR.write_text("5")
+        # The system's own count is asked without a file; it may have begun with the process before this one.
+        self.counts = _most_of_all() <= _status("VmHWM")
 
     def most(self) -> int:
         """Bytes."""
-        return max(0, _status("VmHWM") - self.base)
+        return max(0, (_most_of_all() if self.counts else _status("VmHWM")) - self.base)
 
 
 class Usage:
@@ -57,6 +58,7 @@ class Usage:
     ) -> None:
         self.plan, self.parameters, self.optimizers, self.resident = plan, parameters, optimizers, resident
         self.live = dict.fromkeys(parameters, 0)
+        self.held: dict[int, tuple[object, int]] = {}
 
     def restart(self) -> None:
         """Nothing is in flight."""
@@ -64,30 +66,37 @@ class Usage:
 
     def fill(
         self, reports: Mapping[int, StageReport], spans: Iterable[Span], *, rank: int
-    ) -> dict[int, StageReport]:
-        """The reports of a step of this process, with what its stages held.
+    ) -> Mapping[int, StageReport]:
+        """Complete the reports of a step of this process by what its stages held.
 
         A micro-batch holds what its forward was measured to save, less what a store spared of it."""
         most = dict(self.live)
         forwards = dict.fromkeys(self.live, 0)
-        for span in spans:
-            self.live[span.stage] += (span.op == "F") - (span.op in "BW")
-            most[span.stage] = max(most[span.stage], self.live[span.stage])
-            forwards[span.stage] += span.op == "F"
-        resident, filled = self.resident.most(), {}
+        live = self.live
+        for _, stage, op, *_ in spans:
+            if op == "F":
+                forwards[stage] += 1
+                live[stage] += 1
+                if live[stage] > most[stage]:
+                    most[stage] = live[stage]
+            elif op in "BW":
+                live[stage] -= 1
+        resident = self.resident.most()
         for stage, report in reports.items():
             planned = self.plan.stages[stage]
             left = planned.saved_bytes - (report.saved_raw - report.saved_kept) // max(1, forwards[stage])
             saved = copies(most[stage], tier=planned.tier).of(saved=planned.saved_bytes, packed=left)
-            held = state_bytes(self.parameters[stage], self.optimizers.get(stage))
-            filled[stage] = dataclasses.replace(
-                report,
-                rank=rank,
-                live_micro_batches=most[stage],
-                peak_bytes=held + report.versions_bytes + saved,
-                resident_bytes=resident,
-            )
-        return filled
+            report.rank, report.live_micro_batches, report.resident_bytes = rank, most[stage], resident
+            report.peak_bytes = self._held(stage) + report.versions_bytes + saved
+        return reports
+
+    def _held(self, stage: int) -> int:
+        """The ``state_bytes`` of a stage, counted anew where a parameter was frozen or got its state."""
+        parameters, optimizer = self.parameters[stage], self.optimizers.get(stage)
+        asked = len(optimizer.state) if optimizer else 0, [p.requires_grad for p in parameters]
+        if stage not in self.held or self.held[stage][0] != asked:
+            self.held[stage] = asked, state_bytes(parameters, optimizer)
+        return self.held[stage][1]
 
 
 def state_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None) -> int:
@@ -105,12 +114,17 @@ def state_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None)
 def _status(name: str) -> int:
     """A line of /proc/self/status in bytes; without one, the high-water mark that every Unix has."""
     with contextlib.suppress(OSError):
-        file = os.open(STATUS, os.O_RDONLY)  # once a step, so by the fewest calls
+        file = os.open(STATUS, os.O_RDONLY)
         try:
             _, found, rest = os.read(file, 1 << 13).partition(b"\n%b:" % name.encode())
         finally:
             os.close(file)
         if found:
             return 1024 * int(rest.split(maxsplit=1)[0])
+    return _most_of_all()
+
+
+def _most_of_all() -> int:
+    """The high-water mark that every Unix has, in bytes."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else 1024 * most

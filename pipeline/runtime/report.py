@@ -40,14 +40,15 @@ class StageReport:
 
     def numbers(self) -> list[float]:
         """All fields, for a collective that knows only numbers; the sum with a StageReport() is itself."""
-        return [float(getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return [float(getattr(self, name)) for name in self.__slots__]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> StageReport:
         """What ``numbers`` came from."""
-        fields = zip(dataclasses.fields(cls), numbers, strict=True)
-        made: dict[str, Any] = {field.name: type(field.default)(number) for field, number in fields}
-        return cls(**made)
+        return cls(**{name: kind(n) for (name, kind), n in zip(_KINDS.items(), numbers, strict=True)})
+
+
+_KINDS: dict[str, Any] = {field.name: type(field.default) for field in dataclasses.fields(StageReport)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -4,7 +4,6 @@ A step is planned once for every set of micro-batch shapes and then run many tim
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -96,7 +95,7 @@ class Steps:
         return records, [self.routes[id(record)][1] for record in records]
 
     def _plan(self, mode: str, inputs: Inputs, extra: int) -> Planned:
-        records, routed = self.routed(mode, inputs)
+        _, routed = self.routed(mode, inputs)
         pairs = pairs_of(routed)
         if mode == "train":
             programs, order, window = self._training(len(inputs), pairs, extra)
@@ -105,12 +104,11 @@ class Steps:
             order, window = [Instruction(s, Op.F, 0) for s in range(self.plan.num_stages)], 2
         messages = {
             index: micro_batch_messages(
-                index, record, route, rank_of=self.plan.rank_of, codecs=self.codecs, tied=not index
+                index, route, rank_of=self.plan.rank_of, codecs=self.codecs, tied=not index
             )
-            for index, (record, route) in enumerate(zip(records, routed, strict=True))
+            for index, route in enumerate(routed)
         }
-        by_number = dict(enumerate(records)), dict(enumerate(routed))
-        made = step_messages(programs, *by_number, messages, window=window)
+        made = step_messages(programs, dict(enumerate(routed)), messages, window=window)
         return made, order if self.world.is_alone else programs[self.world.rank]
 
     def _training(
@@ -147,7 +145,7 @@ class SynchronousFeed:
     def feed(self, batches: Sequence[MicroBatch], *, step: int, extra: int = 0) -> Step:
         """The step that trains on these micro-batches; raises what ``Steps.step`` does."""
         messages, program = self.steps.step("train", [batch.inputs for batch in batches], extra=extra)
-        live = {batch.index: dataclasses.replace(batch, step=step) for batch in batches}
+        live = {batch.index: batch._replace(step=step) for batch in batches}
         return Step(number=step, messages=messages, program=program, micro_batches=live)
 
     def drain(self, *, step: int) -> Step:

@@ -5,7 +5,6 @@ micro-batches in flight, and no bubble appears."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,7 +32,6 @@ class Live(NamedTuple):
     """A micro-batch that not all stages are done with."""
 
     batch: MicroBatch
-    record: Probe
     routes: tuple[Route, ...]
     messages: MicroBatchMessages
 
@@ -76,16 +74,14 @@ class StreamFeed:
                 the bits at their shapes.
         """
         self._check(len(batches))
-        records, routed = self.steps.routed("train", [batch.inputs for batch in batches])
+        _, routed = self.steps.routed("train", [batch.inputs for batch in batches])
         self._open_windows(routed)
         first = self.fed.number
-        for m, (batch, record, route) in enumerate(zip(batches, records, routed, strict=True), start=first):
+        for m, (batch, route) in enumerate(zip(batches, routed, strict=True), start=first):
             share = 1.0 if self.fed.each else batch.share
-            told = dataclasses.replace(batch, share=share, step=step, batch=self.num_batches)
-            messages = micro_batch_messages(
-                m, record, route, rank_of=self.plan.rank_of, codecs=self.steps.codecs
-            )
-            self.live[m] = Live(told, record, route, messages)
+            told = batch._replace(share=share, step=step, batch=self.num_batches)
+            messages = micro_batch_messages(m, route, rank_of=self.plan.rank_of, codecs=self.steps.codecs)
+            self.live[m] = Live(told, route, messages)
         self.fed = self.fed.followed(len(batches), clock=self.clock)
         self.num_batches += 1
         return self._slice(2 * self.fed.number, first=first, step=step)
@@ -113,7 +109,6 @@ class StreamFeed:
         everything = between(range(self.plan.num_stages), self.fed, start=start, stop=stop)
         made = step_messages(
             programs,
-            {m: live.record for m, live in self.live.items()},
             {m: live.routes for m, live in self.live.items()},
             {m: live.messages for m, live in self.live.items()},
             window=self.window,

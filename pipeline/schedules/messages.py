@@ -15,7 +15,7 @@ import torch
 from ...compression.frame import frame_bytes
 from ...compression.promise import Promise
 from ...stages.stage.route import Route
-from ...stages.tracing.probe import Probe, Value
+from ...stages.tracing.probe import Value
 from .instruction import Instruction, Op
 
 _RAW = frozenset({"raw"})
@@ -79,17 +79,16 @@ Table = Mapping[Instruction, tuple[Message, ...]]
 class StepMessages:
     """All messages of a step by the instruction that receives or sends them, and what they were made from.
 
-    ``programs`` has one list per rank; ``records`` and ``routes`` one entry per micro-batch that they speak
-    of (none on paper), ``first`` is the first one that the step brings; ``channels`` has by (source rank,
-    target rank) the messages between them in the order of sending; ``window`` receives are posted ahead on
-    every channel. Of an endless program a step is a slice: it ``continues`` if micro-batches are in flight,
-    ``pending_in`` are the messages that earlier slices sent and none has received, ``pending_out`` those that
-    this one leaves so."""
+    ``programs`` has one list per rank; ``routes`` one entry per micro-batch that they speak of (none on
+    paper), ``first`` is the first one that the step brings; ``channels`` has by (source rank, target rank)
+    the messages between them in the order of sending; ``window`` receives are posted ahead on every channel.
+    Of an endless program a step is a slice: it ``continues`` if micro-batches are in flight, ``pending_in``
+    are the messages that earlier slices sent and none has received, ``pending_out`` those that this one
+    leaves so."""
 
     programs: Sequence[Sequence[Instruction]]
     receives: Table
     sends: Table
-    records: Mapping[int, Probe] = dataclasses.field(default_factory=dict)
     routes: Mapping[int, tuple[Route, ...]] = dataclasses.field(default_factory=dict)
     window: int = 2
     channels: Mapping[tuple[int, int], Sequence[Message]] = dataclasses.field(default_factory=dict)
@@ -114,7 +113,6 @@ class MicroBatchMessages:
 
 def micro_batch_messages(
     index: int,
-    record: Probe,
     routes: Sequence[Route],
     *,
     rank_of: Callable[[int, int], int],
@@ -128,6 +126,7 @@ def micro_batch_messages(
              tied: whether tied parameters go down with it; their gradients come back from each."""
     made: dict[tuple[int, int], Message] = {}  # by value and target
     gradients: list[Message] = []
+    record = routes[0].record
     for stage, route in enumerate(routes):
         for number, target in route.sends:
             value = record.values[number]
@@ -186,7 +185,6 @@ def _gradient(down: Message, codecs: frozenset[str], *, sure: bool) -> Message:
 
 def step_messages(
     programs: Sequence[Sequence[Instruction]],
-    records: Mapping[int, Probe],
     routes: Mapping[int, tuple[Route, ...]],
     messages: Mapping[int, MicroBatchMessages],
     *,
@@ -215,7 +213,6 @@ def step_messages(
     received = {message for taken in receives.values() for message in taken}
     return StepMessages(
         programs=programs,
-        records=records,
         routes=routes,
         receives=receives,
         sends=sends,

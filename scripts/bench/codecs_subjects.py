@@ -185,7 +185,7 @@ def captured(config: BenchCodecsConfig) -> dict[str, Tensor]:
             what = "activation" if message.answers is None else "gradient"
             kept[f"{message.name} {what}"] = item.detach().clone()
 
-    pipe.policy.observed, pipe.policy.leaving = lambda messages: max(messages.records), leaving
+    pipe.policy.observed, pipe.policy.leaving = lambda messages: max(messages.routes), leaving
     for batch in islice(cycle(training_batches(config, samples, epoch=0)), config.capture_steps):
         pipe.step(*batch)
     return kept

@@ -187,4 +187,4 @@ def _received(item: Any, anchor: torch.Tensor) -> Any:
     if not isinstance(item, torch.Tensor):
         return item
     copied = item.detach().clone()
-    return Receive.apply(anchor, copied, {}) if item.requires_grad else copied
+    return Receive.apply(anchor, copied, {}, 0) if item.requires_grad else copied

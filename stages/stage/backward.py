@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .sides import Graph, Root, Sides, node_of
 
@@ -128,12 +129,12 @@ def run(roots: Sequence[Root], leaves: list[Node] | None = None, *, retain: bool
     if roots:
         assert leaves is None or leaves, "towards no leaf would mean towards all"
         # ``torch.autograd.backward`` without its checks of the gradients: these were held against promises.
-        _engine_run_backward(
-            tuple(begin for begin, _ in roots),
-            tuple(torch.ones_like(begin) if g is None else g for begin, g in roots),  # type: ignore[arg-type]
+        Variable._execution_engine.run_backward(
+            tuple([begin for begin, _ in roots]),
+            tuple([torch.ones_like(begin) if g is None else g for begin, g in roots]),  # type: ignore[arg-type]
             retain,
             False,
-            () if leaves is None else tuple(GradientEdge(leaf, 0) for leaf in leaves),
+            () if leaves is None else tuple([GradientEdge(leaf, 0) for leaf in leaves]),
             allow_unreachable=True,
             accumulate_grad=True,
         )

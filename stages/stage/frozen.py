@@ -4,13 +4,13 @@ No message brings a gradient back for another one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import NoReturn
 
 from torch import nn
 
 from ...compression.errors import StageError
 from ..tracing.layers import Parts
-from ..tracing.probe import Probe
+from ..tracing.probe import Value
 
 
 class Frozen:
@@ -22,16 +22,13 @@ class Frozen:
             named += module.named_parameters(prefix=path)
         self.frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
 
-    def check(self, record: Probe, numbers: Iterable[int]) -> None:
-        """Refuse to send the values ``numbers``, which ask for a gradient, if they did not when traced."""
-        for value in (record.values[number] for number in numbers):
-            if value.requires_grad:
-                continue
-            unfrozen = [name for name, parameter in self.frozen.items() if parameter.requires_grad]
-            why = "it must detach always, or never, or not be cut behind"
-            if unfrozen:
-                why = f"{', '.join(unfrozen)} unfrozen; make the Pipeline anew and load its state_dict()"
-            raise StageError(
-                f"layer {value.name} returned a tensor that requires a gradient, and when it was traced it "
-                f"did not: {why}"
-            )
+    def refuse(self, value: Value) -> NoReturn:
+        """Refuse to send a value that asks for a gradient, and did not when traced."""
+        unfrozen = [name for name, parameter in self.frozen.items() if parameter.requires_grad]
+        why = "it must detach always, or never, or not be cut behind"
+        if unfrozen:
+            why = f"{', '.join(unfrozen)} unfrozen; make the Pipeline anew and load its state_dict()"
+        raise StageError(
+            f"layer {value.name} returned a tensor that requires a gradient, and when it was traced it "
+            f"did not: {why}"
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -16,25 +17,43 @@ from ...compression.errors import PlanError
 from ..tracing.layers import Layer, Traced, is_local
 from ..tracing.probe import Probe
 
+_UNCHANGING = (bool, int, float, str, type(None))
+
+
+class Visit(NamedTuple):
+    """A layer of a route, and what is known of its call before it runs.
+
+    ``args``: numbers as they are, and the nodes whose results it takes; None: it takes more than these, or
+    its call and result need more care. ``alone``: the value that its result is by itself; None: it is
+    none, or is to be looked at more closely. ``nodes`` and ``values``: what nothing on this stage
+    needs behind it."""
+
+    layer: Layer
+    args: tuple[Any, ...] | None
+    alone: int | None
+    nodes: tuple[fx.Node, ...]
+    values: tuple[int, ...]
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One stage of a run: its layers; (value, source) it receives and (value, target) it sends, ``sent`` the
-    values alone.
+    """One stage of a run: its ``record``, its layers; (value, source) it receives and (value, target) it
+    sends, ``sent`` the values alone.
 
-    ``done``: after each layer, the nodes and values that nothing on this stage needs any more.
     ``foreign`` are the nodes of earlier stages (and the model's inputs) whose results its layers read.
+    ``asks``: received values that asked for a gradient when they were traced.
     ``inputs``: values that the model is given. ``tied``: received values that are parameters.
     ``forwards``: received values that are sent on as they came. ``stops``: values whose zeros, as they are
     sent, stop their gradient: it may travel without them. ``returns``: received values to which a gradient
     surely comes back from this stage or a later one."""
 
-    layers: tuple[Layer, ...]
+    record: Probe
+    visits: tuple[Visit, ...]
     foreign: tuple[fx.Node, ...]
     receives: tuple[tuple[int, int], ...]
     sends: tuple[tuple[int, int], ...]
     sent: frozenset[int]
-    done: tuple[tuple[tuple[fx.Node, ...], tuple[int, ...]], ...]
+    asks: tuple[int, ...]
     inputs: tuple[int, ...]
     tied: tuple[int, ...]
     forwards: frozenset[int]
@@ -68,13 +87,14 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages
         foreign = _foreign(layers[stage], output)
         made.append(
             Route(
-                layers=layers[stage],
+                record=record,
+                visits=_visits(layers[stage], foreign, record, set(sent), output),
                 foreign=foreign,
                 receives=tuple(receives[stage]),
                 # To the nearest stage first.
                 sends=tuple(sorted(sends[stage], key=lambda send: (send[1], send[0]))),
                 sent=frozenset(sent),
-                done=_done(layers[stage], foreign, record, set(sent), output),
+                asks=tuple(n for n, _ in receives[stage] if record.values[n].requires_grad),
                 inputs=tuple(n for n, v in enumerate(record.values) if v.producer < 0 and not stage),
                 tied=tuple(n for n, _ in receives[stage] if record.values[n].parameter),
                 forwards=frozenset({n for n, _ in receives[stage]} & set(sent) - written),
@@ -89,28 +109,44 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages
     return tuple(made)
 
 
-def _done(
+def _visits(
     layers: Sequence[Layer], foreign: Sequence[fx.Node], record: Probe, sent: set[int], output: fx.Node | None
-) -> tuple[tuple[tuple[fx.Node, ...], tuple[int, ...]], ...]:
-    """After each layer, what dies with it: a node with its last reader, a value with the last node that holds
-    it."""
+) -> tuple[Visit, ...]:
+    """The layers, each with what dies with it: a node with its last reader, a value with the last node that
+    holds it."""
     last = {node: -1 for node in foreign}
     for place, layer in enumerate(layers):
         last[layer.node] = place
         last |= {node: place for node in reads(layer) if node in last}
     kept = set(output.all_input_nodes) if output is not None else set()
+    numbers = {number for number in sent if record.values[number].number is not None}
     values: dict[int, int] = {}
     for node, place in last.items():
         for number in record.outputs[node].values:
             end = len(layers) if number in sent or node in kept else place
             values[number] = max(values.get(number, -1), end)
     return tuple(
-        (
+        Visit(
+            layer,
+            _plain_args(layer, record),
+            None if (alone := record.outputs[layer.node].alone) in numbers else alone,
             tuple(node for node, end in last.items() if end == place and node not in kept),
             tuple(number for number, end in values.items() if end == place),
         )
-        for place in range(len(layers))
+        for place, layer in enumerate(layers)
     )
+
+
+def _plain_args(layer: Layer, record: Probe) -> tuple[Any, ...] | None:
+    """The arguments of a layer that runs the same way always, if all are results or unchanging numbers."""
+    node = layer.node
+    special = (
+        node.op == "get_attr" or node.kwargs or layer.moves or layer.lifted or layer.name in record.random
+    )
+    if special or not {"modes", "expect", "shape"}.isdisjoint(node.meta):
+        return None
+    plain = all(not is_local(a) if type(a) is fx.Node else type(a) in _UNCHANGING for a in node.args)
+    return tuple(node.args) if plain else None
 
 
 def reads(layer: Layer) -> list[fx.Node]:

@@ -5,7 +5,7 @@ What was sent is held as edges of the graph, not as tensors: only autograd knows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -15,23 +15,25 @@ from .sides import Root
 
 
 class Running:
-    """``roots`` of what it sent, ``slots`` for the gradients of what it received, by value; its ``loss``."""
+    """``roots`` of what it sent, ``gradients`` of what it received, by value; its ``loss``.
 
-    __slots__ = ("loss", "roots", "slots", "split")
+    ``asks``: which received values asked for a gradient when traced; none comes to one frozen since."""
 
-    def __init__(self) -> None:
+    __slots__ = ("asks", "gradients", "loss", "roots", "split")
+
+    def __init__(self, asks: Sequence[int]) -> None:
         """Its forward begins."""
+        self.asks = asks
         self.roots: dict[int, GradientEdge] = {}
-        self.slots: dict[int, dict[str, torch.Tensor]] = {}
+        self.gradients: dict[int, torch.Tensor] = {}
         self.loss: torch.Tensor | None = None
         self.split: Split | None = None  # between the halves of its backward
 
     def begins(self, gradients: Mapping[int, torch.Tensor | None]) -> list[Root]:
         """Where its backward begins: at its loss, and at what it sent of which a gradient came back."""
         found: list[Root] = [] if self.loss is None else [(self.loss, None)]
-        found += [(edge, gradients[number]) for number, edge in self.roots.items()]
-        return [root for root in found if root[0] is self.loss or root[1] is not None]
+        return found + [(edge, g) for n, edge in self.roots.items() if (g := gradients[n]) is not None]
 
     def ends(self) -> dict[int, torch.Tensor | None]:
         """The gradients of what it received."""
-        return {number: slot.pop("gradient", None) for number, slot in self.slots.items()}
+        return {number: self.gradients.pop(number, None) for number in self.asks}

@@ -7,7 +7,8 @@ Source: claims A1-A3 of CN115016937A (a node computes only its partition)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +16,9 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ...compression.errors import StageError
-from ...compression.pool import Frame
 from ..memory.saved import NoOffload, SavedActivations
 from ..memory.store import Store
 from ..tracing.layers import Layer, Traced, casting, parts_of, run_output
-from ..tracing.probe import Probe
 from ..weights.versions import WeightVersions
 from .backward import Split, run
 from .frozen import Frozen
@@ -29,6 +28,7 @@ from .running import Running
 from .walk import NO_LAYERS, walk
 from .weights_first import run_weights_first
 
+_NOTHING = contextlib.nullcontext()
 LEAST_SAVED = 1 << 14  # bytes of a saved tensor from which on packing it is worth a call
 
 
@@ -66,6 +66,8 @@ class Stage:
         self.running: dict[int, Running] = {}
         self.weights = weights or WeightVersions()
         self.saved: SavedActivations | NoOffload = NoOffload()
+        self.stores = store is not None  # what its forwards save leaves for a store
+        self.plain = type(self.weights) is WeightVersions and autocast is None and not self.stores
         if store is not None:
             self.saved = SavedActivations(
                 store,
@@ -74,11 +76,6 @@ class Stage:
                 min_bytes=LEAST_SAVED,
                 modules=self.parts["train"].modules,
             )
-
-    @property
-    def stores(self) -> bool:
-        """Whether what its forwards save leaves for a store."""
-        return isinstance(self.saved, SavedActivations)
 
     @property
     def held(self) -> set[int]:
@@ -103,7 +100,6 @@ class Stage:
         micro_batch: int,
         received: Mapping[int, Any],
         *,
-        record: Probe,
         route: Route,
         seed: Callable[[str], int],
         batch: int = 0,
@@ -113,31 +109,37 @@ class Stage:
         Args:    batch: which the micro-batch belongs to, counted since the last drain.
         Returns: the values to send (number -> tensor or number), and the model's outputs on the last stage,
                  else None."""
-        running = self.running[micro_batch] = Running()
-        values = {number: self._enter(running, number, item, record) for number, item in received.items()}
+        running = self.running[micro_batch] = Running(route.asks)
+        values = dict(received)
+        for number in route.asks:
+            if (item := values[number]).requires_grad:
+                values[number] = Receive.apply(self.anchor, item.detach(), running.gradients, number)
+        with _NOTHING if self.plain else self._inside(micro_batch, batch, values, route):
+            env = walk(
+                values, self.parts["train"], route=route, saved=self.saved, seed=seed, moved=self.moved
+            )
+            sent = {}
+            for number, _ in route.sends:
+                item, known = values[number], route.record.values[number]
+                sent[number] = self._as_it_is(item) if known.parameter else item
+                if isinstance(item, torch.Tensor) and item.requires_grad:
+                    if not known.requires_grad:
+                        self.asked.refuse(known)
+                    running.roots[number] = get_gradient_edge(item)
+        return sent, run_output(self.traced["train"], env, self.parts["train"]) if self.last else None
+
+    @contextlib.contextmanager
+    def _inside(
+        self, micro_batch: int, batch: int, values: Mapping[int, Any], route: Route
+    ) -> Iterator[None]:
+        """The block in which the layers of a forward run."""
         tied = [values[number] for number in route.tied]
         with (
             self.weights.forward(micro_batch, batch),
             casting(self.autocast),
             self.saved.forward(micro_batch, values, tied),
         ):
-            env = walk(
-                values,
-                self.parts["train"],
-                record=record,
-                route=route,
-                saved=self.saved,
-                seed=seed,
-                moved=self.moved,
-            )
-            out = {number: values[number] for number, _ in route.sends}
-            sent = {
-                n: self._as_it_is(item) if record.values[n].parameter else item for n, item in out.items()
-            }
-        tensors = {n: t for n, t in out.items() if isinstance(t, torch.Tensor) and t.requires_grad}
-        self.asked.check(record, tensors)
-        running.roots = {n: get_gradient_edge(t) for n, t in tensors.items()}
-        return sent, run_output(self.traced["train"], env, self.parts["train"]) if self.last else None
+            yield
 
     def _as_it_is(self, parameter: torch.Tensor) -> torch.Tensor:
         """A tied parameter to send: behind the forward, another version may be in its place, or its memory
@@ -145,15 +147,6 @@ class Stage:
         if not self.weights.moves:
             return parameter
         return parameter.detach().clone().requires_grad_(parameter.requires_grad)
-
-    def offload(
-        self, micro_batch: int, came: Mapping[int, Frame], went: Mapping[int, tuple[torch.Tensor, Frame]]
-    ) -> None:
-        """After ``forward``: what it saved may leave.
-
-        Args:    came: by number, the frames in which values were received.
-                 went: by number, the values that were packed to be sent, and their frames."""
-        self.saved.offload(micro_batch, came, went)
 
     def fetch(self, micro_batch: int | None) -> None:
         """Ahead of ``backward``: begin to bring back what the forward saved."""
@@ -164,7 +157,7 @@ class Stage:
     def lose(self, micro_batch: int, weighted_loss: torch.Tensor) -> None:
         """On the last stage: where the backward of ``micro_batch`` begins, its loss times its share."""
         running = self.running[micro_batch]
-        if any(running.slots.values()):
+        if running.gradients:
             raise StageError(
                 "a backward ran inside the forward or the loss, and its gradients end at this stage; leave "
                 "backward to the pipeline"
@@ -197,7 +190,7 @@ class Stage:
         try:
             with self.weights.backward(micro_batch):
                 running.split = Split(running.begins(gradients))
-                if running.slots:
+                if running.asks:
                     self.saved.ready(micro_batch)
                     waiting = [other.split for other in self.running.values() if other.split is not None]
                     running.split.inputs(self.anchor, release=not self.stores, waiting=waiting[:-1])
@@ -212,7 +205,7 @@ class Stage:
         assert running.split is not None
         try:
             with self.weights.backward(micro_batch):
-                if not running.slots:
+                if not running.asks:
                     self.saved.ready(micro_batch)
                 running.split.weights()
         except Exception as error:
@@ -225,21 +218,13 @@ class Stage:
         self.saved.drop(micro_batch)
         self.weights.done(micro_batch)
 
-    def evaluate(
-        self, received: Mapping[int, Any], *, record: Probe, route: Route
-    ) -> tuple[dict[int, Any], Any]:
+    def evaluate(self, received: Mapping[int, Any], *, route: Route) -> tuple[dict[int, Any], Any]:
         """The layers in eval mode without autograd: the values to send, the outputs on the last stage."""
         values = dict(received)
         with torch.no_grad(), casting(self.autocast):
-            env = walk(values, self.parts["eval"], record=record, route=route, saved=NoOffload(), seed=None)
+            env = walk(values, self.parts["eval"], route=route, saved=NoOffload(), seed=None)
             outputs = run_output(self.traced["eval"], env, self.parts["eval"]) if self.last else None
         return {number: values[number] for number, _ in route.sends}, outputs
-
-    def _enter(self, running: Running, number: int, item: Any, record: Probe) -> Any:
-        if not record.values[number].requires_grad:
-            return item
-        slot = running.slots[number] = {}  # stays empty for what was frozen since the probe
-        return Receive.apply(self.anchor, item.detach(), slot) if item.requires_grad else item
 
 
 def _of_backward(error: Exception) -> StageError:

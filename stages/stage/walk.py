@@ -29,7 +29,6 @@ def walk(
     values: dict[int, Any],
     parts: Parts,
     *,
-    record: Probe,
     route: Route,
     saved: SavedActivations | NoOffload,
     seed: Callable[[str], int] | None,
@@ -42,25 +41,34 @@ def walk(
              moved: names of layers whose modules are not set as they were when traced.
     Returns: what is left for the outputs of the model, by node.
     Raises:  StageError: a layer failed, or did not do what it did when it was traced."""
+    record = route.record
     env = {node: _rebuilt(record.outputs[node], values) for node in route.foreign}
-    tied = {node: tensor for node, tensor in env.items() if node.op == "get_attr"}
     numbers = {id(tensor): number for number, tensor in values.items()}
-    sent = route.sent
     done: Layer | None = None
-    for layer, (nodes, dead) in zip(route.layers, route.done, strict=True):
+    for layer, plain, alone, nodes, dead in route.visits:
         saved.layer_done(done, layer)
-        done = layer
-        name = layer.node.name
+        done, name, target = layer, layer.node.name, layer.node.target
         try:
-            function, args, kwargs = call_of(layer, env, parts, tied, samples=record.samples)
-            block = seeded(seed(name)) if seed and (name in record.random or name in moved) else _NOTHING
-            with modes_of(layer), block:
-                result = function(*args, **kwargs)
-            check_result(layer, result, record.samples)
+            if plain is not None and name not in moved:
+                function: Any = parts.modules[target] if isinstance(target, str) else target
+                result = function(*[env[one] if type(one) is fx.Node else one for one in plain])
+            else:
+                tied = {node: env[node] for node in route.foreign if node.op == "get_attr" and node in env}
+                function, args, kwargs = call_of(layer, env, parts, tied, samples=record.samples)
+                block = seeded(seed(name)) if seed and (name in record.random or name in moved) else _NOTHING
+                with modes_of(layer), block:
+                    result = function(*args, **kwargs)
+                check_result(layer, result, record.samples)
         except Exception as error:
             raise StageError(f"layer {name}: {type(error).__name__}: {error}") from error
         env[layer.node] = result
-        _hold_against(record, layer, result, values, numbers, sent=sent, moved=name in moved)
+        if (
+            alone is None
+            or not isinstance(result, torch.Tensor)
+            or values.setdefault(alone, result) is not result
+            or numbers.setdefault(id(result), alone) != alone
+        ):
+            _hold_against(record, layer, result, values, numbers, sent=route.sent, moved=name in moved)
         for node in nodes:
             del env[node]
         for number in dead:
@@ -90,14 +98,6 @@ def _hold_against(
 ) -> None:
     """Refuse a run whose structure or identities differ from the probe: the routes were made from it."""
     expected = record.outputs[layer.node]
-    if (number := expected.alone) is not None and isinstance(result, torch.Tensor):
-        plain = number not in sent or record.values[number].number is None
-        if (
-            plain
-            and values.setdefault(number, result) is result
-            and numbers.setdefault(id(result), number) == number
-        ):
-            return
     leaves, spec = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)
     if len(leaves) != len(expected.values) or (spec is not None and spec != expected.spec):
         raise StageError(f"layer {layer.name} returned another structure than when it was traced")

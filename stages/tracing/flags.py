@@ -64,7 +64,11 @@ class Flags:
         if changed := self.watch.check(mode):
             seen = changed if mode == "train" else []
             for watched, module in seen:
-                if watched.key in self.states and module.training and not watched.traced["training"]:
+                if (
+                    watched.key in self.states
+                    and module.training
+                    and not watched.traced.get("training", True)
+                ):
                     raise PlanError(
                         f"{watched.path or 'the model'} was in eval mode when the model was cut; in train "
                         f"mode it writes to a buffer that several stages use; {REMEDY}"

@@ -214,7 +214,7 @@ def _identities(module: nn.Module, start: int) -> list[Any]:
     held = module.__dict__
     registered = (parts.values() for parts in _REGISTERED(held))
     parts = itertools.chain(itertools.islice(held.values(), start, None), *registered)
-    return [type(module), id(held["training"]), *map(id, parts), *itertools.chain(*_HOOKS(held))]
+    return [type(module), id(module.training), *map(id, parts), *itertools.chain(*_HOOKS(held))]
 
 
 def _hooks(module: nn.Module) -> list[tuple[Any, ...]]:

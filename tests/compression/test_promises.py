@@ -61,7 +61,7 @@ def _header(tensor: Tensor, **fields) -> Tensor:
 @pytest.mark.parametrize("lie", LIES_OF_VALUES.values(), ids=LIES_OF_VALUES)
 def test_anything_else_than_the_promise_is_refused(lie) -> None:
     tensor = torch.randn(2, 32).relu()
-    back, _ = decode_received(encode(tensor), PROMISE)
+    back, *_ = decode_received(encode(tensor), PROMISE)
     assert back is not None
     with pytest.raises(CodecError):
         decode_received(lie(tensor), PROMISE)
@@ -69,15 +69,15 @@ def test_anything_else_than_the_promise_is_refused(lie) -> None:
 
 def test_a_promise_may_leave_strides_masks_and_none_open() -> None:
     tensor, promise = torch.randn(32, 2).relu().t(), PROMISE._replace(strides=None, none=True, masked=True)
-    back, _ = decode_received(encode(tensor), promise)
+    back, *_ = decode_received(encode(tensor), promise)
     assert back is not None
     assert back.stride() == (1, 2)
-    assert decode_received(encode(None), promise) == (None, 64)
+    assert decode_received(encode(None), promise) == (None, 64, False)
     value = torch.randn(40, 50).relu()
     mask, other = encode(value), encode(value.roll(1))
     frame = encode(torch.randn(40, 50), mask=mask)
     promise = promise._replace(sizes=(40, 50))
-    back, _ = decode_received(frame, promise, mask=mask)
+    back, *_ = decode_received(frame, promise, mask=mask)
     assert back is not None
     for wrong in (None, other):
         with pytest.raises(CodecError, match="mask="):

@@ -116,7 +116,7 @@ class Promised(Fuzz):
         mask = None if one.mask is None else _bytes(one.mask)
         try:
             with self.arcs.recorded():
-                back, num_bytes = decode_received(posted, one.promise, mask=mask)
+                back, num_bytes, _ = decode_received(posted, one.promise, mask=mask)
             self.report.decoded += 1
             name = read_header(posted).codec
             self.report.codecs[name] = self.report.codecs.get(name, 0) + 1
@@ -151,7 +151,7 @@ def lawful() -> int:
     """Receive every frame unchanged; how many came."""
     for one in sent():
         mask = None if one.mask is None else _bytes(one.mask)
-        back, num_bytes = decode_received(_bytes(one.frame), one.promise, mask=mask)
+        back, num_bytes, _ = decode_received(_bytes(one.frame), one.promise, mask=mask)
         assert num_bytes == len(one.frame)
         assert (back is None) == (decode(_bytes(one.frame), mask=mask) is None)
     return len(sent())

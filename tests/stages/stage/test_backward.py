@@ -143,7 +143,7 @@ class Piece:
 
     def __init__(self, module, x):
         self.module, self.anchor, self.slot = module, torch.zeros((), requires_grad=True), {}
-        sent = module(Receive.apply(self.anchor, x.clone(), self.slot))
+        sent = module(Receive.apply(self.anchor, x.clone(), self.slot, 0))
         generator = torch.Generator().manual_seed(1)
         gradient = torch.randn(sent.shape, generator=generator, dtype=sent.dtype)
         self.roots = [(get_gradient_edge(sent), gradient)]
@@ -164,7 +164,7 @@ class Piece:
 
     def gradients(self):
         """What was received first, then the parameters, whose gradients are taken away."""
-        found = [self.slot.get("gradient"), *(p.grad for p in self.module.parameters())]
+        found = [self.slot.get(0), *(p.grad for p in self.module.parameters())]
         self.module.zero_grad()
         return found
 

@@ -30,7 +30,11 @@ def test_every_layer_is_told_when_it_is_done_and_which_comes_next(tier):
                 patch.setattr(stage.saved, "offload", look)
         pipe.step(*batches[0])
         wanted = {
-            index: list(pairwise([None, *pipe.engine.meter.step.messages.routes[0][index].layers, None]))
+            index: list(
+                pairwise(
+                    [None, *(v.layer for v in pipe.engine.meter.step.messages.routes[0][index].visits), None]
+                )
+            )
             for index in pipe.stages
         }
         before = {index: list(calls) for index, calls in told.items()}
