@@ -99,13 +99,14 @@ def pack_into(
     if tensor is None:
         _check_room(buffer, header_bytes(0))
         return write_header(buffer, no_tensor())
-    geo, dtype, address = _geometry_of(tensor), tensor.dtype, tensor.data_ptr() % ALIGNMENT
+    geo, dtype = _geometry_of(tensor), tensor.dtype
     chosen, start, needed = _layout(geo, codec)
     if buffer.numel() < needed:
         _check_room(buffer, needed)
     if not in_memory(tensor, geo.span):  # where the kernels would read all the same
         found = f"a {type(tensor).__name__} of sizes {tuple(geo.sizes)} without it"
         raise CodecError(f"a frame carries a tensor in memory of its own, found {found}; pass a real tensor")
+    address = tensor.data_ptr() % ALIGNMENT
     if tensor.is_conj() or tensor.is_neg():
         tensor = resolved(tensor, geo)
         geo = geo if geo.travels else _geometry_of(tensor)

@@ -80,21 +80,9 @@ def partition(
         ScheduleError: the schedule is not known, or does not suit the counts.
         CodecError: the codec is not known.
     """
-    if not isinstance(profile, Profile):
-        raise PlanError(
-            f"partition takes what measure(graph, example) returned, found a {type(profile).__name__}; "
-            "measure first"
-        )
-    asked = Asked(stages=stages, ranks=ranks, cuts=tuple(cuts) if cuts else None)
-    check_name(codec)
+    _check_arguments(profile, codec, extra_in_flight, optimizer_state)
     _check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
-    _check_counts(least=0, extra_in_flight=0 if extra_in_flight == AUTO else extra_in_flight)
-    extra = extra_in_flight if isinstance(extra_in_flight, int) else 0
-    if not isinstance(optimizer_state or 0.0, int | float) or (optimizer_state or 0.0) < 0:
-        raise PlanError(
-            "optimizer_state is a number of bytes for each byte of parameters, found "
-            f"{optimizer_state!r}; use 0 or more, or leave it out"
-        )
+    asked = Asked(stages=stages, ranks=ranks, cuts=tuple(cuts) if cuts else None)
     given = named_cuts(profile, cuts) if cuts else None
     stages, ranks = _sizes(stages, ranks, given, schedule, program)
     places = allowed_cuts(profile) if given is None else given
@@ -102,36 +90,33 @@ def partition(
     fixed = None
     if layout(schedule) != "neighbours":
         fixed = placed(program) if program else placement(schedule, stages=stages, ranks=ranks)
-    each, on_ranks = micro_batches, stages_on(fixed or range(ranks))
+    extra, held = _count(extra_in_flight), {"tier": tier, "weights_tier": weights_tier}
     if streams(schedule, weights):  # every stage of a rank runs at its own time, so the first one counts
-        each = min(each, 2 * stages + 2)  # more only repeat what these do
-        programs = endless_programs(stages_on(range(stages)), schedule=schedule, micro_batches=each, more=2)
-        make = None
+        each = min(micro_batches, 2 * stages + 2)  # more only repeat what these do
+        make = functools.partial(endless_programs, stages_on(range(stages)), schedule, each)
     else:
-        make = functools.partial(schedule_named(schedule, program), on_ranks, micro_batches)
-        programs = make(extra_in_flight=extra)
-    held = {"tier": tier, "weights_tier": weights_tier}
-    options = {"optimizer_state": optimizer_state, "device": profile.device, **held}
+        each = micro_batches
+        make = functools.partial(schedule_named(schedule, program), stages_on(fixed or range(ranks)), each)
 
     def there(programs: Programs) -> list[Copies]:
+        options = {"optimizer_state": optimizer_state, "device": profile.device, **held}
         counts = waiting(programs, weights=weights, micro_batches=each)
         return [copies(in_flight, old_versions=old, **options) for in_flight, old in counts]
 
     costs = Costs(
         profile,
-        copies=there(programs),
+        copies=there(make(extra_in_flight=extra)),
         rate=None if link is None else parse_rate(link),
         budget=None if memory is None else parse_bytes(memory),
     )
     ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)
     spans = [*zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)]
-    known = ("fingerprint", "input_shapes", "input_dtypes", "signature", "leaves")
-    decided = [costs.stage(*span, place, ranks=(rank,), **held) for span, place, rank in spans]
     most = extra
-    if extra_in_flight == AUTO and make is not None and ranks > 1:
+    if extra_in_flight == AUTO:
         most = most_extra(make, lambda programs: costs.fit(spans, there(programs)))
+    known = ("fingerprint", "input_shapes", "input_dtypes", "signature", "leaves")
     return Plan(
-        stages=tuple(decided),
+        stages=tuple(costs.stage(*span, place, ranks=(rank,), **held) for span, place, rank in spans),
         schedule=schedule,
         micro_batches=micro_batches,
         extra_in_flight=extra,
@@ -146,6 +131,29 @@ def partition(
         asked=asked,
         **{name: getattr(profile, name) for name in known},
     )
+
+
+def _check_arguments(
+    profile: object, codec: object, extra_in_flight: object, optimizer_state: object
+) -> None:
+    if not isinstance(profile, Profile):
+        raise PlanError(
+            f"partition takes what measure(graph, example) returned, found a {type(profile).__name__}; "
+            "measure first"
+        )
+    check_name(codec)
+    if extra_in_flight != AUTO:
+        _check_counts(least=0, extra_in_flight=extra_in_flight)
+    state = 0 if optimizer_state is None else optimizer_state
+    if not isinstance(state, int | float) or not state >= 0:
+        raise PlanError(
+            f"optimizer_state is a number of bytes for each byte of parameters, found {state!r}; "
+            "use 0 or more, or leave it out"
+        )
+
+
+def _count(extra_in_flight: int | str) -> int:
+    return extra_in_flight if isinstance(extra_in_flight, int) else 0
 
 
 def _check_counts(*, least: int = 1, **counts: object) -> None:

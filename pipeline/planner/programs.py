@@ -22,8 +22,11 @@ def step_programs(plan: Plan) -> Programs:
     return schedule(plan.stages_of_rank, plan.micro_batches, extra_in_flight=plan.extra_in_flight)
 
 
-def endless_programs(layout: Layout, *, schedule: str, micro_batches: int, more: int) -> Programs:
-    """The programs of a stream from an empty pipeline to an empty one: ``more`` batches than fill it."""
+def endless_programs(
+    layout: Layout, schedule: str, micro_batches: int, *, more: int = 2, extra_in_flight: int = 0
+) -> Programs:
+    """The programs of a stream from an empty pipeline to an empty one: ``more`` batches than fill it. What is
+    in flight decides who reads which weights, so that nothing ``extra`` is."""
     num_stages = sum(map(len, layout))
     ends = [micro_batches * (i + 1) for i in range(filling(num_stages, micro_batches) + more)]
     fed = StreamState(num_stages=num_stages, each=schedule == STREAM, ends=tuple(ends))

@@ -152,7 +152,7 @@ def _words(row: Row, torch: Row) -> dict[str, str]:
         "link": row["link"],
         "side": row["side"] if ours else "torch 1F1B",
         "codec": row["codec"] if ours else "-",
-        "in flight": f"+{row['flew']}{' auto' * (row['extra_in_flight'] == AUTO)}" if ours else "-",
+        "in flight": _in_flight(row) if ours else "-",
         "samples/s": f"{row['samples_per_second']:.1f}",
         "x torch": f"{row['speedup']:.2f}",
         "pairs": spread(row["speedup_of_pairs"]) if ours else "-",
@@ -162,6 +162,11 @@ def _words(row: Row, torch: Row) -> dict[str, str]:
     times = {key: "-" if (value := row[f"ratio_{key}"]) is None else f"{value:.2f}x" for key in _RATIOS}
     sent = {f"{way} sent": f"{show_bytes(row[f'bytes_sent_{way}'])} ({times[way]})" for way in DIRECTIONS}
     return words | sent | {"slower way": times["slower_direction"]}
+
+
+def _in_flight(row: Row) -> str:
+    asked = row["extra_in_flight"]
+    return f"+{row['flew']} auto" if asked == AUTO else f"+{asked}"
 
 
 _RATIOS = (*DIRECTIONS, "slower_direction")
