@@ -28,13 +28,13 @@ def act(what, errors, which):
         raise TransportError("a neighbour waited for the gradient of micro-batch 3")
     while not list(errors.glob("*.json")):
         time.sleep(0.01)
-    time.sleep(0.5)  # the launcher has seen the other one's end
+    if what == "stop":  # at once: it is seen when all are told to end, which it must not hear before
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.2)  # the launcher has seen the other one's end, and gives the others two seconds
     if what == "be killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "leave":
         os._exit(7)
-    if what == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
     if what == "exit":
         raise SystemExit(3)
     if what == "raise":
