@@ -183,24 +183,28 @@ class Auto:
         self.seconds = [[] for _ in self.contenders]
 
     def _best(self, others: Others, prices: Prices, *, start: Choice) -> Setting:
-        """What is predicted to be best; one more in flight takes memory, so it must be ``WORTH`` that."""
+        """What is predicted to be best; packing, and one more in flight, must be ``WORTH`` its price."""
         found: list[tuple[float, Setting]] = []
+        plain: Choice = dict.fromkeys(start, "raw")
         for extra in self.extras:
             messages = others(extra)
-            codecs = choose(messages, prices, start=start) if self.searches else start
-            seconds = predict(messages, prices, codecs)
-            if not found or seconds < WORTH * found[-1][0]:
-                found.append((seconds, Setting(codecs, extra)))
+            for codecs in [plain, choose(messages, prices, start=start)] if self.searches else [start]:
+                seconds = predict(messages, prices, codecs)
+                if not found or seconds < WORTH * found[-1][0]:
+                    found.append((seconds, Setting(codecs, extra)))
         return found[-1][1]
 
     def _note(self, seconds: float) -> None:
-        """Note a contender's step; after the last, the first stays unless another is clearly faster."""
+        """Note a contender's step; after the last, the first stays unless another is clearly faster: each of
+        its steps than each of the first's, as neighbours on a machine slow single steps."""
         self.seconds[self._turn].append(seconds)
         if sum(map(len, self.seconds)) < ROUNDS * len(self.contenders):
             return
-        mine = [statistics.median(column) for column in self.seconds]
-        medians = [max(column) for column in zip(*self.world.all_gather_json(mine), strict=True)]
-        fastest = min(range(len(medians)), key=lambda i: medians[i] if i == 0 else medians[i] / WORTH)
+        of_ranks = self.world.all_gather_json(self.seconds)
+        runs = [[max(step) for step in zip(*rows, strict=True)] for rows in zip(*of_ranks, strict=True)]
+        medians = [*map(statistics.median, runs)]
+        clear = [i for i, run in enumerate(runs) if i == 0 or max(run) < WORTH * min(runs[0])]
+        fastest = min(clear, key=medians.__getitem__)
         rows = zip(self.contenders.items(), self.predictions, medians, strict=True)
         self.turns = tuple(
             Turn(name=name, extra=setting.extra, predicted=predicted, measured=measured, stayed=i == fastest)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...compression.errors import ConfigError, TransportError
+from ...compression.names import AUTO
 from ...conf.bench import BenchPipelineConfig
 from ...pipeline.planner.partition import partition
 from ...pipeline.ranks.launch import start_ranks
@@ -35,6 +36,7 @@ def plans_of(config: BenchPipelineConfig, entrants: Mapping[str, Entrant]) -> di
     Raises: PenstockError: an option does not fit, or the model cannot be cut so, by us or for torch's side.
     """
     job, plans = config.job(), {}
+    extra = AUTO if AUTO in config.extra_in_flight else config.extra_in_flight[0]
     samples = prepare(job)
     config.threads = job.threads
     build.optimizer(config.optimizer)
@@ -49,7 +51,7 @@ def plans_of(config: BenchPipelineConfig, entrants: Mapping[str, Entrant]) -> di
             ranks=config.ranks,
             schedule=entrant.schedule,
             micro_batches=config.micro_batches,
-            extra_in_flight=0 if entrant.stream else config.extra_in_flight[0],
+            extra_in_flight=0 if entrant.stream else extra,
             codec=config.codecs[0],
             weights=entrant.weights,
         )

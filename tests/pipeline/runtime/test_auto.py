@@ -102,6 +102,23 @@ def test_the_first_contender_stays_unless_another_is_clearly_faster(other, stays
     assert [turn.measured for turn in auto.turns] == [1.0, other]
 
 
+def test_one_slow_step_of_the_first_does_not_make_another_clearly_faster():
+    """Two of three steps beside a busy neighbour: the median alone would let the first go."""
+    auto = deciding([{DOWN: "exponent"}, {DOWN: "raw"}])
+    for first, other in ((1.0, 0.99), (1.5, 0.99), (1.5, 0.99)):
+        for seconds in (first, other):
+            auto.end(lambda extra: two_ranks(8), [], seconds)
+    assert auto.chosen == Setting({DOWN: "exponent"})
+
+
+@pytest.mark.parametrize(("bytes_left", "packs"), [(98.0, False), (60.0, True)])
+def test_what_hardly_pays_is_left(bytes_left, packs):
+    """On a link that takes as long as a forward; a step is much longer than what a frame saves of it."""
+    packed = {"zero_value": (bytes_left, 0.0, 0.0)}
+    found = contending(prices(40.0, masked=packed, **packed), codec="auto", parallel_extra=(0, 0))
+    assert (set(found["by price"].codecs.values()) != {"raw"}) == packs
+
+
 def test_names_become_policies():
     assert isinstance(policy_named("raw", world=World.alone(), deadline=1.0), Fixed)
     assert isinstance(policy_named("auto", world=World.alone(), deadline=1.0), Auto)
