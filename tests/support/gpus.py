@@ -14,6 +14,7 @@ import pytest
 import torch
 from tensors import assert_same
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.compression import gpu, gpu_launch
@@ -84,7 +85,7 @@ def assert_law(tensor: Tensor, device: str, codec: str = "zero_value") -> Tensor
     return expected
 
 
-class _Refusing(TorchDispatchMode):
+class _RefusingOperations(TorchDispatchMode):
     """Refuses operations whose result the host has to wait for, or that copy from its memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,11 +94,20 @@ class _Refusing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _RefusingCalls(TorchFunctionMode):
+    """Refuses what reads a tensor on the CPU without an operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        assert name not in ("tolist", "numpy"), f"the host waits for {name}"
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def no_waiting(device: str) -> Iterator[None]:
     """Raise where the host waits for the device: torch says so on a GPU, else what would wait is refused."""
     if device == "cpu":
-        with _Refusing():
+        with _RefusingCalls(), _RefusingOperations():
             yield
         return
     torch.cuda.set_sync_debug_mode("error")
