@@ -3,7 +3,8 @@
 Tensors without zeros still shrink by a third (bfloat16) or a sixth (float32), at the speed of a copy. Sign
 and mantissa travel as they are. Frequent exponents get a code of k bits; the code of k ones stands for all
 others, the escapes. The frequent ones of these get codes of k bits again, once more, and the rest are plain
-bytes. That is within a few per cent of the order-0 entropy of the exponents, and 64 are coded at once.
+bytes. That is within a few per cent of the order-0 entropy of the exponents, and 64 are coded at once. In
+float16 such a byte is the exponent and the three upper bits of the mantissa, which shrinks by 7 %.
 Little-endian, sections at multiples of 64 bytes, zeros between, n words padded to N, a multiple of 64::
 
     plan        u8 k of levels 1, 2 and 3, 13 zeros; per level 16 bytes: the exponent of each code, zeros
@@ -36,7 +37,7 @@ from .kernels.exponent_isa import GROUP, NUM_LEVELS, PLANS, TABLE_BYTES, escape
 from .raw import Packed, Raw
 from .zero_value import STREAM_BYTES
 
-_DTYPES = {torch.bfloat16: 16, torch.float32: 32}
+_DTYPES = {torch.float16: 16, torch.bfloat16: 16, torch.float32: 32}
 _PLAN_BYTES, _TABLES = 64, 16  # in bytes: the plan section, and where in it the tables are
 _SHORTEST = 1024  # words; what is shorter does not pay
 _RUNS = 128  # of 64 words each are counted
@@ -77,7 +78,7 @@ def layout(num_words: int, bits: int, k: int) -> Layout:
 
 
 class Exponent:
-    """Codes, remainders and tail as above for float32 and bfloat16; raw where that would not be shorter."""
+    """Codes, remainders and tail as above for floats of 32 or 16 bits; raw where that is not shorter."""
 
     name, dtypes = "exponent", FLOATS
 

@@ -103,7 +103,7 @@ def pack_on_device(
     Args:    tensor: dense in memory, its dimensions in any order.
              buffer: uint8 at a multiple of 64 on the same device, of at least ``frame_bytes`` bytes. It is
              the stream's until ``ready``.
-             codec: "zero_value", "narrow" or "raw"; another one would run on the host.
+             codec: one of ``gpu_words.KERNELS``; another one would run on the host.
              mask: a bitmap of the tensor's words, as in a payload: only the values at its set bits travel.
     Raises:  CodecError: the tensor has gaps, buffer or mask do not suit it, or no such kernels.
     """

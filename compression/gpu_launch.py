@@ -64,7 +64,7 @@ def pack_raw(words: Tensor, payload: Tensor, dtype: torch.dtype | None = None) -
     return facts
 
 
-def unpack_raw(payload: Tensor, out: Tensor) -> Tensor:
+def unpack_raw(payload: Tensor, out: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Copy ``payload`` to ``out``; returns the flag of no error."""
     out.view(torch.uint8).copy_(payload)
     return no_error(out.device)

@@ -42,7 +42,7 @@ def pack(words: Tensor, payload: Tensor, dtype: torch.dtype) -> Tensor:
     return facts
 
 
-def unpack(payload: Tensor, out: Tensor) -> Tensor:
+def unpack(payload: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     """Read integers back; returns int32 on the device: not 0 if the head contradicts the length."""
     loops, error, num_words, bits = kernels(_LOOPS), no_error(out.device), out.numel(), 8 * out.element_size()
     num_rows, num_packed = -(-out.nbytes // ROW_BYTES), (payload.numel() - HEAD_BYTES) // ROW_BYTES

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import gpu_narrow, gpu_zero_value
+from . import gpu_exponent, gpu_narrow, gpu_zero_value
 from .errors import CodecError
 from .geometry import Words
 from .gpu_launch import at_64, empty, no_error, pack_raw, unpack_raw
@@ -23,12 +23,22 @@ class GpuKernels(NamedTuple):
     """A codec on a device; neither side waits."""
 
     pack: Callable[[Tensor, Tensor, torch.dtype], Tensor]  # (words, payload, dtype) -> facts
-    unpack: Callable[[Tensor, Tensor], Tensor]  # (payload, out) -> flag of an error
+    unpack: Callable[[Tensor, Tensor, torch.dtype], Tensor]  # (payload, out, dtype) -> flag of an error
+    # (words, payload, mask, dtype) -> facts, (payload, out, mask, dtype) -> flag of an error
+    pack_masked: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor] = gpu_zero_value.pack_masked
+    unpack_masked: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor] = gpu_zero_value.unpack_masked
 
 
 KERNELS = {
     "raw": GpuKernels(pack_raw, unpack_raw),
     "zero_value": GpuKernels(gpu_zero_value.pack, gpu_zero_value.unpack),
+    "exponent": GpuKernels(gpu_exponent.pack, gpu_exponent.unpack),
+    "zero_value+exponent": GpuKernels(
+        gpu_exponent.pack_combined,
+        gpu_exponent.unpack_combined,
+        gpu_exponent.pack_masked,
+        gpu_exponent.unpack_masked,
+    ),
     "narrow": GpuKernels(gpu_narrow.pack, gpu_narrow.unpack),
 }
 
@@ -43,27 +53,33 @@ def pack(codec: str, words: Tensor, payload: Tensor, dtype: torch.dtype, mask: T
     """
     if not words.numel():
         return pack_raw(words, payload)
-    if mask is not None:
-        facts = gpu_zero_value.pack_masked(words, payload, at_64(mask))
-        return facts if codec in KERNELS else _pack_values_on_host(codec, facts, words, payload, dtype)
     if codec in KERNELS:
-        return KERNELS[codec].pack(words, payload, dtype)
-    return _pack_on_host(codec, words, payload, dtype)
+        own = KERNELS[codec]
+        if mask is None:
+            return own.pack(words, payload, dtype)
+        return own.pack_masked(words, payload, at_64(mask), dtype)
+    if mask is None:
+        return _pack_on_host(codec, words, payload, dtype)
+    facts = gpu_zero_value.pack_masked(words, payload, at_64(mask))
+    return _pack_values_on_host(codec, facts, words, payload, dtype)
 
 
 def unpack(codec: str, payload: Tensor, out: Tensor, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
     """Undo ``pack`` for a payload of a length that fits.
 
     Returns: int32 on the device: not 0 if the payload contradicts itself.
+    Raises:  CodecError: no payload of this codec has this dtype.
     """
-    if mask is not None:
-        if codec not in KERNELS:
-            payload = _unpack_values_on_host(codec, payload, out, dtype, mask)
-        return gpu_zero_value.unpack(at_64(payload), out, mask=at_64(mask))
     if codec in KERNELS:
-        return KERNELS[codec].unpack(at_64(payload), out)
-    _unpack_on_host(codec, payload, out, dtype)
-    return no_error(out.device)
+        own = KERNELS[codec]
+        if mask is None:
+            return own.unpack(at_64(payload), out, dtype)
+        return own.unpack_masked(at_64(payload), out, at_64(mask), dtype)
+    if mask is None:
+        _unpack_on_host(codec, payload, out, dtype)
+        return no_error(out.device)
+    values = _unpack_values_on_host(codec, payload, out, dtype, mask)
+    return gpu_zero_value.unpack(values, out, mask=at_64(mask))
 
 
 def _pack_on_host(codec: str, words: Tensor, payload: Tensor, dtype: torch.dtype) -> Tensor:

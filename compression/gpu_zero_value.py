@@ -24,9 +24,17 @@ _SUMMED = 4096  # 64-bit words of a bitmap for one program
 
 
 def pack(
-    words: Tensor, payload: Tensor, dtype: torch.dtype | None = None, *, num_warps: int | None = None
+    words: Tensor,
+    payload: Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    apart: Tensor | None = None,
+    num_warps: int | None = None,
 ) -> Tensor:
-    """Write bitmap, offsets and values; raw where ``ZeroValue`` goes raw, decided on the device."""
+    """Write bitmap, offsets and values; raw where ``ZeroValue`` goes raw, decided on the device.
+
+    Args:    apart: as many words, where values, or words as they are, go instead.
+    """
     parts, num_words, num_bytes = sections(words.numel()), words.numel(), words.nbytes
     if parts.values >= num_bytes:
         return pack_raw(words, payload)
@@ -34,7 +42,7 @@ def pack(
     launch = options(num_warps or NUM_WARPS[words.element_size()], BLOCK=BLOCK)
     bitmap = payload[: parts.offsets].view(torch.int32)
     offsets = payload[parts.offsets : parts.values].view(torch.int64)
-    values = payload[parts.values : num_bytes].view(words.dtype)
+    values = payload[parts.values : num_bytes].view(words.dtype) if apart is None else apart
     counts = torch.empty(parts.num_blocks, dtype=torch.int64, device=words.device)
     loops.count_words[grid](words, bitmap, counts, num_words, len(bitmap), **launch)
     torch.cumsum(counts, 0, out=offsets[: parts.num_blocks])
@@ -44,12 +52,19 @@ def pack(
     sizes = (parts.num_blocks, whole, head, num_samples, num_bytes, parts.values, num_pad)
     constants = options(1, BLOCK=BLOCK, WORD_BYTES=words.element_size(), MOST=_MOST, NUMBER=_NUMBER)
     loops.decide[(1,)](counts, offsets, facts, *sizes, **constants)
-    as_they_are = payload[:num_bytes].view(words.dtype)
+    as_they_are = payload[:num_bytes].view(words.dtype) if apart is None else apart
     loops.compact[grid](words, bitmap, offsets, facts, values, as_they_are, num_words, **launch)
     return facts
 
 
-def pack_masked(words: Tensor, payload: Tensor, mask: Tensor, *, num_warps: int | None = None) -> Tensor:
+def pack_masked(
+    words: Tensor,
+    payload: Tensor,
+    mask: Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    num_warps: int | None = None,
+) -> Tensor:
     """Write the words at the set bits of ``mask``, zeros among them; all bits set is raw."""
     parts, num_words = sections(words.numel()), words.numel()
     loops, facts = kernels(_LOOPS), new_facts(words.device)
@@ -65,21 +80,30 @@ def pack_masked(words: Tensor, payload: Tensor, mask: Tensor, *, num_warps: int 
 
 
 def unpack(
-    payload: Tensor, out: Tensor, *, mask: Tensor | None = None, num_warps: int | None = None
+    payload: Tensor,
+    out: Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    mask: Tensor | None = None,
+    apart: Tensor | None = None,
+    error: Tensor | None = None,
+    num_warps: int | None = None,
 ) -> Tensor:
     """Read bitmap, offsets and values, or values alone by ``mask``, whatever their bytes hold.
 
+    Args:    apart: where values are that do not stand in the payload; behind them there may be others.
+             error: a flag to set instead of a new one.
     Returns: int32 on the device: not 0 if bitmap, offsets and length contradict each other.
     """
     num_words, parts = out.numel(), sections(out.numel())
+    error = no_error(out.device) if error is None else error
     if mask is None:
         bitmap = payload[: parts.offsets].view(torch.int32)
-        offsets = payload[parts.offsets : parts.values].view(torch.int64)
-        values = payload[parts.values :].view(out.dtype)
+        offsets, start = payload[parts.offsets : parts.values].view(torch.int64), parts.values
     else:
-        bitmap, offsets, values = mask.view(torch.int32), _ends(mask, out), payload.view(out.dtype)
-    error = no_error(out.device)
-    launch = options(num_warps or NUM_WARPS[out.element_size()], BLOCK=BLOCK)
+        bitmap, offsets, start = mask.view(torch.int32), _ends(mask, out), 0
+    values = payload[start:].view(out.dtype) if apart is None else apart
+    launch = options(num_warps or NUM_WARPS[out.element_size()], BLOCK=BLOCK, EXACT=apart is None)
     sizes = (len(values), num_words, parts.num_blocks)
     kernels(_LOOPS).expand[(parts.num_blocks,)](bitmap, offsets, values, out, error, *sizes, **launch)
     return error
@@ -97,8 +121,8 @@ def checksum_of(bitmap: Tensor, num_words: int) -> Tensor:
 
 
 def num_values(mask: Tensor, words: Tensor) -> Tensor:
-    """The set bits of the bitmap of ``words``, int64 on its device."""
-    return _ends(mask, words)[-1]
+    """The set bits of the bitmap of ``words``, one int64 on its device."""
+    return _ends(mask, words)[-1:]
 
 
 def _ends(mask: Tensor, words: Tensor) -> Tensor:
@@ -108,3 +132,8 @@ def _ends(mask: Tensor, words: Tensor) -> Tensor:
     rows = mask.view(torch.int32)
     kernels(_LOOPS).count_bits[(num_blocks,)](rows, counts, num_words, **options(1, BLOCK=BLOCK))
     return torch.cumsum(counts, 0)
+
+
+def unpack_masked(payload: Tensor, out: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Read values alone by ``mask``; returns as ``unpack``."""
+    return unpack(payload, out, mask=mask)

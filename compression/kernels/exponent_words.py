@@ -9,7 +9,7 @@ from __future__ import annotations
 from .exponent_isa import BYTES, GROUP, same, vector
 
 _AHEAD = 2048  # bytes to prefetch ahead
-_GOLDEN = 0x9E3779B97F4A7C15  # of 2^64: its multiples fall evenly, and with no pattern of a tensor
+GOLDEN = 0x9E3779B97F4A7C15  # of 2^64: its multiples fall evenly, and with no pattern of a tensor
 _HALVES = f"<{GROUP} x i16>"
 
 
@@ -128,7 +128,7 @@ entry:
   br label %run
 run:
   %r = phi i64 [0, %entry], [%r.next, %counted]
-  %fraction = mul i64 %r, {_GOLDEN}
+  %fraction = mul i64 %r, {GOLDEN}
   %fraction.wide = zext i64 %fraction to i128
   %places.wide = zext i64 %places to i128
   %scaled = mul i128 %fraction.wide, %places.wide

@@ -146,17 +146,23 @@ def compact(words, bitmap, offsets, facts, values, payload, num_words, BLOCK: tl
 
 
 @triton.jit
-def expand(bitmap, offsets, values, out, error, num_values, num_words, num_blocks, BLOCK: tl.constexpr):
+def expand(
+    bitmap, offsets, values, out, error, num_values, num_words, num_blocks,
+    BLOCK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
     """Read a block back. Where bitmap, offsets and number of values disagree, read nothing and set ``error``.
 
     All programs that find an error store the same number: no atomics.
+
+    Args:    EXACT: whether there are ``num_values`` values, or only room for them.
     """
     block = tl.program_id(0).to(tl.int64)
     found, bits = bits_of_block(bitmap, block, num_words, BLOCK)
     start, end = start_of_block(offsets, block), tl.load(offsets + block)
     count = tl.sum(ones_of(bits), axis=0)
     sound = (start >= 0) & (start <= end) & (end <= num_values) & (end - start == count)
-    sound = sound & ((block < num_blocks - 1) | (end == num_values))
+    if EXACT:
+        sound = sound & ((block < num_blocks - 1) | (end == num_values))
     # As on the CPU: no bit beyond the last element in its own byte; padding bytes are not looked at.
     row = block * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
     in_use = low_bits((num_words - row * 32 + 7) // 8 * 8)

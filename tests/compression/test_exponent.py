@@ -15,7 +15,7 @@ from penstock.compression.kernels import exponent_cpu, jit
 from penstock.compression.raw import Packed
 from penstock.compression.zero_value import STREAM_BYTES
 
-BITS = {torch.bfloat16: 16, torch.float32: 32}
+BITS = {torch.float16: 16, torch.bfloat16: 16, torch.float32: 32}
 
 
 @pytest.fixture(params=jit.host_isas())
@@ -151,7 +151,7 @@ def test_a_payload_that_contradicts_itself_is_refused() -> None:
         with pytest.raises(CodecError, match=match):
             unpack(codec, placed(data), num_words, dtype)
 
-    refused(r"torch.float16 and \(2, 2, 2\)", dtype=torch.float16)
+    refused(r"torch.int16 and \(2, 2, 2\)", dtype=torch.int16)
     refused("agree", payload[:-1])
     refused("agree", np.append(payload, np.uint8(0)))
     refused("agree", payload[:3])
@@ -170,3 +170,14 @@ def test_payloads_are_bounded_before_memory_is_taken() -> None:
     assert not codec.fits(4096, 16, 8192)
     assert not codec.fits(4096, 64, 5000)
     assert codec.fits(4096, 16, 5600)
+
+
+def test_half_precision_shrinks_by_its_upper_byte(codec: Exponent) -> None:
+    """Five bits of exponent and three of mantissa, and every special number."""
+    halves = torch.randn(1 << 16).half()
+    halves[:4] = torch.tensor([-0.0, float("nan"), float("inf"), 6e-8])
+    words = halves.view(torch.int16).numpy()
+    packed, payload = pack(codec, placed(words), torch.float16)
+    assert words.nbytes / packed.num_bytes > 1.07
+    back = unpack(codec, placed(payload), len(words), torch.float16)
+    np.testing.assert_array_equal(back.view(np.int16), words)

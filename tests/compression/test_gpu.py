@@ -7,7 +7,6 @@ take CPU tensors.
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gpus import DEVICE, INTERPRETED, assert_law, compile_all, moved, run_interpreted
 from guarded import guarded
 from tensors import assert_same, laid_out
 from torch import Tensor
@@ -31,9 +31,6 @@ from penstock.scripts.bench.gpu import main, shown
 from penstock.scripts.bench.gpu_cases import case, tensors
 
 pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-DEVICE = "cpu" if INTERPRETED else pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])
 pytestmark = pytest.mark.filterwarnings("ignore:B?Complex.* support is experimental")
 WIDTHS = (torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128)
 LENGTHS = (0, 1, 31, 32, 33, 4095, 4096, 4097, 8999)
@@ -48,32 +45,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_the_laws_hold_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
-
-
-def moved(tensor: Tensor, device: str) -> Tensor:
-    """``tensor`` on ``device``, in a storage where it lies as in its own."""
-    source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    storage, first = source.to(device).untyped_storage(), int(tensor.storage_offset())
-    empty = torch.empty(0, dtype=torch.uint8, device=device).view(tensor.dtype)
-    return empty.set_(storage, first, tensor.size(), tensor.stride())
-
-
-def assert_law(tensor: Tensor, device: str, codec: str = "zero_value") -> None:
-    """The CPU's bytes, and the same tensor back from them."""
-    expected, there = encode(tensor, codec), moved(tensor, device)
-    frame = gpu.encode(there, codec)
-    assert frame.device == there.device
-    assert torch.equal(frame.cpu(), expected)
-    back, twin = gpu.decode(expected.to(device)), decode(expected)
-    assert back is not None
-    assert twin is not None
-    assert back.device == there.device
-    assert_same(moved(back, "cpu"), twin)
+    run_interpreted(__file__)
 
 
 @pytest.mark.parametrize("dtype", WIDTHS, ids=str)
@@ -348,31 +320,16 @@ KERNELS = {
 def test_kernels_compile_where_there_is_no_gpu(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For an H100 or H200, as the interpreter takes more than the compiler does."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     loops = gpu_launch.kernels(module)
     types = dict.fromkeys(("words", "values", "payload", "out", "bitmap", "error"), "*i32")
     types |= dict.fromkeys(("counts", "offsets", "facts", "partial", "lows", "highs", "head"), "*i64")
     constants = {"BLOCK": BLOCK, "TILE": 1024, "ROWS": 64, "BITS": 32, "LANES": 16, "FLIP": 0, "MOST": 32}
-    constants |= {"WORD_BYTES": 4, "NUMBER": 1, "WIDE": getattr(loops, "WIDE", {32: None})[32]}
+    constants |= {"WORD_BYTES": 4, "NUMBER": 1, "WIDE": getattr(loops, "WIDE", {32: None})[32], "EXACT": True}
     for name in KERNELS[module].split():
-        kernel = getattr(loops, name)
-        types["bitmap"] = "*i64" if name == "checksum" else "*i32"
-        if "WORD" in kernel.arg_names:
-            constants["WORD"] = (loops.SIGNED if name == "range_of_words" else loops.UNSIGNED)[32]
-        for size in ("i32", "i64"):
-            kinds = {
-                arg: "constexpr" if arg in constants else types.get(arg, size) for arg in kernel.arg_names
-            }
-            given = {(kernel.arg_names.index(arg),): constants[arg] for arg in kinds if arg in constants}
-            made = triton.compile(
-                ASTSource(kernel, kinds, given), GPUTarget("cuda", 90, 32), gpu_launch.options(4)
-            )
-            assert made.asm["cubin"]
+        own = types | ({"bitmap": "*i64"} if name == "checksum" else {})
+        words = getattr(loops, "SIGNED" if name == "range_of_words" else "UNSIGNED", {32: None})[32]
+        compile_all(module, [name], own, constants | {"WORD": words})
 
 
 def test_every_route_of_the_bench_brings_back_its_words(device: str) -> None:

@@ -1,0 +1,235 @@
+"""The exponent loops in Triton: one program per block of 4,096 words, the same bytes as the CPU's.
+
+The plan depends on the data, so it is chosen on the device too, and what it decides, the bits of a code above
+all, is a number there and no constant of a kernel. Exponents are ranked once: which level an exponent has its
+code in, and which code, are comparisons of its rank. Escapes are compacted into lists, which the next launch
+reads: so no thread waits for what another one stores.
+
+Only ``compression/gpu_exponent.py`` imports this module, inside functions: Triton is not on every machine.
+"""
+
+# Triton's compiler reads these functions; to Python their numbers are of no type.
+# pyright: reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .. import frame
+from . import exponent_isa
+from .gpu_zero_value import low_bits, ones_of
+
+BLOCK, GROUP = tl.constexpr(frame.BLOCK), tl.constexpr(exponent_isa.GROUP)
+TABLE_BYTES = tl.constexpr(exponent_isa.TABLE_BYTES)
+PLAN_BYTES = tl.constexpr(64)  # of a payload's first section; behind it the rank of each exponent, in a book
+ROWS, LANES = (
+    tl.constexpr(frame.BLOCK // 8),
+    tl.constexpr(8),
+)  # a block as eights, whose codes are whole bytes
+# Where in a state: the number of words, where in the payload they go, the codec's number, k of each level.
+NUMBER, START, CODEC, BITS_OF_CODES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.jit
+def up_to_groups(num):
+    """``num`` rounded up to a multiple of 64."""
+    return (num + (GROUP - 1)) // GROUP * GROUP
+
+
+@triton.jit
+def escape(k):
+    """The code of ``k`` bits that stands for no exponent, and how many do for one."""
+    return (1 << k) - 1
+
+
+@triton.jit
+def plan_of(state):
+    """The bits of a code of each level."""
+    at = state + BITS_OF_CODES
+    return tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32), tl.load(at + 2).to(tl.int32)
+
+
+@triton.jit
+def sections_of(number, k, BITS: tl.constexpr):
+    """``exponent.layout``: ends of codes and offsets, beginnings of remainders, offsets and tail."""
+    padded = up_to_groups(number)
+    codes_end = PLAN_BYTES + padded * k // 8
+    remainders = up_to_groups(codes_end)
+    offsets = remainders + padded * (BITS // 8 - 1)
+    offsets_end = offsets + 8 * ((number + (BLOCK - 1)) // BLOCK)
+    return codes_end, remainders, offsets, offsets_end, up_to_groups(offsets_end)
+
+
+@triton.jit
+def tail_bytes(n1, n2, n3, k2, k3):
+    """The length of a block's tail, by the escapes of each level."""
+    return 8 + up_to_groups(n1) * k2 // 8 + up_to_groups(n2) * k3 // 8 + n3
+
+
+@triton.jit
+def eights():
+    """Where each of a block's words, codes or escapes stands in it: [512, 8]."""
+    return tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+
+
+@triton.jit
+def words_of_block(number, at):
+    """How many of ``number`` words stand in the block that begins ``at`` one of them, in 32 bits."""
+    return tl.minimum(tl.maximum(number - at, 0), BLOCK).to(tl.int32)
+
+
+@triton.jit
+def turned(word, BITS: tl.constexpr):
+    """Words turned left by a bit, in 32 bits: the exponent is the highest byte."""
+    if BITS == 16:
+        x = word.to(tl.uint16, bitcast=True).to(tl.uint32)
+        x = ((x << 1) | (x >> 15)) & 0xFFFF
+    else:
+        x = word.to(tl.uint32, bitcast=True)
+        x = (x << 1) | (x >> 31)
+    return x
+
+
+@triton.jit
+def places_of(used):
+    """How many of a block's ``used`` stand before each, and how many there are."""
+    lane = tl.arange(0, LANES)
+    bits = tl.sum(used.to(tl.uint32) << lane[None, :].to(tl.uint32), axis=1).to(tl.uint32)
+    ones = ones_of(bits)
+    before = tl.cumsum(ones, axis=0) - ones
+    place = before[:, None] + ones_of(bits[:, None] & low_bits(lane)[None, :])
+    return place, tl.sum(ones, axis=0)
+
+
+@triton.jit
+def ranks_of(words, book, number, BITS: tl.constexpr):
+    """The words of this program's block, turned, and the ranks of their exponents; 0 for what is padding."""
+    at, j = tl.program_id(0).to(tl.int64) * BLOCK, eights()
+    inside = j < words_of_block(number, at)
+    x = turned(tl.load(words + at + j, mask=inside, other=0), BITS)
+    rank = tl.load(book + PLAN_BYTES + (x >> (BITS - 8)), mask=inside, other=0).to(tl.int32)
+    return x, rank
+
+
+@triton.jit
+def store_codes(to, codes, k, num_codes):
+    """Write a block's codes of ``k`` bits; ``num_codes``, a multiple of 8, says how many there are."""
+    shift = (tl.arange(0, LANES)[None, :] * k).to(tl.uint32)
+    # The codes of eight are disjoint bits, so their sum is their union.
+    eight = tl.sum(codes.to(tl.uint32) << shift, axis=1).to(tl.uint32)
+    row, place = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :]
+    found = ((eight[:, None] >> (8 * place).to(tl.uint32)) & 255).to(tl.uint8)
+    tl.store(to + row * k + place, found, mask=(row * LANES < num_codes) & (place < k))
+
+
+@triton.jit
+def load_codes(payload, at, k, num_codes):
+    """Undo ``store_codes``, from byte ``at``, and read no other byte; 0 for what is none."""
+    j = eights()
+    bit = j * k
+    shift, start, inside = bit % 8, payload + at + bit // 8, j < num_codes
+    low = tl.load(start, mask=inside, other=0).to(tl.int32)
+    high = tl.load(start + 1, mask=inside & (shift + k > 8), other=0).to(tl.int32)
+    return ((low | (high << 8)) >> shift) & escape(k)
+
+
+@triton.jit
+def list_escapes(words, state, book, codes2, codes3, heads, lengths, BITS: tl.constexpr):
+    """Write the codes of a block's escapes, level 2 and 3, each to its list, and the length of the tail."""
+    block = tl.program_id(0).to(tl.int64)
+    k1, k2, k3 = plan_of(state)
+    number = tl.where(k1 == 0, 0, tl.load(state + NUMBER))
+    _, rank = ranks_of(words, book, number, BITS)
+    second = tl.where(k1 == 0, -1, rank - escape(k1))  # nothing escapes where no plan pays
+    third = second - escape(k2)
+    place2, n1 = places_of(second >= 0)
+    place3, n2 = places_of(third >= 0)
+    n3 = tl.sum(tl.sum((third >= escape(k3)).to(tl.int32), axis=1), axis=0)
+    at = block * BLOCK
+    tl.store(codes2 + at + place2, tl.minimum(second, escape(k2)).to(tl.uint8), mask=second >= 0)
+    tl.store(codes3 + at + place3, tl.minimum(third, escape(k3)).to(tl.uint8), mask=third >= 0)
+    tl.store(heads + block, n1 | (n2.to(tl.int64) << 16) | (n3.to(tl.int64) << 32))
+    tl.store(lengths + block, tl.where(at < number, tail_bytes(n1, n2, n3, k2, k3), 0))
+
+
+@triton.jit
+def write_words(
+    words, state, book, codes2, codes3, heads, ends, facts, payload, as_they_are, BITS: tl.constexpr
+):  # fmt: skip
+    """Write all of a block, or its words as they are where they would not be shorter; the first also facts.
+
+    Args:    ends: where the tail of each block ends. payload, as_they_are: one memory, as bytes and as words.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    number, begin, k1 = tl.load(state + NUMBER), tl.load(state + START), tl.load(state + BITS_OF_CODES)
+    num_blocks, num_bytes = (number + (BLOCK - 1)) // BLOCK, number * (BITS // 8)
+    _, _, _, _, tail = sections_of(number, k1, BITS)
+    packed = tail + tl.load(ends + num_blocks - 1, mask=num_blocks > 0, other=0)
+    raw = (k1 == 0) | (packed >= num_bytes)
+    if block == 0:
+        tl.store(facts, begin + tl.where(raw, num_bytes, packed))
+        tl.store(facts + 1, tl.load(state + CODEC), mask=raw == 0)
+    at, j = block * BLOCK, eights()
+    if raw:
+        inside = j < words_of_block(number, at)
+        word = tl.load(words + at + j, mask=inside, other=0)
+        tl.store(as_they_are + begin // (BITS // 8) + at + j, word, mask=inside)
+    elif block < num_blocks:
+        if block == 0:
+            write_plan(payload + begin, state, book, BITS)
+        write_block(words, state, book, payload + begin, ends, BITS)
+        write_tail(state, codes2 + at, codes3 + at, tl.load(heads + block), payload + begin, ends, BITS)
+
+
+@triton.jit
+def write_plan(payload, state, book, BITS: tl.constexpr):
+    """The plan and the zeros between sections."""
+    j = tl.arange(0, GROUP)
+    number, k1 = tl.load(state + NUMBER), tl.load(state + BITS_OF_CODES)
+    codes_end, remainders, _, offsets_end, tail = sections_of(number, k1, BITS)
+    tl.store(payload + j, tl.load(book + j))
+    zeros = tl.zeros([GROUP], tl.uint8)
+    tl.store(payload + codes_end + j, zeros, mask=codes_end + j < remainders)
+    tl.store(payload + offsets_end + j, zeros, mask=offsets_end + j < tail)
+
+
+@triton.jit
+def write_block(words, state, book, payload, ends, BITS: tl.constexpr):
+    """A block's codes of level 1, its remainders, where its tail ends, and the plain escapes in that."""
+    block = tl.program_id(0).to(tl.int64)
+    number, (k1, k2, k3) = tl.load(state + NUMBER), plan_of(state)
+    _, remainders, offsets, _, tail = sections_of(number, k1, BITS)
+    x, rank = ranks_of(words, book, number, BITS)
+    at = block * BLOCK
+    here = words_of_block(up_to_groups(number), at)
+    store_codes(payload + PLAN_BYTES + at * k1 // 8, tl.minimum(rank, escape(k1)), k1, here)
+    j = eights()
+    group = payload + remainders + at * (BITS // 8 - 1) + j // GROUP * (GROUP * (BITS // 8 - 1))
+    lane, upper = j % GROUP, (x >> (BITS - 16)) & 255
+    if BITS == 32:
+        low = (group + 2 * lane).to(tl.pointer_type(tl.uint16))
+        tl.store(low, x.to(tl.uint16), mask=j < here)
+        group += 2 * GROUP
+    tl.store(group + lane, upper.to(tl.uint8), mask=j < here)
+    end = tl.load(ends + block)
+    tl.store((payload + offsets).to(tl.pointer_type(tl.int64)) + block, end)
+    plain = rank >= escape(k1) + escape(k2) + escape(k3)
+    place, n3 = places_of(plain)
+    tl.store(payload + tail + end - n3 + place, (x >> (BITS - 8)).to(tl.uint8), mask=plain)
+
+
+@triton.jit
+def write_tail(state, codes2, codes3, head, payload, ends, BITS: tl.constexpr):
+    """The numbers of escapes of a block, and their codes; ``codes2`` and ``codes3`` are its own lists."""
+    block, j = tl.program_id(0).to(tl.int64), eights()
+    k1, k2, k3 = plan_of(state)
+    _, _, _, _, tail = sections_of(tl.load(state + NUMBER), k1, BITS)
+    to = payload + tail + tl.load(ends + block - 1, mask=block > 0, other=0)
+    byte = tl.arange(0, 8)
+    tl.store(to + byte, ((head >> (8 * byte)) & 255).to(tl.uint8))
+    n1, n2 = (head & 65535).to(tl.int32), ((head >> 16) & 65535).to(tl.int32)
+    second = tl.load(codes2 + j, mask=j < n1, other=0)
+    store_codes(to + 8, second, k2, up_to_groups(n1))
+    third = tl.load(codes3 + j, mask=j < n2, other=0)
+    store_codes(to + 8 + up_to_groups(n1) * k2 // 8, third, k3, up_to_groups(n2))

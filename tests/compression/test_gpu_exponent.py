@@ -1,0 +1,286 @@
+"""The exponent codec on a GPU, alone and behind zero_value: the CPU's bytes, plans and refusals."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from gpus import DEVICE, INTERPRETED, assert_law, compile_all, moved, no_waiting, run_interpreted
+from guarded import guarded
+from tensors import assert_same
+from torch import Tensor
+
+from penstock.compression import gpu
+from penstock.compression.codec import decode, encode
+from penstock.compression.errors import CodecError
+from penstock.compression.exponent import Exponent, layout
+from penstock.compression.frame import BLOCK, MASKED, Header, frame_bytes, header_bytes, read_header, sections
+from penstock.compression.geometry import Words
+from penstock.compression.kernels.exponent_isa import PLANS
+from penstock.compression.masked import Bitmap, unpack_masked
+from penstock.compression.registry import ZERO_VALUE, codec_named
+
+pytest.importorskip("triton")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+BOTH = "zero_value+exponent"
+ROUNDS = 24 if INTERPRETED else 2000
+
+
+@pytest.fixture(params=[DEVICE])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_the_laws_hold_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("bits", [16, 32])
+def test_kernels_compile_where_there_is_no_gpu(
+    bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    bytes_at = ("payload", "book", "codes2", "codes3", "escapes")
+    integers_at = ("state", "facts", "heads", "lengths", "ends", "numbers")
+    types = dict.fromkeys(("words", "as_they_are", "out"), f"*i{bits}") | {"error": "*i32"}
+    types |= dict.fromkeys(bytes_at, "*u8") | dict.fromkeys(integers_at, "*i64")
+    constants = {"BITS": bits, "RUNS": 128, "SHORTEST": 1024, "PERCENT": 102}
+    compile_all("gpu_exponent_plan", ["choose_plan"], types, constants)
+    compile_all("gpu_exponent", ["list_escapes", "write_words"], types, constants)
+    compile_all("gpu_exponent_restore", ["restore_words"], types, constants)
+    for level in (3, 2):
+        own = types | {"out": "*u8"}
+        compile_all("gpu_exponent_restore", ["restore_escapes"], own, constants | {"LEVEL": level})
+
+
+def normal(num_words: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(num_words, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def random_bits(num_words: int, dtype: torch.dtype) -> Tensor:
+    num_bytes, source = num_words * dtype.itemsize, torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=source).view(dtype)
+
+
+def integers(tensor: Tensor) -> Tensor:
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def payload_of(frame: Tensor) -> Tensor:
+    return frame[header_bytes(len(read_header(frame).sizes)) :]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_number_of_words(dtype: torch.dtype, device: str) -> None:
+    codecs = set()
+    for num_words in (0, 1, 1023, 1024, 1025, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1501):
+        codecs.add(read_header(assert_law(normal(num_words, dtype), device, "exponent")).codec)
+    assert codecs == {"raw", "exponent"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_plan_and_every_bit(dtype: torch.dtype, device: str) -> None:
+    """Few exponents and many, special numbers with any bits, and what no plan shortens."""
+    plans, num_words, bits = set(), BLOCK + 333, 8 * dtype.itemsize
+    words = random_bits(num_words, dtype)
+    sixteenths = torch.arange(num_words) % 16 == 0
+    few = integers(words) & (1 << (bits - 8)) - 1  # small denormals
+    some = [integers(words) & (2 << (bits - 8 + n)) - 1 | 1 << (bits - 2) for n in (0, 1, 2)]
+    some.append(integers(words) & (1 << (bits - 9)) - 1 | torch.arange(num_words) % 3 << (bits - 9))
+    seldom = torch.where(sixteenths, integers(words), few)
+    special = integers(words) | ~((1 << (bits - 9)) - 1) & (1 << (bits - 1)) - 1  # infinities and NaN
+    tensors = [torch.zeros(num_words, dtype=dtype), torch.full((num_words,), -1.5, dtype=dtype), words]
+    tensors += [x.to(few.dtype).view(dtype) for x in (few, *some, seldom, special)]
+    tensors += [(normal(num_words, torch.float32) * normal(num_words, torch.float32, 1).exp() ** n).to(dtype)
+                for n in (1, 4)]  # fmt: skip
+    for tensor in tensors:
+        frame = assert_law(tensor, device, "exponent")
+        if read_header(frame).codec == "exponent":
+            plans.add(tuple(payload_of(frame)[:3].tolist()))
+    assert plans == set(PLANS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sample_that_misleads_is_found_out(dtype: torch.dtype, device: str) -> None:
+    """Noise but for the runs that are counted; a part is no noise, and so much of it that it pays again."""
+    codecs, num_words = [], 1 << 16
+    for quiet in (0, num_words // 2, num_words // 8 * 7):
+        words = integers(random_bits(num_words, dtype))
+        words[:quiet] = 1
+        for run in range(128):
+            place = (run * 0x9E3779B97F4A7C15 % (1 << 64)) * (num_words - 63) >> 64
+            words[place : place + 64] = 1
+        codecs.append(read_header(assert_law(words.view(dtype), device, "exponent")).codec)
+    assert codecs[0] == "raw"
+    assert codecs[-1] == "exponent"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_behind_zero_value_either_may_be_alone(dtype: torch.dtype, device: str) -> None:
+    codecs, num_words = set(), BLOCK + 1501
+    dense, noise = normal(num_words, dtype), random_bits(num_words, dtype)
+    shuffled = torch.rand(num_words, generator=torch.Generator().manual_seed(2))
+    for values, density in product((dense, noise), (0, 0.1, 0.5, 1)):
+        tensor = torch.where(shuffled < density, values, torch.zeros_like(values))
+        codecs.add(read_header(assert_law(tensor, device, BOTH)).codec)
+    assert codecs == {"raw", "zero_value", "exponent", BOTH}
+    for few in (0, 1, 64, 1000, 1500):
+        assert_law(dense[:few].relu(), device, BOTH)
+
+
+def test_zero_value_gives_up_on_a_sample(device: str) -> None:
+    """Values are packed from the words as they are, in the place of the bitmap."""
+    tensor = normal(64 * BLOCK + 99, torch.bfloat16)
+    assert read_header(assert_law(tensor, device, BOTH)).codec == "exponent"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_at_the_set_bits_of_a_mask(dtype: torch.dtype, device: str) -> None:
+    codecs, num_words = set(), BLOCK + 1501
+    for values, share in product((normal(num_words, dtype), random_bits(num_words, dtype)), (0.05, 0.6)):
+        kept = torch.rand(num_words, generator=torch.Generator().manual_seed(3)) < share
+        mask = encode(kept.to(dtype))
+        expected, there = encode(values, BOTH, mask=mask), moved(values, device)
+        assert torch.equal(gpu.encode(there, BOTH, mask=mask.to(device)).cpu(), expected)
+        back, twin = gpu.decode(expected.to(device), mask=mask.to(device)), decode(expected, mask=mask)
+        assert back is not None
+        assert twin is not None
+        assert_same(moved(back, "cpu"), twin)
+        assert read_header(expected).flags == MASKED
+        codecs.add(read_header(expected).codec)
+    assert codecs == {"zero_value", BOTH}
+
+
+def judged(header: Header, payload: Tensor, mask: Bitmap | None, out: Tensor) -> bool:
+    """Whether the CPU takes a payload; ``out`` is what it made of it."""
+    assert header.dtype is not None
+    words = Words(out.data_ptr(), out.numel(), 8 * out.element_size(), header.dtype)
+    try:
+        if mask is not None:
+            unpack_masked(payload.data_ptr(), len(payload), mask, words, ZERO_VALUE, Exponent())
+        else:
+            codec_named(header.codec).unpack(payload.data_ptr(), len(payload), words)
+    except CodecError:
+        return False
+    return True
+
+
+def places_to_damage(payload: Tensor, num_words: int, start: int, bits: int) -> list[range]:
+    """Where numbers stand that others rely on, in an exponent payload from byte ``start``, and all of it."""
+    parts = layout(num_words, bits, int(payload[start]))
+    tail = start + parts.tail
+    last = tail + int(
+        payload[start + parts.offsets :][: 8 * (num_words // BLOCK)].view(torch.int64)[-1:].sum()
+    )
+    numbers = (start, start + 16), (start + parts.offsets, tail), (tail, tail + 8), (last, last + 8)
+    codes = (start + 64, start + parts.codes_end), (tail, len(payload)), (last, len(payload))
+    return [range(*ends) for ends in (*numbers, *codes, (0, max(start, 64)), (0, len(payload)))]
+
+
+class Sample(NamedTuple):
+    """A frame to damage, and what it was made with."""
+
+    frame: Tensor
+    mask: Tensor | None
+    start: int  # of the exponent payload in the payload
+    num_words: int  # in that
+
+
+def sample(codec: str, dtype: torch.dtype, num_words: int, seed: int) -> Sample:
+    tensor = normal(num_words, dtype, seed)
+    if codec == "exponent":
+        return Sample(encode(tensor, codec), None, 0, num_words)
+    sparse = tensor.relu()
+    frame, count = encode(sparse, BOTH), int((sparse != 0).sum())
+    if codec == BOTH:
+        return Sample(frame, None, sections(num_words).values, count)
+    return Sample(encode(tensor.roll(1), BOTH, mask=frame), frame, 0, count)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("codec", ["exponent", BOTH, "masked"])
+def test_a_damaged_payload_is_judged_as_on_the_cpu(codec: str, dtype: torch.dtype, device: str) -> None:
+    """Payload and words end at unreadable pages, where there are pages."""
+    source, num_words, refused, bitmap, there = random.Random(0), BLOCK + 1536, 0, None, None
+    tries = (sample(codec, dtype, num_words, seed) for seed in range(1000))
+    frame, mask, start, count = next(one for one in tries if one.frame.numel() % 64 == 0)
+    header, payload = read_header(frame), payload_of(frame)
+    if mask is not None:
+        bitmap = Bitmap(payload_of(mask).data_ptr(), read_header(mask), header.checksum)
+        there = payload_of(mask)[: sections(num_words).offsets].to(device)
+    damaged, words = guarded(len(payload)), guarded(num_words * dtype.itemsize)
+    assert damaged.data_ptr() % 64 == 0  # or it would be read from a copy
+    twin = integers(torch.empty(num_words, dtype=dtype))
+    where = places_to_damage(payload, count, start, 8 * dtype.itemsize)
+    for i in range(ROUNDS):
+        damaged.copy_(payload)
+        for _ in range(source.randint(0 if i % 9 == 0 else 1, 2)):
+            damaged[source.choice(source.choice(where))] ^= source.choice([1, 128, source.randint(1, 255)])
+        if i % 4 == 3:  # escapes where there were none, perhaps more than the last block has bytes for
+            run = source.choice(where[4:7])
+            damaged[run.start + 8 : run.stop] |= source.choice([1, 16, 255])
+        out = integers(words.view(dtype)) if device == "cpu" else twin.to(device)
+        wrong = bool(gpu.unpack_on_device(header, damaged.to(device), out, mask=there))
+        assert wrong != judged(header, damaged, bitmap, twin)
+        assert wrong or torch.equal(out.cpu(), twin)
+        refused += wrong
+    assert ROUNDS // 3 < refused < ROUNDS
+
+
+def test_a_payload_of_another_length_or_dtype_is_refused(device: str) -> None:
+    tensor = normal(3000, torch.bfloat16)
+    for codec, values in (("exponent", tensor), (BOTH, tensor.relu())):
+        frame = encode(values, codec)
+        header, payload = read_header(frame), payload_of(frame)
+        start, least = (sections(3000).values, 40) if codec == BOTH else (0, 3600)
+        out = torch.empty(3000, dtype=torch.int16, device=device)
+        for wrong in (
+            payload[:-1],
+            payload[:-64],
+            payload[: start + least],
+            torch.cat([payload, payload[:9]]),
+        ):
+            said = header._replace(payload_bytes=len(wrong))
+            assert gpu.unpack_on_device(said, wrong.to(device), out).item() == 1
+        with pytest.raises(CodecError, match=r"floats of 32 or 16 bits, found torch\.int16"):
+            gpu.unpack_on_device(header._replace(dtype=torch.int16), payload.to(device), out)
+
+
+def test_nothing_is_written_behind_a_payload(device: str) -> None:
+    """The buffer ends at an unreadable page, and what was there behind the payload stays in front of it."""
+    tensor = normal(BLOCK + 1501, torch.float32)
+    for codec in ("exponent", BOTH):
+        for values in (tensor, tensor.relu(), random_bits(len(tensor), torch.float32)):
+            room = -(-frame_bytes(values.shape, values.dtype) // 64) * 64
+            buffer = guarded(room).fill_(85).to(device)
+            packed = gpu.pack_on_device(values.to(device), buffer, codec=codec)
+            frame = gpu.finish(packed, gpu.header_of(values))
+            assert torch.equal(frame.cpu(), encode(values, codec))
+            assert bool((buffer[len(frame) :] == 85).all())
+
+
+def test_nothing_waits(device: str) -> None:
+    tensor = normal(9000, torch.bfloat16).to(device)
+    sparse = tensor.relu()
+    mask = payload_of(encode(sparse.cpu()))[: sections(9000).offsets].to(device)
+    buffer = torch.empty(frame_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8, device=device)
+    for strict in (False, True):  # the first time kernels are compiled and loaded
+        for values, codec, bitmap in ((tensor, "exponent", None), (sparse, BOTH, None), (tensor, BOTH, mask)):
+            out = torch.empty(9000, dtype=torch.int16, device=device)
+            packed = gpu.pack_on_device(values, buffer, codec=codec, mask=bitmap)
+            frame = gpu.finish(packed, gpu.header_of(values))
+            assert read_header(frame.cpu()).codec == codec
+            header, payload = read_header(frame.cpu()), payload_of(frame).clone()
+            if strict:
+                with no_waiting(device):
+                    gpu.pack_on_device(values, buffer, codec=codec, mask=bitmap)
+                    gpu.unpack_on_device(header, payload, out, mask=bitmap)
+            assert not int(gpu.unpack_on_device(header, payload, out, mask=bitmap))
