@@ -254,6 +254,17 @@ def test_a_payload_of_another_length_or_dtype_is_refused(device: str) -> None:
             gpu.unpack_on_device(header._replace(dtype=torch.int16), payload.to(device), out)
 
 
+def test_values_too_few_for_a_plan_are_refused(device: str) -> None:
+    frame, mask, _, _ = sample("masked", torch.bfloat16, 5000, 0)
+    assert mask is not None
+    header, payload, bits = read_header(frame), payload_of(frame), payload_of(mask)[: sections(5000).offsets]
+    out = torch.empty(5000, dtype=torch.int16, device=device)
+    for length in (0, 1, 63, 64, 200, len(payload)):
+        said, wrong = header._replace(payload_bytes=length), payload[:length].to(device)
+        found = gpu.unpack_on_device(said, wrong, out, mask=bits.to(device)).item()
+        assert found == (length < len(payload))
+
+
 def test_nothing_is_written_behind_a_payload(device: str) -> None:
     """The buffer ends at an unreadable page, and what was there behind the payload stays in front of it."""
     tensor = normal(BLOCK + 1501, torch.float32)
