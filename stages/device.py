@@ -1,22 +1,232 @@
 """The device of a rank: the one place that names a kind of device and asks torch what goes with it.
 
-Everything else takes a ``torch.device``, or asks here. A rank computes on the CPU."""
+Everything else takes a ``Device`` or a ``torch.device``, or asks here. Computing is queued on a GPU, so what
+lies beside it (packing, copies) is work on streams of its own, handed over by what says when it is done. On a
+CPU everything is done where it is asked for, by the same methods.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
 import torch
+from torch import Tensor
 from torch.amp import GradScaler
 
 from ..compression.names import HOST
 
 CPU = torch.device(HOST)
-KINDS = (HOST, "cuda")
+GPU = "cuda"
+KINDS = (HOST, GPU)
 """The kinds of device whose tensors we pack."""
+
+T = TypeVar("T")
 
 
 def is_gpu(device: torch.device) -> bool:
     """Whether work on ``device`` is queued, and its memory is not the host's."""
-    return device.type == "cuda"
+    return device.type == GPU
+
+
+class Work(Generic[T]):
+    """Something that a stream does, and the ``value`` it returns; this one is done.
+
+    ``value`` may be handed to other work behind this one at once, and be read once somebody has waited."""
+
+    def __init__(self, value: T) -> None:
+        """Work that was done where it was submitted."""
+        self.value = value
+
+    def wait(self) -> None:
+        """Let this thread wait until it is done."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nobody need wait for it."""
+        return True
+
+
+class Stream:
+    """Does what is submitted, in that order, beside the computing; that of a CPU does it at once."""
+
+    def submit(
+        self, task: Callable[[], T], *, after: Iterable[Work[Any]] = (), reads: Iterable[Tensor] = ()
+    ) -> Work[T]:
+        """Do ``task`` behind the work ``after``, and never wait here.
+
+        Args:    reads: tensors made where the device computes, whose memory must stay until it is done."""
+        return Work(task())
+
+
+class Device:
+    """Where a rank computes: the CPU, or by the same methods a GPU.
+
+    ``torch`` is what tensors are moved to; ``is_gpu`` says that its memory is not the host's and that work on
+    it is queued: frames are then packed on streams beside the computing."""
+
+    is_gpu = False
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        """The device that torch calls so."""
+        self.torch = device
+
+    def __repr__(self) -> str:
+        return f"<Device {self.torch}>"
+
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """What random layers draw from here."""
+        return (torch.default_generator,)
+
+    @property
+    def kernels(self) -> Any:
+        """What packs and unpacks there without a wait: a module with the functions of ``gpu_frames``."""
+        raise NotImplementedError("what lies in host memory is packed where it is")
+
+    def stream(self) -> Stream:
+        """Return a new stream beside the computing."""
+        return Stream()
+
+    def reached(self) -> Work[None]:
+        """Return the point that the computing has reached: what was computed by now is there behind it."""
+        return Work(None)
+
+    def wait_for(self, work: Work[Any]) -> None:
+        """Let the computing wait for ``work``; this thread goes on."""
+
+    def use(self, tensor: Tensor) -> None:
+        """Say that the computing uses ``tensor``, which a stream has made: its memory stays that long."""
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """New host memory, 1-D uint8, that the device copies from and to without help."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def now(self) -> Any:
+        """A mark in the course of the computing."""
+        return time.perf_counter()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Seconds between two marks that the computing has passed."""
+        return end - begin
+
+    def synchronize(self) -> None:
+        """Let this thread wait until all that was queued is done."""
+
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        """The block in which this is the device that torch means where none is named."""
+        return contextlib.nullcontext()
+
+    def reset_peak(self) -> None:
+        """Begin to look for the most memory anew."""
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most bytes of tensors at a time since; None: the device does not count them."""
+        return None
+
+
+class _CudaWork(Work[T]):
+    def __init__(self, value: T, event: torch.cuda.Event) -> None:
+        super().__init__(value)
+        self.event = event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    @property
+    def done(self) -> bool:
+        return self.event.query()
+
+
+class _CudaStream(Stream):
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(
+        self, task: Callable[[], T], *, after: Iterable[Work[Any]] = (), reads: Iterable[Tensor] = ()
+    ) -> Work[T]:
+        for other in after:
+            if isinstance(other, _CudaWork):
+                self._stream.wait_event(other.event)
+        for tensor in reads:
+            tensor.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            value, event = task(), torch.cuda.Event()
+            event.record()
+        return _CudaWork(value, event)
+
+
+class CudaDevice(Device):
+    """A GPU: kernels and copies are queued on streams, and events say when they are done."""
+
+    is_gpu = True
+
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """The CPU's and its own: a layer may draw from either."""
+        with self.current():
+            torch.cuda.init()
+        return torch.default_generator, torch.cuda.default_generators[self.torch.index]
+
+    @property
+    def kernels(self) -> Any:
+        """Those in Triton."""
+        from ..compression import gpu_frames
+
+        return gpu_frames
+
+    def stream(self) -> Stream:
+        """Return a new stream of the GPU."""
+        return _CudaStream(self.torch)
+
+    def reached(self) -> Work[None]:
+        """Return an event on the stream that computes."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch))
+        return _CudaWork(None, event)
+
+    def wait_for(self, work: Work[Any]) -> None:
+        """Let the stream that computes wait for the event behind ``work``."""
+        if isinstance(work, _CudaWork):
+            torch.cuda.current_stream(self.torch).wait_event(work.event)
+
+    def use(self, tensor: Tensor) -> None:
+        """Tell the allocator."""
+        tensor.record_stream(torch.cuda.current_stream(self.torch))
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Page-locked memory; locking is slow, so keep it."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def now(self) -> torch.cuda.Event:
+        """An event with a time on the stream that computes."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.torch))
+        return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Seconds between two events."""
+        return begin.elapsed_time(end) / 1000
+
+    def synchronize(self) -> None:
+        """Let this thread wait for all streams of the GPU."""
+        torch.cuda.synchronize(self.torch)
+
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        """The block in which "cuda" means this GPU."""
+        return torch.cuda.device(self.torch)
+
+    def reset_peak(self) -> None:
+        """Begin anew from what is allocated now."""
+        torch.cuda.reset_peak_memory_stats(self.torch)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What torch's allocator has handed out at most."""
+        return torch.cuda.max_memory_allocated(self.torch)
 
 
 def autocast(

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
 
 from ...compression.errors import TransportError
-from ...stages.device import CPU
+from ...stages.device import Device
 from . import notices
 from .notices import Notices
 
@@ -38,7 +38,7 @@ class World:
 
     Args:   process_group: the ranks, by a group of any backend; collective among them. None: this process
             alone.
-            device: where this rank computes.
+            device: where this rank computes; None: on the CPU.
             deadline: seconds that a wait for all of them may take.
     """
 
@@ -46,10 +46,10 @@ class World:
         self,
         process_group: ProcessGroup | None = None,
         *,
-        device: torch.device = CPU,
+        device: Device | None = None,
         deadline: float = 60.0,
     ) -> None:
-        self.device = device
+        self.device = device or Device()
         self.group: ProcessGroup | None = None
         self.rank, self.size, self.notices = 0, 1, Notices(None, 0, 1)
         if process_group is None:
@@ -60,7 +60,7 @@ class World:
         self.notices = Notices(store, self.rank, self.size)
 
     @staticmethod
-    def alone(device: torch.device = CPU) -> World:
+    def alone(device: Device | None = None) -> World:
         """This process and no other."""
         return World(device=device)
 
