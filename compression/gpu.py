@@ -41,7 +41,7 @@ class PendingFrame(NamedTuple):
     facts: Tensor  # on the device, see gpu_launch
     on_host: Tensor  # the same in pinned memory, once ready
     masked: bool  # whether only the values at the set bits of a mask travel
-    ready: torch.cuda.Event | None  # None: not on a GPU, there is nothing to wait for
+    ready: torch.cuda.Event | None  # None: not on a GPU, or raw, there is nothing to wait for
 
     @property
     def num_bytes(self) -> Tensor:
@@ -79,9 +79,9 @@ def encode(
         buffer, bitmap = new_bytes(room, tensor.device), None
         if mask is not None and has_bitmap(codec):
             bitmap = bitmap_in(mask, tensor.dtype, header.geometry)
-        frame = finish(_pack(words, buffer, start, codec, tensor.dtype, bitmap), header)
+        frame = finish(pack_words(words, buffer, start, codec, tensor.dtype, bitmap), header)
         if bitmap is None and not accounts(frame.numel() - start, header.geometry):
-            frame = finish(_pack(words, buffer, start, "raw", tensor.dtype, None), header)
+            frame = finish(pack_words(words, buffer, start, "raw", tensor.dtype, None), header)
         return frame.clone() if frame.numel() * 9 < room * 8 else frame
 
 
@@ -115,7 +115,7 @@ def pack_on_device(
     words = gpu_launch.empty(0, geo.word_bits, tensor.device)
     if geo.num_elements:
         words = gather(tensor.detach(), geo)
-    return _pack(words, buffer, header_bytes(tensor.dim()), codec, tensor.dtype, mask)
+    return pack_words(words, buffer, header_bytes(tensor.dim()), codec, tensor.dtype, mask)
 
 
 def finish(packed: PendingFrame, header: Header) -> Tensor:
@@ -124,12 +124,8 @@ def finish(packed: PendingFrame, header: Header) -> Tensor:
     Args:    header: from ``header_of``.
     Returns: the exact frame: the beginning of ``packed.buffer``.
     """
-    if packed.ready is not None:
-        packed.ready.synchronize()
-    num_bytes, number, checksum = packed.on_host.tolist()
-    header = header._replace(codec=CODEC_NAMES[number], payload_bytes=num_bytes)
-    if packed.masked and number:
-        header = header._replace(flags=MASKED, checksum=checksum % (1 << 64))
+    header = said(packed, header)
+    num_bytes = header.payload_bytes
     text = torch.frombuffer(bytearray(header_text(header)), dtype=torch.uint8)
     assert len(text) == packed.start, "the header takes the room that was left for it"
     with torch.cuda.device_of(packed.buffer):
@@ -139,6 +135,17 @@ def finish(packed: PendingFrame, header: Header) -> Tensor:
             packed.buffer.record_stream(torch.cuda.current_stream())  # which need not be the packer's
         packed.buffer[: len(text)].copy_(text, non_blocking=True)
     return packed.buffer[: packed.start + num_bytes]
+
+
+def said(packed: PendingFrame, header: Header) -> Header:
+    """``header`` with codec and payload, once ``packed`` is ready, for which this thread waits."""
+    if packed.ready is not None:
+        packed.ready.synchronize()
+    num_bytes, number, checksum = packed.on_host.tolist()
+    header = header._replace(codec=CODEC_NAMES[number], payload_bytes=num_bytes)
+    if packed.masked and number:
+        return header._replace(flags=MASKED, checksum=checksum % (1 << 64))
+    return header
 
 
 def unpack_on_device(header: Header, payload: Tensor, out: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -172,14 +179,27 @@ def decode(frame: Tensor, *, mask: Tensor | None = None, max_bytes: int | None =
         header = read_header(frame)
         check_bytes(header, max_bytes)
         try:
-            return None if header.dtype is None else _laid_out(frame, header, header.dtype, mask)
+            return None if header.dtype is None else _decoded(frame, header, mask)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise no_memory(error) from error
 
 
-def _laid_out(frame: Tensor, header: Header, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
-    geo, start = header.geometry, header_bytes(len(header.sizes))
+def _decoded(frame: Tensor, header: Header, mask: Tensor | None) -> Tensor:
     bitmap = bitmap_for(header, mask) if header.flags & MASKED else None
+    tensor, error = laid_out(frame, header, bitmap)
+    if int(error):
+        rule = f"bitmap, offsets and values of a {header.codec} frame agree"
+        raise CodecError(f"{rule}, these do not; it was damaged")
+    return tensor
+
+
+def laid_out(frame: Tensor, header: Header, bitmap: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Start unpacking ``frame``, whose header is ``header``, into new memory, and never wait.
+
+    Returns: the tensor, and int32 on the device: not 0 if the payload contradicts itself.
+    Raises:  CodecError: the payload's length does not suit the words.
+    """
+    dtype, geo, start = header.dtype, header.geometry, header_bytes(len(header.sizes))
     check_payload(header, frame[start:], geo.num_words, geo.word_bits, bitmap)
     storage, base = memory(header.address + geo.span * geo.item_bytes, frame.device)
     first = base + header.address
@@ -187,17 +207,16 @@ def _laid_out(frame: Tensor, header: Header, dtype: torch.dtype, mask: Tensor | 
     words = gpu_launch.empty(0 if in_place else geo.num_words, geo.word_bits, frame.device)
     if in_place:
         words.set_(storage, first * 8 // geo.word_bits, (geo.num_words,), (1,))
-    if int(unpack_on_device(header, frame[start:], words, mask=bitmap)):
-        rule = f"bitmap, offsets and values of a {header.codec} frame agree"
-        raise CodecError(f"{rule}, these do not; it was damaged")
+    error = unpack_on_device(header, frame[start:], words, mask=bitmap)
     if geo.num_words and not in_place:
         scatter(words, storage, first, geo)
+    assert dtype is not None, "a frame without a tensor has no payload"
     kind = torch.uint8 if dtype.is_complex else dtype  # as codec.decode does
     tensor = torch.empty(0, dtype=kind, device=frame.device).view(dtype)
-    return tensor.set_(storage, first // geo.item_bytes, geo.sizes, geo.strides)
+    return tensor.set_(storage, first // geo.item_bytes, geo.sizes, geo.strides), error
 
 
-def _pack(
+def pack_words(
     words: Tensor, buffer: Tensor, start: int, codec: str, dtype: torch.dtype, mask: Tensor | None
 ) -> PendingFrame:
     """Launch the packing of ``words`` behind the first ``start`` bytes of ``buffer``."""
@@ -206,6 +225,8 @@ def _pack(
         check_mask(mask, words.numel(), words.device)
     with torch.cuda.device_of(words):
         facts = gpu_words.pack(codec, words.view(-1), buffer[start:], dtype, mask)
+        if codec == "raw":  # the host knows it all
+            return PendingFrame(buffer, start, facts, torch.tensor([words.nbytes, 0, 0]), False, None)
         on_host, ready = facts.to("cpu", non_blocking=True), None  # pinned: torch asks no stream to wait
         if words.is_cuda:
             ready = torch.cuda.Event()

@@ -25,12 +25,17 @@ from .world import World
 
 
 class Transport(Protocol):
-    """Passes frames in buffers of its ``pool``.
+    """Passes frames in buffers of its ``pool``."""
 
-    ``survives_failure``: whether another step may begin after one that failed."""
+    @property
+    def pool(self) -> Pool:
+        """What buffers of frames on the host come from."""
+        ...
 
-    pool: Pool
-    survives_failure: bool
+    @property
+    def survives_failure(self) -> bool:
+        """Whether another step may begin after one that failed."""
+        ...
 
     def begin(self, messages: StepMessages) -> None:
         """Get ready for a step that passes these."""
@@ -105,16 +110,19 @@ class GlooTransport:
     """Frames over the group of a world; between stages of one rank through a LocalTransport.
 
     Args:    deadline: seconds that any wait may take.
-             max_in_flight: bytes of unfinished sends after which the oldest is waited for."""
+             max_in_flight: bytes of unfinished sends after which the oldest is waited for.
+             pool: of the buffers that frames arrive in."""
 
     survives_failure = False  # other ranks may stand anywhere in the program
 
-    def __init__(self, world: World, *, deadline: float, max_in_flight: int = 1 << 28) -> None:
+    def __init__(
+        self, world: World, *, deadline: float, max_in_flight: int = 1 << 28, pool: Pool | None = None
+    ) -> None:
         self.world, self.rank = world, world.rank
         self.deadline = datetime.timedelta(seconds=deadline)
         self.max_in_flight = max_in_flight
         self.local = LocalTransport()
-        self.pool = self.local.pool
+        self.pool = pool or self.local.pool
         self.channels: dict[int, _Channel] = {}
         self.sent_to: dict[int, int] = {}
         self.sending: deque[tuple[dist.Work, Frame, Message]] = deque()
@@ -208,8 +216,3 @@ class GlooTransport:
 
 def _way(message: Message) -> str:
     return f"{message}, from stage {message.source} to stage {message.target},"
-
-
-def transport_of(world: World, *, deadline: float) -> Transport:
-    """What carries the frames of a pipeline in ``world``."""
-    return LocalTransport() if world.is_alone else GlooTransport(world, deadline=deadline)

@@ -65,10 +65,10 @@ class World:
         return World(device=device)
 
     @staticmethod
-    def default(*, deadline: float = 60.0) -> World:
+    def default(*, device: Device | None = None, deadline: float = 60.0) -> World:
         """The ranks of the default process group, where one is initialised; else this process alone."""
         started = dist.is_available() and dist.is_initialized()
-        return World(dist.group.WORLD if started else None, deadline=deadline)
+        return World(dist.group.WORLD if started else None, device=device, deadline=deadline)
 
     @staticmethod
     def from_mesh(mesh: DeviceMesh, *, deadline: float = 60.0) -> World:

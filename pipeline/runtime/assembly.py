@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...stages.planner.examples import graph_of
 from ...stages.planner.plan import Plan
 from ...stages.planner.rules import STREAM
-from ..ranks.transport import transport_of
+from ..ranks.staged import transport_of
 from ..ranks.world import World
 from ..weights.apart import check_apart
 from ..weights.optimizers import Named
@@ -103,13 +103,14 @@ class Assembly:
             self.engine = Engine(
                 rank=self.rank,
                 stages=self.stages,
-                transport=transport_of(self.world, deadline=deadline),
+                transport=transport_of(self.world, device=self.world.device, deadline=deadline),
                 policy=self.policy,
                 loss=loss,
                 update=self.update,
                 flags=self.steps.flags(model),
                 parameters=WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()}),
                 seed=seed,
+                device=self.world.device,
             )
             self.same = SameBatches(self.agreement, self.engine.failures.worded)
             resident.begin()

@@ -9,7 +9,6 @@ Source: claims A2-A4 of CN115016937A (forward and backward channels, micro-batch
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Container, Mapping
 from itertools import zip_longest
 from typing import Any, NoReturn
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ...stages.device import Device
 from ...stages.seeds import layer_seed
 from ...stages.stage.stage import Stage
 from ...stages.tracing.flags import Flags
@@ -24,10 +24,9 @@ from ..ranks.transport import Transport
 from ..schedules.instruction import Instruction, Op
 from ..weights.update import Update
 from .batches import MicroBatch
+from .device_frames import frames_of
 from .failures import Failures, place
-from .frames import Frames
 from .loss import Loss, check_loss_uses_outputs_only, mean_loss
-from .meter import Meter
 from .policy import Policy
 from .step import Step
 
@@ -53,11 +52,11 @@ class Engine:
         flags: Flags,
         parameters: Container[object],
         seed: int,
+        device: Device,
     ) -> None:
         self.stages, self.transport, self.policy = stages, transport, policy
-        self.meter, self.failures = Meter(rank, stages), Failures(rank, stages, transport)
-        noted = any(stage.stores for stage in stages.values())
-        self.frames = Frames(transport, policy=policy, meter=self.meter, noted=noted)
+        self.failures = Failures(rank, stages, transport)
+        self.meter, self.frames = frames_of(device, transport, rank=rank, stages=stages, policy=policy)
         self.fetches = not all(stage.plain for stage in stages.values())
         self.loss, self.update, self.parameters, self.seed = loss, update, parameters, seed
         self.flags = flags
@@ -70,7 +69,7 @@ class Engine:
         """Run a step of training."""
         step = dataclasses.replace(step, observed=self.policy.observed(step.messages))
         self.losses, self.outputs, instruction = {}, {}, None
-        run, stop, fetches = self.run, self.meter.stop, self.fetches
+        run, now, stop, fetches = self.run, self.meter.now, self.meter.stop, self.fetches
         self.meter.begin(step)
         try:
             self._begin(step)
@@ -79,7 +78,7 @@ class Engine:
             for instruction, following in zip_longest(step.program, step.program[1:]):
                 if fetches and following is not None and following.op in _BACKWARDS:
                     self.stages[following.stage].fetch(following.micro_batch)  # while this one runs
-                started = time.perf_counter()
+                started = now()
                 run[instruction.op](step, instruction)
                 stop(instruction, started)
             instruction = None

@@ -15,7 +15,9 @@ import torch
 from ...compression.codec import buffer_bytes, decode_received, pack_into
 from ...compression.errors import CodecError, StageError
 from ...compression.geometry import geometry
+from ...compression.names import HOST
 from ...compression.pool import Frame
+from ...compression.promise import Promise
 from ...stages.tracing.probe import NUMBERS
 from ..ranks.transport import Transport
 from ..schedules.instruction import Instruction
@@ -91,7 +93,7 @@ class Frames:
                 if message.promise.requires_grad and not item.requires_grad:
                     self.frozen.add((message.source, message))
             if step.training:
-                self.meter.sent(message, 0 if item is None else message.raw_bytes, frame.num_bytes, codec)
+                self.meter.sent(message, 0 if item is None else message.raw_bytes, frame, codec)
             self.transport.send(message, frame, step.messages)
 
     def arrived_at(self, step: Step, instruction: Instruction) -> dict[int, Frame]:
@@ -131,11 +133,11 @@ class Frames:
         promise, value, mask = message.promise, message.answers, None
         if value is not None:
             if message.masked:
-                mask = self.sent[value].bytes
+                mask = self.sent[value]
             if self.frozen and (message.target, value) in self.frozen:
                 promise = promise._replace(none=True)
         try:
-            item, frame.num_bytes, asks = decode_received(frame.buffer, promise, mask=mask, pooled=True)
+            frame, item, asks = self._opened(message, frame, promise, mask)
         except CodecError as error:
             place = f"from stage {message.source} on rank {message.ranks[0]}"
             raise CodecError(f"{message}, {place}: {error}") from error
@@ -157,10 +159,35 @@ class Frames:
                 self.frozen.add((message.target, message))
         return item
 
+    def _opened(
+        self, message: Message, frame: Frame, promise: Promise, mask: Frame | None
+    ) -> tuple[Frame, Any, bool]:
+        """The frame that came, what is in it, and whether that asks for a gradient."""
+        bitmap = None if mask is None else mask.bytes
+        item, frame.num_bytes, asks = decode_received(frame.buffer, promise, mask=bitmap, pooled=True)
+        return frame, item, asks
+
     def _pack(self, message: Message, item: Any, codec: str, *, observed: bool) -> Frame:
-        promise, value, began = message.promise, message.answers, time.perf_counter()
+        began = time.perf_counter()
+        item, name, mask, asks = self._checked(message, item, codec, observed)
+        promise, pool = message.promise, self.transport.pool
+        buffer = pool.take(buffer_bytes(promise.sizes, promise.dtype, name))
+        bitmap = None if mask is None else mask.bytes
+        num_bytes = pack_into(item, buffer, codec=name, requires_grad=asks, mask=bitmap, pooled=True)
+        self.meter.packing += time.perf_counter() - began
+        frame = Frame(buffer, num_bytes, pool)
+        if self.noted and item is not None and message.answers is None and not promise.number:
+            if not item.is_conj() and not item.is_neg():  # a frame holds what that means, memory what it was
+                self.packed[message.value] = item, frame.hold()
+        return frame
+
+    def _checked(
+        self, message: Message, item: Any, codec: str, observed: bool
+    ) -> tuple[torch.Tensor | None, str, Frame | None, bool]:
+        """What is to be packed, by which codec, with whose bitmap, and whether it asks for a gradient."""
+        promise, value = message.promise, message.answers
         if promise.number:
-            item, codec = torch.tensor(item, dtype=NUMBERS[type(item)]), "raw"  # as it is now
+            item, codec = torch.tensor(item, dtype=NUMBERS[type(item)], device=HOST), "raw"  # as it is now
         elif isinstance(item, torch.Tensor):
             if (
                 item.stride() != promise.strides
@@ -177,17 +204,9 @@ class Frames:
             )
         name, mask = codec.removeprefix(MASKED), None
         if name != codec and message.masked and value is not None:
-            mask = self.arrived[value].bytes
-        pool = self.transport.pool
-        buffer = pool.take(buffer_bytes(promise.sizes, promise.dtype, name))
+            mask = self.arrived[value]
         asks = promise.requires_grad and (item is None or value is not None or item.requires_grad)
-        num_bytes = pack_into(item, buffer, codec=name, requires_grad=asks, mask=mask, pooled=True)
-        self.meter.packing += time.perf_counter() - began
-        frame = Frame(buffer, num_bytes, pool)
-        if self.noted and item is not None and value is None and not promise.number:
-            if not item.is_conj() and not item.is_neg():  # a frame holds what that means, memory what it was
-                self.packed[message.value] = item, frame.hold()
-        return frame
+        return item, name, mask, asks
 
 
 def _check_tensor(message: Message, tensor: torch.Tensor) -> None:

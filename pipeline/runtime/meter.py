@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from ...compression.pool import Frame
 from ...stages.stage.stage import Stage
 from ..schedules.instruction import Instruction, Op
 from ..schedules.messages import Flow, Message
@@ -20,8 +22,10 @@ class Meter:
     """Counts for the stages of a rank.
 
     ``waited`` and ``packing`` are the seconds without a frame, and those of packing and unpacking, of the
-    instruction that runs. ``spans`` and ``reports`` are of the last ``step``; ``totals`` has for every flow
-    the bytes that it sent in training so far, unpacked and packed."""
+    instruction that runs, by the clock ``now``. ``spans`` and ``reports`` are of the last ``step``;
+    ``totals`` has for every flow the bytes that it sent in training so far, unpacked and packed."""
+
+    now: Callable[[], Any] = staticmethod(time.perf_counter)
 
     def __init__(self, rank: int, stages: Mapping[int, Stage]) -> None:
         self.rank, self.stages = rank, stages
@@ -36,15 +40,16 @@ class Meter:
         self.step = step
         self.spans, self.reports = [], {index: StageReport(live_versions=1) for index in self.stages}
         self._start()
-        self.began = time.perf_counter()
+        self.began = self.now()
 
     def _start(self) -> None:
         self.waited = self.packing = 0.0
         self.bytes_raw = self.bytes_sent = 0
         self.codecs = ""
 
-    def sent(self, message: Message, raw: int, packed: int, codec: str) -> None:
-        """A message was sent: ``raw`` bytes in a frame of ``packed``."""
+    def sent(self, message: Message, raw: int, frame: Frame, codec: str) -> None:
+        """A message was sent: ``raw`` bytes in ``frame``."""
+        packed = frame.num_bytes
         total = self.totals[message.flow]
         total[0] += raw
         total[1] += packed
@@ -53,8 +58,11 @@ class Meter:
         if codec not in self.codecs.split():
             self.codecs = f"{self.codecs} {codec}" if self.codecs else codec
 
-    def stop(self, instruction: Instruction, started: float) -> None:
+    def stop(self, instruction: Instruction, started: Any) -> None:
         """The instruction that began at ``started`` has ended; the next one may begin."""
+        self._note(instruction, started - self.began, time.perf_counter() - self.began)
+
+    def _note(self, instruction: Instruction, start: float, end: float) -> None:
         stage, op, micro_batch = instruction
         if op is Op.U:
             report, weights = self.reports[stage], self.stages[stage].weights
@@ -62,8 +70,8 @@ class Meter:
             report.versions_bytes = max(report.versions_bytes, weights.num_bytes)
         self.spans.append(
             Span(
-                self.rank, stage, op._value_, micro_batch, started - self.began, self.waited,
-                time.perf_counter() - self.began, self.packing, self.bytes_raw, self.bytes_sent, self.codecs,
+                self.rank, stage, op._value_, micro_batch, start, self.waited,
+                end, self.packing, self.bytes_raw, self.bytes_sent, self.codecs,
             )
         )  # fmt: skip
         self._start()

@@ -24,13 +24,13 @@ from ...compression.errors import CodecError
 from ...compression.names import AUTO
 from ...compression.pool import Frame, Pool
 from ..device import is_gpu
+from ..worker import Worker
 from .copy_stream import CopyStream, CudaCopyStream
 from .layer_aware import Compact
 from .saved_storage import SavedStorage, WriteCounter
 from .store import Store, UnpooledBuffers
 from .tensor_view import Bytes, TensorView, bytes_around
 from .wire_frame import WireFrame
-from .worker import Worker
 
 FOR_SAVED = "zero_value+exponent"  # "auto": at memory speed, either where a sample says that it pays
 _WORTH = 16 / 15  # raw bytes per byte of frame from which on it is worth to unpack again

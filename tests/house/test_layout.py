@@ -17,7 +17,15 @@ from checkout import ROOT, copy_to, files
 
 import penstock
 
-LOW = ("compression", "stages.device", "stages.files", "stages.record", "stages.seeds", "stages.units")
+LOW = (
+    "compression",
+    "stages.device",
+    "stages.files",
+    "stages.record",
+    "stages.seeds",
+    "stages.units",
+    "stages.worker",
+)
 STAGE = ("stages.tracing", "stages.memory", "stages.weights", "stages.stage")
 PIPELINE = (
     "pipeline.schedules",

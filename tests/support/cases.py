@@ -6,9 +6,11 @@ import random
 
 import pytest
 import torch
+from late import LateDevice
 from zoo import build, cross_entropy
 
 import penstock
+from penstock.pipeline.ranks.world import World
 
 OPTIMIZERS = {
     "sgd": lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, weight_decay=1e-4),
@@ -45,6 +47,7 @@ class Case:
     clip_scope: str = "global"
     scaler: tuple[float, int] | float | None = None  # a GradScaler's initial scale and growth interval
     autocast: torch.dtype | None = None
+    late: tuple = ()  # ranks that compute on a device that does everything late
 
     def __str__(self):
         shown = [
@@ -115,6 +118,10 @@ def on_ranks(ranks, differences, case, folder):
 
 def pipeline_of(case, plan, model, *, world=None):
     """The pipeline of a case."""
+    if case.late:
+        world = World.default(deadline=30)
+        if world.rank in case.late:
+            world.device = LateDevice(seed=world.rank)
     return penstock.Pipeline(
         model,
         plan,

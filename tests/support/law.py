@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from cases import OPTIMIZERS, decayed, loss_of, pipeline_of, plan_of, scaler_of
+from late import garbage
 from reference import casting, plain_loop, same_bits
 from zoo import build
 
@@ -42,7 +43,8 @@ def differences(case):
     """Train a pipeline and the plain loop side by side; names of everything that differs in a bit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "LEAST_SAVED", 1)  # else little of these small models leaves
-        return _differences(case)
+        with garbage():
+            return _differences(case)
 
 
 def _differences(case):
@@ -108,6 +110,11 @@ def state_differences(state, plain, optimizer):
 
 def rank_differences(case, plan_path, random_layers):
     """The same on this rank of a group: its own gradients, and on rank 0 the gathered state."""
+    with garbage():
+        return _rank_differences(case, plan_path, random_layers)
+
+
+def _rank_differences(case, plan_path, random_layers):
     plan = penstock.Plan.load(plan_path)
     model, batches = build(case.model, case.dtype, case.steps)
     plain = copy.deepcopy(model)

@@ -1,0 +1,160 @@
+"""A device on the CPU that does everything late: what a GPU may do, and rarely does, it does all the time.
+
+Computing runs where it is called, as its own kernels follow each other on a GPU; packing, unpacking and
+copies run in threads, a stream each, after delays of their own. Their results do not exist until the computing
+waits for them; buffers and pinned memory hold garbage as soon as they are given back. So a wait that is
+missing, or a buffer that is used too early, is an error or another bit, not a race that nobody sees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from penstock.compression.codec import decode, pack_into
+from penstock.compression.frame import header_bytes, read_header
+from penstock.pipeline.ranks import device_frame
+from penstock.stages.device import Device, Stream, Work
+from penstock.stages.worker import Worker
+
+GARBAGE = 0xA5
+
+
+class LateWork(Work):
+    """Work that a thread does; its value is there when somebody has waited for it."""
+
+    def __init__(self, device):
+        self._device, self._over, self._error = device, threading.Event(), None
+
+    def run(self, task, after):
+        """In the stream's thread."""
+        try:
+            for other in after:
+                other.finished()
+            time.sleep(self._device.delay())
+            self._value = task()
+        except BaseException as error:
+            self._error = error
+        self._over.set()
+
+    def finished(self):
+        """Wait, as another stream does: no thread of the host is held up by that."""
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def wait(self):
+        if threading.current_thread() is threading.main_thread() and not self.done:
+            self._device.host_waits += 1
+        self.finished()
+
+    @property
+    def value(self):
+        assert self._over.is_set(), "a result was read before anybody waited for it"
+        return self._value
+
+    @property
+    def done(self):
+        return self._over.is_set()
+
+
+class Past(Work):
+    """What was done when it was asked for."""
+
+    def __init__(self):
+        super().__init__(None)
+
+    def finished(self):
+        """Nothing to wait for."""
+
+
+class LateStream(Stream):
+    """A thread that does its work in order, some time."""
+
+    def __init__(self, device):
+        self._device, self._worker = device, Worker("late-stream", depth=1 << 20)
+
+    def submit(self, task, *, after=(), reads=()):
+        work = LateWork(self._device)
+        self._device.submitted.append(work)
+        self._worker.submit(lambda: work.run(task, list(after)))
+        return work
+
+
+class LateDevice(Device):
+    """Delays of up to ``most`` seconds before each work, by ``seed``; ``host_waits`` of the main thread."""
+
+    is_gpu = True
+
+    def __init__(self, seed=0, *, most=2e-3):
+        super().__init__()
+        self._random, self._most, self.host_waits = random.Random(seed), most, 0
+        self.submitted: list[LateWork] = []
+
+    @property
+    def kernels(self):
+        return LateKernels
+
+    def delay(self):
+        """Often none, so that others overtake."""
+        return self._most * self._random.choice((0, 0, 0.1, 1)) * self._random.random()
+
+    def stream(self):
+        return LateStream(self)
+
+    def reached(self):
+        return Past()
+
+    def wait_for(self, work):
+        work.finished()
+
+    def synchronize(self):
+        works, self.submitted = self.submitted, []
+        for work in works:
+            work.finished()
+
+    def pinned(self, num_bytes):
+        return torch.full((num_bytes + 64,), GARBAGE, dtype=torch.uint8)[:num_bytes]
+
+
+class LateKernels:
+    """The CPU's codecs by the methods of ``gpu_frames``."""
+
+    @staticmethod
+    def pack(tensor, buffer, codec, *, requires_grad, mask=None):
+        bitmap = None if mask is None else mask[1][: _length(mask[0])]
+        return buffer[: pack_into(tensor, buffer, codec=codec, requires_grad=requires_grad, mask=bitmap)]
+
+    @staticmethod
+    def header_of(work):
+        work.wait()
+        return read_header(work.value)
+
+    @staticmethod
+    def unpack(header, buffer, *, mask=None):
+        bitmap = None if mask is None else mask[1][: _length(mask[0])]
+        return decode(buffer[: _length(header)], mask=bitmap), torch.zeros(1, dtype=torch.int32)
+
+
+def _length(header):
+    return header_bytes(len(header.sizes)) + header.payload_bytes
+
+
+@contextlib.contextmanager
+def garbage() -> Iterator[None]:
+    """Fill what is given back with garbage at once."""
+    give = device_frame.DevicePool.give
+
+    def give_garbage(pool, buffer):
+        buffer.fill_(GARBAGE)
+        give(pool, buffer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_frame.DevicePool, "give", give_garbage)
+        yield
