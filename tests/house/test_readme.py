@@ -142,7 +142,8 @@ def test_a_command_runs(typed, tmp_path):
 
 
 def test_modules_that_are_run_are_there():
-    found = {module for p in PAGES for module in re.findall(r"python -m (penstock[\w.]+)", p.read_text())}
+    pages = [*PAGES, ROOT / "scripts" / "check-gpu"]
+    found = {module for p in pages for module in re.findall(r" -m (penstock[\w.]+)", p.read_text())}
     assert found
     assert [module for module in found if importlib.util.find_spec(module) is None] == []
 

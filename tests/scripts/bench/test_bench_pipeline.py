@@ -155,7 +155,8 @@ run_rank(work, pathlib.Path(sys.argv[1], "errors"))
 
 
 def pids(folder: Path) -> list[int]:
-    return [int((folder / str(rank)).read_text()) for rank in (0, 1) if (folder / str(rank)).exists()]
+    files = [folder / str(rank) for rank in (0, 1)]
+    return [int(text) for file in files if file.exists() and (text := file.read_text())]
 
 
 @pytest.mark.ranks
