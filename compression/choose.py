@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .codec import CODECS, buffer_bytes, decode, pack_into
+from .codec import CODECS, buffer_bytes, decode, encode, pack_into
 from .frame import header_bytes
 from .pool import Pool
 
 SAMPLE_BYTES = 1 << 20
+SAMPLE_BYTES_GPU = 1 << 26  # less is no work for one
 
 
 class Cost(NamedTuple):
@@ -28,16 +29,24 @@ class Cost(NamedTuple):
     unpack_seconds: float
 
 
-def candidates(dtype: torch.dtype) -> list[str]:
-    """The lossless codecs that may pay for a dtype, by their own word; ``raw`` is the first."""
-    return [name for name, codec in CODECS.items() if dtype in codec.dtypes]
+def candidates(dtype: torch.dtype, *, on_gpu: bool = False) -> list[str]:
+    """The lossless codecs that may pay for a dtype, by their own word; ``raw`` is the first.
+
+    Args:    on_gpu: those alone that a GPU packs by itself."""
+    found = [name for name, codec in CODECS.items() if dtype in codec.dtypes]
+    if on_gpu:
+        from .gpu_words import KERNELS
+
+        return [name for name in found if name in KERNELS]
+    return found
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """The first rows of ``tensor``, about a mebibyte: samples of a batch resemble each other."""
-    if tensor.dim() == 0 or tensor.nbytes <= SAMPLE_BYTES:
+    """The first rows of ``tensor``: samples of a batch resemble each other."""
+    most = SAMPLE_BYTES_GPU if tensor.is_cuda else SAMPLE_BYTES
+    if tensor.dim() == 0 or tensor.nbytes <= most:
         return tensor
-    rows = max(1, len(tensor) * SAMPLE_BYTES // tensor.nbytes)
+    rows = max(1, len(tensor) * most // tensor.nbytes)
     return tensor.narrow(0, 0, rows)
 
 
@@ -46,11 +55,15 @@ def trial(tensor: Tensor, codec: str, pool: Pool, *, num_bytes: int, mask: Tenso
 
     Args:    mask: a frame of the sample's shape whose bitmap says where it matters, as for ``encode``.
     """
+    header, scale = header_bytes(tensor.dim()), num_bytes / max(1, tensor.nbytes)
+    if tensor.is_cuda:  # both wait for the GPU, whose launches are not worth counting at this size
+        frame, packing = _fastest(lambda: encode(tensor, codec, mask=mask))
+        _, unpacking = _fastest(lambda: decode(frame, mask=mask))
+        return Cost(header + (frame.numel() - header) * scale, packing * scale, unpacking * scale)
     buffer = pool.take(buffer_bytes(tensor.shape, tensor.dtype, codec))
     length, packing = _fastest(lambda: pack_into(tensor, buffer, codec=codec, mask=mask))
     _, unpacking = _fastest(lambda: decode(buffer[:length], mask=mask))
     pool.give(buffer)
-    header, scale = header_bytes(tensor.dim()), num_bytes / max(1, tensor.nbytes)
     return Cost(header + (length - header) * scale, packing * scale, unpacking * scale)
 
 

@@ -110,7 +110,7 @@ class Assembly:
                 flags=self.steps.flags(model),
                 parameters=WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()}),
                 seed=seed,
-                device=self.world.device,
+                devices=dict.fromkeys(self.stages, self.world.device),
             )
             self.same = SameBatches(self.agreement, self.engine.failures.worded)
             resident.begin()

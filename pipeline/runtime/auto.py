@@ -144,7 +144,9 @@ class Auto:
         part = sample(item.detach())
         mask = None if message.answers is None else self.masks.pop(message.answers, None)
         own = self.named.get(message.flow[:3], self.start)
-        for codec in dict.fromkeys([*(candidates(item.dtype) if self.searches else ()), own]):
+        for codec in dict.fromkeys(
+            [*(candidates(item.dtype, on_gpu=item.is_cuda) if self.searches else ()), own]
+        ):
             cost = trial(part, codec, self.pool, num_bytes=item.nbytes)
             self.costs[message.flow][codec].append(cost)
             if mask is not None and has_bitmap(codec):

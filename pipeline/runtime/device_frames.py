@@ -3,6 +3,9 @@
     send      pack on a stream, behind what was computed by now; the transport asks how long the frame became
     receive   copy and unpack on another stream; the computing waits for that, this thread does not
     end       was any payload at odds with itself? One copy to the host for all frames of a step
+
+What is packed late is not written to meanwhile: a value that layers write to is not cut from them, a stage
+that exchanges its weights sends copies, and a parameter is updated when its gradients have come back.
 Source: claims A7-A10 of CN115016937A."""
 
 from __future__ import annotations
@@ -32,104 +35,128 @@ from .policy import Policy
 from .step import Step
 
 
+class _Lanes:
+    """What lies beside the computing of one device: its kernels, buffers, and a stream for each way."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.kernels, self.buffers = device, device.kernels, DevicePool(device)
+        self.packing, self.unpacking = device.stream(), device.stream()
+
+    def brought(self, frame: Frame, header: Header) -> DeviceFrame:
+        """A frame in pinned memory, or on another device, as one on this; lets go of it when it was read."""
+        size = header_bytes(len(header.sizes)) + header.payload_bytes
+        there, here = self.buffers.take(size), frame.buffer
+        after = [frame.written] if isinstance(frame, DeviceFrame) else []
+        copied = self.unpacking.submit(
+            lambda: there[:size].copy_(here[:size], non_blocking=True), after=after
+        )
+        self.buffers.give_behind([copied], frame.release)
+        return DeviceFrame(there, self.buffers, copied, header=header)
+
+
 class DeviceFrames(Frames):
-    """Does what ``Frames`` does for stages that compute on ``device``.
+    """Does what ``Frames`` does for stages that compute on ``devices``, by stage.
 
     A number, or None, travels as on the host. ``flags`` say on the device whether a payload was at odds with
     itself, by the message that brought it."""
 
     meter: DeviceMeter
 
-    def __init__(self, transport: Transport, *, policy: Policy, meter: DeviceMeter, device: Device) -> None:
+    def __init__(
+        self, transport: Transport, *, policy: Policy, meter: DeviceMeter, devices: Mapping[int, Device]
+    ) -> None:
         super().__init__(transport, policy=policy, meter=meter, noted=False)
-        self.device, self.kernels, self.buffers = device, device.kernels, DevicePool(device)
-        self.packing, self.unpacking = device.stream(), device.stream()
+        lanes = {device: _Lanes(device) for device in dict.fromkeys(devices.values())}
+        self.lanes = {stage: lanes[device] for stage, device in devices.items()}
         self.flags: list[tuple[Message, Tensor]] = []
 
     def end(self, step: Step) -> None:
         """Wait for what was sent, and refuse what came damaged."""
         super().end(step)
         flags, self.flags = self.flags, []
-        if flags:
-            wrong = torch.stack([flag.reshape(()) for _, flag in flags]).tolist()
-            for (message, _), flag in zip(flags, wrong, strict=True):
-                if flag:
-                    rule = "bitmap, offsets and values of a frame agree"
-                    place = f"from stage {message.source} on rank {message.ranks[0]}"
-                    raise CodecError(f"{message}, {place}: {rule}, these do not; it was damaged")
+        by_device: dict[torch.device, list[tuple[Message, Tensor]]] = {}
+        for message, flag in flags:
+            by_device.setdefault(flag.device, []).append((message, flag.reshape(())))
+        for rows in by_device.values():
+            wrong = torch.stack([flag for _, flag in rows]).tolist()
+            for message in (message for (message, _), flag in zip(rows, wrong, strict=True) if flag):
+                rule = "bitmap, offsets and values of a frame agree"
+                place = f"from stage {message.source} on rank {message.ranks[0]}"
+                raise CodecError(f"{message}, {place}: {rule}, these do not; it was damaged")
 
     def arrived_at(self, step: Step, instruction: Instruction) -> dict[int, Frame]:
         """None: a store of saved tensors packs on the device what it keeps."""
         return {}
 
     def _unpack(self, message: Message, step: Step) -> Any:
-        begin = self.device.now()
+        begin = self.meter.now()
         item = super()._unpack(message, step)
-        self.meter.waits.append((begin, self.device.now()))
+        self.meter.waits.append((begin, self.meter.now()))
         return item
 
     def _opened(
         self, message: Message, frame: Frame, promise: Promise, mask: Frame | None
     ) -> tuple[Frame, Any, bool]:
+        lanes = self.lanes[message.target]
         if isinstance(frame, DeviceFrame):
-            promise.hold(frame.header)
+            header = frame.header
         else:
             header = read_header(frame.buffer, pooled=True)
             if promise.number or header.dtype is None:
                 return super()._opened(message, frame, promise, mask)
-            promise.hold(header)
-            frame = self._brought(frame, header)
-        header, buffer, known, after = frame.header, frame.buffer, None, [frame.written]
+        promise.hold(header)
+        if not isinstance(frame, DeviceFrame) or frame.pool is not lanes.buffers:
+            frame = lanes.brought(frame, header)
+        known, after = None, [frame.written]
         if isinstance(mask, DeviceFrame):
-            known, after = (mask.header, mask.buffer), [frame.written, mask.written]
-        task = partial(self.kernels.unpack, header, buffer, mask=known)
-        unpacked = self.unpacking.submit(self.meter.timed(task), after=after)
+            known = mask.header, mask.buffer
+            after.append(mask.written)
+        task = partial(lanes.kernels.unpack, header, frame.buffer, mask=known)
+        unpacked = lanes.unpacking.submit(self.meter.timed(lanes.device, task), after=after)
         for used in (frame, mask):
             if isinstance(used, DeviceFrame):
                 used.uses.append(unpacked)
-        self.device.wait_for(unpacked)
+        lanes.device.wait_for(unpacked)
         item, flag = unpacked.value
-        self.device.use(item)
+        lanes.device.use(item)
         self.flags.append((message, flag))
         return frame, item, header.requires_grad
-
-    def _brought(self, slab: Frame, header: Header) -> DeviceFrame:
-        """The frame in pinned memory as one on the device; lets go of the other when it was read."""
-        size = header_bytes(len(header.sizes)) + header.payload_bytes
-        there, here = self.buffers.take(size), slab.buffer
-        copied = self.unpacking.submit(lambda: there[:size].copy_(here[:size], non_blocking=True))
-        self.buffers.give_behind([copied], slab.release)
-        return DeviceFrame(there, self.buffers, copied, header=header)
 
     def _pack(self, message: Message, item: Any, codec: str, *, observed: bool) -> Frame:
         if message.promise.number or item is None:
             return super()._pack(message, item, codec, observed=observed)
+        lanes = self.lanes[message.source]
         tensor, name, mask, asks = self._checked(message, item, codec, observed)
         assert tensor is not None, "None travels on the host"
-        if tensor.device != self.device.torch:
+        if tensor.device != lanes.device.torch:
             raise StageError(
-                f"{message.name} is on {tensor.device} while its stage computes on {self.device.torch}, and "
+                f"{message.name} is on {tensor.device} while its stage computes on {lanes.device.torch}, and "
                 "another stage reads it; make it there, or cut elsewhere"
             )
-        known, after = None, [self.device.reached()]
+        known, after = None, [lanes.device.reached()]
         if isinstance(mask, DeviceFrame):
             known = mask.header, mask.buffer
             after.append(mask.written)
         promise = message.promise
-        buffer = self.buffers.take(buffer_bytes(promise.sizes, promise.dtype, name))
-        pack = partial(self.kernels.pack, tensor, buffer, name, requires_grad=asks, mask=known)
-        packed = self.packing.submit(self.meter.timed(pack), after=after, reads=[tensor])
+        buffer = lanes.buffers.take(buffer_bytes(promise.sizes, promise.dtype, name))
+        pack = partial(lanes.kernels.pack, tensor, buffer, name, requires_grad=asks, mask=known)
+        packed = lanes.packing.submit(self.meter.timed(lanes.device, pack), after=after, reads=[tensor])
         if isinstance(mask, DeviceFrame):
             mask.uses.append(packed)
-        return DeviceFrame(buffer, self.buffers, packed, told=self.kernels.header_of)
+        return DeviceFrame(buffer, lanes.buffers, packed, told=lanes.kernels.header_of)
 
 
 def frames_of(
-    device: Device, transport: Transport, *, rank: int, stages: Mapping[int, Stage], policy: Policy
+    devices: Mapping[int, Device],
+    transport: Transport,
+    *,
+    rank: int,
+    stages: Mapping[int, Stage],
+    policy: Policy,
 ) -> tuple[Meter, Frames]:
-    """What packs for ``stages``, which compute on ``device``, and what counts it."""
-    if device.is_gpu:
-        meter = DeviceMeter(rank, stages, device)
-        return meter, DeviceFrames(transport, policy=policy, meter=meter, device=device)
+    """What packs for ``stages``, which compute on ``devices``, and what counts it."""
+    if any(device.is_gpu for device in devices.values()):
+        meter = DeviceMeter(rank, stages, devices)
+        return meter, DeviceFrames(transport, policy=policy, meter=meter, devices=devices)
     meter, noted = Meter(rank, stages), any(stage.stores for stage in stages.values())
     return meter, Frames(transport, policy=policy, meter=meter, noted=noted)

@@ -52,11 +52,11 @@ class Engine:
         flags: Flags,
         parameters: Container[object],
         seed: int,
-        device: Device,
+        devices: Mapping[int, Device],
     ) -> None:
         self.stages, self.transport, self.policy = stages, transport, policy
         self.failures = Failures(rank, stages, transport)
-        self.meter, self.frames = frames_of(device, transport, rank=rank, stages=stages, policy=policy)
+        self.meter, self.frames = frames_of(devices, transport, rank=rank, stages=stages, policy=policy)
         self.fetches = not all(stage.plain for stage in stages.values())
         self.loss, self.update, self.parameters, self.seed = loss, update, parameters, seed
         self.flags = flags

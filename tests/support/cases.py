@@ -48,6 +48,7 @@ class Case:
     scaler: tuple[float, int] | float | None = None  # a GradScaler's initial scale and growth interval
     autocast: torch.dtype | None = None
     late: tuple = ()  # ranks that compute on a device that does everything late
+    deadline: float = 30
 
     def __str__(self):
         shown = [
@@ -132,7 +133,7 @@ def pipeline_of(case, plan, model, *, world=None):
         clip_scope=case.clip_scope,
         scaler=scaler_of(case),
         autocast=case.autocast,
-        deadline=30,
+        deadline=case.deadline,
         world=world,
     )
 

@@ -1,9 +1,9 @@
 """A device on the CPU that does everything late: what a GPU may do, and rarely does, it does all the time.
 
 Computing runs where it is called, as its own kernels follow each other on a GPU; packing, unpacking and
-copies run in threads, a stream each, after delays of their own. Their results do not exist until the computing
-waits for them; buffers and pinned memory hold garbage as soon as they are given back. So a wait that is
-missing, or a buffer that is used too early, is an error or another bit, not a race that nobody sees.
+copies run in threads, a stream each, after delays of their own. Their results do not exist until the
+computing waits for them; buffers and pinned memory hold garbage as soon as they are given back. So a wait
+that is missing, or a buffer that is used too early, is an error or another bit, not a race that nobody sees.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -30,47 +31,48 @@ class LateWork(Work):
     """Work that a thread does; its value is there when somebody has waited for it."""
 
     def __init__(self, device):
-        self._device, self._over, self._error = device, threading.Event(), None
+        self._device, self._ended, self._error = device, threading.Event(), None
 
     def run(self, task, after):
         """In the stream's thread."""
         try:
             for other in after:
-                other.finished()
+                other.over()
             time.sleep(self._device.delay())
             self._value = task()
         except BaseException as error:
             self._error = error
-        self._over.set()
+        self._ended.set()
 
-    def finished(self):
+    def over(self):
         """Wait, as another stream does: no thread of the host is held up by that."""
-        self._over.wait()
+        self._ended.wait()
         if self._error is not None:
             raise self._error
 
     def wait(self):
         if threading.current_thread() is threading.main_thread() and not self.done:
             self._device.host_waits += 1
-        self.finished()
+        self.over()
 
     @property
     def value(self):
-        assert self._over.is_set(), "a result was read before anybody waited for it"
+        assert self._ended.is_set(), "a result was read before anybody waited for it"
         return self._value
 
     @property
     def done(self):
-        return self._over.is_set()
+        return self._ended.is_set()
 
 
 class Past(Work):
-    """What was done when it was asked for."""
+    """A point that the computing has reached; ``computed``: whether that is so."""
 
-    def __init__(self):
+    def __init__(self, *, computed=True):
         super().__init__(None)
+        self.computed = computed
 
-    def finished(self):
+    def over(self):
         """Nothing to wait for."""
 
 
@@ -81,6 +83,8 @@ class LateStream(Stream):
         self._device, self._worker = device, Worker("late-stream", depth=1 << 20)
 
     def submit(self, task, *, after=(), reads=()):
+        behind = any(isinstance(other, Past) and other.computed for other in after)
+        assert behind or not reads, "what was computed is read behind the point that computing has reached"
         work = LateWork(self._device)
         self._device.submitted.append(work)
         self._worker.submit(lambda: work.run(task, list(after)))
@@ -111,13 +115,13 @@ class LateDevice(Device):
     def reached(self):
         return Past()
 
-    def wait_for(self, work):
-        work.finished()
+    def wait_for(self, work: Any):
+        work.over()
 
     def synchronize(self):
         works, self.submitted = self.submitted, []
         for work in works:
-            work.finished()
+            work.over()
 
     def pinned(self, num_bytes):
         return torch.full((num_bytes + 64,), GARBAGE, dtype=torch.uint8)[:num_bytes]
