@@ -109,7 +109,7 @@ def planted(case, path, random_layers, plant):
 @pytest.mark.ranks
 @pytest.mark.parametrize("plant", RANKS, ids=lambda plant: plant.__name__)
 def test_what_is_planted_between_ranks_is_found(plant, ranks, tmp_path):
-    case = Case(model="PoolOfRelu", cuts="every", ranks=2, micro_batches=5, late=(0, 1), deadline=4)
+    case = Case(model="PoolOfRelu", cuts=["relu"], micro_batches=5, late=(0, 1), deadline=4)
     plan, random_layers = plan_of(case)
     plan.save(tmp_path / "plan.json")
     told = case, str(tmp_path / "plan.json"), random_layers, plant.__name__
