@@ -77,6 +77,11 @@ class Device:
         return f"<Device {self.torch}>"
 
     @property
+    def identity(self) -> str | None:
+        """Which GPU of all machines it is; None: it is none."""
+        return None
+
+    @property
     def generators(self) -> tuple[torch.Generator, ...]:
         """What random layers draw from here."""
         return (torch.default_generator,)
@@ -163,6 +168,11 @@ class CudaDevice(Device):
     """A GPU: kernels and copies are queued on streams, and events say when they are done."""
 
     is_gpu = True
+
+    @property
+    def identity(self) -> str:
+        """Its number among all that there are."""
+        return str(torch.cuda.get_device_properties(self.torch).uuid)
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:

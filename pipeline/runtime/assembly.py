@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...stages.planner.examples import graph_of
 from ...stages.planner.plan import Plan
 from ...stages.planner.rules import STREAM
-from ..ranks.staged import transport_of
+from ..ranks.nccl import transport_of
 from ..ranks.world import World
 from ..weights.apart import check_apart
 from ..weights.optimizers import Named

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from penstock.compression.codec import decode, pack_into
-from penstock.compression.frame import header_bytes, read_header
+from penstock.compression.frame import header_bytes, read_header, write_header
 from penstock.pipeline.ranks import device_frame
 from penstock.stages.device import Device, Stream, Work
 from penstock.stages.worker import Worker
@@ -128,11 +128,11 @@ class LateDevice(Device):
 
 
 class LateKernels:
-    """The CPU's codecs by the methods of ``gpu_frames``."""
+    """The CPU's codecs by the methods of ``gpu_frames``: a header is the host's, a buffer has none."""
 
     @staticmethod
     def pack(tensor, buffer, codec, *, requires_grad, mask=None):
-        bitmap = None if mask is None else mask[1][: _length(mask[0])]
+        bitmap = None if mask is None else _whole(*mask)
         return buffer[: pack_into(tensor, buffer, codec=codec, requires_grad=requires_grad, mask=bitmap)]
 
     @staticmethod
@@ -142,12 +142,14 @@ class LateKernels:
 
     @staticmethod
     def unpack(header, buffer, *, mask=None):
-        bitmap = None if mask is None else mask[1][: _length(mask[0])]
-        return decode(buffer[: _length(header)], mask=bitmap), torch.zeros(1, dtype=torch.int32)
+        bitmap = None if mask is None else _whole(*mask)
+        return decode(_whole(header, buffer), mask=bitmap), torch.zeros(1, dtype=torch.int32)
 
 
-def _length(header):
-    return header_bytes(len(header.sizes)) + header.payload_bytes
+def _whole(header, buffer):
+    frame = buffer[: header_bytes(len(header.sizes)) + header.payload_bytes].clone()
+    write_header(frame, header)
+    return frame
 
 
 @contextlib.contextmanager
