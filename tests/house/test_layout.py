@@ -17,7 +17,10 @@ from checkout import ROOT, copy_to, files
 
 import penstock
 
-LOW = ("compression", "stages.device", "stages.files", "stages.record", "stages.seeds", "stages.units")
+LOW = (
+    "compression", "stages.autocast", "stages.device", "stages.files", "stages.places", "stages.record",
+    "stages.seeds", "stages.units",
+)  # fmt: skip
 STAGE = ("stages.tracing", "stages.memory", "stages.weights", "stages.stage")
 PIPELINE = (
     "pipeline.schedules",
@@ -45,7 +48,7 @@ MAY_IMPORT = {
     "pipeline": ("compression", "stages", *PIPELINE, "pipeline.planner"),
     "pipeline.run": ("compression", "stages", "pipeline", "conf"),
     "scripts": ("compression", "stages", "pipeline", "conf"),
-    "conf": ("compression.errors",),
+    "conf": ("compression.errors", "compression.names"),
 }
 
 
