@@ -56,8 +56,8 @@ def _of_memory(what: str, error: BaseException | None) -> str:
         error = error.__cause__
     if error is None:
         return ""
-    said = [text[:1].lower() + text[1:] for text in str(error).split(". ")[:2]]  # torch's own remedies follow
-    found = what.partition(str(error))[0] + ", ".join(said)
+    said = ". ".join(str(error).split(". ")[:2]).replace(". T", ", t")  # torch's own remedies follow
+    found = what.partition(str(error))[0] + said
     return (
         f"a stage computes in the memory of its device, which was not enough, found {found}; raise "
         "micro_batches=, take memory.tier=host, or more ranks"

@@ -109,6 +109,6 @@ def test_a_mesh_of_two_dimensions_is_refused(ranks, tmp_path):
 def test_a_process_alone_is_a_world_of_one():
     world = World.alone()
     world.barrier()
-    assert (world.rank, world.size, world.is_alone, world.device.type) == (0, 1, True, "cpu")
+    assert (world.rank, world.size, world.is_alone, world.device.torch.type) == (0, 1, True, "cpu")
     assert world.all_reduce([1.0, 2.0]) == [1.0, 2.0]
     world.close()
