@@ -1,14 +1,19 @@
-"""The names of codecs, and of the host's device, known before torch is: a wrong name is refused at once.
+"""The names of codecs and of devices, known before torch is: a wrong name is refused at once.
 
 ``registry.py`` and ``lossy.py`` hold what the names stand for; a test holds the lists against each other.
 """
 
 from __future__ import annotations
 
+import re
+
 from .errors import CodecError
 
 HOST = "cpu"
 """The kind of device whose memory is the host's."""
+
+GPU = "cuda"
+"""What torch calls the kind of device whose work is queued, with a memory of its own."""
 
 AUTO = "auto"
 # A codec's number in a frame's header is its place here, for ever: append, never reorder.
@@ -17,6 +22,11 @@ CODEC_NAMES = (
     "zero_value+byte_plane", "narrow", "bf16", "fp8", "int8",
 )  # fmt: skip
 LOSSY = ("bf16", "fp8", "int8")
+
+
+def is_device(name: object) -> bool:
+    """Whether a rank can compute on what is called so: cpu, cuda, or one GPU by its number, cuda:1."""
+    return isinstance(name, str) and re.fullmatch(rf"{HOST}|{GPU}(:[0-9]{{1,4}})?", name) is not None
 
 
 def lossless() -> tuple[str, ...]:

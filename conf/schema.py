@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..compression.errors import ConfigError
+from ..compression.names import AUTO, is_device
 
 CASTS = ("bfloat16", "float16")
 
@@ -76,7 +77,8 @@ class PlanConfig:
         seed: decides initial weights, order of samples and random layers
         threads: threads per rank; null: the cores available divided by the ranks
         deterministic: only algorithms that repeat their bits
-        device: what computes; only cpu so far
+        device: what computes: cpu; cuda, each rank a GPU or a share of one; auto, cuda where there is one
+        tf32: on a GPU, products and convolutions of float32 in TF32, which is faster and less exact
     """
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -100,6 +102,7 @@ class PlanConfig:
     threads: int | None = None
     deterministic: bool = True
     device: str = "cpu"
+    tf32: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ranks", "stages", "batch_size", "micro_batches", "threads"):
@@ -111,8 +114,8 @@ class PlanConfig:
                 f"batch_size={self.batch_size} is too small for micro_batches={self.micro_batches}, each of "
                 f"which has a sample at least; lower micro_batches to {self.batch_size}, or raise batch_size"
             )
-        if self.device != "cpu":
-            raise ConfigError(f"device={self.device} is not known; Penstock computes on device=cpu so far")
+        if self.device != AUTO and not is_device(self.device):
+            raise ConfigError(f"device={self.device} is not known; known are cpu, cuda, cuda:N and auto")
         if self.program is not None and self.schedule != "custom":
             raise ConfigError(
                 f"program={self.program} is for schedule=custom, found schedule={self.schedule}; drop either"
@@ -156,6 +159,7 @@ class TrainConfig(PlanConfig):
         max_steps: stop after this many steps; null: no limit
         deadline: seconds that any wait between ranks may take before the run ends
         versions: written into config.yaml by a run, never read
+        settings: the same, of how torch is set, for the bits of a GPU
     """
 
     plan: str | None = None
@@ -167,6 +171,7 @@ class TrainConfig(PlanConfig):
     max_steps: int | None = None
     deadline: float = 60.0
     versions: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,6 +26,7 @@ from .runtime.gather import gather_flows, gather_reports, gather_spans
 from .runtime.loss import total_loss
 from .runtime.report import Report, described
 from .runtime.step import Step
+from .runtime.where import Given
 from .schedules.span import Span
 from .weights.optimizers import Named
 from .weights.scale import Scaler
@@ -58,6 +59,8 @@ class Pipeline(Assembly):
         deadline: seconds that any wait for another rank may take.
         world: the ranks that train; None: those of the default process group where one is initialised, else
             this process alone.
+        device: where this rank computes and the model is moved: "cpu", "cuda" (by the number of the rank on
+            its machine), "cuda:1", "auto". None: where the world says, else where its parameters are.
     Raises:
         PlanError: the plan was made for another model, a cut cannot be trained exactly, ranks were given
             different things, or another rank refused.
@@ -80,6 +83,7 @@ class Pipeline(Assembly):
         seed: int = 0,
         deadline: float = 60.0,
         world: World | None = None,
+        device: Given = None,
     ) -> None:
         self.leaves = world is None
         super().__init__(
@@ -96,6 +100,7 @@ class Pipeline(Assembly):
             seed=seed,
             deadline=deadline,
             world=world or World.default(deadline=deadline),
+            device=device,
         )
 
     def __str__(self) -> str:
@@ -132,7 +137,7 @@ class Pipeline(Assembly):
             check_gradients()
             given, call = self.call.tensors(inputs), self.call
             number, weight = self.plan.micro_batches, self.weight
-            batches = micro_batches(given, targets, number, weight, whole=call.whole)
+            batches = micro_batches(given, targets, number, weight, whole=call.whole, **self.ends)
             self.same.compare(lambda: facts.of_batch(given, call.names, targets))
             step = self.feed.feed(batches, step=self.num_steps, extra=self.policy.extra)
         report = self._run(step, num_samples=call.samples_of(given), began=began, outputs=outputs)
@@ -170,7 +175,7 @@ class Pipeline(Assembly):
         with self.same.batch("evaluation", self.same.counts["evaluation"]):
             self.engine.flags.check("eval")
             given, call = self.call.tensors(inputs), self.call
-            (batch,) = micro_batches(given, None, 1, None, whole=call.whole)
+            (batch,) = micro_batches(given, None, 1, None, whole=call.whole, **self.ends)
             self.same.compare(lambda: facts.of_batch(given, call.names, None))
             messages, program = self.steps.step("eval", [batch.inputs])
         step = Step(
@@ -180,7 +185,8 @@ class Pipeline(Assembly):
             micro_batches={0: batch},
             training=False,
         )
-        return self.engine.evaluate(step)
+        with self.world.device.current():
+            return self.engine.evaluate(step)
 
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "step"} under the model's own names; collective, complete on rank 0.
@@ -223,7 +229,8 @@ class Pipeline(Assembly):
         """Run a step, or what drains a stream; put together the loss, and what each stage did."""
         engine = self.engine
         try:
-            engine.step(dataclasses.replace(step, keeps_outputs=outputs))
+            with self.world.device.current():
+                engine.step(dataclasses.replace(step, keeps_outputs=outputs))
         except BaseException:
             self.feed.restart()  # what was in flight is lost
             self.usage.restart()

@@ -8,18 +8,18 @@ CPU everything is done where it is asked for, by the same methods.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 
-from ..compression.names import HOST
+from ..compression.names import GPU, HOST
+from .work import Stream, Work
 
 CPU = torch.device(HOST)
-GPU = "cuda"
 KINDS = (HOST, GPU)
 """The kinds of device whose tensors we pack."""
 
@@ -29,36 +29,6 @@ T = TypeVar("T")
 def is_gpu(device: torch.device) -> bool:
     """Whether work on ``device`` is queued, and its memory is not the host's."""
     return device.type == GPU
-
-
-class Work(Generic[T]):
-    """Something that a stream does, and the ``value`` it returns; this one is done.
-
-    ``value`` may be handed to other work behind this one at once, and be read once somebody has waited."""
-
-    def __init__(self, value: T) -> None:
-        """Work that was done where it was submitted."""
-        self.value = value
-
-    def wait(self) -> None:
-        """Let this thread wait until it is done."""
-
-    @property
-    def done(self) -> bool:
-        """Whether nobody need wait for it."""
-        return True
-
-
-class Stream:
-    """Does what is submitted, in that order, beside the computing; that of a CPU does it at once."""
-
-    def submit(
-        self, task: Callable[[], T], *, after: Iterable[Work[Any]] = (), reads: Iterable[Tensor] = ()
-    ) -> Work[T]:
-        """Do ``task`` behind the work ``after``, and never wait here.
-
-        Args:    reads: tensors made where the device computes, whose memory must stay until it is done."""
-        return Work(task())
 
 
 class Device:
@@ -239,19 +209,23 @@ class CudaDevice(Device):
         return torch.cuda.max_memory_allocated(self.torch)
 
 
-def autocast(
-    dtype: torch.dtype, *, enabled: bool = True, cache: bool = False, device: torch.device = CPU
-) -> torch.autocast:
-    """Casts to ``dtype`` as torch.autocast does on ``device``; ``cache``: of cast weights, which depends on
-    what shares a stage."""
-    return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=cache)
+@functools.cache
+def _known(device: torch.device) -> Device:
+    return CudaDevice(device) if is_gpu(device) else Device(device)
 
 
-def autocast_state(device: torch.device = CPU) -> tuple[bool, torch.dtype]:
-    """Whether autocast is on here and now, and to which dtype it casts."""
-    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+def device_of(device: torch.device) -> Device:
+    """The one Device of what torch calls so; a GPU without a number is the current one."""
+    bare = is_gpu(device) and device.index is None
+    return _known(torch.device(GPU, torch.cuda.current_device()) if bare else device)
 
 
-def grad_scaler(device: torch.device = CPU) -> GradScaler:
-    """A dynamic loss scale for gradients on ``device``."""
-    return GradScaler(device.type)
+def num_gpus() -> int:
+    """How many GPUs torch finds."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def memory_on(gpu: torch.device) -> tuple[str, int, int]:
+    """Which GPU it is, alike in all processes; the bytes there that nobody has, and those that we have."""
+    which = str(torch.cuda.get_device_properties(gpu).uuid)
+    return which, torch.cuda.mem_get_info(gpu)[0], torch.cuda.memory_reserved(gpu)

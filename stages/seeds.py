@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+
+from .device import CPU, device_of, is_gpu
 
 
 def layer_seed(seed: int, step: int, micro_batch: int, name: str) -> int:
@@ -15,13 +17,31 @@ def layer_seed(seed: int, step: int, micro_batch: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
+def generators_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.Generator, ...]:
+    """What random layers draw from where these tensors are; the CPU's is always among them."""
+    places = {CPU: None} | {t.device: None for t in tensors if is_gpu(t.device)}
+    return tuple({id(g): g for place in places for g in device_of(place).generators}.values())
+
+
+def states_of(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+    """Their states, for ``drew``."""
+    return [generator.get_state() for generator in generators]
+
+
+def drew(generators: Sequence[torch.Generator], before: Sequence[torch.Tensor]) -> bool:
+    """Whether somebody has drawn from one of them since ``before``."""
+    return not all(map(torch.equal, states_of(generators), before))
+
+
 @contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Run a random layer from ``seed`` and put the generator's state back afterwards."""
-    generator = torch.default_generator
-    before = generator.get_state()
-    generator.manual_seed(seed)
+def seeded(seed: int | None, generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Run a random layer from ``seed`` (None: from where they are); put the states back afterwards."""
+    before = [generator.get_state() for generator in generators]
+    if seed is not None:
+        for generator in generators:
+            generator.manual_seed(seed)
     try:
         yield
     finally:
-        generator.set_state(before)
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)

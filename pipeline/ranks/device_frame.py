@@ -14,7 +14,8 @@ from torch import Tensor
 from ...compression.frame import Header, header_bytes
 from ...compression.memory import new_bytes
 from ...compression.pool import Frame, Pool
-from ...stages.device import Device, Work
+from ...stages.device import Device
+from ...stages.work import Work
 
 
 class DevicePool(Pool):

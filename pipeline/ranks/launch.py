@@ -42,6 +42,11 @@ def threads_per_rank(ranks: int) -> int:
     return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
+def local_rank() -> int:
+    """Return the number of this rank among those of its machine, as its launcher says; 0 where none does."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
 def check_ranks(ranks: int) -> None:
     """Refuse more ranks than this machine can start, or other ones than a launcher did.
 
@@ -124,7 +129,7 @@ def start_ranks(
             first.LAUNCHER: str(os.getpid()),
         }
         found = run_together(
-            ([*end, *command], surroundings | {"RANK": str(rank)})
+            ([*end, *command], surroundings | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank, end in enumerate(ends or [()] * num_ranks)
         )
     if found.codes:

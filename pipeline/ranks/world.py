@@ -38,7 +38,7 @@ class World:
 
     Args:   process_group: the ranks, by a group of any backend; collective among them. None: this process
             alone.
-            device: where this rank computes; None: on the CPU.
+            device: where this rank computes; None: where its Pipeline does, and on the CPU until then.
             deadline: seconds that a wait for all of them may take.
     """
 
@@ -49,7 +49,7 @@ class World:
         device: Device | None = None,
         deadline: float = 60.0,
     ) -> None:
-        self.device = device or Device()
+        self.device, self.has_device = device or Device(), device is not None
         self.group: ProcessGroup | None = None
         self.rank, self.size, self.notices = 0, 1, Notices(None, 0, 1)
         if process_group is None:

@@ -17,7 +17,8 @@ from torch import nn
 
 from ...compression.errors import ConfigError
 from ...conf.groups import OF_THE_RUN, OURS
-from ...stages.device import grad_scaler
+from ...stages.autocast import grad_scaler
+from ...stages.device import CPU
 from ..samples.given import samples_of
 from ..samples.samples import Description, Samples
 from ..weights.scale import Scaler
@@ -110,9 +111,9 @@ def autocast(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def scaler(loss_scale: str | float | None) -> Scaler:
+def scaler(loss_scale: str | float | None, device: torch.device = CPU) -> Scaler:
     """Return what ``loss_scale=`` asks for; ``dynamic`` is torch's GradScaler as torch sets it."""
-    return grad_scaler() if isinstance(loss_scale, str) else loss_scale
+    return grad_scaler(device) if isinstance(loss_scale, str) else loss_scale
 
 
 def check_targets(config: object) -> None:

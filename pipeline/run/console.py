@@ -126,6 +126,9 @@ def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("activations", "gradients"):
         table.add_column(f"{name} {what}", justify="right", no_wrap=True)
+    on_gpus = any(stage.get("device_bytes") for stage in summary["stages"])
+    if on_gpus:
+        table.add_column("GPU peak", justify="right", no_wrap=True)
     told: set[int] = set()
     for stage in summary["stages"]:
         first = stage["rank"] not in told
@@ -139,6 +142,7 @@ def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
             (show_bytes(stage["resident_bytes"]) if stage["resident_bytes"] else "-") if first else "",
             sent(stage["bytes_raw_forward"], stage["bytes_sent_forward"]),
             sent(stage["bytes_raw_backward"], stage["bytes_sent_backward"]),
+            *([show_bytes(stage["device_bytes"])] if on_gpus else []),
         )
     return table
 

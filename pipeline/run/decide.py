@@ -20,8 +20,9 @@ from ..planner.partition import partition
 from ..ranks.launch import threads_per_rank
 from ..samples.samples import Samples
 from ..weights.optimizers import state_per_byte
-from . import build, console
+from . import build, console, exactness
 from .early import program
+from .exactness import place
 from .run_folder import RunFolder
 from .run_length import example_inputs
 from .schedule_comparison import SYNCHRONOUS, compare
@@ -34,14 +35,11 @@ OF_A_PLAN = "stages cuts ranks micro_batches extra_in_flight codec link weights_
 def prepare(config: PlanConfig) -> Samples:
     """Set up this process, fill in the threads, and return the data.
 
-    Raises: PenstockError: the data cannot be had.
+    Raises: PenstockError: the data or the device cannot be had.
     """
     config.threads = config.threads or threads_per_rank(config.ranks)
     torch.set_num_threads(config.threads)
-    # The same switch as use_deterministic_algorithms, which also loads the compiler: 1.6 s in every process.
-    torch.set_deterministic_debug_mode("error" if config.deterministic else "default")
-    # Deterministic mode fills every torch.empty, 19 ms for 32 MB, and no bit depends on it.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    exactness.begin(config)
     return build.samples(config.data, batch_size=config.batch_size)
 
 
@@ -81,6 +79,7 @@ def look(
     Raises: PlanError: the model cannot be traced.
     """
     model = model or build.model(config.model, describe=samples.describe, seed=config.seed)
+    model.to(place(config).torch)  # whose seconds count
     example = example_inputs(config, samples)
     try:
         graph = trace(model, example, autocast=autocast, leaves=config.model.get("leaves") or ())

@@ -26,7 +26,9 @@ SENT = {f"bytes_{kind}_{way}": f"{way}_{kind}" for kind in ("raw", "sent") for w
 SAVED = {"bytes_saved_raw": "saved_raw", "bytes_saved_kept": "saved_kept"}
 SECONDS = {name: name for name in ("compute_seconds", "waiting_seconds")}
 SUMS = SENT | SAVED | SECONDS  # what is written of a stage, and what its report calls it
-MOST = ("live_micro_batches", "live_versions", "versions_bytes", "peak_bytes", "resident_bytes")
+MOST = (
+    "live_micro_batches", "live_versions", "versions_bytes", "peak_bytes", "resident_bytes", "device_bytes"
+)  # fmt: skip
 
 
 class Metrics:

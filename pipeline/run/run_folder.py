@@ -108,7 +108,7 @@ class RunFolder:
         )
 
     def save(self, config: PlanConfig, plan: Plan) -> None:
-        """Write the resolved configuration, with the versions that ran it, and the plan with its picture."""
+        """Write the resolved configuration, with versions and settings that hold, and the plan, drawn too."""
         self.tell(config, plan)
         plan.draw(self.plan_picture)
 
@@ -116,12 +116,15 @@ class RunFolder:
         """Write what ranks need to know."""
         import torch
 
+        from .exactness import held as settings
+
         content = dataclasses.asdict(config)
         content["versions"] = {
             "penstock": __version__,
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         }
+        content["settings"] = settings(config)
         with writing(self.config) as part:
             OmegaConf.save(content, part)
         plan.save(self.plan)

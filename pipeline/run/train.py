@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -34,6 +35,7 @@ from ..runtime.report import Report
 from ..samples.samples import Samples
 from . import build, console, early
 from .decide import decide, model_name, prepare
+from .exactness import place
 from .metrics import Metrics, summarise
 from .model_file import keeping, rescuing, save_model
 from .run_folder import RunFolder, config_of
@@ -80,6 +82,8 @@ def train(
         join(config, plan, folder, init=launched.init)
     else:
         del pipe  # the ranks need the memory
+        if place(config).is_gpu:
+            torch.accelerator.empty_cache()  # this process keeps it otherwise
         with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
             told.tell(config, plan)
             arguments = [str(told.path), str(folder.path)]
@@ -111,10 +115,11 @@ def assemble(config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module
         scheduler=build.scheduler(config.scheduler, num_steps=count_updates(config, samples)),
         clip=config.clip.norm,
         clip_scope=config.clip.scope,
-        scaler=build.scaler(config.loss_scale),
+        scaler=build.scaler(config.loss_scale, place(config).torch),
         autocast=build.autocast(config.autocast),
         seed=config.seed,
         deadline=config.deadline,
+        device=place(config),
     )
 
 
@@ -195,8 +200,9 @@ def evaluate(pipe: Pipeline, plan: Plan, config: TrainConfig, samples: Samples) 
     for inputs, targets in samples.batches("test", batch_size=config.batch_size):
         outputs = pipe.evaluate(inputs)
         if outputs is not None:
+            targets = targets.to(outputs.device)
             right += int((outputs.argmax(-1) == targets).sum())
-            with casting(build.autocast(config.autocast)):
+            with casting(build.autocast(config.autocast), outputs.device):
                 lost += float(loss(outputs, targets)) * targets.numel()
             total += targets.numel()
     last = plan.rank_of(-1, 0)

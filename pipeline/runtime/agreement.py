@@ -16,6 +16,7 @@ from itertools import zip_longest
 from typing import Any
 
 from ...compression.errors import Disagreement, PenstockError, PlanError, TransportError
+from ...stages.device import KINDS
 from ...stages.planner.plan import Plan
 from ..ranks.world import World
 from .facts import Fact, of_process
@@ -56,23 +57,25 @@ class Agreement:
         digest = hashlib.blake2b(
             "\n".join(f"{fact.what}\0{fact.value}" for fact in facts).encode(errors="replace")
         )
-        if len(set(self._exchange(at, digest.hexdigest()))) == 1:
+        if len(set(self.exchange(at, digest.hexdigest()))) == 1:
             return
         rows = self.world.all_gather_json([dataclasses.astuple(fact) for fact in facts])
-        for places in zip_longest(*rows):
-            found = [item and Fact(*item) for item in places]
-            for rank, theirs in enumerate(found):
-                if theirs != found[0]:
-                    raise Disagreement(_difference(found[0], theirs, rank))
+        found = [[Fact(*item) for item in row] for row in rows]
+        for kind in ("", *KINDS):
+            ranks = [r for r, row in enumerate(found) if not kind or any(fact.among == kind for fact in row)]
+            for places in zip_longest(*([fact for fact in found[r] if fact.among == kind] for r in ranks)):
+                for rank, theirs in zip(ranks, places, strict=True):
+                    if theirs != places[0]:
+                        raise Disagreement(_difference(places[0], ranks[0], theirs, rank))
 
     def refuse(self, at: str, error: Exception) -> None:
         """Tell the other ranks, which are on their way here, why this one stops; its own error counts."""
         said = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(TransportError):
-            self._exchange(at, None, refusal=said)
+            self.exchange(at, None, refusal=said)
 
-    def _exchange(self, at: str, item: Any, *, refusal: str = "") -> list[Any]:
-        """Everybody's ``item``, by rank, if no rank refuses and all are at the same point."""
+    def exchange(self, at: str, item: Any, *, refusal: str = "") -> list[Any]:
+        """Everybody's ``item`` (anything JSON can say), by rank, if no rank refuses and all are at ``at``."""
         rows = self.world.all_gather_json([at, item, refusal])
         if refusal:
             return []
@@ -101,7 +104,7 @@ class Agreement:
                     "penstock.partition(penstock.measure(penstock.trace(model, example), example), stages=2)"
                 )
             return plan
-        rows = self._exchange("its plan", None if plan is None else plan.to_json())
+        rows = self.exchange("its plan", None if plan is None else plan.to_json())
         if rows[0] is None:
             raise Disagreement(
                 "rank 0 decides the plan of all ranks, found plan=None on rank 0; give rank 0 one from "
@@ -120,12 +123,12 @@ class Agreement:
         return chosen
 
 
-def _difference(ours: Fact | None, theirs: Fact | None, rank: int) -> str:
-    """Ranks 0 and ``rank`` in one sentence: two values of one thing, or two things."""
+def _difference(ours: Fact | None, first: int, theirs: Fact | None, rank: int) -> str:
+    """Ranks ``first`` and ``rank`` in one sentence: two values of one thing, or two things."""
     said = [f"has {fact.what}" if fact else "has no more" for fact in (ours, theirs)]
-    found = f"rank 0 {said[0]} where rank {rank} {said[1]}"
+    found = f"rank {first} {said[0]} where rank {rank} {said[1]}"
     if ours and theirs and ours.what == theirs.what:
-        values = f"{_short(ours.value)} on rank 0 and {_short(theirs.value)} on rank {rank}"
+        values = f"{_short(ours.value)} on rank {first} and {_short(theirs.value)} on rank {rank}"
         found = f"{ours.what} is {values}"
     known = ours or theirs
     assert known is not None, "places that differ are not both empty"
@@ -191,7 +194,8 @@ class SameBatches:
         """Compare the facts that ``told`` makes, and those of the process, if it is time for it."""
         if self.due:
             self.due = False
-            self.agreement.agree(self.at, lambda: [*of_process(), *told()])
+            place = self.agreement.world.device.torch
+            self.agreement.agree(self.at, lambda: [*of_process(place), *told()])
 
     def restart(self) -> None:
         """Compare the next batch of every kind."""

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...stages.device import Device, is_gpu
+from ...stages.places import home_of
 from ...stages.planner.examples import graph_of
 from ...stages.planner.plan import Plan
 from ...stages.planner.rules import STREAM
@@ -41,6 +43,7 @@ from .process_memory import ResidentMemory, Usage
 from .state import State
 from .steps import Steps, SynchronousFeed
 from .stream import StreamFeed
+from .where import Given, check_devices, rank_device, spread, stage_devices
 
 
 class Assembly:
@@ -62,6 +65,7 @@ class Assembly:
         seed: int,
         deadline: float,
         world: World,
+        device: Given,
     ) -> None:
         self.world, self.rank, self.agreement = world, world.rank, Agreement(world)
         with self.agreement.together("making a Pipeline"):
@@ -69,16 +73,17 @@ class Assembly:
             check_functions(loss, scheduler, weight, seed)
             rest = {"loss": loss, "weight": weight, "seed": seed, "clip": clip, "clip_scope": clip_scope}
             rest |= {"scaler": scaler, "autocast": autocast}
-            told = functools.partial(facts.of_pipeline, model, optimizer, scheduler, rest)
+            here = rank_device(model, world, device)
+            told = functools.partial(facts.of_pipeline, model, optimizer, scheduler, rest, here.torch)
             self.agreement.agree("its arguments", told)
             self.plan = plan = self.agreement.agree_on_plan(plan)
             check_update(model, plan, clip=clip, scope=clip_scope, scaler=scaler)
             check_gradients()
             check_plan(plan, model, self.world)
             self.weight, self.num_steps = weight, 0
-            resident = ResidentMemory(
-                model_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-            )
+            self._place(model, here)
+            tensors = (*model.parameters(), *model.buffers())
+            resident = ResidentMemory(model_bytes=sum(t.nbytes for t in tensors if not is_gpu(t.device)))
             own = self._cut(model, autocast)
             self.update = Update(
                 world=self.world,
@@ -110,11 +115,24 @@ class Assembly:
                 flags=self.steps.flags(model),
                 parameters=WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()}),
                 seed=seed,
-                devices=dict.fromkeys(self.stages, self.world.device),
+                devices=self.devices,
             )
             self.same = SameBatches(self.agreement, self.engine.failures.worded)
             resident.begin()
-            self.usage = Usage(plan, own.tensors, self.update.optimizers, resident=resident)
+            self.usage = Usage(
+                plan, own.tensors, self.update.optimizers, resident=resident, devices=self.devices
+            )
+
+    def _place(self, model: nn.Module, device: Device) -> None:
+        """Decide where the stages of this process compute, on ``device`` if the plan names no other for them,
+        and move ``model`` to where its rank does."""
+        self.devices = stage_devices(self.plan, self.world, device)
+        check_devices(self.agreement, self.plan, self.devices)
+        self.ends = {"first": self.devices.get(0), "last": self.devices.get(self.plan.num_stages - 1)}
+        known = list(self.devices.values())
+        self.world.device = device if device in known else known[0]
+        if home_of(model) != self.world.device.torch:
+            model.to(self.world.device.torch)
 
     def _cut(self, model: nn.Module, autocast: torch.dtype | None) -> Ownership:
         """Cut ``model`` into the stages of this process; return who owns what."""
@@ -129,6 +147,9 @@ class Assembly:
         self.feed.rehearse([graph.example_inputs] * self.plan.micro_batches)
         check_codecs(self.plan, *self.steps.routed("train", [graph.example_inputs]))
         own = ownership(model, self.plan, graph, self.steps, self.world)
-        self.stages = make_stages(own, model=model, plan=self.plan, steps=self.steps, autocast=autocast)
+        spread(model, own, self.steps, self.devices, last=self.plan.num_stages - 1)
+        self.stages = make_stages(
+            own, model=model, plan=self.plan, steps=self.steps, autocast=autocast, devices=self.devices
+        )
         self.state = State(model, graph, world=self.world, stages=self.stages, own=own)
         return own

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ...compression.errors import PlanError
+from ...stages.device import KINDS, Device
 
 
 class MicroBatch(NamedTuple):
@@ -35,11 +36,14 @@ def micro_batches(
     weight: Callable[[Any], float] | None,
     *,
     whole: Sequence[bool] = (),
+    first: Device | None = None,
+    last: Device | None = None,
 ) -> list[MicroBatch]:
     """Split a batch into ``number`` micro-batches of near-equal size (fewer samples: one each).
 
     ``weight(targets)`` says over how much the loss of a micro-batch is a mean; None: over its samples.
-    ``whole``: which of the inputs are constants, that every micro-batch gets all of."""
+    ``whole``: which of the inputs are constants, that every micro-batch gets all of.
+    ``first``, ``last``: where the stages are that read the inputs and the targets; None: not here."""
     leaves, spec = tree_flatten(targets)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     kept = list(whole) or [False] * len(inputs)
@@ -69,7 +73,10 @@ def micro_batches(
         )
     return [
         MicroBatch(
-            inputs=tuple(_fresh(x[i]) for x in split), targets=parts[i], share=weights[i] / total, index=i
+            inputs=tuple(_fresh(x[i], first) for x in split),
+            targets=tree_map_only(torch.Tensor, lambda t: _moved(t, last), parts[i]),
+            share=weights[i] / total,
+            index=i,
         )
         for i in range(number)
     ]
@@ -84,11 +91,11 @@ def _refuse_unsplit(targets: Sequence[Any], tensors: Sequence[torch.Tensor], *, 
             f"{'a list of numbers' if numbers else 'an array'}; give torch.as_tensor(targets)"
         )
     for tensor in tensors:
-        if tensor.layout != torch.strided or tensor.is_nested or not tensor.is_cpu:
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type not in KINDS:
             kind = "nested" if tensor.is_nested else str(tensor.layout)
             raise PlanError(
-                f"inputs and targets are dense tensors on the CPU, found a {kind} one on {tensor.device}; "
-                "convert it first"
+                f"inputs and targets are dense tensors on the CPU or a GPU, found a {kind} one on "
+                f"{tensor.device}; convert it first"
             )
         if tensor.requires_grad:
             raise PlanError(
@@ -101,6 +108,7 @@ def _weight(weight: Callable[[Any], float], targets: Any) -> float:
     found = weight(targets)
     if not isinstance(found, int | float) and not (isinstance(found, torch.Tensor) and found.numel() == 1):
         raise PlanError(f"weight says of targets over how much the loss is a mean, a number, found {found!r}")
+    found = found.cpu() if isinstance(found, torch.Tensor) else found
     return found  # pyright: ignore[reportReturnType] (a tensor of one element counts as a number)
 
 
@@ -114,5 +122,19 @@ def joined(parts: Sequence[Any]) -> Any:
     return tree_unflatten(whole if leaves else leaves, spec)
 
 
-def _fresh(item: Any) -> Any:
-    return item.clone() if isinstance(item, torch.Tensor) else item
+def _fresh(item: Any, device: Device | None = None) -> Any:
+    """A tensor in memory of its own, on ``device`` if there is one."""
+    if not isinstance(item, torch.Tensor):
+        return item
+    return item.clone() if device is None or item.device == device.torch else _moved(item, device)
+
+
+def _moved(tensor: torch.Tensor, device: Device | None) -> torch.Tensor:
+    """``tensor`` on ``device``, laid out as its clone; a GPU fetches it from pinned memory by itself."""
+    if device is None or tensor.device == device.torch:
+        return tensor
+    if not tensor.is_cpu:
+        return tensor.to(device.torch)
+    like = torch.empty_like(tensor, device="meta")
+    pinned = device.pinned(tensor.nbytes).view(tensor.dtype).as_strided(like.shape, like.stride())
+    return pinned.copy_(tensor).to(device.torch, non_blocking=True)

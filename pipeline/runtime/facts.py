@@ -21,7 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ... import __version__
-from ...stages.device import autocast_state
+from ...stages.autocast import autocast_state
+from ...stages.device import CPU, KINDS
 from ...stages.tracing.graph import LayerGraph
 from ...stages.tracing.layers import parts_of
 from ..weights.update import Named
@@ -37,15 +38,21 @@ STATE = "load the same state on every rank"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
-    """``what`` is ``value``; where ranks differ in it, ``remedy`` says what to do."""
+    """``what`` is ``value``; where ranks differ in it, ``remedy`` says what to do.
+
+    ``among``: the kind of device of this rank, where ranks on another kind may well differ in it; "" for what
+    all have alike."""
 
     what: str
     value: str
     remedy: str
+    among: str = ""
 
 
-def of_process() -> list[Fact]:
-    """What decides the bits of a layer beside its weights: the build of torch, and how it was set."""
+def of_process(device: torch.device = CPU) -> list[Fact]:
+    """What decides the bits of a layer on ``device`` beside its weights: the build of torch, and how it was
+    set."""
+    version, _, variant = torch.__version__.partition("+")
     backends, commit = torch.backends, str(torch.version.git_version)[:8]
     precisions = {
         "float32 of matrix products": backends.fp32_precision,  # type: ignore[attr-defined]
@@ -59,16 +66,17 @@ def of_process() -> list[Fact]:
         "number of threads of torch": torch.get_num_threads(),
         "deterministic-algorithms flag": torch.are_deterministic_algorithms_enabled(),
         "default dtype": torch.get_default_dtype(),
-        "default device": torch.get_default_device(),
         **{f"precision for {name}": value for name, value in precisions.items()},
         "oneDNN flag": backends.mkldnn.enabled,  # type: ignore[attr-defined]
         "flash-attention flag": backends.cuda.flash_sdp_enabled(),
         "flush of denormal numbers": float(torch.tensor(1e-40, dtype=torch.float32) * 1) == 0.0,
-        "autocast flag": autocast_state()[0],
+        "autocast flag": autocast_state(device)[0],
     }
     return [
         Fact("the version of penstock", __version__, BUILD),
-        Fact("the build of torch", f"{torch.__version__} ({commit})", BUILD),
+        Fact("the build of torch", f"{version} ({commit})", BUILD),
+        Fact("the variant of the build of torch", variant, BUILD, among=device.type),
+        Fact("the default device", torch.get_default_device().type, TORCH, among=device.type),
         Fact("the byte order", sys.byteorder, BUILD),
         *(Fact(f"the {name}", str(value), TORCH) for name, value in settings.items()),
     ]
@@ -79,11 +87,12 @@ def of_pipeline(
     optimizer: Callable[[Named], Optimizer],
     scheduler: Callable[[Optimizer], LRScheduler] | None,
     rest: Mapping[str, Any],
+    device: torch.device = CPU,
 ) -> list[Fact]:
     """The process, and what its Pipeline was given but for the plan; ``rest`` by the names of arguments."""
     given = [_argument(name, _shown(value)) for name, value in rest.items()]
     updates = [_argument(*item) for item in _of_updates(model, optimizer, scheduler).items()]
-    return [*of_process(), *given, *_of_model(model), *updates]
+    return [*of_process(device), *given, *_of_model(model), *updates]
 
 
 def _argument(name: str, value: str) -> Fact:
@@ -152,7 +161,11 @@ def of_layers(graph: LayerGraph) -> list[Fact]:
                 value += "".join(f" {path}{_shown(_plain(module))}" for path, module in inner)
             facts.append(Fact(f"the layer {layer.name} in {mode} mode", value, MODEL))
         tensors = {name: _shown(tensor) for name, tensor in parts.tensors.items() if name not in known}
-        facts += [Fact(f"the tensor {name} in {mode} mode", text, MODEL) for name, text in tensors.items()]
+        kind = traced.recorded.type  # which computed what stands in the tensors
+        facts += [
+            Fact(f"the tensor {name} in {mode} mode", text, MODEL, among=kind)
+            for name, text in tensors.items()
+        ]
         facts.append(Fact(f"the output in {mode} mode", _node(traced.output), MODEL))
     return facts
 
@@ -219,6 +232,8 @@ def _shown(value: Any) -> str:
         return f"{type(value).__qualname__}{_shown(value.state_dict())}"
     if isinstance(value, set | frozenset):
         return "{" + ", ".join(sorted(map(_shown, value))) + "}"  # their own order differs, too
+    if isinstance(value, torch.device) and value.type in KINDS:
+        return "where ranks compute"  # each on its own
     if callable(value) and not isinstance(value, torch.device):
         return getattr(value, "__qualname__", type(value).__qualname__)
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # addresses differ from process to process

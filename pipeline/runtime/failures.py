@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from ...compression.errors import PenstockError, StageError, TransportError
 from ...stages.stage.stage import Stage
 from ..ranks.transport import Transport
@@ -37,6 +39,7 @@ class Failures:
         """Say of an error where it was, leave word for the other ranks, and let go of what was running."""
         kind = type(error) if isinstance(error, PenstockError) else StageError
         what = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+        what = _of_memory(what, error) or what
         what = what.removesuffix(": ")
         sentence = what if what.startswith("rank ") else f"rank {self.rank}, {where}: {what}"
         if not self.first:
@@ -45,6 +48,20 @@ class Failures:
         for stage in self.stages.values():
             stage.stop()
         return kind(sentence)
+
+
+def _of_memory(what: str, error: BaseException | None) -> str:
+    """What to say where a device had no memory left, whoever has worded it since; "" where it had."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__
+    if error is None:
+        return ""
+    said = ". ".join(str(error).split(". ")[:2]).replace(". T", ", t")  # torch's own remedies follow
+    found = what.partition(str(error))[0] + said
+    return (
+        f"a stage computes in the memory of its device, which was not enough, found {found}; raise "
+        "micro_batches=, take memory.tier=host, or more ranks"
+    )
 
 
 def place(step: Step, instruction: Instruction | None) -> str:

@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from ...compression.errors import StageError
+from ...stages.device import CPU
 from ...stages.tracing.layers import casting
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -23,7 +24,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 def mean_loss(loss: Loss, outputs: Any, targets: Any, *, autocast: torch.dtype | None) -> torch.Tensor:
     """The loss as a 0-dim tensor that backward can begin from; raises StageError if it is none."""
     try:
-        with casting(autocast):
+        with casting(autocast, _place(outputs, autocast)):
             found = loss(outputs, targets)
     except Exception as error:
         raise StageError(f"the loss: {type(error).__name__}: {error}") from error
@@ -46,11 +47,17 @@ def total_loss(losses: Mapping[int, torch.Tensor], shares: Mapping[int, float], 
              a batch. No number where none did."""
     if not losses:
         return math.nan
-    dtype = torch.promote_types(next(iter(losses.values())).dtype, torch.float32)
-    total = torch.zeros((), dtype=dtype)
+    some = next(iter(losses.values()))
+    dtype = torch.promote_types(some.dtype, torch.float32)
+    total = torch.zeros((), dtype=dtype, device=some.device)  # summed where they are: a GPU is asked once
     for index, loss in losses.items():
         total += (loss if loss.dtype is dtype else loss.to(dtype)) * shares[index]
     return float(total) / (sum(shares.values()) if mean else 1)
+
+
+def _place(outputs: Any, autocast: torch.dtype | None) -> torch.device:
+    """Where a loss is computed; only a cast asks."""
+    return CPU if autocast is None else next((t.device for t in _tensors(outputs)), CPU)
 
 
 def _tensors(outputs: Any) -> Iterator[torch.Tensor]:

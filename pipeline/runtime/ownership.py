@@ -13,6 +13,7 @@ from torch import nn
 from ...compression.codec import CODECS
 from ...compression.errors import PlanError
 from ...compression.names import AUTO
+from ...stages.device import Device
 from ...stages.memory.stores import open_store
 from ...stages.planner.measure import owned_parameters
 from ...stages.planner.plan import Plan
@@ -79,7 +80,13 @@ def _check_shared(graph: LayerGraph, steps: Steps, plan: Plan) -> None:
 
 
 def make_stages(
-    own: Ownership, *, model: nn.Module, plan: Plan, steps: Steps, autocast: torch.dtype | None
+    own: Ownership,
+    *,
+    model: nn.Module,
+    plan: Plan,
+    steps: Steps,
+    autocast: torch.dtype | None,
+    devices: Mapping[int, Device],
 ) -> dict[int, Stage]:
     """Return the stages of this process, each with its layers, its store and its versions of the weights."""
     return {
@@ -99,6 +106,7 @@ def make_stages(
                 num_stages=plan.num_stages,
             ),
             weights_first=plan.weights_first,
+            device=devices[index],
         )
         for index, parameters in own.tensors.items()
     }

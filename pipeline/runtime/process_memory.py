@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
+from ...stages.device import Device
 from ...stages.planner.plan import Plan
 from ...stages.planner.rank_memory import copies
 from ..schedules.span import Span
@@ -46,7 +47,7 @@ class Usage:
     """What the stages of this process hold, step by step.
 
     Args:    parameters: those of every stage; optimizers: theirs, where a stage has one.
-             resident: the memory of the process."""
+             resident: the memory of the process; devices: where the stages compute."""
 
     def __init__(
         self,
@@ -55,8 +56,12 @@ class Usage:
         optimizers: Mapping[int, Optimizer],
         *,
         resident: ResidentMemory,
+        devices: Mapping[int, Device],
     ) -> None:
         self.plan, self.parameters, self.optimizers, self.resident = plan, parameters, optimizers, resident
+        self.devices = devices
+        for device in {id(device): device for device in devices.values()}.values():
+            device.reset_peak()
         self.live = dict.fromkeys(parameters, 0)
         self.held: dict[int, tuple[object, int]] = {}
 
@@ -85,7 +90,10 @@ class Usage:
         for stage, report in reports.items():
             planned = self.plan.stages[stage]
             left = planned.saved_bytes - (report.saved_raw - report.saved_kept) // max(1, forwards[stage])
-            saved = copies(most[stage], tier=planned.tier).of(saved=planned.saved_bytes, packed=left)
+            device = self.devices[stage]
+            there = copies(most[stage], tier=planned.tier, device=device.torch.type)
+            saved = there.of(saved=planned.saved_bytes, packed=left)
+            report.device_bytes = device.peak_bytes or 0
             report.rank, report.live_micro_batches, report.resident_bytes = rank, most[stage], resident
             report.peak_bytes = self._held(stage) + report.versions_bytes + saved
         return reports

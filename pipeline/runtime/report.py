@@ -21,7 +21,8 @@ class StageReport:
 
     ``peak_bytes``: the most that it held, counted: parameters, gradients, state of the optimizer, versions,
     and what the micro-batches in flight saved. ``resident_bytes``: the most memory of its process so far,
-    above what it had at the start; all stages of ``rank`` share it."""
+    above what it had at the start; all stages of ``rank`` share it. ``device_bytes``: the most that torch's
+    allocator has handed out so far on the stage's GPU, for all stages there; 0 on a CPU."""
 
     rank: int = 0
     forward_raw: int = 0
@@ -35,6 +36,7 @@ class StageReport:
     versions_bytes: int = 0
     peak_bytes: int = 0
     resident_bytes: int = 0
+    device_bytes: int = 0
     compute_seconds: float = 0.0
     waiting_seconds: float = 0.0
 

@@ -64,7 +64,7 @@ class State:
 
     def gather(self, update: Update, steps: int) -> dict[str, Any]:
         """{"model", "optimizer", "optimizer_class", "scheduler", "scaler", "step"}: everything on rank 0,
-        this process's part elsewhere."""
+        this process's part elsewhere; on the CPU, wherever the stages compute."""
         mine = [key for key in self.held if self.source[key] == self.world.rank]
         tensors = [self.held[key].detach() for key in mine]
         notes = {
@@ -79,7 +79,7 @@ class State:
                 "scheduler": update.scheduler_state(),
             }
         )
-        frames = [encode(tensor, codec="raw") for tensor in tensors]
+        frames = [encode(tensor.cpu(), codec="raw") for tensor in tensors]
         gathered = self.world.gather(frames)
         if gathered is None:
             said, gathered = [said[self.world.rank]], [frames]

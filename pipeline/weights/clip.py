@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from ...stages.device import CPU, is_gpu
 from ..ranks.world import World
 
 DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
@@ -28,7 +29,8 @@ def clip_together(
     Args:    parameters: those of this process by name.
              largest: the L2 norm that the gradients of all ranks may have together.
              owner: the rank of every parameter of the model, in the model's own order."""
-    told = world.all_gather([number for name in owner for number in _norm(parameters.get(name))])
+    norms = _norms(parameters)
+    told = world.all_gather([number for name in owner for number in norms.get(name, (0.0, 0.0))])
     found = [
         (DTYPES[int(kind) - 1], norm)
         for place, rank in enumerate(owner.values())
@@ -39,14 +41,28 @@ def clip_together(
         stand_ins = [torch.empty(0, dtype=dtype) for dtype, _ in found]
         alike = _group_tensors_by_device_and_dtype([stand_ins], with_indices=True).values()  # type: ignore[list-item]
         promoted = functools.reduce(torch.promote_types, {dtype.to_real() for dtype, _ in found})
-        norms = torch.tensor([found[i][1] for _, places in alike for i in places], dtype=promoted)
-        torch.nn.utils.clip_grads_with_norm_(
-            list(parameters.values()), largest, torch.linalg.vector_norm(norms)
-        )
+        ordered = [found[i][1] for _, places in alike for i in places]
+        device = next((p.grad.device for p in parameters.values() if p.grad is not None), CPU)
+        total = torch.linalg.vector_norm(torch.tensor(ordered, dtype=promoted, device=device))
+        torch.nn.utils.clip_grads_with_norm_(list(parameters.values()), largest, total)
 
 
-def _norm(parameter: torch.nn.Parameter | None) -> tuple[float, float]:
-    """Which dtype the gradient has, counted from 1, and its norm; (0, 0) without a gradient."""
-    if parameter is None or parameter.grad is None:
-        return 0.0, 0.0
-    return 1.0 + DTYPES.index(parameter.grad.dtype), float(torch.linalg.vector_norm(parameter.grad))
+def _norms(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, tuple[float, float]]:
+    """For every gradient which dtype it has, counted from 1, and its norm; a GPU is asked once for all,
+    by the kernel of ``clip_grad_norm_`` there."""
+    found: dict[str, tuple[float, float]] = {}
+    queued: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
+    for name, parameter in parameters.items():
+        if (gradient := parameter.grad) is None:
+            continue
+        if is_gpu(gradient.device):
+            queued.setdefault((gradient.device, gradient.dtype), {})[name] = gradient
+        else:
+            found[name] = 1.0 + DTYPES.index(gradient.dtype), float(torch.linalg.vector_norm(gradient))
+    for (_, dtype), alike in queued.items():
+        norms = torch._foreach_norm(list(alike.values()))  # pyright: ignore[reportPrivateImportUsage]
+        numbers = torch.stack([norm.double() for norm in norms]).tolist()
+        found |= {
+            name: (1.0 + DTYPES.index(dtype), number) for name, number in zip(alike, numbers, strict=True)
+        }
+    return found

@@ -15,6 +15,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from ...compression.errors import PlanError
+from ...stages.seeds import seeded
 
 Named = list[tuple[str, torch.nn.Parameter]]
 Make = Callable[[Named], Optimizer]
@@ -102,7 +103,7 @@ def random_kept() -> Iterator[None]:
     """Put every random state back behind a block."""
     python, arrays = random.getstate(), numpy.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with seeded(None, [torch.default_generator]):
             yield
     finally:
         random.setstate(python)

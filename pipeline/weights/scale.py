@@ -150,13 +150,16 @@ class Dynamic:
 
 
 def _unscale(gradients: Iterable[torch.Tensor], scale: torch.Tensor) -> bool:
-    """GradScaler's own kernel, which wants gradients of one dtype at a time, and its reciprocal."""
-    found, inverse = torch.zeros(()), scale.double().reciprocal().float()
-    same: dict[torch.dtype, list[torch.Tensor]] = {}
+    """GradScaler's own kernel, for gradients of one device and dtype at a time, and its reciprocal."""
+    inverse = float(scale.double().reciprocal().float())
+    found: dict[torch.device, torch.Tensor] = {}
+    same: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
-        same.setdefault(gradient.dtype, []).append(gradient)
-    for alike in same.values():
+        same.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, _), alike in same.items():
         torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
-            alike, found, inverse
+            alike,
+            found.setdefault(device, torch.zeros((), dtype=torch.float32, device=device)),
+            torch.full((), inverse, dtype=torch.float32, device=device),
         )
-    return bool(found)
+    return any([bool(each) for each in found.values()])

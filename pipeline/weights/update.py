@@ -150,17 +150,22 @@ class Update:
             for settings in optimizer.param_groups:
                 for parameter in settings["params"]:
                     kept = state[self.names[id(parameter)]]
-                    settings.update({k: _own(v, parameter) for k, v in kept["group"].items()})
-                    optimizer.state[parameter] = {k: _own(v, parameter) for k, v in kept["state"].items()}
+                    ours = {k: v.device for k, v in settings.items() if isinstance(v, torch.Tensor)}
+                    settings.update({k: _own(v, ours.get(k, CPU)) for k, v in kept["group"].items()})
+                    # As torch has it: a number of steps stays with the host, unless kernels count them.
+                    there = parameter.device if settings.get("capturable") or settings.get("fused") else CPU
+                    homes = {"step": there}
+                    optimizer.state[parameter] = {
+                        k: _own(v, homes.get(k, parameter.device)) for k, v in kept["state"].items()
+                    }
         for stage, ours in self.schedulers.items():
             ours._last_lr = [float(settings["lr"]) for settings in self.optimizers[stage].param_groups]
 
 
-def _own(value: Any, parameter: torch.Tensor) -> Any:
-    """A copy that shares no memory with the state; numbers stay with the host, as torch's optimizers do."""
+def _own(value: Any, device: torch.device) -> Any:
+    """A copy on ``device`` that shares no memory with the state."""
     if isinstance(value, torch.Tensor):
-        copied = torch.empty_like(value, device=parameter.device if value.dim() else CPU)
-        return copied.copy_(value.detach())
+        return torch.empty_like(value, device=device).copy_(value.detach())
     return copy.deepcopy(value)
 
 

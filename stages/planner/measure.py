@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...compression.errors import PlanError
-from ..device import CPU
+from ..device import Device, device_of
+from ..seeds import seeded
 from ..stage.receive import Receive
 from ..tracing.aliases import memory_of
 from ..tracing.capture.call import Call, Example
@@ -24,7 +25,7 @@ from ..tracing.layers import Layer, Parts, parts_of, run_layer
 from ..tracing.probe import Probe
 from .examples import signature_of
 from .layer_profile import LayerProfile, Profile, ValueProfile
-from .whole_step import whole_step, zero_fraction
+from .whole_step import whole_step, zero_count
 
 
 def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> Profile:
@@ -41,15 +42,17 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
             f"measure takes what trace(model, example) returned and repeats=1 or more, found a "
             f"{type(graph).__name__} and repeats={repeats!r}"
         )
-    call, inputs = Call.of(graph.model_copy, example_inputs)
-    shapes = tuple(tuple(x.shape) for x in inputs)
+    call, given = Call.of(graph.model_copy, example_inputs)
+    shapes = tuple(tuple(x.shape) for x in given)
     if shapes != tuple(tuple(x.shape) for x in graph.example_inputs):
         raise PlanError(
             f"a profile is measured at the shapes that were traced, found {shapes}; trace with this example"
         )
+    device = device_of(graph.example_inputs[0].device)
+    inputs = tuple(x.to(device.torch) for x in given)
     buffers = [memory_of(b).clone() for b in graph.model_copy.buffers()]
-    with torch.random.fork_rng(devices=[]):
-        runs = [_timed_run(graph, inputs) for _ in range(repeats + 1)][1:]
+    with device.current(), seeded(None, device.generators):
+        runs = [_timed_run(graph, inputs, device) for _ in range(repeats + 1)][1:]
         saved, far = whole_step(graph, inputs)
     for buffer, before in zip(graph.model_copy.buffers(), buffers, strict=True):
         memory_of(buffer).copy_(before)
@@ -124,14 +127,14 @@ class _Run:
     zeros: dict[int, float]
 
 
-def _timed_run(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> _Run:
+def _timed_run(graph: LayerGraph, inputs: tuple[torch.Tensor, ...], device: Device) -> _Run:
     """Every layer forward and backward, on inputs received as from a stage: its backward is its own."""
     parts, record = parts_of(graph.model_copy, graph.train), graph.train_probe
-    anchor = torch.zeros((), requires_grad=True)
+    anchor = torch.zeros((), requires_grad=True, device=device.torch)
     env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, inputs, strict=True))
-    one = torch.get_num_threads() == 1 and all(x.device == CPU for x in inputs)
-    clock = time.thread_time if one else time.perf_counter
-    run = _Run([], {})
+    one = torch.get_num_threads() == 1 and not device.is_gpu
+    clock = time.thread_time if one else device.now
+    marks, zeros = list[tuple[Any, ...]](), dict[int, Callable[[], float]]()
     for index, layer in enumerate(graph.train.layers):
         local = {node: tree_map(lambda t: _received(t, anchor), env[node]) for node in _reads(layer, env)}
         begun = clock()
@@ -143,13 +146,15 @@ def _timed_run(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> _Run:
         backward = clock()
         if roots:
             _backward(layer, roots, wanted, gradients)
-        run.seconds.append((middle - begun, clock() - backward if roots else 0.0))
+        marks.append((begun, middle, backward, clock() if roots else backward))
         _write_back(layer, index, local, env, record)
         env[layer.node] = result
         for number, leaf in zip(record.outputs[layer.node].values, tree_leaves(result), strict=True):
             if isinstance(leaf, torch.Tensor) and leaf.numel():
-                run.zeros[number] = zero_fraction(leaf)
-    return run
+                zeros[number] = zero_count(leaf)
+    device.synchronize()
+    seconds = [(device.seconds(a, b), device.seconds(c, d) if c is not d else 0.0) for a, b, c, d in marks]
+    return _Run(seconds, {number: count() for number, count in zeros.items()})
 
 
 def _write_back(

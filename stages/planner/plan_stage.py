@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ...compression.errors import CodecError, PlanError
-from ...compression.names import HOST, check_name
+from ...compression.names import GPU, HOST, check_name, is_device
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,12 +16,13 @@ class PlanStage:
     leaves ``saved_bytes`` for its backward, ``bytes_forward`` and ``bytes_backward`` are those of the tensors
     that pass the cut behind the stage, unpacked.
 
-    ``ranks``: who runs it, one rank until there are replicas; ``device``: what computes, None for what its
-    rank computes on; ``tier``: where saved tensors wait for their backward (``TIERS``); ``weights_tier``:
-    where a version of its weights waits that no instruction reads right now; ``recompute``: whether a
-    backward runs its forward again. ``codecs``: by name of a value that the stage makes and sends, the codec
-    that it travels in, or under "auto" begins with; ``gradient_codecs``: the same for the gradients that it
-    sends up, by name of their values. What has no codec here has that of the plan.
+    ``ranks``: who runs it, one rank until there are replicas; ``device``: what computes, cpu, cuda (the GPU
+    of its rank) or cuda:1, None for what its rank computes on; ``tier``: where saved tensors wait for their
+    backward (``TIERS``); ``weights_tier``: where a version of its weights waits that no instruction reads
+    right now; ``recompute``: whether a backward runs its forward again. ``codecs``: by name of a value that
+    the stage makes and sends, the codec that it travels in, or under "auto" begins with; ``gradient_codecs``:
+    the same for the gradients that it sends up, by name of their values. What has no codec here has that of
+    the plan.
     Raises:  PlanError: a decision that nothing can run.
     """
 
@@ -47,9 +48,10 @@ class PlanStage:
         if len(self.ranks) != 1:
             found = f"found ranks {list(self.ranks)} {here}"
             raise PlanError(f"a stage runs on one rank until there are replicas, {found}; give it one")
-        if self.device not in (None, HOST):
+        if self.device is not None and not is_device(self.device):
             raise PlanError(
-                f"a stage computes on device {HOST} so far, found {self.device!r} {here}; leave it out"
+                f"a stage computes on device {HOST}, {GPU} or {GPU}:N, found {self.device!r} {here}; "
+                "write one of these, or leave it out"
             )
         if self.recompute:
             raise PlanError(f"no forward is run again so far, found recompute=true {here}; leave it out")

@@ -32,7 +32,7 @@ def whole_step(
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             size, (whole, left) = storage.nbytes(), saved[-1]
-            packed = 1 - zero_fraction(tensor.detach()) + 1 / 32  # a bit for each word of 32
+            packed = 1 - zero_count(tensor.detach())() + 1 / 32  # a bit for each word of 32
             saved[-1] = whole + size, left + min(size, round(size * packed))
         return tensor.detach()  # an output that its own layer saves would keep that layer for good
 
@@ -59,15 +59,18 @@ def whole_step(
     return saved, _refused(graph, far)
 
 
-def zero_fraction(tensor: torch.Tensor) -> float:
-    """The share of its elements that are zero; none of what torch cannot count."""
+def zero_count(tensor: torch.Tensor) -> Callable[[], float]:
+    """What tells the share of its elements that are zero, when it is called: until then no GPU is waited for.
+
+    None are of what torch cannot count."""
     if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
-        return 0.0
+        return float
     bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # torch counts no float8
     try:
-        return 1 - int(torch.count_nonzero(bits)) / tensor.numel()
+        counted, number = torch.count_nonzero(bits), tensor.numel()
     except RuntimeError:  # nor integers without a sign
-        return 0.0
+        return float
+    return lambda: 1 - int(counted) / number
 
 
 def _refused(graph: LayerGraph, far: set[int]) -> dict[int, str]:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ...compression.errors import StageError
+from ..device import Device
 from ..memory.saved import NoOffload, SavedActivations
 from ..memory.store import Store
 from ..tracing.layers import Layer, Traced, casting, parts_of, run_output
@@ -48,26 +49,31 @@ class Stage:
         codec: str = "raw",
         weights: WeightVersions | None = None,
         weights_first: bool = False,
+        device: Device | None = None,
     ) -> None:
         """``store`` keeps saved tensors until their backward, packed with ``codec``; None: nothing does.
 
         ``weights``: which version of its parameters a micro-batch sees; None: there is one.
-        ``weights_first``: a layer's weights come before its feature map in ``backward``, for memory."""
+        ``weights_first``: a layer's weights come before its feature map in ``backward``, for memory.
+        ``device``: where it computes, and its part of the model is; None: on the CPU."""
         self.index, self.last = index, last
         self.traced = {"train": train[0], "eval": evaluation[0]}
+        self.device = device or Device()
         self.parts = {
-            "train": parts_of(model, *train, output=last),
-            "eval": parts_of(model, *evaluation, output=last),
+            mode: parts_of(model, *run, output=last).on(self.device.torch, run[0].recorded)
+            for mode, run in (("train", train), ("eval", evaluation))
         }
+        self.generators = self.device.generators
         self.moved = NO_LAYERS
         self.asked = Frozen(self.parts["train"])
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=True, device=self.device.torch)
         self.autocast, self.weights_first = autocast, weights_first
         self.running: dict[int, Running] = {}
         self.weights = weights or WeightVersions()
         self.saved: SavedActivations | NoOffload = NoOffload()
         self.stores = store is not None  # what its forwards save leaves for a store
         self.plain = type(self.weights) is WeightVersions and autocast is None and not self.stores
+        self.plain &= not self.device.is_gpu
         if store is not None:
             self.saved = SavedActivations(
                 store,
@@ -116,7 +122,13 @@ class Stage:
                 values[number] = Receive.apply(self.anchor, item.detach(), running.gradients, number)
         with _NOTHING if self.plain else self._inside(micro_batch, batch, values, route):
             env = walk(
-                values, self.parts["train"], route=route, saved=self.saved, seed=seed, moved=self.moved
+                values,
+                self.parts["train"],
+                route=route,
+                saved=self.saved,
+                seed=seed,
+                generators=self.generators,
+                moved=self.moved,
             )
             sent = {}
             for number, _ in route.sends:
@@ -135,8 +147,9 @@ class Stage:
         """The block in which the layers of a forward run."""
         tied = [values[number] for number in route.tied]
         with (
+            self.device.current(),
             self.weights.forward(micro_batch, batch),
-            casting(self.autocast),
+            casting(self.autocast, self.device.torch),
             self.saved.forward(micro_batch, values, tied),
         ):
             yield
@@ -221,7 +234,7 @@ class Stage:
     def evaluate(self, received: Mapping[int, Any], *, route: Route) -> tuple[dict[int, Any], Any]:
         """The layers in eval mode without autograd: the values to send, the outputs on the last stage."""
         values = dict(received)
-        with torch.no_grad(), casting(self.autocast):
+        with torch.no_grad(), self.device.current(), casting(self.autocast, self.device.torch):
             env = walk(values, self.parts["eval"], route=route, saved=NoOffload(), seed=None)
             outputs = run_output(self.traced["eval"], env, self.parts["eval"]) if self.last else None
         return {number: values[number] for number, _ in route.sends}, outputs

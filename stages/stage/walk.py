@@ -6,7 +6,7 @@ would send the wrong tensor; it is refused at the layer where it begins to diffe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,12 +32,13 @@ def walk(
     route: Route,
     saved: SavedActivations | NoOffload,
     seed: Callable[[str], int] | None,
+    generators: Sequence[torch.Generator] = (),
     moved: Collection[str] = NO_LAYERS,
 ) -> dict[fx.Node, Any]:
     """Run the layers of ``route`` on ``values`` (by number), which grow by what the layers make.
 
     Args:    saved: is told when a layer is done, and which one comes next.
-             seed: of a random layer by its name; None: nothing is random here.
+             seed: of a random layer by its name, for all ``generators``; None: nothing is random here.
              moved: names of layers whose modules are not set as they were when traced.
     Returns: what is left for the outputs of the model, by node.
     Raises:  StageError: a layer failed, or did not do what it did when it was traced."""
@@ -55,7 +56,11 @@ def walk(
             else:
                 tied = {node: env[node] for node in route.foreign if node.op == "get_attr" and node in env}
                 function, args, kwargs = call_of(layer, env, parts, tied, samples=record.samples)
-                block = seeded(seed(name)) if seed and (name in record.random or name in moved) else _NOTHING
+                block = (
+                    seeded(seed(name), generators)
+                    if seed and (name in record.random or name in moved)
+                    else _NOTHING
+                )
                 with modes_of(layer), block:
                     result = function(*args, **kwargs)
                 check_result(layer, result, record.samples)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ...compression.errors import PlanError
+from ..seeds import generators_of
 from .capture.data import fresh
 from .contents import Facts, change, contents
 
@@ -104,7 +105,8 @@ def observe(
     run: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor | None]:
     """Outputs, gradients, parameters and buffers of one forward and backward from a fixed random state."""
-    torch.manual_seed(0)
+    for generator in generators_of(inputs):
+        generator.manual_seed(0)
     model.zero_grad()
     outputs = list(_tensors(run(*fresh(inputs))))
     seen: dict[str, torch.Tensor | None] = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}

@@ -19,6 +19,9 @@ import torch
 from torch import fx, nn
 
 from ...compression.errors import PlanError
+from ..device import device_of
+from ..places import home_of
+from ..seeds import seeded
 from .aliases import hidden, refuse_cuts, shared
 from .capture.call import Call, Example
 from .capture.capture import Captured, Recording, capture, default_leaf
@@ -60,8 +63,8 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"a model is a torch.nn.Module, found {type(model).__name__}")
-    call, example = Call.of(model, example_inputs)
-    if any(x.layout != torch.strided for x in example):
+    call, given = Call.of(model, example_inputs)
+    if any(x.layout != torch.strided for x in given):
         raise PlanError("inputs are dense tensors, found a sparse one in example_inputs; convert it")
     if autocast is not None and not isinstance(autocast, torch.dtype):
         raise PlanError(
@@ -75,7 +78,9 @@ def trace(
     refuse_model(model)
     modules, functions = chosen_leaves(model, leaves)
     modules |= {path: "it is compiled" for path, module in model.named_modules() if is_compiled(module)}
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), casting(autocast):
+    home = home_of(model)
+    example, place = tuple(x.to(home) for x in given), device_of(home)
+    with place.current(), seeded(None, place.generators), torch.enable_grad(), casting(autocast, home):
         apart = hidden(model)
         ours, theirs = (tuple(Copied(model, apart) for _ in range(2)) for _ in range(2))
         for copied in theirs:
@@ -200,6 +205,7 @@ def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection
         layers=layers,
         output=next(iter(reversed(graph.nodes))),
         call=call,
+        recorded=home_of(root),
         buffers=frozenset(held) & {name for name, _ in root.named_buffers(remove_duplicate=False)},
         **{field.name: getattr(captured, field.name) for field in dataclasses.fields(Recording)},
     )

@@ -18,7 +18,8 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_unflatten
 
 from ...compression.errors import PlanError
-from ..device import autocast
+from ..autocast import autocast
+from ..device import CPU
 from .capture.affine import Table, at_size, flat, mapped
 from .capture.call import Call
 from .capture.capture import Recording
@@ -54,13 +55,14 @@ class Layer:
 class Traced(Recording):
     """The recorded run of one mode (train or eval): input nodes, layers in running order, the output node.
 
-    ``call`` says how the model is called; ``buffers`` are the names of registered buffers that layers read by
-    themselves: no other tensor of the model may be written to."""
+    ``call`` says how the model is called; ``recorded`` is the device of the run; ``buffers`` are the names of
+    registered buffers that layers read by themselves: no other tensor of the model may be written to."""
 
     inputs: tuple[fx.Node, ...]
     layers: tuple[Layer, ...]
     output: fx.Node
     call: Call
+    recorded: torch.device
     buffers: frozenset[str]
 
     def extend(self, model_copy: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
@@ -84,15 +86,25 @@ class Traced(Recording):
 class Parts:
     """Modules and tensors that some layers name, by dotted path; nothing else of the model is kept.
 
-    ``meta``: they have shapes and no memory, so layers make what they make on the meta device."""
+    ``elsewhere``: the device that a layer is told in the place of the one that was recorded, where that is
+    another; on the meta device nothing has memory."""
 
     modules: dict[str, nn.Module]
     tensors: dict[str, torch.Tensor]
+    elsewhere: Callable[[torch.device], torch.device] | None = None
     meta: bool = False
 
     def to_meta(self) -> Parts:
         """The same without memory; modules are those of a copy that has none."""
-        return Parts(self.modules, {name: tensor.to("meta") for name, tensor in self.tensors.items()}, True)
+        tensors = {name: tensor.to("meta") for name, tensor in self.tensors.items()}
+        return Parts(self.modules, tensors, lambda _: _META, meta=True)
+
+    def on(self, device: torch.device, recorded: torch.device) -> Parts:
+        """The same for a stage that computes on ``device``; what the model has is there already."""
+        if device == recorded:
+            return self
+        tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return Parts(self.modules, tensors, lambda told: device if told == recorded else told)
 
 
 def parts_of(
@@ -117,12 +129,12 @@ def tensor_at(root: nn.Module, name: str, constants: Mapping[str, torch.Tensor])
     return constants[name] if name in constants else operator.attrgetter(name)(root)
 
 
-def casting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Autocast to ``dtype`` without its cache of cast weights, which depends on what shares a stage; None: no
-    cast."""
+def casting(dtype: torch.dtype | None, device: torch.device = CPU) -> contextlib.AbstractContextManager[Any]:
+    """Autocast to ``dtype`` on ``device``, without its cache of cast weights, which depends on what shares a
+    stage; None: no cast."""
     if dtype is None:
         return _NOTHING
-    return autocast(dtype)
+    return autocast(dtype, device=device)
 
 
 def is_local(node: fx.Node) -> bool:
@@ -170,10 +182,10 @@ def call_of(
     kwargs = mapped(node.kwargs, fx.Node, look) if node.kwargs else {}
     if layer.moves:
         args, kwargs = at_size(args, samples), at_size(kwargs, samples)
-    if parts.meta:
-        if "expect" in node.meta:  # nothing can be read there
+    if parts.elsewhere is not None:
+        if parts.meta and "expect" in node.meta:  # nothing can be read there
             return _itself, (at_size(node.meta["expect"], samples),), {}
-        args, kwargs = (mapped(given, torch.device, lambda _: _META) for given in (args, kwargs))
+        args, kwargs = (mapped(given, torch.device, parts.elsewhere) for given in (args, kwargs))
     if node.op == "call_function":
         return node.target, args, kwargs  # type: ignore[return-value]
     module = parts.modules[str(node.target)]

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from ...compression.errors import PlanError
 from ...compression.geometry import geometry
+from ..seeds import drew, generators_of, states_of
 from .layers import Layer, Parts, Traced, is_local, run_layer
 from .probe_record import Outputs, ProbeRecorder
 from .proof import zeros_that_stop
@@ -77,7 +78,7 @@ class Probe:
 
 def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe:
     """Run ``traced`` once on ``inputs`` (both are written to: pass copies) and record what happens."""
-    recorder, samples = ProbeRecorder(), traced.call.samples_of(inputs)
+    recorder, samples = ProbeRecorder(generators_of(inputs)), traced.call.samples_of(inputs)
     env: dict[fx.Node, Any] = dict(zip(traced.inputs, inputs, strict=True))
     for node, tensor in env.items():
         recorder.add(node, -1, tensor)
@@ -115,14 +116,14 @@ def _record_layer(
     at_hand = [*recorder.beside(tensors), *buffers.values()]
     versions, contents = [t._version for t in at_hand], Contents(at_hand)
     recorder.kept += contents.storages
-    state = torch.get_rng_state()
+    states = states_of(recorder.generators)
     before = edges_of((i, recorder.objects[i]) for i in read)
     try:
         env[layer.node] = run_layer(layer, env, parts, samples=samples)
     except Exception as error:
         size = next((tuple(t.shape) for t in tensors), ())
         raise PlanError(f"layer {layer.name} does not take an input of shape {size}: {error}") from error
-    if not torch.equal(state, torch.get_rng_state()):
+    if drew(recorder.generators, states):
         recorder.random.add(layer.name)
     changed = [t for t, before in zip(at_hand, versions, strict=True) if t._version != before]
     # batch_norm writes its statistics without giving them a new version, others through .data or NumPy

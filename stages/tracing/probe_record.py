@@ -31,7 +31,8 @@ Leads = Mapping[int, Collection[int]]  # from values that a layer made to those 
 class ProbeRecorder:
     """Gathers values by object identity; keeps every object, so that no identity is used twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, generators: Sequence[torch.Generator] = ()) -> None:
+        self.generators = generators
         self.objects: list[Any] = []
         self.numbers: dict[int, int] = {}
         self.names: list[str] = []

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from ...compression.errors import PlanError
-from ..device import autocast_state
+from ..autocast import autocast_state
+from ..device import CPU
 from .contents import Same
 from .layer_graph import LayerGraph
 from .model_copy import on_meta
@@ -68,5 +69,5 @@ def _facts(model: nn.Module) -> tuple[Any, ...]:
         [(t.stride(), t.data_ptr()) for t in tensors if t.layout is torch.strided],
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        autocast_state(),
+        [autocast_state(place) for place in {CPU: None} | {t.device: None for t in tensors}],
     )

@@ -15,6 +15,9 @@ import torch
 from torch import nn
 
 from ...compression.errors import PlanError
+from ..device import device_of
+from ..places import home_of
+from ..seeds import seeded
 from .layer_graph import LayerGraph
 from .layers import Traced, casting, parts_of
 from .leaves import as_written
@@ -87,7 +90,8 @@ class Shapes:
             return model_copy
 
         grad = torch.set_grad_enabled(mode == "train")
-        with torch.random.fork_rng(devices=[]), grad, casting(self.autocast):
+        home = home_of(model)
+        with seeded(None, device_of(home).generators), grad, casting(self.autocast, home):
             return scaled(self.traced[mode], copies, example)
 
     def _run(self, mode: str, key: _Key) -> Probe:

@@ -18,14 +18,9 @@ from checkout import ROOT, copy_to, files
 import penstock
 
 LOW = (
-    "compression",
-    "stages.device",
-    "stages.files",
-    "stages.record",
-    "stages.seeds",
-    "stages.units",
-    "stages.worker",
-)
+    "compression", "stages.autocast", "stages.device", "stages.files", "stages.places", "stages.record",
+    "stages.seeds", "stages.units", "stages.work", "stages.worker",
+)  # fmt: skip
 STAGE = ("stages.tracing", "stages.memory", "stages.weights", "stages.stage")
 PIPELINE = (
     "pipeline.schedules",
@@ -53,7 +48,7 @@ MAY_IMPORT = {
     "pipeline": ("compression", "stages", *PIPELINE, "pipeline.planner"),
     "pipeline.run": ("compression", "stages", "pipeline", "conf"),
     "scripts": ("compression", "stages", "pipeline", "conf"),
-    "conf": ("compression.errors",),
+    "conf": ("compression.errors", "compression.names"),
 }
 
 
@@ -321,3 +316,58 @@ finally:
         assert "train" in run("-c", program)
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 1
+
+
+CUDA = (
+    "stages/device.py",
+    "stages/memory/copy_stream.py",
+    "compression/gpu*.py",
+    "compression/kernels/gpu*.py",
+)
+"""Who may name torch.cuda: what has the device's methods, and the kernels of a GPU."""
+
+
+def names_cuda(source: str) -> bool:
+    """Whether code names torch.cuda, by an import or an attribute; torch.backends.cuda is not it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr == "cuda":
+            if isinstance(node.value, ast.Name) and node.value.id == "torch":
+                return True
+        if isinstance(node, ast.Import) and any(f"{a.name}.".startswith("torch.cuda.") for a in node.names):
+            return True
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            if f"{node.module}.".startswith("torch.cuda."):
+                return True
+            if node.module == "torch" and any(a.name == "cuda" for a in node.names):
+                return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("import torch\ntorch.cuda.synchronize()", True),
+        ("import torch.cuda", True),
+        ("import torch.cuda.amp as amp", True),
+        ("from torch import cuda", True),
+        ("from torch.cuda import Event", True),
+        ("def f() -> torch.cuda.Event: ...", True),
+        ("torch.backends.cuda.matmul", False),
+        ("x.cuda", False),
+        ("from torch.backends import cuda", False),
+        ('"torch.cuda"', False),
+    ],
+)
+def test_a_name_of_torch_cuda_is_seen(source: str, named: bool) -> None:
+    assert names_cuda(source) is named
+
+
+def test_only_the_device_and_the_kernels_of_a_gpu_name_torch_cuda() -> None:
+    naming = [
+        file
+        for file in files()
+        if file.suffix == ".py" and file.parts[0] in ("compression", "stages", "pipeline", "conf")
+        if names_cuda((ROOT / file).read_text())
+    ]
+    assert [str(file) for file in naming if not any(file.match(pattern) for pattern in CUDA)] == []
+    assert Path("stages/device.py") in naming

@@ -45,7 +45,7 @@ GROUPS = ("model", "data", "optimizer", "scheduler")
         ({"max_steps": 0}, "max_steps=0"),
         ({"deadline": 0.0}, "deadline=0.0"),
         ({"deadline": float("nan")}, "deadline=nan"),
-        ({"device": "cuda"}, "device=cuda"),
+        ({"device": "tpu"}, "device=tpu is not known; known are cpu, cuda, cuda:N and auto"),
         ({"ranks": 3, "stages": 2}, "ranks=3 is more than the 2 stages of stages=2"),
         ({"batch_size": 4}, "batch_size=4 is too small for micro_batches=8"),
         ({"ranks": 3, "cuts": ["a"]}, "ranks=3 is more than the 2 stages"),

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from late import LateDevice
 from zoo import build, cross_entropy
 
@@ -119,11 +120,11 @@ def on_ranks(ranks, differences, case, folder):
 
 def pipeline_of(case, plan, model, *, world=None):
     """The pipeline of a case."""
-    if case.late:
-        world = World.default(deadline=30)
-        if world.rank in case.late:
-            world.device = LateDevice(seed=world.rank)
-    return penstock.Pipeline(
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    late = rank in case.late
+    if late:
+        world = World.default(device=LateDevice(seed=rank), deadline=30)
+    pipe = penstock.Pipeline(
         model,
         plan,
         loss=loss_of(case),
@@ -136,6 +137,8 @@ def pipeline_of(case, plan, model, *, world=None):
         deadline=case.deadline,
         world=world,
     )
+    assert late == any(isinstance(device, LateDevice) for device in pipe.devices.values())
+    return pipe
 
 
 def loss_of(case):

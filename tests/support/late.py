@@ -21,7 +21,8 @@ import torch
 from penstock.compression.codec import decode, pack_into
 from penstock.compression.frame import header_bytes, read_header, write_header
 from penstock.pipeline.ranks import device_frame
-from penstock.stages.device import Device, Stream, Work
+from penstock.stages.device import Device
+from penstock.stages.work import Stream, Work
 from penstock.stages.worker import Worker
 
 GARBAGE = 0xA5

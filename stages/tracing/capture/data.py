@@ -19,7 +19,8 @@ def resized(call: Call, example: Sequence[torch.Tensor], size: int) -> list[torc
     samples = call.samples_of(example)
     again = torch.arange(size) % max(1, samples)
     pairs = zip(example, call.whole, strict=True)
-    return [x.clone() if whole or not x.dim() or len(x) != samples else x[again] for x, whole in pairs]
+    kept = [(x, whole or not x.dim() or len(x) != samples) for x, whole in pairs]
+    return [x.clone() if whole else x[again.to(x.device)] for x, whole in kept]
 
 
 def other_data(call: Call, example: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -29,13 +30,13 @@ def other_data(call: Call, example: Sequence[torch.Tensor]) -> list[torch.Tensor
     generator = torch.Generator().manual_seed(1)
     found = []
     for tensor, whole in zip(example, call.whole, strict=True):
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         if whole or not tensor.numel() or not tensor.dim():
             found.append(made.copy_(tensor))
         elif len(tensor) == 1:
             drawn = torch.randint(tensor.numel(), tensor.shape, generator=generator)
-            found.append(made.copy_(tensor.flatten()[drawn]))
+            found.append(made.copy_(tensor.flatten()[drawn.to(tensor.device)]))
         else:
             drawn = torch.randint(len(tensor), tensor.shape, generator=generator)
-            found.append(made.copy_(tensor.gather(0, drawn)))
+            found.append(made.copy_(tensor.gather(0, drawn.to(tensor.device))))
     return found

@@ -8,32 +8,31 @@ from typing import NamedTuple
 
 import torch
 
-from ...device import autocast, autocast_state
+from ...autocast import autocast, autocast_state
 
 
 class Modes(NamedTuple):
-    """Whether gradients are recorded, and what autocast does on the CPU."""
+    """Whether gradients are recorded, and what autocast does on devices of a ``kind``."""
 
     grad: bool
     autocast: bool
     dtype: torch.dtype
     cache: bool
+    kind: str
 
     @classmethod
-    def now(cls) -> Modes:
+    def now(cls, kind: str) -> Modes:
         """Those of this moment."""
-        return cls(
-            torch.is_grad_enabled(),
-            *autocast_state(),
-            torch.is_autocast_cache_enabled(),
-        )
+        state, cache = autocast_state(torch.device(kind)), torch.is_autocast_cache_enabled()
+        return cls(torch.is_grad_enabled(), *state, cache, kind)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """The block in which they hold."""
-        now = Modes.now()
+        now = Modes.now(self.kind)
         cast = contextlib.nullcontext()
         if now[1:] != self[1:]:
-            cast = autocast(self.dtype, enabled=self.autocast, cache=self.cache)
+            device = torch.device(self.kind)
+            cast = autocast(self.dtype, enabled=self.autocast, cache=self.cache, device=device)
         with torch.set_grad_enabled(self.grad), cast:
             yield

@@ -12,6 +12,8 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_leaves
 
+from ...places import home_of
+from ...seeds import generators_of
 from .modes import Modes
 from .told import plain_number, plain_numbers
 from .values import items_of, line_of_model, rebuilt
@@ -46,9 +48,11 @@ class Nodes:
     def __init__(self, model: nn.Module) -> None:
         self.graph = fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
-        self.outside = Modes.now()
+        self.kind = home_of(model).type
+        self.outside = Modes.now(self.kind)
         self.stack: list[tuple[str, type]] = [("", type(model))]
         held = [*_attributes(model), *model.named_buffers(), *model.named_parameters()]
+        self.generators = generators_of(tensor for _, tensor in held)
         self.names = {id(tensor): name for name, tensor in held}
         self.held = [tensor for _, tensor in held]  # alive, so that no other tensor gets such an id
         self.nodes: dict[int, tuple[Callable[[], torch.Tensor | None], fx.Node]] = {}
@@ -114,7 +118,7 @@ class Nodes:
         path, kind = self.stack[-1]
         node.meta["nn_module_stack"] = {path: (path, kind)}
         node.meta["where"] = line_of_model()
-        if (now := Modes.now()) != self.outside:
+        if (now := Modes.now(self.kind)) != self.outside:
             node.meta["modes"] = now
         if expect is not None:
             node.meta["expect"] = expect

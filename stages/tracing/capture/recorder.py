@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
+from ...seeds import drew, states_of
 from .affine import mapped
 from .buffers import Buffers, only_read
 from .nodes import Nodes
@@ -174,7 +175,7 @@ class Recorder(Nodes, TorchFunctionMode):
         if name in ("__get__", "__set__", "__delete__"):
             return self._property(func, name, args)
         given, watched = self.named((args, kwargs)), self.buffers.among((args, kwargs))
-        state = torch.get_rng_state()
+        states = states_of(self.generators)
         if self.altering.count:
             args, kwargs = cast("tuple[Any, dict[str, Any]]", plain_numbers((args, kwargs)))
         if self.expects and called(func) == called(self.expects[0][0]):  # nothing can be read of no memory
@@ -188,7 +189,7 @@ class Recorder(Nodes, TorchFunctionMode):
                 given = mapped(given, fx.Node, lambda node, r=read, c=copied: c if node is r else node)
         if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)) or plain(result) is None:
             node = self.emit("call_function", func, given, result, node_name(name))
-            if not torch.equal(state, torch.get_rng_state()):
+            if drew(self.generators, states):
                 node.meta["drew"] = True
         elif any(isinstance(leaf, fx.Node) for leaf in tree_leaves(given)):
             self.refuse_chance(given)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from devices import Noting
 from profiles import layer_of, profile_of
 
 from penstock import Pipeline, measure, partition, trace
@@ -14,6 +15,7 @@ from penstock.pipeline.run.schedule_comparison import ASYNCHRONOUS, SYNCHRONOUS,
 from penstock.pipeline.runtime.process_memory import STATUS, ResidentMemory, Usage, state_bytes
 from penstock.pipeline.runtime.report import StageReport
 from penstock.pipeline.schedules.span import Span
+from penstock.stages.device import Device
 
 MIB = 2**20
 
@@ -39,10 +41,11 @@ class Still(ResidentMemory):
         return 77
 
 
-def usage(**options):
+def usage(device=None, **options):
     profile = profile_of([layer_of("a", size=400, saved=1000), layer_of("b", size=40, saved=100)])
     plan = partition(profile, cuts=["a"], ranks=2, **options)
-    return Usage(plan, {0: [torch.zeros(100)], 1: [torch.zeros(10)]}, {}, resident=Still())
+    devices: dict[int, Device] = dict.fromkeys((0, 1), device or Device())
+    return Usage(plan, {0: [torch.zeros(100)], 1: [torch.zeros(10)]}, {}, resident=Still(), devices=devices)
 
 
 def test_parameters_gradients_and_state_of_the_optimizer_count():
@@ -61,6 +64,24 @@ def test_a_stage_holds_what_its_micro_batches_in_flight_saved():
     assert (filled[0].live_micro_batches, filled[1].live_micro_batches) == (2, 1)
     assert (filled[0].peak_bytes, filled[1].peak_bytes) == (400 + 2 * 1000, 40 + 100)
     assert filled[0].resident_bytes == 77
+
+
+def test_the_allocator_of_a_device_is_asked_for_the_most_since_the_start():
+    device = Noting()
+    counted = usage(device)
+    assert device.asked == ["reset_peak"]  # once, though both stages are there
+    filled = counted.fill({0: StageReport(), 1: StageReport()}, spans("0F0 0B0"), rank=0)
+    assert (filled[0].device_bytes, filled[1].device_bytes) == (7000, 7000)
+    assert usage().fill({0: StageReport()}, spans("0F0 0B0"), rank=0)[0].device_bytes == 0
+
+
+def test_what_a_gpu_sends_to_the_host_does_not_count_there():
+    steps = spans("0F0 0F1 0F2 0B0 0B1 0B2")
+    saved = {name: StageReport(saved_raw=3000, saved_kept=900) for name in ("cpu", "meta")}
+    for name, report in saved.items():
+        usage(Noting(torch.device(name)), tier="host").fill({0: report}, steps, rank=0)
+    assert saved["cpu"].peak_bytes == 400 + 2000 + 300
+    assert saved["meta"].peak_bytes == 400 + 2000  # any kind but the CPU
 
 
 def test_a_half_backward_lets_nothing_go():

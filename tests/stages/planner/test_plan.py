@@ -65,7 +65,7 @@ def plans(draw):
             bytes_forward=draw(amounts),
             bytes_backward=draw(amounts),
             ranks=(sum(steps[1 : number + 1]),),
-            device=draw(st.sampled_from([None, "cpu"])),
+            device=draw(st.sampled_from([None, "cpu", "cuda", "cuda:3"])),
             tier=draw(st.sampled_from(TIERS)),
             weights_tier=draw(st.sampled_from(TIERS)),
             codecs=draw(st.dictionaries(names, st.sampled_from(CODEC_NAMES), max_size=2)),
@@ -325,7 +325,7 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path):
     [
         ({"ranks": ()}, r"one rank until there are replicas, found ranks \[\] for the stage of pool"),
         ({"ranks": (0, 1)}, r"one rank until there are replicas, found ranks \[0, 1\] for the stage of pool"),
-        ({"device": "cuda:1"}, "computes on device cpu so far, found 'cuda:1' for the stage of pool"),
+        ({"device": "tpu"}, "computes on device cpu, cuda or cuda:N, found 'tpu' for the stage of pool"),
         ({"recompute": True}, "no forward is run again so far, found recompute=true for the stage of pool"),
         ({"codecs": {"relu": "zip"}}, "for the stage of pool, relu: codec is one of raw, .* found 'zip'"),
         ({"gradient_codecs": {"relu": "auto"}}, "for the stage of pool, relu: .* found 'auto'"),

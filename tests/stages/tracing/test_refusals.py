@@ -519,9 +519,9 @@ BATCHES = {
     "nothing": ((None, Y), r"found 1 \(NoneType\); give"),
     "targets in an array": ((X, Y.numpy()), r"found an array; give torch\.as_tensor"),
     "targets in a list": ((X, Y.tolist()), r"found a list of numbers; give torch\.as_tensor"),
-    "sparse": ((X.to_sparse(), Y), r"dense tensors on the CPU, found a torch\.sparse_coo one"),
-    "another device": ((X.to("meta"), Y), "dense tensors on the CPU, found .* on meta"),
-    "targets on another device": ((X, Y.to("meta")), "dense tensors on the CPU, found .* on meta"),
+    "sparse": ((X.to_sparse(), Y), r"dense tensors on the CPU or a GPU, found a torch\.sparse_coo one"),
+    "another device": ((X.to("meta"), Y), "dense tensors on the CPU or a GPU, found .* on meta"),
+    "targets on another device": ((X, Y.to("meta")), "dense tensors on the CPU or a GPU, found .* on meta"),
 }
 
 

@@ -1,0 +1,72 @@
+"""How torch is set so that a GPU repeats its bits, and what holds, for the run folder.
+
+A GPU needs more than deterministic algorithms: cuBLAS a fixed workspace, before it is first used; cuDNN no
+search for the fastest kernel, which may find another one every time."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from ...conf.schema import PlanConfig
+from ...stages.device import Device
+from ...stages.places import device_named
+from ..ranks.launch import local_rank
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def begin(config: PlanConfig) -> None:
+    """Set this process before anything runs on a device.
+
+    Raises: ConfigError: the device is not there.
+    """
+    # The same switch as use_deterministic_algorithms, which also loads the compiler: 1.6 s in every process.
+    torch.set_deterministic_debug_mode("error" if config.deterministic else "default")
+    # Deterministic mode fills every torch.empty, 19 ms for 32 MB, and no bit depends on it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if config.deterministic:
+        os.environ.setdefault(WORKSPACE, ":4096:8")  # its ranks inherit it
+    if place(config).is_gpu:
+        _on_gpu(config)
+
+
+def place(config: PlanConfig) -> Device:
+    """Return where this rank computes, where the plan names nothing else.
+
+    Raises: ConfigError: it is not there.
+    """
+    return device_named(config.device, local_rank=local_rank())
+
+
+def _on_gpu(config: PlanConfig) -> None:
+    """Without ``deterministic`` torch stays as it is, unless TF32 is asked for."""
+    backends = torch.backends
+    if config.deterministic:
+        backends.cudnn.benchmark = False
+    if config.deterministic or config.tf32:
+        precision = "tf32" if config.tf32 else "ieee"
+        cudnn: Any = backends.cudnn  # pyright knows less of it than torch
+        for part in (backends.cuda.matmul, cudnn.conv, cudnn.rnn):
+            part.fp32_precision = precision
+
+
+def held(config: PlanConfig) -> dict[str, str]:
+    """What decides the bits of a run beside its versions, as it is now."""
+    device, backends = place(config), torch.backends
+    found = {
+        "device": str(device.torch),
+        "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
+    }
+    if device.is_gpu:
+        found |= {
+            "cublas_workspace": os.environ.get(WORKSPACE, ""),
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(backends.cudnn.version()),
+            "cudnn_benchmark": str(backends.cudnn.benchmark),
+            "float32_of_matrix_products": backends.cuda.matmul.fp32_precision,
+            "float32_of_convolutions": backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        }
+    return found

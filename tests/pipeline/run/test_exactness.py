@@ -1,0 +1,95 @@
+"""How a run sets torch for the bits of a GPU, and what its folder says of it."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from devices import Noting
+from omegaconf import OmegaConf
+
+from penstock.conf.schema import PlanConfig
+from penstock.pipeline.run import exactness
+from penstock.scripts import command
+
+JOB = (
+    "model=mlp model.hidden=[8] data.size=8 max_steps=1 batch_size=8 micro_batches=2 ranks=1 stages=2 "
+    "threads=1"
+)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A process on a GPU whose settings are put back."""
+    cudnn: Any = torch.backends.cudnn
+    parts: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    before = [part.fp32_precision for part in parts]
+    for part in parts:
+        part.fp32_precision = "tf32"
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(exactness, "place", lambda config: Noting(is_gpu=True))
+    monkeypatch.setenv(exactness.WORKSPACE, "")
+    monkeypatch.delenv(exactness.WORKSPACE)
+    yield
+    for part, precision in zip(parts, before, strict=True):
+        part.fp32_precision = precision
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({}, ("True", ":4096:8", "False", "ieee", "ieee")),
+        ({"tf32": True}, ("True", ":4096:8", "False", "tf32", "tf32")),
+        ({"deterministic": False}, ("False", "", "True", "tf32", "tf32")),
+    ],
+)
+def test_settings_are_made_as_asked_and_recorded(options, found, on_gpu):
+    config = PlanConfig(**options)
+    exactness.begin(config)
+    names = (
+        "deterministic_algorithms cublas_workspace cudnn_benchmark float32_of_matrix_products "
+        "float32_of_convolutions"
+    )
+    held = exactness.held(config)
+    assert tuple(held[name] for name in names.split()) == found
+    assert os.environ.get(exactness.WORKSPACE, "") == found[1]
+
+
+def test_a_run_on_the_cpu_leaves_what_counts_on_a_gpu_alone_and_says_where_it_ran(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.conv.fp32_precision, cudnn.benchmark
+    assert command.run(["train", *JOB.split(), "hydra.run.dir=run", "device=cpu"]) == 0
+    assert (cudnn.conv.fp32_precision, cudnn.benchmark) == before
+    config = OmegaConf.load("run/config.yaml")
+    assert config.device == "cpu"
+    assert config.settings == {"device": "cpu", "deterministic_algorithms": "True"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("what", ["train", "plan"])
+def test_auto_is_the_cpu_where_there_is_no_gpu_and_cuda_is_refused(what, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    options = JOB if what == "train" else JOB.replace("max_steps=1 ", "")
+    assert command.run([what, *options.split(), "hydra.run.dir=auto", "device=auto"]) == 0
+    capfd.readouterr()
+    assert command.run([what, *options.split(), "hydra.run.dir=cuda", "device=cuda"]) == 2
+    _, err = capfd.readouterr()
+    assert err.count("\n") == 1
+    assert "device=cuda needs a GPU, and torch" in err
+    assert not (tmp_path / "cuda").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_plan_whose_stage_says_cuda_is_refused_where_there_is_none(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert command.run(["plan", *JOB.replace("max_steps=1 ", "").split(), "hydra.run.dir=here"]) == 0
+    plan = (tmp_path / "here" / "plan.json").read_text()
+    assert plan.count('"device": null') == 2
+    (tmp_path / "edited.json").write_text(plan.replace('"device": null', '"device": "cuda"'))
+    capfd.readouterr()
+    train = JOB.replace("ranks=1 stages=2 ", "").replace("micro_batches=2 ", "")
+    assert command.run(["train", *train.split(), "plan=edited.json"]) == 2
+    _, err = capfd.readouterr()
+    assert err.count("\n") == 1
+    assert "plan=edited.json: stage 0 of the plan: device=cuda needs a GPU" in err

@@ -1,0 +1,236 @@
+"""Where the stages of a process compute: what people say, what a plan says, and what is refused."""
+
+import dataclasses
+import types
+from typing import Any
+
+import pytest
+import torch
+from cases import Case, pipeline_of, plan_of
+from devices import Noting, Reads
+from reference import same_bits
+from zoo import build, cross_entropy
+
+from penstock import Pipeline, PlanError
+from penstock.compression.errors import ConfigError
+from penstock.pipeline.ranks.world import World
+from penstock.pipeline.runtime import where
+from penstock.pipeline.runtime.agreement import Agreement
+from penstock.pipeline.runtime.batches import _moved, micro_batches
+from penstock.pipeline.runtime.loss import total_loss
+from penstock.stages.device import CPU, Device, device_of
+from penstock.stages.planner.asked import Asked
+
+CASE = Case(model="mlp", cuts=2)
+GIB = 1 << 30
+
+
+def made(plan, **options):
+    model, _ = build(CASE.model)
+    return Pipeline(
+        model, plan, loss=cross_entropy, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), **options
+    )
+
+
+def on(plan, *names):
+    """The plan with devices for its stages."""
+    pairs = zip(plan.stages, names, strict=True)
+    return dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, device=n) for s, n in pairs))
+
+
+def test_without_a_word_a_pipeline_computes_where_its_model_is():
+    pipe = made(plan_of(CASE)[0])
+    assert pipe.world.device is device_of(CPU)
+    assert set(pipe.devices.values()) == {stage.device for stage in pipe.stages.values()} == {device_of(CPU)}
+
+
+@pytest.mark.parametrize("given", ["cpu", CPU, Device()], ids=["name", "torch", "Device"])
+def test_a_device_may_be_given_in_three_ways(given):
+    pipe = made(plan_of(CASE)[0], device=given)
+    assert pipe.world.device.torch == CPU
+    assert pipe.world.device is (given if isinstance(given, Device) else device_of(CPU))
+
+
+def test_the_device_of_a_world_is_that_of_every_stage_and_trains_the_same_bits():
+    device, plan = Noting(), plan_of(CASE)[0]
+    found = []
+    for world in (World.alone(device), World.alone()):
+        model, batches = build(CASE.model)
+        pipe = pipeline_of(CASE, plan, model, world=world)
+        losses = [pipe.step(*batch).loss for batch in batches]
+        found.append((losses, pipe.state_dict()["model"]))
+        assert {stage.device for stage in pipe.stages.values()} == {world.device}
+    assert found[0][0] == found[1][0]
+    assert all(same_bits(tensor, found[1][1][name]) for name, tensor in found[0][1].items())
+
+
+def test_a_report_says_what_the_allocator_of_the_device_handed_out():
+    pipe = made(plan_of(CASE)[0], world=World.alone(Noting()))
+    report = pipe.step(*build(CASE.model)[1][0])
+    assert [stage.device_bytes for stage in report.stages] == [7000, 7000]
+
+
+def test_two_devices_for_one_rank_are_refused():
+    other = Device(torch.device("meta"))
+    with pytest.raises(PlanError, match="found device=cpu and a World on meta; give one of them"):
+        made(plan_of(CASE)[0], world=World.alone(other), device="cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_where_there_is_none_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"device=cuda needs a GPU, and torch .* finds none; take device=cpu"
+    ):
+        made(plan_of(CASE)[0], device="cuda")
+    told = "stage 1 of the plan: device=cuda:1 needs a GPU, and torch .* finds none; take device=cpu"
+    with pytest.raises(PlanError, match=told):
+        made(on(plan_of(CASE)[0], None, "cuda:1"))
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "base", "found"),
+    [
+        ((None, None), "cpu", "cpu cpu"),
+        (("cpu", None), "cpu", "cpu cpu"),
+        ((None, "cuda"), "cuda:1", "cuda:1 cuda:1"),  # the GPU of its rank
+        (("cuda", "cuda:1"), "cpu", "cuda:0 cuda:1"),
+        (("cuda:1", "cuda:0"), "cuda:0", "cuda:1 cuda:0"),
+        (("cpu", "cpu"), "cuda:0", "cpu cpu"),
+    ],
+)
+def test_what_a_plan_says_of_a_stage_counts(names, base, found, two_gpus):
+    plan = on(plan_of(CASE)[0], *names)
+    devices = where.stage_devices(plan, World.alone(), device_of(torch.device(base)))
+    assert " ".join(str(device.torch) for device in devices.values()) == found
+
+
+def test_stages_of_one_process_on_two_kinds_are_refused(two_gpus):
+    told = "found stage 0 on cpu and stage 1 on cuda:0; name one kind for them in the plan"
+    with pytest.raises(PlanError, match=told):
+        where.stage_devices(on(plan_of(CASE)[0], "cpu", "cuda"), World.alone(), device_of(CPU))
+
+
+def test_each_rank_has_the_devices_of_its_own_stages_only(two_gpus):
+    world: Any = World.alone()
+    world.group, world.rank = "one of two", 1
+    plan = on(plan_of(CASE)[0], "cpu", "cuda:1")
+    assert [*where.stage_devices(plan, world, device_of(CPU)).items()] == [
+        (1, device_of(torch.device("cuda:1")))
+    ]
+
+
+class Told(Agreement):
+    """Ranks whose part of the exchange is known."""
+
+    def __init__(self, rank, rows):
+        self.world, self.rows = types.SimpleNamespace(rank=rank, size=len(rows)), rows
+
+    def exchange(self, at, item, *, refusal=""):
+        assert item == self.rows[self.world.rank]
+        return self.rows
+
+
+def gpu_plan(**more):
+    plan = plan_of(CASE)[0]
+    stages = tuple(dataclasses.replace(s, memory_bytes=3 * GIB) for s in plan.stages)
+    return dataclasses.replace(plan, stages=stages, **more)
+
+
+def told(rank, *rows):
+    return Told(rank, [list(row) for row in rows])
+
+
+def room(name, needed, which, free, ours=0):
+    return "cuda", [[name, needed * GIB, which, free * GIB, ours * GIB]]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """cuda:0 with so much of its memory free, and so much ours."""
+
+    def have(free, ours=0):
+        monkeypatch.setattr(where, "memory_on", lambda gpu: ["one", free * GIB, ours * GIB])
+        return device_of(torch.device("cuda:0"))
+
+    return have
+
+
+def test_a_gpu_with_room_is_taken(gpu):
+    rows = room("cuda:0", 3, "one", 2, ours=1), room("cuda:0", 3, "other", 3)
+    where.check_devices(told(0, *rows), gpu_plan(), {0: gpu(2, ours=1)})
+
+
+def test_a_gpu_that_is_too_small_is_named_with_what_would_do(gpu):
+    rows = room("cuda:0", 3, "one", 2), room("cuda:0", 3, "other", 3)
+    with pytest.raises(PlanError) as refused:
+        where.check_devices(told(0, *rows), gpu_plan(), {0: gpu(2)})
+    assert str(refused.value) == (
+        "a GPU holds what the plan lays on it, found cuda:0 with 2 GiB free for rank 0, whose stages take "
+        "3 GiB, the least that would do; plan with memory=2048MiB, more ranks, or tier=host"
+    )
+
+
+def test_ranks_that_share_a_gpu_need_room_together_and_rank_0_says_so(gpu):
+    rows = room("cuda:0", 3, "one", 6), room("cuda:0", 3, "one", 6)
+    with pytest.warns(UserWarning, match="more ranks than GPUs, which are shared: cuda:0 by ranks 0, 1"):
+        where.check_devices(told(0, *rows), gpu_plan(), {0: gpu(6)})
+    where.check_devices(told(1, *rows), gpu_plan(), {1: gpu(6)})  # once
+    rows = room("cuda:0", 3, "one", 5), room("cuda:0", 3, "one", 5)
+    with pytest.raises(PlanError, match="5 GiB free for rank 0, 1, whose stages take 6 GiB"):
+        where.check_devices(told(0, *rows), gpu_plan(), {0: gpu(5)})
+
+
+def test_a_plan_for_several_ranks_may_be_tried_in_one_process(gpu):
+    device = gpu(1)
+    where.check_devices(told(0, room("cuda:0", 6, "one", 1)), gpu_plan(), {0: device, 1: device})
+
+
+@pytest.mark.parametrize("cuts", [None, ("relu",)])
+def test_ranks_on_two_kinds_of_device_take_cuts_by_hand(cuts):
+    plan = gpu_plan(asked=Asked(stages=2, ranks=2, cuts=cuts))
+    rows = ("cpu", []), room("cuda:0", 3, "one", 6)
+    if cuts:
+        where.check_devices(told(0, *rows), plan, {0: device_of(CPU)})
+        return
+    with pytest.raises(PlanError, match="found ranks on cpu, cuda and no cuts; plan with cuts="):
+        where.check_devices(told(0, *rows), plan, {0: device_of(CPU)})
+
+
+def test_a_batch_goes_to_a_gpu_from_pinned_memory_laid_out_as_a_clone():
+    far = Noting(torch.device("meta"))  # has no memory: what went there is what was pinned
+    for tensor in (
+        torch.randn(4, 3, 5),
+        torch.randn(4, 3, 5, 2).contiguous(memory_format=torch.channels_last),
+        torch.randn(6, 4)[:, :3],
+        torch.arange(5),
+        torch.tensor([True, False]),
+        torch.zeros(0, 3),
+    ):
+        moved, clone = _moved(tensor, far), tensor.clone()
+        assert (moved.shape, moved.stride(), moved.dtype) == (clone.shape, clone.stride(), clone.dtype)
+        assert far.asked.pop() == f"pinned {tensor.nbytes}"
+        pinned = far.kept.pop().view(tensor.dtype).as_strided(clone.shape, clone.stride())
+        assert torch.equal(pinned, tensor)
+
+
+def test_inputs_go_to_the_first_stage_and_targets_to_the_last():
+    first, last = Noting(torch.device("meta")), Device()
+    parts = micro_batches((torch.randn(4, 3),), torch.arange(4), 2, None, first=first, last=last)
+    assert [(part.inputs[0].is_meta, part.targets.is_meta) for part in parts] == [(True, False)] * 2
+    parts = micro_batches((torch.randn(4, 3),), torch.arange(4), 2, None, first=last, last=first)
+    assert [(part.inputs[0].is_meta, part.targets.is_meta) for part in parts] == [(False, True)] * 2
+    parts = micro_batches((torch.randn(4, 3),), torch.arange(4), 2, None)
+    assert [(part.inputs[0].is_meta, part.targets.is_meta) for part in parts] == [(False, False)] * 2
+
+
+def test_the_host_asks_once_for_the_loss_of_a_step():
+    losses = {index: torch.tensor(0.1 * index, dtype=torch.float16) for index in range(5)}
+    with Reads() as reads:
+        total_loss(losses, dict.fromkeys(losses, 0.2), mean=False)
+    assert reads.count == 1
