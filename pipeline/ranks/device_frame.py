@@ -24,7 +24,7 @@ class DevicePool(Pool):
     def __init__(self, device: Device, *, pinned: bool = False) -> None:
         """Start empty."""
         super().__init__()
-        self._device, self._pinned = device, pinned
+        self._device, self._pinned, self._making = device, pinned, device.stream()
         self._behind: deque[tuple[Sequence[Work[Any]], Callable[[], None]]] = deque()
 
     def take(self, num_bytes: int) -> Tensor:
@@ -45,7 +45,12 @@ class DevicePool(Pool):
 
     def _new(self, size: int) -> Tensor:
         self._sizes.append(size)
-        return self._device.pinned(size) if self._pinned else new_bytes(size, self._device.torch)
+        if self._pinned:
+            return self._device.pinned(size)
+        # On a stream where nothing else was: what computing has freed may still be read by what is queued.
+        made = self._making.submit(lambda: new_bytes(size, self._device.torch))
+        made.wait()
+        return made.value
 
 
 class DeviceFrame(Frame):
