@@ -119,6 +119,8 @@ def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
 
     Args: wide: also say how much that was before packing.
     """
+    on_gpus = any(stage.get("device_bytes") for stage in summary["stages"])
+    wide = wide and not on_gpus  # whose column takes the room
     sent = packed if wide else _only_sent
     what = "raw -> sent" if wide else "sent"
     table = Table(box=None, pad_edge=False, collapse_padding=not wide, header_style="bold")
@@ -126,9 +128,8 @@ def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("activations", "gradients"):
         table.add_column(f"{name} {what}", justify="right", no_wrap=True)
-    on_gpus = any(stage.get("device_bytes") for stage in summary["stages"])
     if on_gpus:
-        table.add_column("GPU peak", justify="right", no_wrap=True)
+        table.add_column("GPU", justify="right", no_wrap=True)
     told: set[int] = set()
     for stage in summary["stages"]:
         first = stage["rank"] not in told

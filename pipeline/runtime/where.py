@@ -86,9 +86,7 @@ def check_devices(agreement: Agreement, plan: Plan, devices: Mapping[int, Device
     for rank, (_, theirs) in enumerate(told):
         for room in theirs:
             shared.setdefault(room[2], []).append((rank, room))
-    if (
-        agreement.world.size == plan.num_ranks
-    ):  # else it is tried in one process, and memory is planned by rank
+    if agreement.world.size == plan.num_ranks:  # else one process tries what was planned for several
         _check_room(list(shared.values()))
     if crowded := [rooms for rooms in shared.values() if len(rooms) > 1]:
         if agreement.world.rank == 0:

@@ -72,6 +72,17 @@ def test_the_table_fits_a_terminal_of_80_columns_and_a_log(columns):
     assert all(len(line) <= 110 for line in console.KEY)
 
 
+def test_the_most_memory_of_a_gpu_stands_beside_the_rest_in_a_log():
+    screen, far = log(110), summary()
+    for stage in far["stages"]:
+        stage |= {"resident_bytes": 2**39, "peak_bytes": 99 * 2**29, "device_bytes": 99 * 2**29}
+    console.close(far, [], console=screen)
+    heading, first, _ = written(screen)[:3]
+    assert heading.endswith(" GPU")
+    assert first.endswith(" 49.5 GiB")
+    assert "…" not in heading + first
+
+
 def test_what_the_stages_of_a_rank_share_is_told_once():
     shared = summary()
     for stage in shared["stages"]:

@@ -8,8 +8,8 @@ import torch
 from devices import Noting
 from omegaconf import OmegaConf
 
-from penstock.conf.schema import PlanConfig
-from penstock.pipeline.run import exactness
+from penstock.conf.schema import PlanConfig, TrainConfig
+from penstock.pipeline.run import exactness, train
 from penstock.scripts import command
 
 JOB = (
@@ -88,8 +88,18 @@ def test_a_plan_whose_stage_says_cuda_is_refused_where_there_is_none(tmp_path, m
     assert plan.count('"device": null') == 2
     (tmp_path / "edited.json").write_text(plan.replace('"device": null', '"device": "cuda"'))
     capfd.readouterr()
-    train = JOB.replace("ranks=1 stages=2 ", "").replace("micro_batches=2 ", "")
-    assert command.run(["train", *train.split(), "plan=edited.json"]) == 2
+    options = JOB.replace("ranks=1 stages=2 ", "").replace("micro_batches=2 ", "")
+    assert command.run(["train", *options.split(), "plan=edited.json"]) == 2
     _, err = capfd.readouterr()
     assert err.count("\n") == 1
     assert "plan=edited.json: stage 0 of the plan: device=cuda needs a GPU" in err
+
+
+def test_a_run_gives_its_device_to_the_pipeline(on_gpu, monkeypatch):
+    device = Noting(torch.device("meta"), is_gpu=True)
+    monkeypatch.setattr(train, "place", lambda config: device)
+    monkeypatch.setattr(train, "Pipeline", lambda model, plan, **given: given)
+    monkeypatch.setattr(train, "count_updates", lambda config, samples: 1)
+    config: Any = TrainConfig(loss_scale=8.0, optimizer={"_target_": "torch.optim.SGD", "lr": 0.1})
+    made: Any = train.assemble(config, *([None] * 3))  # pyright: ignore[reportArgumentType]
+    assert made["device"] is device

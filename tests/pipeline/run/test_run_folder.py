@@ -29,7 +29,8 @@ def test_the_configuration_comes_back_as_it_was_saved(tmp_path):
     folder.save(config, PLAN)
     again = folder.read_config()
     assert again.versions["torch"] == str(torch.__version__)
-    again.versions = {}
+    assert again.settings["device"] == "cpu"
+    again.versions, again.settings = {}, {}
     assert again == config
     assert Plan.load(folder.plan) == PLAN
     assert folder.plan_picture.read_bytes().startswith(b"\x89PNG")
