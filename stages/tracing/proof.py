@@ -57,6 +57,16 @@ def _is(layer: Layer, parts: Parts, modules: tuple[type[nn.Module], ...], calls:
     return type(module) in modules and is_itself(module) and not getattr(module, "min_val", 0)
 
 
+def may_prove(module: nn.Module) -> bool:
+    """Whether zeros that a module leaves may stop gradients, if nobody watches it."""
+    return type(module) in (*RELU_MODULES, *POOL_MODULES)
+
+
+def functions_of_proofs() -> list[object]:
+    """What such modules call."""
+    return [vars(F)[name] for name in ("relu", "relu6", "hardtanh", "max_pool1d", "max_pool2d", "max_pool3d")]
+
+
 def hooks_on_all_modules() -> list[tuple[Any, ...]]:
     """The hooks that torch calls for every module."""
     return [tuple(getattr(nn.modules.module, f"_global{name}")) for name in HOOKS]

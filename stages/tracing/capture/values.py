@@ -26,11 +26,8 @@ _REFLECTED = {
 
 
 _PYTHON = os.path.dirname(os.__file__) + os.sep
-_NOT_THE_MODEL = (
-    os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.dirname(__file__)) + os.sep,
-    "<",
-)
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<")
 
 
 def items_of(value: Any) -> tuple[Callable[..., Any], list[tuple[Any, Any]]]:
@@ -67,6 +64,11 @@ def is_code_of_model(file: str) -> bool:
     """Whether code in ``file`` is neither torch's nor ours nor Python's own."""
     installed = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
     return not file.startswith(_NOT_THE_MODEL) and (installed or not file.startswith(_PYTHON))
+
+
+def is_our_code(file: str) -> bool:
+    """Whether code in ``file`` records the model, or runs it."""
+    return file.startswith(_OURS)
 
 
 def line_of_model() -> str:
