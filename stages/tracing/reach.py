@@ -30,7 +30,7 @@ OPAQUE = ("torch._", "torch.fx.", "torch.jit.", "torch.distributed.")
 # What their objects hold moves by itself, or is no data: caches of loggers, waiting threads, open files.
 MACHINERY = frozenset(
     "builtins logging threading concurrent asyncio queue io _io functools importlib typing weakref "
-    "_weakref abc contextlib socket subprocess pathlib".split()
+    "_weakref abc contextlib socket subprocess pathlib os".split()
 )
 DICTS = (dict, types.MappingProxyType)
 
@@ -60,7 +60,7 @@ def is_plain(item: object) -> bool:
     if isinstance(item, (*EXACT, float, complex, enum.Enum, numpy.generic)):
         return True
     if isinstance(item, type):
-        return _is_foreign(item)
+        return is_foreign(item)
     return type(item) in (tuple, torch.Size, frozenset) and all(map(is_plain, item))  # type: ignore[arg-type]
 
 
@@ -75,8 +75,10 @@ def _parts(item: object) -> Iterator[tuple[str, object]]:
         yield from ((f"[{i}]", part) for i, part in enumerate(list(item)))
     elif isinstance(item, set | frozenset):
         yield from ((f"[{type(part).__name__} {i}]", part) for i, part in enumerate(list(item)))
-    elif isinstance(item, types.MethodType):
-        yield ".__self__", item.__self__
+    elif isinstance(item, types.MethodType | types.BuiltinMethodType):
+        owner = item.__self__
+        if not isinstance(owner, types.ModuleType | type) and not type(owner).__module__.startswith("torch."):
+            yield ".__self__", owner
     elif isinstance(item, contextvars.ContextVar):
         with contextlib.suppress(LookupError):  # never set
             yield ".get()", item.get()
@@ -103,7 +105,7 @@ def _parts(item: object) -> Iterator[tuple[str, object]]:
 
 def written_kinds(item: object) -> list[type]:
     """The classes of an object that neither Python nor torch brings."""
-    return [kind for kind in type(item).__mro__ if not _is_foreign(kind)]
+    return [kind for kind in type(item).__mro__ if not is_foreign(kind)]
 
 
 def data_of(kind: type) -> dict[str, object]:
@@ -116,7 +118,7 @@ def data_of(kind: type) -> dict[str, object]:
 
 
 def _inside_function(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    if _is_foreign(function):
+    if is_foreign(function):
         return
     names = function.__code__.co_freevars
     for name, cell in zip(names, function.__closure__ or (), strict=True):
@@ -128,7 +130,7 @@ def _inside_function(function: types.FunctionType) -> Iterator[tuple[str, object
 
 def attributes_of(item: object) -> dict[str, object] | None:
     """What an object holds under names, None where it is not to be looked into."""
-    if isinstance(item, type | types.FunctionType) or (_is_foreign(type(item)) and not _is_open(item)):
+    if isinstance(item, type | types.FunctionType) or (is_foreign(type(item)) and not _is_open(item)):
         return None
     held = dict(getattr(item, "__dict__", {}))
     for kind in type(item).__mro__:
@@ -147,7 +149,7 @@ def _is_open(item: object) -> bool:
     return home.partition(".")[0] not in MACHINERY | {"torch"} and hasattr(item, "__dict__")
 
 
-def _is_foreign(kind: type | types.FunctionType) -> bool:
+def is_foreign(kind: type | types.FunctionType) -> bool:
     """Whether it comes with Python or torch."""
     root = (kind.__module__ or "").partition(".")[0]
     return root == "torch" or (root != "__main__" and root in sys.stdlib_module_names)

@@ -56,7 +56,7 @@ class Watch:
         ]
         self.deep = [watched for watched in self.modules if watched.attributes.deep]
         kinds = {type(module): None for module in model.modules() if id(module) in called}
-        self.forwards = [(kind, kind.forward) for kind in kinds]
+        self.forwards, self.others = [(kind, kind.forward) for kind in kinds], set[type]()
         self.proves = any(watched.proves for watched in self.modules)
         self.functions = functions_of_proofs()
 
@@ -69,7 +69,8 @@ class Watch:
 
         Args:    mode: "eval": the training flags are going to be set, whatever they are.
         Raises:  PlanError: which attribute has changed, and how."""
-        others = {kind for kind, forward in self.forwards if kind.forward is not forward}
+        before, self.others = self.others, {kind for kind, code in self.forwards if kind.forward is not code}
+        others = before | self.others  # where it was put back, it has changed as well
         changed = [
             (watched, module)
             for watched, module in self.alive()

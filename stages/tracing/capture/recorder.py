@@ -145,7 +145,9 @@ class Recorder(Nodes, TorchFunctionMode):
                 args, kwargs = plain_numbers((args, kwargs))
             with contextlib.nullcontext() if single else self.patches.off(), paused(self):
                 result = run(*args, **kwargs)
-            return self._told(self.emit(op, target, given, result, name), result)
+            node = self.emit(op, target, given, result, name)
+            node.meta["opaque"] = True
+            return self._told(node, result)
         finally:
             self.quiet -= 1
 
