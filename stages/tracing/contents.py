@@ -73,8 +73,10 @@ def contents(
         if isinstance(item, torch.Tensor):  # under every path: tracing adds some
             bits = running and id(item) not in registered
             fact = _tensor(item, version=id(item) not in unversioned, bits=bits)
+        elif before is not None:
+            fact = type(item), before
         else:
-            fact = _fact(item) if before is None else (type(item), before)
+            fact = _fact(item) if enters(item) else (type(item), Same(item))
         found[path.removeprefix(".")] = fact
     return found
 

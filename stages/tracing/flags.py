@@ -19,6 +19,7 @@ from .attributes import read_in
 from .capture.reads import ASKS
 from .layers import Traced, parts_of
 from .proof import hooks_on_all_modules
+from .unsupported import refuse_autocast
 from .watch import REMEDY, Watch
 
 
@@ -60,7 +61,8 @@ class Flags:
         }
         self.states, self.frozen = _on_several(model, traces["train"], stage_of)
         self.moved: frozenset[str] = frozenset()
-        self.outside = [*traces["train"].outside, *traces["eval"].outside]
+        read = (*traces["train"].outside, *traces["eval"].outside)
+        self.outside = [*{(one.name, one.where, id(one.value)): one for one in read}.values()]
 
     def check(self, mode: str) -> None:
         """Refuse what has changed since the trace and cannot be honoured; note in ``moved`` the names of the
@@ -68,6 +70,12 @@ class Flags:
 
         Args:    mode: "train" for a step; "eval": the training flags are going to be ``evaluating``.
         Raises:  PlanError: what was changed is part of the trace, or a cut relies on it."""
+        refuse_autocast()
+        if (now := torch.get_default_dtype()) != self.dtype:
+            raise PlanError(
+                f"the default dtype was {self.dtype} when the model was traced, and forward may make tensors "
+                f"of it; it is {now} now: torch.set_default_dtype({self.dtype}), or make the Pipeline anew"
+            )
         if changed := self.watch.check(mode):
             seen = changed if mode == "train" else []
             for watched, module in seen:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import operator
 import os
+import pathlib
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +28,7 @@ _REFLECTED = {
 
 
 _PYTHON = os.path.dirname(os.__file__) + os.sep
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_OURS = str(pathlib.Path(__file__).parents[2]) + os.sep
 _NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<")
 
 
@@ -69,6 +71,17 @@ def is_code_of_model(file: str) -> bool:
 def is_our_code(file: str) -> bool:
     """Whether code in ``file`` records the model, or runs it."""
     return file.startswith(_OURS)
+
+
+def asking(frame: types.FrameType | None) -> types.CodeType | None:
+    """The code that had Python's own run ``frame``; None where it is not the model's."""
+    while frame is not None and frame.f_code.co_filename.startswith((_PYTHON, "<frozen")):
+        if is_code_of_model(frame.f_code.co_filename):  # installed there
+            break
+        frame = frame.f_back
+    if frame is None or not is_code_of_model(frame.f_code.co_filename):
+        return None
+    return frame.f_code
 
 
 def line_of_model() -> str:
