@@ -90,7 +90,8 @@ def partition(
     fixed = None
     if layout(schedule) != "neighbours":
         fixed = placed(program) if program else placement(schedule, stages=stages, ranks=ranks)
-    extra, held = _count(extra_in_flight), {"tier": tier, "weights_tier": weights_tier}
+    extra = extra_in_flight if isinstance(extra_in_flight, int) else 0
+    held = {"tier": tier, "weights_tier": weights_tier}
     if streams(schedule, weights):  # every stage of a rank runs at its own time, so the first one counts
         each = min(micro_batches, 2 * stages + 2)  # more only repeat what these do
         make = functools.partial(endless_programs, stages_on(range(stages)), schedule, each)
@@ -142,6 +143,8 @@ def _check_arguments(
             "measure first"
         )
     check_name(codec)
+    if extra_in_flight is None:
+        raise PlanError('extra_in_flight is a number or "auto", found None; leave it out for "auto"')
     if extra_in_flight != AUTO:
         _check_counts(least=0, extra_in_flight=extra_in_flight)
     state = 0 if optimizer_state is None else optimizer_state
@@ -150,10 +153,6 @@ def _check_arguments(
             f"optimizer_state is a number of bytes for each byte of parameters, found {state!r}; "
             "use 0 or more, or leave it out"
         )
-
-
-def _count(extra_in_flight: int | str) -> int:
-    return extra_in_flight if isinstance(extra_in_flight, int) else 0
 
 
 def _check_counts(*, least: int = 1, **counts: object) -> None:

@@ -56,11 +56,12 @@ def policy_named(
     """The policy for ``codec``, the name of one or "auto".
 
     Args:    named: what has, or begins with, another.
-             extra: the fewest and the most micro-batches in flight beyond the schedule's own.
+             extra: the fewest and the most micro-batches in flight beyond the schedule's own; 0 as the most
+             is no more than the fewest.
     Raises:  CodecError: there is none of this name.
     """
     check_name(codec)
-    if world.is_alone:  # nothing is on its way while others compute
+    if world.is_alone or not extra[1]:  # alone, nothing is on its way while others compute
         extra = extra[0], extra[0]
     if codec != AUTO and extra[0] == extra[1]:
         return Fixed(codec, named, extra=extra[0])

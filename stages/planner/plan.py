@@ -19,7 +19,7 @@ from ..weights.policies import WeightPolicy, policy_named
 from .asked import Asked
 from .plan_stage import PlanStage
 from .plan_table import table
-from .rules import check_versions, streams
+from .rules import check_extra, check_versions, streams
 
 VERSION = 2  # 1: ranks, tier and weights_tier beside the stages
 TIERS = ("device", "packed", "host")
@@ -37,7 +37,7 @@ class Plan:
     """What ``partition`` decides and ``Pipeline`` runs; what is decided for a stage, its ``PlanStage`` says.
 
     ``extra_in_flight``: micro-batches in flight beyond the schedule's own, to begin with; up to
-    ``most_extra_in_flight``, where that is more, if the measured links ask for it.
+    ``most_extra_in_flight``, if the measured links ask for it; 0 there means no more than these.
     ``codec``: that of every value and gradient for which its stage names no other.
     ``weights``: which version of the weights a micro-batch sees (``POLICIES``); ``prediction``: forwards run
     with the weights as they are expected to be at the backward; ``weights_first``: in a backward a layer's
@@ -93,6 +93,7 @@ class Plan:
             raise PlanError(
                 f"a step needs at least one micro-batch, found micro_batches={self.micro_batches}"
             )
+        check_extra(self.extra_in_flight, self.most_extra_in_flight, micro_batches=self.micro_batches)
         counts = [n for s in self.stages for n in dataclasses.astuple(s) if isinstance(n, int | float)]
         counts += [self.extra_in_flight, self.most_extra_in_flight]
         counts += [size for shape in self.input_shapes for size in shape]

@@ -6,6 +6,7 @@ words; the policies' own rules come with their rows (``stages/weights/policies.p
 from __future__ import annotations
 
 from ...compression.errors import PlanError
+from ..record import shortened
 from ..weights.policies import STREAM, policy_named, rule_named
 
 
@@ -42,4 +43,14 @@ def check_versions(
         raise PlanError(
             f"{asked} has a fixed number of micro-batches in flight, which decides who reads which weights, "
             f"found extra_in_flight={extra_in_flight}; leave it out"
+        )
+
+
+def check_extra(least: int, most: int, *, micro_batches: int) -> None:
+    """Refuse counts of micro-batches in flight beyond the schedule's own that no search can go through."""
+    if most and not least <= most <= max(least, micro_batches):
+        raise PlanError(
+            "most_extra_in_flight is 0, or from extra_in_flight up to the micro-batches of a step, found "
+            f"{shortened(most)} with extra_in_flight={shortened(least)} and micro_batches="
+            f"{shortened(micro_batches)}; choose one of these"
         )

@@ -7,7 +7,7 @@ other bits)."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -26,13 +26,14 @@ class Visit(NamedTuple):
     ``args``: numbers as they are, and the nodes whose results it takes; None: it takes more than these, or
     its call and result need more care. ``alone``: the value that its result is by itself; None: it is
     none, or is to be looked at more closely. ``nodes`` and ``values``: what nothing on this stage
-    needs behind it."""
+    needs behind it. ``writes``: the values sent from here that it wrote to when it was traced."""
 
     layer: Layer
     args: tuple[Any, ...] | None
     alone: int | None
     nodes: tuple[fx.Node, ...]
     values: tuple[int, ...]
+    writes: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +83,14 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages
     for stage in range(num_stages):
         output = traced.output if stage == num_stages - 1 else None
         own = [index for index, place in enumerate(stage_of) if place == stage]
+        visited = dict(zip(own, layers[stage], strict=True))
         sent = {number: record.values[number] for number, _ in sends[stage]}
         written = {n for n, value in sent.items() if any(writer in own for writer, _ in value.writers)}
         foreign = _foreign(layers[stage], output)
         made.append(
             Route(
                 record=record,
-                visits=_visits(layers[stage], foreign, record, set(sent), output),
+                visits=_visits(visited, foreign, record, set(sent), output),
                 foreign=foreign,
                 receives=tuple(receives[stage]),
                 # To the nearest stage first.
@@ -110,12 +112,16 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages
 
 
 def _visits(
-    layers: Sequence[Layer], foreign: Sequence[fx.Node], record: Probe, sent: set[int], output: fx.Node | None
+    layers: Mapping[int, Layer],
+    foreign: Sequence[fx.Node],
+    record: Probe,
+    sent: set[int],
+    output: fx.Node | None,
 ) -> tuple[Visit, ...]:
-    """The layers, each with what dies with it: a node with its last reader, a value with the last node that
-    holds it."""
+    """The layers (by their number in the network), each with what dies with it: a node with its last reader,
+    a value with the last node that holds it."""
     last = {node: -1 for node in foreign}
-    for place, layer in enumerate(layers):
+    for place, layer in enumerate(layers.values()):
         last[layer.node] = place
         last |= {node: place for node in reads(layer) if node in last}
     kept = set(output.all_input_nodes) if output is not None else set()
@@ -125,6 +131,7 @@ def _visits(
         for number in record.outputs[node].values:
             end = len(layers) if number in sent or node in kept else place
             values[number] = max(values.get(number, -1), end)
+    writers = {number: {writer for writer, _ in record.values[number].writers} for number in sent}
     return tuple(
         Visit(
             layer,
@@ -132,8 +139,9 @@ def _visits(
             None if (alone := record.outputs[layer.node].alone) in numbers else alone,
             tuple(node for node, end in last.items() if end == place and node not in kept),
             tuple(number for number, end in values.items() if end == place),
+            frozenset(number for number, found in writers.items() if index in found),
         )
-        for place, layer in enumerate(layers)
+        for place, (index, layer) in enumerate(layers.items())
     )
 
 
@@ -141,7 +149,7 @@ def _plain_args(layer: Layer, record: Probe) -> tuple[Any, ...] | None:
     """The arguments of a layer that runs the same way always, if all are results or unchanging numbers."""
     node = layer.node
     special = (
-        node.op == "get_attr" or node.kwargs or layer.moves or layer.lifted or layer.name in record.random
+        node.op == "get_attr" or node.kwargs or layer.moves or layer.lifted or layer.name in record.seeded
     )
     if special or not {"modes", "expect", "shape"}.isdisjoint(node.meta):
         return None

@@ -19,7 +19,7 @@ from ..seeds import seeded
 from ..tracing.layers import Layer, Parts, call_of, check_result, modes_of
 from ..tracing.probe import NUMBERS, Probe, Value
 from ..tracing.probe_record import Outputs
-from .route import Route
+from .route import Route, Visit
 
 NO_LAYERS: Collection[str] = frozenset()
 _NOTHING = contextlib.nullcontext()
@@ -46,24 +46,21 @@ def walk(
     env = {node: _rebuilt(record.outputs[node], values) for node in route.foreign}
     numbers = {id(tensor): number for number, tensor in values.items()}
     done: Layer | None = None
-    for layer, plain, alone, nodes, dead in route.visits:
+    for visit in route.visits:
+        layer, plain, alone, nodes, dead, _ = visit
         saved.layer_done(done, layer)
         done, name, target = layer, layer.node.name, layer.node.target
         try:
             if plain is not None and name not in moved:
                 function: Any = parts.modules[target] if isinstance(target, str) else target
                 result = function(*[env[one] if type(one) is fx.Node else one for one in plain])
+            elif name in moved or name in record.seeded:
+                with seeded(seed(name), generators) if seed else _NOTHING:
+                    result = _freely(visit, env, values, parts, route=route)
             else:
-                tied = {node: env[node] for node in route.foreign if node.op == "get_attr" and node in env}
-                function, args, kwargs = call_of(layer, env, parts, tied, samples=record.samples)
-                block = (
-                    seeded(seed(name), generators)
-                    if seed and (name in record.random or name in moved)
-                    else _NOTHING
-                )
-                with modes_of(layer), block:
-                    result = function(*args, **kwargs)
-                check_result(layer, result, record.samples)
+                result = _run(layer, env, parts, route)
+        except StageError:
+            raise
         except Exception as error:
             raise StageError(f"layer {name}: {type(error).__name__}: {error}") from error
         env[layer.node] = result
@@ -80,6 +77,40 @@ def walk(
             numbers.pop(id(values.pop(number, None)), None)
     saved.layer_done(done, None)
     return env
+
+
+def _run(layer: Layer, env: Mapping[fx.Node, Any], parts: Parts, route: Route) -> Any:
+    """Run a layer that needs more care than a call."""
+    tied = {node: env[node] for node in route.foreign if node.op == "get_attr" and node in env}
+    function, args, kwargs = call_of(layer, env, parts, tied, samples=route.record.samples)
+    with modes_of(layer):
+        result = function(*args, **kwargs)
+    check_result(layer, result, route.record.samples)
+    return result
+
+
+def _freely(
+    visit: Visit, env: Mapping[fx.Node, Any], values: Mapping[int, Any], parts: Parts, *, route: Route
+) -> Any:
+    """Run a layer that may do what it did not do when it was traced; refuse a write to what goes on in the
+    frame that it came in, or whose gradient stays behind where it was zero."""
+    relied = route.forwards | route.stops
+    before = _versions(values, relied)
+    result = _run(visit.layer, env, parts, route)
+    for number, version in _versions(values, relied).items():
+        if before[number] != version and number not in visit.writes:
+            raise StageError(
+                f"layer {visit.layer.name} wrote to the memory of {route.record.values[number].name}, which "
+                "goes on to another stage, and did not when it was traced; cut elsewhere, or make the "
+                "Pipeline anew"
+            )
+    return result
+
+
+def _versions(values: Mapping[int, Any], relied: Collection[int]) -> dict[int, int]:
+    """How often each of the ``relied`` values that are there was written to; through a view counts."""
+    there = {number: values[number] for number in relied if number in values}
+    return {number: item._version for number, item in there.items() if isinstance(item, torch.Tensor)}
 
 
 def _rebuilt(outputs: Outputs, values: Mapping[int, Any]) -> Any:

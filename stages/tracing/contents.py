@@ -19,7 +19,7 @@ import numpy
 import torch
 from torch import nn
 
-from .reach import EXACT, OF_EVERY, attributes_of, is_plain, walk
+from .reach import DICTS, EXACT, OF_EVERY, attributes_of, is_plain, walk
 
 OWN_STATE: dict[type, Callable[[Any], object]] = {
     numpy.ndarray: lambda item: (item.dtype.str, item.shape, zlib.crc32(item.tobytes())),
@@ -28,7 +28,6 @@ OWN_STATE: dict[type, Callable[[Any], object]] = {
     numpy.random.Generator: lambda item: repr(item.bit_generator.state),
     numpy.random.RandomState: lambda item: repr(item.get_state()),
     itertools.count: repr,
-    bytearray: bytes,
 }
 
 Fact = tuple[Any, ...]  # the type, then what must stay equal
@@ -56,11 +55,11 @@ def contents(
     root: object,
     *,
     name: str = "",
-    inside: bool = True,
+    enters: Callable[[object], bool] = lambda item: True,
     unversioned: Collection[int] = (),
     running: bool = False,
 ) -> Facts:
-    """The facts of all that ``root`` leads to, by path.
+    """The facts of all that ``root`` leads to, by path; ``enters``: whether an item is looked into.
 
     ``unversioned``: ids of tensors that may be written to. ``running``: so may registered buffers, and what
     is not registered is compared by its elements too: batch_norm, and who writes through ``.data``, gives no
@@ -70,12 +69,14 @@ def contents(
         unversioned = {*unversioned, *map(id, root.buffers())}
         registered = {*unversioned, *map(id, root.parameters())}
     found: Facts = {}
-    for path, item, before in walk(root, name=name, inside=inside):
+    for path, item, before in walk(root, name=name, enters=enters):
         if isinstance(item, torch.Tensor):  # under every path: tracing adds some
             bits = running and id(item) not in registered
             fact = _tensor(item, version=id(item) not in unversioned, bits=bits)
+        elif before is not None:
+            fact = type(item), before
         else:
-            fact = _fact(item) if before is None else (type(item), before)
+            fact = _fact(item) if enters(item) else (type(item), Same(item))
         found[path.removeprefix(".")] = fact
     return found
 
@@ -151,7 +152,7 @@ def _fact(item: object) -> Fact:
     for kind, state in OWN_STATE.items():
         if isinstance(item, kind):
             return type(item), state(item)
-    if isinstance(item, dict):
+    if isinstance(item, DICTS):
         return type(item), len(item), _bag(item)
     if isinstance(item, set | frozenset):
         return type(item), len(item), frozenset(map(_key, item))
@@ -159,9 +160,20 @@ def _fact(item: object) -> Fact:
         return type(item), len(item)
     if isinstance(item, types.MethodType):
         return type(item), Same(item.__func__)
-    if isinstance(item, nn.Module | functools.partial) or attributes_of(item) is not None:
+    if isinstance(item, nn.Module | functools.partial):
         return (type(item),)
-    return type(item), Same(item)
+    if (held := _buffer(item)) is not None:
+        return type(item), held
+    return (type(item),) if attributes_of(item) is not None else (type(item), Same(item))
+
+
+def _buffer(item: object) -> int | None:
+    """What stands for the bytes of an array, of a value of ctypes and of all that hands out its memory."""
+    try:
+        with memoryview(item) as memory:  # type: ignore[arg-type]
+            return zlib.crc32(memory.tobytes())
+    except (TypeError, ValueError, BufferError):
+        return None
 
 
 def _bytes(tensor: torch.Tensor) -> Any:

@@ -15,8 +15,11 @@ import torch
 from torch import nn
 
 from ...compression.errors import PlanError
+from .attributes import read_in
+from .capture.reads import ASKS
 from .layers import Traced, parts_of
 from .proof import hooks_on_all_modules
+from .unsupported import refuse_autocast
 from .watch import REMEDY, Watch
 
 
@@ -48,12 +51,18 @@ class Flags:
         evaluation = {read for read in traces["eval"].reads if read[1] != "training"}
         reads = traces["train"].reads | evaluation
         paths = {str(layer.node.target) for _, layer in calls}
-        self.watch = Watch(model, paths, read=lambda path, name: (path, name) in reads)
+        self.watch = Watch(model, paths, read=read_in(reads))
         self.asleep = [module.training for module in roots["eval"].modules()]
-        self.everywhere = hooks_on_all_modules()
+        self.everywhere, self.dtype = hooks_on_all_modules(), torch.get_default_dtype()
+        self.trained = {
+            name: (weakref.ref(parameter), parameter.requires_grad)
+            for name, parameter in model.named_parameters()
+            if ("", ASKS) in reads or (name, ASKS) in reads
+        }
         self.states, self.frozen = _on_several(model, traces["train"], stage_of)
         self.moved: frozenset[str] = frozenset()
-        self.outside = [*traces["train"].outside, *traces["eval"].outside]
+        read = (*traces["train"].outside, *traces["eval"].outside)
+        self.outside = [*{(one.name, one.where, id(one.value)): one for one in read}.values()]
 
     def check(self, mode: str) -> None:
         """Refuse what has changed since the trace and cannot be honoured; note in ``moved`` the names of the
@@ -61,6 +70,12 @@ class Flags:
 
         Args:    mode: "train" for a step; "eval": the training flags are going to be ``evaluating``.
         Raises:  PlanError: what was changed is part of the trace, or a cut relies on it."""
+        refuse_autocast()
+        if (now := torch.get_default_dtype()) != self.dtype:
+            raise PlanError(
+                f"the default dtype was {self.dtype} when the model was traced, and forward may make tensors "
+                f"of it; it is {now} now: torch.set_default_dtype({self.dtype}), or make the Pipeline anew"
+            )
         if changed := self.watch.check(mode):
             seen = changed if mode == "train" else []
             for watched, module in seen:
@@ -87,6 +102,12 @@ class Flags:
                 raise PlanError(
                     f"{name} was frozen when the model was traced, is used on several stages, and requires a "
                     f"gradient now; {REMEDY}"
+                )
+        for name, (reference, trained) in self.trained.items():
+            if (parameter := reference()) is not None and parameter.requires_grad != trained:
+                raise PlanError(
+                    f"forward read whether {name} requires a gradient when the model was traced, and goes on "
+                    f"from {trained}, which is {not trained} now; {REMEDY}"
                 )
         if other := next((read for read in self.outside if read.changed()), None):
             raise PlanError(

@@ -36,7 +36,7 @@ from .model_copy import Copied
 from .probe import Probe, probe
 from .remembered import remember
 from .settled import run_eager
-from .unsupported import refuse_model, refuse_objects
+from .unsupported import refuse_autocast, refuse_model, refuse_objects
 
 
 def trace(
@@ -75,6 +75,7 @@ def trace(
             "a compiled module is one layer, which no cut divides, and the whole model is compiled; compile "
             "its parts instead: model.layer1 = torch.compile(model.layer1)"
         )
+    refuse_autocast()
     refuse_model(model)
     modules, functions = chosen_leaves(model, leaves)
     modules |= {path: "it is compiled" for path, module in model.named_modules() if is_compiled(module)}

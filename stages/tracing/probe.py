@@ -20,7 +20,7 @@ from ..seeds import drew, generators_of, states_of
 from .layers import Layer, Parts, Traced, is_local, run_layer
 from .probe_record import Outputs, ProbeRecorder
 from .proof import zeros_that_stop
-from .reached import edges_of, leads, reached
+from .reached import edges_of, leads, reached, runs_own_code
 from .unseen import Contents
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -63,11 +63,14 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The record: values by number, outputs of every node, random layers, refused cuts with reasons."""
+    """The record: values by number, outputs of every node, random layers, refused cuts with reasons.
+
+    ``seeded``: the random layers, and those that run code of a person's, which may begin to draw."""
 
     values: tuple[Value, ...]
     outputs: dict[fx.Node, Outputs]
     random: frozenset[str]
+    seeded: frozenset[str]
     refused: dict[int, str]
     samples: int
 
@@ -98,6 +101,7 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
         values=values,
         outputs=recorder.outputs,
         random=frozenset(recorder.random),
+        seeded=frozenset(recorder.random | recorder.own),
         refused={},
         samples=samples,
     )
@@ -125,6 +129,8 @@ def _record_layer(
         raise PlanError(f"layer {layer.name} does not take an input of shape {size}: {error}") from error
     if drew(recorder.generators, states):
         recorder.random.add(layer.name)
+    if runs_own_code(layer, parts):
+        recorder.own.add(layer.name)
     changed = [t for t, before in zip(at_hand, versions, strict=True) if t._version != before]
     # batch_norm writes its statistics without giving them a new version, others through .data or NumPy
     other, counted = contents.changed(), {id(t) for t in changed}

@@ -40,6 +40,7 @@ class ProbeRecorder:
         self.users: list[set[int]] = []
         self.outputs: dict[fx.Node, Outputs] = {}
         self.random: set[str] = set()
+        self.own: set[str] = set()  # layers that run code of a person's
         self.accesses: dict[int, tuple[str, set[int]]] = {}
         self.written: set[int] = set()
         self.writes: dict[int, list[int]] = {}

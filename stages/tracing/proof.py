@@ -6,6 +6,7 @@ proves that; dropout does not (a kept element may be zero with a live gradient, 
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import fx, nn
 
 from .layers import Layer, Parts, Traced
 from .probe_record import Outputs
+from .reach import is_foreign
 
 RELU_MODULES = (nn.ReLU, nn.ReLU6)
 RELU_CALLS = {F.relu, F.relu_, F.relu6, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_}
@@ -57,6 +59,16 @@ def _is(layer: Layer, parts: Parts, modules: tuple[type[nn.Module], ...], calls:
     return type(module) in modules and is_itself(module) and not getattr(module, "min_val", 0)
 
 
+def may_prove(module: nn.Module) -> bool:
+    """Whether zeros that a module leaves may stop gradients, if nobody watches it."""
+    return type(module) in (*RELU_MODULES, *POOL_MODULES)
+
+
+def functions_of_proofs() -> list[object]:
+    """What such modules call."""
+    return [vars(F)[name] for name in ("relu", "relu6", "hardtanh", "max_pool1d", "max_pool2d", "max_pool3d")]
+
+
 def hooks_on_all_modules() -> list[tuple[Any, ...]]:
     """The hooks that torch calls for every module."""
     return [tuple(getattr(nn.modules.module, f"_global{name}")) for name in HOOKS]
@@ -66,3 +78,19 @@ def is_itself(module: nn.Module) -> bool:
     """Whether nothing but its class says what a module does: no hooks, no forward of its own."""
     hooks = [*hooks_on_all_modules(), *(getattr(module, name) for name in HOOKS)]
     return not any(hooks) and "forward" not in vars(module)
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    """Whether torch alone says what a module and all in it do: no code of a person's is held there."""
+    for m in module.modules():
+        torch_says = type(m).__module__.startswith("torch.nn.") and is_itself(m)
+        if not torch_says or any(map(_is_own, vars(m).values())):
+            return False
+    return True
+
+
+def _is_own(item: object) -> bool:
+    """Whether it is code of a person's, as an activation may be."""
+    if isinstance(item, types.FunctionType):
+        return not is_foreign(item)
+    return callable(item) and not isinstance(item, type | types.BuiltinFunctionType)

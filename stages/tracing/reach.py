@@ -6,12 +6,14 @@ The globals of a file are not seen."""
 from __future__ import annotations
 
 import collections
+import contextlib
+import contextvars
 import enum
 import functools
 import sys
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -25,12 +27,20 @@ REGISTERED = ("_parameters", "_buffers", "_modules")
 INTERNAL = {*REGISTERED, "_flat_weight_refs", "_flags_cache"}
 OF_EVERY = frozenset(vars(nn.Module()))  # attributes of every module
 OPAQUE = ("torch._", "torch.fx.", "torch.jit.", "torch.distributed.")
+# What their objects hold moves by itself, or is no data: caches of loggers, waiting threads, open files.
+MACHINERY = frozenset(
+    "builtins logging threading concurrent asyncio queue io _io functools importlib typing weakref "
+    "_weakref abc contextlib socket subprocess pathlib os".split()
+)
+DICTS = (dict, types.MappingProxyType)
 
 
-def walk(root: object, *, name: str = "", inside: bool = True) -> Iterator[tuple[str, object, str | None]]:
+def walk(
+    root: object, *, name: str = "", enters: Callable[[object], bool] = lambda item: True
+) -> Iterator[tuple[str, object, str | None]]:
     """(path, item, the path at which it was met before, or None) of all that ``root`` leads to.
 
-    What contains comes before what it contains. ``inside``: whether modules are looked into."""
+    What contains comes before what it contains. ``enters``: whether an item is looked into."""
     seen: dict[int, tuple[str, object]] = {}  # with the item: an id is one only while it lives
     waiting: collections.deque[tuple[str, object]] = collections.deque([(name, root)])
     while waiting:
@@ -40,7 +50,7 @@ def walk(root: object, *, name: str = "", inside: bool = True) -> Iterator[tuple
         if before is not None or is_plain(item):
             continue
         seen[id(item)] = path, item
-        if len(seen) < LIMIT and (inside or not isinstance(item, nn.Module)):
+        if len(seen) < LIMIT and enters(item):
             at = path if len(path) < 1000 else f"#{len(seen)}"  # far down a chain of objects
             waiting.extend((at + step if step[0] in ".[" else step, part) for step, part in _parts(item))
 
@@ -50,7 +60,7 @@ def is_plain(item: object) -> bool:
     if isinstance(item, (*EXACT, float, complex, enum.Enum, numpy.generic)):
         return True
     if isinstance(item, type):
-        return _is_foreign(item)
+        return is_foreign(item)
     return type(item) in (tuple, torch.Size, frozenset) and all(map(is_plain, item))  # type: ignore[arg-type]
 
 
@@ -58,15 +68,20 @@ def _parts(item: object) -> Iterator[tuple[str, object]]:
     """(".name", "[key]", or a name of its own; part) of everything that an item holds."""
     if is_plain(item) or isinstance(item, torch.Tensor | weakref.ref):
         return
-    if isinstance(item, dict):
+    if isinstance(item, DICTS):
         for number, (key, value) in enumerate(list(item.items())):
             yield f"[{repr(key)[:40]}]" if is_plain(key) else f"[{type(key).__name__} {number}]", value
     elif isinstance(item, list | tuple | collections.deque):
         yield from ((f"[{i}]", part) for i, part in enumerate(list(item)))
     elif isinstance(item, set | frozenset):
         yield from ((f"[{type(part).__name__} {i}]", part) for i, part in enumerate(list(item)))
-    elif isinstance(item, types.MethodType):
-        yield ".__self__", item.__self__
+    elif isinstance(item, types.MethodType | types.BuiltinMethodType):
+        owner = item.__self__
+        if not isinstance(owner, types.ModuleType | type) and not type(owner).__module__.startswith("torch."):
+            yield ".__self__", owner
+    elif isinstance(item, contextvars.ContextVar):
+        with contextlib.suppress(LookupError):  # never set
+            yield ".get()", item.get()
     elif isinstance(item, functools.partial):
         yield from ((".func", item.func), (".args", item.args), (".keywords", item.keywords))
     if isinstance(item, types.FunctionType):
@@ -90,7 +105,7 @@ def _parts(item: object) -> Iterator[tuple[str, object]]:
 
 def written_kinds(item: object) -> list[type]:
     """The classes of an object that neither Python nor torch brings."""
-    return [kind for kind in type(item).__mro__ if not _is_foreign(kind)]
+    return [kind for kind in type(item).__mro__ if not is_foreign(kind)]
 
 
 def data_of(kind: type) -> dict[str, object]:
@@ -103,7 +118,7 @@ def data_of(kind: type) -> dict[str, object]:
 
 
 def _inside_function(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    if _is_foreign(function):
+    if is_foreign(function):
         return
     names = function.__code__.co_freevars
     for name, cell in zip(names, function.__closure__ or (), strict=True):
@@ -115,7 +130,7 @@ def _inside_function(function: types.FunctionType) -> Iterator[tuple[str, object
 
 def attributes_of(item: object) -> dict[str, object] | None:
     """What an object holds under names, None where it is not to be looked into."""
-    if isinstance(item, type | types.FunctionType) or (_is_foreign(type(item)) and not _is_open(item)):
+    if isinstance(item, type | types.FunctionType) or (is_foreign(type(item)) and not _is_open(item)):
         return None
     held = dict(getattr(item, "__dict__", {}))
     for kind in type(item).__mro__:
@@ -127,13 +142,14 @@ def attributes_of(item: object) -> dict[str, object] | None:
 
 
 def _is_open(item: object) -> bool:
-    """Objects of torch and of Python itself that a model keeps state in."""
-    if isinstance(item, types.SimpleNamespace | collections.UserDict | collections.UserList | nn.Module):
+    """Whether an object of torch's or of Python's own may hold what a model goes on from."""
+    home = type(item).__module__
+    if isinstance(item, nn.Module) or (home.startswith("torch.") and not home.startswith(OPAQUE)):
         return True
-    return type(item).__module__.startswith("torch.") and not type(item).__module__.startswith(OPAQUE)
+    return home.partition(".")[0] not in MACHINERY | {"torch"} and hasattr(item, "__dict__")
 
 
-def _is_foreign(kind: type | types.FunctionType) -> bool:
+def is_foreign(kind: type | types.FunctionType) -> bool:
     """Whether it comes with Python or torch."""
     root = (kind.__module__ or "").partition(".")[0]
     return root == "torch" or (root != "__main__" and root in sys.stdlib_module_names)

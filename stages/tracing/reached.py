@@ -13,7 +13,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from .layers import Layer, Parts
 from .probe_record import Leads
-from .proof import is_itself
+from .proof import is_of_torch
 
 Edges = dict[tuple[Node, int], int]  # of a graph, and the number of the value that it belongs to
 _OWN = ("torch", "torch.functional", "torch.nn.functional", "_operator", "math", "builtins")
@@ -53,11 +53,18 @@ def _is_own(layer: Layer, parts: Parts) -> bool:
     """Whether torch alone says what a layer does."""
     node = layer.node
     if node.op == "call_module":
-        inside = parts.modules[str(node.target)].modules()
-        return all(type(m).__module__.startswith("torch.nn.") and is_itself(m) for m in inside)
+        return is_of_torch(parts.modules[str(node.target)])
     home = getattr(node.target, "__module__", None) or ""
     owner = getattr(node.target, "__objclass__", None)  # of a method of torch.Tensor
     return owner in (torch.Tensor, torch._C.TensorBase) or home in _OWN or home.startswith("torch._C")
+
+
+def runs_own_code(layer: Layer, parts: Parts) -> bool:
+    """Whether a layer is more than one call of torch, and torch alone does not say what it does."""
+    node = layer.node
+    return "opaque" in node.meta and not (
+        node.op == "call_module" and is_of_torch(parts.modules[str(node.target)])
+    )
 
 
 def reached(steps: Mapping[int, Leads], outputs: Collection[int], num_layers: int) -> dict[int, int]:

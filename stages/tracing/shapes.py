@@ -63,7 +63,8 @@ class Shapes:
                 raise self._other(key, f"{why}; use micro-batches like the example") from error
             if len(self.known) == KEPT:
                 del self.known[next(iter(self.known))]
-            self.known[mode, key] = dataclasses.replace(found, random=self.real[mode].random)
+            real = self.real[mode]
+            self.known[mode, key] = dataclasses.replace(found, random=real.random, seeded=real.seeded)
         return self.known[mode, key]
 
     def _untold(self, mode: str, key: _Key) -> Probe:

@@ -13,6 +13,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_leaves
 
 from ...compression.errors import PlanError
+from ..device import KINDS
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -94,6 +95,15 @@ def refuse_objects(graph: fx.Graph) -> None:
                 f"{node.name} is given a Generator by forward; leave it out: the default generator is "
                 "seeded for every layer"
             )
+
+
+def refuse_autocast() -> None:
+    """Raise PlanError where autocast is on around us: which weights it casts once depends on the cuts."""
+    if any(map(torch.is_autocast_enabled, KINDS)):
+        raise PlanError(
+            "a pipeline casts by itself, without a cache of cast weights, and torch.autocast is on around "
+            "it; leave that block, and give its dtype as autocast= to trace and Pipeline"
+        )
 
 
 def refuse_resized(name: str, now: torch.Tensor, before: torch.Tensor) -> None:

@@ -10,24 +10,24 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 
 from ...compression.errors import PlanError
 from .aliases import in_memory_of
-from .contents import Facts, Same, change, contents
-from .proof import HOOKS, POOL_MODULES, RELU_MODULES, is_itself
-from .reach import INTERNAL, OF_EVERY, REGISTERED, data_of, is_plain, written_kinds
+from .attributes import APART, Attributes, ClassData, Read, refuse_other
+from .contents import Facts, Same
+from .proof import HOOKS, functions_of_proofs, is_itself, may_prove
+from .reach import REGISTERED, is_plain, written_kinds
 
 REMEDY = "set it back, or make the Pipeline anew and load its state_dict()"
-APART = OF_EVERY | INTERNAL
 GONE = type("Gone", (), {"__repr__": lambda self: "absent"})()
 _EVERY = list(vars(nn.Module()))
 _REGISTERED, _HOOKS = operator.itemgetter(*REGISTERED), operator.itemgetter(*HOOKS)
 
-Read = Callable[[str, str], bool]
+Code = list[tuple[Any, Any]]
 
 
 class Watch:
@@ -40,13 +40,25 @@ class Watch:
     def __init__(self, model: nn.Module, layers: Collection[str], read: Read) -> None:
         follows = in_memory_of(model)  # they change with every update
         called = {id(module) for path in layers for module in model.get_submodule(path).modules()}
+        apart = {id(module) for module in model.modules()}
         self.modules = [
-            Watched(path, module, called=id(module) in called, follows=follows, read=read)
+            Watched(path, module, called=id(module) in called, apart=apart, follows=follows, read=read)
             for path, module in model.named_modules()
         ]
-        kinds = {k: 0 for m in model.modules() if id(m) not in called for k in written_kinds(m)}
-        self.classes = [_Class(kind, follows=follows) for kind in kinds if data_of(kind)]
+        paths: dict[type, list[str]] = {}
+        for path, module in model.named_modules():
+            for kind in written_kinds(module):
+                paths.setdefault(kind, []).append(path)
+        traced = {kind for m in model.modules() if id(m) not in called for kind in written_kinds(m)}
+        self.classes = [
+            ClassData(kind, paths[kind], called=kind not in traced, follows=follows, read=read)
+            for kind in paths
+        ]
         self.deep = [watched for watched in self.modules if watched.attributes.deep]
+        kinds = {type(module): None for module in model.modules() if id(module) in called}
+        self.forwards, self.others = [(kind, kind.forward) for kind in kinds], set[type]()
+        self.proves = any(watched.proves for watched in self.modules)
+        self.functions = functions_of_proofs()
 
     def alive(self) -> list[tuple[Watched, nn.Module]]:
         """The modules that the user has not dropped."""
@@ -57,9 +69,20 @@ class Watch:
 
         Args:    mode: "eval": the training flags are going to be set, whatever they are.
         Raises:  PlanError: which attribute has changed, and how."""
-        changed = [(watched, module) for watched, module in self.alive() if watched.changed(module)]
+        before, self.others = self.others, {kind for kind, code in self.forwards if kind.forward is not code}
+        others = before | self.others  # where it was put back, it has changed as well
+        changed = [
+            (watched, module)
+            for watched, module in self.alive()
+            if watched.changed(module) or (others and type(module) in others)
+        ]
         for watched, module in changed:
             watched.refuse(module, mode)
+        if self.proves and functions_of_proofs() != self.functions:
+            raise PlanError(
+                "a gradient may stay behind where a ReLU or max-pool gives zeros, and the function of "
+                f"torch.nn.functional that computes it is another since Pipeline(...); {REMEDY}"
+            )
         known: set[int] = set()
         for watched in self.deep:
             if (module := watched.module()) is not None:
@@ -69,67 +92,34 @@ class Watch:
         return changed
 
 
-class _Attributes:
-    """Plain attributes by identity, which is exact while they are held here; others by their contents."""
-
-    def __init__(self, held: Mapping[str, Any], *, path: str, follows: Collection[int], read: Read) -> None:
-        self.path, self.follows, self.read = path, follows, read
-        self._see(held, self._facts(held))
-
-    def check(self, held: Mapping[str, Any], known: set[int]) -> None:
-        """Hold what can change inside against what it was; ``known``: what was, in this check."""
-        for name in self.deep:
-            if name in held and id(held[name]) not in known:
-                now = self._facts({name: held[name]})
-                if now[name] == self.facts[name]:
-                    known.add(id(held[name]))
-                else:  # another module may hold it too, and read it
-                    self._refuse(name, now)
-                    self.facts |= now
-
-    def compare(self, held: Mapping[str, Any]) -> None:
-        """Some identity has changed: find out whether anything else has that was read."""
-        now = self._facts(held)
-        for name in self.facts | now:
-            self._refuse(name, now)
-        self._see(held, now)
-
-    def _facts(self, held: Mapping[str, Any]) -> dict[str, Facts]:
-        start, options = _start(self.path), {"inside": False, "unversioned": self.follows}
-        parts = {name: value for name, value in held.items() if name not in APART}
-        return {name: contents(value, name=f"{start}{name}", **options) for name, value in parts.items()}
-
-    def _see(self, held: Mapping[str, Any], facts: dict[str, Facts]) -> None:
-        self.facts, self.plain = facts, [value for value in held.values() if is_plain(value)]
-        self.deep = [name for name in facts if not is_plain(held[name])]
-
-    def _refuse(self, name: str, now: Mapping[str, Facts]) -> None:
-        if self.read(self.path, name):
-            refuse_other(self.facts.get(name, {}), now.get(name, {}))
-
-
 class Watched:
     """One module; the fast answer compares identities and costs about a microsecond.
 
-    ``called``: a layer calls it, so that its own code runs and whatever is set counts. ``proves``: a plain
-    ReLU or max-pool, whose zeros may stop a gradient. ``traced``: its plain attributes in tracing."""
+    ``called``: a layer calls it, so that its own code runs and whatever is set counts, but for what was read
+    from outside. ``proves``: a plain ReLU or max-pool, whose zeros may stop a gradient. ``traced``: its plain
+    attributes in tracing, ``code``: what says what it does."""
 
     def __init__(
-        self, path: str, module: nn.Module, *, called: bool, follows: Collection[int], read: Read
+        self,
+        path: str,
+        module: nn.Module,
+        *,
+        called: bool,
+        apart: Collection[int],
+        follows: Collection[int],
+        read: Read,
     ) -> None:
         held = vars(module)
         self.path, self.called, self.key, self.read = path, called, id(module), read
         self.module, self.names = weakref.ref(module), frozenset(held)
-        self.proves = isinstance(module, (*RELU_MODULES, *POOL_MODULES)) and is_itself(module)
+        self.proves = may_prove(module) and is_itself(module)
         self.traced = {
             name: value
             for name, value in held.items()
             if (name == "training" or name not in APART) and is_plain(value)
         }
-        self.hooks, self.registered = _hooks(module), self._registered(module)
-        self.attributes = _Attributes({} if called else held, path=path, follows=follows, read=read)
-        self.gone: list[object] = []  # an identity is one only while its object lives
-        self.parts = [weakref.ref(part, self.gone.append) for part in _parts(module).values()]
+        self.code, self.registered = _code(module), self._registered(module)
+        self.attributes = Attributes(held, path=path, apart=apart, follows=follows, read=read)
         # What every module has stands first, and is seen by its contents, but for the training flag.
         self.start = len(_EVERY) if list(itertools.islice(held, len(_EVERY))) == _EVERY else 0
         self.see(module)
@@ -141,7 +131,12 @@ class Watched:
     def see(self, module: nn.Module) -> None:
         """It is fine as it is."""
         self.identities = _identities(module, self.start)
-        self.plain = [value for value in vars(module).values() if is_plain(value)]
+        self.attributes.see(vars(module))
+        # An identity is one only while its object lives; what cannot be referred to weakly, ``code`` holds.
+        self.gone: list[object] = []
+        hooks = [hook for kind in _HOOKS(vars(module)) for hook in kind.values()]
+        parts = [part for part in (*_parts(module).values(), *hooks) if type(part).__weakrefoffset__]
+        self.parts = [weakref.ref(part, self.gone.append) for part in parts]
 
     def moved(self, module: nn.Module) -> bool:
         """Whether it is set in another way than in tracing."""
@@ -164,12 +159,11 @@ class Watched:
                 f"which were changed after Pipeline(...), would not count; {REMEDY}"
             )
         refuse_other(self.registered, self._registered(module))
-        if not self.called:
-            self.attributes.compare(vars(module))
-        if self.proves and not is_itself(module):
+        self.attributes.compare(vars(module))
+        if self.proves and self._rebuilt(module):
             raise PlanError(
                 f"a gradient may stay behind where {where} gives zeros, as it was a plain layer when it was "
-                f"traced, and now it has a hook or a forward of its own; {REMEDY}"
+                f"traced, and now it has another class, a hook or a forward of its own; {REMEDY}"
             )
 
     def _differences(self, module: nn.Module) -> dict[str, tuple[Any, Any]]:
@@ -180,8 +174,8 @@ class Watched:
         return {name: pair for name, pair in pairs.items() if not _equal(*pair)}
 
     def _rebuilt(self, module: nn.Module) -> bool:
-        """Whether it has other hooks than in tracing, or a forward of its own since."""
-        return _hooks(module) != self.hooks or "forward" in vars(module).keys() - self.names
+        """Whether it has another class, forward or other hooks than in tracing."""
+        return _code(module) != self.code or "forward" in vars(module).keys() - self.names
 
     def _registered(self, module: nn.Module) -> Facts:
         """Parameters, buffers and modules, each as itself; of a module that is traced through its class."""
@@ -191,34 +185,22 @@ class Watched:
         }
 
 
-class _Class:
-    def __init__(self, kind: type, *, follows: Collection[int]) -> None:
-        self.kind, self.names = kind, list(data_of(kind))
-        path, held = kind.__name__, self._held()
-        self.attributes = _Attributes(held, path=path, follows=follows, read=lambda *_: True)
-        self.identities = list(map(id, held.values()))
-
-    def check(self, known: set[int]) -> None:
-        held = self._held()
-        if list(map(id, held.values())) != self.identities:
-            self.attributes.compare(held)
-        self.attributes.check(held, known)
-
-    def _held(self) -> dict[str, Any]:
-        kept = vars(self.kind)
-        return {name: kept.get(name) for name in self.names}
-
-
 def _identities(module: nn.Module, start: int) -> list[Any]:
     """What tells that nothing was exchanged: class, attributes, what is registered, and hooks."""
     held = module.__dict__
     registered = (parts.values() for parts in _REGISTERED(held))
     parts = itertools.chain(itertools.islice(held.values(), start, None), *registered)
-    return [type(module), id(module.training), *map(id, parts), *itertools.chain(*_HOOKS(held))]
+    found: list[Any] = [type(module), id(module.training), *map(id, parts)]
+    for hooks in _HOOKS(held):
+        if hooks:
+            found += [*hooks, *map(id, hooks.values())]
+    return found
 
 
-def _hooks(module: nn.Module) -> list[tuple[Any, ...]]:
-    return list(map(tuple, _HOOKS(vars(module))))
+def _code(module: nn.Module) -> Code:
+    """What says what it does: its class and the forward of that, and its hooks in their order."""
+    hooks = [item for kind in _HOOKS(vars(module)) for item in kind.items()]
+    return [(type(module), type(module).forward), *((handle, Same(hook)) for handle, hook in hooks)]
 
 
 def _parts(module: nn.Module) -> dict[str, Any]:
@@ -234,16 +216,3 @@ def _start(path: str) -> str:
 def _equal(old: Any, new: Any) -> bool:
     """Whether both are the same to any reader: 1, 1.0 and True are not, nor are 0.0 and -0.0."""
     return old is new or (type(old) is type(new) and is_plain(old) and repr(old) == repr(new))
-
-
-def refuse_other(before: Facts, after: Facts) -> None:
-    """Raise PlanError unless nothing has changed."""
-    if before == after:
-        return
-    for path in before | after:
-        was, now = before.get(path), after.get(path)
-        if was != now:
-            raise PlanError(
-                f"a pipeline runs what was traced, and {path} has changed since ({change(was, now)}); set it "
-                "back, or make a new Pipeline"
-            )

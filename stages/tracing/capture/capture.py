@@ -21,7 +21,6 @@ from .data import fresh, other_data, resized
 from .nodes import Unrecordable
 from .outputs import flattened
 from .outside import Outside, Read
-from .reads import noting
 from .recorder import Recorder
 from .sizes import Different, moving, refuse_data, same_way
 from .told import carry, hold
@@ -41,8 +40,8 @@ class Recording:
     for the example's number of samples only, "" where it holds for any; ``sizes`` are the numbers of samples
     at which the model was seen to go this way; ``again`` records a copy of the model anew, with the same
     leaves; ``leaves``: what is one layer beside the modules of torch.nn, and why; ``dropped``: outputs that
-    are left out; ``reads`` are the (module path, attribute) that the run itself read, outside of its layers:
-    what nobody read may change; ``outside``: what its code read of files and functions around it."""
+    are left out; ``reads`` is what the run itself read, outside of its layers (``Reads.found``): what nobody
+    read may change; ``outside``: what its code read of files and functions around it."""
 
     spec: TreeSpec
     constants: Mapping[str, torch.Tensor]
@@ -107,7 +106,7 @@ def capture(
         leaves=runs.leaves_of(model),
         dropped=dropped,
         again=runs.again,
-        reads=frozenset(recorder.reads),
+        reads=frozenset(recorder.reads.found),
         outside=outside.reads(),
     )
 
@@ -157,10 +156,9 @@ class _Runs:
         time they are not."""
         while True:
             model_copy, outside, self.held = copies(), Outside(model), False
-            recorder = self.recorder(model_copy)
+            recorder = self.recorder(model_copy, notes=True)
             try:
-                reads = noting(recorder.paths, self.is_leaf, recorder.note_read)
-                with reads, outside.watching(lambda recorder=recorder: recorder.quiet):
+                with outside.watching(lambda recorder=recorder: recorder.quiet):
                     spec, dropped = _recorded(recorder, model_copy, self.call, fresh(example))
                 self.held = recorder.altering.count > 0 and not _carries(
                     recorder, lambda way: self.again(copies(), fresh(example), way=way)

@@ -10,27 +10,28 @@ import contextlib
 import dis
 import gc
 import itertools
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import nn
 
-from ..contents import Facts, contents
-from ..reach import is_plain, walk
-from .values import is_code_of_model
+from ..contents import Facts, Same, contents
+from ..reach import is_plain, walk, written_kinds
+from .values import asking, is_code_of_model
 
-_MOST = 1024  # values in a container that are compared; larger ones are data, not settings
-_CONTAINERS = (list, tuple, set, frozenset, dict)
+_MOST = 1024  # values in a container or object that are compared; larger ones are data, not settings
+_CODE = (types.FunctionType, types.ModuleType, nn.Module)  # each is itself alone
+_OF_ENVIRONMENT = type(os.environ).__getitem__.__code__
 GONE = object()
 
 
 class Read(NamedTuple):
     """A name that code read: where it stands, how it is read again, and what it was; ``facts`` tell values,
-    arrays, tensors and containers of them apart, None for what is itself alone."""
+    arrays, tensors, objects and containers of them apart, None for what is itself alone."""
 
     name: str
     where: str
@@ -43,7 +44,9 @@ class Read(NamedTuple):
         now = self.read()
         if now is self.value and (self.facts is None or is_plain(now)):
             return False
-        return type(now) is not type(self.value) or self.facts is None or _facts(now) != self.facts
+        if type(now) is not type(self.value) or self.facts is None:
+            return True
+        return contents(now, enters=_data()) != self.facts
 
 
 class Outside:
@@ -51,6 +54,7 @@ class Outside:
 
     def __init__(self, model: nn.Module) -> None:
         self.ran: dict[types.CodeType, dict[str, Any]] = {}
+        self.keys: dict[str, types.CodeType] = {}  # of os.environ
         self.kinds = {type(module) for module in model.modules()}
 
     @contextlib.contextmanager
@@ -60,8 +64,11 @@ class Outside:
         before, ran, collects = sys.getprofile(), self.ran, gc.isenabled()
 
         def note(frame: types.FrameType, event: str, argument: Any) -> None:
-            if event == "call" and frame.f_code not in ran and not within():
-                ran[frame.f_code] = frame.f_globals
+            code = frame.f_code
+            if event == "call" and (code not in ran or code is _OF_ENVIRONMENT) and not within():
+                ran[code] = frame.f_globals
+                if code is _OF_ENVIRONMENT and (asker := asking(frame)) is not None:
+                    self.keys[frame.f_locals["key"]] = asker
 
         gc.disable()  # whoever is called back when it collects is no part of the model
         sys.setprofile(note)
@@ -90,6 +97,9 @@ class Outside:
                 if code in own and not name.startswith("__"):
                     read = lambda k=kind, n=name: getattr(k, n, GONE)  # noqa: E731
                     found[kind, name] = _read(f"{kind.__name__}.{name}", code, read)
+        for key, code in self.keys.items():
+            look = lambda k=key: os.environ.get(k, GONE)  # noqa: E731
+            found["environment", key] = _read(f"os.environ[{key!r}]", code, look)
         waiting, met = [read.value for read in found.values()], set[int]()
         while waiting:
             part = waiting.pop()
@@ -157,8 +167,22 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _facts(value: Any) -> Facts | None:
-    for number, (_, part, _) in enumerate(itertools.islice(walk(value), _MOST + 1)):
-        setting = is_plain(part) or isinstance(part, torch.Tensor | numpy.ndarray)
-        if number == _MOST or not (setting or type(part) in _CONTAINERS):
-            return None
-    return contents(value)
+    if isinstance(value, (type, *_CODE)):  # what is read of these stands in chains of its own
+        return None
+    if sum(1 for _ in itertools.islice(walk(value, enters=_data()), _MOST + 1)) > _MOST:
+        return None
+    found = contents(value, enters=_data())
+    return None if [*found.values()] == [(type(value), Same(value))] else found
+
+
+def _data() -> Callable[[object], bool]:
+    """Looks into all but code; of classes into those of the objects met, which hold what these do not."""
+    kinds: set[int] = set()
+
+    def enters(item: object) -> bool:
+        if isinstance(item, type):
+            return id(item) in kinds
+        kinds.update(map(id, written_kinds(item)))
+        return not isinstance(item, _CODE)
+
+    return enters

@@ -17,13 +17,16 @@ from torch import nn
 from torch.fx import _symbolic_trace
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
+_NOTHING = object()  # stood there: the name is taken away again
+
 
 class Patches:
     """``wanted``: (class, module or dict of globals, name, what stands there while recording)."""
 
     def __init__(self, wanted: Iterable[tuple[Any, str, Any]]) -> None:
         self.wanted = list(wanted)
-        self.kept = [(o if isinstance(o, dict) else vars(o))[name] for o, name, _ in self.wanted]
+        held = [(o if isinstance(o, dict) else vars(o), name) for o, name, _ in self.wanted]
+        self.kept = [names.get(name, _NOTHING) for names, name in held]
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -47,6 +50,8 @@ class Patches:
         for (owner, name, _), value in zip(self.wanted, values, strict=True):
             if isinstance(owner, dict):
                 owner[name] = value
+            elif value is _NOTHING:
+                delattr(owner, name)
             else:
                 setattr(owner, name, value)
 
@@ -71,6 +76,13 @@ def overridden(tensors: Iterable[Any]) -> bool:
     own?"""
     plain = (torch.Tensor, torch.nn.Parameter)
     return any(type(t) not in plain and hasattr(type(t), "__torch_function__") for t in tensors)
+
+
+def at_once(run: Callable[..., Any], keep_random: bool, *args: Any) -> Any:
+    """What a reentrant checkpoint computes, without dropping and computing it again."""
+    graded = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and graded):  # else it gives nobody a gradient
+        return run(*args)
 
 
 def kinds_that_are_called() -> Iterator[type[nn.Module]]:

@@ -1,43 +1,59 @@
-"""Which attributes of its modules a run reads by itself: what nobody read may change later."""
+"""What a run reads by itself, outside of its layers: attributes of modules, and whether tensors are trained.
+
+What nobody read may change later; what was read once is part of the record."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
+from ....compression.errors import PlanError
+from .values import is_code_of_model, is_our_code
 
-@contextlib.contextmanager
-def noting(
-    paths: Mapping[nn.Module, str],
-    leaf: Callable[[str, nn.Module], bool],
-    note: Callable[[tuple[str, str]], None],
-) -> Iterator[None]:
-    """The block in which ``note`` is told (path, attribute) of what is read of modules outside of layers."""
-    inside = "."  # of the last layer: modules are told depth first
-    kinds: dict[nn.Module, type[nn.Module]] = {}
-    for module, path in paths.items():
-        if path and leaf(path, module):
-            inside = f"{path}."
-        elif not path.startswith(inside):
-            kinds[module] = type(module)
-    try:
-        for module, kind in kinds.items():
-            module.__class__ = _noted(kind, paths[module], note)
-        yield
-    finally:
-        for module, kind in kinds.items():
-            module.__class__ = kind
+ALL = "__dict__"
+"""The attribute that stands for all of a module's own: somebody took the dict that holds them."""
+ASKS = "requires_grad()"
+"""With the name of a parameter in the place of a path: whether it is trained; with "" whether any is."""
+_ASKING = frozenset({"requires_grad", "grad_fn", "is_leaf"})
 
 
-def _noted(kind: type[nn.Module], path: str, note: Callable[[tuple[str, str]], None]) -> type[nn.Module]:
-    """The class ``kind`` for one module of a copy, noting what is read of it."""
+class Reads:
+    """Gathers ``found``: (path of a module, attribute), and (name of a parameter, ``ASKS``).
 
-    def read(self: nn.Module, name: str) -> Any:
-        note((path, name))
-        return kind.__getattribute__(self, name)
+    Args:    paths: of the modules, by identity.
+             quiet: whether a layer runs now, whose code reads anew each time."""
 
-    named = {"__getattribute__": read, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), named)
+    def __init__(self, paths: Mapping[nn.Module, str], quiet: Callable[[], object]) -> None:
+        self.paths = {id(module): path for module, path in paths.items()}
+        self.quiet, self.found = quiet, set[tuple[str, str]]()
+
+    def reader(self) -> Callable[[nn.Module, str], Any]:
+        """What stands for ``nn.Module.__getattribute__`` while reads are noted."""
+        paths, quiet, note, plain = self.paths, self.quiet, self.found.add, nn.Module.__getattribute__
+
+        def read(module: nn.Module, name: str) -> Any:
+            if not quiet() and (path := paths.get(id(module))) is not None:
+                # torch looks there for parameters and children
+                if name != ALL or is_code_of_model(sys._getframe(1).f_code.co_filename):
+                    note((path, name))
+            return plain(module, name)
+
+        return read
+
+    def of_tensor(self, getter: Any, name: str | None) -> None:
+        """Note that the property behind ``getter`` was read of the model's tensor ``name``, None for one that
+        was computed; called by whoever torch told of it.
+
+        Raises:  PlanError: it is a gradient."""
+        file = sys._getframe(3).f_code.co_filename
+        wanted = getattr(getattr(getter, "__self__", None), "__name__", "")
+        if wanted in _ASKING and not is_our_code(file):
+            self.found.add((name or "", ASKS))
+        if wanted == "grad" and name and is_code_of_model(file):
+            raise PlanError(
+                f"forward reads the gradient of {name}, which hangs on how many micro-batches have come back "
+                f"by then ({file}:{sys._getframe(3).f_lineno}); read it between steps"
+            )

@@ -23,7 +23,8 @@ from ...seeds import drew, states_of
 from .affine import mapped
 from .buffers import Buffers, only_read
 from .nodes import Nodes
-from .patches import Patches, bound, is_single, kinds_that_are_called, overridden, paused, wrapped
+from .patches import Patches, at_once, bound, is_single, kinds_that_are_called, overridden, paused, wrapped
+from .reads import Reads
 from .sizes import called
 from .told import NUMBERS, Altering, numbers_in, plain_number, plain_numbers, replaced
 from .values import FACTS, SHAPE, node_name, plain
@@ -33,8 +34,8 @@ class Recorder(Nodes, TorchFunctionMode):
     """Records what one call of ``model`` does; ``leaf`` says which modules are one node, as are
     ``functions``.
 
-    ``written`` are the buffers that the call changes; ``reads`` what it reads of its modules outside of
-    layers."""
+    ``written`` are the buffers that the call changes; ``reads`` what it reads outside of layers, where it
+    ``notes`` attributes of modules too."""
 
     def __init__(
         self,
@@ -45,12 +46,13 @@ class Recorder(Nodes, TorchFunctionMode):
         written: Collection[str] = (),
         way: int | None = None,
         expects: Sequence[tuple[Any, Any]] = (),
+        notes: bool = False,
     ) -> None:
         TorchFunctionMode.__init__(self)
         Nodes.__init__(self, model)
         self.leaf, self.functions, self.quiet = leaf, functions, 0
         self.paths = {module: path for path, module in model.named_modules()}
-        self.reads: set[tuple[str, str]] = set()
+        self.reads, self.notes = Reads(self.paths, lambda: self.quiet), notes
         self.altering, self.expects = Altering(way), list(expects)
         self.patches, self.buffers = Patches(self._patches()), Buffers(model, written)
 
@@ -59,11 +61,6 @@ class Recorder(Nodes, TorchFunctionMode):
         """The block in which the model is called."""
         with self.patches.on(), self:
             yield
-
-    def note_read(self, read: tuple[str, str]) -> None:
-        """Note that an attribute of a module, (path, name), was read outside of layers."""
-        if not self.quiet:
-            self.reads.add(read)
 
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
         """What does not pass through torch's dispatch: modules, autograd Functions, scripted and wrapped
@@ -74,7 +71,7 @@ class Recorder(Nodes, TorchFunctionMode):
         def applied(function: type, *args: Any, **kwargs: Any) -> Any:
             run = apply.__get__(None, function)
             if function is CheckpointFunction and not recorder.quiet:
-                return _flat(*args)
+                return at_once(*args)
             return recorder.opaque("call_function", run, function.__name__, run, args, kwargs)
 
         def script(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,6 +80,8 @@ class Recorder(Nodes, TorchFunctionMode):
 
         for kind in kinds_that_are_called():
             yield kind, "__call__", self._called(kind.__call__)
+        if self.notes:
+            yield nn.Module, "__getattribute__", self.reads.reader()
         yield torch.autograd.Function, "apply", classmethod(applied)
         yield torch.jit.ScriptFunction, "__call__", script
         yield torch.overrides, "has_torch_function", overridden
@@ -107,15 +106,24 @@ class Recorder(Nodes, TorchFunctionMode):
         path = self.paths.get(module)
         self.stack.append((self.stack[-1][0] if path is None else path, type(module)))
         try:
-            # torch.func.functional_call may lend a module other parameters than its own
-            if path and self.leaf(path, module) and all(id(p) in self.names for p in module.parameters()):
+            if path and (single := self._is_layer(path, module)) is not None:
                 run, name = functools.partial(call, module), path.replace(".", "_")
-                return self.opaque("call_module", path, name, run, args, kwargs, single=is_single(module))
+                return self.opaque("call_module", path, name, run, args, kwargs, single=single)
             result = call(module, *args, **kwargs)
             self.refuse_unseen(result)  # here, where it was made, not where it is used
             return result
         finally:
             self.stack.pop()
+
+    def _is_layer(self, path: str, module: nn.Module) -> bool | None:
+        """Whether a module that is one layer ``is_single``; None where it is not one layer."""
+        self.quiet += 1  # it is not the model that looks
+        try:
+            # torch.func.functional_call may lend a module other parameters than its own
+            own = self.leaf(path, module) and all(id(p) in self.names for p in module.parameters())
+            return is_single(module) if own else None
+        finally:
+            self.quiet -= 1
 
     def opaque(
         self,
@@ -138,7 +146,9 @@ class Recorder(Nodes, TorchFunctionMode):
                 args, kwargs = plain_numbers((args, kwargs))
             with contextlib.nullcontext() if single else self.patches.off(), paused(self):
                 result = run(*args, **kwargs)
-            return self._told(self.emit(op, target, given, result, name), result)
+            node = self.emit(op, target, given, result, name)
+            node.meta["opaque"] = True
+            return self._told(node, result)
         finally:
             self.quiet -= 1
 
@@ -219,6 +229,7 @@ class Recorder(Nodes, TorchFunctionMode):
             if isinstance(owner, torch.Tensor) and name == "__set__" and self.known(owner):
                 return self._write_property(func, args)
             return func(*args)
+        self.reads.of_tensor(func, self.names.get(id(args[0])))
         result = func(*args)
         if isinstance(result, torch.Size):
             self._read_shape(args)
@@ -236,10 +247,3 @@ class Recorder(Nodes, TorchFunctionMode):
     def _read_shape(self, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], torch.Tensor) and (node := self.known(args[0])) is not None:
             node.meta["shape"] = tuple(args[0].shape)
-
-
-def _flat(run: Callable[..., Any], keep_random: bool, *args: Any) -> Any:
-    """What a reentrant checkpoint computes, without dropping and computing it again."""
-    graded = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and graded):  # else it gives nobody a gradient
-        return run(*args)

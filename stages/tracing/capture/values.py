@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import operator
 import os
+import pathlib
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,11 +28,8 @@ _REFLECTED = {
 
 
 _PYTHON = os.path.dirname(os.__file__) + os.sep
-_NOT_THE_MODEL = (
-    os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.dirname(__file__)) + os.sep,
-    "<",
-)
+_OURS = str(pathlib.Path(__file__).parents[2]) + os.sep
+_NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<")
 
 
 def items_of(value: Any) -> tuple[Callable[..., Any], list[tuple[Any, Any]]]:
@@ -67,6 +66,22 @@ def is_code_of_model(file: str) -> bool:
     """Whether code in ``file`` is neither torch's nor ours nor Python's own."""
     installed = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
     return not file.startswith(_NOT_THE_MODEL) and (installed or not file.startswith(_PYTHON))
+
+
+def is_our_code(file: str) -> bool:
+    """Whether code in ``file`` records the model, or runs it."""
+    return file.startswith(_OURS)
+
+
+def asking(frame: types.FrameType | None) -> types.CodeType | None:
+    """The code that had Python's own run ``frame``; None where it is not the model's."""
+    while frame is not None and frame.f_code.co_filename.startswith((_PYTHON, "<frozen")):
+        if is_code_of_model(frame.f_code.co_filename):  # installed there
+            break
+        frame = frame.f_back
+    if frame is None or not is_code_of_model(frame.f_code.co_filename):
+        return None
+    return frame.f_code
 
 
 def line_of_model() -> str:

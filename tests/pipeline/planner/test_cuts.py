@@ -27,6 +27,7 @@ def test_ranks_and_stages_stand_for_each_other():
         ({"ranks": 0}, "ranks=0"),
         ({"stages": 2, "micro_batches": 0}, "micro_batches=0"),
         ({"stages": 2, "extra_in_flight": -1}, "extra_in_flight=-1"),
+        ({"stages": 2, "extra_in_flight": None}, r'a number or "auto", found None; leave it out'),
         ({"stages": 2, "ranks": 99}, "ranks=99 for 2 stages"),
         ({"cuts": ["conv1"], "ranks": 3}, "ranks=3 for 2 stages"),
         ({}, "say stages=2"),

@@ -2,7 +2,9 @@
 
 import dataclasses
 import time
+import types
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -259,6 +261,12 @@ def flown_on_a_rank(case, plan_path):
         flew.append(pipe.policy.extra)
         live.append(pipe.step(*batches[step % 3]).stages[0].live_micro_batches)
     return flew, live, pipe.policy.settled, pipe.state_dict()["model"]
+
+
+@pytest.mark.parametrize("codec", ["zero_value", "auto"])
+def test_a_plan_without_a_most_flies_as_many_as_it_begins_with(codec):
+    among: Any = types.SimpleNamespace(is_alone=False)
+    assert policy_named(codec, extra=(5, 0), world=among, deadline=1.0).extra == 5
 
 
 @pytest.mark.ranks

@@ -328,6 +328,30 @@ def test_a_hook_on_all_modules_is_refused():
     pipe.step(*batch())
 
 
+def test_autocast_around_a_pipeline_is_refused_with_the_option_for_it():
+    pipe = pipe_of(net(), cuts=["start"])
+    with torch.autocast("cpu", torch.bfloat16):
+        for call in (lambda: pipe.step(*batch()), lambda: pipe.evaluate(batch()[0])):
+            with pytest.raises(penstock.PlanError, match=r"torch\.autocast is on around it; .* autocast= to"):
+                call()
+        with pytest.raises(penstock.PlanError, match=r"torch\.autocast is on around it"):
+            pipe_of(net(), cuts=["start"])
+    pipe.step(*batch())
+
+
+def test_another_default_dtype_is_refused():
+    pipe = pipe_of(net(), cuts=["start"])
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(
+            penstock.PlanError, match=r"default dtype was torch\.float32 .* torch\.float64 now"
+        ):
+            pipe.step(*(part if part.dtype == torch.int64 else part.float() for part in batch()))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    pipe.step(*batch())
+
+
 def test_unfreezing_what_a_cut_was_made_without_is_refused_by_name():
     model = net()
     freeze(model)

@@ -1,6 +1,9 @@
 """What forward reads from outside of the model: globals and closures, held to what they were when traced."""
 
+import argparse
+import contextvars
 import cProfile
+import os
 import pstats
 import sys
 
@@ -145,6 +148,85 @@ def test_what_hangs_on_what_forward_reads_is_held_to_what_it_was(kind, monkeypat
     CHANGES[kind](monkeypatch)
     with pytest.raises(PlanError, match="forward goes on from"):
         step(pipe)
+
+
+class Held:
+    kind = 2.0
+
+    def __init__(self):
+        self.scale = 2.0
+
+    @property
+    def shown(self):
+        return self.scale
+
+    def asked(self):
+        return self.scale
+
+
+HELD, ROW, CONTEXT = Held(), [Held()], contextvars.ContextVar("CONTEXT", default=2.0)
+NAMESPACE = argparse.Namespace(scale=2.0)
+
+
+def aliased():
+    held = HELD
+    return held.scale * held.kind
+
+
+def held_scale(patch):
+    patch.setattr(HELD, "scale", 3.0)
+
+
+def in_context(patch):
+    CONTEXT.set(3.0)
+
+
+OBJECTS = {
+    "a list of objects": (lambda: ROW[0].scale, lambda patch: patch.setattr(ROW[0], "scale", 3.0), "ROW"),
+    "a local name": (aliased, held_scale, "HELD"),
+    "its class": (aliased, lambda patch: patch.setattr(Held, "kind", 3.0), "HELD"),
+    "a property": (lambda: HELD.shown, held_scale, "HELD"),
+    "a method": (lambda: HELD.asked(), held_scale, "HELD"),
+    "a namespace": (
+        lambda: NAMESPACE.scale,
+        lambda patch: patch.setattr(NAMESPACE, "scale", 3.0),
+        "NAMESPACE",
+    ),
+    "a context variable": (CONTEXT.get, in_context, "scale"),
+    "a context variable by name": (lambda: CONTEXT.get(), in_context, "CONTEXT"),
+    "the environment": (
+        lambda: float(os.environ["PENSTOCK_SCALE"]),
+        lambda patch: patch.setenv("PENSTOCK_SCALE", "3"),
+        r"os\.environ\['PENSTOCK_SCALE'\]",
+    ),
+    "a variable that is not set": (
+        lambda: float(os.getenv("PENSTOCK_NONE", "2")),
+        lambda patch: patch.setenv("PENSTOCK_NONE", "3"),
+        r"os\.environ\['PENSTOCK_NONE'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_what_objects_around_the_model_hold_is_held_to_what_it_was(kind, monkeypatch):
+    scale, change, told = OBJECTS[kind]
+    monkeypatch.setenv("PENSTOCK_SCALE", "2")
+    CONTEXT.set(2.0)
+
+    class Around(Reads):
+        def forward(self, x):
+            return self.linear(x * scale())
+
+    pipe = pipe_of(Around())
+    monkeypatch.setenv("PENSTOCK_OTHER", "1")  # nobody reads it
+    step(pipe)
+    with pytest.MonkeyPatch.context() as patch:
+        change(patch)
+        for _ in range(2):
+            with pytest.raises(PlanError, match=f"goes on from {told}"):
+                step(pipe)
+    CONTEXT.set(2.0)
+    step(pipe)
 
 
 def test_a_profiler_goes_on_and_sees_the_trace():
