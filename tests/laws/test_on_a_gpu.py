@@ -1,6 +1,7 @@
 """What only a GPU proves: the bits of the plain loop there, its random layers, its clock and memory."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import penstock
 from penstock.conf.schema import PlanConfig
 from penstock.pipeline.run import exactness
 from penstock.stages.device import device_of, memory_on
+from penstock.stages.stage import stage
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,14 +28,20 @@ def exact():
     exactness.begin(PlanConfig(device="cuda"))
 
 
-def trained(name, *, far_batches=False, optimizer="sgd", clip=1.0, **options):
-    """A pipeline of three stages on the GPU and the plain loop there, as (report, state) and its own."""
+SCHEDULES = {
+    **{name: {"stages": 3} for name in ("gpipe", "1f1b", "zb_h1")},
+    **{name: {"stages": 4, "ranks": 2} for name in ("interleaved", "zbv", "dualpipev")},
+}
+
+
+def trained(name, *, far_batches=False, optimizer="sgd", clip=1.0, stages=3, **options):
+    """A pipeline of some stages on the GPU and the plain loop there, as (report, state) and its own."""
     model, batches = build(name)
     plain, there = copy.deepcopy(model).to(GPU), [(x.to(GPU), y.to(GPU)) for x, y in batches]
     example = (batches[0][0].tensor_split(3)[0].clone(),)
     graph = penstock.trace(model.to(GPU), example)
     plan = penstock.partition(
-        penstock.measure(graph, example, repeats=1), stages=3, micro_batches=3, **options
+        penstock.measure(graph, example, repeats=1), stages=stages, micro_batches=3, **options
     )
     pipe = penstock.Pipeline(
         model, plan, loss=cross_entropy, optimizer=OPTIMIZERS[optimizer], clip=clip, device="cuda:0"
@@ -51,19 +59,45 @@ def trained(name, *, far_batches=False, optimizer="sgd", clip=1.0, **options):
         yield pipe.step(*batch), pipe.state_dict()["model"], theirs, plain
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
-@pytest.mark.parametrize("name", ["mlp", "residual", "gpt_gelu_dropout", "gpt_tied"])
-def test_a_pipeline_on_a_gpu_has_the_bits_of_the_plain_loop_there(name, schedule):
-    for report, state, theirs, plain in trained(name, schedule=schedule):
+def hold(name, **options):
+    """Every step has the loss and the weights of the plain loop."""
+    for report, state, theirs, plain in trained(name, **options):
         assert report.loss == theirs["loss"]
         expected = plain.state_dict()
         assert [key for key in expected if not same_bits(expected[key].cpu(), state[key])] == []
 
 
-@pytest.mark.parametrize("name", ["resnet18", "densenet"])
-def test_large_networks_too(name):
-    for report, _, theirs, _ in trained(name):
-        assert report.loss == theirs["loss"]
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["mlp", "residual", "gpt_gelu_dropout", "gpt_tied", "resnet18", "densenet"])
+def test_a_pipeline_on_a_gpu_has_the_bits_of_the_plain_loop_there(name, schedule):
+    hold(name, schedule=schedule, **SCHEDULES[schedule])
+
+
+@pytest.mark.parametrize("codec", ["raw", "exponent", "zero_value+exponent", "zero_value+lz4", "auto"])
+def test_whatever_packs_it(codec):
+    hold("gpt_relu", codec=codec)
+
+
+@pytest.mark.parametrize("tier", ["packed", "host"])
+@pytest.mark.parametrize("name", ["mlp", "gpt_relu", "resnet18"])
+def test_wherever_saved_tensors_wait(name, tier, monkeypatch):
+    monkeypatch.setattr(stage, "LEAST_SAVED", 1)  # else little of these small models leaves
+    hold(name, tier=tier)
+
+
+def test_the_host_waits_for_the_device_only_at_the_end_of_a_step():
+    steps = trained("mlp", codec="raw")
+    next(steps)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            next(steps)  # with the state that is gathered behind it, and the plain loop
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    places = [f"{wait.filename}:{wait.lineno}" for wait in waits if "synchroniz" in str(wait.message)]
+    inside = [place for place in places if "/stages/" in place or place.split(":")[0].endswith("engine.py")]
+    assert inside == [], places
 
 
 def test_batches_may_be_on_the_gpu_and_states_come_to_the_cpu():

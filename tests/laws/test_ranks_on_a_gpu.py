@@ -1,0 +1,67 @@
+"""What only GPUs prove of ranks: two on one of them over gloo, one each over NCCL, and one beside a CPU."""
+
+import copy
+
+import pytest
+import torch
+from cases import OPTIMIZERS, Case, plan_of
+from reference import plain_loop, same_bits
+from zoo import build, cross_entropy
+
+import penstock
+from penstock.conf.schema import PlanConfig
+from penstock.pipeline.run import exactness
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.ranks,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+CASES = [
+    Case(model="mlp", cuts=2),
+    Case(model="mlp", cuts=4, ranks=2, schedule="interleaved", codec="raw"),
+    Case(model="PoolOfRelu", cuts=["relu"], codec="zero_value+exponent"),
+    Case(model="gpt_relu", cuts=2, schedule="zb_h1", tier="host"),
+    Case(model="gpt_tied", cuts=2, codec="auto", steps=2),
+    Case(model="resnet18", cuts=2, steps=2),
+]
+
+
+def on_gpus(case, path, devices):
+    """The differences that this rank finds to the plain loop on its own device."""
+    import torch.distributed as dist
+
+    exactness.begin(PlanConfig(device="cuda"))
+    rank = dist.get_rank()
+    device, plan = torch.device(devices[rank]), penstock.Plan.load(path)
+    model, batches = build(case.model, case.dtype, case.steps)
+    plain = copy.deepcopy(model).to(device)
+    pipe = penstock.Pipeline(
+        model, plan, loss=cross_entropy, optimizer=OPTIMIZERS[case.optimizer], device=str(device), deadline=60
+    )
+    there = [(x.to(device), y.to(device)) for x, y in batches]
+    options = {"optimizer": OPTIMIZERS[case.optimizer], "micro_batches": case.micro_batches}
+    mine, found = pipe.update.named, []
+    del model
+    for batch, expected in zip(batches, plain_loop(plain, there, loss=cross_entropy, **options), strict=True):
+        report = pipe.step(*batch)
+        found += [] if len(set(devices)) > 1 or report.loss == expected["loss"] else ["the loss"]
+        found += [name for name, p in mine.items() if not same_bits(expected["gradients"][name], p.grad)]
+    return found
+
+
+def differences(ranks, case, folder, devices):
+    plan, _ = plan_of(case)
+    plan.save(folder / "plan.json")
+    return ranks.run(on_gpus, case, str(folder / "plan.json"), devices, ranks=plan.num_ranks, deadline=60)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_ranks_on_one_gpu_have_the_bits_of_the_plain_loop_there(case, ranks, tmp_path):
+    assert differences(ranks, case, tmp_path, ["cuda:0", "cuda:0"]) == [[], []]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ranks_with_a_gpu_each_have_the_bits_of_the_plain_loop(case, ranks, tmp_path):
+    assert differences(ranks, case, tmp_path, ["cuda:0", "cuda:1"]) == [[], []]
