@@ -9,6 +9,7 @@ hours, so it is run before a release, and a part of it at any time:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import random
 import sys
@@ -21,6 +22,7 @@ from law import differences
 
 from penstock import ScheduleError
 from penstock.pipeline.schedules import SCHEDULES
+from penstock.stages.planner.plan import TIERS
 
 # Batches of 11 samples: in 3, 4 or 8 micro-batches the last ones are smaller.
 MODELS = {"mlp": 8, "resnet18": 4, "densenet": 3, "gpt_gelu_dropout": 4, "gpt_tied": 4}
@@ -132,6 +134,9 @@ def main() -> int:
     parser.add_argument("--limit", type=int, help="run only so many cases")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
+    parser.add_argument(
+        "--late", action="store_true", help="on a device that does everything late, in any tier"
+    )
     asked = parser.parse_args()
     for schedule in asked.schedules:
         if schedule not in SCHEDULES:
@@ -141,7 +146,10 @@ def main() -> int:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     cases = list(product(asked.models, asked.stages, schedules, asked.codecs, asked.optimizers))
-    random.Random(asked.seed).shuffle(cases)
+    chance = random.Random(asked.seed)
+    chance.shuffle(cases)
+    if asked.late:
+        cases = [dataclasses.replace(case, late=(0,), tier=chance.choice(TIERS)) for case in cases]
     return 1 if run(cases[: asked.limit], seconds=asked.seconds) else 0
 
 
