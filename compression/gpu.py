@@ -28,7 +28,7 @@ from .gpu_checks import (
 )
 from .masked import has_bitmap
 from .memory import memory, new_bytes
-from .names import CODEC_NAMES
+from .names import CODEC_NAMES, HOST
 from .registry import codec_named
 from .unpack import check_bytes, no_memory
 
@@ -226,7 +226,9 @@ def pack_words(
     with torch.cuda.device_of(words):
         facts = gpu_words.pack(codec, words.view(-1), buffer[start:], dtype, mask)
         if codec == "raw":  # the host knows it all
-            return PendingFrame(buffer, start, facts, torch.tensor([words.nbytes, 0, 0]), False, None)
+            on_host = torch.zeros(3, dtype=torch.int64, device=HOST)
+            on_host[0].fill_(words.nbytes)
+            return PendingFrame(buffer, start, facts, on_host, False, None)
         on_host, ready = facts.to("cpu", non_blocking=True), None  # pinned: torch asks no stream to wait
         if words.is_cuda:
             ready = torch.cuda.Event()

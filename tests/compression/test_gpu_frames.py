@@ -1,0 +1,117 @@
+"""Frames as the engine sends them from a GPU: the CPU's bytes, nothing waits, damage shows on the device."""
+
+import pytest
+import torch
+from gpus import DEVICE, INTERPRETED, moved, no_waiting, run_interpreted
+from tensors import assert_same
+
+from penstock.compression import codec, gpu_frames
+from penstock.compression.errors import CodecError
+from penstock.compression.frame import header_bytes, header_text, read_header
+from penstock.stages.work import Work
+
+pytest.importorskip("triton")
+CODECS = ("raw", "zero_value", "exponent", "zero_value+exponent", "narrow", "zero_value+lz4")
+
+
+@pytest.fixture(params=[DEVICE])
+def device(request):
+    return request.param
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_the_laws_hold_in_the_interpreter():
+    run_interpreted(__file__)
+
+
+def sparse(*sizes, dtype=torch.float32, seed=0):
+    """A tensor of which half is zero."""
+    values = torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+    return torch.relu(values).to(dtype)
+
+
+def room(tensor, name, device):
+    """Memory for the frame of ``tensor``."""
+    return torch.empty(codec.buffer_bytes(tensor.shape, tensor.dtype, name), dtype=torch.uint8, device=device)
+
+
+def sent(tensor, name, device, mask=None):
+    """The header and the buffer of ``tensor``, packed on ``device``."""
+    there = moved(tensor, device)
+    buffer = torch.empty(
+        codec.buffer_bytes(tensor.shape, tensor.dtype, name), dtype=torch.uint8, device=device
+    )
+    packed = gpu_frames.pack(there, buffer, name, requires_grad=True, mask=mask)
+    return gpu_frames.header_of(Work(packed)), buffer
+
+
+def as_frame(header, buffer):
+    frame = buffer.cpu()[: header_bytes(len(header.sizes)) + header.payload_bytes].clone()
+    frame[: header_bytes(len(header.sizes))] = torch.frombuffer(
+        bytearray(header_text(header)), dtype=torch.uint8
+    )
+    return frame
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(
+    "tensor",
+    [sparse(40, 60), sparse(3, 5, 7, dtype=torch.bfloat16), sparse(0, 4), sparse(()), sparse(30, 40).t()],
+    ids=["float", "odd", "empty", "scalar", "transposed"],
+)
+def test_a_frame_has_the_cpus_bytes_and_gives_the_tensor_back(name, tensor, device):
+    header, buffer = sent(tensor, name, device)
+    expected = codec.encode(tensor.requires_grad_(), name)
+    assert torch.equal(as_frame(header, buffer), expected)
+    back, error = gpu_frames.unpack(header, buffer)
+    assert not int(error)
+    assert_same(moved(back, "cpu"), codec.decode(expected))
+
+
+def test_what_has_gaps_travels_raw(device):
+    tensor = sparse(40, 60)[:, ::2]
+    header, buffer = sent(tensor, "zero_value", device)
+    assert header.codec == "raw"
+    back, _ = gpu_frames.unpack(header, buffer)
+    twin = codec.decode(codec.encode(tensor, "raw"))
+    assert twin is not None
+    assert_same(moved(back, "cpu"), twin)
+
+
+@pytest.mark.parametrize("name", ["zero_value", "zero_value+exponent"])
+def test_a_gradient_travels_at_the_set_bits_of_a_mask(name, device):
+    value, gradient = sparse(64, 100), torch.randn(64, 100)
+    mask = sent(value, "zero_value", device)
+    header, buffer = sent(gradient, name, device, mask=mask)
+    assert header.flags
+    expected = codec.encode(gradient.requires_grad_(), name, mask=codec.encode(value))
+    assert torch.equal(as_frame(header, buffer), expected)
+    back, error = gpu_frames.unpack(header, buffer, mask=mask)
+    assert not int(error)
+    assert_same(moved(back, "cpu"), codec.decode(expected, mask=codec.encode(value)))
+    other = sent(sparse(64, 100, seed=1), "zero_value", device)
+    assert int(gpu_frames.unpack(header, buffer, mask=other)[1])
+    with pytest.raises(CodecError, match="values alone"):
+        gpu_frames.unpack(header, buffer)
+
+
+def test_damage_is_told_on_the_device(device):
+    header, buffer = sent(sparse(64, 100), "zero_value", device)
+    buffer[header_bytes(2)] ^= 1
+    _, error = gpu_frames.unpack(header, buffer)
+    assert int(error)
+
+
+@pytest.mark.parametrize("name", ["raw", "zero_value", "exponent", "zero_value+exponent"])
+def test_nothing_waits(name, device):
+    tensor = moved(sparse(64, 100), device)
+    buffer = torch.empty(
+        codec.buffer_bytes(tensor.shape, tensor.dtype, name), dtype=torch.uint8, device=device
+    )
+    with no_waiting(device):
+        packed = gpu_frames.pack(tensor, buffer, name, requires_grad=False)
+    header = gpu_frames.header_of(Work(packed))
+    assert read_header(as_frame(header, buffer)) == header
+    with no_waiting(device):
+        gpu_frames.unpack(header, buffer)
