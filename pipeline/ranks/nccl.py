@@ -7,6 +7,7 @@ Two ranks on one GPU, and a GPU and a CPU, go through pinned memory instead, as 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -17,31 +18,35 @@ from .transport import GlooTransport, LocalTransport, Transport
 from .world import World
 
 
-def transport_of(world: World, *, device: Device, deadline: float) -> Transport:
+def transport_of(world: World, *, device: Device, gpus: Sequence[str | None], deadline: float) -> Transport:
     """What carries the frames of a pipeline in ``world``, whose ranks compute on whatever they have.
 
-    Collective: everybody must know what the others compute on."""
+    Args:    gpus: by rank, which GPU of all it computes on (``identity_of``); collective among those."""
     if world.is_alone:
         return LocalTransport()
-    direct = direct_routes(world, device, deadline=deadline)
+    direct = direct_routes(world, gpus, deadline=deadline)
     if device.is_gpu:
         return StagedTransport(world, device=device, deadline=deadline, direct=direct)
     return GlooTransport(world, deadline=deadline)
 
 
-def direct_routes(world: World, device: Device, *, deadline: float) -> dict[int, Direct]:
-    """How payloads of this rank go to others from GPU to GPU, by rank; collective among all ranks."""
-    mine = device.identity if dist.is_nccl_available() else None
-    everybody = world.all_gather_json(mine)
-    ranks = [rank for rank, identity in enumerate(everybody) if identity]
-    if mine is None or len({everybody[rank] for rank in ranks}) < 2:
+def identity_of(device: Device) -> str | None:
+    """What others must know of ``device``: which GPU it is; None where it is none, or there is no NCCL."""
+    return device.identity if dist.is_nccl_available() else None
+
+
+def direct_routes(world: World, gpus: Sequence[str | None], *, deadline: float) -> dict[int, Direct]:
+    """How payloads of this rank go to others from GPU to GPU, by rank; collective among those with one."""
+    mine, ranks = gpus[world.rank], [rank for rank, identity in enumerate(gpus) if identity]
+    if mine is None or len({gpus[rank] for rank in ranks}) < 2:
         return {}
     assert world.group is not None, "a world of several ranks has a group"
     members = [dist.get_process_group_ranks(world.group)[rank] for rank in ranks]
     down, up = _group(members, deadline), _group(members, deadline)
-    others = [rank for rank in ranks if everybody[rank] != mine]
     return {
-        rank: Direct(ranks.index(rank), *((down, up) if rank > world.rank else (up, down))) for rank in others
+        rank: Direct(ranks.index(rank), *((down, up) if rank > world.rank else (up, down)))
+        for rank in ranks
+        if gpus[rank] != mine
     }
 
 

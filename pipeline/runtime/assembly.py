@@ -17,7 +17,8 @@ from ...stages.places import home_of
 from ...stages.planner.examples import graph_of
 from ...stages.planner.plan import Plan
 from ...stages.planner.rules import STREAM
-from ..ranks.nccl import transport_of
+from ..ranks.nccl import identity_of, transport_of
+from ..ranks.transport import Transport
 from ..ranks.world import World
 from ..weights.apart import check_apart
 from ..weights.optimizers import Named
@@ -108,7 +109,7 @@ class Assembly:
             self.engine = Engine(
                 rank=self.rank,
                 stages=self.stages,
-                transport=transport_of(self.world, device=self.world.device, deadline=deadline),
+                transport=self._transport(deadline),
                 policy=self.policy,
                 loss=loss,
                 update=self.update,
@@ -122,6 +123,11 @@ class Assembly:
             self.usage = Usage(
                 plan, own.tensors, self.update.optimizers, resident=resident, devices=self.devices
             )
+
+    def _transport(self, deadline: float) -> Transport:
+        device = self.world.device
+        gpus = self.agreement.exchange("its GPU", identity_of(device))
+        return transport_of(self.world, device=device, gpus=gpus, deadline=deadline)
 
     def _place(self, model: nn.Module, device: Device) -> None:
         """Decide where the stages of this process compute, on ``device`` if the plan names no other for them,
