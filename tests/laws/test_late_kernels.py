@@ -1,5 +1,7 @@
 """Law L1 with a GPU's own kernels, in Triton's interpreter, on the device that does everything late."""
 
+import threading
+
 import pytest
 import torch
 from cases import Case
@@ -19,9 +21,22 @@ def test_it_holds_in_the_interpreter():
 
 
 class Kernels:
-    """Those of the GPU; what they tell is there when the late device is through."""
+    """Those of the GPU; what they tell is there when the late device is through.
 
-    pack, unpack = staticmethod(gpu_frames.pack), staticmethod(gpu_frames.unpack)
+    The interpreter patches triton.language while a kernel runs and puts it back after: one thread at a time.
+    """
+
+    one_at_a_time = threading.Lock()
+
+    @classmethod
+    def pack(cls, *args, **kwargs):
+        with cls.one_at_a_time:
+            return gpu_frames.pack(*args, **kwargs)
+
+    @classmethod
+    def unpack(cls, *args, **kwargs):
+        with cls.one_at_a_time:
+            return gpu_frames.unpack(*args, **kwargs)
 
     @staticmethod
     def header_of(work):
