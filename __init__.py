@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .compression.codec import LOSSY_CODECS as LOSSY_CODECS
     from .compression.codec import decode as decode
     from .compression.codec import encode as encode
+    from .compression.errors import CheckpointError as CheckpointError
     from .compression.errors import CodecError as CodecError
     from .compression.errors import ConfigError as ConfigError
     from .compression.errors import PenstockError as PenstockError
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from .compression.errors import StageError as StageError
     from .compression.errors import TransportError as TransportError
     from .compression.frame import header_bytes as header_bytes
+    from .pipeline.checkpoint import load as load
+    from .pipeline.checkpoint import save as save
     from .pipeline.pipeline import Pipeline as Pipeline
     from .pipeline.planner.partition import partition as partition
     from .pipeline.ranks.launch import init as init
@@ -49,6 +52,7 @@ _HOMES = {
     "TransportError": "compression.errors",
     "ConfigError": "compression.errors",
     "StageError": "compression.errors",
+    "CheckpointError": "compression.errors",
     "Constant": "stages.tracing.capture.call",
     "trace": "stages.tracing.graph",
     "LayerGraph": "stages.tracing.graph",
@@ -59,6 +63,8 @@ _HOMES = {
     "layer_seed": "stages.seeds",
     "offload": "stages.memory.offload",
     "Pipeline": "pipeline.pipeline",
+    "save": "pipeline.checkpoint",
+    "load": "pipeline.checkpoint",
     "Report": "pipeline.runtime.report",
     "init": "pipeline.ranks.launch",
 }

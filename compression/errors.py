@@ -34,3 +34,7 @@ class ConfigError(PenstockError):
 
 class StageError(PenstockError):
     """A layer that failed while its stage was running."""
+
+
+class CheckpointError(PenstockError):
+    """A checkpoint that is not there, is not whole, or was altered since it was written."""

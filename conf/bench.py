@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..compression.errors import ConfigError
-from .schema import PlanConfig, count_or_auto, shown
+from .rules import count_or_auto, shown
+from .schema import PlanConfig
 
 RACED: dict[str, list[Any]] = {
     "codecs": ["raw", "zero_value", "auto"],

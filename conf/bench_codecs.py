@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..compression.errors import ConfigError
-from .schema import PlanConfig, at_least
+from .rules import at_least
+from .schema import PlanConfig
 
 
 @dataclass

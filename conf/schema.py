@@ -7,14 +7,16 @@ which runs when ``OmegaConf.to_object`` makes the object. Plain dataclasses, sin
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..compression.errors import ConfigError
 from ..compression.names import AUTO, is_device
+from .rules import at_least, count_or_auto, one_of, shown
 
 CASTS = ("bfloat16", "float16")
+
+AGAIN = "auto"  # of ``resume=``: the run in the same folder
 
 TWO_A_RANK = ("interleaved", "zbv", "dualpipev")  # schedules whose ranks take two stages or more
 
@@ -50,6 +52,27 @@ class ClipConfig:
         if self.norm is not None and not self.norm > 0:
             raise ConfigError(f"clip.norm={self.norm} must be above 0; leave it out to clip nothing")
         one_of(("global", "stage"), "clip.scope", self.scope)
+
+
+@dataclass
+class CheckpointConfig:
+    """When a run writes a checkpoint, beside the training.
+
+    Attributes:
+        every: steps from one checkpoint to the next; null: none by steps
+        minutes: minutes from one checkpoint to the next; null: none by time
+        keep: how many of the newest stay
+    """
+
+    every: int | None = None
+    minutes: float | None = None
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep"):
+            at_least(1, f"checkpoint.{name}", getattr(self, name))
+        if self.minutes is not None and not self.minutes > 0:
+            raise ConfigError(f"checkpoint.minutes={self.minutes} must be above 0; leave it out for none")
 
 
 @dataclass
@@ -158,6 +181,8 @@ class TrainConfig(PlanConfig):
         epochs: how often every training sample is seen
         max_steps: stop after this many steps; null: no limit
         deadline: seconds that any wait between ranks may take before the run ends
+        checkpoint: when the run writes one, and how many it keeps
+        resume: go on from a checkpoint: auto, of the same hydra.run.dir; or the folder of a run or checkpoint
         versions: written into config.yaml by a run, never read
         settings: the same, of how torch is set, for the bits of a GPU
     """
@@ -170,6 +195,8 @@ class TrainConfig(PlanConfig):
     epochs: int = 4
     max_steps: int | None = None
     deadline: float = 60.0
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
 
@@ -183,7 +210,17 @@ class TrainConfig(PlanConfig):
             raise ConfigError(f"plan={self.plan} already decides the cuts; drop cuts={shown(self.cuts)}")
         if self.plan is not None and self.program is not None:
             raise ConfigError(f"plan={self.plan} already has its schedule; drop program={self.program}")
+        if self.streams and self.checkpoint.minutes is not None:
+            raise ConfigError(
+                "a checkpoint drains what is in flight without a flush, so its step decides bits, and "
+                f"checkpoint.minutes={self.checkpoint.minutes} hangs on the clock; give checkpoint.every="
+            )
         self._check_update()
+
+    @property
+    def streams(self) -> bool:
+        """Whether micro-batches are in flight between steps, so that a checkpoint drains them."""
+        return self.schedule == "async_1f1b" or self.weights == "double_buffered"
 
     def _check_update(self) -> None:
         if self.autocast is not None:
@@ -201,26 +238,3 @@ class TrainConfig(PlanConfig):
             raise ConfigError(f"{alone}, and clip.norm={self.clip.norm} needs one; add clip.scope=stage")
         if scale == "dynamic":
             raise ConfigError(f"{alone}, and loss_scale=dynamic needs one; give a number: loss_scale=1024")
-
-
-def shown(names: list[str]) -> str:
-    """Return the list as it is typed on the command line."""
-    return f"[{','.join(names)}]"
-
-
-def one_of(known: Sequence[str], name: str, value: str) -> None:
-    """Refuse a name that is not known."""
-    if value not in known:
-        raise ConfigError(f"{name}={value} is not known; known are {', '.join(known)}")
-
-
-def count_or_auto(name: str, value: Any) -> None:
-    """Refuse what is neither "auto" nor a count from 0."""
-    if value != "auto" and (type(value) is not int or value < 0):
-        raise ConfigError(f"{name}={value} must be auto, or 0 or more")
-
-
-def at_least(least: int, name: str, value: int | None) -> None:
-    """Refuse a count below its least; None is no count."""
-    if value is not None and value < least:
-        raise ConfigError(f"{name}={value} must be {least} or more")

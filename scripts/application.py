@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from ..compression.errors import ConfigError, PenstockError
+from ..conf.schema import AGAIN
 from ..pipeline.run import console
 from ..pipeline.run.run_folder import RunFolder
 from . import flags, overrides, stopping
@@ -61,7 +62,7 @@ def run(
         folder = RunFolder(path=Path(HydraConfig.get().runtime.output_dir))
         options = list(HydraConfig.get().overrides.task)
         try:
-            with folder.claim() as missing:
+            with folder.claim(resumes=_resumes(config)) as missing:
                 if missing:
                     console.warn(missing)
                 made = checked(config, schema)
@@ -135,9 +136,14 @@ def _try(name: str, schema: type[Any], typed: flags.Typed, early: Check) -> RunF
         del config["hydra"]
     if "--cfg" not in typed.flags:
         early(checked(config, schema), typed.options)
-        with RunFolder(path=folder).claim():
+        with RunFolder(path=folder).claim(resumes=_resumes(config)):
             pass  # and is gone again, if this made it
     return None
+
+
+def _resumes(config: DictConfig) -> bool:
+    """Whether the run that did not finish in the same folder may go on."""
+    return OmegaConf.select(config, "resume", default=None) == AGAIN
 
 
 def _check_hydra(options: Sequence[str], known: DictConfig) -> None:

@@ -45,9 +45,8 @@ class Training:
     def __init__(self, num_steps: int, *, shown: bool = True, console: Console | None = None) -> None:
         self._console = console or screen()
         self._console.quiet = not shown
-        self._num_steps, self._done = num_steps, 0
-        self._raw = self._sent = 0
-        self._seconds = 0.0
+        self._num_steps, self._before, self._done = num_steps, 0, 0
+        self._raw, self._sent, self._seconds = 0, 0, 0.0
         self._pause = SECONDS_BETWEEN_LINES
         self._next_line = time.monotonic()  # the first step gets a line
         self._bar = Progress(
@@ -68,11 +67,18 @@ class Training:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
+    def resume(self, step: int) -> None:
+        """Go on behind ``step`` steps, which are done."""
+        self._before = self._done = step
+        self.note(f"goes on behind step {step} of {self._num_steps}, from a checkpoint")
+
     def step(self, report: Report) -> None:
         """Show one more step."""
         self._done += 1
         self._raw, self._sent = self._raw + report.bytes_raw, self._sent + report.bytes_sent
-        weight = max(_SMOOTHING, 1 / max(1, self._done - 1))  # the first step is slow and is forgotten
+        weight = max(
+            _SMOOTHING, 1 / max(1, self._done - self._before - 1)
+        )  # the first step is slow and is forgotten
         self._seconds += weight * (report.seconds - self._seconds)
         facts = f"loss {report.loss:.4f}  {report.num_samples / self._seconds:.0f} samples/s"
         if self._sent:
@@ -90,8 +96,7 @@ class Training:
         now = time.monotonic()
         if self._done < self._num_steps and now < self._next_line:
             return False
-        self._next_line = now + self._pause
-        self._pause = min(2 * self._pause, MOST_SECONDS_BETWEEN_LINES)
+        self._next_line, self._pause = now + self._pause, min(2 * self._pause, MOST_SECONDS_BETWEEN_LINES)
         return True
 
 
@@ -121,7 +126,7 @@ def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
     """
     on_gpus = any(stage.get("device_bytes") for stage in summary["stages"])
     wide = wide and not on_gpus  # whose column takes the room
-    sent = packed if wide else _only_sent
+    sent = packed if wide else lambda *both: packed(*both).rpartition("-> ")[2]
     what = "raw -> sent" if wide else "sent"
     table = Table(box=None, pad_edge=False, collapse_padding=not wide, header_style="bold")
     for name in ("stage", "rank", "compute", "bubble", "counted", "resident"):
@@ -230,10 +235,6 @@ def short(path: Path) -> str:
     """Return the path as one would type it here."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
-
-
-def _only_sent(raw: float, sent: float) -> str:
-    return packed(raw, sent).rpartition("-> ")[2]
 
 
 def clock(seconds: float) -> str:

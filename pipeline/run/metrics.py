@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import json
 import math
 import os
@@ -37,14 +38,22 @@ class Metrics:
     A disk that fills up ends no training: lines wait until they can be written, and ``tell`` is called with a
     sentence when that begins, and at the end if some still wait."""
 
-    def __init__(self, path: Path | None, *, num_stages: int, tell: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, path: Path | None, *, num_stages: int, tell: Callable[[str], None] = print, first: int = 0
+    ) -> None:
+        """Begin at step ``first``: lines of earlier steps stay, later ones are cut off."""
         self.totals = Totals(num_stages=num_stages)
         self._path, self._tell = path or Path(os.devnull), tell
         self._waiting: collections.deque[bytes] = collections.deque()
         self._told = False
         self._size = 0  # of the whole lines
         with refusing(self._path):
-            self._file = self._path.open("wb", buffering=0)
+            kept = _lines_before(first, self._path) if first and path else b""
+            self._file = self._path.open("r+b" if kept else "wb", buffering=0)
+            self._size = len(kept)
+            if kept:
+                self._file.truncate(self._size)
+                self._file.seek(self._size)
 
     def __enter__(self) -> Metrics:
         return self
@@ -111,7 +120,7 @@ class Totals:
         self.num_samples += report.num_samples
         self.seconds += report.seconds
         self.loss = _finite(report.loss)
-        if self.num_steps <= 2:
+        if self.num_steps <= 2 or len(self.busy) != len(report.busy_seconds):
             self.busy, self.steady = (0.0,) * len(report.busy_seconds), 0.0
         self.busy = tuple(map(sum, zip(self.busy, report.busy_seconds, strict=True)))
         self.steady += report.seconds
@@ -122,9 +131,27 @@ class Totals:
             for name in MOST:
                 total[name] = max(total[name], getattr(stage, name))
 
+    def load(self, kept: Mapping[str, Any] | None) -> None:
+        """Go on from the sums of a run of as many stages; those of another cut begin anew."""
+        if kept and len(kept["stages"]) == len(self.stages):
+            vars(self).update(copy.deepcopy(dict(kept)), busy=tuple(kept["busy"]))
+
     def bubble(self, rank: int) -> float:
         """The share of the steps in which ``rank`` neither computed nor packed."""
         return bubble(self.busy[rank], self.steady) if rank < len(self.busy) else 0.0
+
+
+def _lines_before(first: int, path: Path) -> bytes:
+    """What a run that is to go on wrote of the steps before ``first``."""
+    kept = b""
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        try:
+            if not line.endswith(b"\n") or json.loads(line)["step"] >= first:
+                break
+        except (ValueError, KeyError, TypeError):
+            break
+        kept += line
+    return kept
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

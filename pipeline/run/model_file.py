@@ -1,23 +1,16 @@
-"""The trained weights as one safetensors file, which no interruption can leave half true.
-
-The library's own writer gives a hidden file its whole length and its header first, and a kill leaves zeros
-that open as a model. Here bytes follow each other: no file is safetensors before its last byte is written."""
+"""The trained weights as a safetensors file, and what is said where it or others cannot be written."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import struct
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...compression.errors import ConfigError
-from ...stages.files import writing
+from ...stages.tensor_file import write_tensors
 
 
 def save_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -25,24 +18,7 @@ def save_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
     Raises: ConfigError: the file system refuses.
     """
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps all aligned
-    header: dict[str, Any] = {}
-    end = 0
-    for name in names:
-        tensor, start = tensors[name], end
-        end += tensor.nbytes
-        header[name] = {
-            "dtype": _dtype(tensor.dtype),
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with writing(path) as part, part.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in names:
-            plain = tensors[name].detach().cpu().contiguous()
-            file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
+    write_tensors(path, tensors)
 
 
 @contextlib.contextmanager
@@ -77,10 +53,3 @@ def _rescue(name: str, tensors: Mapping[str, Tensor]) -> str:
         aside.rmdir()
         return "the trained weights are lost"
     return f"the trained weights are in {aside / name}"
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    """Return the format's name for ``dtype``, from the library, which knows them all."""
-    from safetensors.torch import save
-
-    return json.loads(save({"": torch.empty(0, dtype=dtype)})[8:])[""]["dtype"]

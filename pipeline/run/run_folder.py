@@ -56,37 +56,43 @@ class RunFolder:
     schedules_picture = _File("schedules.png")  # the simulated step of every schedule, drawn
     model = _File("model.safetensors")  # the trained weights under the plain model's names
     plans = _File("plans")  # the plans that a bench compares
+    checkpoints = _File("checkpoints")  # a folder for each
     errors = _File("errors")  # what failing ranks left; there only if some did
 
     @contextlib.contextmanager
-    def claim(self) -> Iterator[str | None]:
+    def claim(self, *, resumes: bool = False) -> Iterator[str | None]:
         """Make the folder, or take it over from a run that did not finish, and keep other runs out of it.
 
         With the block the claim ends, and so does a folder into which nothing was written.
 
+        Args:    resumes: the run that did not finish may go on, so its checkpoints are no hindrance.
         Returns: what to tell a person where the file system cannot keep others out; else None.
-        Raises:  ConfigError: it holds a finished run, another run works in it, or it cannot be written.
+        Raises:  ConfigError: it holds a finished run or checkpoints, another run works in it, or it cannot
+                 be written.
         """
         with contextlib.ExitStack() as claimed:
             with refusing(self.path):
                 missing = claimed.enter_context(held(self.lock))
                 self._refuse_finished()
+                if not resumes:
+                    self._refuse_kept()
                 self._remove_parts()
             claimed.callback(self._leave, self.mark())
             yield missing
 
-    def begin(self, tell: Callable[[str], None]) -> None:
+    def begin(self, tell: Callable[[str], None], *, resumes: bool = False) -> None:
         """Remove what an unfinished run left and this one would not write over at once.
 
         Args:   tell: is called with a sentence if there is any.
+                resumes: this is that run, which goes on; its metrics stay.
         Raises: ConfigError: it cannot be removed.
         """
-        left = [path for path in (self.metrics, self.timeline, self.trace) if path.exists()]
-        left += self.errors.glob("*")
+        begun = () if resumes else (self.metrics, self.timeline, self.trace)
+        left = [*(path for path in begun if path.exists()), *self.errors.glob("*")]
         with refusing(self.path):
             for path in left:
                 path.unlink()
-        if left:
+        if left and not resumes:
             names = ", ".join(str(path.relative_to(self.path)) for path in left)
             tell(f"{self.path} is taken over from a run that did not finish, without its {names}")
 
@@ -160,6 +166,13 @@ class RunFolder:
             raise ConfigError(
                 f"hydra.run.dir={self.path} already holds a finished run; choose another folder or remove it"
             )
+
+    def _refuse_kept(self) -> None:
+        if any(self.checkpoints.glob("*/index.json")):
+            raise ConfigError(
+                f"hydra.run.dir={self.path} holds checkpoints of a run that did not finish; go on with it by "
+                "resume=auto, or choose another folder"
+            )
         if self.model.exists():
             raise ConfigError(
                 f"hydra.run.dir={self.path} already holds trained weights, {self.model.name}; choose another "
@@ -178,7 +191,7 @@ class RunFolder:
             self._remove_parts()
 
     def _remove_parts(self) -> None:
-        for folder in (self.path, self.plans, self.errors):
+        for folder in (self.path, self.plans, self.errors, *self.checkpoints.glob("*")):
             remove_parts(folder)
 
 

@@ -18,14 +18,17 @@ from ...stages.tracing.capture.call import Example
 from ..samples.samples import Samples
 
 
-def training_batches(config: PlanConfig, samples: Samples, *, epoch: int) -> Iterator[tuple[Any, Tensor]]:
-    """Return the batches of one epoch, the same ones on every rank."""
+def training_batches(
+    config: PlanConfig, samples: Samples, *, epoch: int, first: int = 0
+) -> Iterator[tuple[Any, Tensor]]:
+    """Return the batches of one epoch from number ``first`` on, the same ones on every rank."""
     return samples.batches(
         "train",
         batch_size=config.batch_size,
         epoch=epoch,
         seed=config.seed,
         drop_last=config.data.get("drop_last", True),
+        first=first,
     )
 
 
@@ -39,11 +42,15 @@ def example_inputs(config: PlanConfig, samples: Samples) -> Example:
 
 def count_steps(config: TrainConfig, samples: Samples) -> int:
     """Return how many steps the run takes."""
-    an_epoch = samples.num_batches(
+    num_steps = config.epochs * steps_of_an_epoch(config, samples)
+    return num_steps if config.max_steps is None else min(num_steps, config.max_steps)
+
+
+def steps_of_an_epoch(config: PlanConfig, samples: Samples) -> int:
+    """Return how many batches an epoch has."""
+    return samples.num_batches(
         "train", batch_size=config.batch_size, drop_last=config.data.get("drop_last", True)
     )
-    num_steps = config.epochs * an_epoch
-    return num_steps if config.max_steps is None else min(num_steps, config.max_steps)
 
 
 def count_updates(config: TrainConfig, samples: Samples) -> int:

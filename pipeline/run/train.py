@@ -34,12 +34,20 @@ from ..ranks.world import World
 from ..runtime.report import Report
 from ..samples.samples import Samples
 from . import build, console, early
+from .checkpoints import Checkpoints, resume
 from .decide import decide, model_name, prepare
 from .exactness import place
 from .metrics import Metrics, summarise
 from .model_file import keeping, rescuing, save_model
+from .resume import position, resolve
 from .run_folder import RunFolder, config_of
-from .run_length import check_batches, count_steps, count_updates, training_batches
+from .run_length import (
+    check_batches,
+    count_steps,
+    count_updates,
+    steps_of_an_epoch,
+    training_batches,
+)
 from .step_files import save_step
 
 
@@ -64,12 +72,13 @@ def train(
     for note in samples.notes:
         console.warn(note)
     build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
+    resumes = resolve(config, folder, console.warn)
     model = build.model(config.model, describe=samples.describe, seed=config.seed)
     plan = given or decide(config, samples, model=model, autocast=build.autocast(config.autocast))
     config.stages = plan.num_stages
     pipe = rehearse(config, plan, samples, model)
     del model
-    folder.begin(console.warn)
+    folder.begin(console.warn, resumes=resumes)
     folder.save(config, plan)
     console.begin(plan, folder.path)
     if plan.num_ranks == 1:
@@ -144,11 +153,19 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
     num_steps = count_steps(config, samples)
     first = pipe.rank == 0
     mark = folder.mark() if first else None
-    with (
-        console.Training(num_steps, shown=first) as progress,
-        Metrics(folder.metrics if first else None, num_stages=plan.num_stages, tell=progress.note) as metrics,
-    ):
-        test = run_epochs(pipe, plan, config, samples, see=[metrics.add, progress.step], note=progress.note)
+    with console.Training(num_steps, shown=first) as progress:
+        notes = resume(pipe, Path(config.resume), progress.note) if config.resume else {}
+        path, tell = folder.metrics if first else None, progress.note
+        if notes:
+            progress.resume(pipe.num_steps)
+        with (
+            Metrics(path, num_stages=plan.num_stages, tell=tell, first=pipe.num_steps) as metrics,
+            Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell) as kept,
+        ):
+            metrics.totals.load(notes.get("totals"))
+            kept.notes = lambda: {"config": dataclasses.asdict(config), "totals": vars(metrics.totals)}
+            see = [metrics.add, progress.step, kept.after]
+            test = run_epochs(pipe, plan, config, samples, see=see, note=tell)
     weights, spans, flows = pipe.state_dict()["model"], pipe.timeline(), pipe.flows()
     pipe.close()
     if mark is None:
@@ -157,7 +174,8 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         folder.check(mark)
         save_model(folder.model, weights)
     with keeping(folder.model):
-        save_step(folder, spans, title=_title(config, plan, step=num_steps - 1))
+        if spans:  # a run that goes on may have had no step left
+            save_step(folder, spans, title=_title(config, plan, step=num_steps - 1))
         sizes = {name: weight.numel() for name, weight in weights.items()}
         facts = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
         facts |= {"flows": flows, "turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns]}
@@ -173,11 +191,13 @@ def run_epochs(
     see: Sequence[Callable[[Report], None]],
     note: Callable[[str], None],
 ) -> dict[str, float]:
-    """Take every step and test after each epoch; return the last test's results."""
-    left = count_steps(config, samples)
+    """Take every step that is left and test after each epoch; return the last test's results."""
+    left = count_steps(config, samples) - pipe.num_steps
     test: dict[str, float] = {}
-    for epoch in range(config.epochs):
-        for inputs, targets in islice(training_batches(config, samples, epoch=epoch), left):
+    begin, done = position(pipe.num_steps, steps_of_an_epoch(config, samples))
+    for epoch in range(begin, config.epochs):
+        batches = training_batches(config, samples, epoch=epoch, first=done if epoch == begin else 0)
+        for inputs, targets in islice(batches, max(0, left)):
             report = pipe.step(inputs, targets)
             left -= 1
             for one in see:
@@ -186,7 +206,7 @@ def run_epochs(
         if test:
             result = f"test accuracy {test['accuracy']:.2%}, test loss {test['loss']:.4f}"
             note(f"epoch {epoch + 1}/{config.epochs}: {result}")
-        if left == 0:
+        if left <= 0:
             break
     return test
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ...stages.tracing.graph import LayerGraph
 from ...stages.tracing.layers import is_local
 from ..ranks.world import World
 from ..weights.kinds import is_plain, kind_of
-from ..weights.state_checks import check_model, check_names, check_parts
+from ..weights.state_checks import check_keys, check_model, check_names, check_parts
 from ..weights.update import Update
 from .arguments import check_versions_of
 from .ownership import Ownership
@@ -62,35 +62,54 @@ class State:
             if read & set(stages) or id(tensor) in held:
                 self.held[key] = tensor
 
+    def part(self, update: Update) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """What this process answers for: what JSON can say of it, and its live tensors by the names that this
+        uses."""
+        mine = [key for key in self.held if self.source[key] == self.world.rank]
+        tensors = {_of_model(key): self.held[key].detach() for key in mine}
+        notes = {
+            name: {part: _noted(name, part, items, tensors) for part, items in kept.items()}
+            for name, kept in update.state().items()
+        }
+        said = {
+            "keys": mine,
+            "optimizer": notes,
+            "classes": sorted({type(made).__name__ for made in update.optimizers.values()}),
+            "scheduler": update.scheduler_state(),
+        }
+        return said, tensors
+
+    def wanted(self, update: Update) -> tuple[set[str], set[str]]:
+        """The keys of the model, and the parameters of its optimizers, that this process would load."""
+        return set(self.held), {update.names[id(parameter)] for parameter in update.tensors()}
+
     def gather(self, update: Update, steps: int) -> dict[str, Any]:
         """{"model", "optimizer", "optimizer_class", "scheduler", "scaler", "step"}: everything on rank 0,
         this process's part elsewhere; on the CPU, wherever the stages compute."""
-        mine = [key for key in self.held if self.source[key] == self.world.rank]
-        tensors = [self.held[key].detach() for key in mine]
-        notes = {
-            name: {part: _noted(name, items, tensors) for part, items in kept.items()}
-            for name, kept in update.state().items()
-        }
-        said = self.world.all_gather_json(
-            {
-                "keys": mine,
-                "optimizer": notes,
-                "classes": sorted({type(made).__name__ for made in update.optimizers.values()}),
-                "scheduler": update.scheduler_state(),
-            }
-        )
-        frames = [encode(tensor.cpu(), codec="raw") for tensor in tensors]
+        said, tensors = self.part(update)
+        rows = self.world.all_gather_json([said, list(tensors)])
+        frames = [encode(tensor.cpu(), codec="raw") for tensor in tensors.values()]
         gathered = self.world.gather(frames)
         if gathered is None:
-            said, gathered = [said[self.world.rank]], [frames]
-        return _put_together(said, gathered, self.keys, steps) | {"scaler": update.scale.state()}
+            rows, gathered = [rows[self.world.rank]], [frames]
+        parts = [
+            (said, {name: decode(frame) for name, frame in zip(names, some, strict=True)})
+            for (said, names), some in zip(rows, gathered, strict=True)
+        ]
+        return put_together(parts, self.keys, steps) | {"scaler": update.scale.state()}
 
-    def checked(self, update: Update, state: object, plan: Plan) -> Mapping[str, Any]:
-        """The parts of a state that ``gather`` returned on rank 0; raises PlanError for whatever is wrong."""
+    def checked(
+        self, update: Update, state: object, plan: Plan, *, keys: Collection[str] | None = None
+    ) -> Mapping[str, Any]:
+        """The parts of a state that ``gather`` returned on rank 0; raises PlanError for whatever is wrong.
+
+        Args:    keys: of the whole model, where the state has only what is ``wanted`` here."""
         try:
             parts = check_parts(state)
             check_versions_of(parts, plan)
-            check_model(parts["model"], self.expected, self.shared)
+            check_keys(parts["model"] if keys is None else keys, self.expected)
+            mine = self.expected if keys is None else {key: self.expected[key] for key in self.held}
+            check_model(parts["model"], mine, {k: v for k, v in self.shared.items() if k in mine})
             update.check(parts)
         except RecursionError as error:
             raise PlanError(
@@ -98,12 +117,13 @@ class State:
             ) from error
         return parts
 
-    def load(self, update: Update, parts: Mapping[str, Any]) -> int:
+    def load(self, update: Update, parts: Mapping[str, Any], *, names: Collection[str] | None = None) -> int:
         """Copy ``checked`` parts, the same on all ranks, into this process's tensors; returns the steps done.
 
+        Args:   names: of all parameters of the optimizers, where the parts have only what is ``wanted`` here.
         Raises: PlanError, on every rank: they have something of other parameters than all ranks together."""
-        names = self.world.all_gather_json([update.names[id(p)] for p in update.tensors()])
-        check_names(parts["optimizer"], {name for some in names for name in some})
+        ours = self.world.all_gather_json([update.names[id(p)] for p in update.tensors()])
+        check_names(parts["optimizer"] if names is None else names, {name for some in ours for name in some})
         update.load(parts["optimizer"], parts.get("scheduler"))
         update.scale.load(parts.get("scaler"))
         self._copy(parts["model"])
@@ -121,13 +141,20 @@ class State:
                 tensor.copy_(sources[key])
 
 
-def _noted(name: str, items: Mapping[str, Any], tensors: list[torch.Tensor]) -> dict[str, Any]:
-    """What JSON can say of an optimizer's items: plain values, and which of ``tensors`` each other is."""
+def _of_model(key: str) -> str:
+    return f"model/{key}"
+
+
+def _noted(
+    name: str, part: str, items: Mapping[str, Any], tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """What JSON can say of a part of what an optimizer has of a parameter: plain values, and the names of the
+    others, which join ``tensors``."""
     notes: dict[str, Any] = {}
     for what, item in items.items():
         if isinstance(item, torch.Tensor):
-            notes[what] = {"tensor": len(tensors)}
-            tensors.append(item.detach())
+            notes[what] = {"tensor": f"optimizer/{name}/{part}/{what}"}
+            tensors[notes[what]["tensor"]] = item.detach()
         elif is_plain(item):
             notes[what] = {"plain": copy.deepcopy(item)}
         else:
@@ -156,20 +183,16 @@ def _readers(model: nn.Module, graph: LayerGraph, stage_of: Sequence[int]) -> di
     return found
 
 
-def _put_together(
-    said: Sequence[Mapping[str, Any]],
-    gathered: Sequence[Sequence[torch.Tensor]],
-    keys: Sequence[str],
-    steps: int,
+def put_together(
+    parts: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], keys: Sequence[str], steps: int
 ) -> dict[str, Any]:
-    """One state from what every rank said, and the frames of the tensors it said it of."""
+    """One state from what every rank said, and the tensors that it said it of."""
     model: dict[str, Any] = {}
-    scheduler = next((part["scheduler"] for part in said if part["scheduler"]), None)
+    scheduler = next((said["scheduler"] for said, _ in parts if said["scheduler"]), None)
     optimizer: dict[str, dict[str, Any]] = {}
-    for part, frames in zip(said, gathered, strict=True):
-        tensors = [decode(frame) for frame in frames]
-        model |= dict(zip(part["keys"], tensors, strict=False))
-        for name, kept in part["optimizer"].items():
+    for said, tensors in parts:
+        model |= {key: tensors[_of_model(key)] for key in said["keys"]}
+        for name, kept in said["optimizer"].items():
             items = {
                 what: {k: tensors[i["tensor"]] if "tensor" in i else i["plain"] for k, i in noted.items()}
                 for what, noted in kept.items()
@@ -177,7 +200,7 @@ def _put_together(
             settings = {k: tuple(v) if isinstance(v, list) else v for k, v in items["group"].items()}
             optimizer[name] = {"state": items["state"], "group": settings}
     ordered = {key: model[key] for key in keys if key in model}
-    classes = ", ".join(sorted({kind for part in said for kind in part["classes"]}))
+    classes = ", ".join(sorted({kind for said, _ in parts for kind in said["classes"]}))
     return {
         "model": ordered,
         "optimizer": optimizer,
@@ -185,3 +208,14 @@ def _put_together(
         "scheduler": scheduler,
         "step": steps,
     }
+
+
+def chosen(
+    said: Mapping[str, Any], keys: Collection[str], names: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Of what a rank said only these keys of the model and parameters; and the tensors that this uses."""
+    optimizer = {name: kept for name, kept in said["optimizer"].items() if name in names}
+    mine = [key for key in said["keys"] if key in keys]
+    items = [item for kept in optimizer.values() for noted in kept.values() for item in noted.values()]
+    used = [*map(_of_model, mine), *(item["tensor"] for item in items if "tensor" in item)]
+    return {**said, "keys": mine, "optimizer": optimizer}, used

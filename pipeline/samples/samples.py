@@ -96,10 +96,12 @@ class Samples:
         seed: int = 0,
         shuffle: bool | None = None,
         drop_last: bool | None = None,
+        first: int = 0,
     ) -> Iterator[tuple[Any, Tensor]]:
         """Yield (inputs, targets) batch after batch.
 
         Args:    shuffle, drop_last: None means yes for ``train`` and no for ``test``.
+                 first: the number of the batch to begin with; those before it are not read.
         Yields:  inputs (batch, *input_shape), float32 images or int64 text, of one's own also a tuple or a
                  dict of tensors; targets int64, (batch,) or (batch, length).
         Raises:  ConfigError: the split holds no batch of this size.
@@ -108,7 +110,7 @@ class Samples:
         table = self._table(split)
         shuffled = split == "train" if shuffle is None else shuffle
         order = _order(len(table), seed=seed, epoch=epoch) if shuffled else torch.arange(len(table))
-        for indices in order.split(batch_size)[:num_batches]:
+        for indices in order.split(batch_size)[first:num_batches]:
             yield _batch(table, indices)
 
     def _table(self, split: str) -> SampleTable | BatchTable:

@@ -6,7 +6,7 @@ shape or the range that ``state_dict`` gave it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -42,15 +42,19 @@ def check_parts(state: object) -> Mapping[str, Any]:
     return state
 
 
+def check_keys(found: Collection[str], expected: Collection[str]) -> None:
+    """The model has the tensors that the state has."""
+    if strange := sorted(map(str, set(expected) ^ set(found))):
+        raise PlanError(f"a state belongs to the model it was taken from; {strange[0]} is not in both")
+
+
 def check_model(
     found: Mapping[str, Any], expected: Mapping[str, torch.Tensor], shared: Mapping[str, str]
 ) -> None:
-    """Every tensor of the model, under its name, with its shape and dtype.
+    """Every tensor that is expected, under its name, with its shape and dtype.
 
     Args:    expected: may be on the meta device.
              shared: for every further name of a tensor its first one."""
-    if strange := sorted(map(str, set(expected) ^ set(found))):
-        raise PlanError(f"a state belongs to the model it was taken from; {strange[0]} is not in both")
     for key, ours in expected.items():
         check_tensor(f"{key} of the model", ours, found[key])
     for key, first in shared.items():
@@ -60,7 +64,7 @@ def check_model(
             )
 
 
-def check_names(found: Mapping[str, Any], expected: set[str]) -> None:
+def check_names(found: Collection[str], expected: set[str]) -> None:
     """The optimizers of all ranks have the parameters that the state has something of."""
     if strange := sorted(map(str, expected ^ set(found))):
         where = "the optimizer" if strange[0] in expected else "the state"

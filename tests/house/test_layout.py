@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "pipeline.runtime": ("compression", "stages", *PIPELINE[:3]),
     "pipeline.samples": LOW,
     "pipeline.planner": ("compression", "stages", "pipeline.schedules"),
-    "pipeline": ("compression", "stages", *PIPELINE, "pipeline.planner"),
+    "pipeline": ("compression", "stages", *PIPELINE, "pipeline.planner", "pipeline.pipeline"),
     "pipeline.run": ("compression", "stages", "pipeline", "conf"),
     "scripts": ("compression", "stages", "pipeline", "conf"),
     "conf": ("compression.errors", "compression.names"),

@@ -1,0 +1,139 @@
+"""``save`` and ``load``: the whole state of a Pipeline in a folder, on no rank all of it, whatever the cut.
+
+``Saving`` is a save in three moments, so that the long one, writing, may run in a thread beside training."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..compression.errors import CheckpointError, Disagreement, PenstockError, PlanError
+from ..stages.files import refusing
+from .pipeline import Pipeline
+from .runtime.checkpoint import Checkpoint, Copy, part_name, write_index
+
+
+def save(pipe: Pipeline, folder: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
+    """Write a checkpoint of ``pipe`` into ``folder``, in the place of one that is there; collective.
+
+    What is in flight is finished first. Every rank writes its part, into one folder that all of them see: on
+    several machines a shared one. Until the last byte is there the former checkpoint stays.
+
+    Args:    notes: what ``load`` shall return, as far as JSON can say it: an epoch, a place in the data.
+    Raises:  ConfigError: the file system refuses. PlanError: another rank failed."""
+    saving = Saving(pipe, Path(folder), notes=notes or {})
+    saving.write()
+    saving.finish()
+
+
+def load(pipe: Pipeline, folder: str | Path) -> Mapping[str, Any]:
+    """Take over the checkpoint in ``folder``, on whatever cut; collective. Each rank reads what it holds.
+
+    What is in flight is finished first. A checkpoint of asynchronous training fits the same schedule, policy
+    and cuts only, because they decide which weights a micro-batch sees.
+
+    Returns: the notes that it was saved with.
+    Raises:  CheckpointError: there is none, or some of it is damaged. PlanError: it does not suit. Both on
+             every rank, and nothing changed."""
+    pipe.drain()
+    found, read = _read(pipe, Path(folder))
+    state, keys, names = read
+    with pipe.agreement.together("loading a checkpoint"):
+        parts = pipe.state.checked(pipe.update, state, pipe.plan, keys=keys)
+    pipe.num_steps = pipe.state.load(pipe.update, parts, names=names)
+    pipe.same.restart()
+    return found.notes
+
+
+class Saving:
+    """A checkpoint on its way: copied now, drained; then ``write``, in any thread; then ``finish``.
+
+    Raises: ConfigError: the folder cannot be made. PlanError: another rank failed."""
+
+    def __init__(self, pipe: Pipeline, folder: Path, *, notes: Mapping[str, Any]) -> None:
+        pipe.drain()
+        pipe.engine.failures.check()
+        self.pipe, self.folder = pipe, folder
+        self.ended = False
+        self._receipt: dict[str, Any] = {}
+        self._error: Exception | None = None
+        self._content = {
+            "step": pipe.num_steps,
+            "notes": _said(notes),
+            "scaler": pipe.update.scale.state(),
+            "versions": pipe.plan.versions,
+            "plan": pipe.plan.to_json(),
+            "made_by": {"penstock": __version__, "torch": str(torch.__version__)},
+            "threads": torch.get_num_threads(),
+        }
+        with pipe.agreement.together("saving a checkpoint"):
+            self._copy = Copy(pipe.state, pipe.update)
+            with refusing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+        token = pipe.world.all_gather_json(secrets.token_hex(4))[0]
+        self._path = folder / part_name(pipe.rank, token)
+
+    def write(self) -> None:
+        """Write this rank's part; what goes wrong is raised by ``finish``."""
+        try:
+            self._receipt = self._copy.write(self._path)
+        except Exception as error:
+            self._error = error
+        del self._copy
+        self.ended = True
+
+    def finish(self) -> None:
+        """Make the parts of all ranks a checkpoint; collective, and behind everybody's ``write``.
+
+        Raises: ConfigError: the file system refused. PlanError: another rank failed."""
+        agreement = self.pipe.agreement
+        try:
+            with agreement.together("writing a checkpoint"):
+                if self._error:
+                    raise self._error
+            receipts = self.pipe.world.all_gather_json(self._receipt)
+            with agreement.together("the index of a checkpoint"):
+                if self.pipe.rank == 0:
+                    write_index(self.folder, self._content, receipts)
+        except PenstockError:
+            with refusing(self._path):
+                self._path.unlink(missing_ok=True)
+            raise
+
+
+def _said(notes: Mapping[str, Any]) -> Any:
+    """A copy of the notes as JSON says them."""
+    try:
+        return json.loads(json.dumps(dict(notes)))
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"notes of a checkpoint are what JSON can say, found otherwise: {error}") from error
+
+
+def _read(pipe: Pipeline, folder: Path) -> tuple[Checkpoint, Any]:
+    """What this rank needs of a checkpoint; refused on every rank if one of them cannot read its own."""
+    found, read, said = None, None, ""
+    try:
+        found = Checkpoint(folder)
+        read = found.state(*pipe.state.wanted(pipe.update))
+    except CheckpointError as error:
+        said = str(error)
+    except Exception as error:
+        pipe.agreement.refuse("a checkpoint to load", error)
+        raise
+    rows = pipe.agreement.exchange("a checkpoint to load", [said, found.checksum if found else ""])
+    if damage := next((theirs for theirs, _ in rows if theirs), ""):
+        raise CheckpointError(damage)
+    assert found is not None
+    for rank, (_, checksum) in enumerate(rows):
+        if checksum != rows[0][1]:
+            raise Disagreement(
+                f"all ranks load one checkpoint: {folder} on rank {rank} is another one than on rank 0; give "
+                "the same folder, on file systems that all of them share"
+            )
+    return found, read

@@ -1,0 +1,166 @@
+"""The checkpoints of a run: when they are written, where, how many are kept, and from which one it goes on.
+
+    RUN/checkpoints/step_00000200/index.json ...      the state after 200 steps
+
+Writing runs in a thread beside training, from copies, one checkpoint at a time; while one is on its way the
+ranks tell each other after every step whether they have written theirs, and the last one makes it whole."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...compression.errors import CheckpointError, ConfigError, PenstockError, TransportError
+from ...conf.schema import CheckpointConfig
+from ...stages.files import refusing
+from ...stages.worker import Worker
+from ..checkpoint import Saving, load
+from ..pipeline import Pipeline
+from ..runtime.checkpoint import INDEX, Checkpoint
+from ..runtime.report import Report
+
+_NAME = re.compile(r"step_\d{8,}")
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run while it trains: ``after`` every step, ``close`` behind the last.
+
+    A disk that fills up ends no training: one that cannot be written is told, and the next one tried.
+
+    Args:       root: where they lie; what lies there behind the step that a run begins with is another past.
+                tell: is called with a sentence about one that could not be written.
+    Attributes: notes: makes what a checkpoint keeps of the run beside the state of the pipeline."""
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        root: Path,
+        options: CheckpointConfig,
+        *,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.pipe, self.root, self.options, self.tell = pipe, root, options, tell
+        self.notes: Callable[[], Mapping[str, Any]] = dict
+        self._worker = Worker("checkpoints", depth=1)
+        self._saving: Saving | None = None
+        self._last = time.monotonic()
+        if pipe.rank == 0:
+            self._remove(path for path in listed(root) if _step_of(path) > pipe.num_steps)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._saving:
+            self._finish()
+        self._worker.close()
+
+    def after(self, report: Report) -> None:
+        """Begin a checkpoint if the steps or the time since the last one say so; end one that is written."""
+        step = report.step + 1
+        if self._saving and all(row[0] for row in self.pipe.world.all_gather([self._saving.ended])):
+            self._finish()
+        if self._is_due(step):
+            if self._saving:
+                self._finish()
+            self._begin(step)
+
+    def _is_due(self, step: int) -> bool:
+        every, minutes = self.options.every, self.options.minutes
+        due = every is not None and step % every == 0
+        if minutes is not None:  # clocks differ, so rank 0's counts
+            late = time.monotonic() - self._last >= 60 * minutes
+            due = bool(self.pipe.world.broadcast(float(late), 0)) or due
+        return due
+
+    def _begin(self, step: int) -> None:
+        self._last = time.monotonic()
+        with self._telling():
+            self._saving = Saving(self.pipe, self.root / f"step_{step:08}", notes=self.notes())
+            self._worker.submit(self._saving.write)
+
+    def _finish(self) -> None:
+        saving, self._saving = self._saving, None
+        assert saving is not None, "only one that was begun ends"
+        with self._telling():
+            self._worker.drain()
+            saving.finish()
+            if self.pipe.rank == 0:
+                self._keep()
+
+    def _keep(self) -> None:
+        """Remove all but the newest, and those that were never whole."""
+        found = listed(self.root)
+        whole = [path for path in found if (path / INDEX).exists()][: self.options.keep]
+        self._remove(path for path in found if path not in whole)
+
+    def _remove(self, folders: Iterable[Path]) -> None:
+        for path in folders:
+            with refusing(path):
+                (path / INDEX).unlink(missing_ok=True)  # first: half of one is none
+                shutil.rmtree(path)
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except TransportError:
+            raise
+        except PenstockError as error:
+            self.tell(f"a checkpoint was not written, training goes on: {error}")
+
+
+def listed(root: Path) -> list[Path]:
+    """The folders of checkpoints in ``root``, the newest first, whole or not."""
+    found = [path for path in root.glob("step_*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name[5:])
+
+
+def find(source: Path) -> list[Path]:
+    """The checkpoints that ``source`` names, the newest first: one, or those of a run.
+
+    Raises: ConfigError: there is none."""
+    if (source / INDEX).exists():
+        return [source]
+    for root in (source / "checkpoints", source):
+        if found := [path for path in listed(root) if (path / INDEX).exists()]:
+            return found
+    raise ConfigError(
+        f"resume={source} holds no checkpoint; name the folder of a run that wrote one (checkpoint.every=), "
+        "or of the checkpoint"
+    )
+
+
+def newest(source: Path, tell: Callable[[str], None]) -> Checkpoint:
+    """The newest of those that ``source`` names whose index holds.
+
+    Raises: ConfigError, CheckpointError: there is none."""
+    return _first(find(source), Checkpoint, tell)
+
+
+def resume(pipe: Pipeline, source: Path, tell: Callable[[str], None]) -> Mapping[str, Any]:
+    """Load the newest checkpoint that ``source`` names and that is whole; collective. Returns its notes.
+
+    Raises: ConfigError: there is none. CheckpointError: all are damaged. PlanError: it does not suit."""
+    return _first(find(source), lambda folder: load(pipe, folder), tell)
+
+
+def _first(folders: list[Path], read: Callable[[Path], Any], tell: Callable[[str], None]) -> Any:
+    for left, folder in enumerate(folders, start=1 - len(folders)):
+        try:
+            return read(folder)
+        except CheckpointError as error:
+            if not left:
+                raise
+            said = str(error).removesuffix("; take an earlier checkpoint")
+            tell(f"{said}; the run goes on from the checkpoint before")
+    raise AssertionError("find returns one at least")

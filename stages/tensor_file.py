@@ -1,0 +1,155 @@
+"""Tensors in one safetensors file, which no interruption can leave half true, read back one by one.
+
+The library's own writer gives a hidden file its whole length and its header first, and a kill leaves zeros
+that open as a model. Here bytes follow each other: no file is safetensors before its last byte is written.
+A file with notes has a checksum of every tensor in its header, so whoever knows the header's reads what it
+needs and no byte more, and knows that this is what was written."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..compression.errors import CheckpointError
+from .files import reason, writing
+
+
+class Receipt(NamedTuple):
+    """By what a file is known again: its length in bytes, and the checksum of its header."""
+
+    num_bytes: int
+    header: str
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], *, notes: Mapping[str, Any] | None = None
+) -> Receipt:
+    """Write ``tensors`` as safetensors; one memory under two names is written twice.
+
+    Args:   notes: what JSON can say, kept in the header with strides and checksums of the tensors.
+    Raises: ConfigError: the file system refuses.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps all aligned
+    header: dict[str, Any] = {}
+    if notes is not None:
+        header["__metadata__"] = {"penstock": json.dumps(_described(notes, tensors), allow_nan=True)}
+    end = 0
+    for name in names:
+        tensor, start = tensors[name], end
+        end += tensor.nbytes
+        header[name] = {
+            "dtype": _name_of(tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    begin = struct.pack("<Q", len(text)) + text
+    with writing(path) as part, part.open("wb") as file:
+        file.write(begin)
+        for name in names:
+            file.write(_bytes_of(tensors[name]))
+    return Receipt(len(begin) + end, checksum(begin))
+
+
+class TensorFile:
+    """A file that ``write_tensors`` wrote with notes.
+
+    Attributes: notes: those it was written with. names: of its tensors.
+    Raises:     CheckpointError: it is not the file of the ``receipt``.
+    """
+
+    def __init__(self, path: Path, receipt: Receipt) -> None:
+        self.path = path
+        with self._told():
+            if (found := path.stat().st_size) != receipt.num_bytes:
+                raise _damaged(path, f"it has {found:,} bytes of {receipt.num_bytes:,}")
+            with path.open("rb") as file:
+                begin = file.read(8)
+                (length,) = struct.unpack("<Q", begin)
+                begin += file.read(min(length, receipt.num_bytes))
+            if checksum(begin) != receipt.header:
+                raise _damaged(path, "its header was altered")
+            self._entries = json.loads(begin[8:])
+            described = json.loads(self._entries.pop("__metadata__")["penstock"])
+            self.notes: Mapping[str, Any] = described["notes"]
+            self._checksums, self._strides = described["checksums"], described["strides"]
+            self._start = len(begin)
+        self.names = frozenset(self._entries)
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor with the strides that it had.
+
+        Raises: CheckpointError: its bytes were altered, or cannot be read.
+        """
+        entry = self._entries[name]
+        start, end = entry["data_offsets"]
+        data = bytearray(end - start)
+        with self._told(), self.path.open("rb") as file:
+            file.seek(self._start + start)
+            if file.readinto(data) != len(data) or checksum(data) != self._checksums[name]:
+                raise _damaged(self.path, f"{name} was altered")
+        dtype = _dtype_named(entry["dtype"])
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        tensor = flat.reshape(entry["shape"])
+        if name in self._strides:
+            return torch.empty_strided(tensor.shape, self._strides[name], dtype=dtype).copy_(tensor)
+        return tensor
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be read ({reason(error)}); take an earlier checkpoint"
+            ) from error
+        except (ValueError, KeyError, TypeError, struct.error) as error:
+            raise _damaged(self.path, "its header is none") from error
+
+
+def checksum(data: Any) -> str:
+    """Return that of bytes, 64 bits as hexadecimal digits."""
+    import xxhash
+
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def _described(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    strides = {name: list(t.stride()) for name, t in tensors.items() if not t.is_contiguous()}
+    checksums = {name: checksum(_bytes_of(tensor)) for name, tensor in tensors.items()}
+    return {"notes": notes, "checksums": checksums, "strides": strides}
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _damaged(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {found} since it was written; take an earlier checkpoint")
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    """Return the format's name for ``dtype``, from the library, which knows them all."""
+    from safetensors.torch import save
+
+    return json.loads(save({"": torch.empty(0, dtype=dtype)})[8:])[""]["dtype"]
+
+
+@functools.cache
+def _dtype_named(name: str) -> torch.dtype:
+    """The inverse of ``_name_of``."""
+    from safetensors.torch import load
+
+    text = json.dumps({"": {"dtype": name, "shape": [0], "data_offsets": [0, 0]}}).encode()
+    return load(struct.pack("<Q", len(text)) + text)[""].dtype

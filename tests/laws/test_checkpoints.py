@@ -1,0 +1,220 @@
+"""Law L6: a checkpoint goes on with the bits of the run that was not stopped, on any cut and schedule."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from cases import Case, pipeline_of, plan_of
+from reference import same_bits
+from torch.utils._pytree import keystr, tree_flatten_with_path
+from zoo import build
+
+import penstock
+
+FIRST = Case(model="resnet18", cuts=3, optimizer="adamw", scheduler=True, scaler=(2.0**20, 2), steps=4)
+SMALL = Case(model="mlp", cuts=3, optimizer="adamw", scheduler=True, steps=4)
+KEPT = 2  # steps before the checkpoint
+
+
+def leaves(state):
+    """What a state holds, by path."""
+    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(state)[0]}
+
+
+def differences(ours, theirs):
+    """What two states do not share, bit for bit; strides included."""
+    a, b = leaves(ours), leaves(theirs)
+    found = sorted(set(a) ^ set(b))
+    for path in set(a) & set(b):
+        both = a[path], b[path]
+        if all(isinstance(leaf, torch.Tensor) for leaf in both):
+            if not same_bits(*both) or both[0].stride() != both[1].stride():
+                found.append(path)
+        elif both[0] != both[1]:
+            found.append(path)
+    return found
+
+
+def made(case, plan=None, seed=None):
+    """A pipeline of a case and its batches; ``seed``: with weights that a load has yet to replace."""
+    model, batches = build(case.model, case.dtype, case.steps)
+    if seed is not None:
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.mul_(3)
+    return pipeline_of(case, plan or plan_of(case)[0], model), batches
+
+
+def interrupted(case, folder):
+    """Train and save on the way; the state at the end and the losses behind the checkpoint."""
+    pipe, batches = made(case)
+    for batch in batches[:KEPT]:
+        pipe.step(*batch)
+    penstock.save(pipe, folder, notes={"epoch": 1})
+    losses = [pipe.step(*batch).loss for batch in batches[KEPT:]]
+    return pipe.state_dict(), losses
+
+
+def resumed(case, folder, plan=None):
+    pipe, batches = made(case, plan, seed=1)
+    assert penstock.load(pipe, folder) == {"epoch": 1}
+    losses = [pipe.step(*batch).loss for batch in batches[KEPT:]]
+    return pipe.state_dict(), losses
+
+
+def without_versions(state):
+    return {key: item for key, item in state.items() if key != "versions"}
+
+
+@pytest.mark.parametrize(
+    "first", [SMALL, pytest.param(FIRST, marks=pytest.mark.slow)], ids=["mlp", "resnet18"]
+)
+def test_a_checkpoint_goes_on_with_the_same_bits_on_other_cuts_schedules_and_tiers(first, tmp_path):
+    expected, losses = interrupted(first, tmp_path)
+    for other in (
+        {},
+        {"cuts": 1},
+        {"cuts": 2, "schedule": "gpipe", "tier": "packed"},
+        {"cuts": 4, "ranks": 2, "schedule": "zbv"},
+    ):
+        state, after = resumed(dataclasses.replace(first, **other), tmp_path)
+        assert after == losses, other
+        assert not differences(without_versions(state), without_versions(expected)), other
+
+
+def test_a_second_save_takes_the_place_of_the_first(tmp_path):
+    pipe, batches = made(SMALL)
+    pipe.step(*batches[0])
+    penstock.save(pipe, tmp_path)
+    before = {path.name for path in tmp_path.iterdir()}
+    pipe.step(*batches[1])
+    penstock.save(pipe, tmp_path)
+    after = {path.name for path in tmp_path.iterdir()}
+    assert len(after) == len(before) == 2
+    assert after & before == {"index.json"}
+    again, _ = made(SMALL, seed=1)
+    penstock.load(again, tmp_path)
+    assert again.num_steps == 2
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_as_a_state_is(tmp_path):
+    interrupted(SMALL, tmp_path)
+    for other, said in (
+        ({"model": "gpt_relu"}, "a state belongs to the model it was taken from; .* is not in both"),
+        ({"optimizer": "sgd"}, "a state belongs to the optimizer it was taken from, AdamW, and this is"),
+        ({"scaler": (1024.0, 2)}, "this pipeline has a GradScaler and the state has none"),
+    ):
+        pipe, _ = made(dataclasses.replace(SMALL, **other))
+        before = pipe.state_dict()
+        with pytest.raises(penstock.PlanError, match=said):
+            penstock.load(pipe, tmp_path)
+        assert not differences(pipe.state_dict(), before)
+
+
+def test_a_stream_resumes_on_its_own_cuts_and_schedule_only(tmp_path):
+    stream = dataclasses.replace(SMALL, schedule="async_1f1b", clip=None, scheduler=False)
+    expected, losses = interrupted(stream, tmp_path)
+    state, after = resumed(stream, tmp_path)
+    assert after == losses
+    assert not differences(state, expected)
+    pipe, _ = made(SMALL)
+    with pytest.raises(penstock.PlanError, match="goes on with the schedule, weights and cuts"):
+        penstock.load(pipe, tmp_path)
+
+
+def flipped(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_checkpoint_that_was_altered_anywhere_is_refused_and_nothing_changes(tmp_path):
+    interrupted(SMALL, tmp_path / "whole")
+    (part,) = (tmp_path / "whole").glob("rank_0_*.safetensors")
+    length = part.stat().st_size
+    header = 8 + int.from_bytes(part.read_bytes()[:8], "little")
+    pipe, _ = made(SMALL, seed=1)
+    before = pipe.state_dict()
+    places = [0, 7, 8, header // 2, header - 1, header, (header + length) // 2, length - 1]
+    harms = [(part.name, place) for place in places]
+    text = (tmp_path / "whole" / "index.json").read_text()
+    harms += [("index.json", text.index(word) + 2) for word in ('"step": 2', '"checksum"', '"epoch"')]
+    for name, place in harms:
+        shutil.rmtree(tmp_path / "harmed", ignore_errors=True)
+        shutil.copytree(tmp_path / "whole", tmp_path / "harmed")
+        flipped(tmp_path / "harmed" / name, place)
+        with pytest.raises(penstock.CheckpointError, match="is damaged"):
+            penstock.load(pipe, tmp_path / "harmed")
+    for size in (0, 5, header - 1, header, length - 1):
+        shutil.copytree(tmp_path / "whole", tmp_path / "harmed", dirs_exist_ok=True)
+        with (tmp_path / "harmed" / part.name).open("rb+") as file:
+            file.truncate(size)
+        with pytest.raises(penstock.CheckpointError, match=rf"damaged: it has {size:,} bytes of {length:,}"):
+            penstock.load(pipe, tmp_path / "harmed")
+    (tmp_path / "harmed" / part.name).unlink()
+    with pytest.raises(penstock.CheckpointError, match=r"cannot be read \(No such file"):
+        penstock.load(pipe, tmp_path / "harmed")
+    with pytest.raises(penstock.CheckpointError, match="holds no checkpoint"):
+        penstock.load(pipe, tmp_path / "nowhere")
+    assert not differences(pipe.state_dict(), before)
+
+
+def saved_on_ranks(case, plan_path, folder):
+    pipe, batches = made(case, penstock.Plan.load(plan_path))
+    for batch in batches[:KEPT]:
+        pipe.step(*batch)
+    penstock.save(pipe, folder, notes={"epoch": 1})
+    return [pipe.step(*batch).loss for batch in batches[KEPT:]]
+
+
+def resumed_on_ranks(case, plan_path, folder):
+    state, losses = resumed(case, folder, penstock.Plan.load(plan_path))
+    return losses, state
+
+
+def refused_on_ranks(case, plan_path, folder):
+    pipe, _ = made(case, penstock.Plan.load(plan_path))
+    try:
+        penstock.load(pipe, folder)
+    except penstock.PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.ranks
+def test_ranks_write_and_read_their_own_parts_on_other_cuts_with_the_same_bits(ranks, tmp_path):
+    on_two = dataclasses.replace(SMALL, cuts=2)
+    other = dataclasses.replace(SMALL, cuts=4, ranks=2, schedule="zbv")
+    for case, name in ((on_two, "two.json"), (other, "other.json")):
+        plan_of(case)[0].save(tmp_path / name)
+    expected, losses = interrupted(SMALL, tmp_path / "alone")
+    saved = ranks.run(saved_on_ranks, on_two, str(tmp_path / "two.json"), str(tmp_path / "run"), ranks=2)
+    assert saved == [losses] * 2
+    parts = json.loads((tmp_path / "run" / "index.json").read_text())["parts"]
+    assert [part["file"][:7] for part in parts] == ["rank_0_", "rank_1_"]
+    assert sum(part["bytes"] for part in parts) < 1.2 * sum(
+        path.stat().st_size for path in (tmp_path / "alone").glob("*.safetensors")
+    )
+    for folder in ("run", "alone"):
+        found = ranks.run(
+            resumed_on_ranks, other, str(tmp_path / "other.json"), str(tmp_path / folder), ranks=2
+        )
+        assert [after for after, _ in found] == [losses] * 2
+        assert not differences(without_versions(found[0][1]), without_versions(expected))
+    state, after = resumed(SMALL, tmp_path / "run")
+    assert after == losses
+    assert not differences(without_versions(state), without_versions(expected))
+
+
+@pytest.mark.ranks
+def test_what_one_rank_finds_damaged_all_refuse_in_the_same_words(ranks, tmp_path):
+    case = dataclasses.replace(SMALL, cuts=2)
+    plan_of(case)[0].save(tmp_path / "plan.json")
+    ranks.run(saved_on_ranks, case, str(tmp_path / "plan.json"), str(tmp_path / "run"), ranks=2)
+    (part,) = (tmp_path / "run").glob("rank_1_*.safetensors")
+    flipped(part, part.stat().st_size - 1)  # in a tensor that only rank 1 reads
+    said = ranks.run(refused_on_ranks, case, str(tmp_path / "plan.json"), str(tmp_path / "run"), ranks=2)
+    assert said[0] == said[1]
+    assert said[0].startswith("CheckpointError: ")
+    assert "is damaged" in said[0]
