@@ -56,6 +56,10 @@ def kept(folder: RunFolder, *, command: str) -> str:
         path.name for path in folder.path.glob("*") if path.name[0] != "." and path.suffix != ".part"
     )
     again = f"start it again from the beginning by {command}"
+    if whole := folder.whole_checkpoints():
+        resume = "" if "resume=auto" in command else " resume=auto"
+        place = "" if "hydra.run.dir=" in command else f" hydra.run.dir={folder.path}"
+        return f"{folder.path} keeps a checkpoint, {whole[0].name}; go on from it by {command}{place}{resume}"
     if not files:
         return f"nothing was kept; {again}"
     left = f"{folder.path} keeps {', '.join(files)}{_told(folder)}, and no checkpoint of the weights"

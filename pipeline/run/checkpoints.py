@@ -8,7 +8,6 @@ ranks tell each other after every step whether they have written theirs, and the
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,8 +22,7 @@ from ..checkpoint import Saving, load
 from ..pipeline import Pipeline
 from ..runtime.checkpoint import INDEX, Checkpoint
 from ..runtime.report import Report
-
-_NAME = re.compile(r"step_\d{8,}")
+from .run_folder import RunFolder, step_of
 
 
 class Checkpoints:
@@ -50,7 +48,7 @@ class Checkpoints:
         self._saving: Saving | None = None
         self._last = time.monotonic()
         if pipe.rank == 0:
-            self._remove(path for path in listed(root) if _step_of(path) > pipe.num_steps)
+            self._remove(path for path in root.glob("step_*") if step_of(path) > pipe.num_steps)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -95,9 +93,8 @@ class Checkpoints:
 
     def _keep(self) -> None:
         """Remove all but the newest, and those that were never whole."""
-        found = listed(self.root)
-        whole = [path for path in found if (path / INDEX).exists()][: self.options.keep]
-        self._remove(path for path in found if path not in whole)
+        whole = RunFolder(path=self.root.parent).whole_checkpoints()[: self.options.keep]
+        self._remove(path for path in self.root.glob("step_*") if step_of(path) >= 0 and path not in whole)
 
     def _remove(self, folders: Iterable[Path]) -> None:
         for path in folders:
@@ -115,25 +112,14 @@ class Checkpoints:
             self.tell(f"a checkpoint was not written, training goes on: {error}")
 
 
-def listed(root: Path) -> list[Path]:
-    """The folders of checkpoints in ``root``, the newest first, whole or not."""
-    found = [path for path in root.glob("step_*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=_step_of, reverse=True)
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name[5:])
-
-
 def find(source: Path) -> list[Path]:
     """The checkpoints that ``source`` names, the newest first: one, or those of a run.
 
     Raises: ConfigError: there is none."""
     if (source / INDEX).exists():
         return [source]
-    for root in (source / "checkpoints", source):
-        if found := [path for path in listed(root) if (path / INDEX).exists()]:
-            return found
+    if found := RunFolder(path=source).whole_checkpoints():
+        return found
     raise ConfigError(
         f"resume={source} holds no checkpoint; name the folder of a run that wrote one (checkpoint.every=), "
         "or of the checkpoint"

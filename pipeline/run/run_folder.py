@@ -96,6 +96,11 @@ class RunFolder:
             names = ", ".join(str(path.relative_to(self.path)) for path in left)
             tell(f"{self.path} is taken over from a run that did not finish, without its {names}")
 
+    def whole_checkpoints(self) -> list[Path]:
+        """The folders of checkpoints that have their index, the newest first."""
+        found = [path for path in self.checkpoints.glob("step_*") if (path / "index.json").exists()]
+        return sorted(found, key=step_of, reverse=True)
+
     def mark(self) -> os.stat_result:
         """Return by what ``check`` knows the claimed folder again."""
         with refusing(self.path):
@@ -168,7 +173,7 @@ class RunFolder:
             )
 
     def _refuse_kept(self) -> None:
-        if any(self.checkpoints.glob("*/index.json")):
+        if self.whole_checkpoints():
             raise ConfigError(
                 f"hydra.run.dir={self.path} holds checkpoints of a run that did not finish; go on with it by "
                 "resume=auto, or choose another folder"
@@ -193,6 +198,12 @@ class RunFolder:
     def _remove_parts(self) -> None:
         for folder in (self.path, self.plans, self.errors, *self.checkpoints.glob("*")):
             remove_parts(folder)
+
+
+def step_of(checkpoint: Path) -> int:
+    """How many steps a checkpoint has behind it, by the name of its folder; -1 for another folder."""
+    number = checkpoint.name.removeprefix("step_")
+    return int(number) if number.isdecimal() else -1
 
 
 def config_of(text: str) -> TrainConfig:

@@ -384,6 +384,18 @@ def test_what_an_interrupted_run_kept_is_counted_and_a_bench_is_sent_elsewhere(t
     )
 
 
+def test_a_stopped_run_with_a_checkpoint_is_told_how_to_go_on(tmp_path):
+    folder = RunFolder(path=tmp_path)
+    for step, name in ((4, "index.json"), (10, "index.json"), (12, "rank_0_0123abcd.safetensors")):
+        made = folder.checkpoints / f"step_{step:08}"
+        made.mkdir(parents=True)
+        (made / name).touch()
+    assert stopping.kept(folder, command=f"penstock train seed=1 hydra.run.dir={tmp_path}") == (
+        f"{tmp_path} keeps a checkpoint, step_00000010; go on from it by penstock train seed=1 "
+        f"hydra.run.dir={tmp_path} resume=auto"
+    )
+
+
 def deadlock(folder):
     """A program whose ranks wait for each other."""
     (folder / "own.txt").write_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n")
