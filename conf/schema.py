@@ -12,67 +12,16 @@ from typing import Any
 
 from ..compression.errors import ConfigError
 from ..compression.names import AUTO, is_device
+from .parts import CheckpointConfig, ClipConfig, MemoryConfig
 from .rules import at_least, count_or_auto, one_of, shown
 
 CASTS = ("bfloat16", "float16")
 
+LOGGERS = ("csv", "tensorboard", "wandb")
+
 AGAIN = "auto"  # of ``resume=``: the run in the same folder
 
 TWO_A_RANK = ("interleaved", "zbv", "dualpipev")  # schedules whose ranks take two stages or more
-
-
-@dataclass
-class MemoryConfig:
-    """How much memory there is, and where what is not read right now waits.
-
-    Attributes:
-        device: largest memory of a rank, for the planner, for example 2GiB; null: unlimited
-        tier: where what a forward saves stays until its backward: device, packed or host
-        weights: where older versions of the weights stay until they are read: device, packed or host
-    """
-
-    device: Any = None
-    tier: str = "device"
-    weights: str = "device"
-
-
-@dataclass
-class ClipConfig:
-    """Gradient clipping.
-
-    Attributes:
-        norm: largest L2 norm of the gradients; null: no clipping
-        scope: the norm of what: global, of all gradients; stage, of those of each stage
-    """
-
-    norm: float | None = None
-    scope: str = "global"
-
-    def __post_init__(self) -> None:
-        if self.norm is not None and not self.norm > 0:
-            raise ConfigError(f"clip.norm={self.norm} must be above 0; leave it out to clip nothing")
-        one_of(("global", "stage"), "clip.scope", self.scope)
-
-
-@dataclass
-class CheckpointConfig:
-    """When a run writes a checkpoint, beside the training.
-
-    Attributes:
-        every: steps from one checkpoint to the next; null: none by steps
-        minutes: minutes from one checkpoint to the next; null: none by time
-        keep: how many of the newest stay
-    """
-
-    every: int | None = None
-    minutes: float | None = None
-    keep: int = 3
-
-    def __post_init__(self) -> None:
-        for name in ("every", "keep"):
-            at_least(1, f"checkpoint.{name}", getattr(self, name))
-        if self.minutes is not None and not self.minutes > 0:
-            raise ConfigError(f"checkpoint.minutes={self.minutes} must be above 0; leave it out for none")
 
 
 @dataclass
@@ -183,6 +132,7 @@ class TrainConfig(PlanConfig):
         deadline: seconds that any wait between ranks may take before the run ends
         checkpoint: when the run writes one, and how many it keeps
         resume: go on from a checkpoint: auto, of the same hydra.run.dir; or the folder of a run or checkpoint
+        logger: who else is told of the steps: csv, tensorboard, wandb, or several: logger=[csv,wandb]
         versions: written into config.yaml by a run, never read
         settings: the same, of how torch is set, for the bits of a GPU
     """
@@ -197,6 +147,7 @@ class TrainConfig(PlanConfig):
     deadline: float = 60.0
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: str | None = None
+    logger: Any = None
     versions: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
 
@@ -215,7 +166,18 @@ class TrainConfig(PlanConfig):
                 "a checkpoint drains what is in flight without a flush, so its step decides bits, and "
                 f"checkpoint.minutes={self.checkpoint.minutes} hangs on the clock; give checkpoint.every="
             )
+        for name in self.loggers:
+            one_of(LOGGERS, "logger", name)
         self._check_update()
+
+    @property
+    def loggers(self) -> tuple[str, ...]:
+        """The names in ``logger=``."""
+        return (
+            ()
+            if self.logger is None
+            else tuple(self.logger if isinstance(self.logger, list) else [self.logger])
+        )
 
     @property
     def streams(self) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...compression.errors import CheckpointError, ConfigError, PenstockError, TransportError
-from ...conf.schema import CheckpointConfig
+from ...conf.parts import CheckpointConfig
 from ...stages.files import refusing
 from ...stages.worker import Worker
 from ..checkpoint import Saving, load

@@ -39,6 +39,11 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
     given = load_plan(config, typed) if isinstance(config, TrainConfig) and config.plan else None
     if isinstance(config, TrainConfig):
         check_ranks(config.ranks)
+        for name in config.loggers:
+            if name != "csv" and not _findable(name):
+                raise ConfigError(
+                    f"logger={name} needs the package {name}, which is not installed; pip install {name}"
+                )
     _check_schedule(config, () if given else program(config.program))
     check_name(config.codec)
     if given is None:  # else every stage has its own

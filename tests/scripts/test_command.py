@@ -47,7 +47,7 @@ def penstock(typed, capfd):
         ("stages=1000", "1000"),
         (
             "no_such_key=1",
-            "no_such_key=1: there is no option no_such_key; known are autocast, batch_size, clip",
+            "no_such_key=1: there is no option no_such_key; known are autocast, batch_size, checkpoint, clip",
         ),
         ("+no_such_key=1", "no_such_key=1: there is no option no_such_key"),
         ("+clip.kind=1", "clip.kind=1: there is no option clip.kind"),
