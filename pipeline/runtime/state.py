@@ -26,8 +26,9 @@ from .ownership import Ownership
 class State:
     """Parameters and buffers that this process holds, by their keys in the model's own state_dict.
 
-    Args:    stages: those of this process.
-             own: who owns which parameter."""
+    Args:       stages: those of this process.
+                own: who owns which parameter.
+    Attributes: hidden: keys of buffers that the state_dict leaves out; forward may write to them too."""
 
     def __init__(
         self,
@@ -48,13 +49,17 @@ class State:
         self.source: dict[str, int] = {}
         self.held: dict[str, torch.Tensor] = {}
         self.expected: dict[str, torch.Tensor] = {}  # on the meta device: of all ranks, without memory
-        for key, tensor in model.state_dict(keep_vars=True).items():
+        listed = model.state_dict(keep_vars=True)
+        buffers = model.named_buffers(remove_duplicate=False)
+        self.hidden = {key for key, _ in buffers} - set(listed)
+        for key, tensor in [*listed.items(), *((key, model.get_buffer(key)) for key in sorted(self.hidden))]:
             if not isinstance(tensor, torch.Tensor):
                 raise PlanError(
                     f"a state is made of tensors, {key} of the model is not; keep it outside the model"
                 )
             read = {own.stage_of[names[id(tensor)]]} if id(tensor) in names else readers.get(id(tensor), {0})
-            self.keys.append(key)
+            if key in listed:
+                self.keys.append(key)
             if (first := firsts.setdefault(id(tensor), key)) != key:
                 self.shared[key] = first
             self.expected[key] = torch.empty_like(tensor, device="meta")
@@ -62,10 +67,13 @@ class State:
             if read & set(stages) or id(tensor) in held:
                 self.held[key] = tensor
 
-    def part(self, update: Update) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def part(self, update: Update, *, hidden: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """What this process answers for: what JSON can say of it, and its live tensors by the names that this
-        uses."""
+        uses.
+
+        Args:    hidden: also what the model's state_dict leaves out."""
         mine = [key for key in self.held if self.source[key] == self.world.rank]
+        mine = [key for key in mine if hidden or key not in self.hidden]
         tensors = {_of_model(key): self.held[key].detach() for key in mine}
         notes = {
             name: {part: _noted(name, part, items, tensors) for part, items in kept.items()}
@@ -73,6 +81,7 @@ class State:
         }
         said = {
             "keys": mine,
+            "hidden": [key for key in mine if key in self.hidden],
             "optimizer": notes,
             "classes": sorted({type(made).__name__ for made in update.optimizers.values()}),
             "scheduler": update.scheduler_state(),
@@ -86,7 +95,7 @@ class State:
     def gather(self, update: Update, steps: int) -> dict[str, Any]:
         """{"model", "optimizer", "optimizer_class", "scheduler", "scaler", "step"}: everything on rank 0,
         this process's part elsewhere; on the CPU, wherever the stages compute."""
-        said, tensors = self.part(update)
+        said, tensors = self.part(update, hidden=False)
         rows = self.world.all_gather_json([said, list(tensors)])
         frames = [encode(tensor.cpu(), codec="raw") for tensor in tensors.values()]
         gathered = self.world.gather(frames)
@@ -107,8 +116,8 @@ class State:
         try:
             parts = check_parts(state)
             check_versions_of(parts, plan)
-            check_keys(parts["model"] if keys is None else keys, self.expected)
-            mine = self.expected if keys is None else {key: self.expected[key] for key in self.held}
+            check_keys(*((parts["model"], self.keys) if keys is None else (keys, self.expected)))
+            mine = {key: self.expected[key] for key in (self.keys if keys is None else self.held)}
             check_model(parts["model"], mine, {k: v for k, v in self.shared.items() if k in mine})
             update.check(parts)
         except RecursionError as error:
@@ -132,13 +141,21 @@ class State:
     def _copy(self, model: Mapping[str, torch.Tensor]) -> None:
         """Into this process's tensors; a state that holds some of these is read before they are written."""
         live = {tensor.untyped_storage().data_ptr() for tensor in self.held.values()}
-        sources = {key: model[key].detach() for key in self.held}
+        sources = {key: model[key].detach() for key in self.held if key in model}
         for key, tensor in sources.items():
             if tensor.untyped_storage().data_ptr() in live:
                 sources[key] = tensor.clone()
         with torch.no_grad():
-            for key, tensor in self.held.items():
-                tensor.copy_(sources[key])
+            for key, source in sources.items():
+                _once(self.held[key]).copy_(_once(source, like=self.held[key]))
+
+
+def _once(tensor: torch.Tensor, *, like: torch.Tensor | None = None) -> torch.Tensor:
+    """``tensor`` without what ``like`` (itself) repeats: torch writes to no element twice."""
+    repeated = [dim for dim, step in enumerate((tensor if like is None else like).stride()) if step == 0]
+    for dim in repeated:
+        tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    return tensor
 
 
 def _of_model(key: str) -> str:

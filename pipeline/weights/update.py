@@ -14,18 +14,24 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ...compression.errors import PlanError
 from ...stages.device import CPU
 from ...stages.weights.versions import WeightVersions
 from ..ranks.world import World
 from .clip import clip_together
 from .entries import Entries
-from .kinds import is_number, is_plain
+from .kinds import is_plain, kind_of
 from .optimizer_checks import check_kept, check_optimizer, saved_settings
 from .optimizers import Make, Named, make_optimizer
 from .scale import Scaler, scale_of
 from .state_checks import check_scaler, check_scheduler
 
 SCOPES = ("global", "stage")
+
+_OF_GROUPS = ("base_lrs", "max_lrs", "base_momentums", "max_momentums")
+"""What torch's schedulers were given for each group, so their constructor has it."""
+
+_GIVEN = (*_OF_GROUPS, "_last_lr", "milestones")  # or what the optimizer has
 
 
 class Update:
@@ -127,9 +133,19 @@ class Update:
         return found
 
     def scheduler_state(self) -> dict[str, Any] | None:
-        """The state of a scheduler (they all keep step), as far as JSON can say it."""
+        """The state of a scheduler (they all keep step), as JSON says it.
+
+        Raises: PlanError: it keeps something else."""
         for scheduler in self.schedulers.values():
-            return copy.deepcopy({k: v for k, v in scheduler.state_dict().items() if is_plain(v)})
+            kept = scheduler.state_dict()
+            for name in [name for name, value in kept.items() if not is_plain(value)]:
+                if name not in _GIVEN:
+                    raise PlanError(
+                        f"a state holds plain values, and {type(scheduler).__name__} keeps {name} as "
+                        f"{kind_of(kept[name])} with something else in it; give it numbers, no tensors"
+                    )
+                del kept[name]
+            return copy.deepcopy(kept)
         return None
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -170,14 +186,10 @@ def _own(value: Any, device: torch.device) -> Any:
 
 
 def _course(scheduler: Any) -> Any:
-    """A scheduler's state without what it has of each group of the stage it was taken from: other stages
-    have other groups, and their constructor gave it to them."""
+    """A scheduler's state without what it was given for each group of the stage that it was taken from: other
+    stages have other groups, and their constructor gave it to them."""
     if isinstance(scheduler, list | tuple):
         return [_course(each) for each in scheduler]
     if isinstance(scheduler, Mapping):
-        return {k: _course(v) for k, v in scheduler.items() if k == "_last_lr" or not _is_numbers(v)}
+        return {k: _course(v) for k, v in scheduler.items() if k not in _OF_GROUPS}
     return scheduler
-
-
-def _is_numbers(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) > 0 and all(map(is_number, value))
