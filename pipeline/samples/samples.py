@@ -1,16 +1,20 @@
 """Two splits of samples and an order of batches that depends on nothing but (seed, epoch).
 
-Every rank asks for the same batches and uses what it needs of them, so the order may not come from a
-generator that anything else touches: a run would otherwise depend on how it is cut.
+Every rank asks for the same batches and uses what it needs of them, so neither their order nor what a
+sample draws (a crop, a mix of two) may come from a generator that anything else touches: a run would depend
+on how it is cut, and on whether it was stopped in between.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -110,8 +114,10 @@ class Samples:
         table = self._table(split)
         shuffled = split == "train" if shuffle is None else shuffle
         order = _order(len(table), seed=seed, epoch=epoch) if shuffled else torch.arange(len(table))
-        for indices in order.split(batch_size)[first:num_batches]:
-            yield _batch(table, indices)
+        for number, indices in enumerate(order.split(batch_size)[first:num_batches], start=first):
+            with _drawing(_number(f"{seed}/{epoch}/{split} {number}")):
+                batch = _batch(table, indices)
+            yield batch
 
     def _table(self, split: str) -> SampleTable | BatchTable:
         if split not in ("train", "test"):
@@ -124,10 +130,28 @@ class Samples:
 
 def _order(num_samples: int, *, seed: int, epoch: int) -> Tensor:
     """Return a permutation from a generator of its own."""
-    digest = hashlib.blake2b(f"{seed}/{epoch}/samples".encode(), digest_size=8).digest()
-    return torch.randperm(
-        num_samples, generator=torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    )
+    own = torch.Generator().manual_seed(_number(f"{seed}/{epoch}/samples"))
+    return torch.randperm(num_samples, generator=own)
+
+
+@contextlib.contextmanager
+def _drawing(number: int) -> Iterator[None]:
+    """Begin the generators that everybody draws from at ``number``, and leave them as they were."""
+    before = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
+
+
+def _number(name: str) -> int:
+    """Return 64 bits that belong to ``name``."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def _batch(table: SampleTable | BatchTable, indices: Tensor) -> tuple[Any, Tensor]:

@@ -80,8 +80,8 @@ def check_scheduler(ours: LRScheduler | None, theirs: object) -> None:
     if theirs is None:
         return
     known = None if ours is None else {k: v for k, v in ours.state_dict().items() if is_plain(v)}
-    course = isinstance(theirs, Mapping) and ("last_epoch" in theirs or "_schedulers" in theirs)
-    if not course or not is_plain(dict(theirs)):
+    is_course = isinstance(theirs, Mapping) and not {"last_epoch", "_schedulers"}.isdisjoint(theirs)
+    if not isinstance(theirs, Mapping) or not is_course or not is_plain(dict(theirs)):
         found = f" with {', '.join(map(str, theirs))}" if isinstance(theirs, Mapping) else ""
         raise PlanError(
             f"scheduler of a state is a dict with last_epoch, found {kind_of(theirs)}{found}; {OURS}"

@@ -27,6 +27,8 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 class Mean(nn.Module):
     """A running mean that its state_dict leaves out."""
 
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
@@ -77,7 +79,7 @@ class Warm(schedulers.LRScheduler):
         self.past: list[float] = []
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | Tensor]:
         self.past = [*self.past, 1.0]
         return [0.01 * len(self.past) for _ in self.optimizer.param_groups]
 

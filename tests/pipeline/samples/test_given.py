@@ -24,6 +24,9 @@ from penstock.pipeline.samples.given import WORKS, samples_of
 from penstock.scripts import command
 
 OWN = """
+import random
+
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -44,6 +47,15 @@ def pair():
 
 def loaders():
     return DataLoader(table(), batch_size=5, shuffle=True), DataLoader(table(rows=10, seed=1))
+
+
+def mixed():  # two samples in one, as mixup does, by all the generators that people draw from
+    def mix(items):
+        weight = random.random() * torch.rand(()) * float(np.random.rand())
+        inputs, targets = torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
+        return weight * inputs + (1 - weight) * inputs.flip(0), targets if weight > 0.1 else targets.flip(0)
+
+    return DataLoader(table(), batch_size=20, collate_fn=mix)
 
 
 def stream():
@@ -321,3 +333,21 @@ def test_a_data_set_without_a_test_trains_on_ranks():
     job = JOB.replace("ranks=1", "ranks=2")
     assert command.run(["train", *job.split(), "data._target_=own.one", "hydra.run.dir=run"]) == 0
     assert "test_accuracy" not in json.loads(Path("run/summary.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.usefixtures("own")
+def test_what_samples_draw_is_the_same_on_every_rank_and_for_a_run_that_goes_on():
+    """Inputs are drawn on the first rank and their targets on the last, so both must mean the same sample."""
+    job = f"{JOB.replace('epochs=1', 'epochs=4')} data._target_=own.mixed checkpoint.every=3"
+
+    def losses(folder: str) -> list[float]:
+        return [json.loads(line)["loss"] for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+    assert command.run(["train", *job.split(), "hydra.run.dir=alone"]) == 0
+    assert command.run(["train", *job.replace("ranks=1", "ranks=2").split(), "hydra.run.dir=two"]) == 0
+    assert losses("two") == losses("alone")
+    resume = "resume=alone/checkpoints/step_00000003"
+    assert command.run(["train", *job.split(), "hydra.run.dir=on", resume]) == 0
+    assert losses("on") == losses("alone")[3:]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import random
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,6 +52,40 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
 
 def test_the_order_is_the_same_on_every_machine() -> None:
     assert order(own()) == [[4, 5, 7, 2], [8, 6, 0, 3], [1, 9]]  # a literal: a run of last year must repeat
+
+
+class Draws(torch.utils.data.Dataset):
+    """Samples that are drawn from every generator that people use."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([torch.rand(()), random.random(), np.random.rand()]), index
+
+
+def test_what_a_sample_draws_depends_on_seed_epoch_and_batch_alone() -> None:
+    samples = Samples(train=Draws(), test=Draws(), describe=Description(num_classes=10, input_shape=(3,)))
+
+    def drawn(
+        split: Any = "train", *, seed: int = 1, epoch: int = 2, first: int = 0
+    ) -> list[list[list[float]]]:
+        options: Any = {"batch_size": 4, "seed": seed, "epoch": epoch, "drop_last": False, "first": first}
+        return [inputs.tolist() for inputs, _ in samples.batches(split, **options)]
+
+    expected = drawn()
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()  # pyright: ignore
+    assert drawn() == expected
+    assert drawn(first=1) == expected[1:]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), np.random.get_state()[1].tobytes()) == before[1:]  # pyright: ignore
+    torch.manual_seed(99)
+    random.seed(99)
+    np.random.seed(99)
+    assert drawn() == expected
+    others = [drawn(seed=2), drawn(epoch=3), drawn("test")]
+    every = [number for one in (expected, *others) for batch in one for row in batch for number in row]
+    assert len(set(every)) == len(every) == 4 * 10 * 3
 
 
 def test_train_drops_the_last_batch_and_test_keeps_all_in_order() -> None:
