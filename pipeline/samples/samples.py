@@ -1,7 +1,8 @@
 """Two splits of samples and an order of batches that depends on nothing but (seed, epoch).
 
 Every rank asks for the same batches and uses what it needs of them, so the order may not come from a
-generator that anything else touches: a run would otherwise depend on how it is cut.
+generator that anything else touches: a run would otherwise depend on how it is cut, and on whether it was
+stopped. A data set that draws finds torch's generator seeded by (seed, epoch, batch), for the same reason.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ...compression.errors import ConfigError
+from ...stages.seeds import generators_of, seeded
 from .options import check_count
 
 
@@ -110,8 +112,11 @@ class Samples:
         table = self._table(split)
         shuffled = split == "train" if shuffle is None else shuffle
         order = _order(len(table), seed=seed, epoch=epoch) if shuffled else torch.arange(len(table))
-        for indices in order.split(batch_size)[first:num_batches]:
-            yield _batch(table, indices)
+        drawn = generators_of(())
+        for number, indices in list(enumerate(order.split(batch_size)))[first:num_batches]:
+            with seeded(_number(f"{seed}/{epoch}/{split}/{number}"), drawn):  # a data set may augment
+                batch = _batch(table, indices)
+            yield batch
 
     def _table(self, split: str) -> SampleTable | BatchTable:
         if split not in ("train", "test"):
@@ -124,10 +129,12 @@ class Samples:
 
 def _order(num_samples: int, *, seed: int, epoch: int) -> Tensor:
     """Return a permutation from a generator of its own."""
-    digest = hashlib.blake2b(f"{seed}/{epoch}/samples".encode(), digest_size=8).digest()
-    return torch.randperm(
-        num_samples, generator=torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    )
+    source = torch.Generator().manual_seed(_number(f"{seed}/{epoch}/samples"))
+    return torch.randperm(num_samples, generator=source)
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _batch(table: SampleTable | BatchTable, indices: Tensor) -> tuple[Any, Tensor]:
