@@ -1,9 +1,10 @@
 """``save`` and ``load``: the whole state of a Pipeline in a folder, on no rank all of it, whatever the cut.
 
-``Saving`` is a save in three moments, so that the long one, writing, may run in a thread beside training."""
+``Saving`` is a save in parts, so that those that wait for the disk may run in a thread beside training."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from .. import __version__
 from ..compression.errors import CheckpointError, Disagreement, PenstockError, PlanError
 from ..stages.files import refusing
 from .pipeline import Pipeline
-from .runtime.checkpoint import Checkpoint, Copy, part_name, write_index
+from .runtime.checkpoint import INDEX, Checkpoint, Copy, part_name, write_index
 
 
 def save(pipe: Pipeline, folder: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
@@ -29,6 +30,8 @@ def save(pipe: Pipeline, folder: str | Path, *, notes: Mapping[str, Any] | None 
     Raises:  ConfigError: the file system refuses. PlanError: another rank failed."""
     saving = Saving(pipe, Path(folder), notes=notes or {})
     saving.write()
+    saving.agree()
+    saving.seal()
     saving.finish()
 
 
@@ -52,7 +55,10 @@ def load(pipe: Pipeline, folder: str | Path) -> Mapping[str, Any]:
 
 
 class Saving:
-    """A checkpoint on its way: copied now, drained; then ``write``, in any thread; then ``finish``.
+    """A checkpoint on its way: copied now, drained; then ``write``, ``agree``, ``seal`` and ``finish``.
+
+    ``write`` and ``seal`` wait for the disk, and may run in any thread; ``agree`` and ``finish`` are
+    collective, and come when everybody's ``ended`` is true again.
 
     Raises: ConfigError: the folder cannot be made. PlanError: another rank failed."""
 
@@ -60,8 +66,8 @@ class Saving:
         pipe.drain()
         pipe.engine.failures.check()
         self.pipe, self.folder = pipe, folder
-        self.ended = False
-        self._receipt: dict[str, Any] = {}
+        self.ended = self.agreed = False
+        self._receipts: list[dict[str, Any]] = []
         self._error: Exception | None = None
         self._content = {
             "step": pipe.num_steps,
@@ -80,30 +86,46 @@ class Saving:
         self._path = folder / part_name(pipe.rank, token)
 
     def write(self) -> None:
-        """Write this rank's part; what goes wrong is raised by ``finish``."""
+        """Write this rank's part; what goes wrong is raised by ``agree``."""
         try:
-            self._receipt = self._copy.write(self._path)
+            self._receipts = [self._copy.write(self._path)]
         except Exception as error:
             self._error = error
         del self._copy
         self.ended = True
 
-    def finish(self) -> None:
-        """Make the parts of all ranks a checkpoint; collective, and behind everybody's ``write``.
+    def agree(self) -> None:
+        """Tell each other of the parts; behind everybody's ``write``.
 
         Raises: ConfigError: the file system refused. PlanError: another rank failed."""
-        agreement = self.pipe.agreement
+        self._raise("writing a checkpoint")
+        self._receipts = self.pipe.world.all_gather_json(self._receipts[0])
+        self.agreed, self.ended = True, False
+
+    def seal(self) -> None:
+        """Write the index, on rank 0; what goes wrong is raised by ``finish``."""
         try:
-            with agreement.together("writing a checkpoint"):
+            if self.pipe.rank == 0:
+                write_index(self.folder, self._content, self._receipts)
+        except Exception as error:
+            self._error = error
+        self.ended = True
+
+    def finish(self) -> None:
+        """Know that the parts of all ranks are a checkpoint; behind everybody's ``seal``.
+
+        Raises: ConfigError: the file system refused. PlanError: another rank failed."""
+        self._raise("the index of a checkpoint")
+
+    def _raise(self, at: str) -> None:
+        try:
+            with self.pipe.agreement.together(at):
                 if self._error:
                     raise self._error
-            receipts = self.pipe.world.all_gather_json(self._receipt)
-            with agreement.together("the index of a checkpoint"):
-                if self.pipe.rank == 0:
-                    write_index(self.folder, self._content, receipts)
         except PenstockError:
-            with refusing(self._path):
-                self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                if not (self.agreed and (self.folder / INDEX).exists()):  # which may name it by now
+                    self._path.unlink(missing_ok=True)
             raise
 
 

@@ -17,6 +17,7 @@ from . import stopping
 COMMANDS = {
     "train": ("train", "train a network across pipeline stages"),
     "plan": ("plan", "show how a network would be cut, and save the plan"),
+    "export": ("export", "write the model of a checkpoint"),
     "bench": ("bench.topics", "measure the parts and write the figures"),
 }
 USAGE = "\n".join(

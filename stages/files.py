@@ -47,12 +47,28 @@ def writing(path: str | Path) -> Iterator[Path]:
             return
         try:
             yield part
-            with part.open("rb+") as written:
-                os.fsync(written.fileno())  # else a crash of the machine leaves a name without the bytes
+            sync(part)
             part.replace(target)
+            sync(target.parent)
         except BaseException:
             with contextlib.suppress(OSError):
                 part.unlink()
+            raise
+
+
+def sync(path: Path) -> None:
+    """Have the disk keep a file's bytes, or a folder's names.
+
+    The bytes first, then the name that leads to them, and behind both what refers to that name, such as an
+    index: a machine that ends in between then leaves nothing that leads nowhere."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EACCES):  # a folder that cannot be told, or not by us
             raise
 
 

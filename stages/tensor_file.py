@@ -11,7 +11,7 @@ import contextlib
 import functools
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,13 +30,19 @@ class Receipt(NamedTuple):
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], *, notes: Mapping[str, Any] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    notes: Mapping[str, Any] | None = None,
+    read: Callable[[str], Tensor] | None = None,
 ) -> Receipt:
     """Write ``tensors`` as safetensors; one memory under two names is written twice.
 
     Args:   notes: what JSON can say, kept in the header with strides and checksums of the tensors.
+            read: returns a tensor by name, one after the other, where ``tensors`` are on the meta device.
     Raises: ConfigError: the file system refuses.
     """
+    read = read or tensors.__getitem__
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps all aligned
     header: dict[str, Any] = {}
     if notes is not None:
@@ -56,7 +62,7 @@ def write_tensors(
     with writing(path) as part, part.open("wb") as file:
         file.write(begin)
         for name in names:
-            file.write(_bytes_of(tensors[name]))
+            file.write(_bytes_of(read(name)))
     return Receipt(len(begin) + end, checksum(begin))
 
 
@@ -103,6 +109,11 @@ class TensorFile:
         if name in self._strides:
             return torch.empty_strided(tensor.shape, self._strides[name], dtype=dtype).copy_(tensor)
         return tensor
+
+    def shape(self, name: str) -> Tensor:
+        """Return a tensor of the same shape and dtype, without memory."""
+        entry = self._entries[name]
+        return torch.empty(entry["shape"], dtype=_dtype_named(entry["dtype"]), device="meta")
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:

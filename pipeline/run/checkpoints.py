@@ -3,7 +3,8 @@
     RUN/checkpoints/step_00000200/index.json ...      the state after 200 steps
 
 Writing runs in a thread beside training, from copies, one checkpoint at a time; while one is on its way the
-ranks tell each other after every step whether they have written theirs, and the last one makes it whole."""
+ranks tell each other after every step whether they have written theirs. When all have, a thread of rank 0
+makes it whole. No step waits for a disk, unless the next checkpoint is due before the last one is there."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class Checkpoints:
         self.notes: Callable[[], Mapping[str, Any]] = dict
         self._worker = Worker("checkpoints", depth=1)
         self._saving: Saving | None = None
-        self._last = time.monotonic()
+        self._last, self._begun, self._told = time.monotonic(), pipe.num_steps, False
         if pipe.rank == 0:
             self._remove(path for path in root.glob("step_*") if step_of(path) > pipe.num_steps)
 
@@ -54,19 +55,24 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self._saving:
-            self._finish()
+        if kind is None:
+            self.settle()
         self._worker.close()
 
     def after(self, report: Report) -> None:
-        """Begin a checkpoint if the steps or the time since the last one say so; end one that is written."""
-        step = report.step + 1
+        """Begin a checkpoint if the steps or the time since the last one say so; lead on one on its way."""
         if self._saving and all(row[0] for row in self.pipe.world.all_gather([self._saving.ended])):
-            self._finish()
-        if self._is_due(step):
-            if self._saving:
-                self._finish()
-            self._begin(step)
+            self._lead_on(self._saving)
+        if self._is_due(report.step + 1):
+            self.settle()
+            self._begin()
+
+    def now(self) -> None:
+        """Have a checkpoint of this moment, and wait until it is there; collective."""
+        self.settle()
+        if self._begun != self.pipe.num_steps:
+            self._begin()
+            self.settle()
 
     def _is_due(self, step: int) -> bool:
         every, minutes = self.options.every, self.options.minutes
@@ -76,19 +82,34 @@ class Checkpoints:
             due = bool(self.pipe.world.broadcast(float(late), 0)) or due
         return due
 
-    def _begin(self, step: int) -> None:
-        self._last = time.monotonic()
+    def _begin(self) -> None:
+        self._last, self._begun = time.monotonic(), self.pipe.num_steps
         with self._telling():
-            self._saving = Saving(self.pipe, self.root / f"step_{step:08}", notes=self.notes())
+            self._saving = Saving(self.pipe, self.root / f"step_{self._begun:08}", notes=self.notes())
             self._worker.submit(self._saving.write)
 
-    def _finish(self) -> None:
-        saving, self._saving = self._saving, None
-        assert saving is not None, "only one that was begun ends"
-        with self._telling():
+    def settle(self) -> None:
+        """Wait until one that is on its way is there; collective."""
+        while self._saving:
             self._worker.drain()
+            self._lead_on(self._saving)
+
+    def _lead_on(self, saving: Saving) -> None:
+        """What the ranks do together once all of them have written."""
+        self._saving = None
+        with self._telling():
+            if not saving.agreed:
+                saving.agree()
+                self._worker.submit(lambda: self._seal(saving))
+                self._saving = saving
+                return
             saving.finish()
-            if self.pipe.rank == 0:
+            self._told = False
+
+    def _seal(self, saving: Saving) -> None:
+        saving.seal()
+        if self.pipe.rank == 0:
+            with contextlib.suppress(ConfigError):  # what cannot be removed is left for the next one
                 self._keep()
 
     def _keep(self) -> None:
@@ -104,24 +125,49 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
+        """Tell what the disk refuses: once, until it takes one again."""
         try:
             yield
         except TransportError:
             raise
         except PenstockError as error:
-            self.tell(f"a checkpoint was not written, training goes on: {error}")
+            if not self._told:
+                self.tell(f"a checkpoint was not written, those before stay and training goes on: {error}")
+            self._told = True
+
+
+def export(
+    source: Path, target: Callable[[int], Path], tell: Callable[[str], None]
+) -> tuple[Checkpoint, Path]:
+    """Write the plain model of the newest whole checkpoint that ``source`` names as safetensors.
+
+    Args:    target: the file for a model behind so many steps.
+    Returns: the checkpoint that was whole, and the file.
+    Raises:  ConfigError: there is none, or the file system refuses. CheckpointError: all are damaged."""
+
+    def written(folder: Path) -> tuple[Checkpoint, Path]:
+        checkpoint = Checkpoint(folder)
+        path = target(checkpoint.step)
+        checkpoint.model_file(path)
+        return checkpoint, path
+
+    return _first(_found(source, str(source)), written, tell)
 
 
 def find(source: Path) -> list[Path]:
     """The checkpoints that ``source`` names, the newest first: one, or those of a run.
 
     Raises: ConfigError: there is none."""
+    return _found(source, f"resume={source}")
+
+
+def _found(source: Path, typed: str) -> list[Path]:
     if (source / INDEX).exists():
         return [source]
     if found := RunFolder(path=source).whole_checkpoints():
         return found
     raise ConfigError(
-        f"resume={source} holds no checkpoint; name the folder of a run that wrote one (checkpoint.every=), "
+        f"{typed} holds no checkpoint; name the folder of a run that wrote one (checkpoint.every=), "
         "or of the checkpoint"
     )
 
@@ -133,11 +179,12 @@ def newest(source: Path, tell: Callable[[str], None]) -> Checkpoint:
     return _first(find(source), Checkpoint, tell)
 
 
-def resume(pipe: Pipeline, source: Path, tell: Callable[[str], None]) -> Mapping[str, Any]:
-    """Load the newest checkpoint that ``source`` names and that is whole; collective. Returns its notes.
+def resume(pipe: Pipeline, source: Path, tell: Callable[[str], None]) -> tuple[Path, Mapping[str, Any]]:
+    """Load the newest checkpoint that ``source`` names and that is whole; collective.
 
-    Raises: ConfigError: there is none. CheckpointError: all are damaged. PlanError: it does not suit."""
-    return _first(find(source), lambda folder: load(pipe, folder), tell)
+    Returns: its folder and its notes.
+    Raises:  ConfigError: there is none. CheckpointError: all are damaged. PlanError: it does not suit."""
+    return _first(find(source), lambda folder: (folder, load(pipe, folder)), tell)
 
 
 def _first(folders: list[Path], read: Callable[[Path], Any], tell: Callable[[str], None]) -> Any:
@@ -148,5 +195,5 @@ def _first(folders: list[Path], read: Callable[[Path], Any], tell: Callable[[str
             if not left:
                 raise
             said = str(error).removesuffix("; take an earlier checkpoint")
-            tell(f"{said}; the run goes on from the checkpoint before")
+            tell(f"{said}; the checkpoint before is taken")
     raise AssertionError("find returns one at least")

@@ -67,10 +67,11 @@ class Training:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def resume(self, step: int) -> None:
-        """Go on behind ``step`` steps, which are done."""
+    def resume(self, step: int, again: str) -> None:
+        """Go on behind ``step`` steps, which are done; ``again``: what to say of those done a second time."""
         self._before = self._done = step
-        self.note(f"goes on behind step {step} of {self._num_steps}, from a checkpoint")
+        more = f"; {again}" if again else ""
+        self.note(f"goes on behind step {step} of {self._num_steps}, from a checkpoint{more}")
 
     def step(self, report: Report) -> None:
         """Show one more step."""

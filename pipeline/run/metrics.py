@@ -30,6 +30,7 @@ SUMS = SENT | SAVED | SECONDS  # what is written of a stage, and what its report
 MOST = (
     "live_micro_batches", "live_versions", "versions_bytes", "peak_bytes", "resident_bytes", "device_bytes"
 )  # fmt: skip
+OF_ALL_STAGES = ("num_steps", "num_samples", "seconds", "loss")
 
 
 class Metrics:
@@ -132,9 +133,12 @@ class Totals:
                 total[name] = max(total[name], getattr(stage, name))
 
     def load(self, kept: Mapping[str, Any] | None) -> None:
-        """Go on from the sums of a run of as many stages; those of another cut begin anew."""
-        if kept and len(kept["stages"]) == len(self.stages):
-            vars(self).update(copy.deepcopy(dict(kept)), busy=tuple(kept["busy"]))
+        """Go on from the sums of a run; of stages and ranks only where there are as many stages again."""
+        if kept:
+            alike = len(kept["stages"]) == len(self.stages)
+            some = {name: kept[name] for name in kept if alike or name in OF_ALL_STAGES}
+            vars(self).update(copy.deepcopy(some))
+            self.busy = tuple(self.busy)
 
     def bubble(self, rank: int) -> float:
         """The share of the steps in which ``rank`` neither computed nor packed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -9,8 +11,14 @@ from typing import Any
 
 from ...compression.codec import LOSSY_CODECS
 from ...compression.errors import CheckpointError, ConfigError
+from ...conf.rules import shown
 from ...conf.schema import AGAIN, TrainConfig
-from .checkpoints import find, newest
+from ...stages.planner.plan import Plan
+from ..pipeline import Pipeline
+from ..runtime.checkpoint import Checkpoint
+from .checkpoints import find, newest, resume
+from .console import Training
+from .metrics import read_lines
 from .run_folder import RunFolder
 
 FREE = (
@@ -19,6 +27,12 @@ FREE = (
     "max_steps", "versions", "settings",
 )  # fmt: skip
 """What changes no bit of a synchronous training; what it changes of a stream, loading the state refuses."""
+
+ASKED = (
+    "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
+    "extra_in_flight", "link", "memory", "codec", "micro_batches", "device",
+)  # fmt: skip
+"""What a plan is made of; where all of it is the same, so is the plan, however long layers took this time."""
 
 BY_NATURE = ("threads", "micro_batches", "deterministic", "device", "tf32")
 """What changes bits because it changes how sums are made, and is said."""
@@ -30,13 +44,41 @@ OF_THE_LENGTH = ("epochs", "max_steps")
 """What a scheduler may have been told."""
 
 
-def resolve(config: TrainConfig, folder: RunFolder, tell: Callable[[str], None]) -> bool:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What a run goes on from; ``own``: it is the run in the same folder that does."""
+
+    checkpoint: Checkpoint
+    own: bool
+
+    def plan(self, config: TrainConfig) -> Plan | None:
+        """The plan of the checkpoint, if ``config`` asks for the same."""
+        ours, theirs = _both(config, self.checkpoint.notes)
+        if config.stages is None:
+            theirs["stages"] = None  # as many as the plan had
+        if any(ours.get(key) != theirs.get(key) for key in {*ours, *theirs} if _root(key) in ASKED):
+            return None
+        return self._plan
+
+    def compare(self, config: TrainConfig, plan: Plan, tell: Callable[[str], None]) -> None:
+        """Say what another cut changes."""
+        if config.clip.norm is not None and config.clip.scope == "stage" and plan.cuts != self._plan.cuts:
+            was, now = (shown(list(one.cuts)) for one in (self._plan, plan))
+            tell(f"bits may differ, for clip.scope=stage clips each stage: cuts={now} were {was}")
+
+    @property
+    def _plan(self) -> Plan:
+        kept = copy.deepcopy(self.checkpoint.index["plan"])  # reading a plan takes it apart
+        return Plan.of_json(kept, f"the plan of {self.checkpoint.folder}")
+
+
+def resolve(config: TrainConfig, folder: RunFolder, tell: Callable[[str], None]) -> Source | None:
     """Make ``config.resume`` the path of what the run goes on from, or None.
 
-    Returns: whether it continues the run in ``folder``.
+    Returns: that, opened.
     Raises:  ConfigError: it was another training, or there is no such checkpoint."""
     if config.resume is None:
-        return False
+        return None
     own = config.resume == AGAIN
     source = folder.path if own else Path(config.resume)
     try:
@@ -45,14 +87,14 @@ def resolve(config: TrainConfig, folder: RunFolder, tell: Callable[[str], None])
         if not own:
             raise
         config.resume = None  # a run that did not come to its first checkpoint, or none at all
-        return False
+        return None
     try:
         checkpoint = newest(source, tell)
     except CheckpointError as error:
         raise ConfigError(f"resume={config.resume}: {error}") from error
     check(config, checkpoint.notes, tell)
     config.resume = str(source.absolute())
-    return own
+    return Source(checkpoint=checkpoint, own=own)
 
 
 def check(config: TrainConfig, notes: Mapping[str, Any], tell: Callable[[str], None]) -> None:
@@ -60,13 +102,12 @@ def check(config: TrainConfig, notes: Mapping[str, Any], tell: Callable[[str], N
 
     Args:   notes: of the checkpoint.
     Raises: ConfigError: an option that decides bits is another one."""
-    theirs = notes.get("config")
-    if not isinstance(theirs, Mapping):
+    if not isinstance(notes.get("config"), Mapping):
         raise ConfigError(
             f"resume={config.resume} was not written by penstock train, and says nothing of its options; "
             "load it in Python (penstock.load)"
         )
-    ours, theirs = (dict(_flat(options)) for options in (dataclasses.asdict(config), theirs))
+    ours, theirs = _both(config, notes)
     told = []
     for key in sorted(set(ours) | set(theirs)):
         mine, there = ours.get(key), theirs.get(key)
@@ -90,6 +131,34 @@ def position(step: int, steps_of_an_epoch: int) -> tuple[int, int]:
     return epoch, step - epoch * steps_of_an_epoch
 
 
+def take_over(
+    pipe: Pipeline, source: str | None, metrics: Path, progress: Training
+) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
+    """Load what ``resolve`` found, and say behind which step the run goes on, and which it does again.
+
+    Args:    metrics: as the run left them, or none.
+    Returns: its notes, and what ``summary.json`` says of it; nothing of both without a source."""
+    if source is None:
+        return {}, None
+    folder, notes = resume(pipe, Path(source), progress.note)
+    step, last = pipe.num_steps, -1
+    with contextlib.suppress(OSError, ConfigError, IndexError):
+        last = read_lines(metrics)[-1]["step"]
+    repeated = max(0, last + 1 - step)
+    steps = f"steps {step + 1}-{step + repeated} are" if repeated > 1 else f"step {step + 1} is"
+    progress.resume(step, f"{steps} done again, in metrics.jsonl too" if repeated else "")
+    return notes, {"path": str(folder), "step": step, "repeated_steps": repeated}
+
+
+def _both(config: TrainConfig, notes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of now and of the checkpoint, flat."""
+    return dict(_flat(dataclasses.asdict(config))), dict(_flat(notes["config"]))
+
+
+def _root(key: str) -> str:
+    return key.partition(".")[0]
+
+
 def _kind(key: str, config: TrainConfig, mine: object, there: object) -> str:
     """ "free", "said" or "refused"."""
     if config.streams and key in OF_A_STREAM:
@@ -100,7 +169,7 @@ def _kind(key: str, config: TrainConfig, mine: object, there: object) -> str:
         return "said"
     if key in BY_NATURE:
         return "said"
-    return "free" if key.partition(".")[0] in FREE else "refused"
+    return "free" if _root(key) in FREE else "refused"
 
 
 def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

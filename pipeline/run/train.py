@@ -30,14 +30,14 @@ from ..ranks.launched import Launched
 from ..ranks.world import World
 from ..samples.samples import Samples
 from . import build, console, early
-from .checkpoints import Checkpoints, resume
+from .checkpoints import Checkpoints
 from .decide import decide, model_name, prepare
 from .epochs import loss, run_epochs
 from .exactness import place
 from .loggers import Loggers
 from .metrics import Metrics, summarise
 from .model_file import keeping, rescuing, save_model
-from .resume import resolve
+from .resume import resolve, take_over
 from .run_folder import RunFolder, config_of
 from .run_length import (
     check_batches,
@@ -68,13 +68,16 @@ def train(
     for note in samples.notes:
         console.warn(note)
     build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
-    resumes = resolve(config, folder, console.warn)
+    source = resolve(config, folder, console.warn)
     model = build.model(config.model, describe=samples.describe, seed=config.seed)
-    plan = given or decide(config, samples, model=model, autocast=build.autocast(config.autocast))
+    plan = given or (source and source.plan(config))
+    plan = plan or decide(config, samples, model=model, autocast=build.autocast(config.autocast))
+    if source:
+        source.compare(config, plan, console.warn)
     config.stages = plan.num_stages
     pipe = rehearse(config, plan, samples, model)
     del model
-    folder.begin(console.warn, resumes=resumes)
+    folder.begin(console.warn, resumes=source is not None and source.own)
     folder.save(config, plan)
     console.begin(plan, folder.path)
     if plan.num_ranks == 1:
@@ -150,11 +153,9 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
     first = pipe.rank == 0
     mark = folder.mark() if first else None
     with console.Training(num_steps, shown=first) as progress:
-        notes = resume(pipe, Path(config.resume), progress.note) if config.resume else {}
         path, tell = folder.metrics if first else None, progress.note
         names, options = config.loggers if first else (), dataclasses.asdict(config)
-        if notes:
-            progress.resume(pipe.num_steps)
+        notes, resumed = take_over(pipe, config.resume, folder.metrics, progress)
         with (
             Metrics(path, num_stages=plan.num_stages, tell=tell, first=pipe.num_steps) as metrics,
             Loggers(names, folder.path, first=pipe.num_steps, options=options, tell=tell) as loggers,
@@ -175,9 +176,10 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         if spans:  # a run that goes on may have had no step left
             save_step(folder, spans, title=_title(config, plan, step=num_steps - 1))
         sizes = {name: weight.numel() for name, weight in weights.items()}
-        facts = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
-        facts |= {"flows": flows, "turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns]}
-        save_json(folder.summary, summarise(metrics.totals, plan, sizes=sizes, test=test, **facts))
+        told = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
+        told |= {"turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns]}
+        told |= {"flows": flows, "resumed_from": resumed}
+        save_json(folder.summary, summarise(metrics.totals, plan, sizes=sizes, test=test, **told))
 
 
 def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:

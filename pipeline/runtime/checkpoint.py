@@ -10,8 +10,9 @@ tensor."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from ...compression.errors import CheckpointError
 from ...stages.device import is_gpu
-from ...stages.files import reason, refusing, save_json
+from ...stages.files import reason, refusing, save_json, sync
 from ...stages.tensor_file import Receipt, TensorFile, checksum, write_tensors
 from ..weights.update import Update
 from .state import State, chosen, put_together
@@ -53,12 +54,14 @@ def write_index(folder: Path, content: Mapping[str, Any], parts: Sequence[Mappin
 
     Raises: ConfigError: the file system refuses."""
     index = {"format": FORMAT, **content, "parts": list(parts)}
+    with refusing(folder):
+        sync(folder.parent)  # every rank saw to its part: the index names nothing that a crash can take
     save_json(folder / INDEX, {**index, "checksum": _checksum(index)})
     mine = {part["file"] for part in parts}
-    with refusing(folder):
-        for path in folder.glob("rank_*_*.safetensors"):
-            if path.name not in mine:
-                path.unlink(missing_ok=True)
+    for path in folder.glob("rank_*_*.safetensors"):
+        if path.name not in mine:
+            with contextlib.suppress(OSError):  # the next one will
+                path.unlink()
 
 
 class Checkpoint:
@@ -87,6 +90,27 @@ class Checkpoint:
         if not whole:
             raise self._altered()
 
+    def parts(self) -> Iterator[TensorFile]:
+        """The files that every rank wrote, opened one after the other.
+
+        Raises: CheckpointError: one is missing, shorter, or its header was altered."""
+        for noted in self.index["parts"]:
+            name = Path(noted["file"]).name
+            yield TensorFile(self.folder / name, Receipt(noted["bytes"], noted["header"]))
+
+    def model_file(self, path: Path) -> None:
+        """Write the plain model's tensors as safetensors, one at a time; a tied one under all its names.
+
+        Raises: CheckpointError: some of it is damaged. ConfigError: the file system refuses."""
+        found = {
+            key: (file, name)
+            for file in self.parts()
+            for key, name in file.notes["keys"].items()
+            if key not in file.notes["hidden"]
+        }
+        shapes = {key: file.shape(name) for key, (file, name) in found.items()}
+        write_tensors(path, shapes, read=lambda key: found[key][0].read(found[key][1]))
+
     def state(
         self, keys: Collection[str], names: Collection[str]
     ) -> tuple[dict[str, Any], set[str], set[str]]:
@@ -95,10 +119,7 @@ class Checkpoint:
         Returns: the state as ``state_dict`` has it, with those only; all keys and all parameters there are.
         Raises:  CheckpointError: a part is missing, shorter or altered where it was read."""
         parts, every = [], (set[str](), set[str]())
-        for noted in self.index["parts"]:
-            file = TensorFile(
-                self.folder / Path(noted["file"]).name, Receipt(noted["bytes"], noted["header"])
-            )
+        for file in self.parts():
             said, used = chosen(file.notes, keys, names)
             parts.append((said, {name: file.read(name) for name in used}))
             every[0].update(file.notes["keys"])

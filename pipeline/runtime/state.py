@@ -74,13 +74,14 @@ class State:
         Args:    hidden: also what the model's state_dict leaves out."""
         mine = [key for key in self.held if self.source[key] == self.world.rank]
         mine = [key for key in mine if hidden or key not in self.hidden]
-        tensors = {_of_model(key): self.held[key].detach() for key in mine}
+        keys = {key: f"model/{self.shared.get(key, key)}" for key in mine}  # a tied tensor is there once
+        tensors = {name: self.held[key].detach() for key, name in keys.items()}
         notes = {
             name: {part: _noted(name, part, items, tensors) for part, items in kept.items()}
             for name, kept in update.state().items()
         }
         said = {
-            "keys": mine,
+            "keys": keys,
             "hidden": [key for key in mine if key in self.hidden],
             "optimizer": notes,
             "classes": sorted({type(made).__name__ for made in update.optimizers.values()}),
@@ -158,10 +159,6 @@ def _once(tensor: torch.Tensor, *, like: torch.Tensor | None = None) -> torch.Te
     return tensor
 
 
-def _of_model(key: str) -> str:
-    return f"model/{key}"
-
-
 def _noted(
     name: str, part: str, items: Mapping[str, Any], tensors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
@@ -208,7 +205,7 @@ def put_together(
     scheduler = next((said["scheduler"] for said, _ in parts if said["scheduler"]), None)
     optimizer: dict[str, dict[str, Any]] = {}
     for said, tensors in parts:
-        model |= {key: tensors[_of_model(key)] for key in said["keys"]}
+        model |= {key: tensors[name] for key, name in said["keys"].items()}
         for name, kept in said["optimizer"].items():
             items = {
                 what: {k: tensors[i["tensor"]] if "tensor" in i else i["plain"] for k, i in noted.items()}
@@ -229,10 +226,10 @@ def put_together(
 
 def chosen(
     said: Mapping[str, Any], keys: Collection[str], names: Collection[str]
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any], set[str]]:
     """Of what a rank said only these keys of the model and parameters; and the tensors that this uses."""
     optimizer = {name: kept for name, kept in said["optimizer"].items() if name in names}
-    mine = [key for key in said["keys"] if key in keys]
+    mine = {key: name for key, name in said["keys"].items() if key in keys}
     items = [item for kept in optimizer.values() for noted in kept.values() for item in noted.values()]
-    used = [*map(_of_model, mine), *(item["tensor"] for item in items if "tensor" in item)]
+    used = {*mine.values(), *(item["tensor"] for item in items if "tensor" in item)}
     return {**said, "keys": mine, "optimizer": optimizer}, used

@@ -12,6 +12,7 @@ from typing import Any
 from ...compression import names
 from ...compression.errors import ConfigError
 from ...conf.bench import BenchPipelineConfig
+from ...conf.bench_checkpoint import BenchCheckpointConfig
 from ...conf.bench_codecs import BenchCodecsConfig
 from ...conf.convergence import BenchConvergenceConfig
 from ...pipeline.ranks.launch import check_ranks
@@ -63,6 +64,12 @@ def pipeline(config: BenchPipelineConfig, typed: Sequence[str] = ()) -> None:
         early.check_group(group, getattr(config, group))
 
 
+def checkpoint(config: BenchCheckpointConfig, typed: Sequence[str] = ()) -> None:
+    """Refuse a job that cannot be trained, and codecs that are not known or lose bits."""
+    early.check(config.job(), typed)
+    _known("codecs", config.codecs, names.lossless())
+
+
 def convergence(config: BenchConvergenceConfig, typed: Sequence[str] = ()) -> None:
     """Refuse policies, a codec and groups that are not known."""
     _known("policies", config.policies or (), POLICIES)
@@ -81,6 +88,9 @@ def _known(option: str, asked: Sequence[str], known: Collection[str]) -> None:
 
 
 TOPICS = {
+    "checkpoint": Topic(
+        schema=BenchCheckpointConfig, early=checkpoint, home=lambda config: "checkpoint_bench"
+    ),
     "codecs": Topic(schema=BenchCodecsConfig, early=codecs, home=lambda config: "codecs_bench"),
     "convergence": Topic(schema=BenchConvergenceConfig, early=convergence, home=lambda config: "convergence"),
     "pipeline": Topic(

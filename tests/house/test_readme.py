@@ -38,6 +38,7 @@ ELSEWHERE = {
     ". .venv/bin/activate": "test_quickstart.py",
     "pip install jupyterlab && jupyter lab scripts/notebooks/throughput.ipynb": "test_notebook.py",
 }
+EXPORT = "export "  # reads what a run left: test_checkpoint_example.py runs both
 # What a line needs so that it ends soon; the last of two settings counts.
 SHORT = "epochs=1 max_steps=1 hydra.run.dir=run"
 PACKAGE = """
@@ -73,7 +74,11 @@ def commands() -> list[str]:
     inline = [
         " ".join(code.split()) for p in PAGES for code in re.findall(r"`(penstock [^`]+)`", p.read_text())
     ]
-    return [c for c in dict.fromkeys([*lines(), *inline]) if re.match(r"penstock (?!bench$)(?!.*=N$)", c)]
+    return [
+        c
+        for c in dict.fromkeys([*lines(), *inline])
+        if re.match(rf"penstock (?!bench$|{EXPORT})(?!.*=N$)", c)
+    ]
 
 
 def python_blocks() -> list[tuple[str, str]]:

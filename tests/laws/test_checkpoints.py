@@ -107,6 +107,8 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path):
     saving = Saving(pipe, tmp_path, notes={})
     pipe.step(*batches[1])
     saving.write()
+    saving.agree()
+    saving.seal()
     pipe.step(*batches[2])
     saving.finish()
     again, _ = made(SMALL, seed=1)

@@ -47,7 +47,7 @@ def penstock(typed, capfd):
         ("stages=1000", "1000"),
         (
             "no_such_key=1",
-            "no_such_key=1: there is no option no_such_key; known are autocast, batch_size, checkpoint, clip",
+            "no_such_key=1: there is no option no_such_key; known are autocast, batch_size, checkpoint",
         ),
         ("+no_such_key=1", "no_such_key=1: there is no option no_such_key"),
         ("+clip.kind=1", "clip.kind=1: there is no option clip.kind"),
@@ -189,7 +189,7 @@ def test_without_a_command_the_commands_are_listed(capfd):
         assert f"penstock {name}" in out
     assert penstock("--version", capfd)[0] == 0
     code, out, error = penstock("trian", capfd)
-    assert (code, error) == (2, "penstock: trian is not a command; known are train, plan, bench\n")
+    assert (code, error) == (2, "penstock: trian is not a command; known are train, plan, export, bench\n")
 
 
 def test_a_sweep_that_cannot_be_kept_is_refused_in_one_sentence(capfd):
@@ -303,7 +303,7 @@ def test_the_bench_says_what_it_measured_and_where(capfd, tmp_path):
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("bench", "known are codecs"),
+        ("bench", "known are checkpoint, codecs"),
         ("bench nothing", "nothing is no topic"),
         ("bench codecs dtypes=[float7]", "float7"),
         ("bench codecs sizes=[big]", "big"),

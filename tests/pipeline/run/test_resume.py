@@ -6,17 +6,16 @@ import dataclasses
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from reference import same_bits
 from safetensors.torch import load_file
 
-from penstock import ConfigError
+from penstock import ConfigError, PlanError
 from penstock.conf.parts import CheckpointConfig
 from penstock.conf.schema import TrainConfig
+from penstock.pipeline.run import train
 from penstock.pipeline.run.resume import check, position
 from penstock.scripts import command
 
@@ -94,6 +93,43 @@ def test_a_run_keeps_the_newest_checkpoints_and_goes_on_from_the_last(whole, cap
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["steps"] == 10
     assert summary["samples"] == 2000
+    path = str(Path("run/checkpoints/step_00000008").absolute())
+    assert summary["resumed_from"] == {"path": path, "step": 8, "repeated_steps": 2}
+    assert json.loads((whole / "summary.json").read_text())["resumed_from"] is None
+
+
+def test_what_is_done_again_is_said_and_replaced(whole, capfd):
+    copied(whole, 8)
+    first = Path("run/metrics.jsonl").read_text().splitlines()
+    penstock(f"{ALONE} hydra.run.dir=run resume=auto")
+    said = " ".join(capfd.readouterr().out.split())
+    assert (
+        "goes on behind step 8 of 10, from a checkpoint; steps 9-10 are done again, in metrics.jsonl" in said
+    )
+    lines = Path("run/metrics.jsonl").read_text().splitlines()
+    assert lines[:8] == first[:8]
+    assert lines[8:] != first[8:10]  # its seconds
+    assert len(lines) == 10
+
+
+def test_a_run_that_goes_on_as_it_was_asked_keeps_its_plan(whole, monkeypatch, capfd):
+    def decide(*_, **__):
+        raise PlanError("measured again")
+
+    copied(whole, 8)
+    monkeypatch.setattr(train, "decide", decide)
+    penstock(f"{ALONE} hydra.run.dir=run resume=auto")
+    assert Path("run/plan.json").read_bytes() == (whole / "plan.json").read_bytes()
+    assert "measured again" in refused(f"{ALONE} hydra.run.dir=other resume={whole} stages=3", capfd)
+
+
+def test_the_norm_of_a_stage_on_another_cut_is_told(capfd):
+    job = f"{ALONE} clip.norm=0.01 clip.scope=stage"
+    penstock(f"{job} hydra.run.dir=first")
+    for more, said in (("hydra.run.dir=same", 0), ("hydra.run.dir=other stages=3", 1)):
+        penstock(f"{job} resume=first/checkpoints/step_00000008 {more}")
+        told = " ".join(capfd.readouterr().err.split())
+        assert told.count("bits may differ, for clip.scope=stage clips each stage: cuts=[") == said
 
 
 def test_the_same_run_goes_on_with_other_stages_and_another_schedule(whole):
@@ -120,7 +156,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_taken(whole, capfd):
     penstock(f"{ALONE} hydra.run.dir=run resume=auto")
     told = " ".join(capfd.readouterr().out.split())
     assert "is damaged" in told
-    assert "the run goes on from the checkpoint before" in told
+    assert "the checkpoint before is taken" in told
     assert "goes on behind step 8 of 10" in told
     assert same_run("run", whole)
     assert losses("run") == losses(whole)
@@ -192,111 +228,3 @@ def test_another_training_is_refused(ours, theirs, key):
 
 def test_a_place_in_the_data():
     assert [position(step, 4) for step in (0, 1, 4, 5, 8)] == [(0, 0), (0, 1), (0, 4), (1, 1), (1, 4)]
-
-
-OWN = """
-import os
-import signal
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-
-from penstock.pipeline.run import checkpoints
-from penstock.pipeline.samples import Description, Samples
-
-
-class Table(torch.utils.data.TensorDataset):
-    \"""Kills the process that is told in the file ``kill``, at a number of reads.\"""
-
-    reads = 0
-
-    def __getitem__(self, index):
-        self.reads += 1
-        die_at(f"read {self.reads}")
-        return super().__getitem__(index)
-
-
-def die_at(place):
-    order = Path("kill")
-    if order.exists() and dist.is_initialized() and order.read_text() == f"rank {dist.get_rank()} {place}":
-        order.unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def samples():
-    source = torch.Generator().manual_seed(0)
-    inputs = torch.randn(60, 6, generator=source)
-    table = Table(inputs, (inputs[:, 0] > 0).long())
-    return Samples(train=table, test=None, describe=Description(num_classes=2, input_shape=(6,)))
-
-
-class Net(torch.nn.Sequential):
-    def __init__(self, num_classes):
-        super().__init__(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, num_classes))
-
-
-write_index = checkpoints.Saving.finish
-
-
-def finish(saving):
-    die_at(f"checkpoint {saving.folder.name}")
-    write_index(saving)
-
-
-checkpoints.Saving.finish = finish
-"""
-OWN_JOB = (
-    "model._target_=own.Net data._target_=own.samples batch_size=20 micro_batches=2 epochs=4 seed=3 threads=1"
-    " optimizer.momentum=0.5 ranks=2 cuts=['1'] checkpoint.every=2 deadline=20"
-)
-
-
-def run_of(more):
-    """A run in a process of its own; its exit code and what it said."""
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock", "train", *f"{OWN_JOB} {more}".split()],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
-@pytest.fixture(scope="module")
-def own_whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("own")
-    (folder / "own.py").write_text(OWN)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        code, said = run_of("hydra.run.dir=run")
-    assert code == 0, said
-    return folder / "run"
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("killed", "step", "more"),
-    [
-        ("rank 1 read 141", 6, ""),  # ahead of step 7, in the third epoch
-        ("rank 0 read 121", 6, "schedule=gpipe"),  # a checkpoint is on its way, or just there
-        ("rank 1 checkpoint step_00000008", 6, "ranks=1 stages=2"),  # its own part lies there, and no index
-    ],
-)
-def test_a_run_with_a_killed_rank_ends_with_the_bits_of_one_that_was_not(own_whole, killed, step, more):
-    Path("own.py").write_text(OWN)
-    Path("kill").write_text(killed)
-    code, said = run_of("hydra.run.dir=run")
-    assert code == 2
-    assert "killed by SIGKILL" in said, said
-    assert not Path("kill").exists()
-    assert not Path("run/summary.json").exists()
-    code, said = run_of(f"{more} hydra.run.dir=run resume=auto")
-    assert code == 0, said
-    begun = int(said.partition("goes on behind step ")[2].split()[0])
-    assert step - 2 <= begun <= step
-    assert losses("run") == losses(own_whole)
-    assert Path("run/model.safetensors").read_bytes() == (own_whole / "model.safetensors").read_bytes()
-    assert not list(Path("run").rglob("*.part"))

@@ -321,3 +321,32 @@ def test_an_image_that_cannot_be_decoded_is_refused_by_name(tmp_path: Path, dama
 def test_an_image_that_no_memory_holds_is_refused() -> None:
     with pytest.raises(ConfigError, match="makes an image of more than"):
         SAMPLES["fake"](size=10**8)
+
+
+class Augmented(torch.utils.data.Dataset):
+    """A data set that draws."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return index + torch.rand(2), 0
+
+
+def test_a_data_set_that_draws_has_the_same_batches_on_every_rank_and_when_a_run_goes_on():
+    samples = Samples(
+        train=Augmented(), test=Augmented(), describe=Description(num_classes=1, input_shape=(2,))
+    )
+    drawn = [inputs for inputs, _ in samples.batches("train", batch_size=3, seed=1, epoch=2)]
+    before = torch.get_rng_state()
+    torch.rand(5)
+    state = torch.get_rng_state()
+    again = [inputs for inputs, _ in samples.batches("train", batch_size=3, seed=1, epoch=2, first=2)]
+    assert torch.equal(torch.stack(drawn[2:]), torch.stack(again))
+    assert torch.equal(state, torch.get_rng_state())
+    assert not torch.equal(state, before)
+    (first, *_), (other, *_) = (
+        [inputs for inputs, _ in samples.batches("train", batch_size=3, seed=1, epoch=epoch)]
+        for epoch in (2, 3)
+    )
+    assert not torch.equal(first % 1, other % 1)

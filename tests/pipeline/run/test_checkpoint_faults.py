@@ -1,0 +1,269 @@
+"""Full and read-only disks, and files that were damaged later: no training ends, and nobody is misled."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Case, pipeline_of, plan_of
+from reference import same_bits
+from zoo import build
+
+import penstock
+from penstock.conf.schema import CheckpointConfig
+from penstock.pipeline.run.checkpoints import Checkpoints, resume
+from penstock.pipeline.run.run_folder import RunFolder
+
+CASE = Case(model="mlp", cuts=2, optimizer="adamw", scheduler=True, steps=6)
+
+
+class Run:
+    """Steps and their checkpoints, as ``penstock train`` has them; ``said``: what a person was told."""
+
+    def __init__(self, folder, *, every=1, keep=9, plan=None):
+        model, self.batches = build(CASE.model, CASE.dtype, CASE.steps)
+        self.pipe = pipeline_of(CASE, plan or plan_of(CASE)[0], model)
+        self.said, self.folder = [], RunFolder(path=Path(folder))
+        options = CheckpointConfig(every=every, keep=keep)
+        self.kept = Checkpoints(self.pipe, self.folder.checkpoints, options, tell=self.said.append)
+
+    def __enter__(self):
+        self.kept.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.kept.__exit__(*error)
+
+    def steps(self, number):
+        for _ in range(number):
+            self.kept.after(self.pipe.step(*self.batches[self.pipe.num_steps]))
+        self.kept.settle()
+        return self.whole()
+
+    def whole(self):
+        """The steps of the checkpoints that are there, each of them read to its end."""
+        found = self.folder.whole_checkpoints()
+        for folder in found:
+            penstock.load(Run(self.folder.path / "other").pipe, folder)
+        return sorted(int(folder.name[5:]) for folder in found)
+
+
+def mounted(folder, options):
+    """Mount a file system of its own in ``folder``; returns what mounts it again with other options."""
+    mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a file system of its own can be mounted by root only, and not in every container")
+    return lambda others: subprocess.run(
+        ["mount", "-o", f"remount,{others}", str(folder)], check=True, capture_output=True
+    )
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A run's folder for checkpoints on a file system of its own, which takes two of them and not three."""
+    with Run(tmp_path / "measure") as run:
+        run.steps(1)
+    (part,) = (tmp_path / "measure").rglob("*.safetensors")
+    pages = -(-part.stat().st_size // 4096) + 2  # and the index
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    yield tmp_path / "run", mounted(folder, f"size={(2 * pages + 1) * 4}k")
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def end_of(run):
+    run.steps(CASE.steps - run.pipe.num_steps)
+    return run.pipe.state_dict()
+
+
+def same(a, b):
+    return all(same_bits(a["model"][name], b["model"][name]) for name in a["model"])
+
+
+@pytest.fixture
+def undisturbed(tmp_path):
+    with Run(tmp_path / "undisturbed", every=99) as run:
+        return end_of(run)
+
+
+def test_a_disk_that_is_full_ends_no_training_and_is_told_once(disk, undisturbed):
+    folder, remount = disk
+    with Run(folder) as run:
+        assert run.steps(2) == [1, 2]
+        assert run.said == []
+        assert run.steps(2) == [1, 2]
+        (said,) = run.said
+        assert said.startswith("a checkpoint was not written, those before stay and training goes on: ")
+        assert "(No space left on device); free space there" in said
+        assert not list(folder.rglob("*.part"))
+        remount("size=64m")
+        assert run.steps(1) == [1, 2, 5]
+        assert run.said == [said]
+        assert same(end_of(run), undisturbed)
+        assert run.whole() == [1, 2, 5, 6]
+
+
+def test_a_disk_that_becomes_read_only_ends_no_training_and_is_told_once(disk, undisturbed):
+    folder, remount = disk
+    with Run(folder, keep=1) as run:
+        assert run.steps(1) == [1]
+        remount("ro")
+        assert run.steps(2) == [1]
+        (said,) = run.said
+        assert "(Read-only file system); make it writable" in said
+        remount("rw")
+        assert run.steps(1) == [4]
+        assert len(run.said) == 1
+        remount("ro")
+        assert same(end_of(run), undisturbed)
+        assert len(run.said) == 2
+        remount("rw")
+
+
+def test_a_whole_run_on_a_full_disk_ends_and_goes_on_from_what_it_has(disk, capfd, monkeypatch):
+    from penstock.scripts import command
+
+    folder, _ = disk
+    monkeypatch.chdir(folder.parent)
+    job = (
+        "train model=mlp model.hidden=[128] data.size=8 data.channels=1 batch_size=200 max_steps=6 epochs=2"
+        " threads=1 ranks=1 stages=2 checkpoint.every=1 checkpoint.keep=9"
+    ).split()
+    assert command.run([*job, "hydra.run.dir=run"]) == 0
+    out = " ".join(capfd.readouterr().out.split())
+    assert out.count("a checkpoint was not written") == 1
+    assert "No space left on device" in out
+    kept = RunFolder(path=folder).whole_checkpoints()
+    assert 0 < len(kept) < 6
+    assert command.run([*job, "hydra.run.dir=again", "resume=run", "checkpoint.every=9"]) == 0
+    ours, theirs = (Path(name, "model.safetensors").read_bytes() for name in ("again", "run"))
+    assert ours == theirs
+
+
+def on_a_small_rank(plan_path, folder):
+    run = Run(folder, plan=penstock.Plan.load(plan_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with run:
+        for limit in (limits[0], 512, limits[0]):
+            if run.pipe.rank == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+            run.kept.after(run.pipe.step(*run.batches[run.pipe.num_steps]))
+            run.kept.now()
+    return run.said, run.pipe.num_steps
+
+
+@pytest.mark.ranks
+def test_what_one_rank_cannot_write_all_leave_and_rank_0_tells(ranks, tmp_path):
+    plan_of(CASE)[0].save(tmp_path / "plan.json")
+    said = ranks.run(on_a_small_rank, str(tmp_path / "plan.json"), str(tmp_path / "run"), ranks=2)
+    assert [steps for _, steps in said] == [3, 3]
+    (told,), _ = said[0]
+    assert "rank 1: " in told
+    assert "(File too large); free space there" in told
+    kept = RunFolder(path=tmp_path / "run").whole_checkpoints()
+    assert [path.name for path in kept] == ["step_00000003", "step_00000001"]
+    assert len(list((tmp_path / "run").rglob("*.safetensors"))) == 4
+    assert not list((tmp_path / "run").rglob("*.part"))
+
+
+def test_no_step_waits_for_the_disk_and_names_follow_their_bytes(tmp_path, monkeypatch):
+    done, main = [], threading.current_thread()
+    sync, root = os.fsync, str(tmp_path)
+
+    def fsync(file):
+        path = os.readlink(f"/proc/self/fd/{file}")
+        if path.startswith(root):
+            assert threading.current_thread() is not main
+            done.append(("sync", kind_of(path)))
+        sync(file)
+
+    def kind_of(path):
+        name = Path(path).name
+        return "part" if "safetensors" in name else "index" if "index" in name else name
+
+    def renamed(event, args):
+        if event == "os.rename" and str(args[1]).startswith(root):
+            done.append(("rename", kind_of(args[1])))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    sys.addaudithook(renamed)
+    with Run(tmp_path) as run:
+        run.steps(1)
+    assert done == [
+        ("sync", "part"), ("rename", "part"), ("sync", "step_00000001"), ("sync", "checkpoints"),
+        ("sync", "index"), ("rename", "index"), ("sync", "step_00000001"),
+    ]  # fmt: skip
+
+
+def test_one_of_this_moment_is_there_when_it_was_asked_for(tmp_path):
+    with Run(tmp_path, every=4) as run:
+        run.steps(2)
+        run.kept.now()
+        run.kept.now()
+        assert run.whole() == [2]
+        run.kept.after(dataclasses.replace(run.pipe.step(*run.batches[2])))
+        run.kept.after(run.pipe.step(*run.batches[3]))
+        run.kept.now()
+        assert run.whole() == [2, 4]
+
+
+def sections(folder):
+    """(file, first byte, end) of all that a checkpoint is made of."""
+    index = folder / "index.json"
+    start = 0
+    for line in index.read_bytes().splitlines(keepends=True):
+        yield index, start, start + len(line.rstrip())
+        start += len(line)
+    for part in sorted(folder.glob("rank_*")):
+        data = part.read_bytes()
+        header = 8 + int.from_bytes(data[:8], "little")
+        yield part, 0, 8
+        entries = json.loads(data[8:header])
+        for name in entries:
+            place = data.index(json.dumps(name).encode(), 8)
+            yield part, place, place + len(name) + 2
+        notes = data.index(b'"__metadata__"') + 14
+        for place in range(notes, data.index(b"data_offsets"), 97):  # its numbers, checksums and strides
+            yield part, place, place + 97
+        for name, entry in entries.items():
+            if name != "__metadata__" and entry["data_offsets"][0] < entry["data_offsets"][1]:
+                yield part, header + entry["data_offsets"][0], header + entry["data_offsets"][1]
+
+
+@pytest.mark.slow
+def test_damage_to_any_section_is_told_and_the_checkpoint_before_taken(tmp_path):
+    with Run(tmp_path / "run") as run:
+        run.steps(2)
+    before, newest = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    again, harmed = Run(tmp_path / "again").pipe, 0
+    whole = torch.cat([tensor.flatten() for tensor in again.state_dict()["model"].values()])
+    for file, start, end in [*sections(newest)]:
+        data = file.read_bytes()
+        middle = (start + end) // 2
+        bit = 1 if harmed % 4 else 0x80
+        for harm in (data[:middle] + bytes([data[middle] ^ bit]) + data[middle + 1 :], data[:middle]):
+            file.write_bytes(harm)
+            said = []
+            folder, _ = resume(again, tmp_path / "run", said.append)
+            assert folder == before, (file.name, start, end)
+            assert len(said) == 1, (file.name, start, end)
+            assert "is damaged" in said[0]
+            assert said[0].endswith("; the checkpoint before is taken")
+            harmed += 1
+        file.write_bytes(data)
+    assert harmed > 100
+    assert again.num_steps == 1
+    assert not same_bits(
+        whole, torch.cat([tensor.flatten() for tensor in again.state_dict()["model"].values()])
+    )
+    folder, _ = resume(again, tmp_path / "run", pytest.fail)
+    assert folder == newest

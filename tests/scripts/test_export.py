@@ -1,0 +1,147 @@
+"""``penstock export``: the model of a checkpoint, as a finished run would have written it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Case, pipeline_of, plan_of
+from reference import same_bits
+from safetensors.torch import load_file
+from zoo import build
+
+import penstock
+from penstock.pipeline.run.model_file import save_model
+from penstock.scripts import command
+from penstock.stages import tensor_file
+
+TIED = Case(model="gpt_tied", cuts=3, optimizer="adamw", steps=3)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run folder with two checkpoints, and the states they were made of."""
+    torch.manual_seed(0)
+    run = tmp_path_factory.mktemp("trained") / "run"
+    model, batches = build(TIED.model, TIED.dtype, TIED.steps)
+    pipe = pipeline_of(TIED, plan_of(TIED)[0], model)
+    states = {}
+    for step, batch in enumerate(batches[:2], start=1):
+        pipe.step(*batch)
+        penstock.save(pipe, run / "checkpoints" / f"step_{step:08}")
+        states[step] = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+    return run, states
+
+
+@pytest.fixture
+def run(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained[0], "run")
+    return trained[1]
+
+
+def exported(*typed, capfd):
+    code = command.run(["export", *map(str, typed)])
+    return code, *capfd.readouterr()
+
+
+def harm(step):
+    part = next(Path(f"run/checkpoints/step_{step:08}").glob("rank_0_*"))
+    data = bytearray(part.read_bytes())
+    length = 8 + int.from_bytes(data[:8], "little")
+    data[length + json.loads(data[8:length])["model/token.weight"]["data_offsets"][0]] ^= 1
+    part.write_bytes(data)
+
+
+def test_the_file_is_that_of_a_finished_run_and_loads_strictly(run, capfd):
+    code, out, err = exported("run", capfd=capfd)
+    assert (code, err) == (0, "")
+    assert out == "model_step_2.safetensors: the model behind step 2, from run/checkpoints/step_00000002\n"
+    found = load_file("model_step_2.safetensors")
+    assert found.keys() == run[2].keys()
+    assert all(same_bits(found[name], run[2][name]) for name in found)
+    save_model(Path("finished.safetensors"), run[2])
+    assert Path("finished.safetensors").read_bytes() == Path("model_step_2.safetensors").read_bytes()
+    model, _ = build(TIED.model, TIED.dtype, 1)
+    tied = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    assert len(tied) > len(list(model.parameters()))
+    model.load_state_dict(found, strict=True)
+
+
+def test_one_checkpoint_and_one_output_are_named(run, capfd):
+    code, out, _ = exported("run/checkpoints/step_00000001", "output=one.safetensors", capfd=capfd)
+    assert code == 0
+    assert out.startswith("one.safetensors: the model behind step 1")
+    found = load_file("one.safetensors")
+    assert all(same_bits(found[name], run[1][name]) for name in run[1])
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_taken(run, capfd):
+    harm(2)
+    code, out, err = exported("run", capfd=capfd)
+    assert code == 0
+    assert "is damaged" in err
+    assert "the checkpoint before is taken" in err
+    assert out.startswith("model_step_1.safetensors: the model behind step 1")
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["model_step_1.safetensors", "run"]
+    harm(1)
+    code, out, err = exported("run", "output=new.safetensors", capfd=capfd)
+    assert (code, out) == (command.REFUSED, "")
+    assert "is damaged" in err.splitlines()[-1]
+    assert not list(Path.cwd().glob("*.part"))
+    assert not Path("new.safetensors").exists()
+
+
+def test_no_more_than_one_tensor_is_held(run, capfd, monkeypatch):
+    read, held = tensor_file.TensorFile.read, []
+
+    def watched(file, name):
+        assert [one for one in held if one() is not None] == []
+        tensor = read(file, name)
+        held.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(tensor_file.TensorFile, "read", watched)
+    assert exported("run", capfd=capfd)[0] == 0
+    assert len(held) == len(run[2])
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("", "reads one run or checkpoint, found none; write penstock export RUN output=FILE"),
+        ("run run", "reads one run or checkpoint, found run run"),
+        ("run outptu=a", "penstock export has no option outptu=a"),
+        ("run --force", "penstock export has no option --force"),
+        ("run output=", "output= names no file"),
+        ("nowhere", "nowhere holds no checkpoint; name the folder of a run that wrote one"),
+        ("run output=there", "there is there already and is not written over"),
+        ("run output=no/folder/a", "no/folder/a cannot be written (No such file or directory)"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(run, capfd, typed, told):
+    Path("there").write_text("mine")
+    Path("model_step_2.safetensors").write_text("mine")
+    code, out, err = exported(*typed.split(), capfd=capfd)
+    assert (code, out) == (command.REFUSED, "")
+    assert told in err
+    assert len(err.splitlines()) == 1
+    assert exported("run", capfd=capfd)[0] == command.REFUSED
+    assert Path("there").read_text() == Path("model_step_2.safetensors").read_text() == "mine"
+
+
+def test_help_and_refusals_do_not_wait_for_torch():
+    script = (
+        "import sys; from penstock.scripts import command;"
+        "codes = [command.run(['export', '--help']), command.run(['export'])];"
+        "assert 'torch' not in sys.modules; sys.exit(codes != [0, 2])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "output=FILE" in done.stdout
