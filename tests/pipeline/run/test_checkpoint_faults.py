@@ -19,7 +19,7 @@ from reference import same_bits
 from zoo import build
 
 import penstock
-from penstock.conf.schema import CheckpointConfig
+from penstock.conf.parts import CheckpointConfig
 from penstock.pipeline.run.checkpoints import Checkpoints, resume
 from penstock.pipeline.run.run_folder import RunFolder
 
