@@ -46,7 +46,7 @@ class Checkpoints:
         self.notes: Callable[[], Mapping[str, Any]] = dict
         self._worker = Worker("checkpoints", depth=1)
         self._saving: Saving | None = None
-        self._last = time.monotonic()
+        self._last, self._begun = time.monotonic(), -1
         if pipe.rank == 0:
             self._remove(path for path in root.glob("step_*") if step_of(path) > pipe.num_steps)
 
@@ -56,7 +56,8 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and self._saving:
             self._finish()
-        self._worker.close()
+        if kind is None or not issubclass(kind, KeyboardInterrupt):  # who stops a run waits for no disk
+            self._worker.close()
 
     def after(self, report: Report) -> None:
         """Begin a checkpoint if the steps or the time since the last one say so; end one that is written."""
@@ -68,6 +69,17 @@ class Checkpoints:
                 self._finish()
             self._begin(step)
 
+    def now(self) -> None:
+        """Have a checkpoint of this moment, and wait until it is there; collective.
+
+        A stream is drained by one, which changes bits, so those that were asked for must do."""
+        if self._saving:
+            self._finish()
+        if self._begun != self.pipe.num_steps and not (self.pipe.plan.streams and self.options.every):
+            self._begin(self.pipe.num_steps)
+            if self._saving:
+                self._finish()
+
     def _is_due(self, step: int) -> bool:
         every, minutes = self.options.every, self.options.minutes
         due = every is not None and step % every == 0
@@ -77,7 +89,7 @@ class Checkpoints:
         return due
 
     def _begin(self, step: int) -> None:
-        self._last = time.monotonic()
+        self._last, self._begun = time.monotonic(), step
         with self._telling():
             self._saving = Saving(self.pipe, self.root / f"step_{step:08}", notes=self.notes())
             self._worker.submit(self._saving.write)

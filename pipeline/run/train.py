@@ -15,39 +15,31 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from itertools import islice
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from ...compression.errors import PlanError, ScheduleError
 from ...conf.schema import TrainConfig
 from ...stages.files import save_json
 from ...stages.planner.plan import Plan
-from ...stages.tracing.layers import casting
 from ..pipeline import Pipeline
 from ..ranks.launch import cores, init, run_rank, start_ranks
 from ..ranks.launched import Launched
 from ..ranks.world import World
-from ..runtime.report import Report
 from ..samples.samples import Samples
 from . import build, console, early
+from .asked import Asked
 from .checkpoints import Checkpoints, resume
 from .decide import decide, model_name, prepare
+from .epochs import loss, run_epochs
 from .exactness import place
 from .metrics import Metrics, summarise
 from .model_file import keeping, rescuing, save_model
-from .resume import position, resolve
+from .resume import resolve
 from .run_folder import RunFolder, config_of
-from .run_length import (
-    check_batches,
-    count_steps,
-    count_updates,
-    steps_of_an_epoch,
-    training_batches,
-)
+from .run_length import check_batches, count_steps, count_updates
 from .step_files import save_step
 
 
@@ -161,11 +153,12 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         with (
             Metrics(path, num_stages=plan.num_stages, tell=tell, first=pipe.num_steps) as metrics,
             Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell) as kept,
+            Asked(pipe, kept.now) as asked,
         ):
             metrics.totals.load(notes.get("totals"))
             kept.notes = lambda: {"config": dataclasses.asdict(config), "totals": vars(metrics.totals)}
-            see = [metrics.add, progress.step, kept.after]
-            test = run_epochs(pipe, plan, config, samples, see=see, note=tell)
+            see = [metrics.add, progress.step, kept.after, asked.after]
+            test = run_epochs(pipe, plan, config, samples, see=see, between=asked.between, note=tell)
     weights, spans, flows = pipe.state_dict()["model"], pipe.timeline(), pipe.flows()
     pipe.close()
     if mark is None:
@@ -180,59 +173,6 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         facts = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
         facts |= {"flows": flows, "turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns]}
         save_json(folder.summary, summarise(metrics.totals, plan, sizes=sizes, test=test, **facts))
-
-
-def run_epochs(
-    pipe: Pipeline,
-    plan: Plan,
-    config: TrainConfig,
-    samples: Samples,
-    *,
-    see: Sequence[Callable[[Report], None]],
-    note: Callable[[str], None],
-) -> dict[str, float]:
-    """Take every step that is left and test after each epoch; return the last test's results."""
-    left = count_steps(config, samples) - pipe.num_steps
-    test: dict[str, float] = {}
-    begin, done = position(pipe.num_steps, steps_of_an_epoch(config, samples))
-    for epoch in range(begin, config.epochs):
-        batches = training_batches(config, samples, epoch=epoch, first=done if epoch == begin else 0)
-        for inputs, targets in islice(batches, max(0, left)):
-            report = pipe.step(inputs, targets)
-            left -= 1
-            for one in see:
-                one(report)
-        test = evaluate(pipe, plan, config, samples)
-        if test:
-            result = f"test accuracy {test['accuracy']:.2%}, test loss {test['loss']:.4f}"
-            note(f"epoch {epoch + 1}/{config.epochs}: {result}")
-        if left <= 0:
-            break
-    return test
-
-
-def evaluate(pipe: Pipeline, plan: Plan, config: TrainConfig, samples: Samples) -> dict[str, float]:
-    """Return the accuracy and the mean loss over the test split, on every rank; nothing without one."""
-    if samples.test is None:
-        return {}
-    right = total = 0
-    lost = 0.0
-    for inputs, targets in samples.batches("test", batch_size=config.batch_size):
-        outputs = pipe.evaluate(inputs)
-        if outputs is not None:
-            targets = targets.to(outputs.device)
-            right += int((outputs.argmax(-1) == targets).sum())
-            with casting(build.autocast(config.autocast), outputs.device):
-                lost += float(loss(outputs, targets)) * targets.numel()
-            total += targets.numel()
-    last = plan.rank_of(-1, 0)
-    right, lost, total = (pipe.world.broadcast(number, last) for number in (right, lost, total))
-    return {"accuracy": right / total, "loss": lost / total}
-
-
-def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy of classes (batch, classes) or of characters (batch, length, classes)."""
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
 def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:

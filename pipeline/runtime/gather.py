@@ -15,16 +15,18 @@ from .report import StageReport
 
 
 def gather_reports(
-    world: World, loss: float, reports: Mapping[int, StageReport], *, num_stages: int
-) -> tuple[float, tuple[StageReport, ...]]:
-    """Return the loss, which one rank has and the others give as 0, and the report of every stage."""
-    mine = [loss]
+    world: World, loss: float, reports: Mapping[int, StageReport], *, num_stages: int, asked: int
+) -> dict[str, Any]:
+    """Return of a Report the loss, which one rank has and the others give as 0, what every stage reports, and
+    the largest number that a rank was ``asked`` to tell."""
+    mine = [float(asked), loss]
     for stage in range(num_stages):
         mine += reports.get(stage, StageReport()).numbers()
-    total, *numbers = world.all_reduce(mine)
+    told, *columns = zip(*world.all_gather(mine), strict=True)
+    total, *numbers = map(sum, columns)
     size = len(numbers) // num_stages
     rows = [numbers[i : i + size] for i in range(0, len(numbers), size)]
-    return total, tuple(map(StageReport.of, rows))
+    return {"loss": total, "stages": tuple(map(StageReport.of, rows)), "asked": int(max(told))}
 
 
 def gather_spans(world: World, spans: Sequence[Span]) -> list[Span]:
