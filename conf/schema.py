@@ -130,6 +130,7 @@ class TrainConfig(PlanConfig):
         deadline: seconds that any wait between ranks may take before the run ends
         checkpoint: when the run writes one, and how many it keeps
         resume: go on from a checkpoint: auto, of the same hydra.run.dir; or the folder of a run or checkpoint
+        traceback: print the traceback of what failed, which is else in errors/ of the run folder only
         versions: written into config.yaml by a run, never read
         settings: the same, of how torch is set, for the bits of a GPU
     """
@@ -144,6 +145,7 @@ class TrainConfig(PlanConfig):
     deadline: float = 60.0
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: str | None = None
+    traceback: bool = False
     versions: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
 

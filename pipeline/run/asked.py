@@ -37,7 +37,8 @@ class Asked:
         """The same in the middle of a test, which is done again by the run that goes on; collective.
 
         Raises: Stopped: a rank was asked to stop."""
-        if asked := int(max(row[0] for row in self.pipe.world.all_gather([self.pipe.asked]))):
+        rows = self.pipe.world.all_gather([self.pipe.asked], at="the middle of a test")
+        if asked := int(max(row[0] for row in rows)):
             self._stop(asked)
 
     def _note(self, number: int) -> None:

@@ -85,7 +85,7 @@ class Checkpoints:
         due = every is not None and step % every == 0
         if minutes is not None:  # clocks differ, so rank 0's counts
             late = time.monotonic() - self._last >= 60 * minutes
-            due = bool(self.pipe.world.broadcast(float(late), 0)) or due
+            due = bool(self.pipe.world.broadcast(float(late), 0, at="a checkpoint")) or due
         return due
 
     def _begin(self, step: int) -> None:

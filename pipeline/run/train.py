@@ -35,6 +35,7 @@ from .checkpoints import Checkpoints, resume
 from .decide import decide, model_name, prepare
 from .epochs import loss, run_epochs
 from .exactness import place
+from .failed import traced
 from .metrics import Metrics, summarise
 from .model_file import keeping, rescuing, save_model
 from .resume import resolve
@@ -74,13 +75,15 @@ def train(
     folder.save(config, plan)
     console.begin(plan, folder.path)
     if plan.num_ranks == 1:
-        train_rank(config, plan, folder, samples, pipe)
+        with traced(config, folder.errors):
+            train_rank(config, plan, folder, samples, pipe)
     elif launched:
         del pipe  # this rank needs the memory
         launched.post(
             {"folder": str(folder.path), "config": folder.config.read_text(), "plan": plan.to_json()}
         )
-        join(config, plan, folder, init=launched.init)
+        with traced(config, folder.errors):
+            join(config, plan, folder, init=launched.init)
     else:
         del pipe  # the ranks need the memory
         if place(config).is_gpu:
@@ -88,7 +91,8 @@ def train(
         with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
             told.tell(config, plan)
             arguments = [str(told.path), str(folder.path)]
-            start_ranks(__name__, arguments, errors=told.errors, stages_of_rank=plan.stages_of_rank)
+            with traced(config):
+                start_ranks(__name__, arguments, errors=told.errors, stages_of_rank=plan.stages_of_rank)
     console.close(folder.read_summary(), files=[folder.plan_picture, folder.timeline, folder.trace])
 
 
@@ -128,7 +132,9 @@ def follow(launched: Launched) -> None:
     """Train as a rank that a launcher started, in all runs that rank 0 decides on."""
     while run := launched.follow():
         config, plan = config_of(run["config"]), Plan.of_json(run["plan"], "the plan of rank 0")
-        join(config, plan, RunFolder(path=Path(run["folder"])), init=launched.init)
+        folder = RunFolder(path=Path(run["folder"]))
+        with traced(config, folder.errors):
+            join(config, plan, folder, init=launched.init)
 
 
 def join(config: TrainConfig, plan: Plan, folder: RunFolder, *, init: Callable[..., World] = init) -> None:

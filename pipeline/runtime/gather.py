@@ -22,7 +22,7 @@ def gather_reports(
     mine = [float(asked), loss]
     for stage in range(num_stages):
         mine += reports.get(stage, StageReport()).numbers()
-    told, *columns = zip(*world.all_gather(mine), strict=True)
+    told, *columns = zip(*world.all_gather(mine, at="the report of a step"), strict=True)
     total, *numbers = map(sum, columns)
     size = len(numbers) // num_stages
     rows = [numbers[i : i + size] for i in range(0, len(numbers), size)]
@@ -31,12 +31,12 @@ def gather_reports(
 
 def gather_spans(world: World, spans: Sequence[Span]) -> list[Span]:
     """Return the spans of all ranks."""
-    return [Span(*fields) for row in world.all_gather_json(list(spans)) for fields in row]
+    return [Span(*fields) for row in world.all_gather_json(list(spans), at="the timeline") for fields in row]
 
 
 def gather_flows(world: World, totals: Mapping[Flow, Sequence[int]], policy: Policy) -> list[dict[str, Any]]:
     """Return the flows that all ranks send, with their bytes raw and sent, and the codec of each now."""
-    rows = world.all_gather_json([[*flow, *total] for flow, total in totals.items()])
+    rows = world.all_gather_json([[*flow, *total] for flow, total in totals.items()], at="the flows")
     names = (*Flow._fields, "bytes_raw", "bytes_sent")
     found = [dict(zip(names, fields, strict=True)) for row in rows for fields in row]
     codecs = [policy.codec(Flow(*(flow[name] for name in Flow._fields))) for flow in found]

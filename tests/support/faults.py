@@ -40,6 +40,8 @@ def come_to(place):
     if action == "sleep":
         print("sleeps", flush=True)
         return time.sleep(600)
+    if action == "raise":
+        raise ValueError("sky")
     os.kill(os.getppid() if whom else os.getpid(), getattr(signal, action))
     if whom:
         time.sleep(1)
@@ -79,8 +81,16 @@ class Optimizer(torch.optim.SGD):
 
 
 class Table(torch.utils.data.TensorDataset):
+    loader = None  # with LOADER in the environment, one whose worker dies
+
     def __getitem__(self, index):
         come_to("read")
+        if "LOADER" in os.environ and "RANK" in os.environ:
+            plain = torch.utils.data.TensorDataset(*self.tensors)
+            self.loader = self.loader or iter(torch.utils.data.DataLoader(plain, None, num_workers=1))
+            if counts["read"] == 50:
+                os.kill(self.loader._workers[0].pid, signal.SIGKILL)
+            next(self.loader)
         return super().__getitem__(index)
 
 
@@ -92,13 +102,13 @@ def samples():
 """
 
 
-def started(folder, more, *, fault="- - 0 -", job=JOB):
+def started(folder, more, *, fault="- - 0 -", job=JOB, **surroundings):
     """Start a run in ``folder``, where ``own.py`` lies."""
     (folder / "own.py").write_text(OWN)
     return subprocess.Popen(
         [sys.executable, "-m", "penstock", "train", *f"{job} {more}".split()],
         cwd=folder,
-        env=os.environ | {"FAULT": fault, "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"FAULT": fault, "OMP_NUM_THREADS": "1"} | surroundings,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
