@@ -78,7 +78,7 @@ def test_a_rank_that_is_stopped_before_the_ranks_meet_is_named(tmp_path):
 
 
 def test_ranks_go_with_a_launcher_that_is_killed(tmp_path):
-    process = started(tmp_path, f"ranks=2 {RUN}", fault="0 forward 9 SIGKILL@launcher")
+    process = started(tmp_path, f"ranks=2 {RUN} epochs=100000", fault="0 forward 9 SIGKILL@launcher")
     assert ended(process)[0] == -signal.SIGKILL
     until = time.monotonic() + 30
     while left := ranks_in(tmp_path / "run"):
