@@ -133,6 +133,7 @@ class TrainConfig(PlanConfig):
         checkpoint: when the run writes one, and how many it keeps
         resume: go on from a checkpoint: auto, of the same hydra.run.dir; or the folder of a run or checkpoint
         logger: who else is told of the steps: csv, tensorboard, wandb, or several: logger=[csv,wandb]
+        traceback: print the traceback of what failed, which is else in errors/ of the run folder only
         versions: written into config.yaml by a run, never read
         settings: the same, of how torch is set, for the bits of a GPU
     """
@@ -148,6 +149,7 @@ class TrainConfig(PlanConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: str | None = None
     logger: Any = None
+    traceback: bool = False
     versions: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
 

@@ -85,7 +85,7 @@ class Pipeline(Assembly):
         world: World | None = None,
         device: Given = None,
     ) -> None:
-        self.leaves = world is None
+        self.leaves, self.asked = world is None, 0  # asked: told to all ranks with the next report
         super().__init__(
             model,
             plan,
@@ -239,12 +239,11 @@ class Pipeline(Assembly):
         reports = self.usage.fill(engine.meter.reports, engine.meter.spans, rank=self.rank)
         shares = {index: step.micro_batches[index].share for index in engine.losses}
         mine = total_loss(engine.losses, shares, mean=self.plan.streams) if self.is_last else 0.0
-        loss, stages = gather_reports(self.world, mine, reports, num_stages=self.plan.num_stages)
+        told = gather_reports(self.world, mine, reports, num_stages=self.plan.num_stages, asked=self.asked)
         return Report(
             step=self.num_steps,
-            loss=loss,
             seconds=time.perf_counter() - began,
             num_samples=num_samples,
-            stages=stages,
             outputs=joined(list(engine.outputs.values())),
+            **told,
         )

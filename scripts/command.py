@@ -30,13 +30,14 @@ USAGE = "\n".join(
     ]
 )
 REFUSED = 2
+STOPPED = 128
 
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
     stopping.listen()
     code = run(sys.argv[1:])
-    if "RANK" in os.environ:
+    if "RANK" in os.environ or code > STOPPED:  # a thread may be writing what nobody waits for
         end(code)
     sys.exit(code)
 
@@ -62,7 +63,8 @@ def run(arguments: list[str]) -> int:
         print(f"penstock: {' '.join(str(error).split())}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt as stop:
-        print(f"penstock: {stopping.sentence(stop)}", file=sys.stderr)
+        if not os.environ.get("RANK", "0").strip("0"):  # of a launcher's ranks the first one tells
+            print(f"penstock: {stopping.sentence(stop)}", file=sys.stderr)
         return stopping.exit_code(stop)
 
 

@@ -1,25 +1,34 @@
 """How the command ends when a person or the system stops it: one sentence, and the code a shell expects.
 
-The first signal unwinds the run, so that its ranks end with it; a second one ends everything at once."""
+The first signal unwinds the run, so that its ranks end with it; a second one ends everything at once. Python
+hears a signal only between two of its own steps, and a layer or a wait may take long, so a thread hears them
+as well and ends what does not unwind. While a run trains, SIGTERM and SIGUSR1 ask it to finish its step
+(``pipeline/ranks/signals.py``)."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import threading
+import time
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
+
+from ..pipeline.ranks.signals import SAME_SECONDS, Stopped
 
 if TYPE_CHECKING:
     from ..pipeline.run.run_folder import RunFolder
 
-SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "the end of its terminal"}
+SIGNALS = {
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGUSR1: "SIGUSR1",
+    signal.SIGHUP: "the end of its terminal",
+}
 
-
-class Stopped(KeyboardInterrupt):
-    """A signal told this process to end."""
-
-    def __init__(self, number: int = signal.SIGINT) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
+UNWINDING_SECONDS = 1.5
+"""How long a run may take to end by itself once it was told to."""
 
 
 def listen() -> None:
@@ -27,6 +36,10 @@ def listen() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _stop)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(read,), name="penstock-signals", daemon=True).start()
 
 
 def _stop(number: int, _frame: FrameType | None) -> NoReturn:
@@ -36,8 +49,33 @@ def _stop(number: int, _frame: FrameType | None) -> NoReturn:
     raise Stopped(number)
 
 
+def _watch(arrived: int) -> None:
+    """End this process where a signal that ends it finds nobody who listens."""
+    asked: dict[int, float] = {}
+    ends = False
+    while True:
+        number, now = os.read(arrived, 1)[0], time.monotonic()
+        if number not in SIGNALS:
+            continue
+        if signal.getsignal(number) not in (_stop, signal.SIG_DFL):  # a run that trains was asked to stop
+            if now - asked.setdefault(number, now) <= SAME_SECONDS:
+                continue
+        if ends:
+            os._exit(128 + number)
+        ends = True
+        cut = threading.Timer(UNWINDING_SECONDS, _cut_off, [number])
+        cut.daemon = True
+        cut.start()
+
+
+def _cut_off(number: int) -> None:
+    told = f"stopped by {SIGNALS[signal.Signals(number)]}, and cut off, as a layer or a file took longer"
+    print(f"penstock: {told}; resume=auto goes on from the last checkpoint of its folder", file=sys.stderr)
+    os._exit(128 + number)
+
+
 def exit_code(stop: KeyboardInterrupt) -> int:
-    """What a shell calls the end by that signal: 130 for Ctrl-C, 143 for SIGTERM."""
+    """What a shell calls the end by that signal: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1."""
     return 128 + _number(stop)
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from ...compression.errors import PenstockError, TransportError
 from .processes import Ends
 
+_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+
 _GLOO = "gloo/transport"
 """Stands in what gloo says of a connection that broke, which is never a rank's own failure."""
 
@@ -33,17 +35,18 @@ class Failure:
     trace: list[str]
 
 
-def leave(errors: Path, error: BaseException) -> None:
-    """Write what ended this rank into the folder ``errors``, whole or not at all."""
+def leave(errors: Path, error: BaseException) -> Failure:
+    """Write what ended this rank into the folder ``errors``, whole or not at all; returns it."""
     rank = int(os.environ.get("RANK", "0"))
     path = errors / f"rank{rank}.json"
-    sentence = str(error)
-    if not isinstance(error, PenstockError):
-        sentence = f"{type(error).__name__}: {error}; its traceback is in {path}"
+    consequence = isinstance(error, TransportError) or _GLOO in str(error)
+    sentence = str(error) if isinstance(error, PenstockError) else _unexpected(error)
+    if not consequence:
+        sentence += f"; its traceback is in {path}"
     failure = Failure(
         rank=rank,
         sentence=sentence if sentence.startswith(f"rank {rank}") else f"rank {rank}: {sentence}",
-        consequence=isinstance(error, TransportError) or _GLOO in str(error),
+        consequence=consequence,
         at=time.time(),
         trace="".join(traceback.format_exception(error)).splitlines(),
     )
@@ -54,6 +57,17 @@ def leave(errors: Path, error: BaseException) -> None:
         part.replace(path)
     except OSError as refused:  # a full disk may be the very error
         print(f"{failure.sentence} ({path} cannot be written: {refused.strerror})", file=sys.stderr)
+    return failure
+
+
+def _unexpected(error: BaseException) -> str:
+    """What to say of an error that is not ours; torch tells some deaths of a loader's worker as a connection
+    or a file that is gone."""
+    said = f"{type(error).__name__}: {error}"
+    places = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, OSError | EOFError) and any(_LOADER in place for place in places):
+        return f"a DataLoader worker died before its batch was here ({said})"
+    return said
 
 
 def read_failures(errors: Path) -> list[Failure]:
@@ -69,10 +83,16 @@ def cause(
     ends: Ends, failures: Sequence[Failure], *, stages_of_rank: Sequence[Sequence[int]]
 ) -> PenstockError:
     """Choose what to tell: a rank's own error, else a rank that ended mute, else one that did not even end
-    when told to, else the first that lost a peer."""
+    when told to, else the first that lost a peer. Its notes have the traceback of a rank that left one."""
     own = [failure for failure in failures if not failure.consequence]
-    if own:
-        return PenstockError(own[0].sentence)
+    chosen = PenstockError(own[0].sentence) if own else _lost(ends, failures, stages_of_rank)
+    if first := own or failures:
+        chosen.add_note("\n".join(first[0].trace))
+    return chosen
+
+
+def _lost(ends: Ends, failures: Sequence[Failure], stages_of_rank: Sequence[Sequence[int]]) -> PenstockError:
+    """What to tell where no rank has an error of its own."""
     told = {failure.rank for failure in failures}
     mute = [rank for rank in ends.codes if rank not in told]
     seen = f"; {failures[0].sentence}" if failures else ""

@@ -21,6 +21,7 @@ from . import rank as first
 from .failure import cause, leave, read_failures
 from .launched import MEETING, Launched
 from .processes import run_together
+from .signals import Stopped
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -114,8 +115,8 @@ def start_ranks(
     Args:   errors: the folder where ``run_rank`` leaves sentences; stages_of_rank: one entry for each rank.
             ends: for each rank, the command that runs another one where that rank shall be.
             device: the network device between the ranks; the loopback device where nothing is said.
-    Raises: PenstockError: the first cause among the failures, as one sentence. No rank is left running,
-            whatever is raised.
+    Raises: PenstockError: the first cause among the failures, as one sentence. Stopped: the ranks were asked
+            to stop, and did. No rank is left running, whatever is raised.
     """
     num_ranks = len(stages_of_rank)
     # -P and PYTHONPATH: the ranks find modules where this process does, the user's own included.
@@ -132,6 +133,8 @@ def start_ranks(
             ([*end, *command], surroundings | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank, end in enumerate(ends or [()] * num_ranks)
         )
+    if found.stopped:
+        raise Stopped(found.stopped)
     if found.codes:
         raise cause(found, read_failures(errors), stages_of_rank=stages_of_rank)
 
@@ -140,6 +143,8 @@ def run_rank(work: Callable[[], None], errors: Path) -> None:
     """Do the work of one started rank and end at once; when it fails, leave a sentence in ``errors``."""
     try:
         work()
+    except Stopped as stop:
+        end(stop.code)
     except BaseException as error:  # SystemExit in a layer ends a run as any other does
         leave(errors, error)
         end(1)

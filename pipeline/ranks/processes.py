@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ...compression.errors import TransportError
+from .signals import ASKING, heard
 
 _LAST_WORDS_SECONDS = 2.0
 """How long the others may take to say what they were waiting for, once one has failed."""
@@ -23,6 +24,9 @@ _GRACE_SECONDS = 1.0
 """How long a process may take to end when it is told to; one that does not has stopped or hangs."""
 
 _POLL_SECONDS = 0.05
+
+_END = signal.SIGUSR2
+"""Tells a process to end: nobody handles it, as a rank does SIGTERM, and nobody ignores it."""
 
 Process = subprocess.Popen[bytes]
 
@@ -34,23 +38,46 @@ class Ends:
     Attributes:
         codes: exit codes of those that failed by themselves, in their order; negative for a signal.
         stuck: those that did not end when they were told to; first those that were stopped.
+        asked: the signals that were passed on to them.
     """
 
     codes: Mapping[int, int]
     stuck: Sequence[int]
+    asked: Sequence[int] = ()
+
+    @property
+    def stopped(self) -> int:
+        """The signal that all of those ended for that did not end well; 0: they ended for something else.
+
+        One that does not listen yet dies of what is passed on to it."""
+        for number in ASKING:
+            expected = {128 + number, -number} if number in self.asked else {128 + number}
+            if self.codes and set(self.codes.values()) <= expected:
+                return number
+        return 0
 
 
 def run_together(starts: Iterable[tuple[Sequence[str], Mapping[str, str]]]) -> Ends:
     """Run a process for each (command, environment), wait, and leave none behind, whatever is raised.
 
+    What asks this process to stop (``signals.ASKING``) is passed on to them, who know where they can.
+
     Raises: TransportError: one could not be started.
     """
     processes: list[Process] = []
+    asked: list[int] = []
+
+    def pass_on(number: int) -> None:
+        asked.append(number)
+        for process in processes:  # not to what they started: a loader's worker would die of it
+            process.send_signal(number)
+
     try:
         for command, environment in starts:
             processes.append(_start(command, environment))
-        codes = _wait(processes)
-        return Ends(codes=codes, stuck=_tell_to_end(processes) if codes else [])
+        with heard(pass_on):
+            codes = _wait(processes)
+        return Ends(codes=codes, stuck=_tell_to_end(processes) if codes else [], asked=asked)
     finally:
         _kill(processes)
 
@@ -69,7 +96,7 @@ def _wait(processes: Sequence[Process]) -> dict[int, int]:
     while time.monotonic() < until:
         alive = False
         for number, process in enumerate(processes):
-            code = process.poll()
+            code = _code(process)
             alive |= code is None
             if code and number not in codes:
                 codes[number] = code
@@ -80,15 +107,26 @@ def _wait(processes: Sequence[Process]) -> dict[int, int]:
     return codes
 
 
+def _code(process: Process) -> int | None:
+    """The exit code, None while it runs; what it started and left ends with it, such as a loader's workers.
+
+    Until its end is asked for nobody else gets its number, by which they are found."""
+    if process.returncode is None and hasattr(os, "waitid"):
+        with contextlib.suppress(ChildProcessError):
+            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                _signal(process, signal.SIGKILL)
+    return process.poll()
+
+
 def _tell_to_end(processes: Sequence[Process]) -> list[int]:
     """End those that still run; return the numbers of those that do not heed it."""
-    alive = {number: process for number, process in enumerate(processes) if process.poll() is None}
+    alive = {number: process for number, process in enumerate(processes) if _code(process) is None}
     for process in alive.values():
-        _signal(process, signal.SIGTERM)
+        _signal(process, _END)
     until = time.monotonic() + _GRACE_SECONDS
     while alive and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
-        alive = {number: process for number, process in alive.items() if process.poll() is None}
+        alive = {number: process for number, process in alive.items() if _code(process) is None}
     # What is large takes its time to end; what somebody stopped never does, so it comes first.
     return sorted(alive, key=lambda number: not _is_stopped(alive[number]))
 
@@ -102,7 +140,7 @@ def _is_stopped(process: Process) -> bool:
 
 def _kill(processes: Sequence[Process]) -> None:
     for process in processes:
-        if process.poll() is None:
+        if _code(process) is None:
             _signal(process, signal.SIGKILL)
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may hold it for a dead disk

@@ -149,7 +149,9 @@ class GlooTransport:
         try:
             work = self.world.isend(frame.buffer[: frame.num_bytes], target, tag=number)
         except RuntimeError as error:
-            raise self._lost(f"{_way(message)} could not be sent to rank {target}", error) from error
+            raise self._lost(
+                message, frame.num_bytes, f"could not be sent to rank {target}", error
+            ) from error
         self.sending.append((work, frame, message))
         self.in_flight += frame.num_bytes
         while self.in_flight > self.max_in_flight:
@@ -171,7 +173,9 @@ class GlooTransport:
         try:
             work.wait(self.deadline)
         except RuntimeError as error:
-            raise self._lost(f"{_way(message)} did not arrive from rank {source}", error) from error
+            raise self._lost(
+                message, message.frame_bytes, f"did not arrive from rank {source}", error
+            ) from error
         self._post(channel)
         return Frame(buffer, 0, self.pool)
 
@@ -194,7 +198,9 @@ class GlooTransport:
         try:
             work = self.world.irecv(buffer, channel.rank, tag=number)
         except RuntimeError as error:
-            raise self._lost(f"{_way(message)} was not offered by rank {channel.rank}", error) from error
+            raise self._lost(
+                message, message.frame_bytes, f"was not offered by rank {channel.rank}", error
+            ) from error
         channel.posted[message] = work, buffer
 
     def _finish(self, place: int) -> None:
@@ -205,14 +211,16 @@ class GlooTransport:
         try:
             work.wait(self.deadline)
         except RuntimeError as error:
-            raise self._lost(f"{_way(message)} was not taken by rank {message.ranks[1]}", error) from error
+            raise self._lost(
+                message, frame.num_bytes, f"was not taken by rank {message.ranks[1]}", error
+            ) from error
         frame.release()
 
-    def _lost(self, what: str, error: RuntimeError) -> TransportError:
-        """The error of a failed wait: the deadline and why, in the words of the rank that failed."""
+    def _lost(self, message: Message, num_bytes: int, what: str, error: RuntimeError) -> TransportError:
+        """The error of a failed wait: for what, the deadline and why, in the words of the rank that failed.
+
+        ``num_bytes``: of the frame; where it is not there yet, of the longest that may come."""
+        way = f"{num_bytes:,} bytes from stage {message.source} to stage {message.target}"
         reason = self.world.notices.peer_failures() or of_gloo(error)
-        return TransportError(f"{what} within {self.deadline.total_seconds():g} s: {reason}")
-
-
-def _way(message: Message) -> str:
-    return f"{message}, from stage {message.source} to stage {message.target},"
+        limit = self.deadline.total_seconds()
+        return TransportError(f"{message}, {way}, {what} within {limit:g} s: {reason}")

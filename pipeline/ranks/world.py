@@ -49,7 +49,7 @@ class World:
         device: Device | None = None,
         deadline: float = 60.0,
     ) -> None:
-        self.device, self.has_device = device or Device(), device is not None
+        self.device, self.has_device, self.deadline = device or Device(), device is not None, deadline
         self.group: ProcessGroup | None = None
         self.rank, self.size, self.notices = 0, 1, Notices(None, 0, 1)
         if process_group is None:
@@ -84,54 +84,56 @@ class World:
         """Whether all stages run in this process."""
         return self.group is None
 
-    def all_gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Everybody's ``numbers`` (equally many on every rank, kept as float64), by rank."""
+    def all_gather(self, numbers: Sequence[float], *, at: str = "") -> list[list[float]]:
+        """Everybody's ``numbers`` (equally many on every rank, kept as float64), by rank.
+
+        ``at``, here and below: what the ranks do together, for the sentence of a rank that loses them."""
         if self.is_alone:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        self._collective(lambda: dist.all_gather(rows, mine, group=self.group))
+        self._collective(lambda: dist.all_gather(rows, mine, group=self.group), at, mine)
         return [row.tolist() for row in rows]
 
-    def all_reduce(self, numbers: Sequence[float]) -> list[float]:
+    def all_reduce(self, numbers: Sequence[float], *, at: str = "") -> list[float]:
         """The sums over all ranks of numbers, place by place, in the order of ranks."""
-        return [sum(column) for column in zip(*self.all_gather(numbers), strict=True)]
+        return [sum(column) for column in zip(*self.all_gather(numbers, at=at), strict=True)]
 
-    def broadcast(self, number: float, source: int) -> float:
+    def broadcast(self, number: float, source: int, *, at: str = "") -> float:
         """The number that rank ``source`` gives, on every rank."""
-        return self.all_gather([number])[source][0]
+        return self.all_gather([number], at=at)[source][0]
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
         self.all_gather([0.0])
 
-    def all_gather_json(self, item: Any) -> list[Any]:
+    def all_gather_json(self, item: Any, *, at: str = "") -> list[Any]:
         """Everybody's ``item`` (anything JSON can say), by rank, on every rank."""
         if self.is_alone:
             return [item]
         data = torch.frombuffer(bytearray(json.dumps(item).encode()), dtype=torch.uint8)
-        sizes = [int(row[0]) for row in self.all_gather([data.numel()])]
+        sizes = [int(row[0]) for row in self.all_gather([data.numel()], at=at)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
         rows = [torch.empty_like(padded) for _ in sizes]
-        self._collective(lambda: dist.all_gather(rows, padded, group=self.group))
+        self._collective(lambda: dist.all_gather(rows, padded, group=self.group), at, padded)
         return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
 
-    def gather(self, frames: Sequence[torch.Tensor]) -> list[list[torch.Tensor]] | None:
+    def gather(self, frames: Sequence[torch.Tensor], *, at: str = "") -> list[list[torch.Tensor]] | None:
         """Everybody's ``frames`` (1-D uint8 tensors), by rank, on rank 0; None elsewhere."""
         if self.is_alone:
             return [list(frames)]
-        sizes = self.all_gather_json([frame.numel() for frame in frames])
+        sizes = self.all_gather_json([frame.numel() for frame in frames], at=at)
         if self.rank:
             for frame in frames:
-                self._collective(lambda frame=frame: dist.send(frame, group=self.group, group_dst=0))
+                self._collective(lambda x=frame: dist.send(x, group=self.group, group_dst=0), at, frame)
             return None
         gathered = [list(frames)]
         for source, lengths in enumerate(sizes[1:], start=1):
             rows = [torch.empty(length, dtype=torch.uint8) for length in lengths]
             for row in rows:
                 self._collective(
-                    lambda row=row, source=source: dist.recv(row, group=self.group, group_src=source)
+                    lambda x=row, source=source: dist.recv(x, group=self.group, group_src=source), at, row
                 )
             gathered.append(rows)
         return gathered
@@ -154,7 +156,7 @@ class World:
         """
         if self.group is None:
             return
-        self.barrier()
+        self.all_gather([0.0], at="leaving the group")
         with contextlib.suppress(Exception):  # a peer that has left already misses nothing
             notices.bounded(
                 lambda: self.notices.part(_LEAVING_SECONDS), seconds=_LEAVING_SECONDS + notices.MOMENT
@@ -162,12 +164,13 @@ class World:
         dist.destroy_process_group(self.group)
         self.group = None
 
-    def _collective(self, call: Callable[[], Any]) -> None:
+    def _collective(self, call: Callable[[], Any], at: str, item: torch.Tensor) -> None:
         try:
             call()
         except RuntimeError as error:
+            where = f" in {at} ({item.nbytes:,} bytes of each) within {self.deadline:g} s" if at else ""
             raise TransportError(
-                f"rank {self.rank} lost the group of ranks: {self.notices.why(error)}"
+                f"rank {self.rank} lost the group of ranks{where}: {self.notices.why(error)}"
             ) from error
 
 
@@ -210,7 +213,7 @@ def found(store: Store, *, rank: int, ranks: int, deadline: float) -> World:
         raise TransportError(_who_is_cut_off(own, rank, ranks=ranks, error=error)) from error
     assert dist.group.WORLD is not None
     _FOUNDED.add(dist.group.WORLD)
-    return World(dist.group.WORLD)
+    return World(dist.group.WORLD, deadline=deadline)
 
 
 def _who_is_missing(store: Store, signs: dict[int, str], *, ranks: int, deadline: float) -> str:

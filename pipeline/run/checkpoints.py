@@ -57,20 +57,25 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.settle()
-        self._worker.close()
+        if kind is None or not issubclass(kind, KeyboardInterrupt):  # who stops a run waits for no disk
+            self._worker.close()
 
     def after(self, report: Report) -> None:
         """Begin a checkpoint if the steps or the time since the last one say so; lead on one on its way."""
-        if self._saving and all(row[0] for row in self.pipe.world.all_gather([self._saving.ended])):
+        if self._saving and all(
+            row[0] for row in self.pipe.world.all_gather([self._saving.ended], at="a checkpoint")
+        ):
             self._lead_on(self._saving)
         if self._is_due(report.step + 1):
             self.settle()
             self._begin()
 
     def now(self) -> None:
-        """Have a checkpoint of this moment, and wait until it is there; collective."""
+        """Have a checkpoint of this moment, and wait until it is there; collective.
+
+        A stream is drained by one, which changes bits, so those that were asked for must do."""
         self.settle()
-        if self._begun != self.pipe.num_steps:
+        if self._begun != self.pipe.num_steps and not (self.pipe.plan.streams and self.options.every):
             self._begin()
             self.settle()
 
@@ -79,7 +84,7 @@ class Checkpoints:
         due = every is not None and step % every == 0
         if minutes is not None:  # clocks differ, so rank 0's counts
             late = time.monotonic() - self._last >= 60 * minutes
-            due = bool(self.pipe.world.broadcast(float(late), 0)) or due
+            due = bool(self.pipe.world.broadcast(float(late), 0, at="a checkpoint")) or due
         return due
 
     def _begin(self) -> None:

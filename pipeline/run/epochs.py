@@ -18,6 +18,8 @@ from . import build
 from .resume import position
 from .run_length import count_steps, steps_of_an_epoch, training_batches
 
+BETWEEN = 10  # batches of a test; an exchange behind each would cost small ones a tenth of their time
+
 
 def run_epochs(
     pipe: Pipeline,
@@ -26,10 +28,14 @@ def run_epochs(
     samples: Samples,
     *,
     see: Sequence[Callable[[Report], None]],
+    between: Callable[[], None],
     log: Callable[[int, Mapping[str, float]], None],
     note: Callable[[str], None],
 ) -> dict[str, float]:
-    """Take every step that is left and test after each epoch; return the last test's results."""
+    """Take every step that is left and test after each epoch; return the last test's results.
+
+    Args: see: are called with the report of every step; between: every ``BETWEEN`` batches of a test;
+          log: with the last step and the results of a test."""
     left = count_steps(config, samples) - pipe.num_steps
     test: dict[str, float] = {}
     begin, done = position(pipe.num_steps, steps_of_an_epoch(config, samples))
@@ -40,7 +46,7 @@ def run_epochs(
             left -= 1
             for one in see:
                 one(report)
-        test = evaluate(pipe, plan, config, samples)
+        test = evaluate(pipe, plan, config, samples, between=between)
         if test:
             log(pipe.num_steps - 1, test)
             result = f"test accuracy {test['accuracy']:.2%}, test loss {test['loss']:.4f}"
@@ -50,13 +56,23 @@ def run_epochs(
     return test
 
 
-def evaluate(pipe: Pipeline, plan: Plan, config: TrainConfig, samples: Samples) -> dict[str, float]:
+def evaluate(
+    pipe: Pipeline,
+    plan: Plan,
+    config: TrainConfig,
+    samples: Samples,
+    *,
+    between: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
     """Return the accuracy and the mean loss over the test split, on every rank; nothing without one."""
     if samples.test is None:
         return {}
     right = total = 0
     lost = 0.0
-    for inputs, targets in samples.batches("test", batch_size=config.batch_size):
+    batches = samples.batches("test", batch_size=config.batch_size)
+    for number, (inputs, targets) in enumerate(batches, start=1):
+        if number % BETWEEN == 0:
+            between()
         outputs = pipe.evaluate(inputs)
         if outputs is not None:
             targets = targets.to(outputs.device)
@@ -65,7 +81,9 @@ def evaluate(pipe: Pipeline, plan: Plan, config: TrainConfig, samples: Samples) 
                 lost += float(loss(outputs, targets)) * targets.numel()
             total += targets.numel()
     last = plan.rank_of(-1, 0)
-    right, lost, total = (pipe.world.broadcast(number, last) for number in (right, lost, total))
+    right, lost, total = (
+        pipe.world.broadcast(number, last, at="the test's result") for number in (right, lost, total)
+    )
     return {"accuracy": right / total, "loss": lost / total}
 
 

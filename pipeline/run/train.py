@@ -30,20 +30,18 @@ from ..ranks.launched import Launched
 from ..ranks.world import World
 from ..samples.samples import Samples
 from . import build, console, early
+from .asked import Asked
 from .checkpoints import Checkpoints
 from .decide import decide, model_name, prepare
 from .epochs import loss, run_epochs
 from .exactness import place
+from .failed import traced
 from .loggers import Loggers
 from .metrics import Metrics, summarise
 from .model_file import keeping, rescuing, save_model
 from .resume import resolve, take_over
 from .run_folder import RunFolder, config_of
-from .run_length import (
-    check_batches,
-    count_steps,
-    count_updates,
-)
+from .run_length import check_batches, count_steps, count_updates
 from .step_files import save_step
 
 
@@ -81,13 +79,15 @@ def train(
     folder.save(config, plan)
     console.begin(plan, folder.path)
     if plan.num_ranks == 1:
-        train_rank(config, plan, folder, samples, pipe)
+        with traced(config, folder.errors):
+            train_rank(config, plan, folder, samples, pipe)
     elif launched:
         del pipe  # this rank needs the memory
         launched.post(
             {"folder": str(folder.path), "config": folder.config.read_text(), "plan": plan.to_json()}
         )
-        join(config, plan, folder, init=launched.init)
+        with traced(config, folder.errors):
+            join(config, plan, folder, init=launched.init)
     else:
         del pipe  # the ranks need the memory
         if place(config).is_gpu:
@@ -95,7 +95,8 @@ def train(
         with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
             told.tell(config, plan)
             arguments = [str(told.path), str(folder.path)]
-            start_ranks(__name__, arguments, errors=told.errors, stages_of_rank=plan.stages_of_rank)
+            with traced(config):
+                start_ranks(__name__, arguments, errors=told.errors, stages_of_rank=plan.stages_of_rank)
     console.close(folder.read_summary(), files=[folder.plan_picture, folder.timeline, folder.trace])
 
 
@@ -135,7 +136,9 @@ def follow(launched: Launched) -> None:
     """Train as a rank that a launcher started, in all runs that rank 0 decides on."""
     while run := launched.follow():
         config, plan = config_of(run["config"]), Plan.of_json(run["plan"], "the plan of rank 0")
-        join(config, plan, RunFolder(path=Path(run["folder"])), init=launched.init)
+        folder = RunFolder(path=Path(run["folder"]))
+        with traced(config, folder.errors):
+            join(config, plan, folder, init=launched.init)
 
 
 def join(config: TrainConfig, plan: Plan, folder: RunFolder, *, init: Callable[..., World] = init) -> None:
@@ -160,11 +163,13 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             Metrics(path, num_stages=plan.num_stages, tell=tell, first=pipe.num_steps) as metrics,
             Loggers(names, folder.path, first=pipe.num_steps, options=options, tell=tell) as loggers,
             Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell) as kept,
+            Asked(pipe, kept.now) as asked,
         ):
             metrics.totals.load(notes.get("totals"))
             kept.notes = lambda: {"config": options, "totals": vars(metrics.totals)}
-            see = [metrics.add, progress.step, loggers.step, kept.after]
-            test = run_epochs(pipe, plan, config, samples, see=see, log=loggers.test, note=tell)
+            see = [metrics.add, progress.step, loggers.step, kept.after, asked.after]
+            more = {"see": see, "between": asked.between, "log": loggers.test, "note": tell}
+            test = run_epochs(pipe, plan, config, samples, **more)
     weights, spans, flows = pipe.state_dict()["model"], pipe.timeline(), pipe.flows()
     pipe.close()
     if mark is None:

@@ -59,7 +59,7 @@ class Agreement:
         )
         if len(set(self.exchange(at, digest.hexdigest()))) == 1:
             return
-        rows = self.world.all_gather_json([dataclasses.astuple(fact) for fact in facts])
+        rows = self.world.all_gather_json([dataclasses.astuple(fact) for fact in facts], at=at)
         found = [[Fact(*item) for item in row] for row in rows]
         for kind in ("", *KINDS):
             ranks = [r for r, row in enumerate(found) if not kind or any(fact.among == kind for fact in row)]
@@ -76,7 +76,7 @@ class Agreement:
 
     def exchange(self, at: str, item: Any, *, refusal: str = "") -> list[Any]:
         """Everybody's ``item`` (anything JSON can say), by rank, if no rank refuses and all are at ``at``."""
-        rows = self.world.all_gather_json([at, item, refusal])
+        rows = self.world.all_gather_json([at, item, refusal], at=at)
         if refusal:
             return []
         if said := [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(rows) if text]:

@@ -203,7 +203,7 @@ class Auto:
         self.seconds[self._turn].append(seconds)
         if sum(map(len, self.seconds)) < ROUNDS * len(self.contenders):
             return
-        of_ranks = self.world.all_gather_json(self.seconds)
+        of_ranks = self.world.all_gather_json(self.seconds, at="the choice of codecs")
         runs = [[max(step) for step in zip(*rows, strict=True)] for rows in zip(*of_ranks, strict=True)]
         medians = [*map(statistics.median, runs)]
         clear = [i for i, run in enumerate(runs) if i == 0 or max(run) < WORTH * min(runs[0])]
@@ -221,7 +221,7 @@ class Auto:
             self.rates = self._rates(messages)
         mine = [[[*flow], _means(table)] for flow, table in self.costs.items()]
         work = [[*place, statistics.mean(seconds)] for place, seconds in self.work.items()]
-        rows = self.world.all_gather_json([mine, work])
+        rows = self.world.all_gather_json([mine, work], at="the choice of codecs")
         costs = {Flow(*f): _costs(table) for row in rows for f, table in row[0]}
         seconds = {(stage, op): mean for row in rows for stage, op, mean in row[1]}
         return Prices(costs=costs, work=seconds, rates=self.rates, parallel=not self.world.is_alone)

@@ -41,6 +41,7 @@ class Failures:
         what = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
         what = _of_memory(what, error) or what
         what = what.removesuffix(": ")
+        what = what.removeprefix(f"rank {self.rank} ")  # lost the group: it is said where
         sentence = what if what.startswith("rank ") else f"rank {self.rank}, {where}: {what}"
         if not self.first:
             self.first = sentence

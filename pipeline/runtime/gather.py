@@ -15,26 +15,28 @@ from .report import StageReport
 
 
 def gather_reports(
-    world: World, loss: float, reports: Mapping[int, StageReport], *, num_stages: int
-) -> tuple[float, tuple[StageReport, ...]]:
-    """Return the loss, which one rank has and the others give as 0, and the report of every stage."""
-    mine = [loss]
+    world: World, loss: float, reports: Mapping[int, StageReport], *, num_stages: int, asked: int
+) -> dict[str, Any]:
+    """Return of a Report the loss, which one rank has and the others give as 0, what every stage reports, and
+    the largest number that a rank was ``asked`` to tell."""
+    mine = [float(asked), loss]
     for stage in range(num_stages):
         mine += reports.get(stage, StageReport()).numbers()
-    total, *numbers = world.all_reduce(mine)
+    told, *columns = zip(*world.all_gather(mine, at="the report of a step"), strict=True)
+    total, *numbers = map(sum, columns)
     size = len(numbers) // num_stages
     rows = [numbers[i : i + size] for i in range(0, len(numbers), size)]
-    return total, tuple(map(StageReport.of, rows))
+    return {"loss": total, "stages": tuple(map(StageReport.of, rows)), "asked": int(max(told))}
 
 
 def gather_spans(world: World, spans: Sequence[Span]) -> list[Span]:
     """Return the spans of all ranks."""
-    return [Span(*fields) for row in world.all_gather_json(list(spans)) for fields in row]
+    return [Span(*fields) for row in world.all_gather_json(list(spans), at="the timeline") for fields in row]
 
 
 def gather_flows(world: World, totals: Mapping[Flow, Sequence[int]], policy: Policy) -> list[dict[str, Any]]:
     """Return the flows that all ranks send, with their bytes raw and sent, and the codec of each now."""
-    rows = world.all_gather_json([[*flow, *total] for flow, total in totals.items()])
+    rows = world.all_gather_json([[*flow, *total] for flow, total in totals.items()], at="the flows")
     names = (*Flow._fields, "bytes_raw", "bytes_sent")
     found = [dict(zip(names, fields, strict=True)) for row in rows for fields in row]
     codecs = [policy.codec(Flow(*(flow[name] for name in Flow._fields))) for flow in found]

@@ -56,7 +56,8 @@ _KINDS: dict[str, Any] = {field.name: type(field.default) for field in dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
     """One step; the same on every rank but for ``seconds``, which each rank measures itself, and for
-    ``outputs``: the model's on the batch, if they were asked for, where the last stage is."""
+    ``outputs``: the model's on the batch, if they were asked for, where the last stage is. ``asked``: the
+    largest ``Pipeline.asked`` of all ranks, 0 where nobody was asked for anything."""
 
     step: int
     loss: float
@@ -64,6 +65,7 @@ class Report:
     num_samples: int
     stages: tuple[StageReport, ...]
     outputs: Any = None
+    asked: int = 0
 
     @property
     def bytes_raw(self) -> int:

@@ -97,9 +97,9 @@ class State:
         """{"model", "optimizer", "optimizer_class", "scheduler", "scaler", "step"}: everything on rank 0,
         this process's part elsewhere; on the CPU, wherever the stages compute."""
         said, tensors = self.part(update, hidden=False)
-        rows = self.world.all_gather_json([said, list(tensors)])
+        rows = self.world.all_gather_json([said, list(tensors)], at="the state")
         frames = [encode(tensor.cpu(), codec="raw") for tensor in tensors.values()]
-        gathered = self.world.gather(frames)
+        gathered = self.world.gather(frames, at="the state")
         if gathered is None:
             rows, gathered = [rows[self.world.rank]], [frames]
         parts = [

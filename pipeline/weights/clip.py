@@ -30,7 +30,8 @@ def clip_together(
              largest: the L2 norm that the gradients of all ranks may have together.
              owner: the rank of every parameter of the model, in the model's own order."""
     norms = _norms(parameters)
-    told = world.all_gather([number for name in owner for number in norms.get(name, (0.0, 0.0))])
+    mine = [number for name in owner for number in norms.get(name, (0.0, 0.0))]
+    told = world.all_gather(mine, at="the norm of all gradients")
     found = [
         (DTYPES[int(kind) - 1], norm)
         for place, rank in enumerate(owner.values())

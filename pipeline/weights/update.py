@@ -107,7 +107,7 @@ class Update:
         gradients = [p.grad for some in settings for p in some["params"] if p.grad is not None]
         self.skipped = self.scale.unscale(gradients)
         if self.scale.checks and self.together:
-            self.skipped = any(self.world.all_reduce([self.skipped]))
+            self.skipped = any(self.world.all_reduce([self.skipped], at="the verdict on overflows"))
         self.scale.update(overflow=self.skipped)
         if self.clip is not None and self.scope == "global":
             clip_together(self.world, self.named, self.clip, owner=self.owner)

@@ -346,7 +346,7 @@ def test_ctrl_c_is_one_sentence(monkeypatch, capfd):
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("number", "ranks", "told"), [(signal.SIGINT, 2, "Ctrl-C"), (signal.SIGTERM, 1, "SIGTERM")]
+    ("number", "ranks", "told"), [(signal.SIGINT, 2, "Ctrl-C"), (signal.SIGHUP, 1, "the end of its terminal")]
 )
 def test_a_signal_ends_the_ranks_too_and_says_what_is_left(number, ranks, told, tmp_path):
     job = f"train {SMALL} ranks={ranks} epochs=100000 hydra.run.dir=run".split()

@@ -42,11 +42,27 @@ def test_the_cause_among_the_ends(codes, stuck, failures, told):
         raise cause(Ends(codes=codes, stuck=stuck), failures, stages_of_rank=TWO)
 
 
+@pytest.mark.parametrize(
+    ("codes", "asked", "number"),
+    [
+        ({0: 143, 1: 143}, [], 15),
+        ({0: 143, 1: -15}, [15], 15),  # one had not begun to listen
+        ({0: 138}, [], 10),
+        ({0: -15, 1: -15}, [], 0),  # nobody asked the launcher
+        ({0: 143, 1: 1}, [15], 0),
+        ({}, [15], 0),
+    ],
+)
+def test_ranks_that_were_asked_to_stop_did_not_fail(codes, asked, number):
+    assert Ends(codes=codes, stuck=[], asked=asked).stopped == number
+
+
 def test_a_rank_leaves_its_sentence_with_its_number(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     leave(tmp_path, PenstockError("rank 3, stage 3: it broke"))
     (found,) = read_failures(tmp_path)
-    assert (found.rank, found.sentence, found.consequence) == (3, "rank 3, stage 3: it broke", False)
+    said = f"rank 3, stage 3: it broke; its traceback is in {tmp_path}/rank3.json"
+    assert (found.rank, found.sentence, found.consequence) == (3, said, False)
     leave(tmp_path, TransportError("it is gone"))
     (found,) = read_failures(tmp_path)
     assert (found.sentence, found.consequence) == ("rank 3: it is gone", True)
@@ -81,4 +97,4 @@ def test_a_broken_connection_is_a_consequence_whoever_met_it(tmp_path):
 def test_a_failure_that_cannot_be_written_is_told(tmp_path, capsys):
     (tmp_path / "errors").write_text("in the way")
     leave(tmp_path / "errors", PenstockError("rank 0: it broke"))
-    assert capsys.readouterr().err.startswith("rank 0: it broke (")
+    assert capsys.readouterr().err.startswith("rank 0: it broke; ")

@@ -33,7 +33,9 @@ def act(what, errors, which):
     time.sleep(0.2)  # the launcher has seen the other one's end, and gives the others two seconds
     if what == "be killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if what == "leave":
+    if what == "leave a child":
+        (errors.parent / "child").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+    if what.startswith("leave"):
         os._exit(7)
     if what == "exit":
         raise SystemExit(3)
@@ -76,6 +78,16 @@ def test_the_cause_is_told_and_not_its_consequence(what, kind, told, tmp_path, m
     assert type(failed.value) is kind
     assert time.monotonic() - before < 60
     assert "Traceback" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.ranks
+def test_what_a_rank_started_and_left_ends_with_it(tmp_path, monkeypatch):
+    with pytest.raises(TransportError, match="exit code 7"):
+        start("leave a child", tmp_path / "errors", monkeypatch)
+    child, until = int((tmp_path / "errors" / "child").read_text()), time.monotonic() + 20
+    while _runs(child):
+        assert time.monotonic() < until, "a rank's own process outlived it"
+        time.sleep(0.05)
 
 
 @pytest.mark.ranks

@@ -1,0 +1,92 @@
+"""A bad link: packets that are lost, and a cable that is pulled for a while, change no bit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from penstock.scripts.bench import shaped_links as links
+
+pytestmark = [pytest.mark.slow, pytest.mark.ranks]
+
+SCRIPT = """
+import hashlib, os, sys, torch, penstock
+from torch import nn
+torch.set_num_threads(1)
+penstock.init(deadline=60)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 4))
+x, y = torch.randn(64, 64), torch.arange(64) % 4
+profile = penstock.measure(penstock.trace(model, (x[:16],)), (x[:16],), repeats=1)
+pipe = penstock.Pipeline(
+    model, penstock.partition(profile, cuts=["_1"], micro_batches=4, codec="raw"),
+    loss=nn.functional.cross_entropy, optimizer=lambda named: torch.optim.SGD(named, lr=0.01), deadline=45,
+)
+for number in range(40):
+    losses = pipe.step(x, y).loss
+    print("step", flush=True)
+    if number == 3:
+        sys.stdin.readline()
+state = pipe.state_dict()["model"]
+said = hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state)))
+print("bits", said.hexdigest() if pipe.rank == 0 else "", losses, flush=True)
+pipe.close()
+"""
+LOSS = "iptables -A INPUT -i {} -p tcp -m statistic --mode random --probability 0.05 -j DROP"
+
+
+def trained(folder, meanwhile):
+    """What two ranks on two ends of a link print last; ``meanwhile`` is called after some steps."""
+    link = links.parse_link("1Gbit")
+    if reason := links.why_not(link):
+        pytest.skip(f"no network namespaces here: {reason}")
+    (folder / "script.py").write_text(SCRIPT)
+    with links.joined(link) as ends, contextlib.ExitStack() as stack:
+        started = [stack.enter_context(script_on(end, rank, folder)) for rank, end in enumerate(ends)]
+        try:
+            for process in started:
+                assert process.stdout is not None
+                for _ in range(4):
+                    assert process.stdout.readline() == "step\n"
+            for process in started:
+                assert process.stdin is not None
+                process.stdin.write("\n")
+                process.stdin.flush()
+            meanwhile(ends)
+            printed = [process.communicate(timeout=150) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+    assert [process.returncode for process in started] == [0, 0], printed
+    return [out.splitlines()[-1] for out, _ in printed]
+
+
+def script_on(end, rank, folder):
+    surroundings = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": links.ADDRESSES[0]}
+    surroundings |= {"MASTER_PORT": "29400", "GLOO_SOCKET_IFNAME": links.DEVICE}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [*end, sys.executable, str(folder / "script.py")]
+    return subprocess.Popen(command, env=os.environ | surroundings, text=True, **pipes)
+
+
+def lossy(ends):  # 5 % each way, as gloo sees it a slow link
+    for end in ends:
+        done = subprocess.run([*end, *LOSS.format(links.DEVICE).split()], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no packet filter that drops at random: {done.stderr.strip()}")
+
+
+def pulled(ends):
+    for state, seconds in (("down", 10), ("up", 0)):
+        subprocess.run([*ends[0], *f"ip link set {links.DEVICE} {state}".split()], check=True)
+        time.sleep(seconds)
+
+
+@pytest.mark.parametrize("meanwhile", [lossy, pulled])
+def test_a_bad_link_changes_no_bit(meanwhile, tmp_path):
+    assert trained(tmp_path, meanwhile) == trained(tmp_path, lambda ends: None)
