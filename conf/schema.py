@@ -12,6 +12,8 @@ from typing import Any
 
 from ..compression.errors import ConfigError
 from ..compression.names import AUTO, is_device
+from .machines import MachinesConfig
+from .parts import CheckpointConfig, ClipConfig, MemoryConfig
 from .rules import at_least, count_or_auto, one_of, shown
 
 CASTS = ("bfloat16", "float16")
@@ -22,60 +24,6 @@ TWO_A_RANK = ("interleaved", "zbv", "dualpipev")  # schedules whose ranks take t
 
 
 @dataclass
-class MemoryConfig:
-    """How much memory there is, and where what is not read right now waits.
-
-    Attributes:
-        device: largest memory of a rank, for the planner, for example 2GiB; null: unlimited
-        tier: where what a forward saves stays until its backward: device, packed or host
-        weights: where older versions of the weights stay until they are read: device, packed or host
-    """
-
-    device: Any = None
-    tier: str = "device"
-    weights: str = "device"
-
-
-@dataclass
-class ClipConfig:
-    """Gradient clipping.
-
-    Attributes:
-        norm: largest L2 norm of the gradients; null: no clipping
-        scope: the norm of what: global, of all gradients; stage, of those of each stage
-    """
-
-    norm: float | None = None
-    scope: str = "global"
-
-    def __post_init__(self) -> None:
-        if self.norm is not None and not self.norm > 0:
-            raise ConfigError(f"clip.norm={self.norm} must be above 0; leave it out to clip nothing")
-        one_of(("global", "stage"), "clip.scope", self.scope)
-
-
-@dataclass
-class CheckpointConfig:
-    """When a run writes a checkpoint, beside the training.
-
-    Attributes:
-        every: steps from one checkpoint to the next; null: none by steps
-        minutes: minutes from one checkpoint to the next; null: none by time
-        keep: how many of the newest stay
-    """
-
-    every: int | None = None
-    minutes: float | None = None
-    keep: int = 3
-
-    def __post_init__(self) -> None:
-        for name in ("every", "keep"):
-            at_least(1, f"checkpoint.{name}", getattr(self, name))
-        if self.minutes is not None and not self.minutes > 0:
-            raise ConfigError(f"checkpoint.minutes={self.minutes} must be above 0; leave it out for none")
-
-
-@dataclass
 class PlanConfig:
     """What a plan depends on; the options of ``penstock plan``.
 
@@ -83,7 +31,7 @@ class PlanConfig:
         model: the network; model._target_=my.Net for your own
         data: the samples; data._target_=my.data for your own Dataset, DataLoader or a (train, test) pair
         optimizer: what updates the weights; any torch optimizer by optimizer._target_=
-        ranks: processes on this machine; 1 runs all stages in one process
+        ranks: processes, of all machines together; 1 runs all stages in one process
         stages: pipeline stages; null: one a rank (two where the schedule takes two), or one more than cuts
         cuts: cut after these layers or modules, by hand: cuts=[layer2,layer3.0]
         schedule: gpipe, 1f1b, interleaved, zb_h1, zbv, dualpipev, async_1f1b, custom; penstock plan: also all
@@ -154,6 +102,11 @@ class PlanConfig:
             return self.stages
         return 2 * self.ranks if self.schedule in TWO_A_RANK else self.ranks
 
+    @property
+    def local_ranks(self) -> int:
+        """Processes on this machine."""
+        return self.ranks
+
     def _check_stages(self) -> None:
         if self.cuts is not None and self.stages not in (None, self.num_stages):
             raise ConfigError(
@@ -169,7 +122,7 @@ class PlanConfig:
 
 
 @dataclass
-class TrainConfig(PlanConfig):
+class TrainConfig(MachinesConfig, PlanConfig):
     """The options of ``penstock train``; those of a plan, and these.
 
     Attributes:
@@ -216,11 +169,25 @@ class TrainConfig(PlanConfig):
                 f"checkpoint.minutes={self.checkpoint.minutes} hangs on the clock; give checkpoint.every="
             )
         self._check_update()
+        self._check_machines()
+        self._check_ranks(self.ranks, fixed=self._keeps_ranks())
+
+    @property
+    def local_ranks(self) -> int:
+        """Processes on each machine."""
+        return self.ranks // self.nodes
 
     @property
     def streams(self) -> bool:
         """Whether micro-batches are in flight between steps, so that a checkpoint drains them."""
         return self.schedule == "async_1f1b" or self.weights == "double_buffered"
+
+    def _keeps_ranks(self) -> str | None:
+        """What does not let ranks become fewer, as it was typed."""
+        if self.streams:
+            return f"weights={self.weights} of schedule={self.schedule}, which resumes on the same cuts"
+        given = {"plan": self.plan, "program": self.program, "nodes": self.nodes if self.nodes > 1 else None}
+        return next((f"{name}={value}" for name, value in given.items() if value), None)
 
     def _check_update(self) -> None:
         if self.autocast is not None:

@@ -22,6 +22,16 @@ _GLOO = "gloo/transport"
 """Stands in what gloo says of a connection that broke, which is never a rank's own failure."""
 
 
+class Lost(TransportError):
+    """Ranks were killed, lost or hang, none by an error of its own: another try may go well.
+
+    Attributes: rank: the first of them, where that is known."""
+
+    def __init__(self, sentence: str, *, rank: int | None = None) -> None:
+        super().__init__(sentence)
+        self.rank = rank
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """What a failing rank left behind; ``consequence``: it lost a peer, whose failure is the cause."""
@@ -79,11 +89,12 @@ def cause(
     if mute:
         # gloo may abort a process whose peer has gone, so an abort is the last to be the cause.
         rank = min(mute, key=lambda rank: ends.codes[rank] == -signal.SIGABRT)
-        return TransportError(f"{_named(rank, stages_of_rank)} {_how(ends.codes[rank])}{seen}")
+        return Lost(f"{_named(rank, stages_of_rank)} {_how(ends.codes[rank])}{seen}", rank=rank)
     if ends.stuck:
-        named = _named(ends.stuck[0], stages_of_rank)
-        return TransportError(f"{named} was stopped or hangs: it did not even end when it was told to{seen}")
-    return TransportError(failures[0].sentence)
+        rank = ends.stuck[0]
+        how = "was stopped or hangs: it did not even end when it was told to"
+        return Lost(f"{_named(rank, stages_of_rank)} {how}{seen}", rank=rank)
+    return Lost(failures[0].sentence)
 
 
 def _how(code: int) -> str:

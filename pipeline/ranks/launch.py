@@ -20,7 +20,7 @@ from ...compression.errors import ConfigError, TransportError
 from . import rank as first
 from .failure import cause, leave, read_failures
 from .launched import MEETING, Launched
-from .processes import run_together
+from .processes import Ends, run_together
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -47,15 +47,16 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
-def check_ranks(ranks: int) -> None:
+def check_ranks(ranks: int, *, here: int | None = None) -> None:
     """Refuse more ranks than this machine can start, or other ones than a launcher did.
 
+    Args:   here: those of them on this machine, if it is not all.
     Raises: ConfigError: more than ``MOST_RANKS_PER_CORE`` for each core.
     """
     if launched := Launched.of_environment():
         launched.check(ranks)
         return
-    most = MOST_RANKS_PER_CORE * cores()
+    most = MOST_RANKS_PER_CORE * cores() * ranks // (here or ranks)
     if ranks > most:
         raise ConfigError(
             f"ranks={ranks} is more than this machine can start: its {cores()} cores take "
@@ -76,6 +77,8 @@ def init(*, deadline: float = 60.0) -> World:
     world = World.default(deadline=deadline)
     if "RANK" not in os.environ or not world.is_alone:
         return world
+    if os.environ["WORLD_SIZE"] == "1" and os.environ.pop(MEETING, None):
+        return world  # nobody else comes
     try:
         store, rank, ranks = notices.bounded(lambda: _meeting(deadline), seconds=deadline + notices.MOMENT)
     except Exception as error:
@@ -117,23 +120,50 @@ def start_ranks(
     Raises: PenstockError: the first cause among the failures, as one sentence. No rank is left running,
             whatever is raised.
     """
-    num_ranks = len(stages_of_rank)
-    # -P and PYTHONPATH: the ranks find modules where this process does, the user's own included.
-    command = [sys.executable, "-P", "-m", first.__name__, module, *arguments]
     with _folder() as meeting:
-        surroundings = os.environ | {
-            "WORLD_SIZE": str(num_ranks),
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            "GLOO_SOCKET_IFNAME": device or _loopback(),
-            MEETING: meeting,
-            first.LAUNCHER: str(os.getpid()),
-        }
-        found = run_together(
-            ([*end, *command], surroundings | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank, end in enumerate(ends or [()] * num_ranks)
+        ranks = range(len(stages_of_rank))
+        found = run_ranks(
+            module, arguments, ranks, of=len(ranks), meeting=meeting, device=device or _loopback(), ends=ends
         )
     if found.codes:
         raise cause(found, read_failures(errors), stages_of_rank=stages_of_rank)
+
+
+def run_ranks(
+    module: str,
+    arguments: Sequence[str],
+    ranks: Sequence[int],
+    *,
+    of: int,
+    meeting: str,
+    device: str,
+    ends: Sequence[Sequence[str]] | None = None,
+    called_off: Callable[[], bool] = lambda: False,
+) -> Ends:
+    """Run those ``ranks``, out of as many as ``of``, that are this machine's; return how they ended.
+
+    Args:   meeting: the folder, or the address, where all ranks meet.
+            called_off: whether all shall end, though none of them has failed.
+    Raises: TransportError: one could not be started.
+    """
+    # -P and PYTHONPATH: the ranks find modules where this process does, the user's own included.
+    command = [sys.executable, "-P", "-m", first.__name__, module, *arguments]
+    surroundings = os.environ | {
+        "WORLD_SIZE": str(of),
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "GLOO_SOCKET_IFNAME": device,
+        MEETING: meeting,
+        first.LAUNCHER: str(os.getpid()),
+    }
+    found = run_together(
+        (
+            ([*end, *command], surroundings | {"RANK": str(rank), "LOCAL_RANK": str(place)})
+            for place, (rank, end) in enumerate(zip(ranks, ends or [()] * len(ranks), strict=True))
+        ),
+        called_off=called_off,
+    )
+    codes = {ranks[place]: code for place, code in found.codes.items()}
+    return Ends(codes=codes, stuck=[ranks[place] for place in found.stuck])
 
 
 def run_rank(work: Callable[[], None], errors: Path) -> None:

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ...compression.errors import TransportError
@@ -40,17 +40,23 @@ class Ends:
     stuck: Sequence[int]
 
 
-def run_together(starts: Iterable[tuple[Sequence[str], Mapping[str, str]]]) -> Ends:
+def run_together(
+    starts: Iterable[tuple[Sequence[str], Mapping[str, str]]],
+    *,
+    called_off: Callable[[], bool] = lambda: False,
+) -> Ends:
     """Run a process for each (command, environment), wait, and leave none behind, whatever is raised.
 
+    Args:   called_off: whether all shall end, though none of them has failed; asked again and again.
     Raises: TransportError: one could not be started.
     """
     processes: list[Process] = []
     try:
         for command, environment in starts:
             processes.append(_start(command, environment))
-        codes = _wait(processes)
-        return Ends(codes=codes, stuck=_tell_to_end(processes) if codes else [])
+        codes = _wait(processes, called_off)
+        left = codes or any(process.poll() is None for process in processes)
+        return Ends(codes=codes, stuck=_tell_to_end(processes) if left else [])
     finally:
         _kill(processes)
 
@@ -63,7 +69,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> Process:
         raise TransportError(f"{command[0]} could not be started: {error.strerror or error}") from error
 
 
-def _wait(processes: Sequence[Process]) -> dict[int, int]:
+def _wait(processes: Sequence[Process], called_off: Callable[[], bool]) -> dict[int, int]:
     """Wait for all, or a moment longer than the first failure; return the exit codes that tell of one."""
     until, codes = float("inf"), {}
     while time.monotonic() < until:
@@ -76,6 +82,8 @@ def _wait(processes: Sequence[Process]) -> dict[int, int]:
                 until = min(until, time.monotonic() + _LAST_WORDS_SECONDS)
         if not alive:
             break
+        if until == float("inf") and called_off():
+            until = time.monotonic() + _LAST_WORDS_SECONDS
         time.sleep(_POLL_SECONDS)
     return codes
 

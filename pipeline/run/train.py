@@ -15,38 +15,34 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from itertools import islice
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from ...compression.errors import PlanError, ScheduleError
 from ...conf.schema import TrainConfig
 from ...stages.files import save_json
 from ...stages.planner.plan import Plan
-from ...stages.tracing.layers import casting
 from ..pipeline import Pipeline
 from ..ranks.launch import cores, init, run_rank, start_ranks
 from ..ranks.launched import Launched
 from ..ranks.world import World
-from ..runtime.report import Report
 from ..samples.samples import Samples
 from . import build, console, early
 from .checkpoints import Checkpoints, resume
 from .decide import decide, model_name, prepare
+from .epochs import loss, run_epochs
 from .exactness import place
 from .metrics import Metrics, summarise
 from .model_file import keeping, rescuing, save_model
-from .resume import position, resolve
+from .restarts import persist
+from .resume import resolve
 from .run_folder import RunFolder, config_of
 from .run_length import (
     check_batches,
     count_steps,
     count_updates,
-    steps_of_an_epoch,
-    training_batches,
 )
 from .step_files import save_step
 
@@ -72,16 +68,26 @@ def train(
     for note in samples.notes:
         console.warn(note)
     build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
-    resumes = resolve(config, folder, console.warn)
-    model = build.model(config.model, describe=samples.describe, seed=config.seed)
-    plan = given or decide(config, samples, model=model, autocast=build.autocast(config.autocast))
-    config.stages = plan.num_stages
-    pipe = rehearse(config, plan, samples, model)
-    del model
+    resumes, stages = resolve(config, folder, console.warn), config.stages
+    plan, pipe = made(config, samples, given=given)
     folder.begin(console.warn, resumes=resumes)
     folder.save(config, plan)
     console.begin(plan, folder.path)
-    if plan.num_ranks == 1:
+
+    def start(config: TrainConfig, plan: Plan) -> None:
+        """Run ranks of our own."""
+        with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
+            told.tell(config, plan)
+            arguments = [str(told.path), str(folder.path)]
+            start_ranks(__name__, arguments, errors=told.errors, stages_of_rank=plan.stages_of_rank)
+
+    def replan(config: TrainConfig) -> Plan:
+        config.stages = stages
+        plan, _ = made(config, samples)
+        folder.save(config, plan)
+        return plan
+
+    if plan.num_ranks == 1 and not config.max_restarts:
         train_rank(config, plan, folder, samples, pipe)
     elif launched:
         del pipe  # this rank needs the memory
@@ -93,11 +99,18 @@ def train(
         del pipe  # the ranks need the memory
         if place(config).is_gpu:
             torch.accelerator.empty_cache()  # this process keeps it otherwise
-        with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
-            told.tell(config, plan)
-            arguments = [str(told.path), str(folder.path)]
-            start_ranks(__name__, arguments, errors=told.errors, stages_of_rank=plan.stages_of_rank)
+        persist(config, plan, folder, start, replan=replan)
     console.close(folder.read_summary(), files=[folder.plan_picture, folder.timeline, folder.trace])
+
+
+def made(config: TrainConfig, samples: Samples, *, given: Plan | None = None) -> tuple[Plan, Pipeline]:
+    """Return the plan, unless it is ``given`` made anew, and the whole pipeline that was put together by it.
+
+    Raises: PenstockError: the model cannot be trained as asked."""
+    model = build.model(config.model, describe=samples.describe, seed=config.seed)
+    plan = given or decide(config, samples, model=model, autocast=build.autocast(config.autocast))
+    config.stages = plan.num_stages
+    return plan, rehearse(config, plan, samples, model)
 
 
 def rehearse(config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module) -> Pipeline:
@@ -180,59 +193,6 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         facts = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
         facts |= {"flows": flows, "turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns]}
         save_json(folder.summary, summarise(metrics.totals, plan, sizes=sizes, test=test, **facts))
-
-
-def run_epochs(
-    pipe: Pipeline,
-    plan: Plan,
-    config: TrainConfig,
-    samples: Samples,
-    *,
-    see: Sequence[Callable[[Report], None]],
-    note: Callable[[str], None],
-) -> dict[str, float]:
-    """Take every step that is left and test after each epoch; return the last test's results."""
-    left = count_steps(config, samples) - pipe.num_steps
-    test: dict[str, float] = {}
-    begin, done = position(pipe.num_steps, steps_of_an_epoch(config, samples))
-    for epoch in range(begin, config.epochs):
-        batches = training_batches(config, samples, epoch=epoch, first=done if epoch == begin else 0)
-        for inputs, targets in islice(batches, max(0, left)):
-            report = pipe.step(inputs, targets)
-            left -= 1
-            for one in see:
-                one(report)
-        test = evaluate(pipe, plan, config, samples)
-        if test:
-            result = f"test accuracy {test['accuracy']:.2%}, test loss {test['loss']:.4f}"
-            note(f"epoch {epoch + 1}/{config.epochs}: {result}")
-        if left <= 0:
-            break
-    return test
-
-
-def evaluate(pipe: Pipeline, plan: Plan, config: TrainConfig, samples: Samples) -> dict[str, float]:
-    """Return the accuracy and the mean loss over the test split, on every rank; nothing without one."""
-    if samples.test is None:
-        return {}
-    right = total = 0
-    lost = 0.0
-    for inputs, targets in samples.batches("test", batch_size=config.batch_size):
-        outputs = pipe.evaluate(inputs)
-        if outputs is not None:
-            targets = targets.to(outputs.device)
-            right += int((outputs.argmax(-1) == targets).sum())
-            with casting(build.autocast(config.autocast), outputs.device):
-                lost += float(loss(outputs, targets)) * targets.numel()
-            total += targets.numel()
-    last = plan.rank_of(-1, 0)
-    right, lost, total = (pipe.world.broadcast(number, last) for number in (right, lost, total))
-    return {"accuracy": right / total, "loss": lost / total}
-
-
-def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy of classes (batch, classes) or of characters (batch, length, classes)."""
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
 def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:

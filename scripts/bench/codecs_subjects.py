@@ -19,8 +19,8 @@ from ...conf.bench_codecs import BenchCodecsConfig
 from ...pipeline.pipeline import Pipeline
 from ...pipeline.run import build
 from ...pipeline.run.decide import decide, prepare
+from ...pipeline.run.epochs import loss
 from ...pipeline.run.run_length import training_batches
-from ...pipeline.run.train import loss
 from ...pipeline.samples.samples import Samples
 from ...pipeline.schedules.messages import Message
 from ...stages.units import parse_bytes

@@ -23,8 +23,9 @@ from torch.utils.data import Subset
 from ...conf.convergence import BenchConvergenceConfig
 from ...pipeline.run import build
 from ...pipeline.run.decide import decide, prepare
+from ...pipeline.run.epochs import evaluate
 from ...pipeline.run.run_length import count_updates, training_batches
-from ...pipeline.run.train import assemble, evaluate
+from ...pipeline.run.train import assemble
 from . import picture
 from .contestants import POLICIES
 from .harness import Record

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...pipeline.pipeline import Pipeline
 from ...pipeline.planner.partition import partition
 from ...pipeline.ranks.world import World
-from ...pipeline.run.train import loss
+from ...pipeline.run.epochs import loss
 from ...stages.planner.measure import measure
 from ...stages.planner.plan import Plan
 from ...stages.tracing.graph import trace

@@ -25,9 +25,9 @@ from ...pipeline.ranks.launch import init, run_rank
 from ...pipeline.ranks.world import World
 from ...pipeline.run import build
 from ...pipeline.run.decide import prepare
+from ...pipeline.run.epochs import loss
 from ...pipeline.run.metrics import DIRECTIONS, Totals
 from ...pipeline.run.run_length import training_batches
-from ...pipeline.run.train import loss
 from ...pipeline.schedules.instruction import Instruction
 from ...pipeline.schedules.messages import Message, StepMessages
 from ...pipeline.schedules.simulate import durations, simulate

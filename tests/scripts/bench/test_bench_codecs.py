@@ -19,7 +19,7 @@ from penstock.compression.kernels import jit
 from penstock.compression.raw import Raw
 from penstock.conf.bench_codecs import BenchCodecsConfig
 from penstock.pipeline.run import build
-from penstock.pipeline.run.train import loss
+from penstock.pipeline.run.epochs import loss
 from penstock.scripts.bench import codecs_bench, codecs_sides, codecs_subjects
 from penstock.scripts.bench.codecs_bench import bench_codecs, call_overhead, call_table, shown
 from penstock.scripts.bench.codecs_bounds import bound, entropy, words_of

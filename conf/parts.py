@@ -1,0 +1,63 @@
+"""Options that belong together and are typed with a point, as ``memory.tier=`` and ``checkpoint.every=``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..compression.errors import ConfigError
+from .rules import at_least, one_of
+
+
+@dataclass
+class MemoryConfig:
+    """How much memory there is, and where what is not read right now waits.
+
+    Attributes:
+        device: largest memory of a rank, for the planner, for example 2GiB; null: unlimited
+        tier: where what a forward saves stays until its backward: device, packed or host
+        weights: where older versions of the weights stay until they are read: device, packed or host
+    """
+
+    device: Any = None
+    tier: str = "device"
+    weights: str = "device"
+
+
+@dataclass
+class ClipConfig:
+    """Gradient clipping.
+
+    Attributes:
+        norm: largest L2 norm of the gradients; null: no clipping
+        scope: the norm of what: global, of all gradients; stage, of those of each stage
+    """
+
+    norm: float | None = None
+    scope: str = "global"
+
+    def __post_init__(self) -> None:
+        if self.norm is not None and not self.norm > 0:
+            raise ConfigError(f"clip.norm={self.norm} must be above 0; leave it out to clip nothing")
+        one_of(("global", "stage"), "clip.scope", self.scope)
+
+
+@dataclass
+class CheckpointConfig:
+    """When a run writes a checkpoint, beside the training.
+
+    Attributes:
+        every: steps from one checkpoint to the next; null: none by steps
+        minutes: minutes from one checkpoint to the next; null: none by time
+        keep: how many of the newest stay
+    """
+
+    every: int | None = None
+    minutes: float | None = None
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep"):
+            at_least(1, f"checkpoint.{name}", getattr(self, name))
+        if self.minutes is not None and not self.minutes > 0:
+            raise ConfigError(f"checkpoint.minutes={self.minutes} must be above 0; leave it out for none")
