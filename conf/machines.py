@@ -35,7 +35,8 @@ class MachinesConfig:
         host, _, port = str(self.master).rpartition(":")
         return host.strip("[]"), int(port)
 
-    def _check_machines(self) -> None:
+    def check_machines(self) -> None:
+        """Refuse machines that do not fit each other."""
         for name, least in (("max_restarts", 0), ("min_ranks", 1), ("nodes", 1), ("node", 0)):
             at_least(least, name, getattr(self, name))
         if not self.join_deadline > 0:
@@ -53,7 +54,7 @@ class MachinesConfig:
                 f"master={self.master} must be HOST:PORT with a port from 1 to 65535, such as 10.0.0.1:29500"
             )
 
-    def _check_ranks(self, ranks: int, *, fixed: str | None) -> None:
+    def check_ranks(self, ranks: int, *, fixed: str | None) -> None:
         """Refuse ranks that machines or restarts cannot take; ``fixed``: what keeps the ranks as they are."""
         if ranks % self.nodes:
             raise ConfigError(f"ranks={ranks} are shared evenly by nodes={self.nodes}; take a multiple of it")

@@ -169,8 +169,8 @@ class TrainConfig(MachinesConfig, PlanConfig):
                 f"checkpoint.minutes={self.checkpoint.minutes} hangs on the clock; give checkpoint.every="
             )
         self._check_update()
-        self._check_machines()
-        self._check_ranks(self.ranks, fixed=self._keeps_ranks())
+        self.check_machines()
+        self.check_ranks(self.ranks, fixed=self._keeps_ranks())
 
     @property
     def local_ranks(self) -> int:

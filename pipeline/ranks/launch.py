@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import socket
 import sys
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
 
 MOST_RANKS_PER_CORE = 4
 """More than this only take each other's time and memory."""
+
+
+AT = "at "
+"""Before the address of a store, where ranks do not meet in a folder."""
+
+SECRET = "PENSTOCK_SECRET"
+SHORTEST_SECRET = 16
 
 
 def cores() -> int:
@@ -64,6 +72,20 @@ def check_ranks(ranks: int, *, here: int | None = None) -> None:
         )
 
 
+def secret() -> bytes:
+    """What launchers and ranks on several machines prove to each other that they know.
+
+    Raises: ConfigError: there is none, or it is short.
+    """
+    text = os.environ.get(SECRET, "")
+    if len(text) < SHORTEST_SECRET:
+        raise ConfigError(
+            f"nodes know each other by a secret of {SHORTEST_SECRET} characters or more in {SECRET}, found "
+            f"{len(text)}; set it alike on all nodes, for example to what openssl rand -hex 32 prints"
+        )
+    return text.encode()
+
+
 def init(*, deadline: float = 60.0) -> World:
     """Join the ranks of a local run, or those that torchrun's environment describes; where a default process
     group is initialised, its ranks; started plainly, this process alone.
@@ -93,13 +115,18 @@ def _meeting(deadline: float) -> tuple[Store, int, int]:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    folder = os.environ.pop(MEETING, None)  # what a rank starts itself does not meet there
-    if folder is None:
+    place = os.environ.pop(MEETING, None)  # what a rank starts itself does not meet there
+    if place is None:
         return next(iter(rendezvous("env://", timeout=datetime.timedelta(seconds=deadline))))
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if place.startswith(AT):
+        from .meeting import MeetingStore
+
+        host, port, room = json.loads(place.removeprefix(AT))
+        return MeetingStore((host, port), secret(), room=room), rank, ranks
     # No number of users: a store that counts them removes its file with the last, and may abort the
     # process where another removes it meanwhile. The launcher removes the folder.
-    store = dist.FileStore(str(Path(folder) / "store"))  # pyright: ignore[reportPrivateImportUsage]
+    store = dist.FileStore(str(Path(place) / "store"))  # pyright: ignore[reportPrivateImportUsage]
     return store, rank, ranks
 
 

@@ -17,7 +17,7 @@ from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.planner.plan import Plan, check_tiers
 from ...stages.planner.rules import check_versions
 from ...stages.units import parse_bytes, parse_rate
-from ..ranks.launch import check_ranks
+from ..ranks.launch import check_ranks, secret
 from ..ranks.launched import Launched
 from ..samples import sources
 from ..schedules import schedule_named
@@ -41,6 +41,8 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
     if isinstance(config, TrainConfig):
         check_ranks(config.ranks, here=config.local_ranks)
         _check_launcher(config)
+        if config.nodes > 1:
+            secret()
     _check_schedule(config, () if given else program(config.program))
     check_name(config.codec)
     if given is None:  # else every stage has its own

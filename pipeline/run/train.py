@@ -27,6 +27,7 @@ from ...stages.planner.plan import Plan
 from ..pipeline import Pipeline
 from ..ranks.launch import cores, init, run_rank, start_ranks
 from ..ranks.launched import Launched
+from ..ranks.nodes import Lead
 from ..ranks.world import World
 from ..samples.samples import Samples
 from . import build, console, early
@@ -34,6 +35,7 @@ from .checkpoints import Checkpoints, resume
 from .decide import decide, model_name, prepare
 from .epochs import loss, run_epochs
 from .exactness import place
+from .machines import leading, run_led
 from .metrics import Metrics, summarise
 from .model_file import keeping, rescuing, save_model
 from .restarts import persist
@@ -64,6 +66,18 @@ def train(
     given = early.check(config, typed)
     build.check_targets(config)
     build.optimizer(config.optimizer)
+    with leading(config, typed) as lead:
+        _train(config, folder, given, launched=launched, lead=lead)
+
+
+def _train(
+    config: TrainConfig,
+    folder: RunFolder,
+    given: Plan | None,
+    *,
+    launched: Launched | None,
+    lead: Lead | None,
+) -> None:
     samples = prepare(config)
     for note in samples.notes:
         console.warn(note)
@@ -76,6 +90,8 @@ def train(
 
     def start(config: TrainConfig, plan: Plan) -> None:
         """Run ranks of our own."""
+        if lead:
+            return run_led(__name__, config, plan, folder, lead)
         with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
             told.tell(config, plan)
             arguments = [str(told.path), str(folder.path)]
