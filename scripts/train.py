@@ -60,7 +60,7 @@ def _other_node(arguments: Sequence[str]) -> MachinesConfig | None:
     several = any(option.partition("=")[0] == "nodes" and option != "nodes=1" for option in options)
     if several and {"--multirun", "-m"} & set(arguments):
         raise ConfigError("--multirun is several runs, and nodes= meet for one; start them one by one")
-    if not any(re.fullmatch(r"node=(?!0+$).*", option) for option in options):
+    if "--cfg" in arguments or not any(re.fullmatch(r"node=(?!0+$).*", option) for option in options):
         return None
     schema = OmegaConf.structured(MachinesConfig)
     for option in options:

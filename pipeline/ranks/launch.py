@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ...compression.errors import ConfigError, TransportError
 from . import rank as first
 from .failure import cause, leave, read_failures
-from .launched import MEETING, Launched
+from .launched import MEETING, Launched, fresh
 from .processes import Ends, run_together
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ def init(*, deadline: float = 60.0) -> World:
         return world  # nobody else comes
     try:
         store, rank, ranks = notices.bounded(lambda: _meeting(deadline), seconds=deadline + notices.MOMENT)
+    except TransportError:
+        raise
     except Exception as error:
         raise TransportError(
             f"rank {os.environ['RANK']} found no store to meet the others at within {deadline:g} s: {error}"
@@ -117,7 +119,8 @@ def _meeting(deadline: float) -> tuple[Store, int, int]:
 
     place = os.environ.pop(MEETING, None)  # what a rank starts itself does not meet there
     if place is None:
-        return next(iter(rendezvous("env://", timeout=datetime.timedelta(seconds=deadline))))
+        store, rank, ranks = next(iter(rendezvous("env://", timeout=datetime.timedelta(seconds=deadline))))
+        return fresh(store, rank=rank, ranks=ranks, deadline=deadline), rank, ranks
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if place.startswith(AT):
         from .meeting import MeetingStore

@@ -107,9 +107,8 @@ def _train(
         train_rank(config, plan, folder, samples, pipe)
     elif launched:
         del pipe  # this rank needs the memory
-        launched.post(
-            {"folder": str(folder.path), "config": folder.config.read_text(), "plan": plan.to_json()}
-        )
+        run = {"folder": str(folder.path), "config": folder.config.read_text(), "plan": plan.to_json()}
+        launched.post(run, deadline=config.deadline)
         join(config, plan, folder, init=launched.init)
     else:
         del pipe  # the ranks need the memory

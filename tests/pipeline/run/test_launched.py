@@ -71,6 +71,34 @@ def test_torchrun_launches_them(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_killed_rank_that_torchrun_restarts_goes_on_from_the_last_checkpoint(tmp_path, monkeypatch):
+    """Its store stays through the restart, and with it all that the ranks that are gone wrote there."""
+    monkeypatch.chdir(tmp_path)
+    job = [option for option in JOB if not option.startswith(("data", "batch", "max_steps"))]
+    job += (
+        "data._target_=own_digits.samples batch_size=40 epochs=2 checkpoint.every=2 codec=zero_value".split()
+    )
+    support = Path(__file__).parents[2] / "support"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1")
+    Path("kill_0").touch()
+    done = subprocess.run(
+        [*torchrun, "-m", "penstock", "train", *job, "hydra.run.dir=theirs", "resume=auto", "threads=1"],
+        env=os.environ | {"PYTHONPATH": str(support), "VICTIM": "1", "AFTER": "281"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "goes on behind step" in done.stdout
+    assert not Path("kill_0").exists()
+    monkeypatch.setenv("PYTHONPATH", str(support))
+    assert command.run(["train", *job, "hydra.run.dir=ours", "ranks=1", "stages=2", "threads=1"]) == 0
+    ours, theirs = (load_file(f"{name}/model.safetensors") for name in ("ours", "theirs"))
+    assert all(same_bits(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.slow
 def test_several_runs_follow_each_other(tmp_path):
     sweep = ("seed=3,4", "hydra.sweep.dir=sweep", "--multirun")
     codes, printed = launched(tmp_path, *JOB[:-2], *sweep)

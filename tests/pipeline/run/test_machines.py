@@ -218,12 +218,12 @@ def test_a_machine_that_does_not_fit_is_told(more, surroundings, first_said, sec
 @pytest.mark.slow
 def test_checkpoints_want_one_folder(tmp_path):
     """The second machine sees another folder by the same name: a mount of its own."""
-    apart = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {tmp_path}/run && exec "$@"', "sh"]
-    (tmp_path / "run").mkdir()
+    apart = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {tmp_path}/runs && exec "$@"', "sh"]
+    (tmp_path / "runs").mkdir()
     tried = subprocess.run([*apart, "true"], capture_output=True, check=False)
     if tried.returncode:
         pytest.skip(f"no mounts of one's own here: {tried.stderr.decode()}")
-    with machines(KEPT, prefixes=((), apart)) as (first, second, _):
+    with machines(f"{KEPT}s/one", prefixes=((), apart)) as (first, second, _):
         for machine in (first, second):
             code, (said,) = machine.end()
             assert code == command.REFUSED
