@@ -1,4 +1,4 @@
-"""The batch script for Slurm, with stand-ins for its commands: a task on each machine, back after a warning."""
+"""The batch script for Slurm, with stand-ins for its commands: a task a machine, and back after a warning."""
 
 from __future__ import annotations
 
