@@ -12,6 +12,9 @@ from safetensors.torch import load_file
 from penstock import ConfigError
 from penstock.conf.parts import CheckpointConfig
 from penstock.conf.schema import TrainConfig
+from penstock.pipeline.ranks.failure import Lost
+from penstock.pipeline.run.restarts import persist
+from penstock.pipeline.run.run_folder import RunFolder
 from penstock.scripts import command
 
 pytestmark = pytest.mark.ranks
@@ -105,6 +108,21 @@ def test_a_rank_that_dies_again_at_once_is_done_without(whole, monkeypatch, capf
     assert json.loads(Path("run/plan.json").read_text())["stages"][1]["ranks"] == [0]
     assert same_run("run", whole)
     assert losses("run") == losses(whole)
+
+
+def test_a_rank_that_is_lost_again_later_keeps_its_place(capfd):
+    """Steps that are done again after a restart count as done."""
+    config = TrainConfig(max_restarts=2, min_ranks=1)
+    folder, made = RunFolder(path=Path()), [10, 5, 5]
+
+    def start(config, _):
+        folder.metrics.write_text("{}\n" * made.pop(0))
+        raise Lost("rank 1 was killed", rank=1)
+
+    with pytest.raises(Lost, match="rank 1 was killed"):
+        persist(config, None, folder, start, replan=lambda _: pytest.fail("it has its place"))  # type: ignore[arg-type]
+    assert config.ranks == 2
+    assert capfd.readouterr().err.count("begins anew: there is no checkpoint") == 2
 
 
 @pytest.mark.slow
