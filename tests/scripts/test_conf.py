@@ -20,7 +20,8 @@ from penstock.compression.codec import CODECS, LOSSY_CODECS
 from penstock.conf import schema
 from penstock.conf.bench_codecs import BenchCodecsConfig
 from penstock.conf.groups import OF_THE_RUN
-from penstock.conf.schema import ClipConfig, PlanConfig, TrainConfig
+from penstock.conf.parts import ClipConfig
+from penstock.conf.schema import PlanConfig, TrainConfig
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.pipeline.schedules.placement import layout
 from penstock.scripts import flags, usage

@@ -15,7 +15,8 @@ from reference import same_bits
 from safetensors.torch import load_file
 
 from penstock import ConfigError
-from penstock.conf.schema import CheckpointConfig, TrainConfig
+from penstock.conf.parts import CheckpointConfig
+from penstock.conf.schema import TrainConfig
 from penstock.pipeline.run.resume import check, position
 from penstock.scripts import command
 
