@@ -12,6 +12,7 @@ from typing import Any
 
 from ..compression.errors import ConfigError
 from ..compression.names import AUTO, is_device
+from .machines import MachinesConfig
 from .parts import CheckpointConfig, ClipConfig, MemoryConfig
 from .rules import at_least, count_or_auto, one_of, shown
 
@@ -32,7 +33,7 @@ class PlanConfig:
         model: the network; model._target_=my.Net for your own
         data: the samples; data._target_=my.data for your own Dataset, DataLoader or a (train, test) pair
         optimizer: what updates the weights; any torch optimizer by optimizer._target_=
-        ranks: processes on this machine; 1 runs all stages in one process
+        ranks: processes, of all machines together; 1 runs all stages in one process
         stages: pipeline stages; null: one a rank (two where the schedule takes two), or one more than cuts
         cuts: cut after these layers or modules, by hand: cuts=[layer2,layer3.0]
         schedule: gpipe, 1f1b, interleaved, zb_h1, zbv, dualpipev, async_1f1b, custom; penstock plan: also all
@@ -103,6 +104,11 @@ class PlanConfig:
             return self.stages
         return 2 * self.ranks if self.schedule in TWO_A_RANK else self.ranks
 
+    @property
+    def local_ranks(self) -> int:
+        """Processes on this machine."""
+        return self.ranks
+
     def _check_stages(self) -> None:
         if self.cuts is not None and self.stages not in (None, self.num_stages):
             raise ConfigError(
@@ -118,7 +124,7 @@ class PlanConfig:
 
 
 @dataclass
-class TrainConfig(PlanConfig):
+class TrainConfig(MachinesConfig, PlanConfig):
     """The options of ``penstock train``; those of a plan, and these.
 
     Attributes:
@@ -171,6 +177,13 @@ class TrainConfig(PlanConfig):
         for name in self.loggers:
             one_of(LOGGERS, "logger", name)
         self._check_update()
+        self.check_machines()
+        self.check_ranks(self.ranks, fixed=self._keeps_ranks())
+
+    @property
+    def local_ranks(self) -> int:
+        """Processes on each machine."""
+        return self.ranks // self.nodes
 
     @property
     def loggers(self) -> tuple[str, ...]:
@@ -185,6 +198,13 @@ class TrainConfig(PlanConfig):
     def streams(self) -> bool:
         """Whether micro-batches are in flight between steps, so that a checkpoint drains them."""
         return self.schedule == "async_1f1b" or self.weights == "double_buffered"
+
+    def _keeps_ranks(self) -> str | None:
+        """What does not let ranks become fewer, as it was typed."""
+        if self.streams:
+            return f"weights={self.weights} of schedule={self.schedule}, which resumes on the same cuts"
+        given = {"plan": self.plan, "program": self.program, "nodes": self.nodes if self.nodes > 1 else None}
+        return next((f"{name}={value}" for name, value in given.items() if value), None)
 
     def _check_update(self) -> None:
         if self.autocast is not None:

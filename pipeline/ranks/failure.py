@@ -24,6 +24,16 @@ _GLOO = "gloo/transport"
 """Stands in what gloo says of a connection that broke, which is never a rank's own failure."""
 
 
+class Lost(TransportError):
+    """Ranks were killed, lost or hang, none by an error of its own: another try may go well.
+
+    Attributes: rank: the first of them, where that is known."""
+
+    def __init__(self, sentence: str, *, rank: int | None = None) -> None:
+        super().__init__(sentence)
+        self.rank = rank
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """What a failing rank left behind; ``consequence``: it lost a peer, whose failure is the cause."""
@@ -50,14 +60,21 @@ def leave(errors: Path, error: BaseException) -> Failure:
         at=time.time(),
         trace="".join(traceback.format_exception(error)).splitlines(),
     )
-    part = path.with_suffix(".part")
-    try:
-        errors.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(dataclasses.asdict(failure), indent=1))
-        part.replace(path)
-    except OSError as refused:  # a full disk may be the very error
-        print(f"{failure.sentence} ({path} cannot be written: {refused.strerror})", file=sys.stderr)
+    keep(errors, [failure])
     return failure
+
+
+def keep(errors: Path, failures: Sequence[Failure]) -> None:
+    """Write failures into the folder ``errors``, each whole or not at all."""
+    for failure in failures:
+        path = errors / f"rank{failure.rank}.json"
+        part = path.with_suffix(".part")
+        try:
+            errors.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(dataclasses.asdict(failure), indent=1))
+            part.replace(path)
+        except OSError as refused:  # a full disk may be the very error
+            print(f"{failure.sentence} ({path} cannot be written: {refused.strerror})", file=sys.stderr)
 
 
 def _unexpected(error: BaseException) -> str:
@@ -91,7 +108,7 @@ def cause(
     return chosen
 
 
-def _lost(ends: Ends, failures: Sequence[Failure], stages_of_rank: Sequence[Sequence[int]]) -> PenstockError:
+def _lost(ends: Ends, failures: Sequence[Failure], stages_of_rank: Sequence[Sequence[int]]) -> Lost:
     """What to tell where no rank has an error of its own."""
     told = {failure.rank for failure in failures}
     mute = [rank for rank in ends.codes if rank not in told]
@@ -99,11 +116,12 @@ def _lost(ends: Ends, failures: Sequence[Failure], stages_of_rank: Sequence[Sequ
     if mute:
         # gloo may abort a process whose peer has gone, so an abort is the last to be the cause.
         rank = min(mute, key=lambda rank: ends.codes[rank] == -signal.SIGABRT)
-        return TransportError(f"{_named(rank, stages_of_rank)} {_how(ends.codes[rank])}{seen}")
+        return Lost(f"{_named(rank, stages_of_rank)} {_how(ends.codes[rank])}{seen}", rank=rank)
     if ends.stuck:
-        named = _named(ends.stuck[0], stages_of_rank)
-        return TransportError(f"{named} was stopped or hangs: it did not even end when it was told to{seen}")
-    return TransportError(failures[0].sentence)
+        rank = ends.stuck[0]
+        how = "was stopped or hangs: it did not even end when it was told to"
+        return Lost(f"{_named(rank, stages_of_rank)} {how}{seen}", rank=rank)
+    return Lost(failures[0].sentence)
 
 
 def _how(code: int) -> str:

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ...compression.errors import TransportError
@@ -57,11 +57,16 @@ class Ends:
         return 0
 
 
-def run_together(starts: Iterable[tuple[Sequence[str], Mapping[str, str]]]) -> Ends:
+def run_together(
+    starts: Iterable[tuple[Sequence[str], Mapping[str, str]]],
+    *,
+    called_off: Callable[[], bool] = lambda: False,
+) -> Ends:
     """Run a process for each (command, environment), wait, and leave none behind, whatever is raised.
 
     What asks this process to stop (``signals.ASKING``) is passed on to them, who know where they can.
 
+    Args:   called_off: whether all shall end, though none of them has failed; asked again and again.
     Raises: TransportError: one could not be started.
     """
     processes: list[Process] = []
@@ -76,8 +81,9 @@ def run_together(starts: Iterable[tuple[Sequence[str], Mapping[str, str]]]) -> E
         for command, environment in starts:
             processes.append(_start(command, environment))
         with heard(pass_on):
-            codes = _wait(processes)
-        return Ends(codes=codes, stuck=_tell_to_end(processes) if codes else [], asked=asked)
+            codes = _wait(processes, called_off)
+        left = codes or any(_code(process) is None for process in processes)
+        return Ends(codes=codes, stuck=_tell_to_end(processes) if left else [], asked=asked)
     finally:
         _kill(processes)
 
@@ -90,7 +96,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> Process:
         raise TransportError(f"{command[0]} could not be started: {error.strerror or error}") from error
 
 
-def _wait(processes: Sequence[Process]) -> dict[int, int]:
+def _wait(processes: Sequence[Process], called_off: Callable[[], bool]) -> dict[int, int]:
     """Wait for all, or a moment longer than the first failure; return the exit codes that tell of one."""
     until, codes = float("inf"), {}
     while time.monotonic() < until:
@@ -103,6 +109,8 @@ def _wait(processes: Sequence[Process]) -> dict[int, int]:
                 until = min(until, time.monotonic() + _LAST_WORDS_SECONDS)
         if not alive:
             break
+        if until == float("inf") and called_off():
+            until = time.monotonic() + _LAST_WORDS_SECONDS
         time.sleep(_POLL_SECONDS)
     return codes
 

@@ -17,7 +17,8 @@ from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.planner.plan import Plan, check_tiers
 from ...stages.planner.rules import check_versions
 from ...stages.units import parse_bytes, parse_rate
-from ..ranks.launch import check_ranks
+from ..ranks.launch import check_ranks, secret
+from ..ranks.launched import Launched
 from ..samples import sources
 from ..schedules import schedule_named
 from ..schedules.placement import layout, placed, placement, stages_on
@@ -38,7 +39,10 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
     """
     given = load_plan(config, typed) if isinstance(config, TrainConfig) and config.plan else None
     if isinstance(config, TrainConfig):
-        check_ranks(config.ranks)
+        check_ranks(config.ranks, here=config.local_ranks)
+        _check_launcher(config)
+        if config.nodes > 1:
+            secret()
         for name in config.loggers:
             if name != "csv" and not _findable(name):
                 raise ConfigError(
@@ -107,6 +111,18 @@ def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
         setattr(place, name, value)
     config.__post_init__()  # its rules hold for what the plan decided, too
     return plan
+
+
+def _check_launcher(config: TrainConfig) -> None:
+    """Refuse to start again, or on other machines, what somebody else's launcher starts."""
+    if not Launched.of_environment():
+        return
+    for name, none in (("max_restarts", 0), ("nodes", 1)):
+        if (asked := getattr(config, name)) != none:
+            raise ConfigError(
+                f"{name}={asked} is for ranks that penstock starts; tell the launcher (torchrun has "
+                "--max-restarts and --nnodes), and leave it out here"
+            )
 
 
 def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:

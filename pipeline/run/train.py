@@ -27,6 +27,7 @@ from ...stages.planner.plan import Plan
 from ..pipeline import Pipeline
 from ..ranks.launch import cores, init, run_rank, start_ranks
 from ..ranks.launched import Launched
+from ..ranks.nodes import Lead
 from ..ranks.world import World
 from ..samples.samples import Samples
 from . import build, console, early
@@ -37,9 +38,11 @@ from .epochs import loss, run_epochs
 from .exactness import place
 from .failed import traced
 from .loggers import Loggers
+from .machines import leading, run_led
 from .metrics import Metrics, summarise
 from .model_file import keeping, rescuing, save_model
-from .resume import resolve, take_over
+from .restarts import persist
+from .resume import Source, resolve, take_over
 from .run_folder import RunFolder, config_of
 from .run_length import check_batches, count_steps, count_updates
 from .step_files import save_step
@@ -62,42 +65,74 @@ def train(
     given = early.check(config, typed)
     build.check_targets(config)
     build.optimizer(config.optimizer)
+    with leading(config, typed) as lead:
+        _train(config, folder, given, launched=launched, lead=lead)
+
+
+def _train(
+    config: TrainConfig,
+    folder: RunFolder,
+    given: Plan | None,
+    *,
+    launched: Launched | None,
+    lead: Lead | None,
+) -> None:
     samples = prepare(config)
     for note in samples.notes:
         console.warn(note)
     build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
-    source = resolve(config, folder, console.warn)
-    model = build.model(config.model, describe=samples.describe, seed=config.seed)
-    plan = given or (source and source.plan(config))
-    plan = plan or decide(config, samples, model=model, autocast=build.autocast(config.autocast))
-    if source:
-        source.compare(config, plan, console.warn)
-    config.stages = plan.num_stages
-    pipe = rehearse(config, plan, samples, model)
-    del model
+    source, stages = resolve(config, folder, console.warn), config.stages
+    plan, pipe = made(config, samples, given=given, source=source)
     folder.begin(console.warn, resumes=source is not None and source.own)
     folder.save(config, plan)
     console.begin(plan, folder.path)
-    if plan.num_ranks == 1:
+
+    def start(config: TrainConfig, plan: Plan) -> None:
+        """Run ranks of our own."""
+        with traced(config):
+            if lead:
+                return run_led(__name__, config, plan, folder, lead)
+            with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
+                told.tell(config, plan)
+                arguments = [str(told.path), str(folder.path)]
+                start_ranks(__name__, arguments, errors=told.errors, stages_of_rank=plan.stages_of_rank)
+
+    def replan(config: TrainConfig) -> Plan:
+        config.stages = stages
+        plan, _ = made(config, samples)
+        folder.save(config, plan)
+        return plan
+
+    if plan.num_ranks == 1 and not config.max_restarts:
         with traced(config, folder.errors):
             train_rank(config, plan, folder, samples, pipe)
     elif launched:
         del pipe  # this rank needs the memory
-        launched.post(
-            {"folder": str(folder.path), "config": folder.config.read_text(), "plan": plan.to_json()}
-        )
+        run = {"folder": str(folder.path), "config": folder.config.read_text(), "plan": plan.to_json()}
+        launched.post(run, deadline=config.deadline)
         with traced(config, folder.errors):
             join(config, plan, folder, init=launched.init)
     else:
         del pipe  # the ranks need the memory
         if place(config).is_gpu:
             torch.accelerator.empty_cache()  # this process keeps it otherwise
-        with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
-            told.tell(config, plan)
-            arguments = [str(told.path), str(folder.path)]
-            with traced(config):
-                start_ranks(__name__, arguments, errors=told.errors, stages_of_rank=plan.stages_of_rank)
+        persist(config, plan, folder, start, replan=replan)
     console.close(folder.read_summary(), files=[folder.plan_picture, folder.timeline, folder.trace])
+
+
+def made(
+    config: TrainConfig, samples: Samples, *, given: Plan | None = None, source: Source | None = None
+) -> tuple[Plan, Pipeline]:
+    """Return the plan, unless it is ``given`` or that of ``source`` made anew, and the whole pipeline by it.
+
+    Raises: PenstockError: the model cannot be trained as asked."""
+    model = build.model(config.model, describe=samples.describe, seed=config.seed)
+    plan = given or (source and source.plan(config))
+    plan = plan or decide(config, samples, model=model, autocast=build.autocast(config.autocast))
+    if source:
+        source.compare(config, plan, console.warn)
+    config.stages = plan.num_stages
+    return plan, rehearse(config, plan, samples, model)
 
 
 def rehearse(config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module) -> Pipeline:

@@ -36,6 +36,10 @@ ELSEWHERE = {
     "./scripts/quickstart": "test_quickstart.py",
     "./scripts/check": "what runs this test",
     ". .venv/bin/activate": "test_quickstart.py",
+    "export PENSTOCK_SECRET=$(openssl rand -hex 32)": "test_machines.py, with a secret of its own",
+    "torchrun --nproc-per-node 2 --max-restarts=3 -m penstock train checkpoint.every=50 "
+    "hydra.run.dir=runs/mine resume=auto": "test_launched.py",
+    "sbatch --nodes=2 scripts/slurm.sbatch model=resnet18 ranks=4 checkpoint.minutes=10": "test_slurm.py",
     "pip install jupyterlab && jupyter lab scripts/notebooks/throughput.ipynb": "test_notebook.py",
 }
 EXPORT = "export "  # reads what a run left: test_checkpoint_example.py runs both

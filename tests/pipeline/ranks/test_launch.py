@@ -14,6 +14,7 @@ import pytest
 
 from penstock import ConfigError, PenstockError, StageError, TransportError
 from penstock.pipeline.ranks import launch, rank
+from penstock.pipeline.ranks.failure import Lost
 from penstock.pipeline.ranks.launch import check_ranks, run_rank, start_ranks
 
 ERRORS = Path("errors")
@@ -63,10 +64,10 @@ def test_ranks_that_end_well_raise_nothing_and_leave_nothing(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("what", "kind", "told"),
     [
-        ("be killed", TransportError, "rank 1 (stages 1, 2) was killed by SIGKILL; .*; rank 0: a neighbour"),
-        ("stop", TransportError, "rank 1 (stages 1, 2) was stopped or hangs: .*; rank 0: a neighbour waited"),
+        ("be killed", Lost, "rank 1 (stages 1, 2) was killed by SIGKILL; .*; rank 0: a neighbour"),
+        ("stop", Lost, "rank 1 (stages 1, 2) was stopped or hangs: .*; rank 0: a neighbour waited"),
         ("exit", PenstockError, "rank 1: SystemExit: 3; its traceback is in"),
-        ("leave", TransportError, "rank 1 (stages 1, 2) ended with exit code 7"),
+        ("leave", Lost, "rank 1 (stages 1, 2) ended with exit code 7"),
         ("raise", PenstockError, "rank 1, stage 1, forward of micro-batch 2: the sky fell"),
         ("have a bug", PenstockError, "rank 1: ValueError: no such thing"),
     ],

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,83 @@ def test_torchrun_launches_them(tmp_path):
     assert done.returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert Path(tmp_path, "run", "summary.json").exists()
+
+
+OWN = [
+    *(option for option in JOB if not option.startswith(("data", "batch", "max_steps", "deadline"))),
+    *"data._target_=own_digits.samples batch_size=40 checkpoint.every=2 codec=zero_value deadline=20".split(),
+]
+SUPPORT = str(Path(__file__).parents[2] / "support")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+THEIRS = ("-m", "penstock", "train", *OWN, "hydra.run.dir=theirs", "resume=auto", "stages=2", "threads=1")
+
+
+def same_as_in_one_process(monkeypatch, *options):
+    """Whether the run in ``theirs`` ended with the bits of one that nothing happened to."""
+    monkeypatch.setenv("PYTHONPATH", SUPPORT)
+    alone = ("hydra.run.dir=ours", "ranks=1", "stages=2", "threads=1")
+    assert command.run(["train", *OWN, *options, *alone]) == 0
+    ours, theirs = (load_file(f"{name}/model.safetensors") for name in ("ours", "theirs"))
+    return all(same_bits(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_that_torchrun_restarts_goes_on_from_the_last_checkpoint(tmp_path, monkeypatch):
+    """Its store stays through the restart, and with it all that the ranks that are gone wrote there."""
+    monkeypatch.chdir(tmp_path)
+    Path("kill_0").touch()
+    done = subprocess.run(
+        [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", *THEIRS, "epochs=2"],
+        env=os.environ | {"PYTHONPATH": SUPPORT, "VICTIM": "1", "AFTER": "281"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "goes on behind step" in done.stdout
+    assert not Path("kill_0").exists()
+    assert same_as_in_one_process(monkeypatch, "epochs=2")
+
+
+@pytest.mark.slow
+def test_a_host_that_torchrun_loses_is_done_without(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-conf last_call_timeout=10"
+    hosts = f"--nnodes=1:2 --nproc-per-node 1 --max-restarts 3 {meeting}".split()
+    metrics, printed, hosted = Path("theirs/metrics.jsonl"), [], []
+    try:
+        for name in ("stays", "goes"):  # the first keeps the store
+            with Path(name).open("w") as file:
+                hosted.append(
+                    subprocess.Popen(
+                        [*TORCHRUN, *hosts, *THEIRS, "epochs=200"],
+                        env=os.environ | {"PYTHONPATH": SUPPORT},
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+            time.sleep(2)
+        until = time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 5):
+            assert time.monotonic() < until, printed
+            time.sleep(0.1)
+        started = subprocess.run(["pgrep", "-P", str(hosted[1].pid)], capture_output=True, text=True)
+        for pid in (hosted[1].pid, *map(int, started.stdout.split())):
+            os.kill(pid, signal.SIGKILL)
+        assert hosted[0].wait(240) == 0, Path("stays").read_text()
+    finally:
+        for process in hosted:
+            process.kill()
+            process.wait(30)
+    said = Path("stays").read_text()
+    assert (
+        said.index("2 stages on 2 ranks") < said.index("2 stages on 1 rank,") < said.index("goes on behind")
+    )
+    assert same_as_in_one_process(monkeypatch, "epochs=200")
 
 
 @pytest.mark.slow

@@ -1,0 +1,84 @@
+"""Ranks that were killed, lost or hang are started again, and the run goes on from its last checkpoint.
+
+A rank's own error would come again, so it ends the run at once. A rank that is lost again at once may have no
+place any more: where the user allows it (``min_ranks=``), the run goes on with one rank less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...compression.errors import PenstockError
+from ...conf.schema import AGAIN, TrainConfig
+from ...stages.planner.plan import Plan
+from ..ranks.failure import Lost
+from . import console
+from .metrics import Metrics
+from .resume import resolve
+from .run_folder import RunFolder, step_of
+
+
+def persist(
+    config: TrainConfig,
+    plan: Plan,
+    folder: RunFolder,
+    start: Callable[[TrainConfig, Plan], None],
+    *,
+    replan: Callable[[TrainConfig], Plan],
+) -> None:
+    """Run the ranks by ``start``, and where some are lost, again: ``config.max_restarts`` times at most.
+
+    Args:   config: ``resume`` and, with fewer ranks, ``ranks`` become those of the last start.
+            replan: makes the plan for other ranks, and keeps it in ``folder``.
+    Raises: PenstockError: what ended the last start.
+    """
+    before, lost_before = config.resume, None
+    for restart in range(1, config.max_restarts + 2):
+        steps = _num_steps(folder)
+        try:
+            return start(config, plan)
+        except Lost as lost:
+            if restart > config.max_restarts:
+                raise
+            at_once = lost.rank == lost_before is not None and _num_steps(folder) <= steps + 1
+            lost_before = lost.rank
+            where = _go_back(config, folder, before)
+            told = f"{lost}; restart {restart} of {config.max_restarts} {where}"
+            if at_once and config.ranks > (config.min_ranks or config.ranks):
+                plan, how = _with_fewer_ranks(config, plan, replan)
+                told += f", {how}"
+            console.warn(told)
+    raise AssertionError("the last start returns or raises")
+
+
+def _go_back(config: TrainConfig, folder: RunFolder, before: str | None) -> str:
+    """Let the run go on from its last checkpoint, or begin as it did before; say which.
+
+    Args: before: what it went on from at first.
+    """
+    config.resume = AGAIN
+    step = 0
+    if resolve(config, folder, console.warn):
+        step = step_of(folder.whole_checkpoints()[0])
+        where = f"goes on behind step {step}"
+    else:
+        config.resume = before
+        where = f"begins as the run did, with {before}" if before else "begins anew: there is no checkpoint"
+    with Metrics(folder.metrics, num_stages=1, first=step):  # cut off what is done again
+        return where
+
+
+def _with_fewer_ranks(
+    config: TrainConfig, plan: Plan, replan: Callable[[TrainConfig], Plan]
+) -> tuple[Plan, str]:
+    """The plan for one rank less, or the same where none can be made; and what to say of it."""
+    config.ranks -= 1
+    try:
+        return replan(config), f"with ranks={config.ranks}"
+    except PenstockError as error:
+        config.ranks += 1
+        return plan, f"with all ranks ({error})"
+
+
+def _num_steps(folder: RunFolder) -> int:
+    """How many steps the metrics tell of."""
+    return folder.metrics.read_bytes().count(b"\n") if folder.metrics.exists() else 0

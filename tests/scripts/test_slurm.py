@@ -1,0 +1,68 @@
+"""The batch script for Slurm, with stand-ins for its commands: a task a machine, and back after a warning."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm.sbatch"
+SRUN = """#!/bin/bash
+for number in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do SLURM_NODEID=$number "$@" & tasks+=($!); done
+worst=0
+for task in "${tasks[@]}"; do wait "$task"; code=$?; [ "$code" -gt "$worst" ] && worst=$code; done
+exit "$worst"
+"""
+PENSTOCK = f"""#!/bin/bash
+exec {sys.executable} -m penstock "$@"
+"""
+JOB = "model=mlp model.hidden=[16] data.size=8 data.channels=1 batch_size=200 max_steps=2 codec=raw threads=1"
+
+
+def batch(folder, *options, nodes, **commands):
+    """Run the script; ``commands``: what stands in for those of the system."""
+    stand_ins = folder / "bin"
+    stand_ins.mkdir()
+    commands = {
+        "srun": SRUN,
+        "hostname": "#!/bin/sh\necho 127.0.0.1 10.0.0.1\n",
+        "penstock": PENSTOCK,
+    } | commands
+    for name, text in commands.items():
+        (stand_ins / name).write_text(text)
+        (stand_ins / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": str(nodes), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        ["bash", str(SCRIPT), *JOB.split(), *options],
+        cwd=folder,
+        env=os.environ | job | {"PATH": f"{stand_ins}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_runs_one_launcher_on_each_machine(nodes, tmp_path):
+    done = batch(tmp_path, nodes=nodes)
+    assert done.returncode == 0, done.stderr
+    (summary,) = tmp_path.glob("runs/slurm-*/summary.json")
+    assert "2 stages on 2 ranks" in done.stdout
+    assert f"nodes: {nodes}" in summary.with_name("config.yaml").read_text()
+
+
+def test_a_job_that_was_warned_comes_back(tmp_path):
+    queue = "#!/bin/sh\necho scontrol $*\n"
+    warned = batch(tmp_path, nodes=1, scontrol=queue, penstock="#!/bin/sh\nexit 138\n")
+    assert (warned.returncode, warned.stdout) == (138, f"scontrol requeue {os.getpid()}\n")
+
+
+def test_a_job_that_fails_stays_away(tmp_path):
+    failed = batch(tmp_path, nodes=2, scontrol="#!/bin/sh\necho back\n", penstock="#!/bin/sh\nexit 2\n")
+    assert (failed.returncode, failed.stdout) == (2, "")
