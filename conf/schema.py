@@ -40,6 +40,7 @@ class PlanConfig:
         program: file of a custom schedule, a line of instructions such as 0F0 0F1 0B0 0B1 for each rank
         weights: version a micro-batch sees: latest; async_1f1b: stashed, vertical_sync; 1f1b: double_buffered
         weights_first: in a backward, a layer's weight gradient comes before the gradient of its input
+        recompute: keep nothing of a forward but what entered: it runs again ahead of its backward
         prediction: with async_1f1b, forwards run with the weights expected at their backward
         codec: how tensors are packed between stages: auto measures and chooses; or the name of a codec
         batch_size: samples in one step
@@ -64,6 +65,7 @@ class PlanConfig:
     program: str | None = None
     weights: str = "latest"
     weights_first: bool = False
+    recompute: bool = False
     prediction: bool = False
     codec: str = "auto"
     batch_size: int = 128

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ...stages.planner.layer_profile import Profile, ValueProfile, sizes_of
+from ...stages.planner.layer_profile import LayerProfile, Profile, ValueProfile, sizes_of
 from ...stages.planner.plan_stage import PlanStage
 from ...stages.planner.rank_memory import Copies
 from .split import TOLERANCE, Span
@@ -26,13 +26,21 @@ class Costs:
     """Costs of the layers from one position to another; position p is in front of layer p.
 
     ``copies`` says how often each rank holds what its layers take, ``rate`` is the bits per second of a link,
-    ``budget`` the bytes that a rank may use.
+    ``budget`` the bytes that a rank may use; ``recompute``: a backward runs its forward again first.
     """
 
-    def __init__(self, profile: Profile, *, copies: Sequence[Copies], rate: float | None, budget: int | None):
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        copies: Sequence[Copies],
+        rate: float | None,
+        budget: int | None,
+        recompute: bool = False,
+    ) -> None:
         self.profile, self.copies, self.rate, self.budget = profile, copies, rate, budget
-        layers = profile.layers
-        self.times = _sums(round((x.forward_seconds + x.backward_seconds) * PICOSECONDS) for x in layers)
+        self.recompute, layers = recompute, profile.layers
+        self.times = _sums(round((x.forward_seconds + self._backward(x)) * PICOSECONDS) for x in layers)
         sizes = [sizes_of([layer]) for layer in layers]
         self.sizes = {what: _sums(size[what] for size in sizes) for what in sizes[0]}
         self.forward_bytes = _over_cuts(len(layers), profile.values)
@@ -44,6 +52,9 @@ class Costs:
         if rate is not None:  # both directions of a link carry at once
             slower = map(max, self.forward_bytes, self.backward_bytes)
             self.link_times = [round(8 * num_bytes * PICOSECONDS / rate) for num_bytes in slower]
+
+    def _backward(self, layer: LayerProfile) -> float:
+        return layer.backward_seconds + self.recompute * layer.forward_seconds
 
     def _cut_weights(self) -> list[int]:
         """What decides among cuts of equal cost, one number for each position: the bytes that pass both ways,
@@ -64,7 +75,7 @@ class Costs:
     def memory(self, start: int, end: int, rank: int, copies: Sequence[Copies] = ()) -> int:
         """Predicted bytes on a rank; ``copies``: in the place of its own."""
         sizes = {what: sums[end] - sums[start] for what, sums in self.sizes.items()}
-        return (copies or self.copies)[rank].of(**sizes)
+        return (copies or self.copies)[rank].of(**sizes, entered=self.forward_bytes[start])
 
     def fit(self, spans: Iterable[tuple[tuple[int, int], int, int]], copies: Sequence[Copies] = ()) -> bool:
         """Whether ranks keep to the budget that hold so many ``copies``; ``spans``: the positions of every
@@ -98,11 +109,12 @@ class Costs:
             parameters=parameters,
             num_parameters=sum(layer.num_parameters for layer in layers),
             forward_seconds=sum(layer.forward_seconds for layer in layers),
-            backward_seconds=sum(layer.backward_seconds for layer in layers),
+            backward_seconds=sum(map(self._backward, layers)),
             memory_bytes=self.memory(start, end, rank),
             saved_bytes=sum(layer.saved_bytes for layer in layers),
             bytes_forward=self.forward_bytes[end],
             bytes_backward=self.backward_bytes[end],
+            recompute=self.recompute,
             **decided,
         )
 

@@ -10,6 +10,7 @@ Source: the min-max recurrence of PipeDream (Narayanan et al., SOSP 2019, sectio
 import functools
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from ...compression.errors import PlanError
 from ...compression.names import AUTO, check_name
@@ -45,6 +46,7 @@ def partition(
     weights: str = "latest",
     weights_tier: str = "device",
     weights_first: bool = False,
+    recompute: bool = False,
     prediction: bool = False,
     program: Sequence[str] = (),
 ) -> Plan:
@@ -57,23 +59,21 @@ def partition(
     earliest.
 
     Args:
-        stages: number of stages; default: as many as the schedule takes a rank (one or two), or one more
-            than ``cuts``.
+        stages: default: as many as the schedule takes a rank (one or two), or one more than ``cuts``.
         cuts: layer names or module paths to cut behind, instead of a search.
         ranks: number of processes; default: as many as the stages suit.
         link: bits per second between ranks (``"1Gbit"``); None: free.
-        extra_in_flight: micro-batches in flight beyond the schedule's own, to hide a slow link; "auto": as
-            many, up to two, as the measured links ask for, where schedule and memory take them.
+        extra_in_flight: micro-batches beyond the schedule's own; "auto": up to two, as the links ask for.
         codec: name of a codec, or "auto": measured while it trains.
-        tier: where what a forward saves waits for its backward: "device" as it is, "packed", or "host".
+        tier: where what a forward saves waits: "device" as it is, "packed", or "host".
         memory: bytes of each rank (``"2GiB"``), kept with a margin of 5 %; None: unlimited.
-        optimizer_state: bytes that the optimizer keeps for each byte of parameters: 0 for plain SGD, 2 for
-            Adam; None: 1, as SGD with momentum.
+        optimizer_state: bytes that the optimizer keeps for each of the parameters' (Adam: 2); None: 1.
         weights: which version of the weights a micro-batch sees: "latest"; of ``async_1f1b`` "stashed" or
             "vertical_sync"; of ``1f1b`` "double_buffered".
         weights_tier: where a version waits that nothing reads right now: "device", "packed" or "host".
         weights_first: in a backward, a layer's weight gradient comes before the gradient of its input.
-        prediction: of ``async_1f1b``: forwards run with the weights that their backwards are expected to see.
+        recompute: saved tensors are not kept: each stage runs a forward again ahead of its backward.
+        prediction: of ``async_1f1b``: forwards run with weights expected at their backwards.
         program: the lines of ``schedule="custom"``, one per rank; they place the stages.
     Raises:
         PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
@@ -91,7 +91,7 @@ def partition(
     if layout(schedule) != "neighbours":
         fixed = placed(program) if program else placement(schedule, stages=stages, ranks=ranks)
     extra = extra_in_flight if isinstance(extra_in_flight, int) else 0
-    held = {"tier": tier, "weights_tier": weights_tier}
+    held: Any = {"tier": tier, "weights_tier": weights_tier}
     if streams(schedule, weights):  # every stage of a rank runs at its own time, so the first one counts
         each = min(micro_batches, 2 * stages + 2)  # more only repeat what these do
         make = functools.partial(endless_programs, stages_on(range(stages)), schedule, each)
@@ -102,13 +102,14 @@ def partition(
     def there(programs: Programs) -> list[Copies]:
         options = {"optimizer_state": optimizer_state, "device": profile.device, **held}
         counts = waiting(programs, weights=weights, micro_batches=each)
-        return [copies(in_flight, old_versions=old, **options) for in_flight, old in counts]
+        return [copies(number, old_versions=old, recompute=recompute, **options) for number, old in counts]
 
     costs = Costs(
         profile,
         copies=there(make(extra_in_flight=extra)),
         rate=None if link is None else parse_rate(link),
         budget=None if memory is None else parse_bytes(memory),
+        recompute=recompute,
     )
     ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)
     spans = [*zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)]

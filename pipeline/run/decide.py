@@ -28,7 +28,7 @@ from .run_length import example_inputs
 from .schedule_comparison import SYNCHRONOUS, compare
 from .step_files import save_comparison
 
-OF_A_PLAN = "stages cuts ranks micro_batches extra_in_flight codec link weights_first".split()
+OF_A_PLAN = "stages cuts ranks micro_batches extra_in_flight codec link weights_first recompute".split()
 """What ``partition`` is asked for under the option's own name."""
 
 

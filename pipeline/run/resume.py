@@ -23,15 +23,15 @@ from .run_folder import RunFolder
 
 FREE = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
-    "extra_in_flight", "link", "memory", "deadline", "logger", "checkpoint", "resume", "epochs",
-    "max_steps", "traceback", "versions", "settings", "max_restarts", "min_ranks", "nodes", "node",
-    "master", "join_deadline",
+    "recompute", "extra_in_flight", "link", "memory", "deadline", "logger", "checkpoint", "resume", "epochs",
+    "max_steps", "traceback", "versions", "settings", "max_restarts", "min_ranks", "nodes", "node", "master",
+    "join_deadline",
 )  # fmt: skip
 """What changes no bit of a synchronous training; what it changes of a stream, loading the state refuses."""
 
 ASKED = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
-    "extra_in_flight", "link", "memory", "codec", "micro_batches", "device",
+    "recompute", "extra_in_flight", "link", "memory", "codec", "micro_batches", "device",
 )  # fmt: skip
 """What a plan is made of; where all of it is the same, so is the plan, however long layers took this time."""
 

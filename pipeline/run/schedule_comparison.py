@@ -201,7 +201,8 @@ def _memory(
 
     def held(number: int, in_flight: int) -> int:
         stage, options = plan.stages[number], {"optimizer_state": state, "device": profile.device}
-        options |= {"tier": stage.tier, "weights_tier": stage.weights_tier}
-        return copies(in_flight, old_versions=versions[number] - 1, **options).of(**sizes[number])
+        options |= {name: getattr(stage, name) for name in ("tier", "weights_tier", "recompute")}
+        there = copies(in_flight, old_versions=versions[number] - 1, **options)
+        return there.of(**sizes[number], entered=plan.bytes_entering(number))
 
     return most_held(programs, held)

@@ -106,6 +106,7 @@ def make_stages(
                 num_stages=plan.num_stages,
             ),
             weights_first=plan.weights_first,
+            recompute=plan.stages[index].recompute,
             device=devices[index],
         )
         for index, parameters in own.tensors.items()

@@ -91,8 +91,9 @@ class Usage:
             planned = self.plan.stages[stage]
             left = planned.saved_bytes - (report.saved_raw - report.saved_kept) // max(1, forwards[stage])
             device = self.devices[stage]
-            there = copies(most[stage], tier=planned.tier, device=device.torch.type)
-            saved = there.of(saved=planned.saved_bytes, packed=left)
+            options = {"tier": planned.tier, "recompute": planned.recompute, "device": device.torch.type}
+            entered = self.plan.bytes_entering(stage)
+            saved = copies(most[stage], **options).of(saved=planned.saved_bytes, packed=left, entered=entered)
             report.device_bytes = device.peak_bytes or 0
             report.rank, report.live_micro_batches, report.resident_bytes = rank, most[stage], resident
             report.peak_bytes = self._held(stage) + report.versions_bytes + saved

@@ -5,7 +5,7 @@ the states of what is kept. It must not know schedules or ranks: it is told when
 micro-batch has gone on, and when it is wanted back. Imports go up this list only:
 
     saved.py  offload.py      by micro-batch; by with-block
-    hooks.py                  what autograd saves
+    hooks.py  recomputed.py   what autograd saves; the same, made again
     packer.py                 threads, codec, counters
     stores.py  host_store.py  store.py    tiers
     wire_frame.py             frames that were sent or received already

@@ -43,6 +43,9 @@ class NoOffload:
         """Enter no hooks."""
         return self._block
 
+    def repeats(self, micro_batch: int, again: Any) -> None:
+        """Do nothing: no forward runs again."""
+
     def layer_done(self, done: Layer | None, following: Layer | None) -> None:
         """Do nothing: nothing is kept by layer."""
 
@@ -121,6 +124,9 @@ class SavedActivations(Counters):
                 yield
         finally:
             self._hooks = None
+
+    def repeats(self, micro_batch: int, again: Any) -> None:
+        """Do nothing: no forward runs again."""
 
     def layer_done(self, done: Layer | None, following: Layer | None) -> None:
         """Take note that ``done`` has saved all that it will, and that ``following`` saves from here on.

@@ -6,7 +6,7 @@ that has come back.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +78,14 @@ def new_bytes(num_bytes: int, address: int) -> Bytes:
     """Return new memory on the CPU that begins at ``address`` mod 64, not cleared."""
     storage = torch.UntypedStorage(num_bytes + ALIGNMENT)
     return Bytes(storage, (address - storage.data_ptr()) % ALIGNMENT)
+
+
+def copied(item: Any) -> Any:
+    """Return a tensor with the same strides in a copy of its storage; what is no tensor, as it is."""
+    if not isinstance(item, Tensor):
+        return item
+    made = view_of(item).over(Bytes(item.untyped_storage().clone(), 0))
+    return made.requires_grad_(item.requires_grad)
 
 
 def bytes_around(start: int, tensor: Tensor) -> Bytes:

@@ -4,7 +4,6 @@ A plan can be printed, drawn, saved, edited and loaded again, so that a person s
 """
 
 import dataclasses
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from ..tracing.capture.signature import Signature
 from ..units import show_bytes, show_rate
 from ..weights.policies import WeightPolicy, policy_named
 from .asked import Asked
+from .old_plans import from_version_1
 from .plan_stage import PlanStage
 from .plan_table import table
 from .rules import check_extra, check_versions, streams
@@ -89,6 +89,13 @@ class Plan:
             micro_batches=self.micro_batches,
             extra_in_flight=max(self.extra_in_flight, self.most_extra_in_flight),
         )
+        forgets = self.streams and (self.weights == "latest" or self.prediction)
+        if forgets and any(stage.recompute for stage in self.stages):
+            raise PlanError(
+                "a forward that runs again must see the weights of the first time, which "
+                f"weights={self.weights}{' with prediction' * self.prediction} forgets without a flush; take "
+                "weights=stashed without prediction, or recompute=false"
+            )
         if self.micro_batches < 1:
             raise PlanError(
                 f"a step needs at least one micro-batch, found micro_batches={self.micro_batches}"
@@ -153,6 +160,10 @@ class Plan:
         """The layers after which the model is cut, as ``partition`` takes them."""
         return tuple(stage.layers[-1] for stage in self.stages[:-1])
 
+    def bytes_entering(self, stage: int) -> int:
+        """Bytes of the tensors of a micro-batch that pass the cut in front of ``stage``, unpacked."""
+        return self.stages[stage - 1].bytes_forward if stage else 0
+
     @property
     def named_codecs(self) -> dict[tuple[str, str, int], str]:
         """The codecs that stages name, by value, way ("F" down, "B" up for its gradient) and stage."""
@@ -190,7 +201,7 @@ class Plan:
             raise PlanError(
                 f"plans have version {VERSION} here, found {shortened(version)} in {source}; make it anew"
             )
-        return read(cls, _from_version_1(data) if version == 1 else data, "plan")
+        return read(cls, from_version_1(data) if version == 1 else data, "plan")
 
     def draw(self, path: str | Path) -> None:
         """Draw the stages, their seconds and the bytes over each cut into a PNG."""
@@ -200,19 +211,6 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join([_title(self), *table(self.stages)])
-
-
-def _from_version_1(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The same plan as version 2 has it; what is damaged stays so."""
-    rest = {name: item for name, item in data.items() if name not in ("ranks", "tier", "weights_tier")}
-    alike = {name: data[name] for name in ("tier", "weights_tier") if name in data}
-    stages, ranks = data.get("stages"), data.get("ranks")
-    if isinstance(stages, list) and isinstance(ranks, list) and len(stages) == len(ranks):
-        rest["stages"] = [
-            stage | alike | {"ranks": [rank]} if isinstance(stage, dict) else stage
-            for stage, rank in zip(stages, ranks, strict=True)
-        ]
-    return rest
 
 
 def _title(plan: Plan) -> str:
@@ -227,6 +225,8 @@ def _title(plan: Plan) -> str:
     parts += _weights(plan)
     if (tier := plan.of_stages("tier")) != "device":
         parts.append(f"saved tensors {tier}")
+    if any(stage.recompute for stage in plan.stages):
+        parts.append("forwards run again")
     if plan.link is not None:
         parts.append(f"link {show_rate(plan.link)}")
     if plan.memory is not None:

@@ -53,8 +53,11 @@ class PlanStage:
                 f"a stage computes on device {HOST}, {GPU} or {GPU}:N, found {self.device!r} {here}; "
                 "write one of these, or leave it out"
             )
-        if self.recompute:
-            raise PlanError(f"no forward is run again so far, found recompute=true {here}; leave it out")
+        if self.recompute and self.tier != "device":
+            raise PlanError(
+                f"a stage whose forward runs again has nothing for a tier to keep, found recompute=true and "
+                f"tier {self.tier} {here}; take one of them"
+            )
         for name, codec in (*self.codecs.items(), *self.gradient_codecs.items()):
             try:
                 check_name(codec, auto=False)

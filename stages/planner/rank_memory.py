@@ -17,15 +17,17 @@ AWAY = ("host",)  # tiers that take what they keep off a device that is no CPU
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
     """How often the bytes of layers are there: their parameters, what a micro-batch saves as it is, and that
-    packed."""
+    packed; what entered with it, where the rest is made again."""
 
     parameters: float
     saved: int
     packed: int
+    entered: int = 0
 
-    def of(self, *, parameters: int = 0, saved: int = 0, packed: int = 0) -> int:
+    def of(self, *, parameters: int = 0, saved: int = 0, packed: int = 0, entered: int = 0) -> int:
         """Bytes in all; ``packed``: what is left of ``saved`` when it is packed."""
-        return math.ceil(self.parameters * parameters) + self.saved * saved + self.packed * packed
+        kept = self.saved * saved + self.packed * packed + self.entered * entered
+        return math.ceil(self.parameters * parameters) + kept
 
 
 def copies(
@@ -35,6 +37,7 @@ def copies(
     optimizer_state: float | None = None,
     tier: str = "device",
     weights_tier: str = "device",
+    recompute: bool = False,
     device: str = HOST,
 ) -> Copies:
     """What is there with so many micro-batches in flight, on a rank that computes on ``device``.
@@ -43,11 +46,15 @@ def copies(
     None: one, as SGD with momentum) and the old versions: dense floats, which hardly shrink, so packing is
     taken to save nothing of them. What micro-batches saved: in the tier "device" all of it; elsewhere that of
     ``MOVING`` micro-batches as it is, and of the others what is left of it packed. A tier that is ``AWAY``
-    leaves nothing of the others on a device, but on a CPU its memory is the rank's own.
+    leaves nothing of the others on a device, but on a CPU its memory is the rank's own. With ``recompute`` it
+    is what one of them saved, and what entered with all of them.
     """
     here = in_flight if tier == "device" else min(in_flight, MOVING)
+    if recompute:
+        here = min(in_flight, 1)
     leaves = device != HOST
     versions = min(old_versions, MOVING) if leaves and weights_tier in AWAY else old_versions
     state = 1.0 if optimizer_state is None else optimizer_state
-    packed = 0 if leaves and tier in AWAY else in_flight - here
-    return Copies(parameters=2 + state + versions, saved=here, packed=packed)
+    packed = 0 if recompute or (leaves and tier in AWAY) else in_flight - here
+    entered = in_flight if recompute else 0
+    return Copies(parameters=2 + state + versions, saved=here, packed=packed, entered=entered)

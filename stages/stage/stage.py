@@ -17,13 +17,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from ...compression.errors import StageError
 from ..device import Device
+from ..memory.recomputed import RecomputedActivations
 from ..memory.saved import NoOffload, SavedActivations
 from ..memory.store import Store
 from ..tracing.layers import Layer, Traced, casting, parts_of, run_output
 from ..weights.versions import WeightVersions
+from .again import Again, entered
 from .backward import Split, run
 from .frozen import Frozen
-from .receive import Receive
 from .route import Route
 from .running import Running
 from .walk import NO_LAYERS, walk
@@ -49,12 +50,14 @@ class Stage:
         codec: str = "raw",
         weights: WeightVersions | None = None,
         weights_first: bool = False,
+        recompute: bool = False,
         device: Device | None = None,
     ) -> None:
         """``store`` keeps saved tensors until their backward, packed with ``codec``; None: nothing does.
 
         ``weights``: which version of its parameters a micro-batch sees; None: there is one.
         ``weights_first``: a layer's weights come before its feature map in ``backward``, for memory.
+        ``recompute``: saved tensors are not kept, the forward runs again ahead of its backward.
         ``device``: where it computes, and its part of the model is; None: on the CPU."""
         self.index, self.last = index, last
         self.traced = {"train": train[0], "eval": evaluation[0]}
@@ -71,7 +74,8 @@ class Stage:
         self.running: dict[int, Running] = {}
         self.weights = weights or WeightVersions()
         self.saved: SavedActivations | NoOffload = NoOffload()
-        self.stores = store is not None  # what its forwards save leaves for a store
+        self.recompute = recompute
+        self.stores = store is not None or recompute  # what its forwards save is not where autograd put it
         self.plain = type(self.weights) is WeightVersions and autocast is None and not self.stores
         self.plain &= not self.device.is_gpu
         if store is not None:
@@ -82,6 +86,8 @@ class Stage:
                 min_bytes=LEAST_SAVED,
                 modules=self.parts["train"].modules,
             )
+        elif recompute:
+            self.saved = RecomputedActivations(self._tensors())
 
     @property
     def held(self) -> set[int]:
@@ -116,20 +122,12 @@ class Stage:
         Returns: the values to send (number -> tensor or number), and the model's outputs on the last stage,
                  else None."""
         running = self.running[micro_batch] = Running(route.asks)
-        values = dict(received)
-        for number in route.asks:
-            if (item := values[number]).requires_grad:
-                values[number] = Receive.apply(self.anchor, item.detach(), running.gradients, number)
+        parts, how = self.parts["train"], {"seed": seed, "generators": self.generators, "moved": self.moved}
+        again = Again(received, parts, route=route, anchor=self.anchor, **how) if self.recompute else None
+        values = entered(received, route, anchor=self.anchor, gradients=running.gradients)
         with _NOTHING if self.plain else self._inside(micro_batch, batch, values, route):
-            env = walk(
-                values,
-                self.parts["train"],
-                route=route,
-                saved=self.saved,
-                seed=seed,
-                generators=self.generators,
-                moved=self.moved,
-            )
+            env = walk(values, parts, route=route, saved=self.saved, **how)
+            self.saved.repeats(micro_batch, again)
             sent = {}
             for number, _ in route.sends:
                 item, known = values[number], route.record.values[number]
@@ -138,7 +136,7 @@ class Stage:
                     if not known.requires_grad:
                         self.asked.refuse(known)
                     running.roots[number] = get_gradient_edge(item)
-        return sent, run_output(self.traced["train"], env, self.parts["train"]) if self.last else None
+        return sent, run_output(self.traced["train"], env, parts) if self.last else None
 
     @contextlib.contextmanager
     def _inside(
@@ -184,7 +182,7 @@ class Stage:
         running = self.running.pop(micro_batch)
         try:
             with self.weights.backward(micro_batch):
-                self.saved.ready(micro_batch)
+                self._ready(micro_batch)
                 roots = running.begins(gradients)
                 run_weights_first(roots, self.anchor) if self.weights_first else run(roots)
         except Exception as error:
@@ -204,7 +202,7 @@ class Stage:
             with self.weights.backward(micro_batch):
                 running.split = Split(running.begins(gradients))
                 if running.asks:
-                    self.saved.ready(micro_batch)
+                    self._ready(micro_batch)
                     waiting = [other.split for other in self.running.values() if other.split is not None]
                     running.split.inputs(self.anchor, release=not self.stores, waiting=waiting[:-1])
         except Exception as error:
@@ -219,12 +217,17 @@ class Stage:
         try:
             with self.weights.backward(micro_batch):
                 if not running.asks:
-                    self.saved.ready(micro_batch)
+                    self._ready(micro_batch)
                 running.split.weights()
         except Exception as error:
             raise _of_backward(error) from error
         finally:
             self._forget(micro_batch)
+
+    def _ready(self, micro_batch: int) -> None:
+        """What the forward saved is in memory again."""
+        with self.device.current(), casting(self.autocast, self.device.torch):  # layers may run again
+            self.saved.ready(micro_batch)
 
     def _forget(self, micro_batch: int) -> None:
         """Nothing of ``micro_batch`` is left."""

@@ -44,6 +44,7 @@ class Case:
     scheduler: bool = False
     tier: str = "device"
     weights_first: bool = False
+    recompute: bool = False
     program: tuple = ()
     clip_scope: str = "global"
     scaler: tuple[float, int] | float | None = None  # a GradScaler's initial scale and growth interval
@@ -73,7 +74,7 @@ def marked(parameter, model):
     return pytest.param(parameter, id=str(parameter), marks=pytest.mark.slow if model in LARGE else ())
 
 
-VERSIONS = ("weights", "weights_tier", "weights_first", "prediction", "program")
+VERSIONS = ("weights", "weights_tier", "weights_first", "recompute", "prediction", "program")
 
 
 @functools.cache

@@ -326,7 +326,7 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path):
         ({"ranks": ()}, r"one rank until there are replicas, found ranks \[\] for the stage of pool"),
         ({"ranks": (0, 1)}, r"one rank until there are replicas, found ranks \[0, 1\] for the stage of pool"),
         ({"device": "tpu"}, "computes on device cpu, cuda or cuda:N, found 'tpu' for the stage of pool"),
-        ({"recompute": True}, "no forward is run again so far, found recompute=true for the stage of pool"),
+        ({"recompute": True, "tier": "host"}, "found recompute=true and tier host for the stage of pool"),
         ({"codecs": {"relu": "zip"}}, "for the stage of pool, relu: codec is one of raw, .* found 'zip'"),
         ({"gradient_codecs": {"relu": "auto"}}, "for the stage of pool, relu: .* found 'auto'"),
     ],

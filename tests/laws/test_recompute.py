@@ -1,0 +1,195 @@
+"""Laws L1 and L2 where forwards run again instead of keeping what they saved, and that they keep nothing."""
+
+import logging
+import weakref
+from typing import Any
+
+import pytest
+import streams
+import torch
+from cases import CUSTOM, Case, on_ranks, parameters
+from law import differences, rank_differences
+from streams import StreamCase
+from torch import Tensor, nn
+from traps import TRAPS
+from zoo import cross_entropy
+
+import penstock
+from penstock import PlanError, StageError
+
+CASES = [
+    Case(model="mlp", cuts=3),
+    Case(model="mlp", cuts=4, ranks=2, schedule="zbv", micro_batches=5, codec="raw"),
+    Case(model="mlp", cuts=3, ranks=2, schedule="custom", program=CUSTOM),
+    Case(model="mlp", cuts=2, weights_first=True, optimizer="adamw"),
+    Case(model="mlp", cuts=2, scaler=(2.0**120, 2), steps=4),
+    Case(model="gated", cuts="every", schedule="gpipe", dtype=torch.bfloat16),
+    Case(model="tied", cuts="every", schedule="zb_h1"),
+    Case(model="gpt_relu", cuts=3, autocast=torch.bfloat16, micro_batches=5, extra_in_flight=1),
+    Case(model="gpt_gelu_dropout", cuts=4, ranks=2, schedule="interleaved", steps=2),
+    Case(model="gpt_tied", cuts=4, ranks=2, schedule="dualpipev", micro_batches=5, steps=2),
+    Case(model="resnet18", cuts=3, schedule="zb_h1", steps=2),
+    Case(model="resnet18_channels_last", cuts=3, schedule="gpipe", weights_first=True, steps=1),
+    Case(model="densenet", cuts=4, steps=1),
+    Case(model="mlp", cuts=3, late=(0,)),
+    *(Case(model=f"dag{i}", cuts=("random", 3, i), steps=2) for i in range(6)),
+    *(Case(model=name, cuts="every", steps=2, schedule="gpipe") for name in TRAPS),
+    *(Case(model=name, cuts="every", steps=2, schedule="zb_h1") for name in TRAPS),
+]
+AGAIN: dict[str, Any] = {"recompute": True}
+
+
+@pytest.mark.parametrize("case", parameters([streams.dataclasses.replace(case, **AGAIN) for case in CASES]))
+def test_forwards_that_run_again_have_the_bits_of_the_plain_loop(case):
+    assert differences(case) == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        StreamCase(model="mlp", recompute=True),
+        StreamCase(model="mlp", weights="vertical_sync", optimizer="adam", recompute=True, cuts=3),
+        StreamCase(model="gated", weights="double_buffered", schedule="1f1b", recompute=True, cuts=2),
+    ],
+    ids=str,
+)
+def test_they_see_the_weights_of_the_first_time_without_a_flush(case):
+    assert streams.differences(case) == []
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(model="gpt_tied", cuts=3, schedule="zb_h1", recompute=True, steps=2),
+        Case(model="resnet18", cuts=2, recompute=True, steps=2),
+    ],
+    ids=str,
+)
+def test_ranks_have_the_bits_of_the_plain_loop(case, ranks, tmp_path):
+    assert on_ranks(ranks, rank_differences, case, tmp_path) == []
+
+
+class Mean(nn.Module):
+    """Reads and writes a buffer, where torch counts no write."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.mean.clone()
+        if self.training:
+            self.mean.data.mul_(0.9).add_(x.detach().mean(0))
+        return y + x
+
+
+def trained(
+    *layers: nn.Module, recompute: bool, schedule: str = "gpipe", steps: int = 2
+) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 20), *layers, nn.Linear(20, 10))
+    x, y = torch.randn(6, 10), torch.randint(10, (6,))
+    graph = penstock.trace(model, (x[:2],), leaves=[type(layer) for layer in layers])
+    plan = penstock.partition(
+        penstock.measure(graph, (x[:2],)), stages=2, schedule=schedule, micro_batches=3, recompute=recompute
+    )
+    pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    for _ in range(steps):
+        pipe.step(x, y)
+    return pipe.state_dict()["model"]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_buffers_are_read_as_they_were_and_left_as_they_are(schedule):
+    kept, again = (trained(Mean(), recompute=one, schedule=schedule) for one in (False, True))
+    assert kept.keys() == again.keys()
+    for name, tensor in kept.items():
+        assert torch.equal(again[name], tensor), name
+    assert kept["1.mean"].any()
+
+
+LOG = logging.getLogger("exponentials")  # what a forward tells it is nobody's state
+
+
+class Noting(nn.Module):
+    """Tells of the results that it saves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp()
+        LOG.info("%s", weakref.ref(y.untyped_storage()))
+        return y * 2
+
+
+class Counting(logging.Handler):
+    """Counts how many of them are in memory at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[Any] = []
+        self.most = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.results += record.args or ()
+        self.most = max(self.most, self.num_alive)
+
+    @property
+    def num_alive(self) -> int:
+        return sum(one() is not None for one in self.results)
+
+
+@pytest.mark.parametrize(("recompute", "most"), [(False, 3), (True, 1)])
+def test_what_a_forward_saved_is_not_kept(recompute, most):
+    handler = Counting()
+    LOG.setLevel(logging.INFO)
+    LOG.addHandler(handler)
+    try:
+        trained(Noting(), recompute=recompute, steps=1)
+    finally:
+        LOG.removeHandler(handler)
+    assert handler.most == most
+    assert handler.num_alive == 0
+
+
+class Fickle(nn.Module):
+    """Does something else now and then, by a file that nobody compares."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with open("calls", "a+") as file:
+            file.write("x")
+            number = file.tell()
+        return x.exp() if number < 30 or number % 2 else x.sin().exp()
+
+
+def test_a_forward_that_does_something_else_the_second_time_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StageError, match=r"must do what it did, found that it saved .*recompute=false"):
+        trained(Fickle(), recompute=True, steps=8)
+
+
+@pytest.mark.parametrize(("weights", "prediction"), [("latest", False), ("stashed", True)])
+def test_other_weights_at_the_backward_are_refused(weights, prediction):
+    case = StreamCase(model="mlp", weights=weights, prediction=prediction, recompute=True)
+    with pytest.raises(PlanError, match=r"must see the weights of the first time.*recompute=false"):
+        streams.differences(case)
+
+
+def test_it_is_for_stages_of_a_plan_and_counts_in_their_memory():
+    plans = []
+    for recompute in (False, True):
+        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), (torch.randn(64, 64),)
+        profile = penstock.measure(penstock.trace(model, x), x)
+        plans.append(
+            penstock.partition(profile, cuts=["3"], micro_batches=8, schedule="gpipe", recompute=recompute)
+        )
+    kept, again = plans
+    assert [stage.recompute for stage in again.stages] == [True, True]
+    for one, other in zip(kept.stages, again.stages, strict=True):
+        assert other.memory_bytes < one.memory_bytes
+    value = 64 * 64 * 4
+    assert again.stages[1].memory_bytes == 3 * again.stages[1].num_parameters * 4 + (8 + 4) * value
+    assert "forwards run again" in str(again)
+    assert "forwards run again" not in str(kept)
