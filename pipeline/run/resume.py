@@ -16,7 +16,7 @@ from .run_folder import RunFolder
 FREE = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
     "extra_in_flight", "link", "memory", "deadline", "logger", "checkpoint", "resume", "epochs",
-    "max_steps", "versions", "settings",
+    "max_steps", "guard", "versions", "settings",
 )  # fmt: skip
 """What changes no bit of a synchronous training; what it changes of a stream, loading the state refuses."""
 

@@ -23,6 +23,7 @@ from ..tracing.layers import Layer, Traced, casting, parts_of, run_output
 from ..weights.versions import WeightVersions
 from .backward import Split, run
 from .frozen import Frozen
+from .guard import Guard
 from .receive import Receive
 from .route import Route
 from .running import Running
@@ -50,12 +51,14 @@ class Stage:
         weights: WeightVersions | None = None,
         weights_first: bool = False,
         device: Device | None = None,
+        guard: Guard | None = None,
     ) -> None:
         """``store`` keeps saved tensors until their backward, packed with ``codec``; None: nothing does.
 
         ``weights``: which version of its parameters a micro-batch sees; None: there is one.
         ``weights_first``: a layer's weights come before its feature map in ``backward``, for memory.
-        ``device``: where it computes, and its part of the model is; None: on the CPU."""
+        ``device``: where it computes, and its part of the model is; None: on the CPU.
+        ``guard``: checks all that layers make in training for NaN; None: nothing does."""
         self.index, self.last = index, last
         self.traced = {"train": train[0], "eval": evaluation[0]}
         self.device = device or Device()
@@ -67,7 +70,7 @@ class Stage:
         self.moved = NO_LAYERS
         self.asked = Frozen(self.parts["train"])
         self.anchor = torch.zeros((), requires_grad=True, device=self.device.torch)
-        self.autocast, self.weights_first = autocast, weights_first
+        self.autocast, self.weights_first, self.guard = autocast, weights_first, guard
         self.running: dict[int, Running] = {}
         self.weights = weights or WeightVersions()
         self.saved: SavedActivations | NoOffload = NoOffload()
@@ -121,6 +124,7 @@ class Stage:
             if (item := values[number]).requires_grad:
                 values[number] = Receive.apply(self.anchor, item.detach(), running.gradients, number)
         with _NOTHING if self.plain else self._inside(micro_batch, batch, values, route):
+            running.watch = self.guard and self.guard.watch(received, route)
             env = walk(
                 values,
                 self.parts["train"],
@@ -129,6 +133,7 @@ class Stage:
                 seed=seed,
                 generators=self.generators,
                 moved=self.moved,
+                watch=running.watch,
             )
             sent = {}
             for number, _ in route.sends:
@@ -241,4 +246,5 @@ class Stage:
 
 
 def _of_backward(error: Exception) -> StageError:
-    return StageError(f"backward: {type(error).__name__}: {error}")
+    found = str(error) if isinstance(error, StageError) else f"backward: {type(error).__name__}: {error}"
+    return StageError(found)
