@@ -157,6 +157,14 @@ def test_a_loss_scale_may_overflow_and_outputs_are_checked_still(scaler):
     assert "layer a, NaN first in the input x" in refusal(pipe, with_one(NAN))
 
 
+def test_gradients_of_float16_may_overflow_without_a_scale_too():
+    pipe, _ = made(lambda x: (x * 0).sqrt() + x, autocast=torch.float16)
+    assert pipe.step(*BATCH).loss < INF
+    assert "layer a, NaN first in the input x" in refusal(
+        made(lambda x: x, autocast=torch.float16)[0], with_one(NAN)
+    )
+
+
 def test_a_scaler_that_is_switched_off_leaves_gradients_checked():
     pipe, _ = made(lambda x: (x * 0).sqrt() + x, scaler=torch.amp.GradScaler("cpu", enabled=False))
     assert "in the gradient of the output of layer mul" in refusal(pipe)
