@@ -61,6 +61,8 @@ class Pipeline(Assembly):
             this process alone.
         device: where this rank computes and the model is moved: "cpu", "cuda" (by the number of the rank on
             its machine), "cuda:1", "auto". None: where the world says, else where its parameters are.
+        guard: refuse the first layer whose output, or gradient, is NaN (StageError), before an update; costs
+            a pass over each of them, and no bit.
     Raises:
         PlanError: the plan was made for another model, a cut cannot be trained exactly, ranks were given
             different things, or another rank refused.
@@ -84,6 +86,7 @@ class Pipeline(Assembly):
         deadline: float = 60.0,
         world: World | None = None,
         device: Given = None,
+        guard: bool = False,
     ) -> None:
         self.leaves, self.asked = world is None, 0  # asked: told to all ranks with the next report
         super().__init__(
@@ -101,6 +104,7 @@ class Pipeline(Assembly):
             deadline=deadline,
             world=world or World.default(deadline=deadline),
             device=device,
+            guard=guard,
         )
 
     def __str__(self) -> str:
@@ -178,13 +182,8 @@ class Pipeline(Assembly):
             (batch,) = micro_batches(given, None, 1, None, whole=call.whole, **self.ends)
             self.same.compare(lambda: facts.of_batch(given, call.names, None))
             messages, program = self.steps.step("eval", [batch.inputs])
-        step = Step(
-            number=self.num_steps,
-            messages=messages,
-            program=program,
-            micro_batches={0: batch},
-            training=False,
-        )
+        number, whole = self.num_steps, {0: batch}
+        step = Step(number=number, messages=messages, program=program, micro_batches=whole, training=False)
         with self.world.device.current():
             return self.engine.evaluate(step)
 

@@ -24,8 +24,8 @@ from .run_folder import RunFolder
 FREE = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
     "recompute", "extra_in_flight", "link", "memory", "deadline", "logger", "checkpoint", "resume", "epochs",
-    "max_steps", "traceback", "versions", "settings", "max_restarts", "min_ranks", "nodes", "node", "master",
-    "join_deadline",
+    "max_steps", "guard", "traceback", "versions", "settings", "max_restarts", "min_ranks", "nodes", "node",
+    "master", "join_deadline",
 )  # fmt: skip
 """What changes no bit of a synchronous training; what it changes of a stream, loading the state refuses."""
 

@@ -164,6 +164,7 @@ def assemble(config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module
         seed=config.seed,
         deadline=config.deadline,
         device=place(config),
+        guard=config.guard,
     )
 
 

@@ -54,8 +54,8 @@ def check_arguments(
         raise PlanError(f"deadline is a number of seconds above 0, found {deadline!r}")
 
 
-def check_functions(loss: object, scheduler: object, weight: object, seed: object) -> None:
-    """What is called in every step, or once for every stage."""
+def check_functions(loss: object, scheduler: object, weight: object, seed: object, guard: object) -> None:
+    """What is called in every step, or once for every stage, and what is asked of every step."""
     if not callable(loss) or isinstance(loss, type):
         what = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
         raise PlanError(
@@ -71,6 +71,8 @@ def check_functions(loss: object, scheduler: object, weight: object, seed: objec
         raise PlanError(f"weight is a function of targets, found {weight!r}; give None for their number")
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise PlanError(f"seed is an integer, found {seed!r}")
+    if not isinstance(guard, bool):
+        raise PlanError(f"guard is True or False, found {guard!r}")
 
 
 def optimizer_of(optimizer: Callable[[Named], Optimizer]) -> Callable[[Named], Optimizer]:

@@ -17,12 +17,13 @@ from ...stages.places import home_of
 from ...stages.planner.examples import graph_of
 from ...stages.planner.plan import Plan
 from ...stages.planner.rules import STREAM
+from ...stages.stage.guard import Guard
 from ..ranks.nccl import identity_of, transport_of
 from ..ranks.transport import Transport
 from ..ranks.world import World
 from ..weights.apart import check_apart
 from ..weights.optimizers import Named
-from ..weights.scale import Scaler
+from ..weights.scale import Scaler, scale_of
 from ..weights.update import Update
 from . import facts
 from .agreement import Agreement, SameBatches
@@ -67,13 +68,14 @@ class Assembly:
         deadline: float,
         world: World,
         device: Given,
+        guard: bool,
     ) -> None:
         self.world, self.rank, self.agreement = world, world.rank, Agreement(world)
         with self.agreement.together("making a Pipeline"):
             check_arguments(model, plan, optimizer, clip, autocast, deadline)
-            check_functions(loss, scheduler, weight, seed)
+            check_functions(loss, scheduler, weight, seed, guard)
             rest = {"loss": loss, "weight": weight, "seed": seed, "clip": clip, "clip_scope": clip_scope}
-            rest |= {"scaler": scaler, "autocast": autocast}
+            rest |= {"scaler": scaler, "autocast": autocast, "guard": guard}
             here = rank_device(model, world, device)
             told = functools.partial(facts.of_pipeline, model, optimizer, scheduler, rest, here.torch)
             self.agreement.agree("its arguments", told)
@@ -85,7 +87,9 @@ class Assembly:
             self._place(model, here)
             tensors = (*model.parameters(), *model.buffers())
             resident = ResidentMemory(model_bytes=sum(t.nbytes for t in tensors if not is_gpu(t.device)))
-            own = self._cut(model, autocast)
+            gradients = autocast is not torch.float16 and not scale_of(scaler).checks
+            watching = Guard(gradients) if guard else None
+            own = self._cut(model, autocast, watching)
             self.update = Update(
                 world=self.world,
                 parameters=own.here,
@@ -97,6 +101,7 @@ class Assembly:
                 scope=clip_scope,
                 scaler=scaler,
                 together=plan.schedule != STREAM,
+                guard=watching,
             )
             check_apart(optimizer, [*model.named_parameters()], own.stage_of, self.update.optimizers)
             self.policy = policy_named(
@@ -140,7 +145,7 @@ class Assembly:
         if home_of(model) != self.world.device.torch:
             model.to(self.world.device.torch)
 
-    def _cut(self, model: nn.Module, autocast: torch.dtype | None) -> Ownership:
+    def _cut(self, model: nn.Module, autocast: torch.dtype | None, guard: Guard | None) -> Ownership:
         """Cut ``model`` into the stages of this process; return who owns what."""
         if not model.training:
             model.train()
@@ -155,7 +160,13 @@ class Assembly:
         own = ownership(model, self.plan, graph, self.steps, self.world)
         spread(model, own, self.steps, self.devices, last=self.plan.num_stages - 1)
         self.stages = make_stages(
-            own, model=model, plan=self.plan, steps=self.steps, autocast=autocast, devices=self.devices
+            own,
+            model=model,
+            plan=self.plan,
+            steps=self.steps,
+            autocast=autocast,
+            devices=self.devices,
+            guard=guard,
         )
         self.state = State(model, graph, world=self.world, stages=self.stages, own=own)
         return own

@@ -150,6 +150,8 @@ class Engine:
             mean = mean_loss(self.loss, outputs, batch.targets, autocast=stage.autocast)
         if index == step.messages.first:
             check_loss_uses_outputs_only(mean, outputs, self.parameters)
+        if (watch := stage.running[index].watch) is not None:
+            watch.check_loss(mean)
         stage.lose(index, self.update.scale.apply(mean * batch.share, batch.batch))
         self.losses[index] = mean.detach()
 

@@ -17,6 +17,7 @@ from ...stages.device import Device
 from ...stages.memory.stores import open_store
 from ...stages.planner.measure import owned_parameters
 from ...stages.planner.plan import Plan
+from ...stages.stage.guard import Guard
 from ...stages.stage.stage import Stage
 from ...stages.tracing.aliases import said
 from ...stages.tracing.graph import LayerGraph
@@ -87,6 +88,7 @@ def make_stages(
     steps: Steps,
     autocast: torch.dtype | None,
     devices: Mapping[int, Device],
+    guard: Guard | None = None,
 ) -> dict[int, Stage]:
     """Return the stages of this process, each with its layers, its store and its versions of the weights."""
     return {
@@ -108,6 +110,7 @@ def make_stages(
             weights_first=plan.weights_first,
             recompute=plan.stages[index].recompute,
             device=devices[index],
+            guard=guard,
         )
         for index, parameters in own.tensors.items()
     }

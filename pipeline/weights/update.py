@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...compression.errors import PlanError
 from ...stages.device import CPU
+from ...stages.stage.guard import Guard
 from ...stages.weights.versions import WeightVersions
 from ..ranks.world import World
 from .clip import clip_together
@@ -42,7 +43,8 @@ class Update:
              weights: the versions of each stage's parameters.
              scheduler: stepped after every update of its stage that was not skipped for an overflow.
              clip: largest L2 norm of the gradients, or None; ``scope``: of all, or of each stage.
-             together: whether the stages update in rounds; else each on its own, whatever others find."""
+             together: whether the stages update in rounds; else each on its own, whatever others find.
+             guard: checks the gradients before an update; None: nothing does."""
 
     def __init__(
         self,
@@ -57,8 +59,9 @@ class Update:
         scope: str = "global",
         scaler: Scaler = None,
         together: bool = True,
+        guard: Guard | None = None,
     ) -> None:
-        self.world, self.scale = world, scale_of(scaler)
+        self.world, self.scale, self.guard = world, scale_of(scaler), guard
         self.parameters, self.weights = parameters, weights
         self.named = {name: parameter for named in parameters.values() for name, parameter in named}
         self.names = {id(parameter): name for name, parameter in self.named.items()}
@@ -102,6 +105,8 @@ class Update:
         """Make the gradients of ``stages`` what their optimizers shall see, and decide whether they do."""
         for stage in stages:
             self.weights[stage].due()
+            if self.guard is not None:
+                self.guard.check_update(self.parameters[stage])
         optimizers = [self.optimizers[stage] for stage in stages if stage in self.optimizers]
         settings = [settings for optimizer in optimizers for settings in optimizer.param_groups]
         gradients = [p.grad for some in settings for p in some["params"] if p.grad is not None]

@@ -11,15 +11,16 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from .backward import Split
+from .guard import Watch
 from .sides import Root
 
 
 class Running:
-    """``roots`` of what it sent, ``gradients`` of what it received, by value; its ``loss``.
+    """``roots`` of what it sent, ``gradients`` of what it received, by value; its ``loss``; its ``watch``.
 
     ``asks``: which received values asked for a gradient when traced; none comes to one frozen since."""
 
-    __slots__ = ("asks", "gradients", "loss", "roots", "split")
+    __slots__ = ("asks", "gradients", "loss", "roots", "split", "watch")
 
     def __init__(self, asks: Sequence[int]) -> None:
         """Its forward begins."""
@@ -28,6 +29,7 @@ class Running:
         self.gradients: dict[int, torch.Tensor] = {}
         self.loss: torch.Tensor | None = None
         self.split: Split | None = None  # between the halves of its backward
+        self.watch: Watch | None = None  # with a guard
 
     def begins(self, gradients: Mapping[int, torch.Tensor | None]) -> list[Root]:
         """Where its backward begins: at its loss, and at what it sent of which a gradient came back."""

@@ -25,6 +25,7 @@ from ..weights.versions import WeightVersions
 from .again import Again, entered
 from .backward import Split, run
 from .frozen import Frozen
+from .guard import Guard
 from .route import Route
 from .running import Running
 from .walk import NO_LAYERS, walk
@@ -52,13 +53,14 @@ class Stage:
         weights_first: bool = False,
         recompute: bool = False,
         device: Device | None = None,
+        guard: Guard | None = None,
     ) -> None:
         """``store`` keeps saved tensors until their backward, packed with ``codec``; None: nothing does.
 
         ``weights``: which version of its parameters a micro-batch sees; None: there is one.
         ``weights_first``: a layer's weights come before its feature map in ``backward``, for memory.
         ``recompute``: saved tensors are not kept, the forward runs again ahead of its backward.
-        ``device``: where it computes, and its part of the model is; None: on the CPU."""
+        ``device``: where it computes; None: on the CPU. ``guard``: looks for NaN in what layers make."""
         self.index, self.last = index, last
         self.traced = {"train": train[0], "eval": evaluation[0]}
         self.device = device or Device()
@@ -70,11 +72,11 @@ class Stage:
         self.moved = NO_LAYERS
         self.asked = Frozen(self.parts["train"])
         self.anchor = torch.zeros((), requires_grad=True, device=self.device.torch)
-        self.autocast, self.weights_first = autocast, weights_first
+        self.autocast, self.guard = autocast, guard
+        self.weights_first, self.recompute = weights_first, recompute
         self.running: dict[int, Running] = {}
         self.weights = weights or WeightVersions()
         self.saved: SavedActivations | NoOffload = NoOffload()
-        self.recompute = recompute
         self.stores = store is not None or recompute  # what its forwards save is not where autograd put it
         self.plain = type(self.weights) is WeightVersions and autocast is None and not self.stores
         self.plain &= not self.device.is_gpu
@@ -119,14 +121,14 @@ class Stage:
         """Run the layers on ``received`` (value number -> tensor or number; on stage 0 the model's inputs).
 
         Args:    batch: which the micro-batch belongs to, counted since the last drain.
-        Returns: the values to send (number -> tensor or number), and the model's outputs on the last stage,
-                 else None."""
+        Returns: the values to send, by number, and the model's outputs on the last stage, else None."""
         running = self.running[micro_batch] = Running(route.asks)
         parts, how = self.parts["train"], {"seed": seed, "generators": self.generators, "moved": self.moved}
         again = Again(received, parts, route=route, anchor=self.anchor, **how) if self.recompute else None
         values = entered(received, route, anchor=self.anchor, gradients=running.gradients)
         with _NOTHING if self.plain else self._inside(micro_batch, batch, values, route):
-            env = walk(values, parts, route=route, saved=self.saved, **how)
+            running.watch = self.guard and self.guard.watch(received, route)
+            env = walk(values, parts, route=route, saved=self.saved, watch=running.watch, **how)
             self.saved.repeats(micro_batch, again)
             sent = {}
             for number, _ in route.sends:
@@ -244,4 +246,5 @@ class Stage:
 
 
 def _of_backward(error: Exception) -> StageError:
-    return StageError(f"backward: {type(error).__name__}: {error}")
+    found = str(error) if isinstance(error, StageError) else f"backward: {type(error).__name__}: {error}"
+    return StageError(found)

@@ -19,6 +19,7 @@ from ..seeds import seeded
 from ..tracing.layers import Layer, Parts, call_of, check_result, modes_of
 from ..tracing.probe import NUMBERS, Probe, Value
 from ..tracing.probe_record import Outputs
+from .guard import Watch
 from .route import Route, Visit
 
 NO_LAYERS: Collection[str] = frozenset()
@@ -34,12 +35,14 @@ def walk(
     seed: Callable[[str], int] | None,
     generators: Sequence[torch.Generator] = (),
     moved: Collection[str] = NO_LAYERS,
+    watch: Watch | None = None,
 ) -> dict[fx.Node, Any]:
     """Run the layers of ``route`` on ``values`` (by number), which grow by what the layers make.
 
     Args:    saved: is told when a layer is done, and which one comes next.
              seed: of a random layer by its name, for all ``generators``; None: nothing is random here.
              moved: names of layers whose modules are not set as they were when traced.
+             watch: is called with every layer and its result.
     Returns: what is left for the outputs of the model, by node.
     Raises:  StageError: a layer failed, or did not do what it did when it was traced."""
     record = route.record
@@ -63,6 +66,8 @@ def walk(
             raise
         except Exception as error:
             raise StageError(f"layer {name}: {type(error).__name__}: {error}") from error
+        if watch is not None:
+            watch(layer, result)
         env[layer.node] = result
         if (
             alone is None

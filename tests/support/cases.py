@@ -51,6 +51,7 @@ class Case:
     autocast: torch.dtype | None = None
     late: tuple = ()  # ranks that compute on a device that does everything late
     deadline: float = 30
+    guard: bool = False
 
     def __str__(self):
         shown = [
@@ -136,6 +137,7 @@ def pipeline_of(case, plan, model, *, world=None):
         scaler=scaler_of(case),
         autocast=case.autocast,
         deadline=case.deadline,
+        guard=case.guard,
         world=world,
     )
     assert late == any(isinstance(device, LateDevice) for device in pipe.devices.values())

@@ -195,7 +195,7 @@ def notes(**more):
         ({"micro_batches": 4}, {}, ["bits may differ .*: micro_batches=4 was 8"]),
         ({"codec": "exponent"}, {"codec": "raw"}, []),
         ({"ranks": 3, "schedule": "gpipe", "deadline": 5}, {}, []),
-        ({"epochs": 9}, {}, []),
+        ({"epochs": 9, "guard": True}, {}, []),
         ({"epochs": 9, "scheduler": {"_target_": "x"}}, {"scheduler": {"_target_": "x"}}, ["epochs=9 was 4"]),
     ],
 )

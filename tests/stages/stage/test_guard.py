@@ -1,0 +1,210 @@
+"""With a guard the first NaN is refused by the name of its layer, and what is right is let through."""
+
+import pytest
+import torch
+from reference import same_bits
+from torch import nn
+
+import penstock
+from penstock import PlanError, StageError
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Net(nn.Module):
+    """Linear layers around ``middle``, which a test makes go wrong."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.middle = middle
+
+    def forward(self, x):
+        return self.b(self.middle(torch.relu(self.a(x)) + 1))
+
+
+class Does(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+BATCH = torch.randn(9, 6, generator=torch.Generator().manual_seed(0)), torch.arange(9) % 3
+
+
+def square(outputs, targets):
+    return (outputs - nn.functional.one_hot(targets, 3)).square().mean()
+
+
+def made(function, *, cut="add", schedule="1f1b", weights_first=False, guard=True, **settings):
+    """A guarded pipeline of two stages, and its model."""
+    torch.manual_seed(1)
+    model = Net(Does(function))
+    example = (BATCH[0][:3].clone(),)
+    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
+    plan = penstock.partition(
+        profile, cuts=[cut], micro_batches=3, schedule=schedule, weights_first=weights_first
+    )
+    settings = {"loss": square, "optimizer": lambda named: torch.optim.SGD(named, lr=0.1)} | settings
+    return penstock.Pipeline(model, plan, guard=guard, **settings), model
+
+
+def refusal(pipe, x=None):
+    """What a step is refused with; all weights are as they were."""
+    before = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
+    with pytest.raises(StageError) as error:
+        pipe.step(BATCH[0] if x is None else x, BATCH[1])
+    after = pipe.state_dict()["model"]
+    assert all(same_bits(before[name], after[name]) for name in before)
+    return str(error.value)
+
+
+def with_one(value):
+    """The batch, where one number of the second micro-batch is ``value``."""
+    x = BATCH[0].clone()
+    x[4, 2] = value
+    return x
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_the_first_layer_with_a_nan_is_named_with_micro_batch_and_step(schedule):
+    pipe, model = made(lambda x: x.mul(3), schedule=schedule)
+    pipe.step(*BATCH)
+    with torch.no_grad():
+        model.b.weight[1] = NAN
+    told = refusal(pipe)
+    assert told.startswith("rank 0, stage 1, forward of micro-batch 0, step 1: guard=true refuses NaN")
+    assert "found 3 of 9 elements of that of layer b; lower" in told
+
+
+def test_a_nan_of_the_data_is_said_to_be_in_them():
+    told = refusal(made(lambda x: x * 3)[0], with_one(NAN))
+    assert "stage 0, forward of micro-batch 1, step 0" in told
+    assert "found 8 of 24 elements of that of layer a, NaN first in the input x; lower" in told
+
+
+def test_an_infinite_value_is_noted_and_told_where_a_nan_follows():
+    pipe, _ = made(lambda x: torch.exp(x * 1000) * 0)
+    assert "layer mul_1, infinite first in layer exp; lower" in refusal(pipe)
+    pipe, _ = made(lambda x: torch.exp(x * 1000) * 0, cut="exp")
+    assert "stage 1" in (told := refusal(pipe))
+    assert "layer mul_1, infinite first in layer exp; lower" in told
+
+
+def test_a_mask_of_infinite_values_trains_with_the_same_bits():
+    def attention(x):
+        return (x.unsqueeze(1) * x.unsqueeze(2)).masked_fill(torch.eye(8) > 0, -INF).softmax(2).sum(1)
+
+    losses = [made(attention, guard=guard)[0].step(*BATCH).loss for guard in (False, True)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_loss_that_is_not_finite_is_refused(value):
+    pipe, _ = made(lambda x: x * 2, loss=lambda outputs, targets: square(outputs, targets) * value)
+    told = refusal(pipe)
+    assert "stage 1, forward of micro-batch 0, step 0: guard=true refuses a loss that is not finite" in told
+    assert f"found {value}; lower" in told
+
+
+def test_an_infinite_loss_is_told_with_the_layer_that_was_infinite_first():
+    pipe, model = made(lambda x: x * 2)
+    with torch.no_grad():
+        model.b.weight.fill_(3e38)
+    assert "found inf, infinite first in layer b; lower" in refusal(pipe)
+
+
+@pytest.mark.parametrize(("schedule", "first"), [("1f1b", False), ("1f1b", True), ("zb_h1", False)])
+@pytest.mark.parametrize(("cut", "stage"), [("add", 1), ("sqrt", 0)])
+def test_the_first_gradient_that_is_not_finite_is_named(schedule, first, cut, stage):
+    pipe, _ = made(lambda x: (x * 0).sqrt() + x, cut=cut, schedule=schedule, weights_first=first)
+    told = refusal(pipe)
+    assert f"stage {stage}, backward" in told
+    assert "of micro-batch 0, step 0: guard=true refuses NaN and infinite gradients, found" in told
+    assert "24 infinite of 24 elements in the gradient of the output of layer mul; lower" in told
+
+
+def test_the_gradient_of_what_a_layer_in_place_returned_is_that_of_this_layer():
+    def wrong(x):
+        return nn.functional.relu(x * 0, inplace=True).sqrt() + x  # behind the ReLU it is zero again
+
+    assert "in the gradient of the output of layer relu_1; lower" in refusal(made(wrong)[0])
+
+
+def test_the_gradient_of_a_parameter_is_refused_before_any_update():
+    pipe, model = made(lambda x: x * 2)
+    model.b.bias.register_hook(lambda gradient: gradient * INF)
+    told = refusal(pipe)
+    assert "stage 0, update, step 0" in told
+    assert "3 infinite of 3 elements in the gradient of parameter b.bias; lower" in told
+
+
+@pytest.mark.parametrize("scaler", [2.0**127, torch.amp.GradScaler("cpu", init_scale=2.0**127)])
+def test_a_loss_scale_may_overflow_and_outputs_are_checked_still(scaler):
+    def loud(outputs, targets):
+        return 1000 * square(outputs, targets)
+
+    pipe, _ = made(lambda x: x * 2, loss=loud, scaler=scaler)
+    before = pipe.state_dict()["model"]["b.weight"].clone()
+    pipe.step(*BATCH)
+    assert same_bits(before, pipe.state_dict()["model"]["b.weight"])  # skipped
+    assert "layer a, NaN first in the input x" in refusal(pipe, with_one(NAN))
+
+
+def test_gradients_of_float16_may_overflow_without_a_scale_too():
+    pipe, _ = made(lambda x: (x * 0).sqrt() + x, autocast=torch.float16)
+    assert pipe.step(*BATCH).loss < INF
+    assert "layer a, NaN first in the input x" in refusal(
+        made(lambda x: x, autocast=torch.float16)[0], with_one(NAN)
+    )
+
+
+def test_a_scaler_that_is_switched_off_leaves_gradients_checked():
+    pipe, _ = made(lambda x: (x * 0).sqrt() + x, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    assert "in the gradient of the output of layer mul" in refusal(pipe)
+
+
+def test_memory_that_nobody_wrote_to_yet_is_no_result():
+    def filled(x):
+        wide = torch.empty(2, *x.shape)
+        wide.fill_(NAN)  # as it may be found
+        whole = wide.transpose(0, 1)
+        whole.copy_(x.unsqueeze(1).expand_as(whole))
+        return whole[:, 1]
+
+    pipe, _ = made(filled)
+    plain, _ = made(filled, guard=False)
+    assert pipe.step(*BATCH).loss == plain.step(*BATCH).loss
+
+
+def test_a_look_at_a_view_of_memory_written_to_since_does_not_reorder_additions():
+    def late(x):
+        h = x * 1.7
+        view = h.view(-1, 2, 4)
+        h.mul_(2)
+        view = view.contiguous()  # itself, and its node is made anew when somebody asks for it
+        a, b = h.tanh(), h.sin()
+        return a + b + view.cos().flatten(1)
+
+    found = []
+    for guard in (False, True):
+        pipe, _ = made(late, guard=guard)
+        pipe.step(*BATCH)
+        found.append(pipe.state_dict()["model"])
+    assert all(same_bits(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_without_a_guard_nothing_is_refused():
+    pipe, _ = made(lambda x: x * 3, guard=False)
+    report = pipe.step(with_one(NAN), BATCH[1])
+    assert report.loss != report.loss
+
+
+def test_a_guard_is_true_or_false():
+    with pytest.raises(PlanError, match="guard is True or False, found 'yes'"):
+        made(lambda x: x * 3, guard="yes")  # pyright: ignore[reportArgumentType]
