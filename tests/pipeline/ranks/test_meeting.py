@@ -87,9 +87,9 @@ def test_another_secret_is_refused_and_told_nothing(meeting):
 def test_a_stranger_is_told_no_more_than_a_number(meeting, said):
     with socket.create_connection(meeting.address, timeout=10) as stranger:
         stranger.sendall(said)
-        stranger.shutdown(socket.SHUT_WR)
         heard = b""
-        with contextlib.suppress(ConnectionResetError):  # of what it did not even read
+        with contextlib.suppress(OSError):  # it hung up, on what it did not even read
+            stranger.shutdown(socket.SHUT_WR)
             while more := stranger.recv(4096):
                 heard += more
     assert len(heard) <= 32

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from penstock import ConfigError
 from penstock.conf.schema import TrainConfig
+from penstock.pipeline.run.run_folder import step_of
 from penstock.scripts import command
 from penstock.scripts.bench.shaped_links import ADDRESSES, DEVICE, joined, parse_link, why_not
 
@@ -144,13 +145,11 @@ def test_an_error_on_another_machine_is_told_on_both_and_not_tried_again():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_machine_that_is_lost_and_comes_back_goes_on_with_the_run(whole, number):
+def test_a_machine_that_is_lost_and_comes_back_goes_on_with_the_run():
     slow = f"{KEPT} max_restarts=2 epochs=40 join_deadline=120"
     with machines(slow) as (first, second, start):
         until(lambda: steps() >= 5)
-        second.process.send_signal(number)
-        second.process.wait(60)
+        second.kill()
         until(lambda: "restart 1 of 2 goes on behind step" in first.said.read_text())
         again = start(1)
         assert first.end()[0] == 0, first.said.read_text()
@@ -159,6 +158,20 @@ def test_a_machine_that_is_lost_and_comes_back_goes_on_with_the_run(whole, numbe
     options = KEPT.replace("run.dir=run", "run.dir=plain")
     assert command.run(["train", *options.split(), "epochs=40", "ranks=1", "stages=2"]) == 0
     assert same_run("run", "plain")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1])
+def test_sigterm_at_either_machine_stops_both_behind_a_checkpoint(which):
+    with machines(f"{KEPT} max_restarts=2 epochs=400 join_deadline=120") as (*both, _):
+        until(lambda: steps() >= 5)
+        both[which].process.send_signal(signal.SIGTERM)
+        codes = [machine.end()[0] for machine in both]
+        assert codes[0] == 143, both[0].said.read_text()
+        assert codes[1] != 0
+        assert "restart 1 of" not in both[0].said.read_text()
+    assert "keeps a checkpoint" in both[0].said.read_text()
+    assert max(map(step_of, Path("run/checkpoints").iterdir())) == steps()
 
 
 @pytest.mark.slow
