@@ -57,7 +57,7 @@ def _go_back(config: TrainConfig, folder: RunFolder, before: str | None) -> str:
     """
     config.resume = AGAIN
     step = 0
-    if resolve(config, folder, console.warn):
+    if resolve(config, folder, console.warn, threads=config.threads):
         step = step_of(folder.whole_checkpoints()[0])
         where = f"goes on behind step {step}"
     else:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...compression.codec import LOSSY_CODECS
 from ...compression.errors import CheckpointError, ConfigError
 from ...conf.rules import shown
@@ -73,9 +75,12 @@ class Source:
         return Plan.of_json(kept, f"the plan of {self.checkpoint.folder}")
 
 
-def resolve(config: TrainConfig, folder: RunFolder, tell: Callable[[str], None]) -> Source | None:
+def resolve(
+    config: TrainConfig, folder: RunFolder, tell: Callable[[str], None], *, threads: int | None
+) -> Source | None:
     """Make ``config.resume`` the path of what the run goes on from, or None.
 
+    Args:    threads: of each rank, as asked for; None: those of the checkpoint, so that the bits stay.
     Returns: that, opened.
     Raises:  ConfigError: it was another training, or there is no such checkpoint."""
     if config.resume is None:
@@ -93,6 +98,8 @@ def resolve(config: TrainConfig, folder: RunFolder, tell: Callable[[str], None])
         checkpoint = newest(source, tell)
     except CheckpointError as error:
         raise ConfigError(f"resume={config.resume}: {error}") from error
+    if threads is None:
+        _take_threads(config, checkpoint.notes, tell)
     check(config, checkpoint.notes, tell)
     config.resume = str(source.absolute())
     return Source(checkpoint=checkpoint, own=own)
@@ -124,6 +131,19 @@ def check(config: TrainConfig, notes: Mapping[str, Any], tell: Callable[[str], N
             told.append(f"{key}={mine} was {there}")
     if told:
         tell(f"bits may differ from those of the run that goes on: {', '.join(told)} in the checkpoint")
+
+
+def _take_threads(config: TrainConfig, notes: Mapping[str, Any], tell: Callable[[str], None]) -> None:
+    """Go on with as many threads a rank as before: other numbers of them make other sums."""
+    options = notes.get("config")
+    theirs = options.get("threads") if isinstance(options, Mapping) else None
+    if type(theirs) is int and 0 < theirs != config.threads:
+        tell(
+            f"goes on with threads={theirs} as the checkpoint, for the same bits; threads={config.threads} "
+            "would use all cores"
+        )
+        config.threads = theirs
+        torch.set_num_threads(theirs)
 
 
 def position(step: int, steps_of_an_epoch: int) -> tuple[int, int]:

@@ -77,11 +77,12 @@ def _train(
     launched: Launched | None,
     lead: Lead | None,
 ) -> None:
+    threads = config.threads
     samples = prepare(config)
     for note in samples.notes:
         console.warn(note)
     build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
-    source, stages = resolve(config, folder, console.warn), config.stages
+    source, stages = resolve(config, folder, console.warn, threads=threads), config.stages
     plan, pipe = made(config, samples, given=given, source=source)
     folder.begin(console.warn, resumes=source is not None and source.own)
     folder.save(config, plan)
