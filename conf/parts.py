@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..compression.errors import ConfigError
-from .rules import at_least, one_of
+from .rules import at_least, count_or_auto, one_of
 
 
 @dataclass
@@ -17,11 +17,19 @@ class MemoryConfig:
         device: largest memory of a rank, for the planner, for example 2GiB; null: unlimited
         tier: where what a forward saves stays until its backward: device, packed or host
         weights: where older versions of the weights stay until they are read: device, packed or host
+        prefetch_layers: so many layers ahead of a backward, what it reads is brought back from its tier; auto
+        writeout_layers: what the next so many layers do not read leaves for its tier; auto
     """
 
     device: Any = None
     tier: str = "device"
     weights: str = "device"
+    prefetch_layers: Any = "auto"
+    writeout_layers: Any = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch_layers", "writeout_layers"):
+            count_or_auto(f"memory.{name}", getattr(self, name))
 
 
 @dataclass

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..stages.memory.options import MemoryOptions
 from ..stages.planner.plan import Plan
 from .ranks.world import World
 from .runtime import facts
@@ -61,8 +62,8 @@ class Pipeline(Assembly):
             this process alone.
         device: where this rank computes and the model is moved: "cpu", "cuda" (by the number of the rank on
             its machine), "cuda:1", "auto". None: where the world says, else where its parameters are.
-        guard: refuse the first layer whose output, or gradient, is NaN (StageError), before an update; costs
-            a pass over each of them, and no bit.
+        guard: refuse the first layer whose output, or gradient, is NaN (StageError), before an update.
+        memory: how what waits in a tier is moved, of this rank.
     Raises:
         PlanError: the plan was made for another model, a cut cannot be trained exactly, ranks were given
             different things, or another rank refused.
@@ -87,6 +88,7 @@ class Pipeline(Assembly):
         world: World | None = None,
         device: Given = None,
         guard: bool = False,
+        memory: MemoryOptions = MemoryOptions(),  # noqa: B008, it is frozen
     ) -> None:
         self.leaves, self.asked = world is None, 0  # asked: told to all ranks with the next report
         super().__init__(
@@ -105,6 +107,7 @@ class Pipeline(Assembly):
             world=world or World.default(deadline=deadline),
             device=device,
             guard=guard,
+            memory=memory,
         )
 
     def __str__(self) -> str:
@@ -221,6 +224,7 @@ class Pipeline(Assembly):
         failure the others may not answer, and the group ends with the process."""
         for stage in self.stages.values():
             stage.saved.close()
+        self.memory.close()
         if self.leaves and not self.engine.failures.first:
             self.world.close()
 

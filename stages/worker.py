@@ -31,13 +31,13 @@ class Worker:
     def submit(self, task: Task) -> None:
         """Queue ``task``; waits while the queue is full."""
         with self._changed:
-            self._changed.wait_for(self._has_room)
+            self._changed.wait_for(lambda: self.has_room)
             self._put(task, self._tasks.append)
 
     def try_submit(self, task: Task) -> None:
         """Queue ``task`` if there is room: for what is only done ahead of its time."""
         with self._changed:
-            if self._has_room():
+            if self.has_room:
                 self._put(task, self._tasks.append)
 
     def submit_first(self, task: Task) -> None:
@@ -66,8 +66,15 @@ class Worker:
             thread.join()
         self._closing = False
 
-    def _has_room(self) -> bool:
+    @property
+    def has_room(self) -> bool:
+        """Whether a task can be queued without a wait."""
         return len(self._tasks) < self._depth
+
+    @property
+    def failed(self) -> bool:
+        """Whether a task raised something that nobody has been told yet."""
+        return self._error is not None
 
     def _put(self, task: Task, add: Callable[[Task], None]) -> None:
         add(task)

@@ -16,9 +16,12 @@ from hydra.utils import instantiate
 from torch import nn
 
 from ...compression.errors import ConfigError
+from ...compression.names import AUTO
 from ...conf.groups import OF_THE_RUN, OURS
+from ...conf.parts import MemoryConfig
 from ...stages.autocast import grad_scaler
 from ...stages.device import CPU
+from ...stages.memory.options import MemoryOptions
 from ..samples.given import samples_of
 from ..samples.samples import Description, Samples
 from ..weights.scale import Scaler
@@ -104,6 +107,12 @@ def scheduler(
         lambda: make(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)),
     )
     return make
+
+
+def memory(options: MemoryConfig) -> MemoryOptions:
+    """Return how a rank moves what waits in a tier, as ``memory.`` asks."""
+    ahead = {name: getattr(options, name) for name in ("prefetch_layers", "writeout_layers")}
+    return MemoryOptions(**{name: None if count == AUTO else count for name, count in ahead.items()})
 
 
 def autocast(name: str | None) -> torch.dtype | None:

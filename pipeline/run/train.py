@@ -166,6 +166,7 @@ def assemble(config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module
         deadline=config.deadline,
         device=place(config),
         guard=config.guard,
+        memory=build.memory(config.memory),
     )
 
 

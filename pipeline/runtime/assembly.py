@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...stages.device import Device, is_gpu
+from ...stages.memory.options import MemoryOptions
+from ...stages.memory.thread import MemoryThread
 from ...stages.places import home_of
 from ...stages.planner.examples import graph_of
 from ...stages.planner.plan import Plan
@@ -69,6 +72,7 @@ class Assembly:
         world: World,
         device: Given,
         guard: bool,
+        memory: MemoryOptions,
     ) -> None:
         self.world, self.rank, self.agreement = world, world.rank, Agreement(world)
         with self.agreement.together("making a Pipeline"):
@@ -89,7 +93,7 @@ class Assembly:
             resident = ResidentMemory(model_bytes=sum(t.nbytes for t in tensors if not is_gpu(t.device)))
             gradients = autocast is not torch.float16 and not scale_of(scaler).checks
             watching = Guard(gradients) if guard else None
-            own = self._cut(model, autocast, watching)
+            own = self._cut(model, autocast, watching, memory)
             self.update = Update(
                 world=self.world,
                 parameters=own.here,
@@ -122,6 +126,7 @@ class Assembly:
                 parameters=WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()}),
                 seed=seed,
                 devices=self.devices,
+                memory=self.memory,
             )
             self.same = SameBatches(self.agreement, self.engine.failures.worded)
             resident.begin()
@@ -145,7 +150,9 @@ class Assembly:
         if home_of(model) != self.world.device.torch:
             model.to(self.world.device.torch)
 
-    def _cut(self, model: nn.Module, autocast: torch.dtype | None, guard: Guard | None) -> Ownership:
+    def _cut(
+        self, model: nn.Module, autocast: torch.dtype | None, guard: Guard | None, memory: MemoryOptions
+    ) -> Ownership:
         """Cut ``model`` into the stages of this process; return who owns what."""
         if not model.training:
             model.train()
@@ -159,6 +166,7 @@ class Assembly:
         check_codecs(self.plan, *self.steps.routed("train", [graph.example_inputs]))
         own = ownership(model, self.plan, graph, self.steps, self.world)
         spread(model, own, self.steps, self.devices, last=self.plan.num_stages - 1)
+        self.memory = MemoryThread(memory, num_layers=Counter(own.layers))
         self.stages = make_stages(
             own,
             model=model,
@@ -166,6 +174,7 @@ class Assembly:
             steps=self.steps,
             autocast=autocast,
             devices=self.devices,
+            memory=self.memory,
             guard=guard,
         )
         self.state = State(model, graph, world=self.world, stages=self.stages, own=own)

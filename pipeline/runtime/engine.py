@@ -9,14 +9,15 @@ Source: claims A2-A4 of CN115016937A (forward and backward channels, micro-batch
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping
-from itertools import zip_longest
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from ...stages.device import Device
+from ...stages.memory.thread import MemoryThread
+from ...stages.memory.timeline import Pass
 from ...stages.seeds import layer_seed
 from ...stages.stage.stage import Stage
 from ...stages.tracing.flags import Flags
@@ -31,6 +32,7 @@ from .policy import Policy
 from .step import Step
 
 _BACKWARDS = (Op.B, Op.I)
+_READS = (*_BACKWARDS, Op.W)
 
 
 class Engine:
@@ -38,7 +40,8 @@ class Engine:
 
     ``losses`` and ``outputs`` are those of the last step by micro-batch, where the last stage is.
 
-    Args:    parameters: those of the model, held weakly: no loss may read one beside the outputs."""
+    Args:    parameters: those of the model, held weakly: no loss may read one beside the outputs.
+             memory: moves what forwards save, and is told where the program is."""
 
     def __init__(
         self,
@@ -53,7 +56,9 @@ class Engine:
         parameters: Container[object],
         seed: int,
         devices: Mapping[int, Device],
+        memory: MemoryThread,
     ) -> None:
+        self.memory = memory
         self.stages, self.transport, self.policy = stages, transport, policy
         self.failures = Failures(rank, stages, transport)
         self.meter, self.frames = frames_of(devices, transport, rank=rank, stages=stages, policy=policy)
@@ -75,9 +80,11 @@ class Engine:
             self._begin(step)
             if not step.messages.continues:
                 self.update.begin()
-            for instruction, following in zip_longest(step.program, step.program[1:]):
-                if fetches and following is not None and following.op in _BACKWARDS:
-                    self.stages[following.stage].fetch(following.micro_batch)  # while this one runs
+            if fetches:
+                self.memory.begin([_pass(instruction) for instruction in step.program])
+            for number, instruction in enumerate(step.program):
+                if fetches:
+                    self._ahead(step.program, number)
                 started = now()
                 run[instruction.op](step, instruction)
                 stop(instruction, started)
@@ -100,6 +107,13 @@ class Engine:
         except BaseException as error:
             self._fail(step, instruction, error)
         return outputs
+
+    def _ahead(self, program: Sequence[Instruction], number: int) -> None:
+        """The memory thread is told where the program is; the next backward's weights come while this runs."""
+        self.memory.at(number)
+        following = program[number + 1] if number + 1 < len(program) else None
+        if following is not None and following.op in _BACKWARDS:
+            self.stages[following.stage].fetch(following.micro_batch)
 
     def _fail(self, step: Step, instruction: Instruction | None, error: BaseException) -> NoReturn:
         """Raise what is told of an error, SystemExit in a layer included; Ctrl-C stays what it is."""
@@ -170,3 +184,7 @@ class Engine:
 
     def _update(self, step: Step, instruction: Instruction) -> None:
         self.update.step(instruction.stage)
+
+
+def _pass(instruction: Instruction) -> Pass:
+    return Pass(instruction.stage, instruction.micro_batch, instruction.op in _READS)

@@ -15,6 +15,7 @@ from ...compression.errors import PlanError
 from ...compression.names import AUTO
 from ...stages.device import Device
 from ...stages.memory.stores import open_store
+from ...stages.memory.thread import MemoryThread
 from ...stages.planner.measure import owned_parameters
 from ...stages.planner.plan import Plan
 from ...stages.stage.guard import Guard
@@ -88,9 +89,12 @@ def make_stages(
     steps: Steps,
     autocast: torch.dtype | None,
     devices: Mapping[int, Device],
+    memory: MemoryThread,
     guard: Guard | None = None,
 ) -> dict[int, Stage]:
-    """Return the stages of this process, each with its layers, its store and its versions of the weights."""
+    """Return the stages of this process, each with its layers, its store and its versions of the weights.
+
+    ``memory``: the thread that moves what their forwards save."""
     return {
         index: Stage(
             index,
@@ -100,6 +104,7 @@ def make_stages(
             last=index == plan.num_stages - 1,
             autocast=autocast,
             store=None if plan.stages[index].tier == "device" else open_store(plan.stages[index].tier),
+            memory=memory,
             codec=plan.codec if plan.codec in CODECS else AUTO,  # lossy ones lose on the wire only
             weights=versions_of(
                 dataclasses.replace(plan.policy, tier=plan.stages[index].weights_tier),

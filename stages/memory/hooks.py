@@ -25,6 +25,8 @@ from .saved_storage import SavedStorage, WriteCounter, refuse_written
 from .tensor_view import view_of
 
 Took = Callable[[SavedStorage], None]
+Read = Callable[[SavedStorage, int, WriteCounter], Tensor]
+Added = Callable[[Tensor, Layer | None], None]
 _PART = 8  # a tensor that looks into less than this part of its storage leaves it where it is
 # What autograd calls the views of a tensor and its cast: behind them, a weight is still the weight.
 _PASSED_ON = frozenset(
@@ -91,11 +93,21 @@ class SavedTensorHooks:
     """The saved-tensor hooks of one forward, or of several that nobody tells apart."""
 
     def __init__(
-        self, packer: SavedTensorPacker, parameters: ParameterFilter, *, min_bytes: int, took: Took
+        self,
+        packer: SavedTensorPacker,
+        parameters: ParameterFilter,
+        *,
+        min_bytes: int,
+        took: Took,
+        read: Read | None = None,
+        added: Added | None = None,
     ) -> None:
         """Leave ``parameters`` and storages of fewer than ``min_bytes`` bytes as they are.
 
-        Args:    took: called with every storage that is to leave, when its first tensor was saved."""
+        Args:    took: called with every storage that is to leave, when its first tensor was saved.
+                 read: what a backward calls for a saved tensor, in the place of the packer's own.
+                 added: called with the tensor and the layer whenever one was saved that is to leave."""
+        self._read, self._tell = read or packer.read, added
         self._packer, self._parameters, self._min_bytes = packer, parameters, min_bytes
         self._took = took
         self.layer: Layer | None = None  # which runs now, as far as anybody knows
@@ -128,7 +140,9 @@ class SavedTensorHooks:
 
     def _added(self, storage: SavedStorage, tensor: Tensor) -> Callable[[], Tensor]:
         number = storage.add(tensor, self.layer)
-        return functools.partial(self._packer.read, storage, number, WriteCounter(tensor))
+        if self._tell is not None:
+            self._tell(tensor, self.layer)
+        return functools.partial(self._read, storage, number, WriteCounter(tensor))
 
 
 def _untouched(tensor: Tensor) -> Callable[[], Tensor]:

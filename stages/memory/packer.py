@@ -1,9 +1,11 @@
 """Packs saved storages into a store and brings them back: what stages and ``penstock.offload`` share.
 
-Two threads, so that a slow store does not stop packing:
+Three threads, so that a slow store stops neither packing nor what comes back:
 
-    training thread -> packing thread -> I/O thread -> store
-                       encode            put; get and decode, ahead of what leaves
+    whoever moves -> packing thread -> I/O thread -> store
+                     encode            put
+                  -> reading thread <--------------- store
+                     get and decode
 
 What does not shrink is left where it is, without a copy.
 """
@@ -13,8 +15,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,10 +55,13 @@ class SavedTensorPacker:
             raise CodecError(f"{found}; what a backward reads comes back bit for bit")
         self.store, self.codec, self._pool, self._num_ahead = store, codec, pool, num_ahead
         self.packing, self.io = Worker("penstock-memory-packing"), Worker("penstock-memory-io")
+        self.reading = Worker("penstock-memory-reading", depth=64)
+        self.packed: Callable[[], None] = _nobody  # told when a storage was packed
         self._streams: dict[torch.device, CopyStream] = {}
         self._unpooled, self._counting = UnpooledBuffers(), threading.Lock()
         self._scratch = self._unpooled.take(0)  # of the packing thread
         self.bytes_raw = self.bytes_kept = self.num_packs = self.num_unpacks = 0
+        self.exposed_seconds = 0.0
 
     def stream(self, device: torch.device) -> CopyStream:
         """Return the stream on which tensors of ``device`` are packed and unpacked."""
@@ -70,9 +77,13 @@ class SavedTensorPacker:
         Args:    wire: a frame that may hold it already, which then goes to the store as it is.
                  compress: gives a compact form of the storage's elements by its views, or None."""
         storage.transition("leaving")
+        self.queue(storage, wire=wire, compress=compress)
+
+    def queue(self, storage: SavedStorage, *, wire: WireFrame | None, compress: Compress) -> None:
+        """Pack ``storage``, which is leaving."""
         if wire is not None:
             wire.frame.hold()
-        self.packing.submit(functools.partial(self._pack, weakref.ref(storage), wire, compress))
+        self.packing.submit(functools.partial(self._pack_next, weakref.ref(storage), wire, compress))
 
     def read(self, storage: SavedStorage, number: int, writes: WriteCounter) -> Tensor:
         """Return the saved tensor ``number`` of ``storage``, and begin to bring back what was saved before.
@@ -84,25 +95,39 @@ class SavedTensorPacker:
             if before is None:
                 break
             if before.transition("coming", only_from="away"):
-                self.io.try_submit(functools.partial(bring_fetched, [weakref.ref(before)]))
+                self.reading.try_submit(functools.partial(bring_fetched, [weakref.ref(before)]))
             before = before.previous()
-        return storage.read(number)
+        if storage.state in ("resident", "leaving"):
+            return storage.read(number)
+        began = time.perf_counter()
+        found = storage.read(number)
+        self.exposed_seconds += time.perf_counter() - began
+        return found
 
     def drain(self) -> None:
-        """Wait until all that was to leave has left; raises what a thread raised."""
+        """Wait until all that was to leave has left, and come what was to come; raises what a thread raised."""
         self.packing.drain()
         self.io.drain()
+        self.reading.drain()
 
     def check(self) -> None:
         """Raise again what a thread raised."""
         self.packing.check()
         self.io.check()
+        self.reading.check()
 
     def close(self) -> None:
         """Do what is queued and end the threads."""
         self.packing.close()
         self.io.close()
+        self.reading.close()
         self._scratch = self._unpooled.take(0)
+
+    def _pack_next(self, *what: Any) -> None:
+        try:
+            self._pack(*what)
+        finally:
+            self.packed()
 
     def _pack(self, reference: weakref.ref[SavedStorage], wire: WireFrame | None, compress: Compress) -> None:
         storage = reference()
@@ -185,6 +210,10 @@ def bring_fetched(references: Sequence[weakref.ref[SavedStorage]]) -> None:
             storage.bring(fetched_only=True)
 
 
+def _nobody() -> None:
+    """Nobody waits for room."""
+
+
 class Counters:
     """The counters of its ``_packer``."""
 
@@ -209,3 +238,8 @@ class Counters:
     def num_unpacks(self) -> int:
         """Frames that were brought back, for the backwards so far."""
         return self._packer.num_unpacks
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds for which backwards waited for what was not back yet."""
+        return self._packer.exposed_seconds

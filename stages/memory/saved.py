@@ -1,8 +1,8 @@
-"""What a stage's forward saved leaves when the micro-batch has gone on, and is back before its backward.
+"""What a stage's forward saved leaves when its layer is done, and is back before the layer's backward.
 
-The program says when: after the forward ``offload``, ahead of the backward ``fetch``, before it ``ready``,
-after it ``drop``; the walk of the forward says which layer saves. What was packed for the wire, or came
-packed, is not packed again.
+The walk of the forward says which layer saves, autograd which one reads; the memory thread moves. After the
+forward comes ``offload``, before the backward ``ready``, after it ``drop``. What was packed for the wire, or
+came packed, is not packed again.
 Source: claims A5, A6 and A8-A10 of CN115016937A (unload after the forward, fetch before the backward).
 """
 
@@ -10,31 +10,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
-from ...compression.pool import Frame, Pool
+from ...compression.pool import Pool
 from ..tracing.layers import Layer
 from .hooks import ParameterFilter, SavedTensorHooks
 from .layer_aware import LayerAwareCompressor, Modules
-from .packer import Counters, SavedTensorPacker, bring_fetched
-from .saved_storage import SavedStorage
+from .packer import Counters, SavedTensorPacker
+from .saved_run import Came, Entered, SavedRun, Went
+from .saved_storage import SavedStorage, WriteCounter
 from .store import Store
-from .wire_frame import WireFrame, place
-
-Entered = Mapping[int, Any]
-Came = Mapping[int, Frame]
-Went = Mapping[int, tuple[Tensor, Frame]]
+from .thread import MemoryThread, fetch
 
 
 class NoOffload:
     """Saved tensors stay on the device, as autograd keeps them: ``SavedActivations`` without its work."""
 
     bytes_raw = bytes_kept = num_packs = num_unpacks = 0
+    exposed_seconds = 0.0
     _block = contextlib.nullcontext()
 
     def forward(
@@ -68,47 +65,36 @@ class NoOffload:
         """Do nothing: there is no thread to end."""
 
 
-class _MicroBatch:
-    """What one micro-batch saved: its storages by layer, their keys, and where what came in lies."""
-
-    def __init__(self, entered: Mapping[int, Any]) -> None:
-        self.entered = {n: place(item) for n, item in entered.items() if isinstance(item, Tensor)}
-        self.layers: dict[Layer | None, list[weakref.ref[SavedStorage]]] = {}  # None: not known
-        self.keys: list[object] = []
-
-    def add(self, storage: SavedStorage) -> None:
-        """Add a storage whose first tensor was saved now."""
-        self.layers.setdefault(storage.views[0].layer, []).append(weakref.ref(storage))
-        self.keys.append(storage.key)
-
-    def alive(self) -> list[SavedStorage]:
-        """Return the storages that the graph still holds, layer by layer."""
-        references = itertools.chain(*self.layers.values())
-        return [storage for reference in references if (storage := reference()) is not None]
-
-    def frames(self, came: Came, went: Went) -> list[WireFrame]:
-        """Return the frames of the values that came in and went out: the newer ones first."""
-        made = [WireFrame(frame, *place(tensor), exact=True) for tensor, frame in went.values()]
-        return made + [WireFrame(came[n], *at, exact=False) for n, at in self.entered.items() if n in came]
-
-
 class SavedActivations(Counters):
     """What the micro-batches of one stage save, on its way to a store and back."""
 
     def __init__(
-        self, store: Store, *, keep: Iterable[Tensor], codec: str, min_bytes: int, modules: Modules
+        self,
+        store: Store,
+        *,
+        keep: Iterable[Tensor],
+        codec: str,
+        min_bytes: int,
+        modules: Modules,
+        stage: int = 0,
+        thread: MemoryThread | None = None,
     ) -> None:
         """Save into ``store``, packed with ``codec``.
 
         Args:    keep: the stage's parameters and buffers, which pass through untouched.
                  min_bytes: smaller storages pass through too.
                  modules: those that the stage's layers call, by path: what they prove is used.
+                 thread: that of the rank, which knows when what was saved is read; None: one of its own, for
+                 which all of it is far away until it is fetched.
         """
         self._packer = SavedTensorPacker(store, codec=codec, pool=Pool(), num_ahead=0)
         self._parameters, self._min_bytes = ParameterFilter(keep), min_bytes
         self._compressor = LayerAwareCompressor(modules)
-        self._micro_batches: dict[int, _MicroBatch] = {}
-        self._hooks: SavedTensorHooks | None = None  # of the forward that runs
+        self._stage, self._thread = stage, thread or MemoryThread()
+        self._micro_batches: dict[int, SavedRun] = {}
+        self._numbers: dict[Layer | None, int] = {}
+        self._run: SavedRun | None = None  # of the forward that runs
+        self._hooks: SavedTensorHooks | None = None
 
     @contextlib.contextmanager
     def forward(self, micro_batch: int, entered: Entered, keep: Iterable[Tensor] = ()) -> Iterator[None]:
@@ -116,14 +102,28 @@ class SavedActivations(Counters):
 
         Args:    entered: the values by number, as the layers get them.
                  keep: tied parameters of other stages among them."""
-        run = self._micro_batches[micro_batch] = _MicroBatch(entered)
-        parameters = self._parameters.also(keep)
-        self._hooks = SavedTensorHooks(self._packer, parameters, min_bytes=self._min_bytes, took=run.add)
+        run = self._run = self._micro_batches[micro_batch] = SavedRun(
+            self._stage,
+            micro_batch,
+            entered=entered,
+            numbers=self._numbers,
+            packer=self._packer,
+            compressor=self._compressor,
+        )
+        self._hooks = SavedTensorHooks(
+            self._packer,
+            self._parameters.also(keep),
+            min_bytes=self._min_bytes,
+            took=functools.partial(self._took, run),
+            read=functools.partial(self._read, run),
+            added=run.added,
+        )
+        self._thread.add(run)
         try:
             with self._hooks.entered():
                 yield
         finally:
-            self._hooks = None
+            self._hooks = self._run = None
 
     def repeats(self, micro_batch: int, again: Any) -> None:
         """Do nothing: no forward runs again."""
@@ -131,65 +131,71 @@ class SavedActivations(Counters):
     def layer_done(self, done: Layer | None, following: Layer | None) -> None:
         """Take note that ``done`` has saved all that it will, and that ``following`` saves from here on.
 
-        The walk of a forward says so before the first layer, between two, and after the last (None): what was
-        saved is known by layer, and may move by layer."""
-        assert self._hooks is not None, "layers run inside of a forward"
-        assert self._hooks.layer is done, "layers are done in the order in which they began"
-        self._hooks.layer = following
+        The walk of a forward says so before the first layer, between two, and after the last (None): what
+        was saved is known by layer, and leaves by layer."""
+        hooks, run = self._hooks, self._run
+        assert hooks is not None and run is not None, "layers run inside of a forward"
+        assert hooks.layer is done, "layers are done in the order in which they began"
+        hooks.layer = following
+        if following is not None:
+            number = self._numbers.setdefault(following, len(self._numbers))
+            self._thread.layer_begins(run, number)
 
     def offload(self, micro_batch: int, came: Came, went: Went) -> None:
-        """Begin to move what the forward of ``micro_batch`` saved; waits where the packing is behind.
+        """The forward of ``micro_batch`` is over: all that it saved may leave; waits where the packing is behind.
 
         What these frames have is not packed again, the store holds the same frame.
 
         Args:    came: by number, the frames of values that entered.
                  went: by number, tensors and the frames that were made of them since."""
-        self._packer.check()
-        run = self._micro_batches[micro_batch]
-        storages, frames = run.alive(), run.frames(came, went)
-        views = [view for storage in storages for view in storage.views if view.dtype.is_floating_point]
-        inputs = {view.layer.node: view.size for view in views if view.layer is not None}
-        compress = functools.partial(self._compressor.compress, inputs=inputs)
-        for storage in storages:
-            wire = next((frame for frame in frames if frame.covers(storage)), None)
-            self._packer.offload(storage, wire=wire, compress=compress)
+        self._check()
+        self._micro_batches[micro_batch].close(came, went)
+        self._thread.closed()
 
     def fetch(self, micro_batch: int) -> None:
-        """Begin to bring back what ``micro_batch`` saved, last saved first; returns at once."""
-        storages = self._keep(micro_batch)
-        for storage in storages:
-            storage.transition("coming", only_from="away")
-        references = [weakref.ref(storage) for storage in storages]
-        self._packer.io.submit_first(functools.partial(bring_fetched, references))
+        """Begin to bring back what ``micro_batch`` saved, last saved first, whenever it is read."""
+        references, run = [], self._micro_batches[micro_batch]
+        run.wanted = True
+        for storage in run.alive():
+            storage.transition("resident", only_from="leaving")
+            if storage.transition("coming", only_from="away"):
+                references.append(weakref.ref(storage))
+        fetch(self._packer, references)
 
     def ready(self, micro_batch: int) -> None:
-        """Wait until everything that ``micro_batch`` saved is in memory; raises what a thread raised."""
-        for storage in self._keep(micro_batch):
-            storage.bring()
-        self._packer.check()
+        """A backward begins, which brings back itself what is not there; raises what a thread raised."""
+        self._check()
 
     def drop(self, micro_batch: int) -> None:
         """Forget what ``micro_batch`` saved: after its backward, or when the step failed."""
         run = self._micro_batches.pop(micro_batch, None)
         if run is not None:
-            for storage in run.alive():
-                storage.transition("dropped")
-            for key in run.keys:
-                self._packer.store.drop(key)
+            self._thread.remove(run)
+            run.drop()
+
+    def _check(self) -> None:
+        self._packer.check()
+        self._thread.check()
 
     def close(self) -> None:
         """Drop everything and end the threads."""
         for micro_batch in list(self._micro_batches):
             self.drop(micro_batch)
+        self._thread.close()
         self._packer.close()
 
     def wait(self) -> None:
-        """Wait until everything that was to leave has left, for those who count."""
+        """Wait until everything that was to move has moved, for those who count."""
+        self._thread.drain()
         self._packer.drain()
 
-    def _keep(self, micro_batch: int) -> list[SavedStorage]:
-        """What has not left yet need not; returns all storages, in the order of a backward."""
-        storages = self._micro_batches[micro_batch].alive()[::-1]
-        for storage in storages:
-            storage.transition("resident", only_from="leaving")
-        return storages
+    def _took(self, run: SavedRun, storage: SavedStorage) -> None:
+        run.add(storage)
+        self._thread.saved(storage.num_bytes)
+
+    def _read(self, run: SavedRun, storage: SavedStorage, number: int, writes: WriteCounter) -> Tensor:
+        """A backward reads a saved tensor: so far it has come."""
+        layer = run.number(storage.views[number].layer)
+        if layer != run.reading:
+            self._thread.reads(run, layer)
+        return self._packer.read(storage, number, writes)

@@ -116,6 +116,14 @@ class SavedStorage:
         self.views.append(view_of(tensor, layer))
         return len(self.views) - 1
 
+    @property
+    def alone(self) -> bool:
+        """Whether nothing but the graph holds the memory: no tensor, no view, no NumPy array."""
+        found = self._bytes
+        if found is None or not found.storage.resizable():  # somebody else's memory
+            return False
+        return torch._C._storage_Use_Count(found.storage._cdata) == 1
+
     def same_memory(self, storage: torch.UntypedStorage) -> bool:
         """Whether ``storage``, which is this one, has the memory that it had then: it may be resized."""
         return storage.nbytes() == self.num_bytes and storage.data_ptr() == self._pointer

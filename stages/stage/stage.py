@@ -20,6 +20,7 @@ from ..device import Device
 from ..memory.recomputed import RecomputedActivations
 from ..memory.saved import NoOffload, SavedActivations
 from ..memory.store import Store
+from ..memory.thread import MemoryThread
 from ..tracing.layers import Layer, Traced, casting, parts_of, run_output
 from ..weights.versions import WeightVersions
 from .again import Again, entered
@@ -48,6 +49,7 @@ class Stage:
         last: bool,
         autocast: torch.dtype | None = None,
         store: Store | None = None,
+        memory: MemoryThread | None = None,
         codec: str = "raw",
         weights: WeightVersions | None = None,
         weights_first: bool = False,
@@ -57,6 +59,7 @@ class Stage:
     ) -> None:
         """``store`` keeps saved tensors until their backward, packed with ``codec``; None: nothing does.
 
+        ``memory``: the thread that moves them.
         ``weights``: which version of its parameters a micro-batch sees; None: there is one.
         ``weights_first``: a layer's weights come before its feature map in ``backward``, for memory.
         ``recompute``: saved tensors are not kept, the forward runs again ahead of its backward.
@@ -87,6 +90,8 @@ class Stage:
                 codec=codec,
                 min_bytes=LEAST_SAVED,
                 modules=self.parts["train"].modules,
+                stage=index,
+                thread=memory,
             )
         elif recompute:
             self.saved = RecomputedActivations(self._tensors())
@@ -162,9 +167,8 @@ class Stage:
         return parameter.detach().clone().requires_grad_(parameter.requires_grad)
 
     def fetch(self, micro_batch: int | None) -> None:
-        """Ahead of ``backward``: begin to bring back what the forward saved."""
+        """Ahead of ``backward``: begin to bring back the weights that it reads."""
         if micro_batch in self.running:
-            self.saved.fetch(micro_batch)
             self.weights.fetch(micro_batch)
 
     def lose(self, micro_batch: int, weighted_loss: torch.Tensor) -> None:

@@ -53,7 +53,7 @@ class Net:
         return env[self.output]
 
 
-def saved_for(net, *, store=None, codec="zero_value", min_bytes=1):
+def saved_for(net, *, store=None, codec="zero_value", min_bytes=1, thread=None):
     """What keeps the saved tensors of ``net``."""
     return SavedActivations(
         Store() if store is None else store,
@@ -61,6 +61,7 @@ def saved_for(net, *, store=None, codec="zero_value", min_bytes=1):
         codec=codec,
         min_bytes=min_bytes,
         modules=net.parts.modules,
+        thread=thread,
     )
 
 

@@ -22,7 +22,8 @@ def test_every_layer_is_told_when_it_is_done_and_which_comes_next(tier):
                 tell(done, following)
 
             def look(micro_batch, came, went, *, index=index, saved=stage.saved, offload=stage.saved.offload):
-                kept[index] += vars(saved)["_micro_batches"][micro_batch].layers
+                run = vars(saved)["_micro_batches"][micro_batch]
+                kept[index] += [view.layer for storage in run.alive() for view in storage.views]
                 offload(micro_batch, came, went)
 
             patch.setattr(stage.saved, "layer_done", listen)

@@ -1,0 +1,250 @@
+"""The memory thread: what was saved leaves by layer, and comes back by layer, so many layers ahead."""
+
+import threading
+
+import pytest
+import torch
+from reference import same_bits
+from saving import Net, gradients, memory_threads, saved_for, settle
+from torch import nn
+
+from penstock.compression.errors import ConfigError
+from penstock.stages.memory.options import MemoryOptions
+from penstock.stages.memory.store import Store
+from penstock.stages.memory.thread import MemoryThread
+from penstock.stages.memory.timeline import Pass
+
+DEPTH, SIZE = 12, 1 << 18
+PROGRAM = [Pass(0, 0), Pass(0, 0, reads=True)]
+
+
+class Far(Store):
+    """Takes what does not shrink as well."""
+
+    def takes_away(self, device):
+        return True
+
+
+class Square(nn.Module):
+    """Saves its input, and nothing else holds it."""
+
+    def forward(self, x):
+        return x * x
+
+
+def deep():
+    return Net(nn.Sequential(*[Square() for _ in range(DEPTH)]))
+
+
+def made(net, **options):
+    """What keeps the saved tensors of ``net``, at the beginning of a step of one micro-batch."""
+    thread = MemoryThread(MemoryOptions(**options), num_layers={0: len(net.layers)})
+    thread.begin(PROGRAM)
+    return saved_for(net, store=Far(), codec="raw", thread=thread), thread
+
+
+def states(saved):
+    """The state of every storage by the layer that reads it first."""
+    run = saved._micro_batches[0]
+    found = [(run.first_read(storage), storage.state) for storage in run.alive()]
+    return dict(sorted(found))
+
+
+def watched(saved, net, x, at):
+    """The states of the storages when ``at`` layers are done, everything that was to move having moved."""
+    seen = {}
+    tell = saved.layer_done
+
+    def layer_done(done, following):
+        tell(done, following)
+        if following is net.layers[at]:
+            saved.wait()
+            seen.update(states(saved))
+
+    saved.layer_done = layer_done
+    with saved.forward(0, {0: x}):
+        out = net.run(x.requires_grad_().clone(), saved)
+    return out, seen
+
+
+@pytest.mark.parametrize("near", [0, 4, 9])
+def test_what_is_far_from_being_read_leaves_while_the_forward_runs(near):
+    net = deep()
+    saved, thread = made(net, prefetch_layers=near)
+    thread.at(0)
+    out, seen = watched(saved, net, torch.rand(SIZE), at=DEPTH - 2)
+    now, last = DEPTH - 2, 2 * DEPTH - 1
+    wanted = {layer: "away" if last - layer - now > near else "resident" for layer in seen}
+    # What the layer before this one made is still its input.
+    assert {layer: state for layer, state in seen.items() if layer < DEPTH - 3} == {
+        layer: state for layer, state in wanted.items() if layer < DEPTH - 3
+    }
+    assert "away" in seen.values()
+    saved.drop(0)
+    saved.close()
+    del out
+
+
+@pytest.mark.parametrize("near", [1, 3])
+def test_a_backward_brings_back_so_many_layers_ahead(near):
+    net = deep()
+    saved, thread = made(net, prefetch_layers=near)
+    thread.at(0)
+    with saved.forward(0, {}):
+        out = net.run(torch.rand(SIZE).requires_grad_().clone(), saved)
+    saved.offload(0, {}, {})
+    saved.wait()
+    assert "away" in states(saved).values()
+    thread.at(1)
+    seen, read = [], thread.reads
+
+    def reads(run, layer):
+        read(run, layer)
+        saved.wait()
+        there = [number for number, state in states(saved).items() if state == "resident"]
+        seen.append((layer, min(there)))
+
+    thread.reads = reads
+    out.sum().backward()
+    assert len(seen) > DEPTH // 2
+    assert all(layer - least <= near + 1 for layer, least in seen)
+    assert any(layer > least for layer, least in seen)
+    assert saved.exposed_seconds == 0  # all of it was there in time
+    saved.drop(0)
+    saved.close()
+
+
+def test_frames_are_forgotten_while_the_backward_runs():
+    net, store = deep(), Far()
+    thread = MemoryThread(num_layers={0: len(net.layers)})
+    thread.begin(PROGRAM)
+    saved = saved_for(net, store=store, codec="raw", thread=thread)
+    thread.at(0)
+    with saved.forward(0, {}):
+        out = net.run(torch.rand(SIZE).requires_grad_().clone(), saved)
+    saved.offload(0, {}, {})
+    saved.wait()
+    all_of_it, least = store.num_bytes, []
+    read = thread.reads
+
+    def reads(run, layer):
+        read(run, layer)
+        saved.wait()
+        least.append(store.num_bytes)
+
+    thread.reads = reads
+    thread.at(1)
+    out.sum().backward()
+    assert all_of_it == max(least) > 4 * min(least)
+    saved.drop(0)
+    assert store.num_bytes == 0
+    saved.close()
+
+
+def test_what_somebody_still_holds_stays_until_the_forward_is_over():
+    net = deep()
+    saved, thread = made(net, prefetch_layers=0)
+    thread.at(0)
+    held = []
+
+    def keeps(x, _):
+        held.append(x)
+        return x * x
+
+    net.layers[0].node.target = keeps
+    x = torch.rand(SIZE)
+    out, seen = watched(saved, net, x, at=DEPTH - 2)
+    assert seen[0] == "resident"  # written to it may still be
+    held.clear()
+    saved.offload(0, {}, {})
+    saved.wait()
+    assert states(saved)[0] == "away"
+    saved.drop(0)
+    saved.close()
+    del out
+
+
+def test_a_view_of_somebody_elses_memory_stays_during_the_forward():
+    """Whoever made the NumPy array may write to it: no count of torch's says so."""
+    net = deep()
+    saved, thread = made(net, prefetch_layers=0)
+    thread.at(0)
+    memory = torch.rand(SIZE).numpy()
+
+    net.layers[0].node.target = lambda x, _: torch.from_numpy(memory) * x
+    out, seen = watched(saved, net, torch.rand(SIZE), at=DEPTH - 2)
+    assert seen[0] == "resident"
+    saved.drop(0)
+    saved.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch_layers": 0}, {"prefetch_layers": 50, "writeout_layers": 2}])
+def test_the_bits_are_those_of_no_memory_thread(options):
+    torch.manual_seed(3)
+    net = Net(nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.3))]))
+    x = torch.randn(32, 64)
+    expected, _ = gradients(net, x, None)
+    thread = MemoryThread(MemoryOptions(**options), num_layers={0: len(net.layers)})
+    thread.begin(PROGRAM)
+    found, saved = gradients(net, x, {"thread": thread, "store": Far(), "codec": "raw"})
+    assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
+    assert saved.num_packs > 3 or options.get("prefetch_layers") == 50
+
+
+class Stuck(Far):
+    """Takes nothing until ``gate`` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = threading.Event()
+
+    def put(self, key, frame):
+        assert self.gate.wait(10)
+        super().put(key, frame)
+
+
+def test_a_slow_store_makes_the_next_forward_wait_and_nothing_is_lost():
+    settle()
+    net, store = Net(nn.Sequential(*[Square() for _ in range(90)])), Stuck()
+    thread = MemoryThread(num_layers={0: len(net.layers)})
+    saved = saved_for(net, store=store, codec="raw", thread=thread)
+    with saved.forward(0, {}):
+        out = net.run(torch.rand(SIZE).requires_grad_().clone(), saved)
+    waits = threading.Thread(target=saved.offload, args=(0, {}, {}))
+    waits.start()
+    waits.join(0.3)
+    assert waits.is_alive()
+    store.gate.set()
+    waits.join(10)
+    assert not waits.is_alive()
+    saved.wait()
+    assert len(store._frames) == 90
+    out.sum().backward()
+    saved.drop(0)
+    saved.close()
+    assert (store.num_bytes, memory_threads()) == (0, [])
+
+
+def test_what_the_thread_raises_ends_the_step():
+    net = deep()
+    saved, thread = made(net)
+    thread.at(0)
+
+    def fail(*_):
+        raise RuntimeError("the thread died")
+
+    with saved.forward(0, {}):
+        out = net.run(torch.rand(SIZE).requires_grad_().clone(), saved)
+    thread._leave = fail
+    saved.offload(0, {}, {})
+    with pytest.raises(RuntimeError, match="the thread died"):
+        saved.wait()
+    saved.drop(0)
+    saved.close()
+    del out
+
+
+@pytest.mark.parametrize("found", [-1, True, 1.5, "4"])
+def test_counts_of_layers_are_checked(found):
+    with pytest.raises(ConfigError, match="counts layers from 0"):
+        MemoryOptions(writeout_layers=found)
