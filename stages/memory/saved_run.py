@@ -40,7 +40,7 @@ class SavedRun:
 
     ``waiting`` are those that have not left, in the order of saving; ``left`` the others by layer, which only
     the memory thread changes. ``reading``: the layer whose backward runs, by number. ``closed``: the forward
-    is over; ``wanted``: all of it is to be in memory; ``dropped``: the backward is over too."""
+    is over; ``wanted``: all of it is to be in memory."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class SavedRun:
         self._sizes: dict[fx.Node, tuple[int, ...]] = {}  # of the floats that a layer saved
         self.reading = -1
         self.lock = threading.Lock()  # what the memory thread decides, and the end of it all
-        self.closed = self.wanted = self.dropped = False
+        self.closed = self.wanted = False
 
     def add(self, storage: SavedStorage) -> None:
         """A storage whose first tensor was saved now."""
@@ -127,7 +127,6 @@ class SavedRun:
     def drop(self) -> None:
         """Forget everything: after the backward, or when the step failed."""
         with self.lock:
-            self.dropped = True
             for storage in self.alive():
                 storage.transition("dropped")
             for key in self._keys:

@@ -124,7 +124,7 @@ class MemoryThread:
         try:
             for run in list(self._runs.values()):
                 with run.lock:
-                    behind += 0 if run.wanted or run.dropped else self._leave(run, timeline, now)
+                    behind += 0 if run.wanted else self._leave(run, timeline, now)
             self._bring(timeline, now)
         finally:
             with self._settled:  # whoever waits looks for an error

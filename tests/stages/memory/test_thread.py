@@ -8,7 +8,9 @@ from reference import same_bits
 from saving import Net, gradients, memory_threads, saved_for, settle
 from torch import nn
 
+from penstock.compression.codec import buffer_bytes, pack_into
 from penstock.compression.errors import ConfigError
+from penstock.compression.pool import Frame, Pool
 from penstock.stages.memory.options import MemoryOptions
 from penstock.stages.memory.store import Store
 from penstock.stages.memory.thread import MemoryThread
@@ -70,7 +72,7 @@ def watched(saved, net, x, at):
 @pytest.mark.parametrize("near", [0, 4, 9])
 def test_what_is_far_from_being_read_leaves_while_the_forward_runs(near):
     net = deep()
-    saved, thread = made(net, prefetch_layers=near)
+    saved, thread = made(net, prefetch_layers=0, writeout_layers=near)
     thread.at(0)
     out, seen = watched(saved, net, torch.rand(SIZE), at=DEPTH - 2)
     now, last = DEPTH - 2, 2 * DEPTH - 1
@@ -160,6 +162,29 @@ def test_what_somebody_still_holds_stays_until_the_forward_is_over():
     saved.wait()
     assert states(saved)[0] == "away"
     saved.drop(0)
+    saved.close()
+    del out
+
+
+def test_what_came_in_waits_for_its_frame():
+    net, pool, x = deep(), Pool(), torch.rand(SIZE).requires_grad_().clone()
+    saved, thread = made(net, prefetch_layers=0)
+    thread.at(0)
+    buffer = pool.take(buffer_bytes(x.shape, x.dtype, "raw"))
+    frame = Frame(buffer, pack_into(x.detach(), buffer, codec="raw"), pool)
+    with saved.forward(0, {7: x}):
+        first = [x]
+        del x
+        out = net.run(first.pop(), saved)
+    saved.wait()
+    packs = saved.num_packs
+    assert states(saved)[0] == "resident"
+    saved.offload(0, {7: frame}, {})
+    saved.wait()
+    assert (states(saved)[0], saved.num_packs - packs) == ("away", 1)  # that of the result
+    frame.release()
+    saved.drop(0)
+    assert not pool._lent
     saved.close()
     del out
 
