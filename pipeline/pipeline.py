@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..stages.memory.options import MemoryOptions
+from ..stages.memory.options import NO_OPTIONS, MemoryOptions
 from ..stages.planner.plan import Plan
 from .ranks.world import World
 from .runtime import facts
@@ -37,7 +37,7 @@ class Pipeline(Assembly):
     """Trains ``model`` as ``plan`` says; every rank passes the same arguments and the same batches.
 
     They compare it all, and the first difference is refused on every rank; functions (``loss``, ``weight``,
-    those of a scheduler) they compare by name only, ``deadline`` not at all.
+    those of a scheduler) they compare by name only, ``deadline`` and ``memory`` not at all.
 
     Args:
         model: the plain model, put into train mode if it is in eval mode as a whole; in a group of ranks drop
@@ -51,17 +51,15 @@ class Pipeline(Assembly):
         clip: largest L2 norm of the gradients, None for no clipping.
         clip_scope: of all gradients ("global"), or of those of each stage ("stage").
         scaler: a torch.amp.GradScaler, which a step moves as the plain loop would, on every rank; or a number
-            that the loss is scaled with throughout; None for no loss scale. An overflow anywhere skips the
-            update and the scheduler everywhere (under async_1f1b: of its stage).
-        autocast: dtype that forward and loss are cast to by torch.autocast (without its weight cache), None
-        for none.
+            that scales the loss. An overflow anywhere skips the update and the scheduler everywhere (under
+            async_1f1b: of its stage).
+        autocast: dtype that forward and loss are cast to by torch.autocast, without its weight cache.
         weight: targets -> over how much the loss is a mean (default: the number of samples).
-        seed: what random layers are seeded with, one by one (``penstock.layer_seed``).
-        deadline: seconds that any wait for another rank may take.
+        seed: of random layers (``penstock.layer_seed``). deadline: seconds that any wait for a rank may take.
         world: the ranks that train; None: those of the default process group where one is initialised, else
             this process alone.
-        device: where this rank computes and the model is moved: "cpu", "cuda" (by the number of the rank on
-            its machine), "cuda:1", "auto". None: where the world says, else where its parameters are.
+        device: where this rank computes: "cpu", "cuda" (by the number of the rank on its machine), "cuda:1",
+            "auto". None: where the world says, else where the model's parameters are.
         guard: refuse the first layer whose output, or gradient, is NaN (StageError), before an update.
         memory: how what waits in a tier is moved, of this rank.
     Raises:
@@ -88,7 +86,7 @@ class Pipeline(Assembly):
         world: World | None = None,
         device: Given = None,
         guard: bool = False,
-        memory: MemoryOptions = MemoryOptions(),  # noqa: B008, it is frozen
+        memory: MemoryOptions = NO_OPTIONS,
     ) -> None:
         self.leaves, self.asked = world is None, 0  # asked: told to all ranks with the next report
         super().__init__(
@@ -220,8 +218,8 @@ class Pipeline(Assembly):
         return gather_flows(self.world, self.engine.meter.totals, self.policy)
 
     def close(self) -> None:
-        """Let go of what it holds, and leave the ranks, unless they are a world that it was given; after a
-        failure the others may not answer, and the group ends with the process."""
+        """Let go of what it holds, and of the ranks, unless they are a world that it was given; after a failure
+        the group ends with the process."""
         for stage in self.stages.values():
             stage.saved.close()
         self.memory.close()

@@ -109,7 +109,7 @@ class Engine:
         return outputs
 
     def _ahead(self, program: Sequence[Instruction], number: int) -> None:
-        """The memory thread is told where the program is; the next backward's weights come while this runs."""
+        """Tell the memory thread where the program is; weights of the next backward come while this runs."""
         self.memory.at(number)
         following = program[number + 1] if number + 1 < len(program) else None
         if following is not None and following.op in _BACKWARDS:

@@ -4,7 +4,9 @@
 the states of what is kept. It must not know schedules or ranks: it is told when a layer is done, when a
 micro-batch has gone on, and when it is wanted back. Imports go up this list only:
 
-    saved.py  offload.py      by micro-batch; by with-block
+    saved.py  offload.py      by layer of a stage; by with-block
+    thread.py  saved_run.py   the memory thread: what leaves and comes, when; what one micro-batch saved
+    timeline.py  options.py   when what was saved is read; how far ahead it moves
     hooks.py  recomputed.py   what autograd saves; the same, made again
     packer.py                 threads, codec, counters
     stores.py  host_store.py  store.py    tiers

@@ -11,8 +11,8 @@ from ...compression.errors import ConfigError
 class MemoryOptions:
     """What a rank does with what leaves it for a while; no bit hangs on it, and ranks may differ.
 
-    ``prefetch_layers``: what is read within so many layers of the program is brought back; ``writeout_layers``:
-    what is not read within so many leaves. None: as far ahead as is of use.
+    ``prefetch_layers``: what is read within so many layers of the program is brought back;
+    ``writeout_layers``: what is not read within so many leaves. None: as far ahead as is of use.
     Raises:  ConfigError: not a count."""
 
     prefetch_layers: int | None = None
@@ -23,3 +23,6 @@ class MemoryOptions:
             found = getattr(self, name)
             if found is not None and (type(found) is not int or found < 0):
                 raise ConfigError(f"{name} counts layers from 0, or is None, found {found!r}; use 0 or more")
+
+
+NO_OPTIONS = MemoryOptions()

@@ -105,7 +105,7 @@ class SavedTensorPacker:
         return found
 
     def drain(self) -> None:
-        """Wait until all that was to leave has left, and come what was to come; raises what a thread raised."""
+        """Wait until all has left or come that was to; raises what a thread raised."""
         self.packing.drain()
         self.io.drain()
         self.reading.drain()

@@ -134,7 +134,8 @@ class SavedActivations(Counters):
         The walk of a forward says so before the first layer, between two, and after the last (None): what
         was saved is known by layer, and leaves by layer."""
         hooks, run = self._hooks, self._run
-        assert hooks is not None and run is not None, "layers run inside of a forward"
+        assert hooks is not None, "layers run inside of a forward"
+        assert run is not None
         assert hooks.layer is done, "layers are done in the order in which they began"
         hooks.layer = following
         if following is not None:
@@ -142,7 +143,7 @@ class SavedActivations(Counters):
             self._thread.layer_begins(run, number)
 
     def offload(self, micro_batch: int, came: Came, went: Went) -> None:
-        """The forward of ``micro_batch`` is over: all that it saved may leave; waits where the packing is behind.
+        """The forward of ``micro_batch`` is over, what it saved may leave; waits where the packing is behind.
 
         What these frames have is not packed again, the store holds the same frame.
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from ..worker import Worker
-from .options import MemoryOptions
+from .options import NO_OPTIONS, MemoryOptions
 from .packer import SavedTensorPacker, bring_fetched
 from .saved_run import SavedRun
 from .saved_storage import SavedStorage
@@ -37,7 +37,7 @@ class MemoryThread:
     Args:    num_layers: of every stage, in layers."""
 
     def __init__(
-        self, options: MemoryOptions = MemoryOptions(), *, num_layers: Mapping[int, int] = NOBODY
+        self, options: MemoryOptions = NO_OPTIONS, *, num_layers: Mapping[int, int] = NOBODY
     ) -> None:
         self._prefetch = NEAR if options.prefetch_layers is None else options.prefetch_layers
         self._writeout = self._prefetch if options.writeout_layers is None else options.writeout_layers

@@ -19,6 +19,7 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from ...compression.errors import StageError
 from .sides import Graph, Root, Sides, node_of
 
 _COMPILED = "CompiledFunctionBackward"  # may run once only: its saved tensors become its results
@@ -171,3 +172,9 @@ def exchange(saved: Any, pack: Callable[[torch.Tensor], Any], unpack: Callable[[
 
 def _refuse(_: None) -> torch.Tensor:
     raise RuntimeError("this part of the graph ran in the first half of a backward and was let go of")
+
+
+def of_backward(error: Exception) -> StageError:
+    """What is told of an error in a backward."""
+    found = str(error) if isinstance(error, StageError) else f"backward: {type(error).__name__}: {error}"
+    return StageError(found)

@@ -24,7 +24,7 @@ from ..memory.thread import MemoryThread
 from ..tracing.layers import Layer, Traced, casting, parts_of, run_output
 from ..weights.versions import WeightVersions
 from .again import Again, entered
-from .backward import Split, run
+from .backward import Split, of_backward, run
 from .frozen import Frozen
 from .guard import Guard
 from .route import Route
@@ -192,7 +192,7 @@ class Stage:
                 roots = running.begins(gradients)
                 run_weights_first(roots, self.anchor) if self.weights_first else run(roots)
         except Exception as error:
-            raise _of_backward(error) from error
+            raise of_backward(error) from error
         finally:
             self._forget(micro_batch)
         return running.ends()
@@ -212,7 +212,7 @@ class Stage:
                     waiting = [other.split for other in self.running.values() if other.split is not None]
                     running.split.inputs(self.anchor, release=not self.stores, waiting=waiting[:-1])
         except Exception as error:
-            raise _of_backward(error) from error
+            raise of_backward(error) from error
         running.loss, running.roots = None, {}
         return running.ends()
 
@@ -226,7 +226,7 @@ class Stage:
                     self._ready(micro_batch)
                 running.split.weights()
         except Exception as error:
-            raise _of_backward(error) from error
+            raise of_backward(error) from error
         finally:
             self._forget(micro_batch)
 
@@ -247,8 +247,3 @@ class Stage:
             env = walk(values, self.parts["eval"], route=route, saved=NoOffload(), seed=None)
             outputs = run_output(self.traced["eval"], env, self.parts["eval"]) if self.last else None
         return {number: values[number] for number, _ in route.sends}, outputs
-
-
-def _of_backward(error: Exception) -> StageError:
-    found = str(error) if isinstance(error, StageError) else f"backward: {type(error).__name__}: {error}"
-    return StageError(found)

@@ -181,7 +181,7 @@ def test_what_came_in_waits_for_its_frame():
     assert states(saved)[0] == "resident"
     saved.offload(0, {7: frame}, {})
     saved.wait()
-    assert (states(saved)[0], saved.num_packs - packs) == ("away", 1)  # that of the result
+    assert (states(saved)[0], saved.num_packs - packs) == ("away", 0)
     frame.release()
     saved.drop(0)
     assert not pool._lent
@@ -197,13 +197,15 @@ def test_a_view_of_somebody_elses_memory_stays_during_the_forward():
     memory = torch.rand(SIZE).numpy()
 
     net.layers[0].node.target = lambda x, _: torch.from_numpy(memory) * x
-    out, seen = watched(saved, net, torch.rand(SIZE), at=DEPTH - 2)
+    _, seen = watched(saved, net, torch.rand(SIZE), at=DEPTH - 2)
     assert seen[0] == "resident"
     saved.drop(0)
     saved.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch_layers": 0}, {"prefetch_layers": 50, "writeout_layers": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"prefetch_layers": 0}, {"prefetch_layers": 50, "writeout_layers": 2}]
+)
 def test_the_bits_are_those_of_no_memory_thread(options):
     torch.manual_seed(3)
     net = Net(nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.3))]))
@@ -260,7 +262,7 @@ def test_what_the_thread_raises_ends_the_step():
 
     with saved.forward(0, {}):
         out = net.run(torch.rand(SIZE).requires_grad_().clone(), saved)
-    thread._leave = fail
+    vars(thread)["_leave"] = fail
     saved.offload(0, {}, {})
     with pytest.raises(RuntimeError, match="the thread died"):
         saved.wait()
