@@ -218,8 +218,8 @@ class Pipeline(Assembly):
         return gather_flows(self.world, self.engine.meter.totals, self.policy)
 
     def close(self) -> None:
-        """Let go of what it holds, and of the ranks, unless they are a world that it was given; after a failure
-        the group ends with the process."""
+        """Let go of what it holds, and of the ranks unless it was given a world; after a failure the group
+        ends with the process."""
         for stage in self.stages.values():
             stage.saved.close()
         self.memory.close()

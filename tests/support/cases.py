@@ -12,6 +12,7 @@ from zoo import build, cross_entropy
 
 import penstock
 from penstock.pipeline.ranks.world import World
+from penstock.stages.memory.options import MemoryOptions
 
 OPTIMIZERS = {
     "sgd": lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, weight_decay=1e-4),
@@ -43,6 +44,7 @@ class Case:
     steps: int = 3
     scheduler: bool = False
     tier: str = "device"
+    near: int | None = 1  # layers ahead of which what a tier keeps is there: of these networks most leaves
     weights_first: bool = False
     recompute: bool = False
     program: tuple = ()
@@ -139,6 +141,7 @@ def pipeline_of(case, plan, model, *, world=None):
         deadline=case.deadline,
         guard=case.guard,
         world=world,
+        memory=MemoryOptions(prefetch_layers=case.near, writeout_layers=case.near),
     )
     assert late == any(isinstance(device, LateDevice) for device in pipe.devices.values())
     return pipe
