@@ -104,7 +104,7 @@ class SavedActivations(Counters):
                  min_bytes: smaller storages pass through too.
                  modules: those that the stage's layers call, by path: what they prove is used.
         """
-        self._packer = SavedTensorPacker(store, codec=codec, pool=Pool(), num_ahead=0)
+        self._packer = SavedTensorPacker(store, codec=codec, pool=store.pool() or Pool(), num_ahead=0)
         self._parameters, self._min_bytes = ParameterFilter(keep), min_bytes
         self._compressor = LayerAwareCompressor(modules)
         self._micro_batches: dict[int, _MicroBatch] = {}
