@@ -1,4 +1,4 @@
-"""A rank's room on disk: what its stores put there lies in one file, and comes back bit for bit or not at all.
+"""The disk of a rank: what its stores put there lies in one file, and comes back bit for bit or not at all.
 
 A frame stays in memory until it is written; each piece of it has a checksum. What finds no room, or would go
 over the day's cap, stays in memory as it was packed, and that is said once.
@@ -7,75 +7,48 @@ Source: claims A5 and A6 of CN115016937A (what is idle leaves the memory); claim
 
 from __future__ import annotations
 
-import errno
-import shutil
-import tempfile
-import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from ...compression.errors import ConfigError, StageError
 from ...compression.pool import Frame, Pool
-from ..files import FULL, reason
-from ..units import parse_bytes, show_bytes
-from .daily_bytes import COUNT_FILE, DailyBytes
-from .extents import UNIT, Extents, aligned
+from ..units import show_bytes
+from .extents import aligned
 from .io_threads import REQUEST_BYTES, IoThreads, Request
 from .page_buffers import PageBuffers
-from .slab import Slab
+from .room import DiskOptions, Room, folder_of
+from .slab import Slab, worded
 from .slab_frame import SlabFrame
 
-STEP_BYTES = 64 << 20  # by which the file grows
-_CAP = "flash wears by what is written, and memory.disk_per_day={cap} is reached in {folder}"
-_FULL = "{folder} has no room for {found} more ({rule})"
+ANYWHERE = DiskOptions()
 
 
 class Disk:
     """One file for all stores of a rank; closed by whoever made it. Called from any thread.
 
-    ``bytes_written`` and ``bytes_read`` are those of the file, ``seconds_waited`` those in which somebody had
-    to wait until there was room for what is to be written, ``direct``: whether the page cache is passed by."""
+    ``bytes_written`` and ``bytes_read`` are those of the file."""
 
     def __init__(
         self,
-        folder: str | Path | None = None,
+        options: DiskOptions = ANYWHERE,
         *,
-        budget: int | str | None = None,
-        per_day: int | str | None = None,
         depth: int = 4,
-        most_waiting: int | str = "64MiB",
+        most_waiting: int = 64 << 20,
         slab: Callable[[Path], Slab] = Slab,
     ) -> None:
         """Open a file without a name.
 
-        Args:    folder: where; None: the folder for temporary files. In one that is named, the bytes of a day
-                 are counted in a file, together with other processes.
-                 budget: the most bytes of the file. per_day: the most bytes written on a day; None: no limit.
-                 depth: how many requests the disk is given at a time.
-                 most_waiting: the most bytes that wait in memory to be written; then ``put`` waits.
-                 slab: what opens the file.
+        Args:    depth: how many requests the disk is given at a time.
+                 most_waiting: the most bytes that wait in memory to be written; then ``write`` waits.
+                 slab: what opens the file in a folder.
         Raises:  ConfigError: the folder takes no file. PlanError: no size in bytes."""
-        self.folder = Path(tempfile.gettempdir() if folder is None else folder)
-        self._budget = None if budget is None else parse_bytes(budget, name="budget")
-        cap = None if per_day is None else parse_bytes(per_day, name="per_day")
-        waiting = parse_bytes(most_waiting, name="most_waiting")
-        if not isinstance(depth, int) or depth < 1:
-            raise ConfigError(f"depth counts requests at a time, from 1 on, found {depth!r}; choose 1, 2 ..")
+        self.folder = folder_of(options)
         self._slab = slab(self.folder)
-        try:
-            self.today = DailyBytes(cap, path=None if folder is None else self.folder / COUNT_FILE)
-        except OSError as error:
-            raise ConfigError(
-                f"the bytes of a day are counted in {self.folder / COUNT_FILE}, which refuses "
-                f"({reason(error)}); make it writable, or leave out memory.disk_per_day="
-            ) from error
-        self._threads = IoThreads("penstock-disk", depth=depth, most_waiting=waiting)
-        self._changed, self._extents = self._threads.changed, Extents()
-        self._buffers = PageBuffers()
+        self._room = Room(self._slab, options)
+        self._threads = IoThreads("penstock-disk", depth=depth, most_waiting=most_waiting)
+        self._changed, self._buffers = self._threads.changed, PageBuffers()
         self._gone = deque[SlabFrame]()  # forgotten by whoever could not wait for the lock
         self._error: BaseException | None = None
-        self._is_full = self._told = False
         self.bytes_written = self.bytes_read = 0
 
     @property
@@ -98,17 +71,17 @@ class Disk:
         """Bytes of the file that hold a frame."""
         with self._changed:
             self._sweep()
-            return self._extents.lent_bytes
+            return self._room.lent_bytes
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return self._extents.size
+        return self._room.size
 
     @property
     def takes(self) -> bool:
         """Whether there is room, as far as is known."""
-        return not self._is_full and self.today.allows(UNIT)
+        return self._room.takes
 
     @property
     def buffers(self) -> Pool:
@@ -121,7 +94,11 @@ class Disk:
         Args:    ready: waits until the frame's bytes are there.
         Raises:  StageError: an earlier frame could not be written."""
         self.check()
-        kept = SlabFrame(frame, self._room(frame.num_bytes))
+        with self._changed:
+            self._sweep()
+            waiting = self._threads.waiting_bytes
+            start = self._room.take(frame.num_bytes, soon=waiting) if frame.num_bytes else None
+        kept = SlabFrame(frame, start)
         if kept.start is not None:
             kept.checksums = [0] * -(-frame.num_bytes // REQUEST_BYTES)
             kept.requests = [self._writing(kept, number, ready) for number in range(len(kept.checksums))]
@@ -179,7 +156,7 @@ class Disk:
     def close(self) -> None:
         """Finish what is queued, end the threads and free the file."""
         self._threads.close()
-        self.today.flush()
+        self._room.today.flush()
         self._slab.close()
 
     def __str__(self) -> str:
@@ -190,58 +167,21 @@ class Disk:
     def __repr__(self) -> str:
         return f"<{self}>"
 
-    def _room(self, num_bytes: int) -> int | None:
-        """Where ``num_bytes`` may be written; None, said once: nowhere."""
-        if not num_bytes:
-            return None
-        needed, refusal = aligned(num_bytes), ""
-        with self._changed:
-            self._sweep()
-            if not self.today.allows(needed + self._threads.waiting_bytes):
-                refusal = _CAP.format(cap=show_bytes(self.today.cap or 0), folder=self.folder)
-            else:
-                start = self._extents.take(needed)
-                if start is None and not (refusal := self._grow(needed)):
-                    start = self._extents.take(needed)
-                if start is not None:
-                    return start
-            told, self._told, self._is_full = self._told, True, True
-        if not told:
-            warnings.warn(f"{refusal}; what finds no room stays in memory, packed", stacklevel=2)
-        return None
-
-    def _grow(self, needed: int) -> str:
-        """Make the file longer, so that ``needed`` bytes follow each other; returns why not."""
-        least = needed - self._extents.tail
-        most = max(least, STEP_BYTES)
-        if self._budget is not None:
-            most = min(most, (self._budget - self._extents.size) // UNIT * UNIT)
-        for more in (most, least):
-            if more < least:
-                rule = f"budget {show_bytes(self._budget or 0)}"
-                break
-            if self._slab.grow(self._extents.size, more):
-                self._extents.grow(more)
-                return ""
-        else:
-            rule = f"{show_bytes(shutil.disk_usage(self.folder).free)} are free there"
-        return _FULL.format(folder=self.folder, found=show_bytes(needed), rule=rule)
-
     def _writing(self, kept: SlabFrame, number: int, ready: Callable[[], None]) -> Request:
         """The request that writes a piece of a frame."""
 
         def run(own: memoryview) -> None:
             ready()
             data, at = kept.write_piece(number, own)
-            self._moved(self._slab.write, data, at)
+            self._slab.write_all(data, at)
 
         def done(error: BaseException | None) -> None:
             num_bytes = 0 if error else aligned(kept.bytes_of(number))
             self.bytes_written += num_bytes
-            self.today.add(num_bytes)
+            self._room.today.add(num_bytes)
             kept.num_open -= 1
             if error is not None and kept.error is None:
-                kept.error = self._said(error, "written to", kept)
+                kept.error = worded(error, f"{kept.num_bytes} bytes could not be written to", self.folder)
                 self._error = self._error or kept.error
             if not kept.num_open:
                 self._written(kept)
@@ -255,14 +195,14 @@ class Disk:
 
         def run(own: memoryview) -> None:
             data, at = kept.piece_to_read(number, reading, own)
-            self._moved(self._slab.read, data, at)
+            self._slab.read_all(data, at)
             kept.check_piece(number, reading, data, self.folder)
 
         def done(error: BaseException | None) -> None:
             self.bytes_read += 0 if error else aligned(kept.bytes_of(number))
             reading.num_open -= 1
             if error is not None and reading.error is None:
-                reading.error = self._said(error, "read from", kept)
+                reading.error = worded(error, f"{kept.num_bytes} bytes could not be read from", self.folder)
             if kept.is_forgotten:
                 self._free(kept)
 
@@ -272,17 +212,6 @@ class Disk:
         if kept.frame is None and kept.reading is None and not kept.is_forgotten:
             kept.begin_reading(pool or self._buffers)
             self._threads.submit_reads([self._reading(kept, n) for n in range(len(kept.checksums))])
-
-    def _moved(self, move: Callable[[memoryview, int], int], data: memoryview, at: int) -> None:
-        """Read or write all of ``data``, however little the system does at a time."""
-        done = 0
-        while done < len(data):
-            moved = (
-                move(data[done:], at + done) // (UNIT if self.direct else 1) * (UNIT if self.direct else 1)
-            )
-            if moved <= 0:
-                raise OSError(errno.EIO, f"the disk moved {done} of {len(data)} bytes and no more")
-            done += moved
 
     def _written(self, kept: SlabFrame) -> None:
         """All pieces are written, or one was refused: then the frame stays, as nobody may read it back."""
@@ -309,17 +238,5 @@ class Disk:
             kept.reading.frame.release()
             kept.reading = None
         if kept.start is not None:
-            self._extents.give(kept.start)
-            kept.start, self._is_full = None, False
-
-    def _said(self, error: BaseException, what: str, kept: SlabFrame) -> BaseException:
-        if not isinstance(error, OSError):
-            return error
-        full = error.errno in FULL
-        remedy = "free space there, or bound what goes there (memory.disk=)" if full else "look at the disk"
-        said = StageError(
-            f"a frame of {kept.num_bytes} bytes could not be {what} the disk of {self.folder}, found "
-            f"{reason(error)}; {remedy}, or choose another folder (memory.path=)"
-        )
-        said.__cause__ = error
-        return said
+            self._room.give(kept.start)
+            kept.start = None

@@ -1,7 +1,7 @@
 """The disk as a tier: frames leave the memory for a file of the rank, whatever device they were made on.
 
-Writing goes on beside; a frame that is wanted before it was written is taken from memory. A backward walks back
-through what its forward saved, so when frames are asked for in that order, those before them are read ahead.
+Writing goes on beside; a frame that is wanted before it was written is taken from memory. A backward walks
+back through what its forward saved, so where frames are asked for in that order, those before are read ahead.
 Source: claims A5, A6 and A8-A10 of CN115016937A (unload, fetch ahead); claims 2-4 of CN110032450B.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Hashable
 import torch
 
 from ...compression.pool import Frame, Pool
-from ..device import is_gpu
 from .disk import Disk
 from .host_store import PinnedPool
+from .room import DiskOptions
 from .slab_frame import SlabFrame
 from .store import UNLIMITED, Store, StoreOptions, UnpooledBuffers
 
@@ -31,7 +31,7 @@ class DiskStore(Store):
 
         Raises:  ConfigError: the folder takes no file."""
         super().__init__(options)
-        self.disk = options.disk or Disk(options.path)
+        self.disk = options.disk or Disk(DiskOptions(path=options.path))
         self._kept: dict[Hashable, tuple[int, SlabFrame]] = {}  # with its number, in the order of putting
         self._keys: dict[int, Hashable] = {}
         self._next, self._last = 0, -1  # numbers: of the next put, of the last get

@@ -36,7 +36,7 @@ class IoThreads:
     ``changed`` is the lock of it all, and of those who use it: whatever ``done`` is told changes under it."""
 
     def __init__(self, name: str, *, depth: int, most_waiting: int) -> None:
-        """At most ``depth`` requests at a time; at most ``most_waiting`` bytes to be written wait in memory."""
+        """At most ``depth`` requests at a time; ``most_waiting``: bytes in memory that are to be written."""
         self.name, self.depth, self.most_waiting = name, depth, most_waiting
         self.changed = threading.Condition(threading.Lock())
         self.seconds_waited = 0.0  # of those who had something to write and no room

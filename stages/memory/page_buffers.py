@@ -1,7 +1,7 @@
 """Byte buffers that begin at a page, as reading past the page cache needs, kept for the next read.
 
-Who reads a frame may keep views of it, so a buffer comes back when the last tensor that knows it is freed, not
-when somebody says so.
+Who reads a frame may keep views of it, so a buffer comes back when the last tensor that knows it is freed,
+not when somebody says so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_IDLE = 32 << 20  # bytes kept for later, a little more when two threads gi
 
 
 class PageBuffers(Pool):
-    """Buffers that begin at a page and are whole pages long; new memory of the system costs a fault a page."""
+    """Buffers that begin at a page and are whole pages long; new ones cost a fault a page."""
 
     def __init__(self, *, most_idle: int = _MOST_IDLE) -> None:
         """Start empty; at most ``most_idle`` bytes wait for the next who takes one."""

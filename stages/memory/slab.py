@@ -12,10 +12,12 @@ import errno
 import os
 import secrets
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
-from ...compression.errors import ConfigError
+from ...compression.errors import ConfigError, StageError
 from ..files import FULL, reason
+from .extents import UNIT
 
 _UNNAMED = getattr(os, "O_TMPFILE", 0)  # of Linux
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -68,9 +70,25 @@ class Slab:
         """Fill ``data`` with the bytes from ``at`` on; returns how many, which may be fewer."""
         return os.preadv(self._file, [data], at)
 
+    def write_all(self, data: memoryview, at: int) -> None:
+        """Write all of ``data``, however little the system takes at a time."""
+        self._whole(self.write, data, at)
+
+    def read_all(self, data: memoryview, at: int) -> None:
+        """Fill all of ``data``, however little the system gives at a time."""
+        self._whole(self.read, data, at)
+
     def close(self) -> None:
         """Close the file, which frees its space; once."""
         self._end()
+
+    def _whole(self, move: Callable[[memoryview, int], int], data: memoryview, at: int) -> None:
+        done, unit = 0, UNIT if self.direct else 1
+        while done < len(data):
+            moved = move(data[done:], at + done) // unit * unit
+            if moved <= 0:
+                raise OSError(errno.EIO, f"it moved {done} of {len(data)} bytes and no more")
+            done += moved
 
     def _open(self) -> int:
         """The descriptor of a file that has no name, past the page cache if that can be had."""
@@ -92,3 +110,17 @@ class Slab:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
         finally:
             path.unlink(missing_ok=True)  # one that cannot be opened so may have been made all the same
+
+
+def worded(error: BaseException, what: str, folder: Path) -> BaseException:
+    """What to raise for ``error`` of a thread: where the system refused, one sentence that begins ``what``."""
+    if not isinstance(error, OSError):
+        return error
+    full = error.errno in FULL
+    remedy = "free space there, bound what goes there (memory.disk=)" if full else "look at that disk"
+    said = StageError(
+        f"a frame of {what} the disk of {folder}, found {reason(error)}; {remedy}, or choose another folder "
+        "(memory.path=)"
+    )
+    said.__cause__ = error
+    return said

@@ -29,7 +29,7 @@ class Reading:
 
 
 class SlabFrame:
-    """A frame in memory (``frame``), in the file from ``start`` on, or in both; changed under the disk's lock.
+    """A frame in memory (``frame``), in the file from ``start`` on, or in both; the disk's lock holds it.
 
     ``num_open``: pieces that are not written yet; ``stays``: somebody looks at the one in memory."""
 
