@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .pipeline.ranks.launch import init as init
     from .pipeline.runtime.report import Report as Report
     from .stages.memory.offload import offload as offload
+    from .stages.memory.room import DiskOptions as DiskOptions
     from .stages.planner.layer_profile import Profile as Profile
     from .stages.planner.measure import measure as measure
     from .stages.planner.plan import Plan as Plan
@@ -62,6 +63,7 @@ _HOMES = {
     "Plan": "stages.planner.plan",
     "layer_seed": "stages.seeds",
     "offload": "stages.memory.offload",
+    "DiskOptions": "stages.memory.room",
     "Pipeline": "pipeline.pipeline",
     "save": "pipeline.checkpoint",
     "load": "pipeline.checkpoint",

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..stages.memory.room import ANYWHERE, DiskOptions
 from ..stages.planner.plan import Plan
 from .ranks.world import World
 from .runtime import facts
@@ -52,8 +53,7 @@ class Pipeline(Assembly):
         scaler: a torch.amp.GradScaler, which a step moves as the plain loop would, on every rank; or a number
             that the loss is scaled with throughout; None for no loss scale. An overflow anywhere skips the
             update and the scheduler everywhere (under async_1f1b: of its stage).
-        autocast: dtype that forward and loss are cast to by torch.autocast (without its weight cache), None
-        for none.
+        autocast: dtype of torch.autocast in forward and loss (without its weight cache), None for none.
         weight: targets -> over how much the loss is a mean (default: the number of samples).
         seed: what random layers are seeded with, one by one (``penstock.layer_seed``).
         deadline: seconds that any wait for another rank may take.
@@ -63,6 +63,7 @@ class Pipeline(Assembly):
             its machine), "cuda:1", "auto". None: where the world says, else where its parameters are.
         guard: refuse the first layer whose output, or gradient, is NaN (StageError), before an update; costs
             a pass over each of them, and no bit.
+        disk: what the tier "disk" of this rank may use (``penstock.DiskOptions``).
     Raises:
         PlanError: the plan was made for another model, a cut cannot be trained exactly, ranks were given
             different things, or another rank refused.
@@ -87,6 +88,7 @@ class Pipeline(Assembly):
         world: World | None = None,
         device: Given = None,
         guard: bool = False,
+        disk: DiskOptions = ANYWHERE,
     ) -> None:
         self.leaves, self.asked = world is None, 0  # asked: told to all ranks with the next report
         super().__init__(
@@ -105,6 +107,7 @@ class Pipeline(Assembly):
             world=world or World.default(deadline=deadline),
             device=device,
             guard=guard,
+            disk=disk,
         )
 
     def __str__(self) -> str:
@@ -219,8 +222,7 @@ class Pipeline(Assembly):
     def close(self) -> None:
         """Let go of what it holds, and leave the ranks, unless they are a world that it was given; after a
         failure the others may not answer, and the group ends with the process."""
-        for stage in self.stages.values():
-            stage.saved.close()
+        self.close_stages()
         if self.leaves and not self.engine.failures.first:
             self.world.close()
 

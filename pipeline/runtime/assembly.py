@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...stages.device import Device, is_gpu
+from ...stages.memory.room import DiskOptions
+from ...stages.memory.store import StoreOptions
 from ...stages.places import home_of
 from ...stages.planner.examples import graph_of
 from ...stages.planner.plan import Plan
@@ -40,7 +42,7 @@ from .arguments import (
 )
 from .auto import policy_named
 from .engine import Engine
-from .ownership import Ownership, make_stages, ownership
+from .ownership import Ownership, disk_of, make_stages, ownership
 from .process_memory import ResidentMemory, Usage
 from .state import State
 from .steps import Steps, SynchronousFeed
@@ -69,6 +71,7 @@ class Assembly:
         world: World,
         device: Given,
         guard: bool,
+        disk: DiskOptions,
     ) -> None:
         self.world, self.rank, self.agreement = world, world.rank, Agreement(world)
         with self.agreement.together("making a Pipeline"):
@@ -89,7 +92,7 @@ class Assembly:
             resident = ResidentMemory(model_bytes=sum(t.nbytes for t in tensors if not is_gpu(t.device)))
             gradients = autocast is not torch.float16 and not scale_of(scaler).checks
             watching = Guard(gradients) if guard else None
-            own = self._cut(model, autocast, watching)
+            own = self._cut(model, autocast, watching, disk)
             self.update = Update(
                 world=self.world,
                 parameters=own.here,
@@ -129,6 +132,13 @@ class Assembly:
                 plan, own.tensors, self.update.optimizers, resident=resident, devices=self.devices
             )
 
+    def close_stages(self) -> None:
+        """End the threads of the stages, and let go of what they keep on disk."""
+        for stage in self.stages.values():
+            stage.saved.close()
+        if self.disk:
+            self.disk.close()
+
     def _transport(self, deadline: float) -> Transport:
         device = self.world.device
         gpus = self.agreement.exchange("its GPU", identity_of(device))
@@ -145,7 +155,9 @@ class Assembly:
         if home_of(model) != self.world.device.torch:
             model.to(self.world.device.torch)
 
-    def _cut(self, model: nn.Module, autocast: torch.dtype | None, guard: Guard | None) -> Ownership:
+    def _cut(
+        self, model: nn.Module, autocast: torch.dtype | None, guard: Guard | None, disk: DiskOptions
+    ) -> Ownership:
         """Cut ``model`` into the stages of this process; return who owns what."""
         if not model.training:
             model.train()
@@ -159,6 +171,7 @@ class Assembly:
         check_codecs(self.plan, *self.steps.routed("train", [graph.example_inputs]))
         own = ownership(model, self.plan, graph, self.steps, self.world)
         spread(model, own, self.steps, self.devices, last=self.plan.num_stages - 1)
+        self.disk = disk_of(own, self.plan, disk)
         self.stages = make_stages(
             own,
             model=model,
@@ -167,6 +180,7 @@ class Assembly:
             autocast=autocast,
             devices=self.devices,
             guard=guard,
+            stores=StoreOptions(disk=self.disk),
         )
         self.state = State(model, graph, world=self.world, stages=self.stages, own=own)
         return own

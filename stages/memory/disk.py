@@ -16,11 +16,9 @@ from ..units import show_bytes
 from .extents import aligned
 from .io_threads import REQUEST_BYTES, IoThreads, Request
 from .page_buffers import PageBuffers
-from .room import DiskOptions, Room, folder_of
+from .room import ANYWHERE, DiskOptions, Room, folder_of
 from .slab import Slab, worded
 from .slab_frame import SlabFrame
-
-ANYWHERE = DiskOptions()
 
 
 class Disk:

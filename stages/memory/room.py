@@ -34,6 +34,9 @@ class DiskOptions:
     shared: bool = True
 
 
+ANYWHERE = DiskOptions()
+
+
 class Room:
     """The places in one slab; who calls it holds the lock of the disk."""
 

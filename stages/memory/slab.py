@@ -113,7 +113,7 @@ class Slab:
 
 
 def worded(error: BaseException, what: str, folder: Path) -> BaseException:
-    """What to raise for ``error`` of a thread: where the system refused, one sentence that begins ``what``."""
+    """What to raise for ``error`` of a thread: one sentence with ``what`` where the system refused."""
     if not isinstance(error, OSError):
         return error
     full = error.errno in FULL

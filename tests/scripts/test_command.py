@@ -53,8 +53,8 @@ def penstock(typed, capfd):
         ("+clip.kind=1", "clip.kind=1: there is no option clip.kind"),
         ("weights=stash", "weights is one of latest, stashed, vertical_sync, double_buffered, found 'stash'"),
         ("device=tpu", "device=tpu is not known; known are cpu, cuda, cuda:N and auto"),
-        ("memory.tier=disc", "memory.tier is one of device, packed, host, found 'disc'"),
-        ("memory.weights=disc", "memory.weights is one of device, packed, host, found 'disc'"),
+        ("memory.tier=disc", "memory.tier is one of device, packed, host, disk, found 'disc'"),
+        ("memory.weights=disc", "memory.weights is one of device, packed, host, disk, found 'disc'"),
         ("weights=stashed", "weights=stashed is for weights that change"),
         ("weights=double_buffered stages=3 micro_batches=2", "found micro_batches=2 for 3 stages"),
         (
