@@ -107,6 +107,20 @@ def penstock(typed, capfd):
         ),
         ("data=image_folder data.root=/nowhere", "/nowhere must hold train/CLASS/*.png"),
         ("memory.device=lots", "memory.device=lots is not a size in bytes"),
+        ("memory.disk=lots", "memory.disk=lots is not a size in bytes"),
+        ("memory.disk_per_day=0", "memory.disk_per_day=0 is not a size in bytes"),
+        (
+            "memory.tier=disk memory.disk=0",
+            "memory.disk=0 allows nothing on disk, found memory.tier=disk; raise",
+        ),
+        (
+            "memory.weights=disk memory.disk=0",
+            "found memory.weights=disk; raise memory.disk=, or choose another",
+        ),
+        (
+            f"{SMALL} ranks=1 stages=1 memory.tier=disk memory.path=/nowhere",
+            "found /nowhere (Not a directory)",
+        ),
         ("schedule=zbv stages=3", "found stages=3 for ranks=2; take stages=4"),
         ("--max-steps 3", "--max-steps 3 is written max_steps=3 here"),
         ("--max_steps=3", "--max_steps 3 is written max_steps=3 here"),
