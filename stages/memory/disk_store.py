@@ -52,7 +52,7 @@ class DiskStore(Store):
         if frame.buffer.is_cuda:
             pinned = self._pinned.take(frame.num_bytes)
             pinned[: frame.num_bytes].copy_(frame.buffer[: frame.num_bytes], non_blocking=True)
-            copied = torch.cuda.Event()
+            copied = torch.Event(frame.buffer.device)
             copied.record()
             self._devices[key], ready = frame.buffer.device, copied.synchronize
             frame.release()
