@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .pipeline.runtime.report import Report as Report
     from .stages.memory.offload import offload as offload
     from .stages.memory.options import MemoryOptions as MemoryOptions
+    from .stages.memory.room import DiskOptions as DiskOptions
     from .stages.planner.layer_profile import Profile as Profile
     from .stages.planner.measure import measure as measure
     from .stages.planner.plan import Plan as Plan
@@ -64,6 +65,7 @@ _HOMES = {
     "layer_seed": "stages.seeds",
     "offload": "stages.memory.offload",
     "MemoryOptions": "stages.memory.options",
+    "DiskOptions": "stages.memory.room",
     "Pipeline": "pipeline.pipeline",
     "save": "pipeline.checkpoint",
     "load": "pipeline.checkpoint",

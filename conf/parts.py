@@ -15,10 +15,13 @@ class MemoryConfig:
 
     Attributes:
         device: largest memory of a rank, for the planner, for example 2GiB; null: unlimited
-        tier: where what a forward saves stays until its backward: device, packed or host
-        weights: where older versions of the weights stay until they are read: device, packed or host
+        tier: where what a forward saves stays until its backward: device, packed, host or disk
+        weights: where older versions of the weights stay until they are read: device, packed, host or disk
         prefetch_layers: so many layers ahead of a backward, what it reads is brought back from its tier; auto
         writeout_layers: what the next so many layers do not read leaves for its tier; auto
+        path: folder of the file of the tier disk; null: the run folder
+        disk: most bytes of that file on a rank, for example 20GiB; 0: no disk; null: unlimited
+        disk_per_day: most bytes written to that disk on a day, as flash wears; null: unlimited
     """
 
     device: Any = None
@@ -26,6 +29,9 @@ class MemoryConfig:
     weights: str = "device"
     prefetch_layers: Any = "auto"
     writeout_layers: Any = "auto"
+    path: str | None = None
+    disk: Any = None
+    disk_per_day: Any = None
 
     def __post_init__(self) -> None:
         for name in ("prefetch_layers", "writeout_layers"):

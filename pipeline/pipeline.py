@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..stages.memory.options import NO_OPTIONS, MemoryOptions
+from ..stages.memory.room import ANYWHERE, DiskOptions
 from ..stages.planner.plan import Plan
 from .ranks.world import World
 from .runtime import facts
@@ -48,8 +49,7 @@ class Pipeline(Assembly):
         optimizer: list of (name, parameter) -> torch optimizer; called once per stage that has parameters;
             among several ranks before that for all parameters, to compare its settings.
         scheduler: optimizer -> learning-rate scheduler, stepped once after every update.
-        clip: largest L2 norm of the gradients, None for no clipping.
-        clip_scope: of all gradients ("global"), or of those of each stage ("stage").
+        clip: largest L2 norm, of all gradients or (``clip_scope="stage"``) of those of each stage, or None.
         scaler: a torch.amp.GradScaler, which a step moves as the plain loop would, on every rank; or a number
             that scales the loss. An overflow anywhere skips the update and the scheduler everywhere (under
             async_1f1b: of its stage).
@@ -61,7 +61,7 @@ class Pipeline(Assembly):
         device: where this rank computes: "cpu", "cuda" (by the number of the rank on its machine), "cuda:1",
             "auto". None: where the world says, else where the model's parameters are.
         guard: refuse the first layer whose output, or gradient, is NaN (StageError), before an update.
-        memory: how what waits in a tier is moved, of this rank.
+        memory, disk: how what waits in a tier is moved; what the tier "disk" of this rank may use.
     Raises:
         PlanError: the plan was made for another model, a cut cannot be trained exactly, ranks were given
             different things, or another rank refused.
@@ -87,6 +87,7 @@ class Pipeline(Assembly):
         device: Given = None,
         guard: bool = False,
         memory: MemoryOptions = NO_OPTIONS,
+        disk: DiskOptions = ANYWHERE,
     ) -> None:
         self.leaves, self.asked = world is None, 0  # asked: told to all ranks with the next report
         super().__init__(
@@ -106,6 +107,7 @@ class Pipeline(Assembly):
             device=device,
             guard=guard,
             memory=memory,
+            disk=disk,
         )
 
     def __str__(self) -> str:
@@ -220,9 +222,7 @@ class Pipeline(Assembly):
     def close(self) -> None:
         """Let go of what it holds, and of the ranks unless it was given a world; after a failure the group
         ends with the process."""
-        for stage in self.stages.values():
-            stage.saved.close()
-        self.memory.close()
+        self.close_stages()
         if self.leaves and not self.engine.failures.first:
             self.world.close()
 

@@ -65,12 +65,12 @@ def partition(
         link: bits per second between ranks (``"1Gbit"``); None: free.
         extra_in_flight: micro-batches beyond the schedule's own; "auto": up to two, as the links ask for.
         codec: name of a codec, or "auto": measured while it trains.
-        tier: where what a forward saves waits: "device" as it is, "packed", or "host".
+        tier: where what a forward saves waits: "device" as it is, "packed", "host" or "disk".
         memory: bytes of each rank (``"2GiB"``), kept with a margin of 5 %; None: unlimited.
         optimizer_state: bytes that the optimizer keeps for each of the parameters' (Adam: 2); None: 1.
         weights: which version of the weights a micro-batch sees: "latest"; of ``async_1f1b`` "stashed" or
             "vertical_sync"; of ``1f1b`` "double_buffered".
-        weights_tier: where a version waits that nothing reads right now: "device", "packed" or "host".
+        weights_tier: the same for a version of the weights that nothing reads right now.
         weights_first: in a backward, a layer's weight gradient comes before the gradient of its input.
         recompute: saved tensors are not kept: each stage runs a forward again ahead of its backward.
         prediction: of ``async_1f1b``: forwards run with weights expected at their backwards.

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...compression.errors import PlanError
 from ...conf.schema import PlanConfig
+from ...stages.memory.room import DiskOptions
 from ...stages.planner.layer_profile import Profile
 from ...stages.planner.measure import measure
 from ...stages.planner.plan import Plan
@@ -103,6 +104,15 @@ def partition_options(config: PlanConfig) -> dict[str, Any]:
         "tier": memory.tier,
         "weights_tier": memory.weights,
     }
+
+
+def disk_options(config: PlanConfig, folder: RunFolder | None) -> DiskOptions:
+    """Return what the tier disk of a rank may use: the run folder, where this machine has it, or ``path``."""
+    memory = config.memory
+    path = memory.path or (folder.path if folder is not None and folder.path.is_dir() else None)
+    return DiskOptions(
+        path=path, budget=memory.disk, per_day=memory.disk_per_day, shared=memory.path is not None
+    )
 
 
 def compare_schedules(config: PlanConfig, samples: Samples, folder: RunFolder) -> Plan:

@@ -13,6 +13,7 @@ from typing import Any
 from ...compression.errors import ConfigError, ScheduleError
 from ...compression.names import AUTO, check_name
 from ...conf import groups
+from ...conf.parts import MemoryConfig
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.planner.plan import Plan, check_tiers
 from ...stages.planner.rules import check_versions
@@ -56,6 +57,7 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
         parse_rate(config.link)
     if config.memory.device is not None:
         parse_bytes(config.memory.device, name="memory.device")
+    _check_disk(config.memory)
     for group in groups.groups():
         if (options := getattr(config, group, None)) is not None:
             check_group(group, options)
@@ -111,6 +113,21 @@ def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
         setattr(place, name, value)
     config.__post_init__()  # its rules hold for what the plan decided, too
     return plan
+
+
+def _check_disk(memory: MemoryConfig) -> None:
+    """Refuse sizes that are none, and a tier on a disk that may hold nothing."""
+    if memory.disk_per_day is not None:
+        parse_bytes(memory.disk_per_day, name="memory.disk_per_day")
+    none = str(memory.disk).strip() == "0"
+    if memory.disk is not None and not none:
+        parse_bytes(memory.disk, name="memory.disk")
+    for name in ("tier", "weights"):
+        if none and "disk" in str(getattr(memory, name)).split(","):
+            raise ConfigError(
+                f"memory.disk=0 allows nothing on disk, found memory.{name}={getattr(memory, name)}; raise "
+                "memory.disk=, or choose another tier"
+            )
 
 
 def _check_launcher(config: TrainConfig) -> None:

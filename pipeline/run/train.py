@@ -33,7 +33,7 @@ from ..samples.samples import Samples
 from . import build, console, early
 from .asked import Asked
 from .checkpoints import Checkpoints
-from .decide import decide, model_name, prepare
+from .decide import decide, disk_options, model_name, prepare
 from .epochs import loss, run_epochs
 from .exactness import place
 from .failed import traced
@@ -83,7 +83,7 @@ def _train(
         console.warn(note)
     build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
     source, stages = resolve(config, folder, console.warn, threads=threads), config.stages
-    plan, pipe = made(config, samples, given=given, source=source)
+    plan, pipe = made(config, samples, given=given, source=source, folder=folder)
     folder.begin(console.warn, resumes=source is not None and source.own)
     folder.save(config, plan)
     console.begin(plan, folder.path)
@@ -100,7 +100,7 @@ def _train(
 
     def replan(config: TrainConfig) -> Plan:
         config.stages = stages
-        plan, _ = made(config, samples)
+        plan, _ = made(config, samples, folder=folder)
         folder.save(config, plan)
         return plan
 
@@ -122,7 +122,12 @@ def _train(
 
 
 def made(
-    config: TrainConfig, samples: Samples, *, given: Plan | None = None, source: Source | None = None
+    config: TrainConfig,
+    samples: Samples,
+    *,
+    folder: RunFolder,
+    given: Plan | None = None,
+    source: Source | None = None,
 ) -> tuple[Plan, Pipeline]:
     """Return the plan, unless it is ``given`` or that of ``source`` made anew, and the whole pipeline by it.
 
@@ -133,23 +138,28 @@ def made(
     if source:
         source.compare(config, plan, console.warn)
     config.stages = plan.num_stages
-    return plan, rehearse(config, plan, samples, model)
+    return plan, rehearse(config, plan, samples, model, folder)
 
 
-def rehearse(config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module) -> Pipeline:
+def rehearse(
+    config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module, folder: RunFolder
+) -> Pipeline:
     """Put the whole pipeline together in this process, to refuse now what a rank would refuse."""
     check_batches(config, plan, samples)
     try:
-        return assemble(config, plan, samples, model)
+        return assemble(config, plan, samples, model, folder=folder)
     except (PlanError, ScheduleError) as error:
         given = next((name for name in ("plan", "program") if getattr(config, name)), None)
         source = f"{given}={getattr(config, given)}: " if given else ""
         raise type(error)(f"{source}{error}") from error
 
 
-def assemble(config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module) -> Pipeline:
+def assemble(
+    config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module, *, folder: RunFolder | None = None
+) -> Pipeline:
     """Return the pipeline of this process: in a group of ranks its own stages, else all of them.
 
+    Args:   folder: where the tier disk has its file unless ``memory.path=`` says otherwise.
     Raises: PenstockError: the model, the plan, the optimizer and the schedule do not go together.
     """
     return Pipeline(
@@ -167,6 +177,7 @@ def assemble(config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module
         device=place(config),
         guard=config.guard,
         memory=build.memory(config.memory),
+        disk=disk_options(config, folder),
     )
 
 
@@ -185,7 +196,7 @@ def join(config: TrainConfig, plan: Plan, folder: RunFolder, *, init: Callable[.
     samples = prepare(config)
     # No other reference to the model is kept: the pipeline drops the layers of other ranks.
     model = [build.model(config.model, describe=samples.describe, seed=config.seed)]
-    train_rank(config, plan, folder, samples, assemble(config, plan, samples, model.pop()))
+    train_rank(config, plan, folder, samples, assemble(config, plan, samples, model.pop(), folder=folder))
 
 
 def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samples, pipe: Pipeline) -> None:

@@ -15,6 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...stages.device import Device, is_gpu
 from ...stages.memory.options import MemoryOptions
+from ...stages.memory.room import DiskOptions
+from ...stages.memory.store import StoreOptions
 from ...stages.memory.thread import MemoryThread
 from ...stages.places import home_of
 from ...stages.planner.examples import graph_of
@@ -43,7 +45,7 @@ from .arguments import (
 )
 from .auto import policy_named
 from .engine import Engine
-from .ownership import Ownership, make_stages, ownership
+from .ownership import Ownership, disk_of, make_stages, ownership
 from .process_memory import ResidentMemory, Usage
 from .state import State
 from .steps import Steps, SynchronousFeed
@@ -73,6 +75,7 @@ class Assembly:
         device: Given,
         guard: bool,
         memory: MemoryOptions,
+        disk: DiskOptions,
     ) -> None:
         self.world, self.rank, self.agreement = world, world.rank, Agreement(world)
         with self.agreement.together("making a Pipeline"):
@@ -93,7 +96,7 @@ class Assembly:
             resident = ResidentMemory(model_bytes=sum(t.nbytes for t in tensors if not is_gpu(t.device)))
             gradients = autocast is not torch.float16 and not scale_of(scaler).checks
             watching = Guard(gradients) if guard else None
-            own = self._cut(model, autocast, watching, memory)
+            own = self._cut(model, autocast, watching, memory, disk)
             self.update = Update(
                 world=self.world,
                 parameters=own.here,
@@ -134,6 +137,14 @@ class Assembly:
                 plan, own.tensors, self.update.optimizers, resident=resident, devices=self.devices
             )
 
+    def close_stages(self) -> None:
+        """End the threads of the stages, and let go of what they keep on disk."""
+        for stage in self.stages.values():
+            stage.saved.close()
+        self.memory.close()
+        if self.disk:
+            self.disk.close()
+
     def _transport(self, deadline: float) -> Transport:
         device = self.world.device
         gpus = self.agreement.exchange("its GPU", identity_of(device))
@@ -151,7 +162,12 @@ class Assembly:
             model.to(self.world.device.torch)
 
     def _cut(
-        self, model: nn.Module, autocast: torch.dtype | None, guard: Guard | None, memory: MemoryOptions
+        self,
+        model: nn.Module,
+        autocast: torch.dtype | None,
+        guard: Guard | None,
+        memory: MemoryOptions,
+        disk: DiskOptions,
     ) -> Ownership:
         """Cut ``model`` into the stages of this process; return who owns what."""
         if not model.training:
@@ -167,6 +183,7 @@ class Assembly:
         own = ownership(model, self.plan, graph, self.steps, self.world)
         spread(model, own, self.steps, self.devices, last=self.plan.num_stages - 1)
         self.memory = MemoryThread(memory, num_layers=Counter(own.layers))
+        self.disk = disk_of(own, self.plan, disk)
         self.stages = make_stages(
             own,
             model=model,
@@ -176,6 +193,7 @@ class Assembly:
             devices=self.devices,
             memory=self.memory,
             guard=guard,
+            stores=StoreOptions(disk=self.disk),
         )
         self.state = State(model, graph, world=self.world, stages=self.stages, own=own)
         return own

@@ -14,6 +14,9 @@ from ...compression.codec import CODECS
 from ...compression.errors import PlanError
 from ...compression.names import AUTO
 from ...stages.device import Device
+from ...stages.memory.disk import Disk
+from ...stages.memory.room import DiskOptions
+from ...stages.memory.store import UNLIMITED, StoreOptions
 from ...stages.memory.stores import open_store
 from ...stages.memory.thread import MemoryThread
 from ...stages.planner.measure import owned_parameters
@@ -91,10 +94,12 @@ def make_stages(
     devices: Mapping[int, Device],
     memory: MemoryThread,
     guard: Guard | None = None,
+    stores: StoreOptions = UNLIMITED,
 ) -> dict[int, Stage]:
     """Return the stages of this process, each with its layers, its store and its versions of the weights.
 
-    ``memory``: the thread that moves what their forwards save."""
+    Args:    memory: the thread that moves what their forwards save.
+             stores: what all stores of this process are opened with."""
     return {
         index: Stage(
             index,
@@ -103,7 +108,9 @@ def make_stages(
             evaluation=steps.layers("eval", index),
             last=index == plan.num_stages - 1,
             autocast=autocast,
-            store=None if plan.stages[index].tier == "device" else open_store(plan.stages[index].tier),
+            store=None
+            if plan.stages[index].tier == "device"
+            else open_store(plan.stages[index].tier, stores),
             memory=memory,
             codec=plan.codec if plan.codec in CODECS else AUTO,  # lossy ones lose on the wire only
             weights=versions_of(
@@ -111,6 +118,7 @@ def make_stages(
                 parameters,
                 stage=index,
                 num_stages=plan.num_stages,
+                options=stores,
             ),
             weights_first=plan.weights_first,
             recompute=plan.stages[index].recompute,
@@ -119,3 +127,11 @@ def make_stages(
         )
         for index, parameters in own.tensors.items()
     }
+
+
+def disk_of(own: Ownership, plan: Plan, options: DiskOptions) -> Disk | None:
+    """Return the disk that all stores of this process share; None where no stage of it asks for one.
+
+    Raises:  ConfigError: the folder takes no file. PlanError: no size in bytes."""
+    asked = [tier for s in own.here for tier in (plan.stages[s].tier, plan.stages[s].weights_tier)]
+    return Disk(options) if "disk" in asked else None

@@ -1,4 +1,4 @@
-"""``penstock.offload``: what any PyTorch forward saves is kept packed, or in host memory, until its backward.
+"""``penstock.offload``: what any PyTorch forward saves is kept packed, or elsewhere, until its backward.
 
 Stands in the place of ``torch.autograd.graph.save_on_cpu``; no pipeline and no graph is needed, so only what
 bytes tell is used.
@@ -11,6 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,8 +71,9 @@ def offload(
     budget: int | str | None = None,
     keep: nn.Module | Iterable[Tensor] = (),
     ahead: int = 2,
+    path: str | Path | None = None,
 ) -> Offload:
-    """Keep what a forward saves for its backward packed, or in host memory; the gradients have the same bits.
+    """Keep what a forward saves for its backward packed, in host memory or on disk; the same bits.
 
     ``with penstock.offload() as saved: loss = model(x).sum()``, then ``loss.backward()`` as ever: also twice
     with retain_graph, and for gradients of gradients. Each storage leaves once, whatever views of it were
@@ -80,22 +82,24 @@ def offload(
     only forwards in the thread that entered the block are meant.
 
     Args:    tier: "packed" leaves the frames where they were made, and what does not shrink as it is; "host"
-             copies those of a GPU to pinned host memory, and is the same as "packed" on a CPU.
+             copies those of a GPU to pinned host memory, and is the same as "packed" on a CPU; "disk" writes
+             them to a file that has no name, so that nothing of it stays.
              codec: a name in ``penstock.CODECS``, or "auto": zeros and exponents, either where it pays.
              min_bytes: storages of fewer bytes stay.
              budget: the most bytes of frames at a time; what finds no room stays as it is. None: no limit.
+             path: the folder of the file of "disk"; None: the one for temporary files.
              keep: a model whose parameters and buffers stay, or such tensors; those that ask for a gradient
              are known without it.
              ahead: how many storages are brought back before they are asked for.
-    Raises:  ConfigError: no such tier, or no such ``keep`` or ``ahead``. PlanError: no size in bytes.
+    Raises:  ConfigError: no such tier, folder, ``keep`` or ``ahead``. PlanError: no size in bytes.
              CodecError: no such codec. StageError, in the backward: what was saved was written to since;
              torch's own check does not reach behind hooks.
     """
     limit = None if budget is None else parse_bytes(budget, name="budget")
-    store = open_store(tier, StoreOptions(budget=limit))
+    store = open_store(tier, StoreOptions(path=None if path is None else Path(path), budget=limit))
     if not isinstance(ahead, int) or ahead < 0:
         raise ConfigError(f"ahead counts storages, from 0 on, found {ahead!r}; choose 0, 1, 2 ..")
-    packer = SavedTensorPacker(store, codec=codec, pool=UnpooledBuffers(), num_ahead=ahead)
+    packer = SavedTensorPacker(store, codec=codec, pool=store.pool() or UnpooledBuffers(), num_ahead=ahead)
     least, took = parse_bytes(min_bytes, name="min_bytes"), functools.partial(_took, packer)
     parameters = ParameterFilter(_tensors(keep))
     return Offload(packer, SavedTensorHooks(packer, parameters, min_bytes=least, took=took))

@@ -87,7 +87,7 @@ class SavedActivations(Counters):
                  thread: that of the rank, which knows when what was saved is read; None: one of its own, for
                  which all of it is far away until it is fetched.
         """
-        self._packer = SavedTensorPacker(store, codec=codec, pool=Pool(), num_ahead=0)
+        self._packer = SavedTensorPacker(store, codec=codec, pool=store.pool() or Pool(), num_ahead=0)
         self._parameters, self._min_bytes = ParameterFilter(keep), min_bytes
         self._compressor = LayerAwareCompressor(modules)
         self._stage, self._thread = stage, thread or MemoryThread()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,15 +17,20 @@ from torch import Tensor
 from ...compression.memory import new_bytes
 from ...compression.pool import Frame, Pool
 
+if TYPE_CHECKING:
+    from .disk import Disk
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
     """What a store is opened with; a store takes what concerns it.
 
-    ``path``: the folder of a tier that keeps files. ``budget``: the most bytes of frames; None: no limit."""
+    ``path``: the folder of a tier that keeps files. ``budget``: the most bytes of frames; None: no limit.
+    ``disk``: the room on disk that all stores of a rank share."""
 
     path: Path | None = None
     budget: int | None = None
+    disk: Disk | None = None
 
 
 UNLIMITED = StoreOptions()
@@ -44,6 +50,9 @@ class Store:
     def num_bytes(self) -> int:
         """Bytes of the frames that it keeps or has admitted."""
         return sum(list(self._num_bytes.values()))
+
+    def pool(self) -> Pool | None:
+        """Where frames for this store are packed best; None: anywhere."""
 
     def takes_away(self, device: torch.device) -> bool:
         """Whether frames made on ``device`` leave it, so that even one that did not shrink is worth it."""

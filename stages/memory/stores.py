@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...compression.errors import ConfigError
+from .disk_store import DiskStore
 from .host_store import HostStore
 from .store import UNLIMITED, Store, StoreOptions
 
-STORES: dict[str, Callable[..., Store]] = {"packed": Store, "host": HostStore}
+STORES: dict[str, Callable[..., Store]] = {"packed": Store, "host": HostStore, "disk": DiskStore}
 
 
 def open_store(tier: str, options: StoreOptions = UNLIMITED) -> Store:

@@ -22,7 +22,7 @@ from .plan_table import table
 from .rules import check_extra, check_versions, streams
 
 VERSION = 2  # 1: ranks, tier and weights_tier beside the stages
-TIERS = ("device", "packed", "host")
+TIERS = ("device", "packed", "host", "disk")
 
 
 def check_tiers(**found: str) -> None:

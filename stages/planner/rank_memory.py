@@ -11,7 +11,8 @@ import math
 from ...compression.names import HOST
 
 MOVING = 2  # micro-batches whose saved tensors, or versions whose weights, are there: one is read, one moves
-AWAY = ("host",)  # tiers that take what they keep off a device that is no CPU
+AWAY = ("host", "disk")  # tiers that take what they keep off a device that is no CPU
+GONE = ("disk",)  # tiers that take it off every device
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +47,16 @@ def copies(
     None: one, as SGD with momentum) and the old versions: dense floats, which hardly shrink, so packing is
     taken to save nothing of them. What micro-batches saved: in the tier "device" all of it; elsewhere that of
     ``MOVING`` micro-batches as it is, and of the others what is left of it packed. A tier that is ``AWAY``
-    leaves nothing of the others on a device, but on a CPU its memory is the rank's own. With ``recompute`` it
+    leaves nothing of the others on a device, but on a CPU its memory is the rank's own, unless it is ``GONE``
+    from there too. With ``recompute`` it
     is what one of them saved, and what entered with all of them.
     """
     here = in_flight if tier == "device" else min(in_flight, MOVING)
     if recompute:
         here = min(in_flight, 1)
-    leaves = device != HOST
-    versions = min(old_versions, MOVING) if leaves and weights_tier in AWAY else old_versions
+    leaves = GONE if device == HOST else AWAY
+    versions = min(old_versions, MOVING) if weights_tier in leaves else old_versions
     state = 1.0 if optimizer_state is None else optimizer_state
-    packed = 0 if recompute or (leaves and tier in AWAY) else in_flight - here
+    packed = 0 if recompute or tier in leaves else in_flight - here
     entered = in_flight if recompute else 0
     return Copies(parameters=2 + state + versions, saved=here, packed=packed, entered=entered)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import StageError
+from ..memory.store import UNLIMITED, StoreOptions
 from ..memory.stores import open_store
 from .idle import Version, copy_of
 from .policies import VersionRule, WeightPolicy
@@ -21,23 +22,33 @@ from .versions import NoStashing, WeightVersions
 
 
 def versions_of(
-    policy: WeightPolicy, parameters: Iterable[torch.nn.Parameter], *, stage: int, num_stages: int
+    policy: WeightPolicy,
+    parameters: Iterable[torch.nn.Parameter],
+    *,
+    stage: int,
+    num_stages: int,
+    options: StoreOptions = UNLIMITED,
 ) -> WeightVersions:
     """What does as ``policy`` says with the parameters that ``stage`` of ``num_stages`` owns.
 
+    Args:    options: what the store of versions that wait is opened with.
     Raises:  PlanError: parameters of which there are versions share their memory."""
     if policy.rule is None:
         return WeightVersions()
-    kind = WeightStashing if policy.rule.delay else NoStashing
-    return kind(policy.rule, policy, parameters=parameters, stage=stage, num_stages=num_stages)
+    placed: dict[str, Any] = {"parameters": parameters, "stage": stage, "num_stages": num_stages}
+    if policy.rule.delay:
+        return WeightStashing(policy.rule, policy, options=options, **placed)
+    return NoStashing(policy.rule, policy, **placed)
 
 
 class WeightStashing(NoStashing):
     """A micro-batch runs forward and backward with the same version; predicted, with what its forward saw."""
 
-    def __init__(self, rule: VersionRule, policy: WeightPolicy, **placed: Any) -> None:
+    def __init__(
+        self, rule: VersionRule, policy: WeightPolicy, *, options: StoreOptions, **placed: Any
+    ) -> None:
         """Keep versions in the policy's tier while no instruction reads them."""
-        self.store = None if policy.tier == "device" else open_store(policy.tier)
+        self.store = None if policy.tier == "device" else open_store(policy.tier, options)
         super().__init__(rule, policy, **placed)
 
     def _start(self) -> None:

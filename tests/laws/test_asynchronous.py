@@ -30,12 +30,13 @@ CASES = [
         for weights in ("latest", "stashed")
         for optimizer in ("nesterov", "adam")
     ),
-    *(StreamCase(model="mlp", weights_tier=tier, optimizer="adamw") for tier in ("packed", "host")),
+    *(StreamCase(model="mlp", weights_tier=tier, optimizer="adamw") for tier in ("packed", "host", "disk")),
     StreamCase(model="mlp", weights="vertical_sync", weights_tier="packed"),
     StreamCase(model="mlp", **TWO, micro_batches=4, clip=0.5, scheduler=True),
     StreamCase(model="mlp", **TWO, micro_batches=2, cuts=1),
     StreamCase(model="mlp", **TWO, micro_batches=5, cuts=2, optimizer="adamw", codec="raw"),
     StreamCase(model="mlp", **TWO, micro_batches=4, ranks=2, weights_tier="packed"),
+    StreamCase(model="mlp", **TWO, micro_batches=4, weights_tier="disk", tier="disk"),
     StreamCase(model="penalized", cuts=3, weights="vertical_sync", steps=2),
     StreamCase(model="penalized", cuts=3, **TWO, steps=4),
     StreamCase(model="residual", cuts=3, steps=3),

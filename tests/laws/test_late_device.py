@@ -18,6 +18,7 @@ ALONE = [
     Case(model="gated", cuts="every", tier="packed"),
     Case(model="tied", cuts="every", schedule="gpipe"),
     Case(model="gpt_relu", cuts=3, dtype=torch.bfloat16, codec="exponent", tier="host"),
+    Case(model="gpt_relu", cuts=3, tier="disk"),
     Case(model="gpt_tied", cuts=4, ranks=2, schedule="dualpipev", micro_batches=5, steps=2),
     Case(model="resnet18", cuts=3, schedule="zb_h1", steps=2),
     Case(model="densenet", cuts=4, steps=1, codec="zero_value+byte_plane"),

@@ -73,6 +73,15 @@ CASES = [
     Case(model="gpt_tied", cuts="every", tier="packed", codec="zero_value+exponent", dtype=torch.bfloat16),
     Case(model="densenet", cuts=DENSE, tier="packed", codec="zero_value+lz4", steps=1),
     Case(model="squeezenet", cuts=3, tier="packed", codec="byte_plane", steps=2),
+    Case(model="gpt_relu", cuts=3, tier="disk"),
+    Case(model="gpt_relu", cuts=4, ranks=2, schedule="dualpipev", micro_batches=5, tier="disk", steps=2),
+    Case(model="gpt_relu", cuts=3, schedule="zb_h1", micro_batches=5, tier="disk", codec="raw", steps=2),
+    Case(model="gpt_relu", cuts="every", schedule="gpipe", tier="disk", micro_batches=2, steps=2),
+    *(Case(model=name, cuts="every", steps=2, tier="disk", micro_batches=2) for name in TRAPS),
+    Case(model="resnet18", cuts=RESIDUAL, schedule="zb_h1", tier="disk", steps=2),
+    Case(model="resnet18_channels_last", cuts=3, schedule="gpipe", tier="disk", steps=1),
+    Case(model="gpt_gelu_dropout", cuts=4, ranks=2, schedule="interleaved", tier="disk", steps=2),
+    Case(model="gpt_tied", cuts="every", tier="disk", dtype=torch.bfloat16, steps=2),
 ]
 
 

@@ -29,6 +29,9 @@ CASES = [
     Case(model="gated", cuts=("random", 4, 2), schedule="gpipe"),
     Case(model="gated", cuts=3, codec="auto", tier="packed", steps=14),
     Case(model="PoolOfRelu", cuts=("random", 3, 1), codec="zero_value+exponent", tier="host"),
+    Case(model="gpt_relu", cuts=3, tier="disk", steps=2),
+    Case(model="gpt_relu", cuts=4, ranks=2, schedule="interleaved", tier="disk", steps=2),
+    Case(model="resnet18", cuts=2, tier="disk", steps=2),
     *(
         Case(model=f"dag{i}", cuts=("random", 2 + i % 3, 10 + i), schedule=("gpipe", "1f1b")[i % 2], steps=2)
         for i in range(6)

@@ -53,8 +53,8 @@ def penstock(typed, capfd):
         ("+clip.kind=1", "clip.kind=1: there is no option clip.kind"),
         ("weights=stash", "weights is one of latest, stashed, vertical_sync, double_buffered, found 'stash'"),
         ("device=tpu", "device=tpu is not known; known are cpu, cuda, cuda:N and auto"),
-        ("memory.tier=disc", "memory.tier is one of device, packed, host, found 'disc'"),
-        ("memory.weights=disc", "memory.weights is one of device, packed, host, found 'disc'"),
+        ("memory.tier=disc", "memory.tier is one of device, packed, host, disk, found 'disc'"),
+        ("memory.weights=disc", "memory.weights is one of device, packed, host, disk, found 'disc'"),
         ("weights=stashed", "weights=stashed is for weights that change"),
         ("weights=double_buffered stages=3 micro_batches=2", "found micro_batches=2 for 3 stages"),
         (
@@ -107,6 +107,20 @@ def penstock(typed, capfd):
         ),
         ("data=image_folder data.root=/nowhere", "/nowhere must hold train/CLASS/*.png"),
         ("memory.device=lots", "memory.device=lots is not a size in bytes"),
+        ("memory.disk=lots", "memory.disk=lots is not a size in bytes"),
+        ("memory.disk_per_day=0", "memory.disk_per_day=0 is not a size in bytes"),
+        (
+            "memory.tier=disk memory.disk=0",
+            "memory.disk=0 allows nothing on disk, found memory.tier=disk; raise",
+        ),
+        (
+            "memory.weights=disk memory.disk=0",
+            "found memory.weights=disk; raise memory.disk=, or choose another",
+        ),
+        (
+            f"{SMALL} ranks=1 stages=1 memory.tier=disk memory.path=/nowhere",
+            "found /nowhere (Not a directory)",
+        ),
         ("schedule=zbv stages=3", "found stages=3 for ranks=2; take stages=4"),
         ("--max-steps 3", "--max-steps 3 is written max_steps=3 here"),
         ("--max_steps=3", "--max_steps 3 is written max_steps=3 here"),

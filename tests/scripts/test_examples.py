@@ -67,3 +67,15 @@ def test_public_networks_have_one_course_in_one_process_and_on_two_ranks(
     losses = [re.findall(r"step \d+: loss [\d.]+", text) for text in shown]
     assert len(losses[0]) == 3
     assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
+def test_a_plain_loop_trains_beyond_its_memory_with_one_more_line(tmp_path):
+    shown = run(PLAIN, "beyond_memory.py", "disk", str(tmp_path), folder=tmp_path)
+    losses = re.findall(r"step \d: loss ([\d.]+), offload: 772 MiB saved", shown)
+    assert len(losses) == 3
+    assert float(losses[2]) < float(losses[0])
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(AssertionError, match="can't allocate memory"):
+        run(PLAIN, "beyond_memory.py", "without", folder=tmp_path)

@@ -27,7 +27,7 @@ POLICIES = [
     {"weights": "vertical_sync"},
     {"weights": "double_buffered", "schedule": "1f1b"},
 ]
-TIERS = ("device", "packed", "host")
+TIERS = ("device", "packed", "host", "disk")
 
 
 def product(models: Sequence[str]) -> Iterator[StreamCase]:

@@ -486,11 +486,11 @@ def test_a_small_part_of_a_large_storage_does_not_take_it_along():
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"tier": "disk"}, ConfigError, "tier is one of packed, host, found 'disk'"),
+        ({"tier": "tape"}, ConfigError, "tier is one of packed, host, disk, found 'tape'"),
         ({"codec": "zip"}, CodecError, "codec is one of auto, raw, zero_value"),
         ({"codec": ["raw"]}, CodecError, r"found \['raw'\]; what a backward reads"),
         ({"codec": "bf16"}, CodecError, "found 'bf16'; what a backward reads comes back bit for bit"),
-        ({"tier": []}, ConfigError, r"tier is one of packed, host, found \[\]"),
+        ({"tier": []}, ConfigError, r"tier is one of packed, host, disk, found \[\]"),
         ({"ahead": -1}, ConfigError, "ahead counts storages, from 0 on, found -1"),
         ({"ahead": "2"}, ConfigError, "ahead counts storages, from 0 on, found '2'"),
         ({"keep": None}, ConfigError, "keep is a model or its tensors, found a NoneType"),

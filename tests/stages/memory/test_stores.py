@@ -23,7 +23,7 @@ def test_a_frame_is_kept_counted_and_dropped(tier):
     store.put("a", frame)
     assert store.num_bytes == 100
     store.fetch("a")
-    assert store.get("a") is frame
+    assert store.get("a").bytes.equal(frame.bytes)
     store.drop("a")
     store.drop("a")
     assert store.num_bytes == 0
@@ -60,5 +60,7 @@ def test_a_tier_is_one_row_and_gets_its_options(monkeypatch, tmp_path):
 
 
 def test_a_tier_that_is_not_there_is_refused_by_name():
-    with pytest.raises(ConfigError, match="tier is one of packed, host, found 'tape'; choose one of these"):
+    with pytest.raises(
+        ConfigError, match="tier is one of packed, host, disk, found 'tape'; choose one of these"
+    ):
         open_store("tape")

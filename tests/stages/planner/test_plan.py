@@ -148,7 +148,7 @@ def test_what_version_1_had_later_than_others_has_its_default(tmp_path):
         ("ranks", [0, 1], r"plan.stages\[0\] lacks the key ranks"),
         ("ranks", ["0", 1, 1], r"plan.stages\[0\].ranks\[0\] is of type int"),
         ("ranks", [0, 2, 2], "every rank from 0 on a stage"),
-        ("tier", "disk", "tier is one of device, packed, host, found 'disk'"),
+        ("tier", "tape", "tier is one of device, packed, host, disk, found 'tape'"),
         ("stages", [1, 2, 3], r"plan.stages\[0\] is an object"),
     ],
 )
@@ -358,8 +358,8 @@ def test_what_stages_differ_in_is_shown_for_each():
         ({"stages": (stage_of("a", ranks=(2**70,)), stage_of("b"))}, "every rank from 0 on a stage"),
         ({"weights": "newest"}, "weights is one of latest, stashed, vertical_sync, double_buffered, found"),
         (
-            {"stages": (stage_of("a", weights_tier="disk"),)},
-            "weights_tier is one of device, packed, host, found 'disk'",
+            {"stages": (stage_of("a", weights_tier="tape"),)},
+            "weights_tier is one of device, packed, host, disk, found 'tape'",
         ),
         ({"stages": ()}, "one stage or more"),
         ({"stages": (stage_of("a"), stage_of("b"), stage_of("a"))}, "found 'a' twice|'a' twice"),

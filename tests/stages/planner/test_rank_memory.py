@@ -29,11 +29,14 @@ WEIGHTS, SAVED, PACKED = 1000, 100, 10
         (4, {"tier": "packed"}, 3000 + 200 + 20),
         (4, {"tier": "host"}, 3000 + 200 + 20),
         (4, {"tier": "host", "device": "cuda"}, 3000 + 200),
+        (4, {"tier": "disk"}, 3000 + 200),
+        (4, {"tier": "disk", "device": "cuda"}, 3000 + 200),
         (4, {"tier": "packed", "device": "cuda"}, 3000 + 200 + 20),
         (0, {"old_versions": 3, "weights_tier": "packed"}, 6000),
         (0, {"old_versions": 3, "weights_tier": "host"}, 6000),
         (0, {"old_versions": 3, "weights_tier": "host", "device": "cuda"}, 5000),
         (0, {"old_versions": 1, "weights_tier": "host", "device": "cuda"}, 4000),
+        (0, {"old_versions": 3, "weights_tier": "disk"}, 5000),
     ],
 )
 def test_what_is_there(in_flight, options, expected):

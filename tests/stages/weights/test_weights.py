@@ -16,7 +16,7 @@ from penstock.stages.weights.policies import policy_named
 from penstock.stages.weights.stashing import versions_of
 from penstock.stages.weights.versions import WeightVersions
 
-TIERS = ["device", "packed", "host"]
+TIERS = ["device", "packed", "host", "disk"]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

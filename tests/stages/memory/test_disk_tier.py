@@ -1,0 +1,115 @@
+"""The tier disk as people meet it: an offload, a pipeline, and a disk that fails in the middle of a step."""
+
+import errno
+import os
+
+import law
+import pytest
+import torch
+from cases import Case, pipeline_of, plan_of
+from reference import same_bits
+from torch import nn
+from zoo import build, cross_entropy
+
+import penstock
+from penstock.compression.errors import ConfigError, StageError
+from penstock.stages.memory.offload import offload
+
+CASE = Case(model="gpt_relu", cuts=3, ranks=1, tier="disk", schedule="gpipe")
+
+
+def gradients(block):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)])
+    with block:
+        loss = model(torch.randn(512, 256)).square().sum()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    return [p.grad for p in model.parameters()]
+
+
+def test_an_offload_to_disk_has_the_bits_without_it_and_leaves_no_file(tmp_path):
+    saved = offload("disk", path=tmp_path)
+    found = gradients(saved)
+    assert all(same_bits(a, b) for a, b in zip(gradients(offload(budget=1)), found, strict=True))
+    disk = saved._packer.store.disk  # pyright: ignore[reportAttributeAccessIssue]
+    assert saved.num_packs >= 11
+    assert disk.folder == tmp_path
+    assert disk.bytes_read > disk.bytes_written // 2 > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_offload_to_disk_keeps_to_its_budget_and_refuses_a_folder_that_is_none():
+    saved = offload("disk", budget="1MiB")
+    gradients(saved)
+    assert saved._packer.store.disk.size <= 64 << 20  # pyright: ignore[reportAttributeAccessIssue]
+    assert saved.num_packs > saved.num_unpacks / 2 > 0
+    with pytest.raises(ConfigError, match="found /nowhere"):
+        offload("disk", path="/nowhere")
+
+
+@pytest.fixture(autouse=True)
+def everything_leaves(monkeypatch):
+    law.everything_leaves(monkeypatch)
+
+
+def pipe_on(folder, **options):
+    model, batches = build(CASE.model, CASE.dtype)
+    plan = plan_of(CASE)[0]
+    pipe = penstock.Pipeline(
+        model,
+        plan,
+        loss=cross_entropy,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        disk=penstock.DiskOptions(path=folder, **options),
+        memory=penstock.MemoryOptions(prefetch_layers=1),
+    )
+    return pipe, batches
+
+
+def test_stages_share_one_disk_that_the_pipeline_closes(tmp_path):
+    pipe, batches = pipe_on(tmp_path)
+    pipe.step(*batches[0])
+    assert pipe.disk is not None
+    assert len(pipe.stages) == 3
+    assert pipe.disk.bytes_written > 0
+    assert pipe.disk.num_bytes == 0  # all frames were dropped
+    assert pipe.disk.folder == tmp_path
+    file = pipe.disk._slab._file
+    pipe.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
+
+
+def test_without_the_tier_no_file_is_opened():
+    plan, _ = plan_of(Case(model="gpt_relu", cuts=3))
+    pipe = pipeline_of(CASE, plan, build("gpt_relu", None)[0])
+    assert pipe.disk is None
+    pipe.close()
+
+
+@pytest.mark.parametrize("what", ["write", "read"])
+def test_a_disk_that_fails_ends_the_step_with_one_error_and_leaves_the_weights(what, tmp_path, monkeypatch):
+    pipe, batches = pipe_on(tmp_path)
+    pipe.step(*batches[0])
+    before = [p.detach().clone() for p in _parameters(pipe)]
+    get = pipe.disk.get
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC if what == "write" else errno.EIO, "the disk says no")
+
+    def get_from_disk(*args):
+        pipe.disk._threads.drain()  # what was not written yet is taken from memory
+        return get(*args)
+
+    monkeypatch.setattr(pipe.disk, "get", get_from_disk)
+    monkeypatch.setattr(pipe.disk._slab, what, refuse)
+    with pytest.raises(StageError, match=f"could not be .* the disk of {tmp_path}, found the disk says no"):
+        pipe.step(*batches[1])
+    assert all(same_bits(a, p.detach()) for a, p in zip(before, _parameters(pipe), strict=True))
+    pipe.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def _parameters(pipe):
+    return [p for stage in pipe.update.parameters.values() for _, p in stage]

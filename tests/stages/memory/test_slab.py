@@ -1,0 +1,116 @@
+"""The file of a rank: it has no name, takes no cache where that can be had, and says who refuses it."""
+
+import errno
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.compression.errors import ConfigError, StageError
+from penstock.stages.memory import slab as slab_module
+from penstock.stages.memory.extents import UNIT
+from penstock.stages.memory.slab import Slab, worded
+
+
+def pages(content):
+    own = mmap.mmap(-1, UNIT)
+    own[:] = content * (UNIT // len(content))
+    return memoryview(own)
+
+
+def test_nothing_is_seen_in_the_folder_and_bytes_come_back(tmp_path):
+    slab = Slab(tmp_path)
+    assert slab.grow(0, 2 * UNIT)
+    assert list(tmp_path.iterdir()) == []
+    slab.write_all(pages(b"penstock"), UNIT)
+    found = pages(b"-")
+    slab.read_all(found, UNIT)
+    assert bytes(found) == b"penstock" * (UNIT // 8)
+    slab.close()
+
+
+def test_where_files_cannot_be_without_a_name_it_is_taken_away_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(slab_module, "_UNNAMED", 0)
+    slab = Slab(tmp_path)
+    assert slab.grow(0, UNIT)
+    assert list(tmp_path.iterdir()) == []
+    slab.write_all(pages(b"a"), 0)
+    slab.close()
+
+
+def test_a_file_system_that_has_no_way_past_the_cache_is_written_through_it(tmp_path, monkeypatch):
+    opened = os.open
+
+    def refuse(path, flags, *rest):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    slab = Slab(tmp_path)
+    assert not slab.direct
+    assert slab.grow(0, UNIT)
+    slab.write_all(memoryview(b"short"), 3)  # no page, no unit
+    found = memoryview(bytearray(5))
+    slab.read_all(found, 3)
+    assert bytes(found) == b"short"
+    slab.close()
+
+
+def test_space_that_is_not_there_is_refused_and_none_is_kept(small_disk):
+    slab = Slab(small_disk)
+    assert slab.grow(0, 128 << 10)
+    free = os.statvfs(small_disk).f_bfree
+    assert not slab.grow(128 << 10, 1 << 20)
+    assert os.statvfs(small_disk).f_bfree == free
+    slab.close()
+
+
+def test_a_file_system_that_cannot_reserve_grows_all_the_same(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    slab = Slab(tmp_path)
+    assert slab.grow(0, UNIT)
+    slab.write_all(pages(b"a"), 0)
+    slab.close()
+
+
+def test_a_folder_that_takes_no_file_is_refused_by_name(tmp_path):
+    (tmp_path / "file").touch()
+    for folder, found in ((tmp_path / "nowhere", "nowhere"), (tmp_path / "file", "file")):
+        with pytest.raises(ConfigError, match=rf"found .*/{found} \(Not a directory\); choose another one"):
+            Slab(folder)
+
+
+def test_a_process_that_is_killed_leaves_nothing(tmp_path):
+    program = (
+        "import os, signal, sys\nfrom pathlib import Path\n"
+        "from penstock.stages.memory.disk import Disk\nfrom penstock.stages.memory.room import DiskOptions\n"
+        "from penstock.compression.pool import Frame, Pool\n"
+        "disk, pool = Disk(DiskOptions(path=sys.argv[1])), Pool()\n"
+        "disk.write(Frame(pool.take(5_000_000), 5_000_000, pool))\n"
+        "disk.drain()\nassert disk.bytes_written >= 5_000_000\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    free = os.statvfs(tmp_path).f_bfree
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=120, check=False)
+    assert done.returncode == -9
+    assert list(tmp_path.iterdir()) == []
+    assert os.statvfs(tmp_path).f_bfree > free - (32 << 20) // 4096  # the slab had 64 MiB; others write too
+
+
+def test_what_a_system_refuses_is_one_sentence():
+    full = worded(
+        OSError(errno.ENOSPC, "No space left on device"), "5 bytes could not be written to", Path("/d")
+    )
+    assert isinstance(full, StageError)
+    assert str(full) == (
+        "a frame of 5 bytes could not be written to the disk of /d, found No space left on device; free "
+        "space there, bound what goes there (memory.disk=), or choose another folder (memory.path=)"
+    )
+    error = ValueError("ours")
+    assert worded(error, "", Path("/d")) is error

@@ -1,0 +1,87 @@
+"""Slabs that are slow, short or refuse, and frames to put there: what a disk may do to a rank."""
+
+import threading
+import time
+
+import torch
+
+from penstock.compression.pool import Frame, Pool
+from penstock.stages.memory.extents import UNIT
+from penstock.stages.memory.slab import Slab
+
+MIB = 1 << 20
+SIZES = (1, 100, UNIT, UNIT + 1, MIB - 1, MIB, MIB + 1, 3_000_001)
+
+
+class Slow(Slab):
+    """Waits before every request; counts how many wait at a time."""
+
+    seconds = 0.2
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.now = self.most = 0
+        self.order, self.lock = [], threading.Lock()
+
+    def _wait(self, what):
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            self.order.append(what)
+        time.sleep(self.seconds)
+        with self.lock:
+            self.now -= 1
+
+    def write(self, data, at):
+        self._wait("write")
+        return super().write(data, at)
+
+    def read(self, data, at):
+        self._wait("read")
+        return super().read(data, at)
+
+
+class Short(Slab):
+    """Moves half of what it is asked for, or a page."""
+
+    def write(self, data, at):
+        return super().write(data[: max(UNIT, len(data) // 2 // UNIT * UNIT)], at)
+
+    def read(self, data, at):
+        return super().read(data[: max(UNIT, len(data) // 2 // UNIT * UNIT)], at)
+
+
+class Fails(Slab):
+    """Refuses what it is told to refuse."""
+
+    writing = reading = None
+
+    def write(self, data, at):
+        if self.writing is not None:
+            raise self.writing
+        return super().write(data, at)
+
+    def read(self, data, at):
+        if self.reading is not None:
+            raise self.reading
+        return super().read(data, at)
+
+
+def frame_of(num_bytes, seed=0, pool=None):
+    """A frame of so many random bytes, and these bytes."""
+    pool = pool or Pool()
+    buffer = pool.take(num_bytes)
+    values = torch.randint(
+        256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+    buffer[:num_bytes] = values
+    return Frame(buffer, num_bytes, pool), values
+
+
+def put_all(store, sizes=SIZES, **options):
+    """Put frames of these sizes, by number; returns their bytes."""
+    kept = {}
+    for key, num_bytes in enumerate(sizes):
+        frame, kept[key] = frame_of(num_bytes, key, **options)
+        store.put(key, frame)
+    return kept
