@@ -12,11 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from torch import nn
+
 from ..files import save_json
 from ..tracing.layer_graph import LayerGraph
-from ..tracing.layers import Layer, Parts, parts_of
+from ..tracing.layers import Layer, Parts, is_local, parts_of
 from .layer_profile import Profile
-from .measure import parameters_of
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 KINDS = ("value", "saved", "parameter", "buffer", "gradient", "version", "optimizer")
@@ -237,7 +239,7 @@ class _Builder:
                     yield Compute(BACKWARD, user, source)
 
 
-def _own(layer: Layer, parts: Parts) -> Iterator[tuple[str, Any]]:
+def _own(layer: Layer, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters and buffers that a layer itself reads; a tied parameter comes to it as a value."""
     if layer.node.op == "get_attr":
         return
@@ -248,9 +250,5 @@ def _own(layer: Layer, parts: Parts) -> Iterator[tuple[str, Any]]:
         yield from (("parameter", p) for p in module.parameters() if id(p) not in tied)
         yield from (("buffer", b) for b in module.buffers())
         return
-    parameters = parameters_of(layer, parts)
-    yield from (("parameter", p) for p in parameters)
-    local = [
-        parts.tensors[str(n.target)] for n in layer.node.all_input_nodes if str(n.target) in parts.tensors
-    ]
-    yield from (("buffer", t) for t in local if not any(t is p for p in parameters))
+    for tensor in (parts.tensors[str(n.target)] for n in layer.node.all_input_nodes if is_local(n)):
+        yield "parameter" if isinstance(tensor, nn.Parameter) else "buffer", tensor

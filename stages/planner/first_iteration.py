@@ -78,7 +78,7 @@ class FirstIteration:
             noted = self._noted.get(key)
             if noted is not None and noted.maker == layer and not noted.value:
                 noted.value = name
-        if tensor.grad_fn is not None:
+        if tensor.requires_grad:
             edge = get_gradient_edge(tensor)
             self._edges.setdefault((edge.node, edge.output_nr), number)
 

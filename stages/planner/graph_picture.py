@@ -12,14 +12,13 @@ from ..files import save_picture
 from ..units import show_bytes
 from .dependencies import Dependencies
 from .graph_drawing import GRADIENT, SAVED, VALUE, WEIGHT_GRADIENT, Arrow, Circle, Drawing, drawing
+from .graph_routes import HIGH, PITCH, WIDE, Place, columns, route
 from .plan_picture import BACKWARD, FORWARD, LINE, RANKS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ROWS = 30  # of a column; a stage with more boxes takes several
-WIDE, HIGH, PITCH = 1.15, 0.17, 8.0  # half of a box, and from column to column
 STYLES: Mapping[str, Mapping[str, Any]] = {
     "forward data": {"color": FORWARD, "linestyle": "solid", "linewidth": 1.0},
     "backward data": {"color": BACKWARD, "linestyle": "dashed", "linewidth": 1.0},
@@ -35,7 +34,6 @@ SLOTS: Mapping[str, tuple[float, float, str, str]] = {
     "optimizer": (-3.35, 0.0, "#CC79A7", "optimizer state, old versions"),
     "buffer": (2.75, 0.0, "#999999", "buffers"),
 }
-Place = tuple[float, float]
 
 
 def draw(path: str | Path, found: Dependencies, stages: Sequence[int], *, title: str) -> None:
@@ -47,38 +45,27 @@ def figure(drawn: Drawing, *, title: str) -> Figure:
     """Boxes in columns, the first stage on the left; arrows of three styles, and a legend."""
     from matplotlib.figure import Figure  # takes a second to import, and only a drawing needs it
 
-    places, heads = _places(drawn)
-    columns = round(max(x for x, _ in places) / PITCH) + 1
+    places = columns([box.stage for box in drawn.boxes])
+    heads = {box.stage: place for box, place in reversed([*zip(drawn.boxes, places, strict=True)])}
+    last = max(x for x, _ in places)
     deepest = -min(y for _, y in places)
-    made = Figure(figsize=(max(7.0, 5.2 * columns), 2.2 + 0.62 * (deepest + 1)), layout="constrained")
+    made = Figure(
+        figsize=(max(7.0, 5.2 * (last / PITCH + 1)), 2.2 + 0.62 * (deepest + 1)), layout="constrained"
+    )
     axes = made.subplots()
-    axes.set_xlim(-4.3, (columns - 1) * PITCH + 3.7)
+    axes.set_xlim(-4.3, last + 3.7)
     axes.set_ylim(-deepest - 0.95, 1.5)
     axes.axis("off")
-    for stage, (x, y) in heads.items():
-        axes.text(x, y, f"stage {stage}", ha="center", va="center", fontsize=12, fontweight="bold")
+    for stage, (x, _) in heads.items():
+        axes.text(x, 1.15, f"stage {stage}", ha="center", va="center", fontsize=12, fontweight="bold")
     centres = [_centre(circle, places) for circle in drawn.circles]
     for arrow in drawn.arrows:
-        _draw_arrow(axes, arrow, places, centres)
+        _draw_arrow(axes, arrow, route(arrow, places, centres))
     _draw_boxes(axes, drawn, places)
     _draw_circles(axes, drawn.circles, centres)
     _legend(axes, made)
     made.suptitle(title, fontsize=11, fontweight="bold")
     return made
-
-
-def _places(drawn: Drawing) -> tuple[list[Place], dict[int, Place]]:
-    """Where the boxes lie, and the name of each stage above its first column."""
-    places, heads, column, row = list[Place](), dict[int, Place](), -1, 0
-    before = -1
-    for box in drawn.boxes:
-        if box.stage != before or row == ROWS:
-            column, row = column + 1, 0
-        if box.stage != before:
-            heads[box.stage] = (column * PITCH, 1.15)
-        places.append((column * PITCH, -float(row)))
-        before, row = box.stage, row + 1
-    return places, heads
 
 
 def _centre(circle: Circle, places: Sequence[Place]) -> Place:
@@ -126,38 +113,15 @@ def _draw_circles(axes: Axes, circles: Sequence[Circle], centres: Sequence[Place
         axes.text(x, y, show_bytes(circle.num_bytes), fontsize=5.5, color=LINE, zorder=5, **side)
 
 
-def _draw_arrow(axes: Axes, arrow: Arrow, places: Sequence[Place], centres: Sequence[Place]) -> None:
+def _draw_arrow(axes: Axes, arrow: Arrow, points: Sequence[Place]) -> None:
     from matplotlib.patches import FancyArrowPatch
+    from matplotlib.path import Path as Line
 
-    style = {"zorder": 2, "mutation_scale": 7, "shrinkA": 3, "shrinkB": 3, **STYLES[arrow.style]}
-    x, y = places[arrow.box]
-    bend = 0.0
-    if arrow.style == "compute":
-        (ax, ay), far = places[arrow.circle], places[arrow.circle]
-        down = far[1] > y
-        near = ax == x and abs(ay - y) <= 1
-        if near:  # beside the circles between two boxes, down on the left, up on the right
-            side = -0.95 if down else 0.95
-            tail = (ax + side, ay + (-HIGH if down else HIGH))
-            head = (x + side, y + (HIGH if down else -HIGH))
-        else:
-            tail, head = (ax + WIDE, ay), (x + WIDE, y)
-            bend = (-0.35 if down else 0.35) if ax == x else 0.08
-    else:
-        cx, cy = centres[arrow.circle]
-        if abs(cy - y) < 0.01:  # beside the box
-            end = (x + math.copysign(WIDE, cx - x), y)
-        elif abs(cx - x) < WIDE and abs(cy - y) < 1:  # between it and its neighbour
-            end = (cx, y + math.copysign(HIGH, cy - y))
-        else:
-            side = -1 if arrow.style == "forward data" else 1
-            same = abs(cx - x) < PITCH / 2
-            end = (x + side * WIDE, y) if same else (x - WIDE if cx < x else x + WIDE, y)
-            bend = side * (0.3 if cy > y else -0.3) if same else 0.08
-        tail, head = ((cx, cy), end) if arrow.enters else (end, (cx, cy))
-        bend = bend if arrow.enters else -bend
-        style["alpha"] = 0.85
-    axes.add_patch(FancyArrowPatch(tail, head, arrowstyle="-|>", connectionstyle=f"arc3,rad={bend}", **style))
+    axes.add_patch(
+        FancyArrowPatch(
+            path=Line(points), arrowstyle="-|>", mutation_scale=7, zorder=2, fill=False, **STYLES[arrow.style]
+        )
+    )
 
 
 def _legend(axes: Axes, made: Figure) -> None:

@@ -52,7 +52,8 @@ def whole_step(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> tuple[Obs
     if roots and wanted:
         torch.autograd.grad(roots, wanted, [torch.ones_like(t) for t in roots], allow_unused=True)
     drew = [i for i, layer in enumerate(graph.train.layers) if layer.name in record.random]
-    return first.observed(roots, drew), _refused(graph, far)
+    asked = [t for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    return first.observed(asked, drew), _refused(graph, far)
 
 
 def _refused(graph: LayerGraph, far: set[int]) -> dict[int, str]:
