@@ -63,7 +63,8 @@ def drawing(found: Dependencies, stages: Sequence[int], *, most: int = MOST_BOXE
     inputs = {number for number, data in enumerate(found.data) if data.layer < 0}
     circles = tuple(Circle(*key, size, key[2] in inputs) for key, size in sizes.items())
     arrows = _arrows(found, box_of, {number: at[key] for number, key in keys.items()})
-    return Drawing(boxes, circles, tuple(dict.fromkeys(arrows)))
+    shown = [arrow for arrow in arrows if not _within(arrow, boxes, circles)]
+    return Drawing(boxes, circles, tuple(dict.fromkeys(shown)))
 
 
 def _keys(
@@ -95,3 +96,16 @@ def _arrows(found: Dependencies, box_of: Mapping[int, int], at: Mapping[int, int
     for _, source, target in found.compute:
         if box_of[source] != box_of[target]:
             yield Arrow("compute", box_of[source], box_of[target])
+
+
+def _within(arrow: Arrow, boxes: Sequence[Block], circles: Sequence[Circle]) -> bool:
+    """Whether an arrow says only that layers of one block read what others of it made."""
+    if arrow.style == "compute" or len(boxes[arrow.box].layers) == 1:
+        return False
+    circle = circles[arrow.circle]
+    if circle.box != arrow.box or circle.number < 0 or circle.is_input:
+        return False
+    return (circle.slot, arrow.style, arrow.enters) in (
+        (VALUE, "forward data", True),
+        (GRADIENT, "backward data", False),
+    )

@@ -57,7 +57,7 @@ def _compute(tail: Place, head: Place) -> list[Place]:
     down = ay > y
     side = -1 if down else 1
     if ax == x and abs(ay - y) <= 1:
-        return [(ax + side * 0.97, ay + side * HIGH), (x + side * 0.97, y - side * HIGH)]
+        return [(ax + side * 1.09, ay + side * HIGH), (x + side * 1.09, y - side * HIGH)]
     if ax == x:
         lane = x + side * (WIDE + 0.34)
         shift = -0.1
@@ -69,7 +69,7 @@ def _compute(tail: Place, head: Place) -> list[Place]:
         ]
     if ax < x:
         return _to_column((ax + 0.75, ay - HIGH), (x - 0.3, y), lane=0.24, drop=0.19)
-    return _to_column((x + 0.97, y - HIGH), (ax - 0.15, ay), lane=0.36, drop=0.14)[::-1]
+    return _to_column((x + 1.09, y - HIGH), (ax - 0.15, ay), lane=0.36, drop=0.14)[::-1]
 
 
 def _to_column(start: Place, box: Place, *, lane: float, drop: float = 0.0) -> list[Place]:
