@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...conf.planning import PlanningConfig
-from ...stages.planner.dependencies import dependencies
+from ...stages.planner.layer_dependencies import dependencies
 from ...stages.planner.layer_profile import Profile
 from ...stages.planner.memory_table import rows, save, table
 from ...stages.planner.plan import Plan

@@ -8,7 +8,8 @@ from torch import nn
 from zoo import build
 
 import penstock
-from penstock.stages.planner.dependencies import BACKWARD, FORWARD, KINDS, UPDATE, Compute, dependencies
+from penstock.stages.planner.dependencies import BACKWARD, FORWARD, KINDS, UPDATE, Compute
+from penstock.stages.planner.layer_dependencies import dependencies
 
 
 class Net(nn.Module):

@@ -10,10 +10,10 @@ from torch import nn
 from zoo import build
 
 import penstock
-from penstock.stages.planner.dependencies import dependencies
 from penstock.stages.planner.graph_drawing import MOST_BOXES, Arrow, drawing
 from penstock.stages.planner.graph_picture import SLOTS, STYLES, draw, figure
 from penstock.stages.planner.graph_routes import HIGH, PITCH, WIDE, columns, route
+from penstock.stages.planner.layer_dependencies import dependencies
 
 
 def graph_of(model, x):
