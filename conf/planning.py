@@ -28,4 +28,6 @@ class PlanningConfig(PlanConfig):
     """
 
     graph: bool = False
-    memory: PlanningMemoryConfig = field(default_factory=PlanningMemoryConfig)
+    memory: PlanningMemoryConfig = field(  # pyright: ignore[reportIncompatibleVariableOverride] more of it
+        default_factory=PlanningMemoryConfig
+    )

@@ -106,7 +106,7 @@ def _draw_circles(axes: Axes, circles: Sequence[Circle], centres: Sequence[Place
     for circle, (x, y) in zip(circles, centres, strict=True):
         right = circle.slot == GRADIENT
         if circle.slot in (VALUE, GRADIENT):
-            side = {"ha": "left" if right else "right", "va": "center"}
+            side: Any = {"ha": "left" if right else "right", "va": "center"}
             x = x + 0.16 if right else x - 0.16
         else:
             side, y = {"ha": "center", "va": "top"}, y - 0.14

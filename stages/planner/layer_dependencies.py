@@ -97,7 +97,7 @@ class _Builder:
         names = {id(t): name for name, t in reversed([*self.graph.model_copy.named_parameters()])}
         names |= {id(t): name for name, t in reversed([*self.graph.model_copy.named_buffers()])}
         parts = parts_of(self.graph.model_copy, self.graph.train)
-        known: dict[str, Mapping[str, int]] = {}
+        known: dict[str, dict[str, int]] = {}
         for index, layer in enumerate(self.graph.train.layers):
             if layer.node.op == "get_attr":
                 self._tied(index, layer, optimizer_state, old_versions[index])

@@ -22,7 +22,7 @@ def small():
     made = nn.Sequential(nn.Linear(6, 4, bias=False), nn.ReLU(), nn.MaxPool1d(2), nn.Linear(2, 2, bias=False))
     for parameter in made.parameters():
         nn.init.constant_(parameter, 0.5)
-    made[0].weight.data[1:3] = -0.5
+    nn.init.constant_(next(made.parameters())[1:3], -0.5)
     return made
 
 
