@@ -117,3 +117,29 @@ def test_every_edge_goes_with_time_and_every_trained_parameter_is_updated(name):
     ).sum().backward()
     with_gradient = [p.nbytes for p in model.parameters() if p.grad is not None]
     assert sum(found.data[n].num_bytes for n in trained) == sum(with_gradient)
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.start, self.end = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+    def forward(self, x):
+        y = self.start(x)
+        return self.end(torch.where(y > 0, y, 0.0))
+
+
+def test_what_compares_gives_no_gradient_and_backwards_read_old_versions():
+    torch.manual_seed(0)
+    found = graph_of(Gate(), torch.randn(3, 2), old_versions=[2, 0, 0, 1])
+    assert found.layers == ("start", "gt", "where", "end")
+    names = [one.name for one in found.data]
+    gradient, old, weight = (
+        names.index(name) for name in ("gradient of start", "old versions of end.weight", "end.weight")
+    )
+    assert [e.layer for e in found.edges if (e.way, e.data, e.enters) == (BACKWARD, gradient, False)] == [2]
+    assert found.of(1, BACKWARD, enters=True) == ()
+    assert Compute(FORWARD, 0, 1) in found.compute
+    assert Compute(BACKWARD, 1, 0) not in found.compute
+    assert {old, weight} & {*found.of(3, BACKWARD, enters=True)} == {old}
+    assert [(one.layer, one.num_bytes) for one in found.data if one.kind == "version"] == [(0, 32), (3, 16)]
