@@ -17,6 +17,7 @@ from ...stages.planner.layer_profile import Profile
 from ...stages.planner.measure import measure
 from ...stages.planner.plan import Plan
 from ...stages.tracing.graph import trace
+from ...stages.tracing.layer_graph import LayerGraph
 from ..planner.partition import partition
 from ..ranks.launch import threads_per_rank
 from ..samples.samples import Samples
@@ -50,15 +51,17 @@ def decide(
     *,
     model: nn.Module | None = None,
     autocast: torch.dtype | None = None,
+    profile: Profile | None = None,
 ) -> Plan:
     """Return the plan for ``config``: trace and measure the model on one micro-batch, then choose the cuts.
 
     Args:   model: what the configuration names, where it was made already.
             autocast: the dtype that training will cast to.
+            profile: what was measured, where it was already.
     Raises: PlanError: the model cannot be traced, or cut as asked.
     """
     return partition(
-        look(config, samples, model=model, autocast=autocast),
+        profile or look(config, samples, model=model, autocast=autocast),
         schedule=config.schedule,
         weights=config.weights,
         prediction=config.prediction,
@@ -74,6 +77,18 @@ def look(
     model: nn.Module | None = None,
     autocast: torch.dtype | None = None,
 ) -> Profile:
+    """Return what was measured of the model on one micro-batch; arguments and errors are those of
+    ``record``."""
+    return record(config, samples, model=model, autocast=autocast)[1]
+
+
+def record(
+    config: PlanConfig,
+    samples: Samples,
+    *,
+    model: nn.Module | None = None,
+    autocast: torch.dtype | None = None,
+) -> tuple[LayerGraph, Profile]:
     """Trace and measure the model on one micro-batch.
 
     Args:   model: what the configuration names, where it was made already.
@@ -91,7 +106,7 @@ def look(
         raise PlanError(
             f"{asked} make micro-batches of one sample, too few for a batch norm: {error}"
         ) from error
-    return measure(graph, example)
+    return graph, measure(graph, example)
 
 
 def partition_options(config: PlanConfig) -> dict[str, Any]:
@@ -115,13 +130,15 @@ def disk_options(config: PlanConfig, folder: RunFolder | None) -> DiskOptions:
     )
 
 
-def compare_schedules(config: PlanConfig, samples: Samples, folder: RunFolder) -> Plan:
+def compare_schedules(config: PlanConfig, profile: Profile, folder: RunFolder) -> Plan:
     """Plan and simulate every schedule for ``config``, show them, and return the plan of the chosen one.
+
+    Args:   profile: what was measured of the model.
 
     Raises: PenstockError: nothing can be planned as asked, or nothing fits.
     """
     config.schedule = SYNCHRONOUS[0]  # until one is chosen
-    found = compare(look(config, samples), **partition_options(config))
+    found = compare(profile, **partition_options(config))
     config.schedule = found.chosen.plan.schedule
     console.compared(found)
     job = f"micro_batches={config.micro_batches} stages={found.chosen.plan.num_stages} ranks={config.ranks}"

@@ -14,6 +14,7 @@ from ...compression.errors import ConfigError, ScheduleError
 from ...compression.names import AUTO, check_name
 from ...conf import groups
 from ...conf.parts import MemoryConfig
+from ...conf.planning import PlanningConfig
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.planner.plan import Plan, check_tiers
 from ...stages.planner.rules import check_versions
@@ -144,7 +145,7 @@ def _check_launcher(config: TrainConfig) -> None:
 
 def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
     if config.schedule == ALL:
-        if type(config) is PlanConfig:
+        if isinstance(config, PlanningConfig):
             return
         raise ConfigError(
             "schedule=all compares the schedules, which penstock plan does; run penstock plan schedule=all, "

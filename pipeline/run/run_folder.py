@@ -47,6 +47,9 @@ class RunFolder:
     config = _File("config.yaml")  # the resolved configuration
     plan = _File("plan.json")  # the plan that ran
     plan_picture = _File("plan.png")  # the plan, drawn
+    graph = _File("graph.json")  # which layer depends on which data; ``graph_picture`` shows it
+    graph_picture = _File("graph.png")  # the same, drawn
+    memory_table = _File("memory.csv")  # what every layer saves for its backward
     metrics = _File("metrics.jsonl")  # one JSON object a step
     summary = _File("summary.json")  # what the closing table shows
     results = _File("results.json")  # what a bench measured, in the place of a summary

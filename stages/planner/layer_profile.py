@@ -13,6 +13,7 @@ from ...compression.errors import PlanError
 from ..files import save_json
 from ..record import load_json, read
 from ..tracing.capture.signature import Signature
+from .intermediate import Intermediate
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,9 @@ def sizes_of(layers: Iterable[LayerProfile]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ValueProfile:
-    """One value: made by layer ``producer`` (-1: an input of the model), read by the layers ``users``."""
+    """One value: made by layer ``producer`` (-1: an input of the model), read by the layers ``users``.
+
+    ``contributions``: how many gradients are added up for it, 0 where nobody looked."""
 
     name: str
     producer: int
@@ -50,6 +53,7 @@ class ValueProfile:
     num_bytes: int
     requires_grad: bool
     zero_fraction: float
+    contributions: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +62,9 @@ class Profile:
 
     ``refused``: for a layer's number, why the model must not be cut behind it. ``signature``: how the model
     is called, None in a profile that does not know: by position. ``leaves``: what was taken as one layer, by
-    request or need."""
+    request or need. ``intermediates``: every storage that layers save, in the order of saving;
+    ``backward_reads``: for a layer's number, the parameters and buffers that its backward reads. A profile
+    that does not know has neither."""
 
     layers: tuple[LayerProfile, ...]
     values: tuple[ValueProfile, ...]
@@ -72,6 +78,8 @@ class Profile:
     torch: str
     signature: Signature | None = None
     leaves: tuple[str, ...] = ()
+    intermediates: tuple[Intermediate, ...] = ()
+    backward_reads: dict[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all, else ConfigError; ``Profile.load`` reads it."""

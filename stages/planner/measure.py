@@ -25,7 +25,8 @@ from ..tracing.layers import Layer, Parts, parts_of, run_layer
 from ..tracing.probe import Probe
 from .examples import signature_of
 from .layer_profile import LayerProfile, Profile, ValueProfile
-from .whole_step import whole_step, zero_count
+from .whole_step import whole_step
+from .zeros import zero_count
 
 
 def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> Profile:
@@ -53,7 +54,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
     buffers = [memory_of(b).clone() for b in graph.model_copy.buffers()]
     with device.current(), seeded(None, device.generators):
         runs = [_timed_run(graph, inputs, device) for _ in range(repeats + 1)][1:]
-        saved, far = whole_step(graph, inputs)
+        seen, far = whole_step(graph, inputs)
     for buffer, before in zip(graph.model_copy.buffers(), buffers, strict=True):
         memory_of(buffer).copy_(before)
     owned = owned_parameters(graph)
@@ -68,8 +69,8 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
                 parameters=owned[i],
                 num_parameters=sum(parameters[name].numel() for name in owned[i]),
                 parameter_bytes=sum(parameters[name].nbytes for name in owned[i]),
-                saved_bytes=saved[i][0],
-                packed_bytes=saved[i][1],
+                saved_bytes=seen.saved[i][0],
+                packed_bytes=seen.saved[i][1],
             )
             for i, layer in enumerate(graph.train.layers)
         ),
@@ -81,6 +82,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
                 num_bytes=value.num_bytes,
                 requires_grad=value.requires_grad,
                 zero_fraction=runs[-1].zeros.get(number, 0.0),
+                contributions=seen.contributions.get(number, 0),
             )
             for number, value in enumerate(graph.train_probe.values)
         ),
@@ -94,6 +96,8 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
         torch=torch.__version__,
         signature=signature_of(call, inputs),
         leaves=tuple(graph.train.leaves),
+        intermediates=seen.intermediates,
+        backward_reads=seen.backward_reads,
     )
 
 

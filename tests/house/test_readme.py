@@ -18,7 +18,8 @@ import test_same_bits
 import test_same_bits_on_ranks
 from omegaconf import DictConfig, OmegaConf
 
-from penstock.conf.schema import PlanConfig, TrainConfig
+from penstock.conf.planning import PlanningConfig
+from penstock.conf.schema import TrainConfig
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import application, command
 from penstock.scripts.bench.topics import TOPICS
@@ -28,7 +29,11 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 DRAWN = {"docs/architecture.md"}  # its blocks without a language are drawings
-SCHEMAS = {"train": TrainConfig, "plan": PlanConfig, **{name: topic.schema for name, topic in TOPICS.items()}}
+SCHEMAS = {
+    "train": TrainConfig,
+    "plan": PlanningConfig,
+    **{name: topic.schema for name, topic in TOPICS.items()},
+}
 MOST_LINES = 120
 
 # Commands that other tests run as they stand, or that only a person can run.

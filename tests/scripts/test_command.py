@@ -279,6 +279,29 @@ def test_a_plan_is_printed_saved_drawn_and_followed(capfd, tmp_path):
     )
 
 
+@pytest.mark.slow
+def test_a_plan_shows_its_dependencies_and_what_fills_the_memory(capfd, tmp_path):
+    job = "plan model=mlp ranks=1 stages=2 batch_size=16 micro_batches=2 hydra.run.dir=here"
+    code, plain, _ = penstock(job, capfd)
+    assert code == 0
+    assert not list((tmp_path / "here").glob("graph*"))
+    code, out, error = penstock(f"{job} graph=true memory.table=true", capfd)
+    assert (code, error) == (0, "")
+    files = ["plan.json", "plan.png", "graph.json", "graph.png", "memory.csv"]
+    assert out.splitlines()[-5:] == [f"here/{name}" for name in files]
+    assert plain.splitlines()[-2:] == ["here/plan.json", "here/plan.png"]
+    plan, graph = (OmegaConf.load(tmp_path / "here" / name) for name in ("plan.json", "graph.json"))
+    names = [layer for stage in plan.stages for layer in stage.layers]
+    assert [layer.name for layer in graph.layers] == names
+    rows = [line.split(",") for line in (tmp_path / "here" / "memory.csv").read_text().splitlines()]
+    saved = [sum(int(r[10]) for r in rows[1:] if r[:1] == [str(n)] and r[5] == "saved") for n in range(2)]
+    assert saved == [stage.saved_bytes for stage in plan.stages]
+    assert "saved, weights" in out
+    code, _, error = penstock("train graph=true model=mlp", capfd)
+    assert code == 2
+    assert "graph" in error
+
+
 def test_a_sweep_runs_every_value_and_tells_which_was_refused(capfd, tmp_path):
     job = f"train --multirun {SMALL} ranks=1 max_steps=1 hydra.sweep.dir=sweep"
     code, out, error = penstock(f"{job} batch_size=5000,16", capfd)

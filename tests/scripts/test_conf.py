@@ -21,6 +21,7 @@ from penstock.conf import schema
 from penstock.conf.bench_codecs import BenchCodecsConfig
 from penstock.conf.groups import OF_THE_RUN
 from penstock.conf.parts import ClipConfig
+from penstock.conf.planning import PlanningConfig
 from penstock.conf.schema import PlanConfig, TrainConfig
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.pipeline.schedules.placement import layout
@@ -158,7 +159,7 @@ def test_a_group_lists_what_its_target_takes_with_the_same_defaults(file):
         assert options == {name: "???" if v is inspect.Parameter.empty else v for name, v in taken.items()}
 
 
-@pytest.mark.parametrize("schema", [PlanConfig, TrainConfig, BenchCodecsConfig])
+@pytest.mark.parametrize("schema", [PlanConfig, PlanningConfig, TrainConfig, BenchCodecsConfig])
 def test_every_option_has_its_meaning_in_the_help(schema):
     meanings = usage.meanings(schema)
     assert meanings.keys() == {field.name for field in dataclasses.fields(schema)}

@@ -6,7 +6,7 @@ from torch import nn
 
 from penstock import trace
 from penstock.stages.planner import measure as module
-from penstock.stages.planner.whole_step import zero_count
+from penstock.stages.planner.zeros import zero_count
 
 
 def test_seconds_come_from_the_marks_of_the_device_which_is_waited_for_once_a_run(monkeypatch):

@@ -1,0 +1,250 @@
+"""What fills a rank's memory, layer by layer, as a table for people and as rows for programs.
+
+Source: resource management of a training step, S1 and S11-S13: kinds, sizes and lifetimes of intermediate
+        data by (layer, order of saving), dependencies inside a layer and to others, reference counts."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ..files import writing
+from ..units import show_bytes
+from .blocks import Block, blocks
+from .intermediate import Intermediate
+from .layer_profile import LayerProfile, Profile
+
+MOST_ROWS = 60
+SAVED = "saved"
+_HEADINGS = ("stage", "layer", "data", "shape", "bytes", "zeros", "saved", "read", "shared")
+_RIGHT = ("stage", "bytes", "zeros")
+_FOOTNOTES = (
+    "per micro-batch; shape: of the largest; shared: who else made it, or reads it in its backward",
+    "saved F3: by the forward of layer 3; read B5 to B3: by the backwards of layers 5 to 3, then it is free",
+    "weights: parameters, their gradients, optimizer state and old versions, once a stage",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One datum of a layer: of what kind, how large, and from when to when it is kept.
+
+    ``layer``: that saved it first, or is the first to use those parameters. ``saved_at``, ``read_first_at``
+    and ``read_last_at``: layers, of the forward and of the backward; -1 where that says nothing."""
+
+    stage: int
+    layer: int
+    name: str
+    module: str
+    order: int
+    group: str
+    kind: str
+    value: str
+    shape: str
+    dtype: str
+    num_bytes: int
+    zeros: float
+    made_by: str
+    saved_at: int
+    read_first_at: int
+    read_last_at: int
+    readers: int
+    shared_with: str
+
+
+def rows(
+    profile: Profile,
+    stages: Sequence[int],
+    *,
+    optimizer_state: float | None = None,
+    old_versions: Sequence[int] = (),
+) -> list[Row]:
+    """Every saved tensor in the order of saving, and behind those of a layer its parameters and what they
+    take along.
+
+    Args:    stages: of each layer, its stage; old_versions: of each layer, those kept of its parameters.
+             optimizer_state: bytes that the optimizer keeps for each of a parameter's; None: taken as one."""
+    kept: dict[int, list[Intermediate]] = {}
+    for one in profile.intermediates:
+        kept.setdefault(one.layer, []).append(one)
+    state = 1.0 if optimizer_state is None else optimizer_state
+    found = []
+    for index, layer in enumerate(profile.layers):
+        found += [_saved(profile, stages, one) for one in sorted(kept.get(index, ()), key=lambda x: x.order)]
+        versions = old_versions[index] if old_versions else 0
+        found += _weights(index, layer, stages[index], state=state, versions=versions)
+    return found
+
+
+def _saved(profile: Profile, stages: Sequence[int], one: Intermediate) -> Row:
+    layer = profile.layers[one.layer]
+    maker = profile.layers[one.maker].name if one.maker >= 0 else "input"
+    others = [maker] * (one.maker != one.layer)
+    others += [_named(profile, stages, other, stages[one.layer]) for other in one.savers[1:]]
+    return Row(
+        stage=stages[one.layer],
+        layer=one.layer,
+        name=layer.name,
+        module=layer.module,
+        order=one.order,
+        group=SAVED,
+        kind=one.kind,
+        value=one.value,
+        shape="x".join(map(str, one.shape)) or "scalar",
+        dtype=one.dtype,
+        num_bytes=one.num_bytes,
+        zeros=one.zeros,
+        made_by=maker,
+        saved_at=one.layer,
+        read_first_at=one.savers[-1],
+        read_last_at=one.layer,
+        readers=one.readers,
+        shared_with=", ".join(dict.fromkeys(others)),
+    )
+
+
+def _named(profile: Profile, stages: Sequence[int], layer: int, stage: int) -> str:
+    """A layer, and its stage where that is another."""
+    elsewhere = f" (stage {stages[layer]})" if stages[layer] != stage else ""
+    return profile.layers[layer].name + elsewhere
+
+
+def _weights(index: int, layer: LayerProfile, stage: int, *, state: float, versions: int) -> Iterator[Row]:
+    times = {"parameters": 1.0, "gradients": 1.0, "optimizer state": state, "old versions": float(versions)}
+    for kind, factor in times.items():
+        if num_bytes := math.ceil(factor * layer.parameter_bytes):
+            yield Row(
+                stage=stage,
+                layer=index,
+                name=layer.name,
+                module=layer.module,
+                order=-1,
+                group="weights",
+                kind=kind,
+                value="",
+                shape=str(layer.num_parameters),
+                dtype="",
+                num_bytes=num_bytes,
+                zeros=0.0,
+                made_by="",
+                saved_at=-1,
+                read_first_at=-1,
+                read_last_at=-1,
+                readers=0,
+                shared_with="",
+            )
+
+
+def save(path: str | Path, found: Iterable[Row]) -> None:
+    """Write all rows as CSV, whole or not at all, else ConfigError."""
+    names = [field.name for field in dataclasses.fields(Row)]
+    with writing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        writer.writerows([getattr(row, name) for name in names] for row in found)
+
+
+def table(found: Sequence[Row], *, most: int = MOST_ROWS) -> list[str]:
+    """The lines of the table: a row for each datum, or for each block of layers where there are too many,
+    and for each stage a total."""
+    stages = list(dict.fromkeys(row.stage for row in found))
+    folded = len(found) + len(stages) > most
+    groups = _blocks(found, most - len(stages)) if folded else ()
+    lines: list[tuple[str, ...]] = [_HEADINGS]
+    for stage in stages:
+        own = [row for row in found if row.stage == stage]
+        if folded:
+            parts = [(b, [r for r in own if r.layer in b.layers]) for b in groups if b.stage == stage]
+            lines += [_folded(block, part) for block, part in parts if part]
+        else:
+            lines += map(_shown, own)
+        lines.append(_total(stage, own))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = [str.rjust if heading in _RIGHT else str.ljust for heading in _HEADINGS]
+    told = (
+        "  ".join(side(cell, width) for side, cell, width in zip(sides, line, widths, strict=True))
+        for line in lines
+    )
+    return [*map(str.rstrip, told), *_FOOTNOTES]
+
+
+def _shown(row: Row) -> tuple[str, ...]:
+    start = (str(row.stage), f"{row.layer} {_short(row.name)}")
+    if row.group != SAVED:
+        return (*start, row.kind, row.shape, show_bytes(row.num_bytes), "", "", "", "")
+    read = dict.fromkeys((f"B{row.read_first_at}", f"B{row.read_last_at}"))
+    return (
+        *(*start, row.kind, f"{row.shape} {row.dtype}", show_bytes(row.num_bytes), f"{row.zeros:.0%}"),
+        *(f"F{row.saved_at}", " to ".join(read), _short(row.shared_with, 40)),
+    )
+
+
+def _folded(block: Block, part: Sequence[Row]) -> tuple[str, ...]:
+    saved = [row for row in part if row.group == SAVED]
+    kinds = Counter(row.kind for row in saved)
+    told = [f"{count} {_plural(kind, count)}" for kind, count in kinds.items()]
+    weights = sum(row.num_bytes for row in part if row.group != SAVED)
+    told += [f"weights {show_bytes(weights)}"] if weights else []
+    others = sorted({name for row in saved for name in row.shared_with.split(", ") if "(stage" in name})
+    largest = max(saved, key=lambda row: row.num_bytes, default=None)
+    first, last = block.start, block.end - 1
+    return (
+        str(block.stage),
+        f"{first} {_short(block.name)}" if first == last else f"{first}-{last} {_short(block.name)}",
+        ", ".join(told),
+        f"{largest.shape} {largest.dtype}" if largest else "",
+        show_bytes(sum(row.num_bytes for row in saved)) if saved else "",
+        _zeros(saved),
+        f"F{first}" if first == last else f"F{first} to F{last}",
+        f"B{first}" if first == last else f"B{last} to B{first}",
+        _short(", ".join(others), 40),
+    )
+
+
+def _total(stage: int, own: Sequence[Row]) -> tuple[str, ...]:
+    saved = [row for row in own if row.group == SAVED]
+    weights = sum(row.num_bytes for row in own if row.group != SAVED)
+    told = f"{len(saved)} saved, weights {show_bytes(weights)}"
+    return (
+        str(stage),
+        "total",
+        told,
+        "",
+        show_bytes(sum(row.num_bytes for row in saved)),
+        _zeros(saved),
+        "",
+        "",
+        "",
+    )
+
+
+def _zeros(saved: Sequence[Row]) -> str:
+    whole = sum(row.num_bytes for row in saved)
+    return f"{sum(row.zeros * row.num_bytes for row in saved) / whole:.0%}" if whole else ""
+
+
+def _blocks(found: Sequence[Row], most: int) -> tuple[Block, ...]:
+    """The blocks of the layers that have a row; the others are in none."""
+    layers = {row.layer: row for row in found}
+    numbers = sorted(layers)
+    own = [layers[number] for number in numbers]
+    made = blocks([r.name for r in own], [r.module for r in own], [r.stage for r in own], most=most)
+    return tuple(
+        dataclasses.replace(block, start=numbers[block.start], end=numbers[block.end - 1] + 1)
+        for block in made
+    )
+
+
+def _plural(kind: str, count: int) -> str:
+    if count == 1:
+        return kind
+    return "indices" if kind == "index" else kind if kind == "other" else f"{kind}s"
+
+
+def _short(name: str, most: int = 32) -> str:
+    """A name short enough for its column; its end tells more than its start."""
+    return name if len(name) <= most else f"..{name[2 - most :]}"

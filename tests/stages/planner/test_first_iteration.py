@@ -1,0 +1,185 @@
+"""What the measuring run tells of intermediate data, against literals and a plain run of the model."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from zoo import ZOO, build
+
+import penstock
+from penstock.stages.planner.intermediate import KINDS
+from penstock.stages.planner.layer_profile import Profile
+
+X = torch.arange(4 * 3 * 8 * 8).remainder(7).float().reshape(4, 3, 8, 8)
+
+
+class Net(nn.Module):
+    """Every kind of intermediate data, and a value that two layers read."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.pool = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.MaxPool2d(2)
+        self.drop, self.end = nn.Dropout(0.5), nn.Linear(128, 10)
+
+    def forward(self, x):
+        y = F.relu(self.norm(self.conv(x)))
+        flat = self.drop(self.pool(y + torch.where(y > 0.5, y, 0.0)).flatten(1))
+        return self.end(flat)
+
+
+def profiled(model, x, **options):
+    return penstock.measure(penstock.trace(model, (x,), **options), (x,), repeats=1)
+
+
+def net():
+    torch.manual_seed(0)
+    return profiled(Net(), X)
+
+
+def test_every_storage_with_its_kind_its_maker_and_its_savers():
+    profile = net()
+    names = ["input", *(layer.name for layer in profile.layers)]
+    told = [
+        (
+            names[i.maker + 1],
+            [names[s + 1] for s in i.savers],
+            i.order,
+            i.value,
+            i.kind,
+            i.num_bytes,
+            i.readers,
+        )
+        for i in profile.intermediates
+    ]
+    assert told == [
+        ("input", ["conv"], 0, "x", "feature map", 3072, 1),
+        ("conv", ["norm"], 0, "conv", "feature map", 8192, 1),
+        ("norm", ["norm"], 1, "", "statistic", 32, 1),
+        ("norm", ["norm"], 2, "", "statistic", 32, 1),
+        ("relu", ["relu"], 0, "relu", "feature map", 8192, 1),
+        ("gt", ["where"], 0, "gt", "mask", 2048, 1),
+        ("add", ["pool"], 0, "add", "feature map", 8192, 1),
+        ("pool", ["pool"], 1, "", "index", 4096, 1),
+        ("drop", ["drop"], 0, "", "mask", 2048, 1),
+        ("drop", ["end"], 0, "drop", "feature map", 2048, 1),
+    ]
+    assert [i.inside for i in profile.intermediates] == [
+        *(False, False, True, True, True, False, False, True, True, False)
+    ]
+    relu, half = profile.intermediates[4], profile.intermediates[8]
+    assert (relu.shape, relu.dtype) == ((4, 8, 8, 8), "float32")
+    assert 0.2 < relu.zeros < 0.8
+    assert 0.3 < half.zeros < 0.7
+
+
+def test_how_often_gradients_are_added_and_what_backwards_read():
+    profile = net()
+    assert {v.name: v.contributions for v in profile.values} == {
+        "x": 0, "conv": 1, "norm": 1, "relu": 2, "gt": 0, "where": 1, "add": 1, "pool": 1, "flatten": 1,
+        "drop": 1, "end": 1,
+    }  # fmt: skip
+    names = [layer.name for layer in profile.layers]
+    assert {names[layer]: read for layer, read in profile.backward_reads.items()} == {
+        "conv": ("conv.weight",),
+        "norm": ("norm.running_mean", "norm.running_var", "norm.weight"),
+        "end": ("end.weight",),
+    }
+
+
+def test_a_node_that_reads_a_tensor_twice_is_one_reader_and_two_additions():
+    class Square(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.start = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.start(x)
+            return y * y
+
+    profile = profiled(Square(), torch.ones(2, 4))
+    assert [(i.value, i.readers) for i in profile.intermediates] == [("x", 1), ("start", 1)]
+    assert {v.name: v.contributions for v in profile.values} == {"x": 0, "start": 2, "mul": 1}
+
+
+def test_a_cast_of_a_weight_is_told_from_a_feature_map():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.start, self.weight = nn.Linear(8, 8), nn.Parameter(torch.ones(8, 8))
+
+        def forward(self, x):
+            return self.start(x).bfloat16() @ self.weight.bfloat16()
+
+    profile = profiled(Half(), torch.ones(2, 8))
+    assert [(i.kind, i.dtype, i.num_bytes) for i in profile.intermediates] == [
+        ("feature map", "float32", 64),
+        ("cast", "bfloat16", 128),
+        ("feature map", "bfloat16", 32),
+    ]
+
+
+def test_a_tied_parameter_gets_as_many_gradients_as_layers_read_it():
+    model, batches = build("gpt_tied")
+    profile = profiled(model, batches[0][0][:4])
+    (tied,) = [v for v in profile.values if v.name == "token_weight"]
+    assert (tied.contributions, len(tied.users)) == (2, 2)
+
+
+def plain_bytes(model, x):
+    """Bytes of the distinct storages that a run of the model saves, without parameters and buffers."""
+    kept = [t.untyped_storage() for t in (*model.parameters(), *model.buffers())]
+    known, found = {s._cdata for s in kept}, {}
+
+    def pack(tensor):
+        found.setdefault(
+            tensor.untyped_storage()._cdata, tensor.untyped_storage()
+        )  # alive: numbers are unique
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return sum(storage.nbytes() for key, storage in found.items() if key not in known)
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual", "gated", "gpt_gelu_dropout", "gpt_tied", "dag1", "dag4"])
+def test_bytes_are_those_of_a_plain_run(name):
+    model, batches = build(name)
+    x = batches[0][0][:4].clone()
+    profile = profiled(model, x)
+    assert sum(i.num_bytes for i in profile.intermediates) == plain_bytes(model, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_the_sums_by_layer_are_those_of_the_profile(name):
+    model, batches = build(name)
+    profile = profiled(model, batches[0][0][:4])
+    for number, layer in enumerate(profile.layers):
+        own = [i for i in profile.intermediates if i.layer == number]
+        assert sum(i.num_bytes for i in own) == layer.saved_bytes
+        assert [i.order for i in own] == [*range(len(own))]
+    for one in profile.intermediates:
+        assert one.maker <= one.layer
+        assert [*one.savers] == sorted({*one.savers})
+        assert one.kind in KINDS
+        assert one.readers <= 3 * len(profile.layers)
+
+
+def test_a_profile_keeps_them_and_an_older_one_still_loads(tmp_path):
+    profile = net()
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    data = json.loads((tmp_path / "profile.json").read_text())
+    del data["intermediates"], data["backward_reads"]
+    for value in data["values"]:
+        del value["contributions"]
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    old = Profile.load(tmp_path / "old.json")
+    assert (old.intermediates, old.backward_reads) == ((), {})
+    assert dataclasses.replace(old, values=profile.values) == dataclasses.replace(
+        profile, intermediates=(), backward_reads={}
+    )
+    assert penstock.partition(old, stages=2).stages == penstock.partition(profile, stages=2).stages

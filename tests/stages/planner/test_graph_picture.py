@@ -1,0 +1,113 @@
+"""What the picture of the dependencies holds: every layer in a box, three styles of arrows, and no more boxes
+than a page takes."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from torch import nn
+from zoo import build
+
+import penstock
+from penstock.stages.planner.graph_drawing import MOST_BOXES, Arrow, drawing
+from penstock.stages.planner.graph_picture import SLOTS, STYLES, draw, figure
+from penstock.stages.planner.graph_routes import HIGH, PITCH, WIDE, columns, route
+from penstock.stages.planner.layer_dependencies import dependencies
+
+
+def graph_of(model, x):
+    graph = penstock.trace(model, (x,))
+    return dependencies(graph, penstock.measure(graph, (x,), repeats=1), optimizer_state=1.0)
+
+
+@pytest.fixture(scope="module")
+def mlp():
+    torch.manual_seed(0)
+    return graph_of(
+        nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Dropout(), nn.Linear(3, 2)), torch.randn(5, 4)
+    )
+
+
+@pytest.fixture(scope="module")
+def resnet():
+    model, batches = build("resnet18")
+    return graph_of(model, batches[0][0][:4])
+
+
+def test_boxes_circles_and_arrows_of_a_small_network(mlp):
+    drawn = drawing(mlp, [0, 0, 1, 1])
+    assert [(box.name, box.stage) for box in drawn.boxes] == [("_0", 0), ("_1", 0), ("_2", 1), ("_3", 1)]
+    told = [(c.box, c.slot, c.num_bytes, c.is_input) for c in drawn.circles]
+    assert told == [
+        (0, "value", 80, True),
+        *((0, "value", 60, False), (1, "value", 60, False), (2, "value", 60, False), (3, "value", 40, False)),
+        *((0, "gradient", 60, False), (1, "gradient", 60, False), (2, "gradient", 60, False)),
+        (3, "gradient", 40, False),
+        (2, "saved", 60, False),
+        *((0, "parameter", 60, False), (0, "weight gradient", 60, False), (0, "optimizer", 60, False)),
+        *((3, "parameter", 32, False), (3, "weight gradient", 32, False), (3, "optimizer", 32, False)),
+    ]
+    compute = [(arrow.circle, arrow.box) for arrow in drawn.arrows if arrow.style == "compute"]
+    assert sorted(compute) == [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
+    assert Arrow("backward data", 9, 2, True) in drawn.arrows  # the dropout's mask
+    assert Arrow("forward data", 9, 2, False) in drawn.arrows
+
+
+def test_a_block_shows_what_crosses_it_and_sums_what_it_keeps(resnet):
+    drawn = drawing(resnet, [0] * len(resnet.layers), most=15)
+    assert [box.name for box in drawn.boxes][4:6] == ["layer1.0", "layer1.1"]
+    (kept,) = [c for c in drawn.circles if c.box == 4 and c.slot == "saved"]
+    inside = [d for d in resnet.data if d.kind == "saved" and d.layer in drawn.boxes[4].layers]
+    assert kept.num_bytes > sum(one.num_bytes for one in inside) > 0
+    own = {n for n, d in enumerate(resnet.data) if d.kind == "value" and d.layer in drawn.boxes[4].layers}
+    shown = {c.number for c in drawn.circles if c.box == 4 and c.slot == "value"}
+    assert shown < own
+    (made,) = shown  # what the block returns
+    (place,) = [n for n, c in enumerate(drawn.circles) if c.number == made]
+    told = {(a.style, a.box, a.enters) for a in drawn.arrows if a.style != "compute" and a.circle == place}
+    assert told == {
+        ("forward data", 4, False),
+        ("forward data", 5, True),
+        ("backward data", 4, True),
+        ("backward data", 5, True),
+    }  # nothing of what the layers of a block read of each other
+
+
+def test_the_figure_draws_all_of_it_in_three_styles(resnet, tmp_path):
+    stages = [0] * 40 + [1] * (len(resnet.layers) - 40)
+    drawn = drawing(resnet, stages)
+    assert len(drawn.boxes) <= MOST_BOXES
+    made = figure(drawn, title="resnet18")
+    (axes,) = made.axes
+    boxes = [p for p in axes.patches if isinstance(p, FancyBboxPatch)]
+    arrows = [p for p in axes.patches if isinstance(p, FancyArrowPatch)]
+    assert (len(boxes), len(arrows)) == (len(drawn.boxes), len(drawn.arrows))
+    assert {p.get_linestyle() for p in arrows} == {"solid", "dashed", "dotted"}
+    (legend,) = made.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == [*STYLES, *(told for *_, told in SLOTS.values())]
+    assert {"stage 0", "stage 1"} <= {text.get_text() for text in axes.texts}
+    draw(tmp_path / "graph.png", resnet, stages, title="resnet18")
+    assert (tmp_path / "graph.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_stages_begin_columns_and_long_ones_take_several():
+    assert columns([0, 0, 1]) == [(0.0, 0.0), (0.0, -1.0), (PITCH, 0.0)]
+    places = columns([0] * 40 + [1])
+    assert places[19:21] == [(0.0, -19.0), (PITCH, 0.0)]
+    assert places[40] == (2 * PITCH, 0.0)
+    assert len(set(places)) == 41
+
+
+def test_arrows_end_at_the_edge_of_their_box_and_go_round_the_others():
+    places = [*columns([0] * 4), (PITCH, 0.0)]
+    for style in STYLES:
+        for box, place in enumerate(places[1:], start=1):
+            points = route(Arrow(style, 0, box), places, [(-0.45, -0.5)])
+            (x, y), end = place, points[-1]
+            assert (abs(abs(end[1] - y) - HIGH) < 1e-9) or (abs(abs(end[0] - x) - WIDE) < 1e-9)
+            for (ax, ay), (bx, by) in pairwise(points):
+                assert ax == bx or ay == by
+                between = [p for p in places if min(ay, by) < p[1] < max(ay, by)]
+                assert not any(abs(ax - px) < WIDE for px, _ in between)

@@ -1,0 +1,100 @@
+"""The table of what fills the memory: literals of a small network, and sums that are those of the plan."""
+
+import csv
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from zoo import build
+
+import penstock
+from penstock.stages.planner.memory_table import MOST_ROWS, SAVED, Row, rows, save, table
+
+
+def planned(model, x, **options):
+    profile = penstock.measure(penstock.trace(model, (x,)), (x,), repeats=1)
+    plan = penstock.partition(profile, micro_batches=2, **options)
+    return profile, plan, [number for number, stage in enumerate(plan.stages) for _ in stage.layers]
+
+
+def small():
+    made = nn.Sequential(nn.Linear(6, 4, bias=False), nn.ReLU(), nn.MaxPool1d(2), nn.Linear(2, 2, bias=False))
+    for parameter in made.parameters():
+        nn.init.constant_(parameter, 0.5)
+    nn.init.constant_(next(made.parameters())[1:3], -0.5)
+    return made
+
+
+X = torch.tensor([[1.0, 0, 2, 0, 3, 0], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
+
+TABLE = """\
+stage  layer  data                    shape        bytes  zeros  saved  read      shared
+    0  0 _0   feature map             3x6 float32   72 B    50%  F0     B0        input
+    0  0 _0   parameters              24            96 B
+    0  0 _0   gradients               24            96 B
+    0  0 _0   optimizer state         24           192 B
+    0  0 _0   old versions            24            96 B
+    0  1 _1   feature map             3x4 float32   48 B    67%  F1     B2 to B1  _2 (stage 1)
+    0  total  2 saved, weights 480 B               120 B    57%
+    1  2 _2   index                   3x1x2 int64   48 B    50%  F2     B2
+    1  3 _3   feature map             3x2 float32   24 B    33%  F3     B3        _2
+    1  3 _3   parameters              4             16 B
+    1  3 _3   gradients               4             16 B
+    1  3 _3   optimizer state         4             32 B
+    1  total  2 saved, weights 64 B                 72 B    44%"""
+
+
+def test_literals_of_a_small_network():
+    profile, _, stages = planned(small(), X, cuts=["_1"])
+    found = rows(profile, stages, optimizer_state=2.0, old_versions=[1, 1, 0, 0])
+    assert "\n".join(table(found)[:-3]) == TABLE
+    assert [(row.layer, row.order, row.group, row.kind) for row in found][:3] == [
+        (0, 0, "saved", "feature map"),
+        (0, -1, "weights", "parameters"),
+        (0, -1, "weights", "gradients"),
+    ]
+
+
+def test_the_file_has_every_row_and_every_field(tmp_path):
+    profile, _, stages = planned(small(), X, cuts=["_1"])
+    found = rows(profile, stages)
+    save(tmp_path / "memory.csv", found)
+    with (tmp_path / "memory.csv").open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [*read[0]] == [*Row.__dataclass_fields__]
+    assert [{name: str(getattr(row, name)) for name in read[0]} for row in found] == read
+    (pool,) = [row for row in read if row["kind"] == "index"]
+    assert (pool["name"], pool["made_by"], pool["readers"]) == ("_2", "_2", "1")
+
+
+@pytest.mark.parametrize("name", ["resnet18", "gpt_tied", "dag1"])
+def test_the_sums_are_those_of_the_plan_and_the_rest_is_folded(name):
+    model, batches = build(name)
+    profile, plan, stages = planned(model, batches[0][0][:4], stages=3)
+    found = rows(profile, stages, optimizer_state=1.0)
+    for number, stage in enumerate(plan.stages):
+        own = [row for row in found if row.stage == number]
+        assert sum(row.num_bytes for row in own if row.group == SAVED) == stage.saved_bytes
+        for kind in ("parameters", "gradients", "optimizer state"):
+            assert sum(row.num_bytes for row in own if row.kind == kind) == 4 * stage.num_parameters
+    assert len(found) > MOST_ROWS
+    lines = table(found)
+    assert len(lines) <= MOST_ROWS + 6
+    totals = [line for line in lines if line.split()[1:2] == ["total"]]
+    assert [int(line.split()[0]) for line in totals] == [0, 1, 2]
+    counts = [int(line.split()[2]) for line in totals]
+    assert sum(counts) == len(profile.intermediates)
+
+
+def test_folded_rows_hold_all_that_is_saved():
+    model, batches = build("resnet18")
+    profile, _, stages = planned(model, batches[0][0][:4], stages=1)
+    lines = table(rows(profile, stages), most=20)
+    assert len(lines) <= 20 + 4
+    words = " ".join(lines[1:-4]).replace(",", " ").split()
+    counted = [int(number) for number, word in pairwise(words) if word in KIND]
+    assert sum(counted) == len(profile.intermediates)
+
+
+KIND = ("feature", "statistic", "statistics", "index", "indices", "mask", "masks", "other")
