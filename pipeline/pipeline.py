@@ -5,6 +5,7 @@ rank keeps its own stages. Either way a step has the bits of the plain loop over
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -207,6 +208,11 @@ class Pipeline(Assembly):
             self.agreement.agree("a state to load", lambda: facts.of_state(parts))
             self.num_steps = self.state.load(self.update, parts)
         self.same.restart()
+
+    def near(self) -> contextlib.AbstractContextManager[None]:
+        """The block in which a person finds the parameters of this process, their gradients and the state of
+        its optimizers in memory, and may write to them; between steps, with ``parameters_tier``."""
+        return self.update.near()
 
     def timeline(self) -> list[Span]:
         """What all ranks did in the last step, in seconds since it began; collective."""

@@ -45,6 +45,7 @@ def partition(
     tier: str = "device",
     weights: str = "latest",
     weights_tier: str = "device",
+    parameters_tier: str = "device",
     weights_first: bool = False,
     recompute: bool = False,
     prediction: bool = False,
@@ -71,6 +72,8 @@ def partition(
         weights: which version of the weights a micro-batch sees: "latest"; of ``async_1f1b`` "stashed" or
             "vertical_sync"; of ``1f1b`` "double_buffered".
         weights_tier: where a version waits that nothing reads right now: "device", "packed" or "host".
+        parameters_tier: where parameters are while no layer reads them, with their gradients and the
+            optimizer's state: "device", "packed" or "host".
         weights_first: in a backward, a layer's weight gradient comes before the gradient of its input.
         recompute: saved tensors are not kept: each stage runs a forward again ahead of its backward.
         prediction: of ``async_1f1b``: forwards run with weights expected at their backwards.
@@ -91,7 +94,7 @@ def partition(
     if layout(schedule) != "neighbours":
         fixed = placed(program) if program else placement(schedule, stages=stages, ranks=ranks)
     extra = extra_in_flight if isinstance(extra_in_flight, int) else 0
-    held: Any = {"tier": tier, "weights_tier": weights_tier}
+    held: Any = {"tier": tier, "weights_tier": weights_tier, "parameters_tier": parameters_tier}
     if streams(schedule, weights):  # every stage of a rank runs at its own time, so the first one counts
         each = min(micro_batches, 2 * stages + 2)  # more only repeat what these do
         make = functools.partial(endless_programs, stages_on(range(stages)), schedule, each)

@@ -22,6 +22,7 @@ from ..ranks.nccl import identity_of, transport_of
 from ..ranks.transport import Transport
 from ..ranks.world import World
 from ..weights.apart import check_apart
+from ..weights.mirrored_update import MirroredUpdate
 from ..weights.optimizers import Named
 from ..weights.scale import Scaler, scale_of
 from ..weights.update import Update
@@ -90,7 +91,9 @@ class Assembly:
             gradients = autocast is not torch.float16 and not scale_of(scaler).checks
             watching = Guard(gradients) if guard else None
             own = self._cut(model, autocast, watching)
-            self.update = Update(
+            mirrors = {s: stage.mirror for s, stage in self.stages.items() if stage.mirror is not None}
+            make = functools.partial(MirroredUpdate, mirrors=mirrors) if mirrors else Update
+            self.update = make(
                 world=self.world,
                 parameters=own.here,
                 owner={name: own.ranks[name] for name, _ in model.named_parameters()},
@@ -128,6 +131,8 @@ class Assembly:
             self.usage = Usage(
                 plan, own.tensors, self.update.optimizers, resident=resident, devices=self.devices
             )
+            for mirror in mirrors.values():
+                mirror.push_all()
 
     def _transport(self, deadline: float) -> Transport:
         device = self.world.device

@@ -14,6 +14,8 @@ from ...compression.codec import CODECS
 from ...compression.errors import PlanError
 from ...compression.names import AUTO
 from ...stages.device import Device
+from ...stages.memory.mirror import Mirror
+from ...stages.memory.readers import readers_of, sharing
 from ...stages.memory.stores import open_store
 from ...stages.planner.measure import owned_parameters
 from ...stages.planner.plan import Plan
@@ -21,11 +23,13 @@ from ...stages.stage.guard import Guard
 from ...stages.stage.stage import Stage
 from ...stages.tracing.aliases import said
 from ...stages.tracing.graph import LayerGraph
+from ...stages.tracing.layers import parts_of
 from ...stages.weights.stashing import versions_of
 from ..ranks.world import World
 from ..weights.optimizers import Named
 from .steps import Steps
 
+LEAST_MIRRORED = 1 << 12  # bytes of a parameter from which on moving it is worth the calls
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ownership:
@@ -91,6 +95,7 @@ def make_stages(
     guard: Guard | None = None,
 ) -> dict[int, Stage]:
     """Return the stages of this process, each with its layers, its store and its versions of the weights."""
+    mirrors = {index: mirror_of(index, own, model=model, plan=plan, steps=steps) for index in own.here}
     return {
         index: Stage(
             index,
@@ -109,8 +114,26 @@ def make_stages(
             ),
             weights_first=plan.weights_first,
             recompute=plan.stages[index].recompute,
+            mirror=mirrors[index],
             device=devices[index],
             guard=guard,
         )
         for index, parameters in own.tensors.items()
     }
+
+
+def mirror_of(
+    index: int, own: Ownership, *, model: nn.Module, plan: Plan, steps: Steps
+) -> Mirror | None:
+    """The mirror of the parameters of a stage; None where they stay."""
+    tier = plan.stages[index].parameters_tier
+    if tier == "device":
+        return None
+    shared = sharing([*model.parameters(), *model.buffers()])
+    runs = []
+    for mode in steps.stage_of:
+        traced, layers = steps.layers(mode, index)
+        runs.append((traced, layers, parts_of(model, traced, layers), steps.shapes.real[mode]))
+    able = {id(parameter) for _, parameter in own.here[index]} - shared
+    readers = readers_of(runs, able)
+    return Mirror(open_store(tier), readers=readers, packs=tier == "packed", min_bytes=LEAST_MIRRORED)

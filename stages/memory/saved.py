@@ -96,16 +96,18 @@ class SavedActivations(Counters):
     """What the micro-batches of one stage save, on its way to a store and back."""
 
     def __init__(
-        self, store: Store, *, keep: Iterable[Tensor], codec: str, min_bytes: int, modules: Modules
-    ) -> None:
+        self, store: Store, *, keep: Iterable[Tensor], codec: str, min_bytes: int, modules: Modules,
+        parameters: ParameterFilter | None = None,
+    ) -> None:  # fmt: skip
         """Save into ``store``, packed with ``codec``.
 
-        Args:    keep: the stage's parameters and buffers, which pass through untouched.
+        Args:    keep: the stage's parameters and buffers, which pass through untouched; ``parameters``: what
+                 tells them, where they come and go.
                  min_bytes: smaller storages pass through too.
                  modules: those that the stage's layers call, by path: what they prove is used.
         """
         self._packer = SavedTensorPacker(store, codec=codec, pool=Pool(), num_ahead=0)
-        self._parameters, self._min_bytes = ParameterFilter(keep), min_bytes
+        self._parameters, self._min_bytes = parameters or ParameterFilter(keep), min_bytes
         self._compressor = LayerAwareCompressor(modules)
         self._micro_batches: dict[int, _MicroBatch] = {}
         self._hooks: SavedTensorHooks | None = None  # of the forward that runs

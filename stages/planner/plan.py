@@ -75,7 +75,9 @@ class Plan:
         if twice := next((layer for layer, other in pairwise(sorted(layers)) if layer == other), None):
             raise PlanError(f"a layer belongs to one stage, the plan has {twice!r} twice")
         for stage in self.stages:
-            check_tiers(tier=stage.tier, weights_tier=stage.weights_tier)
+            check_tiers(
+                tier=stage.tier, weights_tier=stage.weights_tier, parameters_tier=stage.parameters_tier
+            )
         if sorted(set(self.ranks)) != list(range(len(set(self.ranks)))):
             raise PlanError(
                 f"a plan gives each of its {self.num_stages} stages a rank, and every rank from 0 on a "
@@ -244,6 +246,8 @@ def _weights(plan: Plan) -> list[str]:
         parts.append(f"weights {plan.weights}{' with prediction' if plan.prediction else ''}")
     if (tier := plan.of_stages("weights_tier")) != "device":
         parts.append(f"old weights {tier}")
+    if (tier := plan.of_stages("parameters_tier")) != "device":
+        parts.append(f"parameters {tier}")
     if plan.weights_first:
         parts.append("weight gradients first")
     return parts

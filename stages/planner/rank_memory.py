@@ -37,6 +37,7 @@ def copies(
     optimizer_state: float | None = None,
     tier: str = "device",
     weights_tier: str = "device",
+    parameters_tier: str = "device",
     recompute: bool = False,
     device: str = HOST,
 ) -> Copies:

@@ -67,7 +67,8 @@ def _differences(case):
             if report.loss == expected["loss"]
             else [f"step {step} reported loss {report.loss} {expected['loss']}"]
         )
-        gradients = {name: p.grad for name, p in model.named_parameters()}
+        with pipe.near():
+            gradients = {name: p.grad for name, p in model.named_parameters()}
         found += [
             f"step {step} gradient {n}"
             for n, g in expected["gradients"].items()
