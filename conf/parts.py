@@ -16,8 +16,8 @@ class MemoryConfig:
     Attributes:
         device: largest memory of a rank, for the planner, for example 2GiB; null: unlimited
         tier: where what a forward saves stays until its backward: device, packed or host
-        parameters: where parameters are while no layer reads them, with the optimizer's state of them: the same
         weights: where older versions of the weights stay until they are read: device, packed or host
+        parameters: where parameters and their optimizer state are while no layer reads them: the same
     """
 
     device: Any = None

@@ -210,8 +210,7 @@ class Pipeline(Assembly):
         self.same.restart()
 
     def near(self) -> contextlib.AbstractContextManager[None]:
-        """The block in which a person finds the parameters of this process, their gradients and the state of
-        its optimizers in memory, and may write to them; between steps, with ``parameters_tier``."""
+        """The block, between steps, in which parameters in a tier are in memory, to be read and written."""
         return self.update.near()
 
     def timeline(self) -> list[Span]:

@@ -72,8 +72,7 @@ def partition(
         weights: which version of the weights a micro-batch sees: "latest"; of ``async_1f1b`` "stashed" or
             "vertical_sync"; of ``1f1b`` "double_buffered".
         weights_tier: where a version waits that nothing reads right now: "device", "packed" or "host".
-        parameters_tier: where parameters are while no layer reads them, with their gradients and the
-            optimizer's state: "device", "packed" or "host".
+        parameters_tier: where parameters and their optimizer state are while no layer reads them: the same.
         weights_first: in a backward, a layer's weight gradient comes before the gradient of its input.
         recompute: saved tensors are not kept: each stage runs a forward again ahead of its backward.
         prediction: of ``async_1f1b``: forwards run with weights expected at their backwards.

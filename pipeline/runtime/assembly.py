@@ -129,8 +129,9 @@ class Assembly:
             self.same = SameBatches(self.agreement, self.engine.failures.worded)
             resident.begin()
             self.usage = Usage(
-                plan, own.tensors, self.update.optimizers, resident=resident, devices=self.devices
-            )
+                plan, own.tensors, self.update.optimizers,
+                resident=resident, devices=self.devices, mirrors=mirrors,
+            )  # fmt: skip
             for mirror in mirrors.values():
                 mirror.push_all()
 

@@ -31,6 +31,7 @@ from .steps import Steps
 
 LEAST_MIRRORED = 1 << 12  # bytes of a parameter from which on moving it is worth the calls
 
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ownership:
     """``layers``: the stage of every layer; ``stage_of``: the stage of every parameter by its first name;
@@ -122,9 +123,7 @@ def make_stages(
     }
 
 
-def mirror_of(
-    index: int, own: Ownership, *, model: nn.Module, plan: Plan, steps: Steps
-) -> Mirror | None:
+def mirror_of(index: int, own: Ownership, *, model: nn.Module, plan: Plan, steps: Steps) -> Mirror | None:
     """The mirror of the parameters of a stage; None where they stay."""
     tier = plan.stages[index].parameters_tier
     if tier == "device":

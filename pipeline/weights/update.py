@@ -121,7 +121,7 @@ class Update:
         self._clip(stages)
 
     def _unscale(self, stages: Sequence[int]) -> bool:
-        """Take the loss scale off the gradients, which the guard looks at; whether one of them is no number."""
+        """Take the loss scale off the gradients, which the guard looks at; whether one of them overflowed."""
         if self.guard is not None:
             for stage in stages:
                 self.guard.check_update((name, p.grad) for name, p in self.parameters[stage])

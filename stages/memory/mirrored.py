@@ -34,8 +34,9 @@ class MirroredFilter(ParameterFilter):
 
     def untouched(self, tensor: Tensor) -> Callable[[], Tensor]:
         """What autograd keeps in the place of what ``holds``."""
-        plain = not (tensor.is_conj() or tensor.is_neg())
-        return self._mirror.saved(tensor) if plain and self._mirror.holds(tensor) else super().untouched(tensor)
+        if self._mirror.holds(tensor) and not (tensor.is_conj() or tensor.is_neg()):
+            return self._mirror.saved(tensor)
+        return super().untouched(tensor)
 
 
 class MirrorWalk(NoOffload):

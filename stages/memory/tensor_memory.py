@@ -6,7 +6,6 @@ and its address mod 64 come back as they were: other ones would pick other kerne
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 

@@ -19,7 +19,7 @@ from .asked import Asked
 from .old_plans import from_version_1
 from .plan_stage import PlanStage
 from .plan_table import table
-from .rules import check_extra, check_versions, streams
+from .rules import check_extra, check_mirror, check_versions, streams
 
 VERSION = 2  # 1: ranks, tier and weights_tier beside the stages
 TIERS = ("device", "packed", "host")
@@ -75,9 +75,8 @@ class Plan:
         if twice := next((layer for layer, other in pairwise(sorted(layers)) if layer == other), None):
             raise PlanError(f"a layer belongs to one stage, the plan has {twice!r} twice")
         for stage in self.stages:
-            check_tiers(
-                tier=stage.tier, weights_tier=stage.weights_tier, parameters_tier=stage.parameters_tier
-            )
+            check_tiers(**{n: getattr(stage, n) for n in ("tier", "weights_tier", "parameters_tier")})
+            check_mirror(schedule=self.schedule, weights=self.weights, parameters_tier=stage.parameters_tier)
         if sorted(set(self.ranks)) != list(range(len(set(self.ranks)))):
             raise PlanError(
                 f"a plan gives each of its {self.num_stages} stages a rank, and every rank from 0 on a "

@@ -17,17 +17,21 @@ AWAY = ("host",)  # tiers that take what they keep off a device that is no CPU
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
     """How often the bytes of layers are there: their parameters, what a micro-batch saves as it is, and that
-    packed; what entered with it, where the rest is made again."""
+    packed; what entered with it, where the rest is made again. ``largest``: of the parameters of the layer
+    that has most, where layers have theirs only while they run."""
 
     parameters: float
     saved: int
     packed: int
     entered: int = 0
+    largest: float = 0
 
-    def of(self, *, parameters: int = 0, saved: int = 0, packed: int = 0, entered: int = 0) -> int:
+    def of(
+        self, *, parameters: int = 0, saved: int = 0, packed: int = 0, entered: int = 0, largest: int = 0
+    ) -> int:
         """Bytes in all; ``packed``: what is left of ``saved`` when it is packed."""
         kept = self.saved * saved + self.packed * packed + self.entered * entered
-        return math.ceil(self.parameters * parameters) + kept
+        return math.ceil(self.parameters * parameters + self.largest * largest) + kept
 
 
 def copies(
@@ -48,7 +52,8 @@ def copies(
     taken to save nothing of them. What micro-batches saved: in the tier "device" all of it; elsewhere that of
     ``MOVING`` micro-batches as it is, and of the others what is left of it packed. A tier that is ``AWAY``
     leaves nothing of the others on a device, but on a CPU its memory is the rank's own. With ``recompute`` it
-    is what one of them saved, and what entered with all of them.
+    is what one of them saved, and what entered with all of them. With ``parameters_tier`` what belongs to
+    the parameters is there for ``MOVING`` layers, and what waits where the tier leaves it on the device.
     """
     here = in_flight if tier == "device" else min(in_flight, MOVING)
     if recompute:
@@ -58,4 +63,9 @@ def copies(
     state = 1.0 if optimizer_state is None else optimizer_state
     packed = 0 if recompute or (leaves and tier in AWAY) else in_flight - here
     entered = in_flight if recompute else 0
-    return Copies(parameters=2 + state + versions, saved=here, packed=packed, entered=entered)
+    whole = 2 + state
+    if parameters_tier == "device":
+        return Copies(parameters=whole + versions, saved=here, packed=packed, entered=entered)
+    waits = 0 if leaves and parameters_tier in AWAY else whole
+    near = MOVING * whole
+    return Copies(parameters=waits, saved=here, packed=packed, entered=entered, largest=near)

@@ -85,8 +85,8 @@ class Stage:
             store, mirror, tensors=self._tensors(), modules=self.parts["train"].modules, codec=codec,
             min_bytes=LEAST_SAVED, recompute=recompute,
         )  # fmt: skip
-        self.plain = type(self.weights) is WeightVersions and autocast is None and type(self.saved) is NoOffload
-        self.plain &= not self.device.is_gpu
+        self.plain = type(self.weights) is WeightVersions and type(self.saved) is NoOffload
+        self.plain &= autocast is None and not self.device.is_gpu
 
     @property
     def held(self) -> set[int]:

@@ -76,7 +76,8 @@ def marked(parameter, model):
     return pytest.param(parameter, id=str(parameter), marks=pytest.mark.slow if model in LARGE else ())
 
 
-VERSIONS = ("weights", "weights_tier", "parameters_tier", "weights_first", "recompute", "prediction", "program")
+VERSIONS = ("weights", "weights_tier", "parameters_tier", "weights_first", "recompute", "prediction")
+VERSIONS += ("program",)
 
 
 @functools.cache
