@@ -5,7 +5,6 @@ rank keeps its own stages. Either way a step has the bits of the plain loop over
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -208,10 +207,6 @@ class Pipeline(Assembly):
             self.agreement.agree("a state to load", lambda: facts.of_state(parts))
             self.num_steps = self.state.load(self.update, parts)
         self.same.restart()
-
-    def near(self) -> contextlib.AbstractContextManager[None]:
-        """The block, between steps, in which parameters in a tier are in memory, to be read and written."""
-        return self.update.near()
 
     def timeline(self) -> list[Span]:
         """What all ranks did in the last step, in seconds since it began; collective."""

@@ -56,8 +56,7 @@ def partition(
     A rank costs the larger of its seconds per micro-batch and the seconds its links need for the tensors over
     its cuts (unpacked, both directions at once). Of all cuts whose costliest rank is within 5 % of the
     cheapest possible, the one is chosen that the fewest bytes pass; among equals the fewest that are not
-    zero, then behind what writes into the values that pass, then the cheapest costliest rank, then the
-    earliest.
+    zero, then behind what writes into what passes, then the cheapest costliest rank, then the earliest.
 
     Args:
         stages: default: as many as the schedule takes a rank (one or two), or one more than ``cuts``.
@@ -79,8 +78,7 @@ def partition(
         program: the lines of ``schedule="custom"``, one per rank; they place the stages.
     Raises:
         PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
-        ScheduleError: the schedule is not known, or does not suit the counts.
-        CodecError: the codec is not known.
+        ScheduleError: the schedule is not known, or does not suit the counts. CodecError: no such codec.
     """
     _check_arguments(profile, codec, extra_in_flight, optimizer_state)
     _check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -134,6 +135,12 @@ class Assembly:
             )  # fmt: skip
             for mirror in mirrors.values():
                 mirror.push_all()
+
+    def near(self) -> contextlib.AbstractContextManager[None]:
+        """The block, between steps, in which parameters whose tier is not the device are in memory.
+
+        With them are their gradients and the state of the optimizers; what is written to them stays."""
+        return self.update.near()
 
     def _transport(self, deadline: float) -> Transport:
         device = self.world.device
