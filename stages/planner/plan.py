@@ -98,7 +98,7 @@ class Plan:
                 "weights=stashed without prediction, or recompute=false"
             )
         if self.micro_batches < 1:
-            raise PlanError(f"a step needs at least one micro-batch, found {self.micro_batches}")
+            raise PlanError(f"a step needs a micro-batch at least, found micro_batches={self.micro_batches}")
         check_extra(self.extra_in_flight, self.most_extra_in_flight, micro_batches=self.micro_batches)
         counts = [n for s in self.stages for n in dataclasses.astuple(s) if isinstance(n, int | float)]
         counts += [self.extra_in_flight, self.most_extra_in_flight]
