@@ -201,7 +201,7 @@ def test_a_write_to_what_is_away_is_refused():
     model = deep(3)
     pipe = made(model)
     with torch.no_grad():
-        model[2].weight.mul_(2)
+        next(model[2].parameters()).mul_(2)
     with pytest.raises(StageError, match=r"written to where it is near, .*inside of Pipeline.near"):
         pipe.step(BATCH, BATCH)
 
