@@ -42,7 +42,7 @@ class Costs:
         self.recompute, layers = recompute, profile.layers
         self.times = _sums(round((x.forward_seconds + self._backward(x)) * PICOSECONDS) for x in layers)
         sizes = [sizes_of([layer]) for layer in layers]
-        self.largest = _Largest([size.pop("largest") for size in sizes])
+        self.largest = Largest([size.pop("largest") for size in sizes])
         self.sizes = {what: _sums(size[what] for size in sizes) for what in sizes[0]}
         self.forward_bytes = _over_cuts(len(layers), profile.values)
         self.backward_bytes = _over_cuts(
@@ -121,16 +121,18 @@ class Costs:
         )
 
 
-class _Largest:
+class Largest:
     """The largest of any run of numbers, from those of all runs of 1, 2, 4, .. of them."""
 
     def __init__(self, numbers: list[int]) -> None:
+        """Look at all runs once."""
         self._runs = [numbers]
         while (half := 1 << (len(self._runs) - 1)) * 2 <= len(numbers):
             last = self._runs[-1]
             self._runs.append([max(pair) for pair in zip(last, last[half:], strict=False)])
 
     def of(self, start: int, end: int) -> int:
+        """The largest from ``start`` on and in front of ``end``, 0 of none."""
         if start == end:
             return 0
         level = (end - start).bit_length() - 1

@@ -60,14 +60,16 @@ class Mirror:
         self._storages = {one.storage: one for one in self._near}
         self._recent: list[int] = []  # turns, in a backward
         self._walks = False  # a forward runs
+        self._soon: list[ParameterMemory] = []  # brought ahead
         self._optimizer: Optimizer | None = None
         self._hooks: list[Any] = []
         self.peak_bytes = 0
 
     @property
     def near_bytes(self) -> int:
-        """Bytes of the parameters that are near, their gradients, and what the optimizer keeps of them."""
-        return sum(one.near_bytes(self._kept(one.parameter)) for one in self._near)
+        """Bytes of parameters near or brought ahead, their gradients, and what an optimizer keeps of them."""
+        here = sum(one.near_bytes(self._kept(one.parameter)) for one in self._near)
+        return here + sum(one.ahead_bytes for one in self._soon)
 
     @property
     def num_bytes(self) -> int:
@@ -82,14 +84,9 @@ class Mirror:
         return 0 if all(map(store.takes_away, devices)) else store.num_bytes
 
     @property
-    def bytes_in(self) -> int:
-        """Bytes that came, unpacked."""
-        return self._frames.bytes_in
-
-    @property
-    def bytes_out(self) -> int:
-        """Bytes that left, unpacked."""
-        return self._frames.bytes_out
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes that came and that left so far, unpacked."""
+        return self._frames.bytes_in, self._frames.bytes_out
 
     def bind(self, optimizer: Optimizer) -> None:
         """Tell of the optimizer of these parameters, whose state of them leaves with them."""
@@ -113,10 +110,9 @@ class Mirror:
         wanted = self._by_layer.get(following.name, []) if following is not None else []
         if done is None:
             self.settle()
-        else:
-            for one in self._by_layer.get(done.name, ()):
-                if one not in wanted:
-                    self._leave(one)
+        for one in self._by_layer.get(done.name, ()) if done is not None else ():
+            if one not in wanted:
+                self._leave(one)
         self._walks = following is not None
         for one in wanted:
             self._come(one)
@@ -126,13 +122,18 @@ class Mirror:
 
     def prefetch(self, turn: int) -> None:
         """Begin to bring the parameters of a turn that is wanted soon, and in a backward their gradients."""
-        for parameter in self.turns[turn] if 0 <= turn < len(self.turns) else ():
-            self._all[id(parameter)].fetch(gradient=not self._walks)
+        found = self.turns[turn] if 0 <= turn < len(self.turns) else ()
+        before, self._soon = self._soon, [self._all[id(parameter)] for parameter in found]
+        for one in (one for one in before if one.turn != turn):
+            one.forget_ahead()
+        for one in self._soon:
+            one.fetch(gradient=not self._walks)
 
     def settle(self) -> None:
         """All of them leave: between two walks, and where one failed."""
         for one in list(self._near):
             self._leave(one)
+        self.prefetch(-1)
         self._recent.clear()
         self._walks = False
 
@@ -189,7 +190,7 @@ class Mirror:
         """The block in which the gradients of ``turn`` are near, by the identity of their parameters.
 
         Args:    written: what is done to them there stays."""
-        ours = [self._all[id(parameter)] for parameter in turn]
+        ours = [self._all[id(p)] for p in turn]
         found = [one.look_at_gradient() for one in ours]
         yield {id(p): gradient for p, gradient in zip(turn, found, strict=True) if gradient is not None}
         for one, gradient in zip(ours, found, strict=True):
@@ -217,6 +218,7 @@ class Mirror:
     def close(self) -> None:
         """The model has all its parameters again, and keeps them."""
         self.pull_all()
+        self._frames.ahead.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -231,8 +233,6 @@ class Mirror:
             one.push(self._kept(one.parameter), min_bytes=self._min_bytes)
             self._leave(one)
 
-    # -- one of them ------------------------------------------------------------------------------------
-
     def _come(self, one: ParameterMemory) -> None:
         if not one.near:
             one.come()
@@ -243,8 +243,7 @@ class Mirror:
             del self._near[one], self._storages[one.storage]
 
     def _kept(self, parameter: Parameter) -> Kept:
-        found = {} if self._optimizer is None else self._optimizer.state
-        return found[parameter] if parameter in found else {}
+        return {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.near_bytes)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,13 +22,15 @@ class ParameterMemory:
     Attributes: turn: the part of the mirror that it belongs to; storage: the identity of its memory while it
                 is near, by which parts of it are known."""
 
-    __slots__ = ("_frames", "_gradient", "_memory", "_state", "_version", "hooked", "near", "parameter",
-                 "storage", "turn")  # fmt: skip
+    __slots__ = ("_ahead", "_frames", "_gradient", "_lock", "_memory", "_soon", "_state", "_version",
+                 "hooked", "near", "parameter", "storage", "turn")  # fmt: skip
 
     def __init__(self, frames: Frames, parameter: Parameter, turn: int) -> None:
         self._frames, self.parameter, self.turn = frames, parameter, turn
         self._memory = TensorMemory(frames, parameter.data)
         self._gradient: TensorMemory | None = None
+        self._ahead, self._lock = cast(Tensor | None, None), threading.Lock()  # values brought ahead
+        self._soon = False
         self._state: dict[Any, TensorMemory] = {}
         self._version, self.near, self.hooked = parameter._version, True, False
         self.storage = parameter.untyped_storage()._cdata
@@ -44,6 +47,11 @@ class ParameterMemory:
         dense = (t for t in items if isinstance(t, Tensor) and t.layout is torch.strided)
         return sum(tensor.nbytes for tensor in dense)
 
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of its values that were brought ahead."""
+        return 0 if (found := self._ahead) is None else found.nbytes
+
     # -- its values, which are there to be read -----------------------------------------------------------
 
     def come(self) -> None:
@@ -56,8 +64,12 @@ class ParameterMemory:
                 f"{tuple(self.parameter.shape)} and {self.parameter.dtype} that was written to while it was "
                 "away; write to it inside of Pipeline.near()"
             )
-        self.parameter.data = self._memory.get()
-        self.near, self.storage = True, self.parameter.untyped_storage()._cdata
+        self._frames.ahead.check()
+        with self._lock:
+            found, self._ahead = self._ahead, None
+            self.parameter.data = self._memory.get() if found is None else found
+            self.near, self._soon = True, False
+        self.storage = self.parameter.untyped_storage()._cdata
 
     def leave(self) -> bool:
         """They leave; False: the store has no room for them."""
@@ -72,8 +84,22 @@ class ParameterMemory:
         """They are wanted soon, and the ``gradient``."""
         if not self.near:
             self._memory.fetch()
+            if not self._soon and self._memory.takes_time:
+                self._soon = True
+                self._frames.ahead.try_submit(self._bring)
         if gradient and self._gradient is not None:
             self._gradient.fetch()
+
+    def _bring(self) -> None:
+        """In the thread of ``Frames``: have its values at hand; nobody writes to them until they come."""
+        with self._lock:
+            if self._soon and not self.near:
+                self._ahead = self._memory.get()
+
+    def forget_ahead(self) -> None:
+        """They are not wanted soon."""
+        with self._lock:
+            self._ahead, self._soon = None, False
 
     # -- its gradient -------------------------------------------------------------------------------------
 

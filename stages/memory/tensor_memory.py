@@ -6,6 +6,9 @@ and its address mod 64 come back as they were: other ones would pick other kerne
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import torch
 from torch import Tensor
 
@@ -13,7 +16,8 @@ from ...compression.codec import decode, encode
 from ...compression.dtypes import DTYPE_NUMBERS
 from ...compression.frame import ALIGNMENT
 from ...compression.pool import Frame
-from ..device import KINDS
+from ..device import KINDS, is_gpu
+from ..worker import Worker
 from .packer import FOR_SAVED
 from .store import Store, UnpooledBuffers
 from .tensor_view import Bytes, TensorView, bytes_around, empty, row_view, view_of
@@ -36,12 +40,25 @@ def may_leave(tensor: Tensor, *, min_bytes: int) -> bool:
 class Frames:
     """A store of tensors' bytes, and how they lie in it: ``packs``: packed where that pays, else as they are.
 
-    ``bytes_out`` and ``bytes_in`` count what left and what came, unpacked."""
+    ``ahead``: the thread that brings what is wanted soon. ``bytes_out`` and ``bytes_in`` count what left and
+    what came, unpacked."""
 
     def __init__(self, store: Store, *, packs: bool) -> None:
         """Frames that are made here are memory of their own, which nobody uses again."""
         self.store, self.packs, self.own = store, packs, UnpooledBuffers()
+        self.ahead = Worker("penstock-memory-parameters")
         self.bytes_out = self.bytes_in = 0
+        self._counting, self._reading = threading.Lock(), threading.Lock()
+
+    def count(self, *, out: int = 0, came: int = 0) -> None:
+        """Count bytes, in any thread."""
+        with self._counting:
+            self.bytes_out += out
+            self.bytes_in += came
+
+    def reading(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """The block in which a frame is got and read: a store may lend memory that it uses again."""
+        return self._reading if self.store.takes_away(device) else contextlib.nullcontext()
 
 
 class TensorMemory:
@@ -50,13 +67,23 @@ class TensorMemory:
     A frame that is not packed is the tensor's own memory, which changes hands: where a store leaves frames
     in memory nothing is copied."""
 
-    __slots__ = ("_address", "_frames", "_key", "_packed", "_packs", "_view", "num_bytes", "stored")
+    __slots__ = (
+        "_address",
+        "_device",
+        "_frames",
+        "_key",
+        "_packed",
+        "_packs",
+        "_view",
+        "num_bytes",
+        "stored",
+    )
 
     def __init__(self, frames: Frames, tensor: Tensor) -> None:
         """Take note of how ``tensor`` lies in memory; nothing moves yet."""
         self._frames, self._key = frames, object()
         self._view: TensorView = view_of(tensor)._replace(start=0)
-        self._address = tensor.data_ptr() % ALIGNMENT
+        self._device, self._address = tensor.device, tensor.data_ptr() % ALIGNMENT
         self.num_bytes = self._view.num_bytes
         self._packs, self._packed, self.stored = frames.packs, False, False
 
@@ -74,14 +101,14 @@ class TensorMemory:
             return False
         store.put(self._key, frame)
         self.stored = True
-        self._frames.bytes_out += self.num_bytes
+        self._frames.count(out=self.num_bytes)
         return True
 
     def get(self) -> Tensor:
         """Return the tensor in memory, to be read; the store keeps its bytes."""
-        frame = self._frames.store.get(self._key)
-        self._frames.bytes_in += self.num_bytes
-        return self._view.over(self._found(frame))
+        self._frames.count(came=self.num_bytes)
+        with self._frames.reading(self._device):
+            return self._view.over(self._found(self._frames.store.get(self._key)))
 
     def take(self) -> Tensor:
         """Return the tensor in memory, to be written; the store forgets it."""
@@ -93,6 +120,12 @@ class TensorMemory:
         """It is wanted soon: have the store begin to bring it."""
         if self.stored:
             self._frames.store.fetch(self._key)
+
+    @property
+    def takes_time(self) -> bool:
+        """Whether ``get`` has something to do that another thread may: a GPU has its own order."""
+        away = self._packed or self._frames.store.takes_away(self._device)
+        return away and not is_gpu(self._device)
 
     def drop(self) -> None:
         """Forget what the store has."""

@@ -149,7 +149,7 @@ def test_few_of_twelve_layers_are_near_at_a_time(tier, recompute, far):
         pipe.step(BATCH, BATCH)
         assert bytes_near(model, optimizer) == 0
     assert one <= most <= 4 * one  # of 48: a parameter, its gradient, and what Adam keeps of it
-    assert most <= pipe.stages[0].mirror.peak_bytes <= 4 * one + 64
+    assert most <= pipe.stages[0].mirror.peak_bytes <= 5 * one + 64  # and one that is brought ahead
 
 
 def test_nothing_keeps_the_memory_of_a_parameter_that_left(far):
