@@ -115,7 +115,7 @@ def squares(outputs: Tensor, targets: Tensor) -> Tensor:
 def made(
     model: nn.Module, *, optimizer: Any = torch.optim.AdamW, batch: Tensor = BATCH, **options: Any
 ) -> Any:
-    of_pipeline = {name: options.pop(name) for name in ("clip", "loss", "guard") if name in options}
+    of_pipeline = {name: options.pop(name) for name in ("clip", "loss", "guard", "scaler") if name in options}
     graph = penstock.trace(model, (batch[:2],))
     options = {"stages": 1, "micro_batches": 4, "parameters_tier": "packed", **options}
     plan = penstock.partition(penstock.measure(graph, (batch[:2],), repeats=1), **options)
@@ -432,6 +432,42 @@ def test_frozen_layers_come_and_go_and_may_be_unfrozen(far):
         pipe.step(x, y)
         assert state_differences(pipe.state_dict(), plain, expected["optimizer"]) == []
         assert [parameter.numel() for parameter in model.parameters()] == [0] * 4
+
+
+def test_in_a_backward_few_frozen_layers_are_near(far):
+    model, near = deep(12), []
+    for parameter in [*model.parameters()][1:]:
+        parameter.requires_grad_(False)
+    pipe = made(model, optimizer=lambda named: torch.optim.SGD([p for n, p in named if n == "0.weight"], 0.1))
+    first = next(model.parameters())
+    first.register_post_accumulate_grad_hook(
+        lambda _: near.append(bytes_near(model, pipe.update.optimizers[0]))
+    )
+    pipe.step(BATCH, BATCH)
+    assert len(near) == 4
+    assert max(near) <= 3 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_overflow_in_one_layer_skips_the_update_of_all(clip, far):
+    model, plain = deep(3), deep(3)
+    for each in (model, plain):  # only the gradient of the first weight is too large
+        with torch.no_grad():
+            next(each.parameters()).mul_(1e-20)
+    batches = [(BATCH * 1e20, BATCH)] * 2
+    scaler = torch.amp.GradScaler("cpu", init_scale=1e25)
+    scaler.set_backoff_factor(1.0)
+    pipe = made(model, optimizer=torch.optim.SGD, clip=clip, scaler=1e25)
+    options: Any = {"loss": squares, "optimizer": torch.optim.SGD, "micro_batches": 4}
+    loop = plain_loop(plain, batches, clip=clip, scaler=scaler, **options)
+    for (x, y), expected in zip(batches, loop, strict=True):
+        pipe.step(x, y)
+        assert state_differences(pipe.state_dict(), plain, expected["optimizer"]) == []
+        with pipe.near():
+            for name, parameter in model.named_parameters():
+                assert same_bits(parameter.grad, expected["gradients"][name]), name
+        finite = [bool(gradient.isfinite().all()) for gradient in expected["gradients"].values()]
+        assert finite == [False, clip is None, clip is None]  # the norm of all is no number
 
 
 def test_a_failed_step_leaves_a_mirror_that_gives_all_back():
