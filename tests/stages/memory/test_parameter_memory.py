@@ -1,5 +1,6 @@
 """A mirror by itself: what it brings and takes between layers, and that a write while it is near stays."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,3 +96,24 @@ def test_what_a_thread_raised_is_raised_by_who_waits_for_it():
     mirror.prefetch(0)
     with pytest.raises(OSError, match="the disk is gone"):
         mirror.layer_done(None, LAYERS[0])
+
+
+def wait_for(gate):
+    """Keep the thread busy until ``gate`` is set."""
+    gate.wait()
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_thread_that_is_late_brings_nothing(comes):
+    mirror, _ = mirror_of(FarStore())
+    gate = threading.Event()
+    mirror._frames.ahead.submit(lambda: wait_for(gate))
+    mirror.prefetch(0)
+    if comes:
+        mirror.layer_done(None, LAYERS[0])
+    else:
+        mirror.prefetch(-1)
+    gate.set()
+    mirror._frames.ahead.drain()
+    assert [one.ahead_bytes for one in mirror._all.values()] == [0, 128 * comes, 0]
+    mirror.close()
