@@ -17,6 +17,7 @@ class MemoryConfig:
         device: largest memory of a rank, for the planner, for example 2GiB; null: unlimited
         tier: where what a forward saves stays until its backward: device, packed, host or disk
         weights: where older versions of the weights stay until they are read: device, packed, host or disk
+        parameters: where parameters and their optimizer state are while no layer reads them: the same
         prefetch_layers: so many layers ahead of a backward, what it reads is brought back from its tier; auto
         writeout_layers: what the next so many layers do not read leaves for its tier; auto
         path: folder of the file of the tier disk; null: the run folder
@@ -27,6 +28,7 @@ class MemoryConfig:
     device: Any = None
     tier: str = "device"
     weights: str = "device"
+    parameters: str = "device"
     prefetch_layers: Any = "auto"
     writeout_layers: Any = "auto"
     path: str | None = None

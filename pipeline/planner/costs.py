@@ -42,6 +42,7 @@ class Costs:
         self.recompute, layers = recompute, profile.layers
         self.times = _sums(round((x.forward_seconds + self._backward(x)) * PICOSECONDS) for x in layers)
         sizes = [sizes_of([layer]) for layer in layers]
+        self.largest = Largest([size.pop("largest") for size in sizes])
         self.sizes = {what: _sums(size[what] for size in sizes) for what in sizes[0]}
         self.forward_bytes = _over_cuts(len(layers), profile.values)
         self.backward_bytes = _over_cuts(
@@ -75,7 +76,8 @@ class Costs:
     def memory(self, start: int, end: int, rank: int, copies: Sequence[Copies] = ()) -> int:
         """Predicted bytes on a rank; ``copies``: in the place of its own."""
         sizes = {what: sums[end] - sums[start] for what, sums in self.sizes.items()}
-        return (copies or self.copies)[rank].of(**sizes, entered=self.forward_bytes[start])
+        sizes |= {"entered": self.forward_bytes[start], "largest": self.largest.of(start, end)}
+        return (copies or self.copies)[rank].of(**sizes)
 
     def fit(self, spans: Iterable[tuple[tuple[int, int], int, int]], copies: Sequence[Copies] = ()) -> bool:
         """Whether ranks keep to the budget that hold so many ``copies``; ``spans``: the positions of every
@@ -117,6 +119,24 @@ class Costs:
             recompute=self.recompute,
             **decided,
         )
+
+
+class Largest:
+    """The largest of any run of numbers, from those of all runs of 1, 2, 4, .. of them."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        """Look at all runs once."""
+        self._runs = [numbers]
+        while (half := 1 << (len(self._runs) - 1)) * 2 <= len(numbers):
+            last = self._runs[-1]
+            self._runs.append([max(pair) for pair in zip(last, last[half:], strict=False)])
+
+    def of(self, start: int, end: int) -> int:
+        """The largest from ``start`` on and in front of ``end``, 0 of none."""
+        if start == end:
+            return 0
+        level = (end - start).bit_length() - 1
+        return max(self._runs[level][start], self._runs[level][end - (1 << level)])
 
 
 def _sums(amounts: Iterable[int]) -> list[int]:

@@ -45,6 +45,7 @@ def partition(
     tier: str = "device",
     weights: str = "latest",
     weights_tier: str = "device",
+    parameters_tier: str = "device",
     weights_first: bool = False,
     recompute: bool = False,
     prediction: bool = False,
@@ -55,8 +56,7 @@ def partition(
     A rank costs the larger of its seconds per micro-batch and the seconds its links need for the tensors over
     its cuts (unpacked, both directions at once). Of all cuts whose costliest rank is within 5 % of the
     cheapest possible, the one is chosen that the fewest bytes pass; among equals the fewest that are not
-    zero, then behind what writes into the values that pass, then the cheapest costliest rank, then the
-    earliest.
+    zero, then behind what writes into what passes, then the cheapest costliest rank, then the earliest.
 
     Args:
         stages: default: as many as the schedule takes a rank (one or two), or one more than ``cuts``.
@@ -71,14 +71,14 @@ def partition(
         weights: which version of the weights a micro-batch sees: "latest"; of ``async_1f1b`` "stashed" or
             "vertical_sync"; of ``1f1b`` "double_buffered".
         weights_tier: the same for a version of the weights that nothing reads right now.
+        parameters_tier: where parameters and their optimizer state are while no layer reads them: the same.
         weights_first: in a backward, a layer's weight gradient comes before the gradient of its input.
         recompute: saved tensors are not kept: each stage runs a forward again ahead of its backward.
         prediction: of ``async_1f1b``: forwards run with weights expected at their backwards.
         program: the lines of ``schedule="custom"``, one per rank; they place the stages.
     Raises:
         PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
-        ScheduleError: the schedule is not known, or does not suit the counts.
-        CodecError: the codec is not known.
+        ScheduleError: the schedule is not known, or does not suit the counts. CodecError: no such codec.
     """
     _check_arguments(profile, codec, extra_in_flight, optimizer_state)
     _check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
@@ -91,7 +91,7 @@ def partition(
     if layout(schedule) != "neighbours":
         fixed = placed(program) if program else placement(schedule, stages=stages, ranks=ranks)
     extra = extra_in_flight if isinstance(extra_in_flight, int) else 0
-    held: Any = {"tier": tier, "weights_tier": weights_tier}
+    held: Any = {"tier": tier, "weights_tier": weights_tier, "parameters_tier": parameters_tier}
     if streams(schedule, weights):  # every stage of a rank runs at its own time, so the first one counts
         each = min(micro_batches, 2 * stages + 2)  # more only repeat what these do
         make = functools.partial(endless_programs, stages_on(range(stages)), schedule, each)

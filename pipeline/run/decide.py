@@ -118,6 +118,7 @@ def partition_options(config: PlanConfig) -> dict[str, Any]:
         "memory": memory.device,
         "tier": memory.tier,
         "weights_tier": memory.weights,
+        "parameters_tier": memory.parameters,
     }
 
 

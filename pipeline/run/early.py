@@ -17,7 +17,7 @@ from ...conf.parts import MemoryConfig
 from ...conf.planning import PlanningConfig
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.planner.plan import Plan, check_tiers
-from ...stages.planner.rules import check_versions
+from ...stages.planner.rules import check_mirror, check_versions
 from ...stages.units import parse_bytes, parse_rate
 from ..ranks.launch import check_ranks, secret
 from ..ranks.launched import Launched
@@ -53,7 +53,9 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
     _check_schedule(config, () if given else program(config.program))
     check_name(config.codec)
     if given is None:  # else every stage has its own
-        check_tiers(**{"memory.tier": config.memory.tier, "memory.weights": config.memory.weights})
+        memory = config.memory
+        tiers = {"tier": memory.tier, "weights": memory.weights, "parameters": memory.parameters}
+        check_tiers(**{f"memory.{name}": tier for name, tier in tiers.items()})
     if config.link is not None:
         parse_rate(config.link)
     if config.memory.device is not None:
@@ -106,6 +108,7 @@ def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
     if plan.most_extra_in_flight > plan.extra_in_flight:
         decided["extra_in_flight"] = AUTO
     decided |= {"memory.tier": plan.of_stages("tier"), "memory.weights": plan.of_stages("weights_tier")}
+    decided["memory.parameters"] = plan.of_stages("parameters_tier")
     for key, value in decided.items():
         place, name = (config.memory, key[7:]) if key.startswith("memory.") else (config, key)
         if key in keys and getattr(place, name) != value:
@@ -123,7 +126,7 @@ def _check_disk(memory: MemoryConfig) -> None:
     none = str(memory.disk).strip() == "0"
     if memory.disk is not None and not none:
         parse_bytes(memory.disk, name="memory.disk")
-    for name in ("tier", "weights"):
+    for name in ("tier", "weights", "parameters"):
         if none and "disk" in str(getattr(memory, name)).split(","):
             raise ConfigError(
                 f"memory.disk=0 allows nothing on disk, found memory.{name}={getattr(memory, name)}; raise "
@@ -161,6 +164,8 @@ def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
         micro_batches=config.micro_batches,
         extra_in_flight=extra,
     )
+    tier = config.memory.parameters
+    check_mirror(schedule=config.schedule, weights=config.weights, parameters_tier=tier)
     if layout(config.schedule) == "custom":
         if not (isinstance(config, TrainConfig) and config.plan):
             placed(lines)

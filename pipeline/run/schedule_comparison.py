@@ -201,7 +201,8 @@ def _memory(
 
     def held(number: int, in_flight: int) -> int:
         stage, options = plan.stages[number], {"optimizer_state": state, "device": profile.device}
-        options |= {name: getattr(stage, name) for name in ("tier", "weights_tier", "recompute")}
+        decided = ("tier", "weights_tier", "parameters_tier", "recompute")
+        options |= {name: getattr(stage, name) for name in decided}
         there = copies(in_flight, old_versions=versions[number] - 1, **options)
         return there.of(**sizes[number], entered=plan.bytes_entering(number))
 

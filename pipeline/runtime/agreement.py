@@ -22,7 +22,9 @@ from ..ranks.world import World
 from .facts import Fact, of_process
 
 EVERY = 100  # batches between two that are compared
-DECISIONS = ("device", "tier", "weights_tier", "recompute", "codecs", "gradient_codecs")  # of a stage
+DECISIONS = (
+    "device", "tier", "weights_tier", "parameters_tier", "recompute", "codecs", "gradient_codecs",
+)  # of a stage  # fmt: skip
 
 
 class Agreement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from ..ranks.nccl import identity_of, transport_of
 from ..ranks.transport import Transport
 from ..ranks.world import World
 from ..weights.apart import check_apart
+from ..weights.mirrored_update import MirroredUpdate
 from ..weights.optimizers import Named
 from ..weights.scale import Scaler, scale_of
 from ..weights.update import Update
@@ -97,7 +99,9 @@ class Assembly:
             gradients = autocast is not torch.float16 and not scale_of(scaler).checks
             watching = Guard(gradients) if guard else None
             own = self._cut(model, autocast, watching, memory, disk)
-            self.update = Update(
+            mirrors = {s: stage.mirror for s, stage in self.stages.items() if stage.mirror is not None}
+            make = functools.partial(MirroredUpdate, mirrors=mirrors) if mirrors else Update
+            self.update = make(
                 world=self.world,
                 parameters=own.here,
                 owner={name: own.ranks[name] for name, _ in model.named_parameters()},
@@ -134,8 +138,17 @@ class Assembly:
             self.same = SameBatches(self.agreement, self.engine.failures.worded)
             resident.begin()
             self.usage = Usage(
-                plan, own.tensors, self.update.optimizers, resident=resident, devices=self.devices
-            )
+                plan, own.tensors, self.update.optimizers,
+                resident=resident, devices=self.devices, mirrors=mirrors,
+            )  # fmt: skip
+            for mirror in mirrors.values():
+                mirror.push_all()
+
+    def near(self) -> contextlib.AbstractContextManager[None]:
+        """The block, between steps, in which parameters whose tier is not the device are in memory.
+
+        With them are their gradients and the state of the optimizers; what is written to them stays."""
+        return self.update.near()
 
     def close_stages(self) -> None:
         """End the threads of the stages, and let go of what they keep on disk."""

@@ -33,8 +33,9 @@ class Copy:
     """This rank's part of a state as it is now: training may go on while another thread writes it."""
 
     def __init__(self, state: State, update: Update) -> None:
-        self.said, tensors = state.part(update, hidden=True)
-        self.tensors = {name: _copied(tensor) for name, tensor in tensors.items()}
+        with update.near():
+            self.said, tensors = state.part(update, hidden=True)
+            self.tensors = {name: _copied(tensor) for name, tensor in tensors.items()}
 
     def write(self, path: Path) -> dict[str, Any]:
         """Write the part; return what the index says of it.

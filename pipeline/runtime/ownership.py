@@ -15,6 +15,8 @@ from ...compression.errors import PlanError
 from ...compression.names import AUTO
 from ...stages.device import Device
 from ...stages.memory.disk import Disk
+from ...stages.memory.mirror import Mirror
+from ...stages.memory.readers import readers_of, sharing
 from ...stages.memory.room import DiskOptions
 from ...stages.memory.store import UNLIMITED, StoreOptions
 from ...stages.memory.stores import open_store
@@ -25,10 +27,13 @@ from ...stages.stage.guard import Guard
 from ...stages.stage.stage import Stage
 from ...stages.tracing.aliases import said
 from ...stages.tracing.graph import LayerGraph
+from ...stages.tracing.layers import parts_of
 from ...stages.weights.stashing import versions_of
 from ..ranks.world import World
 from ..weights.optimizers import Named
 from .steps import Steps
+
+LEAST_MIRRORED = 1 << 12  # bytes of a parameter from which on moving it is worth the calls
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +105,9 @@ def make_stages(
 
     Args:    memory: the thread that moves what their forwards save.
              stores: what all stores of this process are opened with."""
+    mirrors = {
+        index: mirror_of(index, own, model=model, plan=plan, steps=steps, stores=stores) for index in own.here
+    }
     return {
         index: Stage(
             index,
@@ -122,6 +130,7 @@ def make_stages(
             ),
             weights_first=plan.weights_first,
             recompute=plan.stages[index].recompute,
+            mirror=mirrors[index],
             device=devices[index],
             guard=guard,
         )
@@ -133,5 +142,23 @@ def disk_of(own: Ownership, plan: Plan, options: DiskOptions) -> Disk | None:
     """Return the disk that all stores of this process share; None where no stage of it asks for one.
 
     Raises:  ConfigError: the folder takes no file. PlanError: no size in bytes."""
-    asked = [tier for s in own.here for tier in (plan.stages[s].tier, plan.stages[s].weights_tier)]
+    stages = [plan.stages[index] for index in own.here]
+    asked = {tier for one in stages for tier in (one.tier, one.weights_tier, one.parameters_tier)}
     return Disk(options) if "disk" in asked else None
+
+
+def mirror_of(
+    index: int, own: Ownership, *, model: nn.Module, plan: Plan, steps: Steps, stores: StoreOptions
+) -> Mirror | None:
+    """The mirror of the parameters of a stage; None where they stay."""
+    tier = plan.stages[index].parameters_tier
+    if tier == "device":
+        return None
+    shared = sharing([*model.parameters(), *model.buffers()])
+    runs = []
+    for mode in steps.stage_of:
+        traced, layers = steps.layers(mode, index)
+        runs.append((traced, layers, parts_of(model, traced, layers), steps.shapes.real[mode]))
+    able = {id(parameter) for _, parameter in own.here[index]} - shared
+    readers = readers_of(runs, able)
+    return Mirror(open_store(tier, stores), readers=readers, packs=tier == "packed", min_bytes=LEAST_MIRRORED)

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from ...stages.device import Device
+from ...stages.memory.mirror import Mirror
 from ...stages.planner.plan import Plan
 from ...stages.planner.rank_memory import copies
 from ..schedules.span import Span
@@ -47,7 +48,8 @@ class Usage:
     """What the stages of this process hold, step by step.
 
     Args:    parameters: those of every stage; optimizers: theirs, where a stage has one.
-             resident: the memory of the process; devices: where the stages compute."""
+             resident: the memory of the process; devices: where the stages compute.
+             mirrors: of the parameters, where a stage has one."""
 
     def __init__(
         self,
@@ -57,7 +59,9 @@ class Usage:
         *,
         resident: ResidentMemory,
         devices: Mapping[int, Device],
+        mirrors: Mapping[int, Mirror],
     ) -> None:
+        self.mirrors = mirrors
         self.plan, self.parameters, self.optimizers, self.resident = plan, parameters, optimizers, resident
         self.devices = devices
         for device in {id(device): device for device in devices.values()}.values():
@@ -105,7 +109,8 @@ class Usage:
         asked = len(optimizer.state) if optimizer else 0, [p.requires_grad for p in parameters]
         if stage not in self.held or self.held[stage][0] != asked:
             self.held[stage] = asked, state_bytes(parameters, optimizer)
-        return self.held[stage][1]
+        mirror = self.mirrors.get(stage)  # all that it moves is away now
+        return self.held[stage][1] + (0 if mirror is None else mirror.peak_bytes + mirror.kept_bytes)
 
 
 def state_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None) -> int:

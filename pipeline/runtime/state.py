@@ -96,9 +96,10 @@ class State:
     def gather(self, update: Update, steps: int) -> dict[str, Any]:
         """{"model", "optimizer", "optimizer_class", "scheduler", "scaler", "step"}: everything on rank 0,
         this process's part elsewhere; on the CPU, wherever the stages compute."""
-        said, tensors = self.part(update, hidden=False)
+        with update.near():
+            said, tensors = self.part(update, hidden=False)
+            frames = [encode(tensor.cpu(), codec="raw") for tensor in tensors.values()]
         rows = self.world.all_gather_json([said, list(tensors)], at="the state")
-        frames = [encode(tensor.cpu(), codec="raw") for tensor in tensors.values()]
         gathered = self.world.gather(frames, at="the state")
         if gathered is None:
             rows, gathered = [rows[self.world.rank]], [frames]
@@ -120,7 +121,8 @@ class State:
             check_keys(*((parts["model"], self.keys) if keys is None else (keys, self.expected)))
             mine = {key: self.expected[key] for key in (self.keys if keys is None else self.held)}
             check_model(parts["model"], mine, {k: v for k, v in self.shared.items() if k in mine})
-            update.check(parts)
+            with update.near():
+                update.check(parts)
         except RecursionError as error:
             raise PlanError(
                 "a state ends somewhere, and this one holds itself; take one from state_dict"
@@ -134,9 +136,10 @@ class State:
         Raises: PlanError, on every rank: they have something of other parameters than all ranks together."""
         ours = self.world.all_gather_json([update.names[id(p)] for p in update.tensors()])
         check_names(parts["optimizer"] if names is None else names, {name for some in ours for name in some})
-        update.load(parts["optimizer"], parts.get("scheduler"))
-        update.scale.load(parts.get("scaler"))
-        self._copy(parts["model"])
+        with update.near():
+            update.load(parts["optimizer"], parts.get("scheduler"))
+            update.scale.load(parts.get("scaler"))
+            self._copy(parts["model"])
         return int(parts["step"])
 
     def _copy(self, model: Mapping[str, torch.Tensor]) -> None:

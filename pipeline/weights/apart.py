@@ -85,11 +85,11 @@ def _difference(optimizer: Make, named: Named, stage_of: Mapping[str, int], *, m
     apart = [(make_optimizer(optimizer, own), own) for own in by_stage.values()]
     if said := _settings_differ(_settings(joint, together), [_settings(*one) for one in apart]):
         return said
-    tried = _chosen(joint, together, stage_of)
-    expected = _trained(joint, together, tried)
+    tried = chosen(joint, together, stage_of)
+    expected = trained(joint, together, tried)
     for made, own in apart:
-        for name, outcome in _trained(made, own, tried).items():
-            if _differ(expected[name], outcome):
+        for name, outcome in trained(made, own, tried).items():
+            if differ(expected[name], outcome):
                 return (
                     "an optimizer works on one stage's parameters at a time and "
                     f"{type(joint).__name__} looks at all together: {name} is updated otherwise than apart; "
@@ -130,7 +130,7 @@ def _settings_differ(joint: Mapping[str, Any], apart: Sequence[Mapping[str, Any]
         return f"{rule}, and takes {strange[0]} {where}; choose by name"
     for name, settings in found.items():
         for key, value in settings.items():
-            if key in joint[name] and _differ(joint[name][key], value):
+            if key in joint[name] and differ(joint[name][key], value):
                 return (
                     f"{rule}, and {key} of {name} is {joint[name][key]} with all of the model's and {value} "
                     "with those of its stage; choose it by name"
@@ -138,7 +138,7 @@ def _settings_differ(joint: Mapping[str, Any], apart: Sequence[Mapping[str, Any]
     return ""
 
 
-def _chosen(joint: Optimizer, named: Named, stage_of: Mapping[str, int]) -> list[str]:
+def chosen(joint: Optimizer, named: Named, stage_of: Mapping[str, int]) -> list[str]:
     """One parameter of every kind, the kinds thinned out evenly where they are too many."""
     names, kinds = {id(parameter): name for name, parameter in named}, dict[tuple[object, ...], str]()
     for number, group in enumerate(joint.param_groups):
@@ -150,7 +150,7 @@ def _chosen(joint: Optimizer, named: Named, stage_of: Mapping[str, int]) -> list
     return found[:: math.ceil(len(found) / NUM_TRIED) or 1]
 
 
-def _trained(made: Optimizer | None, named: Named, tried: Sequence[str]) -> dict[str, Outcome]:
+def trained(made: Any, named: Named, tried: Sequence[str]) -> dict[str, Outcome]:
     """What a few updates make of the parameters that are tried."""
     if made is None:
         return {}
@@ -175,14 +175,14 @@ def _random(shape: Sequence[int], dtype: torch.dtype, source: torch.Generator) -
     return torch.randn(shape, generator=source, dtype=drawn).to(dtype)
 
 
-def _differ(a: Any, b: Any) -> bool:
+def differ(a: Any, b: Any) -> bool:
     """Whether tensors or numbers that both hold differ."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return not same_bits(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return any(_differ(a[key], b[key]) for key in a if key in b)
+        return any(differ(a[key], b[key]) for key in a if key in b)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) != len(b) or any(map(_differ, a, b))
+        return len(a) != len(b) or any(map(differ, a, b))
     if isinstance(a, bool | int | float) and isinstance(b, bool | int | float):
         return a != b and not (math.isnan(a) and math.isnan(b))
     return False

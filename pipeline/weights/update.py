@@ -6,6 +6,7 @@ flush, every update is a step of its own."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -87,6 +88,10 @@ class Update:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
+    def near(self) -> contextlib.AbstractContextManager[None]:
+        """The block in which parameters, gradients and the state of the optimizers are where people look."""
+        return contextlib.nullcontext()
+
     def step(self, stage: int) -> None:
         """Update the weights of ``stage``; its n-th update belongs to round n, which one stage opens."""
         self.num_updates[stage] += 1
@@ -96,24 +101,36 @@ class Update:
             self.num_rounds += 1
             self._ready(list(self.weights))
         with self.weights[stage].update():
-            if stage in self.optimizers and not self.skipped:
-                self.optimizers[stage].step()
+            self._step(stage)
         if stage in self.schedulers and not self.skipped:
             self.schedulers[stage].step()
+
+    def _step(self, stage: int) -> None:
+        """Have the optimizer of ``stage`` write its parameters, unless the update is skipped."""
+        if stage in self.optimizers and not self.skipped:
+            self.optimizers[stage].step()
 
     def _ready(self, stages: Sequence[int]) -> None:
         """Make the gradients of ``stages`` what their optimizers shall see, and decide whether they do."""
         for stage in stages:
             self.weights[stage].due()
-            if self.guard is not None:
-                self.guard.check_update(self.parameters[stage])
-        optimizers = [self.optimizers[stage] for stage in stages if stage in self.optimizers]
-        settings = [settings for optimizer in optimizers for settings in optimizer.param_groups]
-        gradients = [p.grad for some in settings for p in some["params"] if p.grad is not None]
-        self.skipped = self.scale.unscale(gradients)
+        self.skipped = self._unscale(stages)
         if self.scale.checks and self.together:
             self.skipped = any(self.world.all_reduce([self.skipped], at="the verdict on overflows"))
         self.scale.update(overflow=self.skipped)
+        self._clip(stages)
+
+    def _unscale(self, stages: Sequence[int]) -> bool:
+        """Take the loss scale off the gradients, which the guard looks at; whether one of them overflowed."""
+        if self.guard is not None:
+            for stage in stages:
+                self.guard.check_update((name, p.grad) for name, p in self.parameters[stage])
+        optimizers = [self.optimizers[stage] for stage in stages if stage in self.optimizers]
+        settings = [settings for optimizer in optimizers for settings in optimizer.param_groups]
+        return self.scale.unscale(p.grad for some in settings for p in some["params"] if p.grad is not None)
+
+    def _clip(self, stages: Sequence[int]) -> None:
+        """Scale the gradients to the largest norm."""
         if self.clip is not None and self.scope == "global":
             clip_together(self.world, self.named, self.clip, owner=self.owner)
         elif self.clip is not None:

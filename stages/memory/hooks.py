@@ -51,7 +51,9 @@ class ParameterFilter:
 
     def also(self, keep: Iterable[Tensor]) -> ParameterFilter:
         """Return the filter that lets those through too."""
-        more = ParameterFilter(keep)
+        return self._with(ParameterFilter(keep))
+
+    def _with(self, more: ParameterFilter) -> ParameterFilter:
         more._storages |= self._storages
         more._shapes |= self._shapes
         return more
@@ -66,6 +68,10 @@ class ParameterFilter:
         if base.is_leaf:  # autocast casts frozen weights outside the graph
             return tensor.dtype in (torch.bfloat16, torch.float16) and tuple(base.shape) in self._shapes
         return _comes_from_leaf(tensor)
+
+    def untouched(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What autograd keeps in the place of a tensor that passes through: the call that gives it back."""
+        return _untouched(tensor)
 
 
 def _comes_from_leaf(tensor: Tensor) -> bool:
@@ -122,7 +128,7 @@ class SavedTensorHooks:
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return what autograd keeps in the place of ``tensor``: the call that gives it back."""
         if not _is_plain(tensor) or self._parameters.holds(tensor):
-            return _untouched(tensor)
+            return self._parameters.untouched(tensor)
         storage = tensor.untyped_storage()
         with self._lock:
             found = self._storages.get(storage._cdata)

@@ -38,11 +38,12 @@ Look = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 class RecomputedActivations(NoOffload):
     """What the micro-batches of one stage save, made again when their backwards come.
 
-    Args:    keep: the stage's parameters and buffers, which pass through untouched."""
+    Args:    keep: the stage's parameters and buffers, which pass through untouched; ``parameters``: what
+             tells them, where they come and go."""
 
-    def __init__(self, keep: Iterable[Tensor]) -> None:
+    def __init__(self, keep: Iterable[Tensor], parameters: ParameterFilter | None = None) -> None:
         kept = list({id(tensor): tensor for tensor in keep}.values())
-        self._parameters, self._runs = ParameterFilter(kept), dict[int, _Run]()
+        self._parameters, self._runs = parameters or ParameterFilter(kept), dict[int, _Run]()
         self._buffers = [tensor for tensor in kept if not isinstance(tensor, nn.Parameter) and tensor.numel()]
 
     @contextlib.contextmanager
@@ -85,7 +86,7 @@ class _Run:
     def leave(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Autograd saves ``tensor`` in the first run; returns what it keeps in its place."""
         if self._parameters.holds(tensor):
-            return functools.partial(_stayed, tensor.detach(), tensor._version)
+            return self._parameters.untouched(tensor)
         self._looks.append(_look(tensor))
         return functools.partial(self._give, len(self._looks) - 1)
 
@@ -136,11 +137,6 @@ def _read(kept: Callable[[], Tensor]) -> Tensor:
 
 def _not_read(_: None) -> Tensor:
     raise StageError("a backward ran inside a forward that runs again; take recompute=false for this stage")
-
-
-def _stayed(tensor: Tensor, version: int) -> Tensor:
-    refuse_written(version, tensor._version)
-    return tensor
 
 
 def _look(tensor: Tensor) -> Look:

@@ -52,6 +52,9 @@ class NoOffload:
     def fetch(self, micro_batch: int) -> None:
         """Do nothing: tensors are on the device."""
 
+    def ahead(self, micro_batch: int) -> None:
+        """Do nothing: tensors are on the device."""
+
     def ready(self, micro_batch: int) -> None:
         """Do nothing: tensors are on the device."""
 
@@ -78,17 +81,19 @@ class SavedActivations(Counters):
         modules: Modules,
         stage: int = 0,
         thread: MemoryThread | None = None,
+        parameters: ParameterFilter | None = None,
     ) -> None:
         """Save into ``store``, packed with ``codec``.
 
-        Args:    keep: the stage's parameters and buffers, which pass through untouched.
+        Args:    keep: the stage's parameters and buffers, which pass through untouched; ``parameters``: what
+                 tells them, where they come and go.
                  min_bytes: smaller storages pass through too.
                  modules: those that the stage's layers call, by path: what they prove is used.
                  thread: that of the rank, which knows when what was saved is read; None: one of its own, for
                  which all of it is far away until it is fetched.
         """
         self._packer = SavedTensorPacker(store, codec=codec, pool=store.pool() or Pool(), num_ahead=0)
-        self._parameters, self._min_bytes = ParameterFilter(keep), min_bytes
+        self._parameters, self._min_bytes = parameters or ParameterFilter(keep), min_bytes
         self._compressor = LayerAwareCompressor(modules)
         self._stage, self._thread = stage, thread or MemoryThread()
         self._micro_batches: dict[int, SavedRun] = {}
@@ -162,6 +167,9 @@ class SavedActivations(Counters):
             if storage.transition("coming", only_from="away"):
                 references.append(weakref.ref(storage))
         fetch(self._packer, references)
+
+    def ahead(self, micro_batch: int) -> None:
+        """Do nothing: the memory thread knows which backward is next."""
 
     def ready(self, micro_batch: int) -> None:
         """A backward begins, which brings back itself what is not there; raises what a thread raised."""

@@ -33,12 +33,14 @@ class LayerProfile:
 
 
 def sizes_of(layers: Iterable[LayerProfile]) -> dict[str, int]:
-    """Bytes of these layers: their parameters, what a micro-batch saves, and what is left of that packed."""
+    """Bytes of these layers: their parameters, what a micro-batch saves, what is left of that packed, and the
+    parameters of the layer that has most."""
     sizes = [
         (x.parameter_bytes, x.saved_bytes, x.saved_bytes if x.packed_bytes is None else x.packed_bytes)
         for x in layers
     ]
-    return dict(zip(("parameters", "saved", "packed"), map(sum, zip(*sizes, strict=True)), strict=True))
+    sums = dict(zip(("parameters", "saved", "packed"), map(sum, zip(*sizes, strict=True)), strict=True))
+    return sums | {"largest": max(size[0] for size in sizes)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

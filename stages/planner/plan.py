@@ -19,7 +19,7 @@ from .asked import Asked
 from .old_plans import from_version_1
 from .plan_stage import PlanStage
 from .plan_table import table
-from .rules import check_extra, check_versions, streams
+from .rules import check_extra, check_mirror, check_versions, streams
 
 VERSION = 2  # 1: ranks, tier and weights_tier beside the stages
 TIERS = ("device", "packed", "host", "disk")
@@ -75,7 +75,8 @@ class Plan:
         if twice := next((layer for layer, other in pairwise(sorted(layers)) if layer == other), None):
             raise PlanError(f"a layer belongs to one stage, the plan has {twice!r} twice")
         for stage in self.stages:
-            check_tiers(tier=stage.tier, weights_tier=stage.weights_tier)
+            check_tiers(**{n: getattr(stage, n) for n in ("tier", "weights_tier", "parameters_tier")})
+            check_mirror(schedule=self.schedule, weights=self.weights, parameters_tier=stage.parameters_tier)
         if sorted(set(self.ranks)) != list(range(len(set(self.ranks)))):
             raise PlanError(
                 f"a plan gives each of its {self.num_stages} stages a rank, and every rank from 0 on a "
@@ -97,9 +98,7 @@ class Plan:
                 "weights=stashed without prediction, or recompute=false"
             )
         if self.micro_batches < 1:
-            raise PlanError(
-                f"a step needs at least one micro-batch, found micro_batches={self.micro_batches}"
-            )
+            raise PlanError(f"a step needs a micro-batch at least, found micro_batches={self.micro_batches}")
         check_extra(self.extra_in_flight, self.most_extra_in_flight, micro_batches=self.micro_batches)
         counts = [n for s in self.stages for n in dataclasses.astuple(s) if isinstance(n, int | float)]
         counts += [self.extra_in_flight, self.most_extra_in_flight]
@@ -244,6 +243,8 @@ def _weights(plan: Plan) -> list[str]:
         parts.append(f"weights {plan.weights}{' with prediction' if plan.prediction else ''}")
     if (tier := plan.of_stages("weights_tier")) != "device":
         parts.append(f"old weights {tier}")
+    if (tier := plan.of_stages("parameters_tier")) != "device":
+        parts.append(f"parameters {tier}")
     if plan.weights_first:
         parts.append("weight gradients first")
     return parts

@@ -19,10 +19,11 @@ class PlanStage:
     ``ranks``: who runs it, one rank until there are replicas; ``device``: what computes, cpu, cuda (the GPU
     of its rank) or cuda:1, None for what its rank computes on; ``tier``: where saved tensors wait for their
     backward (``TIERS``); ``weights_tier``: where a version of its weights waits that no instruction reads
-    right now; ``recompute``: whether a backward runs its forward again. ``codecs``: by name of a value that
-    the stage makes and sends, the codec that it travels in, or under "auto" begins with; ``gradient_codecs``:
-    the same for the gradients that it sends up, by name of their values. What has no codec here has that of
-    the plan.
+    right now; ``parameters_tier``: where its parameters are, with their gradients and what the optimizer
+    keeps, while no layer reads them; ``recompute``: whether a backward runs its forward again. ``codecs``: by
+    name of a value that the stage makes and sends, the codec that it travels in, or under "auto" begins with;
+    ``gradient_codecs``: the same for the gradients that it sends up, by name of their values. What has no
+    codec here has that of the plan.
     Raises:  PlanError: a decision that nothing can run.
     """
 
@@ -39,6 +40,7 @@ class PlanStage:
     device: str | None = None
     tier: str = "device"
     weights_tier: str = "device"
+    parameters_tier: str = "device"
     recompute: bool = False
     codecs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
     gradient_codecs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)

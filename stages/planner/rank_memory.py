@@ -18,17 +18,21 @@ GONE = ("disk",)  # tiers that take it off every device
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
     """How often the bytes of layers are there: their parameters, what a micro-batch saves as it is, and that
-    packed; what entered with it, where the rest is made again."""
+    packed; what entered with it, where the rest is made again. ``largest``: of the parameters of the layer
+    that has most, where layers have theirs only while they run."""
 
     parameters: float
     saved: int
     packed: int
     entered: int = 0
+    largest: float = 0
 
-    def of(self, *, parameters: int = 0, saved: int = 0, packed: int = 0, entered: int = 0) -> int:
+    def of(
+        self, *, parameters: int = 0, saved: int = 0, packed: int = 0, entered: int = 0, largest: int = 0
+    ) -> int:
         """Bytes in all; ``packed``: what is left of ``saved`` when it is packed."""
         kept = self.saved * saved + self.packed * packed + self.entered * entered
-        return math.ceil(self.parameters * parameters) + kept
+        return math.ceil(self.parameters * parameters + self.largest * largest) + kept
 
 
 def copies(
@@ -38,6 +42,7 @@ def copies(
     optimizer_state: float | None = None,
     tier: str = "device",
     weights_tier: str = "device",
+    parameters_tier: str = "device",
     recompute: bool = False,
     device: str = HOST,
 ) -> Copies:
@@ -48,8 +53,9 @@ def copies(
     taken to save nothing of them. What micro-batches saved: in the tier "device" all of it; elsewhere that of
     ``MOVING`` micro-batches as it is, and of the others what is left of it packed. A tier that is ``AWAY``
     leaves nothing of the others on a device, but on a CPU its memory is the rank's own, unless it is ``GONE``
-    from there too. With ``recompute`` it
-    is what one of them saved, and what entered with all of them.
+    from there too. With ``recompute`` it is what one of them saved, and what entered with all of them. With
+    ``parameters_tier`` what belongs to the parameters is there for ``MOVING`` layers, and what waits where
+    the tier leaves it on the device.
     """
     here = in_flight if tier == "device" else min(in_flight, MOVING)
     if recompute:
@@ -59,4 +65,9 @@ def copies(
     state = 1.0 if optimizer_state is None else optimizer_state
     packed = 0 if recompute or tier in leaves else in_flight - here
     entered = in_flight if recompute else 0
-    return Copies(parameters=2 + state + versions, saved=here, packed=packed, entered=entered)
+    whole = 2 + state
+    if parameters_tier == "device":
+        return Copies(parameters=whole + versions, saved=here, packed=packed, entered=entered)
+    waits = 0 if parameters_tier in leaves else whole
+    near = MOVING * whole
+    return Copies(parameters=waits, saved=here, packed=packed, entered=entered, largest=near)

@@ -46,6 +46,16 @@ def check_versions(
         )
 
 
+def check_mirror(*, schedule: str, weights: str, parameters_tier: str) -> None:
+    """Refuse a mirror of the parameters where there are several versions of them at a time."""
+    if parameters_tier != "device" and streams(schedule, weights):
+        asked = f"schedule={schedule}" if schedule == STREAM else f"weights={weights}"
+        raise PlanError(
+            f"a mirror has one version of the parameters, and {asked} reads several at a time, found "
+            f"parameters {parameters_tier}; leave them on the device, or take a schedule with a flush"
+        )
+
+
 def check_extra(least: int, most: int, *, micro_batches: int) -> None:
     """Refuse counts of micro-batches in flight beyond the schedule's own that no search can go through."""
     if most and not least <= most <= max(least, micro_batches):

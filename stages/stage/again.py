@@ -35,6 +35,7 @@ class Again:
 
     Args:       received: what entered; of what the layers write to a copy is kept.
                 moved: names of layers whose modules are not set as they were when traced, at the first run.
+                saved: is told of the layers as they run again.
     Attributes: tied: parameters of other stages among what is kept."""
 
     def __init__(
@@ -47,14 +48,15 @@ class Again:
         seed: Callable[[str], int],
         generators: Sequence[torch.Generator],
         moved: Collection[str],
+        saved: NoOffload,
     ) -> None:
         known = route.record.values
         self._kept = {n: copied(item) if known[n].writers else item for n, item in received.items()}
         self._parts, self._route, self._anchor = parts, route, anchor
-        self._options: Any = {"seed": seed, "generators": generators, "moved": moved}
+        self._options: Any = {"seed": seed, "generators": generators, "moved": moved, "saved": saved}
         self.tied = [self._kept[number] for number in route.tied]
 
     def __call__(self) -> None:
         """Run them; the graph that this makes is nobody's."""
         values = entered(self._kept, self._route, anchor=self._anchor, gradients={})
-        walk(values, self._parts, route=self._route, saved=NoOffload(), **self._options)
+        walk(values, self._parts, route=self._route, **self._options)

@@ -50,10 +50,10 @@ class Guard:
             watch.note(f"{what} first in {where}")
         return watch
 
-    def check_update(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def check_update(self, named: Iterable[tuple[str, torch.Tensor | None]]) -> None:
         """Refuse an update whose gradients, by the names of their parameters, are not all finite."""
-        for name, parameter in named if self.gradients else ():
-            if (gradient := parameter.grad) is not None:
+        for name, gradient in named if self.gradients else ():
+            if gradient is not None:
                 gradient = gradient._values() if gradient.layout is torch.sparse_coo else gradient
                 _check_gradient(gradient, f"parameter {name}", "")
 

@@ -17,8 +17,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from ...compression.errors import StageError
 from ..device import Device
-from ..memory.recomputed import RecomputedActivations
-from ..memory.saved import NoOffload, SavedActivations
+from ..memory.mirror import Mirror
+from ..memory.saved import NoOffload
 from ..memory.store import Store
 from ..memory.thread import MemoryThread
 from ..tracing.layers import Layer, Traced, casting, parts_of, run_output
@@ -29,6 +29,7 @@ from .frozen import Frozen
 from .guard import Guard
 from .route import Route
 from .running import Running
+from .saving import saving
 from .walk import NO_LAYERS, walk
 from .weights_first import run_weights_first
 
@@ -54,15 +55,16 @@ class Stage:
         weights: WeightVersions | None = None,
         weights_first: bool = False,
         recompute: bool = False,
+        mirror: Mirror | None = None,
         device: Device | None = None,
         guard: Guard | None = None,
     ) -> None:
-        """``store`` keeps saved tensors until their backward, packed with ``codec``; None: nothing does.
+        """``store`` keeps saved tensors until their backward, packed with ``codec``; ``memory`` moves them.
 
-        ``memory``: the thread that moves them.
         ``weights``: which version of its parameters a micro-batch sees; None: there is one.
         ``weights_first``: a layer's weights come before its feature map in ``backward``, for memory.
         ``recompute``: saved tensors are not kept, the forward runs again ahead of its backward.
+        ``mirror``: where its parameters are while no layer reads them; None: where they were.
         ``device``: where it computes; None: on the CPU. ``guard``: looks for NaN in what layers make."""
         self.index, self.last = index, last
         self.traced = {"train": train[0], "eval": evaluation[0]}
@@ -79,22 +81,14 @@ class Stage:
         self.weights_first, self.recompute = weights_first, recompute
         self.running: dict[int, Running] = {}
         self.weights = weights or WeightVersions()
-        self.saved: SavedActivations | NoOffload = NoOffload()
+        self.mirror = mirror
         self.stores = store is not None or recompute  # what its forwards save is not where autograd put it
-        self.plain = type(self.weights) is WeightVersions and autocast is None and not self.stores
-        self.plain &= not self.device.is_gpu
-        if store is not None:
-            self.saved = SavedActivations(
-                store,
-                keep=self._tensors(),
-                codec=codec,
-                min_bytes=LEAST_SAVED,
-                modules=self.parts["train"].modules,
-                stage=index,
-                thread=memory,
-            )
-        elif recompute:
-            self.saved = RecomputedActivations(self._tensors())
+        modules, how = self.parts["train"].modules, {"codec": codec, "min_bytes": LEAST_SAVED, "stage": index}
+        self.saved, self.aside = saving(
+            store, mirror, tensors=self._tensors(), modules=modules, recompute=recompute, thread=memory, **how
+        )
+        self.plain = type(self.weights) is WeightVersions and type(self.saved) is NoOffload
+        self.plain &= autocast is None and not self.device.is_gpu
 
     @property
     def held(self) -> set[int]:
@@ -129,7 +123,9 @@ class Stage:
         Returns: the values to send, by number, and the model's outputs on the last stage, else None."""
         running = self.running[micro_batch] = Running(route.asks)
         parts, how = self.parts["train"], {"seed": seed, "generators": self.generators, "moved": self.moved}
-        again = Again(received, parts, route=route, anchor=self.anchor, **how) if self.recompute else None
+        again = None
+        if self.recompute:
+            again = Again(received, parts, route=route, anchor=self.anchor, saved=self.aside, **how)
         values = entered(received, route, anchor=self.anchor, gradients=running.gradients)
         with _NOTHING if self.plain else self._inside(micro_batch, batch, values, route):
             running.watch = self.guard and self.guard.watch(received, route)
@@ -169,6 +165,7 @@ class Stage:
     def fetch(self, micro_batch: int | None) -> None:
         """Ahead of ``backward``: begin to bring back the weights that it reads."""
         if micro_batch in self.running:
+            self.saved.ahead(micro_batch)
             self.weights.fetch(micro_batch)
 
     def lose(self, micro_batch: int, weighted_loss: torch.Tensor) -> None:
@@ -244,6 +241,6 @@ class Stage:
         """The layers in eval mode without autograd: the values to send, the outputs on the last stage."""
         values = dict(received)
         with torch.no_grad(), self.device.current(), casting(self.autocast, self.device.torch):
-            env = walk(values, self.parts["eval"], route=route, saved=NoOffload(), seed=None)
+            env = walk(values, self.parts["eval"], route=route, saved=self.aside, seed=None)
             outputs = run_output(self.traced["eval"], env, self.parts["eval"]) if self.last else None
         return {number: values[number] for number, _ in route.sends}, outputs

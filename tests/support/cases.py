@@ -54,6 +54,7 @@ class Case:
     late: tuple = ()  # ranks that compute on a device that does everything late
     deadline: float = 30
     guard: bool = False
+    parameters_tier: str = "device"
 
     def __str__(self):
         shown = [
@@ -77,7 +78,8 @@ def marked(parameter, model):
     return pytest.param(parameter, id=str(parameter), marks=pytest.mark.slow if model in LARGE else ())
 
 
-VERSIONS = ("weights", "weights_tier", "weights_first", "recompute", "prediction", "program")
+VERSIONS = ("weights", "weights_tier", "parameters_tier", "weights_first", "recompute", "prediction")
+VERSIONS += ("program",)
 
 
 @functools.cache

@@ -80,7 +80,8 @@ def _differences(case):
             if report.loss == expected["loss"]
             else [f"step {step} reported loss {report.loss} {expected['loss']}"]
         )
-        gradients = {name: p.grad for name, p in model.named_parameters()}
+        with pipe.near():
+            gradients = {name: p.grad for name, p in model.named_parameters()}
         found += [
             f"step {step} gradient {n}"
             for n, g in expected["gradients"].items()
@@ -142,11 +143,12 @@ def _rank_differences(case, plan_path, random_layers):
             if report.loss == expected["loss"]
             else [f"step {report.step} loss {report.loss} {expected['loss']}"]
         )
-        found += [
-            f"step {report.step} gradient {n}"
-            for n, p in mine.items()
-            if not same_layout(expected["gradients"][n], p.grad)
-        ]
+        with pipe.near():
+            found += [
+                f"step {report.step} gradient {n}"
+                for n, p in mine.items()
+                if not same_layout(expected["gradients"][n], p.grad)
+            ]
         state = pipe.state_dict()
         found += scale_differences(case, state, expected)
         if pipe.rank == 0:

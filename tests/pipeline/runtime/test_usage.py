@@ -45,7 +45,8 @@ def usage(device=None, **options):
     profile = profile_of([layer_of("a", size=400, saved=1000), layer_of("b", size=40, saved=100)])
     plan = partition(profile, cuts=["a"], ranks=2, **options)
     devices: dict[int, Device] = dict.fromkeys((0, 1), device or Device())
-    return Usage(plan, {0: [torch.zeros(100)], 1: [torch.zeros(10)]}, {}, resident=Still(), devices=devices)
+    tensors: dict[int, list[torch.Tensor]] = {0: [torch.zeros(100)], 1: [torch.zeros(10)]}
+    return Usage(plan, tensors, {}, resident=Still(), devices=devices, mirrors={})
 
 
 def test_parameters_gradients_and_state_of_the_optimizer_count():

@@ -68,6 +68,7 @@ def plans(draw):
             device=draw(st.sampled_from([None, "cpu", "cuda", "cuda:3"])),
             tier=draw(st.sampled_from(TIERS)),
             weights_tier=draw(st.sampled_from(TIERS)),
+            parameters_tier=draw(st.sampled_from(TIERS)),
             codecs=draw(st.dictionaries(names, st.sampled_from(CODEC_NAMES), max_size=2)),
             gradient_codecs=draw(st.dictionaries(names, st.sampled_from(CODEC_NAMES), max_size=2)),
         )
@@ -360,6 +361,14 @@ def test_what_stages_differ_in_is_shown_for_each():
         (
             {"stages": (stage_of("a", weights_tier="tape"),)},
             "weights_tier is one of device, packed, host, disk, found 'tape'",
+        ),
+        (
+            {"stages": (stage_of("a", parameters_tier="attic"),)},
+            "parameters_tier is one of device, packed, host, found 'attic'",
+        ),
+        (
+            {"stages": (stage_of("a", parameters_tier="host"), stage_of("b")), "schedule": "async_1f1b"},
+            "a mirror has one version of the parameters, and schedule=async_1f1b reads several at a time",
         ),
         ({"stages": ()}, "one stage or more"),
         ({"stages": (stage_of("a"), stage_of("b"), stage_of("a"))}, "found 'a' twice|'a' twice"),

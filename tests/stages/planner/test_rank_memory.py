@@ -10,6 +10,7 @@ from profiles import layer_of, profile_of
 from torch import nn
 
 from penstock import measure, partition, trace
+from penstock.pipeline.planner.costs import Largest
 from penstock.stages.planner.rank_memory import copies
 
 WEIGHTS, SAVED, PACKED = 1000, 100, 10
@@ -41,6 +42,31 @@ WEIGHTS, SAVED, PACKED = 1000, 100, 10
 )
 def test_what_is_there(in_flight, options, expected):
     assert copies(in_flight, **options).of(parameters=WEIGHTS, saved=SAVED, packed=PACKED) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"parameters_tier": "packed"}, 3000 + 2 * 3 * 70),
+        ({"parameters_tier": "host", "optimizer_state": 2.0}, 4000 + 2 * 4 * 70),
+        ({"parameters_tier": "packed", "device": "cuda"}, 3000 + 2 * 3 * 70),
+        ({"parameters_tier": "host", "device": "cuda"}, 2 * 3 * 70),
+    ],
+)
+def test_of_a_mirror_two_layers_are_there_besides(options, expected):
+    assert (
+        copies(4, **options).of(parameters=WEIGHTS, saved=SAVED, packed=PACKED, largest=70) == expected + 400
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
+def test_the_largest_layer_of_any_run_of_layers(count):
+    numbers = [(7 * i) % 11 for i in range(count)]
+    largest = Largest(list(numbers))
+    for start in range(count):
+        assert largest.of(start, start) == 0
+        for end in range(start + 1, count + 1):
+            assert largest.of(start, end) == max(numbers[start:end])
 
 
 def test_the_search_counts_what_a_tier_leaves():

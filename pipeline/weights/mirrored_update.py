@@ -1,0 +1,134 @@
+"""The update of stages whose parameters are in a mirror: layer by layer, with the bits of one at once.
+
+    if anybody looks at all gradients first    of each turn come, are checked, unscaled, measured, and leave
+    then                                       of each turn all comes, is clipped and updated, and leaves
+
+Source: steps S2 and S5 of the resource management of distributed deep learning (the accesses of the update go
+        to the mirror, where the historical gradients are)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...stages.memory.mirror import Mirror
+from .clip import device_of, norm_together, norms, total_norm
+from .in_turn import InTurn, check_in_turn
+from .update import Update
+
+Gradients = Mapping[str, torch.Tensor]
+
+
+class MirroredUpdate(Update):
+    """An ``Update`` of stages of which some have a mirror; takes what that takes, and the ``mirrors``."""
+
+    def __init__(self, *, mirrors: Mapping[int, Mirror], **settings: Any) -> None:
+        """Raises: PlanError: an optimizer cannot update layer by layer."""
+        self.mirrors = mirrors
+        self._depth = 0
+        super().__init__(**settings)
+        self._totals: dict[int, torch.Tensor | None] = {}
+        self._norms: dict[str, tuple[float, float]] = {}
+        self._device = torch.device("meta")
+        self._in_turn: dict[int, InTurn] = {}
+        self._rest: dict[int, list[torch.nn.Parameter]] = {}
+        for stage, mirror in mirrors.items():
+            away = {id(parameter) for turn in mirror.turns for parameter in turn}
+            self._rest[stage] = [p for _, p in self.parameters[stage] if id(p) not in away]
+            if (made := self.optimizers.get(stage)) is not None:
+                mirror.bind(made)
+                turns = [*mirror.turns, self._rest[stage]]
+                turn_of = {self.names[id(p)]: place for place, turn in enumerate(turns) for p in turn}
+                check_in_turn(self.optimizer, list(self.parameters[stage]), turn_of, made)
+                self._in_turn[stage] = InTurn(made, turns)
+
+    def begin(self) -> None:
+        """Nothing is in flight."""
+        super().begin()
+        for mirror in self.mirrors.values():
+            mirror.begin()
+
+    @contextlib.contextmanager
+    def near(self) -> Iterator[None]:
+        """The block in which everything is near; what is written there stays."""
+        self._depth += 1
+        try:
+            for mirror in self.mirrors.values() if self._depth == 1 else ():
+                mirror.pull_all()
+            yield
+        finally:
+            self._depth -= 1
+            for mirror in self.mirrors.values() if not self._depth else ():
+                mirror.push_all()
+
+    def _unscale(self, stages: Sequence[int]) -> bool:
+        """Look at the gradients as ``Update`` does, those of one turn after the other."""
+        plain = [stage for stage in stages if stage not in self.mirrors]
+        overflow = super()._unscale(plain)
+        self._norms = {}
+        if self.guard is None and self.clip is None and not self.scale.checks:
+            return overflow
+        for stage in stages:
+            if stage in plain:
+                self._measure({name: p.grad for name, p in self.parameters[stage] if p.grad is not None})
+                continue
+            for turn in self.mirrors[stage].turns:
+                with self.mirrors[stage].gradients(turn, written=self.scale.checks) as gradients:
+                    overflow |= self._looked_at({self.names[key]: g for key, g in gradients.items()}, stage)
+            rest = {self.names[id(p)]: p.grad for p in self._rest[stage] if p.grad is not None}
+            overflow |= self._looked_at(rest, stage)
+        return overflow
+
+    def _looked_at(self, gradients: Gradients, stage: int) -> bool:
+        """Check, unscale and measure a few gradients; whether one of them is infinite or no number."""
+        if self.guard is not None:
+            self.guard.check_update(gradients.items())
+        made = self.optimizers.get(stage)
+        known = {id(p) for group in made.param_groups for p in group["params"]} if made else set()
+        scaled = [g for name, g in gradients.items() if id(self.named[name]) in known]
+        overflow = self.scale.unscale(scaled)
+        self._measure(gradients)
+        return overflow
+
+    def _measure(self, gradients: Gradients) -> None:
+        if self.clip is not None and gradients:
+            self._norms |= norms(gradients)
+            self._device = device_of(gradients)
+
+    def _clip(self, stages: Sequence[int]) -> None:
+        """Know the norm; gradients of a mirror are scaled when they come to be updated."""
+        self._totals = {}
+        if self.clip is None:
+            return
+        if self.scope == "global":
+            total = norm_together(self.world, self._norms, owner=self.owner, device=self._device)
+            self._totals = dict.fromkeys(stages, total)
+        else:
+            for stage in stages:
+                found = [self._norms[name] for name, _ in self.parameters[stage] if name in self._norms]
+                self._totals[stage] = total_norm(found, device=self._device)
+        for stage in stages:
+            if stage not in self.mirrors:
+                self._scale(stage, [p for _, p in self.parameters[stage]])
+
+    def _scale(self, stage: int, parameters: Sequence[torch.nn.Parameter]) -> None:
+        if self.clip is not None and (total := self._totals.get(stage)) is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, total)
+
+    def _step(self, stage: int) -> None:
+        """Update turn by turn."""
+        if stage not in self.mirrors:
+            super()._step(stage)
+            return
+        mirror, in_turn = self.mirrors[stage], self._in_turn.get(stage)
+        if self.skipped and self.clip is None:
+            return
+        for place, turn in enumerate([*mirror.turns, self._rest[stage]]):
+            mirror.prefetch(place + 1)
+            with mirror.whole(turn) if place < len(mirror.turns) else contextlib.nullcontext():
+                self._scale(stage, turn)
+                if in_turn is not None and not self.skipped:
+                    in_turn.step_of(place)

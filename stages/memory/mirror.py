@@ -1,0 +1,249 @@
+"""The mirror of a stage's parameters: a store has their master copy, and few of them are near at a time.
+
+    forward    a layer's parameters come before it and leave after it
+    backward   they come when the first of its nodes reads them, or when their gradient has been computed;
+               a gradient leaves as soon as it was added, and its parameter with it
+    update     layer by layer: parameters, gradients and what the optimizer keeps of them come, and leave
+
+What autograd saved of a parameter is a note of where it lies in it: who reads the note has it brought.
+Source: steps S2, S4, S5 and S7 of the resource management of distributed deep learning (parameters, gradients
+        and historical gradients have their place in host memory, where the update finds them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ..tracing.layers import Layer
+from .parameter_memory import Kept, ParameterMemory
+from .saved_storage import refuse_written
+from .store import Store
+from .tensor_memory import Frames, may_leave
+from .tensor_view import TensorView, bytes_around, view_of
+
+Turn = Sequence[Parameter]
+NEAR = 2  # layers whose parameters stay near in a backward, where branches of a network take turns
+
+
+class Mirror:
+    """The parameters of one stage that may leave, by the layers that read them.
+
+    Attributes: turns: those parameters in parts, layer by layer: an update takes one part after the other.
+                peak_bytes: the most of ``near_bytes`` in this step."""
+
+    def __init__(
+        self, store: Store, *, readers: Mapping[str, Sequence[Parameter]], packs: bool, min_bytes: int
+    ) -> None:
+        """Begin with all of them near.
+
+        Args:    readers: by name of a layer, in running order, the parameters that it reads.
+                 packs: they are packed where that pays.
+                 min_bytes: smaller ones stay near, as smaller tensors of an optimizer do."""
+        self._frames, self._min_bytes = Frames(store, packs=packs), min_bytes
+        self._all: dict[int, ParameterMemory] = {}
+        self._by_layer: dict[str, list[ParameterMemory]] = {}
+        self.turns: list[list[Parameter]] = []
+        for name, read in readers.items():
+            able = [p for p in read if id(p) in self._all or may_leave(p.data, min_bytes=min_bytes)]
+            if first := [p for p in able if id(p) not in self._all]:
+                self._all |= {id(p): ParameterMemory(self._frames, p, len(self.turns)) for p in first}
+                self.turns.append(first)
+            self._by_layer[name] = [self._all[id(p)] for p in able]
+        self._near = dict.fromkeys(self._all.values())
+        self._storages = {one.storage: one for one in self._near}
+        self._recent: list[int] = []  # turns, in a backward
+        self._walks = False  # a forward runs
+        self._soon: list[ParameterMemory] = []  # brought ahead
+        self._optimizer: Optimizer | None = None
+        self._hooks: list[Any] = []
+        self.peak_bytes = 0
+
+    @property
+    def near_bytes(self) -> int:
+        """Bytes of parameters near or brought ahead, their gradients, and what an optimizer keeps of them."""
+        here = sum(one.near_bytes(self._kept(one.parameter)) for one in self._near)
+        return here + sum(one.ahead_bytes for one in self._soon)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what it moves, near or not: parameters, gradients, and what the optimizer keeps."""
+        return sum(one.num_bytes for one in self._all.values())
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the store's frames that are on the device of the parameters."""
+        store = self._frames.store
+        devices = {one.parameter.device for one in self._all.values()}
+        return 0 if all(map(store.takes_away, devices)) else store.num_bytes
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes that came and that left so far, unpacked."""
+        return self._frames.bytes_in, self._frames.bytes_out
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """Tell of the optimizer of these parameters, whose state of them leaves with them."""
+        self._optimizer = optimizer
+
+    def begin(self) -> None:
+        """A step begins: no gradient is left of the one before, and gradients leave when they are final."""
+        self.peak_bytes = self.near_bytes
+        for one in self._all.values():
+            one.forget_gradient()
+            if one.parameter.requires_grad and not one.hooked:
+                one.hooked = True
+                added = functools.partial(self._added, one)
+                self._hooks.append(one.parameter.register_hook(functools.partial(self._arrives, one)))
+                self._hooks.append(one.parameter.register_post_accumulate_grad_hook(added))
+
+    # -- forward ----------------------------------------------------------------------------------------
+
+    def layer_done(self, done: Layer | None, following: Layer | None) -> None:
+        """Between two layers of a forward: what ``done`` read leaves, what ``following`` reads comes."""
+        wanted = self._by_layer.get(following.name, []) if following is not None else []
+        if done is None:
+            self.settle()
+        for one in self._by_layer.get(done.name, ()) if done is not None else ():
+            if one not in wanted:
+                self._leave(one)
+        self._walks = following is not None
+        for one in wanted:
+            self._come(one)
+        if wanted:
+            self._note_peak()
+            self.prefetch(max(one.turn for one in wanted) + 1)
+
+    def prefetch(self, turn: int) -> None:
+        """Begin to bring the parameters of a turn that is wanted soon, and in a backward their gradients."""
+        found = self.turns[turn] if 0 <= turn < len(self.turns) else ()
+        before, self._soon = self._soon, [self._all[id(parameter)] for parameter in found]
+        for one in (one for one in before if one.turn != turn):
+            one.forget_ahead()
+        for one in self._soon:
+            one.fetch(gradient=not self._walks)
+
+    def settle(self) -> None:
+        """All of them leave: between two walks, and where one failed."""
+        for one in list(self._near):
+            self._leave(one)
+        self.prefetch(-1)
+        self._recent.clear()
+        self._walks = False
+
+    # -- backward ---------------------------------------------------------------------------------------
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is one of the parameters that are near, or a part of one."""
+        return tensor.untyped_storage()._cdata in self._storages
+
+    def saved(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What autograd keeps in the place of ``tensor``, which ``holds``: the call that gives it back."""
+        one = self._storages[tensor.untyped_storage()._cdata]
+        begins = tensor.data_ptr() - one.parameter.data_ptr()
+        view = None if tensor is one.parameter else view_of(tensor)._replace(start=begins)
+        return functools.partial(self._read, one, view, tensor._version)
+
+    def _read(self, one: ParameterMemory, view: TensorView | None, version: int) -> Tensor:
+        refuse_written(version, one.parameter._version)
+        self._wanted(one)
+        return one.parameter.detach() if view is None else view.over(bytes_around(0, one.parameter.data))
+
+    def _wanted(self, one: ParameterMemory) -> None:
+        """A backward reads it: it comes, and what was near longest leaves."""
+        if one.near:
+            return
+        self._come(one)
+        if not self._walks and one.turn not in self._recent:
+            self.prefetch(one.turn - 1)
+            self._recent.append(one.turn)
+            if len(self._recent) > NEAR:
+                last = self._recent.pop(0)
+                for other in [other for other in self._near if other.turn == last]:
+                    self._leave(other)
+
+    def _arrives(self, one: ParameterMemory, gradient: Tensor) -> None:
+        """Ahead of adding ``gradient``: what there is of it comes."""
+        self._wanted(one)
+        one.bring_gradient()
+
+    def _added(self, one: ParameterMemory, _: Tensor) -> None:
+        self._note_peak()
+        self.push_gradient(one.parameter)
+        if not self._walks:
+            self._leave(one)
+
+    def push_gradient(self, parameter: Parameter) -> None:
+        """The gradient of ``parameter`` leaves; one that is not dense stays."""
+        self._all[id(parameter)].push_gradient()
+
+    # -- update -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def gradients(self, turn: Turn, *, written: bool) -> Iterator[dict[int, Tensor]]:
+        """The block in which the gradients of ``turn`` are near, by the identity of their parameters.
+
+        Args:    written: what is done to them there stays."""
+        ours = [self._all[id(p)] for p in turn]
+        found = [one.look_at_gradient() for one in ours]
+        yield {id(p): gradient for p, gradient in zip(turn, found, strict=True) if gradient is not None}
+        for one, gradient in zip(ours, found, strict=True):
+            one.looked_at(gradient, written=written)
+
+    @contextlib.contextmanager
+    def whole(self, turn: Turn) -> Iterator[None]:
+        """The block in which ``turn`` is near as it would be without a mirror, to be written."""
+        self._pull(turn)
+        yield
+        self._note_peak()
+        self._push(turn)
+
+    def pull_all(self) -> None:
+        """All parameters come, with their gradients and the state of the optimizer."""
+        for turn in self.turns:
+            self._pull(turn)
+        self._note_peak()
+
+    def push_all(self) -> None:
+        """All of them leave as they are now."""
+        for turn in self.turns:
+            self._push(turn)
+
+    def close(self) -> None:
+        """The model has all its parameters again, and keeps them."""
+        self.pull_all()
+        self._frames.ahead.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _pull(self, turn: Turn) -> None:
+        for one in (self._all[id(parameter)] for parameter in turn):
+            self._come(one)
+            one.pull(self._kept(one.parameter))
+
+    def _push(self, turn: Turn) -> None:
+        for one in (self._all[id(parameter)] for parameter in turn):
+            one.push(self._kept(one.parameter), min_bytes=self._min_bytes)
+            self._leave(one)
+
+    def _come(self, one: ParameterMemory) -> None:
+        if not one.near:
+            one.come()
+            self._near[one], self._storages[one.storage] = None, one
+
+    def _leave(self, one: ParameterMemory) -> None:
+        if one.near and one.leave():
+            del self._near[one], self._storages[one.storage]
+
+    def _kept(self, parameter: Parameter) -> Kept:
+        return {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
+
+    def _note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.near_bytes)

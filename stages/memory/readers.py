@@ -1,0 +1,91 @@
+"""Which layers of a stage read which of its parameters, and which parameters only they read.
+
+Only such a parameter may be away while none of these layers runs. What else may look at one keeps it near: a
+layer of another stage, the outputs of the model, a layer that returns the parameter itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import Parameter
+
+from ..tracing.layers import Layer, Parts, Traced
+from ..tracing.probe import Probe
+
+
+def readers_of(
+    runs: Iterable[tuple[Traced, Sequence[Layer], Parts, Probe]], own: Collection[int]
+) -> dict[str, list[Parameter]]:
+    """By name of a layer, in running order, the parameters that it reads and that may be away else.
+
+    Args:    runs: of every mode its trace, the layers of this stage, their parts, and what is known of it.
+             own: identities of the parameters that this stage owns."""
+    found: dict[str, list[Parameter]] = {}
+    near: set[int] = set()
+    for traced, layers, parts, record in runs:
+        near |= _sparse(parts.modules.values())
+        read = _reads(traced, layers, parts, record, near)
+        for name, parameters in read.items():
+            found[name] = _once([*found.get(name, ()), *parameters])
+    return {name: [p for p in some if id(p) in own and id(p) not in near] for name, some in found.items()}
+
+
+def _reads(
+    traced: Traced, layers: Sequence[Layer], parts: Parts, record: Probe, near: set[int]
+) -> dict[str, list[Parameter]]:
+    """What the layers read; ``near`` grows by what others look at."""
+    here = {layer.node for layer in layers}
+    read: dict[fx.Node, list[Parameter]] = {layer.node: _directly(layer, parts) for layer in layers}
+    number_of = {layer.node: n for n, layer in enumerate(traced.layers)}
+    for node in here:
+        for number in record.outputs[node].values:
+            value = record.values[number]
+            if not value.parameter or value.producer != number_of[node]:
+                continue
+            if node.op != "get_attr":  # it returns one of those that it reads, and nobody knows which
+                near |= {id(p) for p in read[node]}
+                continue
+            parameter = parts.tensors[str(node.target)]
+            assert isinstance(parameter, Parameter)
+            for user in value.users:
+                if user == len(traced.layers) or traced.layers[user].node not in here:
+                    near.add(id(parameter))
+                else:
+                    read[traced.layers[user].node].append(parameter)
+    near |= {id(p) for p in _given(traced.output, parts)}
+    return {layer.name: _once(read[layer.node]) for layer in layers}
+
+
+def _directly(layer: Layer, parts: Parts) -> list[Parameter]:
+    """The parameters of its module, and those that it is given where it is used."""
+    node = layer.node
+    if node.op == "get_attr":
+        return []
+    own = list(parts.modules[str(node.target)].parameters()) if node.op == "call_module" else []
+    return [*own, *_given(node, parts)]
+
+
+def _given(node: fx.Node, parts: Parts) -> list[Parameter]:
+    named = [parts.tensors.get(str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+    return [tensor for tensor in named if isinstance(tensor, Parameter)]
+
+
+def _once(parameters: Iterable[Parameter]) -> list[Parameter]:
+    return list({id(parameter): parameter for parameter in parameters}.values())
+
+
+def _sparse(modules: Iterable[nn.Module]) -> set[int]:
+    """Parameters whose gradients are sparse, which are added and updated otherwise."""
+    within = (m for module in modules for m in module.modules() if getattr(m, "sparse", False) is True)
+    return {id(parameter) for module in within for parameter in module.parameters()}
+
+
+def sharing(tensors: Iterable[Tensor]) -> set[int]:
+    """Identities of those that lie in the same memory as another one."""
+    places: dict[int, set[int]] = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            places.setdefault(tensor.untyped_storage()._cdata, set()).add(id(tensor))
+    return {key for keys in places.values() if len(keys) > 1 for key in keys}

@@ -1,0 +1,496 @@
+"""Law L1 where parameters are in a mirror, that few of them are near, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases import CUSTOM, Case, on_ranks, parameters
+from far import FarStore
+from law import differences, rank_differences, state_differences
+from reference import plain_loop, same_bits
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from traps import TRAPS
+from zoo import build, cross_entropy
+
+import penstock
+from penstock import PlanError, StageError
+from penstock.pipeline.runtime import ownership
+
+PACKED: dict[str, Any] = {"parameters_tier": "packed"}
+HOST: dict[str, Any] = {"parameters_tier": "host"}
+
+
+@pytest.fixture(autouse=True)
+def everything_moves(monkeypatch):
+    """Else little of these small models leaves."""
+    monkeypatch.setattr(ownership, "LEAST_MIRRORED", 1)
+
+
+@pytest.fixture
+def far(monkeypatch):
+    """Stores that keep nothing of what they are given but its bytes, in a file."""
+    made = []
+
+    def open_store(tier):
+        made.append(FarStore())
+        return made[-1]
+
+    monkeypatch.setattr(ownership, "open_store", open_store)
+    return made
+
+
+CASES = [
+    Case(model="mlp", cuts=3, **PACKED),
+    Case(model="mlp", cuts=1, schedule="gpipe", optimizer="adamw", **HOST),
+    Case(model="mlp", cuts=4, ranks=2, schedule="interleaved", micro_batches=5, **PACKED),
+    Case(model="mlp", cuts=4, ranks=2, schedule="zbv", micro_batches=5, codec="raw", **HOST),
+    Case(model="mlp", cuts=3, ranks=2, schedule="custom", program=CUSTOM, **PACKED),
+    Case(model="mlp", cuts=2, weights_first=True, optimizer="adamw", **HOST),
+    Case(model="mlp", cuts=2, clip=None, scheduler=True, **PACKED),
+    Case(model="mlp", cuts=2, clip_scope="stage", optimizer="nesterov", **HOST),
+    Case(model="mlp", cuts=2, scaler=(2.0**120, 2), steps=4, **PACKED),
+    Case(model="mlp", cuts=2, scaler=(2.0**120, 2), steps=4, clip=None, **HOST),
+    Case(model="mlp", cuts=2, scaler=1024.0, scheduler=True, **PACKED),
+    Case(model="mlp", cuts=2, guard=True, **HOST),
+    Case(model="residual", cuts=3, **PACKED),
+    Case(model="residual_channels_last", cuts=2, schedule="gpipe", tier="packed", **PACKED),
+    Case(model="residual", cuts=3, recompute=True, **HOST),
+    Case(model="tied", cuts="every", schedule="zb_h1", **PACKED),
+    Case(model="tied", cuts=1, optimizer="adam", **PACKED),
+    Case(model="gated", cuts="every", schedule="gpipe", dtype=torch.bfloat16, **HOST),
+    Case(model="penalized", cuts=2, **HOST),
+    Case(model="gpt_relu", cuts=3, autocast=torch.bfloat16, micro_batches=5, tier="host", **PACKED),
+    Case(model="gpt_tied", cuts=2, steps=2, recompute=True, **PACKED),
+    Case(model="gpt_tied", cuts=4, ranks=2, schedule="dualpipev", micro_batches=5, steps=2, **HOST),
+    Case(model="gpt_gelu_dropout", cuts=2, steps=2, tier="packed", **PACKED),
+    Case(model="resnet18", cuts=3, steps=2, **PACKED),
+    Case(model="densenet", cuts=2, steps=1, **HOST),
+    *(Case(model=f"dag{i}", cuts=("random", 3, i), steps=2, **PACKED) for i in range(6)),
+]
+OF_TRAPS = [Case(model=name, cuts="every", steps=2, schedule="gpipe", **PACKED) for name in TRAPS]
+
+
+@pytest.mark.parametrize("case", parameters([*CASES, *OF_TRAPS]))
+def test_a_mirror_has_the_bits_of_the_plain_loop(case):
+    assert differences(case) == []
+
+
+@pytest.mark.parametrize("case", parameters([*CASES[:3], *CASES[6:10], *CASES[12:17], *CASES[19:23]]))
+def test_so_it_has_where_the_store_copies_what_it_is_given(case, far):
+    assert differences(case) == []
+    assert far
+    assert any(store.num_puts for store in far)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(model="resnet18", cuts=2, steps=2, **PACKED),
+        Case(model="gpt_tied", cuts=2, steps=2, optimizer="adamw", tier="packed", **HOST),
+        Case(model="mlp", cuts=4, ranks=2, schedule="interleaved", scaler=(2.0**120, 2), steps=4, **PACKED),
+    ],
+    ids=str,
+)
+def test_ranks_have_the_bits_of_the_plain_loop(case, ranks, tmp_path):
+    assert on_ranks(ranks, rank_differences, case, tmp_path) == []
+
+
+def deep(layers: int = 12, width: int = 64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(m for _ in range(layers) for m in (nn.Linear(width, width, bias=False), nn.Tanh()))
+    )
+
+
+BATCH = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+
+
+def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
+
+
+def made(
+    model: nn.Module, *, optimizer: Any = torch.optim.AdamW, batch: Tensor = BATCH, **options: Any
+) -> Any:
+    of_pipeline = {name: options.pop(name) for name in ("clip", "loss", "guard", "scaler") if name in options}
+    graph = penstock.trace(model, (batch[:2],))
+    options = {"stages": 1, "micro_batches": 4, "parameters_tier": "packed", **options}
+    plan = penstock.partition(penstock.measure(graph, (batch[:2],), repeats=1), **options)
+    return penstock.Pipeline(model, plan, optimizer=optimizer, **{"loss": squares, **of_pipeline})
+
+
+def bytes_near(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """What parameters, gradients and state of the optimizer have in memory of their own."""
+    found = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state.get(p, {}).values())]
+    return sum(t.untyped_storage().nbytes() for t in found if isinstance(t, Tensor) and t.dim())
+
+
+@pytest.mark.parametrize("tier", ["packed", "host"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_few_of_twelve_layers_are_near_at_a_time(tier, recompute, far):
+    model, most = deep(), 0
+    pipe = made(model, parameters_tier=tier, recompute=recompute)
+    optimizer, one = pipe.update.optimizers[0], 64 * 64 * 4
+
+    def look(*_: Any) -> None:
+        nonlocal most
+        most = max(most, bytes_near(model, optimizer))
+
+    for module in model:
+        module.register_forward_hook(look)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(look)
+    step = optimizer.step
+    optimizer.step = lambda: (look(), step(), look())
+    for _ in range(3):
+        pipe.step(BATCH, BATCH)
+        assert bytes_near(model, optimizer) == 0
+    assert one <= most <= 4 * one  # of 48: a parameter, its gradient, and what Adam keeps of it
+    assert most <= pipe.stages[0].mirror.peak_bytes <= 5 * one + 64  # and one that is brought ahead
+
+
+def test_nothing_keeps_the_memory_of_a_parameter_that_left(far):
+    model = deep()
+    linear = [module for module in model if isinstance(module, nn.Linear)]
+    alive = [StorageWeakRef(module.weight.untyped_storage()) for module in linear]
+    pipe = made(model)
+    assert all(reference.expired() for reference in alive)
+    alive.clear()
+
+    def note(module: nn.Linear, *_: Any) -> None:
+        alive.append(StorageWeakRef(module.weight.untyped_storage()))
+        assert sum(not reference.expired() for reference in alive) <= 1
+
+    for module in linear:
+        module.register_forward_hook(note)
+    pipe.step(BATCH, BATCH)
+    assert len(alive) == 48
+    assert all(reference.expired() for reference in alive)
+
+
+def test_close_gives_the_model_all_that_it_had():
+    model = deep(3)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    pipe = made(model)
+    assert [parameter.numel() for parameter in model.parameters()] == [0, 0, 0]
+    pipe.close()
+    assert all(map(same_bits, before, model.parameters()))
+    model(BATCH).sum().backward()  # no hook of the mirror is left
+    assert all(p.grad is not None and p.numel() for p in model.parameters())
+
+
+def test_inside_of_near_people_read_and_write():
+    model = deep(3)
+    pipe = made(model)
+    pipe.step(BATCH, BATCH)
+    with pipe.near(), torch.no_grad():
+        with pipe.near():
+            pass
+        assert all(p.grad is not None for p in model.parameters())
+        assert {len(state) for state in pipe.update.optimizers[0].state.values()} == {3}
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    assert [parameter.numel() for parameter in model.parameters()] == [0, 0, 0]
+    assert all((tensor == 0.5).all() for tensor in pipe.state_dict()["model"].values())
+
+
+def test_a_write_to_what_is_away_is_refused():
+    model = deep(3)
+    pipe = made(model)
+    with torch.no_grad():
+        next(model[2].parameters()).mul_(2)
+    with pytest.raises(StageError, match=r"written to where it is near, .*inside of Pipeline.near"):
+        pipe.step(BATCH, BATCH)
+
+
+class Returned(nn.Module):
+    """One of its layers is a parameter that goes on as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.end = nn.ParameterList([torch.ones(64)]), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale[0].contiguous().float()
+        return self.end(torch.tanh(x) * scale) * scale
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_parameter_under_several_names_is_there_for_all_its_readers(frozen, far):
+    models = [Returned(), Returned()]
+    models[1].load_state_dict(models[0].state_dict())
+    for each in models:
+        each.scale[0].requires_grad_(not frozen)
+    model, plain = models
+    batches = [(BATCH, BATCH)] * 3
+    optimizer = lambda named: torch.optim.Adagrad(  # noqa: E731
+        [(name, p) for name, p in named if p.requires_grad], lr=0.1
+    )
+    pipe = made(model, optimizer=optimizer, clip=1.0)
+    loop = plain_loop(plain, batches, loss=squares, optimizer=optimizer, micro_batches=4, clip=1.0)
+    for (x, y), expected in zip(batches, loop, strict=True):
+        pipe.step(x, y)
+        assert state_differences(pipe.state_dict(), plain, expected["optimizer"]) == []
+
+
+KINDS: dict[str, Any] = {
+    "momentum": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
+    "foreach": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, foreach=True),
+    "fused": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, fused=True),
+    "adamw": torch.optim.AdamW,
+    "adamw_foreach": lambda named: torch.optim.AdamW(named, foreach=True),
+    "adamw_fused": lambda named: torch.optim.AdamW(named, fused=True),
+    "amsgrad": lambda named: torch.optim.Adam(named, amsgrad=True),
+    "adagrad": torch.optim.Adagrad,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adadelta": torch.optim.Adadelta,
+    "rmsprop": lambda named: torch.optim.RMSprop(named, centered=True, momentum=0.5),
+    "rprop": torch.optim.Rprop,
+    "asgd": torch.optim.ASGD,
+    "adamax": torch.optim.Adamax,
+    "adafactor": torch.optim.Adafactor,
+    "groups": lambda named: torch.optim.AdamW(
+        [{"params": [p for n, p in named if ("2" in n) == one], "lr": 0.1 + one} for one in (False, True)]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizers_that_treat_each_parameter_by_itself_keep_their_bits(kind, far):
+    model, plain = deep(3), deep(3)
+    batches = [(BATCH, BATCH)] * 3
+    pipe = made(model, optimizer=KINDS[kind], clip=0.01)
+    loop = plain_loop(plain, batches, loss=squares, optimizer=KINDS[kind], micro_batches=4, clip=0.01)
+    for (x, y), expected in zip(batches, loop, strict=True):
+        assert pipe.step(x, y).loss == expected["loss"]
+        assert state_differences(pipe.state_dict(), plain, expected["optimizer"]) == []
+
+
+class Counts(torch.optim.SGD):
+    """Its rate falls with every step of it, in one number for all."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+        return super().step(closure)
+
+
+def hooked(named: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(named, lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (lambda named: Counts(named, lr=0.1), r"Counts looks at all together: .* use SGD or Adam"),
+        (hooked, "SGD has hooks on its steps; remove them"),
+    ],
+    ids=["counts", "hooked"],
+)
+def test_others_are_refused_by_name(optimizer, said):
+    with pytest.raises(PlanError, match=said):
+        made(deep(3), optimizer=optimizer)
+    made(deep(3), optimizer=optimizer, parameters_tier="device").close()
+
+
+def test_one_that_takes_no_other_parameters_is_tried_by_its_class():
+    model = deep(3)
+    known = {id(parameter) for parameter in model.parameters()}
+
+    def own(named: Any) -> torch.optim.Optimizer:
+        assert all(id(parameter) in known for _, parameter in named)
+        return Counts(named, lr=0.1)
+
+    with pytest.raises(PlanError, match="Counts looks at all together"):
+        made(model, optimizer=own)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"schedule": "async_1f1b", "stages": 2}, r"schedule=async_1f1b reads several at a time"),
+        ({"weights": "double_buffered", "stages": 2}, r"weights=double_buffered reads several at a time"),
+        ({"parameters_tier": "far"}, r"parameters_tier is one of .*found 'far'"),
+    ],
+    ids=["async", "double_buffered", "unknown"],
+)
+def test_what_a_mirror_does_not_go_with_is_refused_by_the_plan(options, said):
+    with pytest.raises(PlanError, match=said) as refused:
+        made(deep(3), **options)
+    assert str(refused.value).count(". ") == 0
+
+
+def test_a_checkpoint_in_the_middle_goes_on_with_the_same_bits(tmp_path, far):
+    case = Case(model="gpt_tied", cuts=2, optimizer="adamw", steps=4)
+    trained = []
+    for stops in (False, True):
+        model, batches = build(case.model, None, 4)
+        pipe = resumed(model, batches)
+        for number, (x, y) in enumerate(batches):
+            if stops and number == 2:
+                penstock.save(pipe, tmp_path / "checkpoint")
+                pipe.close()
+                model, _ = build(case.model)
+                pipe = resumed(model, batches)
+                penstock.load(pipe, tmp_path / "checkpoint")
+            if number % 2:
+                pipe.evaluate(x)
+            pipe.step(x, y)
+        trained.append(pipe.state_dict())
+    assert same_state(*trained)
+
+
+def test_a_state_loads_with_and_without_a_mirror(far):
+    model, batches = build("residual")
+    pipe = resumed(model, batches)
+    pipe.step(*batches[0])
+    state = pipe.state_dict()
+    for tier in ("device", "packed"):
+        other, _ = build("residual")
+        again = resumed(other, batches, parameters_tier=tier)
+        again.load_state_dict(state)
+        assert same_state(again.state_dict(), state)
+        for x, y in batches[1:]:
+            again.step(x, y)
+        trained = again.state_dict()
+        again.close()
+        assert same_state(trained, resumed_from(state, batches))
+
+
+def resumed_from(state: Any, batches: Any) -> Any:
+    model, _ = build("residual")
+    pipe = resumed(model, batches, parameters_tier="device")
+    pipe.load_state_dict(state)
+    for x, y in batches[1:]:
+        pipe.step(x, y)
+    return pipe.state_dict()
+
+
+def resumed(model: nn.Module, batches: Any, **options: Any) -> Any:
+    options = {"stages": 2, "micro_batches": 3, "loss": cross_entropy, **options}
+    return made(model, batch=batches[0][0], **options)
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Whether the tensors of two states have the same bits."""
+    pairs = [(one["model"][name], tensor) for name, tensor in other["model"].items()]
+    for name, kept in other["optimizer"].items():
+        pairs += [(one["optimizer"][name]["state"][what], item) for what, item in kept["state"].items()]
+    return all(same_bits(a, b) for a, b in pairs)
+
+
+def test_evaluation_brings_and_takes_parameters_too(far):
+    model, batches = build("residual")
+    plain, _ = build("residual")
+    pipe = resumed(model, batches)
+    with torch.no_grad():
+        expected = plain.eval()(batches[0][0])
+    assert same_bits(pipe.evaluate(batches[0][0]), expected)
+    assert all(p.numel() == 0 for p in model.parameters())
+
+
+def test_small_parameters_stay(monkeypatch):
+    monkeypatch.setattr(ownership, "LEAST_MIRRORED", 64 * 64 * 4)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    pipe = made(model)
+    pipe.step(BATCH, BATCH)
+    assert [parameter.numel() for parameter in model.parameters()] == [0, 64, 0, 64]
+
+
+def test_parameters_in_one_memory_and_sparse_gradients_stay():
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False))
+    both = torch.randn(2, 64, 64)
+    model[0].weight.data, model[2].weight.data = both[0], both[1]
+    pipe = made(model, optimizer=torch.optim.SGD)
+    assert pipe.stages[0].mirror.turns == []
+    assert pipe.step(BATCH, BATCH).loss > 0
+    table = nn.Sequential(nn.Embedding(20, 64, sparse=True), nn.Linear(64, 64, bias=False))
+    pipe = made(table, optimizer=torch.optim.SGD, batch=torch.randint(20, (8,)))
+    assert [[tuple(memory) for memory in turn] for turn in pipe.stages[0].mirror.turns] == [[()]]
+    pipe.step(torch.randint(20, (8,)), BATCH)
+    assert table[0].weight.shape == (20, 64)
+
+
+def test_frozen_layers_come_and_go_and_may_be_unfrozen(far):
+    model, plain = deep(4), deep(4)
+    batches = [(BATCH, BATCH)] * 4
+    for each in (model, plain):
+        each[2].weight.requires_grad_(False)
+    pipe = made(model, clip=1.0)
+    loop = plain_loop(plain, batches, loss=squares, optimizer=torch.optim.AdamW, micro_batches=4, clip=1.0)
+    for number, (x, y) in enumerate(batches):
+        if number == 2:
+            for each in (model, plain):
+                each[2].weight.requires_grad_(True)
+        expected = next(loop)
+        pipe.step(x, y)
+        assert state_differences(pipe.state_dict(), plain, expected["optimizer"]) == []
+        assert [parameter.numel() for parameter in model.parameters()] == [0] * 4
+
+
+def test_in_a_backward_few_frozen_layers_are_near(far):
+    model, near = deep(12), []
+    for parameter in [*model.parameters()][1:]:
+        parameter.requires_grad_(False)
+    pipe = made(model, optimizer=lambda named: torch.optim.SGD([p for n, p in named if n == "0.weight"], 0.1))
+    first = next(model.parameters())
+    first.register_post_accumulate_grad_hook(
+        lambda _: near.append(bytes_near(model, pipe.update.optimizers[0]))
+    )
+    pipe.step(BATCH, BATCH)
+    assert len(near) == 4
+    assert max(near) <= 3 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_overflow_in_one_layer_skips_the_update_of_all(clip, far):
+    model, plain = deep(3), deep(3)
+    for each in (model, plain):  # only the gradient of the first weight is too large
+        with torch.no_grad():
+            next(each.parameters()).mul_(1e-20)
+    batches = [(BATCH * 1e20, BATCH)] * 2
+    scaler = torch.amp.GradScaler("cpu", init_scale=1e25)
+    scaler.set_backoff_factor(1.0)
+    pipe = made(model, optimizer=torch.optim.SGD, clip=clip, scaler=1e25)
+    options: Any = {"loss": squares, "optimizer": torch.optim.SGD, "micro_batches": 4}
+    loop = plain_loop(plain, batches, clip=clip, scaler=scaler, **options)
+    for (x, y), expected in zip(batches, loop, strict=True):
+        pipe.step(x, y)
+        assert state_differences(pipe.state_dict(), plain, expected["optimizer"]) == []
+        with pipe.near():
+            for name, parameter in model.named_parameters():
+                assert same_bits(parameter.grad, expected["gradients"][name]), name
+        finite = [bool(gradient.isfinite().all()) for gradient in expected["gradients"].values()]
+        assert finite == [False, clip is None, clip is None]  # the norm of all is no number
+
+
+def test_a_failed_step_leaves_a_mirror_that_gives_all_back():
+    model = deep(3)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    pipe = made(model)
+    model[2].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(StageError, match="ZeroDivisionError"):
+        pipe.step(BATCH, BATCH)
+    pipe.close()
+    assert all(map(same_bits, before, model.parameters()))
+
+
+def test_a_plan_says_it_and_counts_it():
+    graph = penstock.trace(deep(), (BATCH,))
+    profile = penstock.measure(graph, (BATCH,), repeats=1)
+    plans = [
+        penstock.partition(profile, stages=2, micro_batches=4, parameters_tier=tier)
+        for tier in ("device", "packed")
+    ]
+    assert "parameters packed" in str(plans[1])
+    assert "parameters" not in str(plans[0]).partition("\n")[0]
+    assert [stage.parameters_tier for stage in plans[1].stages] == ["packed", "packed"]
+    one = 64 * 64 * 4  # on a CPU a frame is in the same memory; of two layers all is there besides
+    for there, away in zip(plans[0].stages, plans[1].stages, strict=True):
+        assert away.memory_bytes - there.memory_bytes == 2 * 3 * one

@@ -1,0 +1,119 @@
+"""A mirror by itself: what it brings and takes between layers, and that a write while it is near stays."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from far import FarStore
+from torch import nn
+
+from penstock.compression.errors import StageError
+from penstock.stages.memory.mirror import Mirror
+from penstock.stages.memory.store import Store
+
+LAYERS: list[Any] = [SimpleNamespace(name=name) for name in "abc"]
+
+
+def mirror_of(store, **options):
+    """A mirror of three parameters, each read by a layer, all of them away."""
+    parameters = [nn.Parameter(torch.full((32,), float(i))) for i in range(3)]
+    readers = {layer.name: [p] for layer, p in zip(LAYERS, parameters, strict=True)}
+    mirror = Mirror(store, readers=readers, packs=False, min_bytes=1)
+    mirror.begin()
+    mirror.push_all()
+    return mirror, parameters
+
+
+def sizes(parameters):
+    return [parameter.numel() for parameter in parameters]
+
+
+@pytest.mark.parametrize("kind", [Store, FarStore])
+def test_between_layers_one_leaves_and_the_next_one_comes(kind):
+    mirror, parameters = mirror_of(kind())
+    seen = []
+    for done, following in zip([None, *LAYERS], [*LAYERS, None], strict=True):
+        mirror.layer_done(done, following)
+        seen.append(sizes(parameters))
+    assert seen == [[32, 0, 0], [0, 32, 0], [0, 0, 32], [0, 0, 0]]
+    mirror.close()
+    assert [float(parameter.detach().sum()) for parameter in parameters] == [0, 32, 64]
+
+
+@pytest.mark.parametrize("kind", [Store, FarStore])
+def test_what_is_written_between_two_layers_stays(kind):
+    mirror, parameters = mirror_of(kind())
+    mirror.layer_done(None, LAYERS[1])
+    with torch.no_grad():
+        parameters[1].add_(1)
+    mirror.layer_done(LAYERS[1], None)
+    mirror.layer_done(None, LAYERS[1])
+    assert float(parameters[1].detach().sum()) == 64
+    mirror.close()
+
+
+def test_what_autograd_saved_is_brought_and_must_not_be_written_to():
+    mirror, parameters = mirror_of(FarStore())
+    mirror.layer_done(None, LAYERS[1])
+    whole, part = mirror.saved(parameters[1]), mirror.saved(parameters[1].view(4, 8)[1:, 2:])
+    mirror.layer_done(LAYERS[1], None)
+    assert sizes(parameters) == [0, 0, 0]
+    assert part().shape == (3, 6)
+    assert torch.equal(whole(), torch.ones(32))
+    mirror.settle()
+    mirror.layer_done(None, LAYERS[1])
+    with torch.no_grad():
+        parameters[1].mul_(2)
+    for read in (whole, part):
+        with pytest.raises(StageError, match="must not be written to before its backward"):
+            read()
+    mirror.close()
+
+
+def test_what_is_brought_ahead_is_let_go_where_it_is_not_wanted():
+    mirror, _ = mirror_of(FarStore())
+    for turn in (0, 1, 2, 1):
+        mirror.prefetch(turn)
+        mirror._frames.ahead.drain()
+        assert mirror.near_bytes == 128
+        assert sum(one.ahead_bytes for one in mirror._all.values()) == 128
+    mirror.settle()
+    assert sum(one.ahead_bytes for one in mirror._all.values()) == 0
+    mirror.close()
+
+
+class Broken(FarStore):
+    """Cannot be read."""
+
+    def get(self, key):
+        raise OSError("the disk is gone")
+
+
+def test_what_a_thread_raised_is_raised_by_who_waits_for_it():
+    mirror, _ = mirror_of(Broken())
+    mirror.prefetch(0)
+    with pytest.raises(OSError, match="the disk is gone"):
+        mirror.layer_done(None, LAYERS[0])
+
+
+def wait_for(gate):
+    """Keep the thread busy until ``gate`` is set."""
+    gate.wait()
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_thread_that_is_late_brings_nothing(comes):
+    mirror, _ = mirror_of(FarStore())
+    gate = threading.Event()
+    mirror._frames.ahead.submit(lambda: wait_for(gate))
+    mirror.prefetch(0)
+    if comes:
+        mirror.layer_done(None, LAYERS[0])
+    else:
+        mirror.prefetch(-1)
+    gate.set()
+    mirror._frames.ahead.drain()
+    assert [one.ahead_bytes for one in mirror._all.values()] == [0, 128 * comes, 0]
+    mirror.close()

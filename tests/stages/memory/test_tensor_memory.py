@@ -1,0 +1,88 @@
+"""The bytes of a tensor in a store: what comes back has the bits, strides and address mod 64 that it had."""
+
+import pytest
+import torch
+from far import FarStore
+from reference import same_bits
+
+from penstock.stages.memory.host_store import HostStore
+from penstock.stages.memory.store import Store, StoreOptions
+from penstock.stages.memory.tensor_memory import Frames, TensorMemory, hollow, may_leave
+
+
+def special(dtype=torch.float32):
+    return torch.tensor([0.0, -0.0, float("nan"), float("inf"), -1.5, 2.0] * 100).to(dtype)
+
+
+SHAPES = {
+    "plain": lambda: special(),
+    "zeros": lambda: torch.zeros(40, 50),
+    "bfloat16": lambda: special(torch.bfloat16),
+    "channels_last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "gaps": lambda: torch.randn(30, 20)[:, 3:9],
+    "transposed": lambda: torch.randn(7, 9).t(),
+    "misaligned": lambda: torch.randn(500)[3:],
+    "complex": lambda: torch.randn(30, dtype=torch.complex64),
+    "whole numbers": lambda: torch.arange(300),
+    "bool": lambda: torch.rand(300) > 0.5,
+}
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("kind", [Store, HostStore, FarStore])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_comes_back_is_what_left(shape, kind, packs):
+    tensor, frames = SHAPES[shape](), Frames(kind(), packs=packs)
+    expected, looks = tensor.clone(), (tensor.stride(), tensor.data_ptr() % 64)
+    memory = TensorMemory(frames, tensor)
+    assert memory.put(tensor)
+    hollow(tensor)
+    assert tensor.numel() == 0
+    for found in (memory.get(), memory.get(), memory.take()):
+        assert same_bits(found, expected)
+        assert (found.stride(), found.data_ptr() % 64) == looks
+    assert not memory.stored
+    assert frames.store.num_bytes == 0
+    assert (frames.bytes_out, frames.bytes_in) == (memory.num_bytes, 3 * memory.num_bytes)
+
+
+@pytest.mark.parametrize("kind", [Store, FarStore])
+def test_what_was_not_written_is_not_moved_again(kind):
+    frames = Frames(kind(), packs=False)
+    memory = TensorMemory(frames, tensor := special())
+    memory.put(tensor)
+    read = memory.get()
+    assert memory.put(read, written=False)
+    assert frames.bytes_out == memory.num_bytes
+    memory.put(torch.zeros_like(read), written=True)
+    assert not memory.get().any()
+    assert frames.bytes_out == 2 * memory.num_bytes
+
+
+def test_a_frame_that_is_not_packed_is_the_tensors_own_memory():
+    tensor, frames = special(), Frames(Store(), packs=False)
+    memory = TensorMemory(frames, tensor)
+    memory.put(tensor)
+    assert memory.get().data_ptr() == tensor.data_ptr()
+
+
+def test_what_finds_no_room_stays():
+    memory = TensorMemory(Frames(Store(StoreOptions(budget=100)), packs=False), tensor := special())
+    assert not memory.put(tensor)
+    assert not memory.stored
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(0),
+        torch.zeros(3),
+        torch.zeros(30).to_sparse(),
+        torch.randn(30, dtype=torch.complex64).conj(),
+        torch.zeros(30, device="meta"),
+    ],
+    ids=["empty", "small", "sparse", "conjugate", "meta"],
+)
+def test_what_may_not_leave(tensor):
+    assert not may_leave(tensor, min_bytes=16)
+    assert may_leave(torch.zeros(30), min_bytes=16)

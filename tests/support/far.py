@@ -1,0 +1,37 @@
+"""A store as far away as a disk: what it keeps is no tensor, and it lends one buffer that it uses again."""
+
+import torch
+
+from penstock.compression.pool import Frame
+from penstock.stages.memory.store import Store, UnpooledBuffers
+
+
+class FarStore(Store):
+    """Frames leave memory with ``put``; what ``get`` lent is overwritten by the next one."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.pool, self.num_puts = {}, UnpooledBuffers(), 0
+        self.lent = torch.empty(0, dtype=torch.uint8)
+
+    def takes_away(self, device):
+        return True
+
+    def put(self, key, frame):
+        assert key not in self.kept, "a key is dropped before it is put again"
+        self.kept[key] = frame.bytes.contiguous().numpy().tobytes()
+        self._num_bytes[key] = frame.num_bytes
+        self.num_puts += 1
+        frame.release()
+
+    def get(self, key):
+        kept = torch.frombuffer(bytearray(self.kept[key]), dtype=torch.uint8)
+        self.lent.fill_(0xAB)  # whoever kept what was lent reads this
+        if len(self.lent) < len(kept):
+            self.lent = torch.empty(len(kept), dtype=torch.uint8)
+        self.lent[: len(kept)] = kept
+        return Frame(self.lent, len(kept), self.pool)
+
+    def drop(self, key):
+        self.kept.pop(key, None)
+        self._num_bytes.pop(key, None)
