@@ -69,11 +69,11 @@ def test_a_gradient_ends_with_the_layer_that_read_it(way):
 
         def arrived(gradients):
             gone.append(weakref.ref(gradients[0]))
-            most.append(sum(reference() is not None for reference in gone))
+            most.append(len({id(found) for reference in gone if (found := reference()) is not None}))
 
         x.grad_fn.register_prehook(arrived)
         product.grad_fn.register_prehook(arrived)
     loss = x.sum()
     way([(loss, None)], *([anchor] if way is run_weights_first else []))
-    assert len(most) == 12
+    assert len(most) == (12 if way is run else 18)  # a linear layer runs in two halves
     assert max(most) <= 2
