@@ -5,6 +5,7 @@ Packing into a fresh buffer is six times slower than into a kept one, because of
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 
@@ -40,9 +41,22 @@ class Pool:
         try:
             buffer = self._idle[size].pop()
         except LookupError:
-            buffer = self._new(size)
-        self._lent[id(buffer)] = size
+            buffer = self._larger(size)
+            if buffer is None:
+                buffer = self._new(size)
+        self._lent[id(buffer)] = buffer.numel()
         return buffer
+
+    def turn(self) -> None:
+        """A step ended: what is taken from now on may repeat it."""
+
+    def _larger(self, size: int) -> Tensor | None:
+        """An idle buffer of up to twice the size: frames of one tensor are not always as long."""
+        for other in sorted(list(self._idle)):
+            if size < other <= 2 * size:
+                with contextlib.suppress(LookupError):
+                    return self._idle[other].pop()
+        return None
 
     def give(self, buffer: Tensor) -> None:
         """Take back what ``take`` lent, itself and not a part of it."""

@@ -12,22 +12,26 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ...compression.pool import Pool
 from ...stages.device import Device
 from .staged import Direct, StagedTransport
 from .transport import GlooTransport, LocalTransport, Transport
 from .world import World
 
 
-def transport_of(world: World, *, device: Device, gpus: Sequence[str | None], deadline: float) -> Transport:
+def transport_of(
+    world: World, *, device: Device, gpus: Sequence[str | None], deadline: float, pool: Pool | None = None
+) -> Transport:
     """What carries the frames of a pipeline in ``world``, whose ranks compute on whatever they have.
 
-    Args:    gpus: by rank, which GPU of all it computes on (``identity_of``); collective among those."""
+    Args:    gpus: by rank, which GPU of all it computes on (``identity_of``); collective among those.
+             pool: of the buffers of frames that are packed on the host."""
     if world.is_alone:
-        return LocalTransport()
+        return LocalTransport(pool)
     direct = direct_routes(world, gpus, deadline=deadline)
     if device.is_gpu:
         return StagedTransport(world, device=device, deadline=deadline, direct=direct)
-    return GlooTransport(world, deadline=deadline)
+    return GlooTransport(world, deadline=deadline, pool=pool)
 
 
 def identity_of(device: Device) -> str | None:

@@ -63,8 +63,8 @@ class LocalTransport:
 
     survives_failure = True
 
-    def __init__(self) -> None:
-        self.pool = Pool()
+    def __init__(self, pool: Pool | None = None) -> None:
+        self.pool = pool or Pool()
         self.waiting: dict[Message, Frame] = {}
 
     def begin(self, messages: StepMessages) -> None:
@@ -73,6 +73,7 @@ class LocalTransport:
             for frame in self.waiting.values():
                 frame.release()
             self.waiting.clear()
+            self.pool.turn()
 
     def send(self, message: Message, frame: Frame, messages: StepMessages) -> None:
         """Keep the frame."""
@@ -121,8 +122,8 @@ class GlooTransport:
         self.world, self.rank = world, world.rank
         self.deadline = datetime.timedelta(seconds=deadline)
         self.max_in_flight = max_in_flight
-        self.local = LocalTransport()
-        self.pool = pool or self.local.pool
+        self.local = LocalTransport(pool)
+        self.pool = self.local.pool
         self.channels: dict[int, _Channel] = {}
         self.sent_to: dict[int, int] = {}
         self.sending: deque[tuple[dist.Work, Frame, Message]] = deque()

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...stages.device import Device, is_gpu
+from ...stages.memory.arena_pool import Arena
 from ...stages.memory.options import MemoryOptions
 from ...stages.memory.room import DiskOptions
 from ...stages.memory.store import StoreOptions
@@ -161,7 +162,7 @@ class Assembly:
     def _transport(self, deadline: float) -> Transport:
         device = self.world.device
         gpus = self.agreement.exchange("its GPU", identity_of(device))
-        return transport_of(self.world, device=device, gpus=gpus, deadline=deadline)
+        return transport_of(self.world, device=device, gpus=gpus, deadline=deadline, pool=Arena())
 
     def _place(self, model: nn.Module, device: Device) -> None:
         """Decide where the stages of this process compute, on ``device`` if the plan names no other for them,

@@ -148,7 +148,30 @@ class SavedTensorHooks:
         number = storage.add(tensor, self.layer)
         if self._tell is not None:
             self._tell(tensor, self.layer)
-        return functools.partial(self._read, storage, number, WriteCounter(tensor))
+        return SavedRead(self._read, storage, number, WriteCounter(tensor))
+
+
+class SavedRead:
+    """What autograd keeps in the place of a tensor that may leave: the call that gives it back."""
+
+    __slots__ = ("_number", "_read", "_storage", "_writes")
+
+    def __init__(self, read: Read, storage: SavedStorage, number: int, writes: WriteCounter) -> None:
+        """The saved tensor ``number`` of ``storage``, which ``read`` gives."""
+        self._read, self._number, self._writes = packer, number, writes
+        self._storage: SavedStorage | None = storage
+
+    def __call__(self) -> Tensor:
+        """The tensor; one without elements where it was given up."""
+        if self._storage is None:
+            return torch.empty(0)
+        return self._read(self._storage, self._number, self._writes)
+
+    def give_up(self) -> None:
+        """Nobody asks for it any more, whoever calls."""
+        storage, self._storage = self._storage, None
+        if storage is not None:
+            storage.give_up(self._number)
 
 
 def _untouched(tensor: Tensor) -> Callable[[], Tensor]:

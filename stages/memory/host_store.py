@@ -26,7 +26,7 @@ class PinnedPool(Pool):
         self._lock = threading.RLock()  # a graph that the garbage collector frees gives back in any thread
 
     def _new(self, size: int) -> Tensor:
-        self._num_bytes += size
+        self._sizes.append(size)
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 

@@ -108,6 +108,7 @@ class SavedStorage:
         self._bytes: Bytes | None = Bytes(storage, 0)
         self._last = self.original, 0  # where the bytes were when they were last in memory
         self._unread: set[int] = set()
+        self._given_up: set[int] = set()
         self._restore: Callable[[], Bytes] | None = None  # from the store; None: it was never stored
 
     def add(self, tensor: Tensor, layer: Layer | None) -> int:
@@ -176,13 +177,24 @@ class SavedStorage:
         Raises:  StageError: it was dropped."""
         with self._lock:
             tensor = self.views[number].over(self._bring())
-            self._unread.discard(number)
-            if not self._unread:  # the next pass over the same graph reads all of them again
-                self._unread = set(range(len(self.views)))
-                if self._restore is not None:
-                    self.transition("away")
+            self._was_read(number)
         self.stream.record(tensor)
         return tensor
+
+    def give_up(self, number: int) -> None:
+        """The saved tensor ``number`` is not read again."""
+        with self._lock:
+            self._given_up.add(number)
+            if len(self._given_up) == len(self.views):
+                self._bytes = None
+            self._was_read(number)
+
+    def _was_read(self, number: int) -> None:
+        self._unread.discard(number)
+        if not self._unread:  # the next pass over the same graph reads all of them again
+            self._unread = set(range(len(self.views))) - self._given_up
+            if self._restore is not None:
+                self.transition("away", only_from="resident")
 
     def _bring(self) -> Bytes:
         if self.state == "dropped":

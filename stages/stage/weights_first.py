@@ -7,12 +7,14 @@ Source: steps S5 and S6 and claims 4-5 of the resource management of distributed
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
+from ..memory.hooks import SavedRead
 from .backward import Arrived, exchange, run, run_half
 from .sides import HALVED, Graph, Root, Sides
 
@@ -35,7 +37,7 @@ class _First(Arrived):
         self.gradients = None  # the outer run alone holds on to what arrived, as without this hook
         kind = type(self.node).__name__
         if kind in _OPERANDS and (name := _feature_map(self.node, self.leading)):
-            exchange(getattr(self.node, f"_raw_saved_{name}"), lambda _: None, lambda _: torch.empty(0))
+            _let_go(getattr(self.node, f"_raw_saved_{name}"))
         elif kind == "ConvolutionBackward0":
             _hollow_out(self.node)
 
@@ -61,6 +63,17 @@ def _feature_map(node: Any, leading: set[Node]) -> str | None:
     place, *names = _OPERANDS[type(node).__name__]
     passed_on = [after in leading for after, _ in node.next_functions[place : place + 2]]
     return names[passed_on.index(True)] if sum(passed_on) == 1 else None
+
+
+def _let_go(saved: Any) -> None:
+    """Let go of a saved tensor that is not read again, here or in a memory tier."""
+    kept = None
+    with contextlib.suppress(RuntimeError):  # there is none
+        kept = getattr(saved, "data", None)
+    if isinstance(kept, SavedRead):
+        kept.give_up()
+    else:
+        exchange(saved, lambda _: None, lambda _: torch.empty(0))
 
 
 def _hollow_out(node: Any) -> None:

@@ -16,6 +16,7 @@ CASES = [
     Case(model="mlp", cuts=4, ranks=2, schedule="dualpipev", micro_batches=5, scheduler=True),
     Case(model="mlp", cuts=3, ranks=2, schedule="custom", program=CUSTOM),
     Case(model="mlp", cuts=2, weights_first=True),
+    Case(model="gpt_relu", cuts=2, weights_first=True, tier="packed", steps=2),
     Case(model="resnet18", cuts=RESIDUAL, schedule="zb_h1", steps=2),
     Case(model="resnet18", cuts=RESIDUAL, ranks=2, schedule="zbv", tier="packed", steps=1),
     Case(model="resnet18_channels_last", cuts=3, weights_first=True, steps=1),
