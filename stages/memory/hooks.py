@@ -158,7 +158,7 @@ class SavedRead:
 
     def __init__(self, read: Read, storage: SavedStorage, number: int, writes: WriteCounter) -> None:
         """The saved tensor ``number`` of ``storage``, which ``read`` gives."""
-        self._read, self._number, self._writes = packer, number, writes
+        self._read, self._number, self._writes = read, number, writes
         self._storage: SavedStorage | None = storage
 
     def __call__(self) -> Tensor:
