@@ -165,7 +165,8 @@ class _Lowering:
 
     def _value(self, node: Any) -> str:
         if isinstance(node, ast.Constant):
-            return str(int(node.value))
+            constant: Any = node.value
+            return str(int(constant))
         if isinstance(node, ast.Name):
             return self._new(f"load {self._kinds.get(node.id, 'i64')}, ptr %{node.id}")
         if isinstance(node, ast.Subscript):

@@ -67,13 +67,14 @@ class Fitter:
             raw,
         ]
         given += [zeros(num_sections) for _ in range(3)]
+        last: Any = 0, 0, num_sections, 0, -1
         if compiled:
             kinds = [ctypes.c_int64] * (_NUM_ARGUMENTS + 1)
             call: Any = ctypes.CFUNCTYPE(*kinds)(_code().addresses["fit"])
-            found = call(*[array.ctypes.data for array in given], 0, 0, num_sections, 0, -1)
+            found = call(*[array.ctypes.data for array in given], *last)
         else:
             numbers = [array.tolist() for array in given]
-            found = fitting.fit(*numbers, 0, 0, num_sections, 0, -1)
+            found = fitting.fit(*numbers, *last)
             box, at = numbers[0], numbers[7]
         offsets = [0] * count
         for index, offset in zip(order, at, strict=True):

@@ -1,5 +1,7 @@
 """After its second step a pipeline makes no buffer for frames: it lends out what it has."""
 
+from typing import Any
+
 import pytest
 from cases import Case, on_ranks, pipeline_of, plan_of
 from law import differences
@@ -31,7 +33,7 @@ def made(case, plan):
         pipe = pipeline_of(case, plan, model)
         for step, (x, y) in enumerate(batches):  # noqa: B007
             pipe.step(x, y)
-        arena = pipe.engine.frames.transport.pool
+        arena: Any = pipe.engine.frames.transport.pool
     return counts, arena.num_planned, arena.num_deviating
 
 

@@ -11,7 +11,7 @@ class FarStore(Store):
 
     def __init__(self):
         super().__init__()
-        self.kept, self.pool, self.num_puts = {}, UnpooledBuffers(), 0
+        self.kept, self.buffers, self.num_puts = {}, UnpooledBuffers(), 0
         self.lent = torch.empty(0, dtype=torch.uint8)
 
     def takes_away(self, device):
@@ -30,7 +30,7 @@ class FarStore(Store):
         if len(self.lent) < len(kept):
             self.lent = torch.empty(len(kept), dtype=torch.uint8)
         self.lent[: len(kept)] = kept
-        return Frame(self.lent, len(kept), self.pool)
+        return Frame(self.lent, len(kept), self.buffers)
 
     def drop(self, key):
         self.kept.pop(key, None)

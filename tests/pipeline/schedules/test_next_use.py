@@ -36,7 +36,7 @@ def expanded(program, saved, *, version_at):
                 used.add(Datum("parameter", stage, layer))
             if op not in (Op.F, Op.U):
                 read = [k for k, readers in enumerate(saved[stage]) if layer in readers]
-                used |= {Datum("saved", stage, k, micro_batch) for k in read}
+                used |= {Datum("saved", stage, k, micro_batch) for k in read}  # pyright: ignore[reportArgumentType]
             if op not in (Op.F, Op.I):
                 used.add(Datum("gradient", stage, layer))
             if op is Op.U:

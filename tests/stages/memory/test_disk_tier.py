@@ -2,6 +2,7 @@
 
 import errno
 import os
+from typing import Any
 
 import law
 import pytest
@@ -93,17 +94,18 @@ def test_a_disk_that_fails_ends_the_step_with_one_error_and_leaves_the_weights(w
     pipe, batches = pipe_on(tmp_path)
     pipe.step(*batches[0])
     before = [p.detach().clone() for p in _parameters(pipe)]
-    get = pipe.disk.get
+    disk: Any = pipe.disk
+    get = disk.get
 
     def refuse(*_):
         raise OSError(errno.ENOSPC if what == "write" else errno.EIO, "the disk says no")
 
     def get_from_disk(*args):
-        pipe.disk._threads.drain()  # what was not written yet is taken from memory
+        disk._threads.drain()  # what was not written yet is taken from memory
         return get(*args)
 
-    monkeypatch.setattr(pipe.disk, "get", get_from_disk)
-    monkeypatch.setattr(pipe.disk._slab, what, refuse)
+    monkeypatch.setattr(disk, "get", get_from_disk)
+    monkeypatch.setattr(disk._slab, what, refuse)
     with pytest.raises(StageError, match=f"could not be .* the disk of {tmp_path}, found the disk says no"):
         pipe.step(*batches[1])
     assert all(same_bits(a, p.detach()) for a, p in zip(before, _parameters(pipe), strict=True))

@@ -1,12 +1,14 @@
 """The extents of a file: aligned, apart from each other, the smallest that fits, and merged again."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.stages.memory.extents import UNIT, Extents, aligned
 
 
-def of(*pieces):
+def of(*pieces) -> Any:
     extents = Extents()
     extents.grow(sum(pieces) * UNIT)
     return extents, [extents.take(piece * UNIT) for piece in pieces]

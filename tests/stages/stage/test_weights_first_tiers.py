@@ -1,11 +1,13 @@
 """Weights first, with a memory tier: the same bits, nothing unpacked twice; and gradients that end."""
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from cases import Case
 from law import differences
+from reference import same_bits
 from torch import nn
 
 import penstock
@@ -39,11 +41,15 @@ def trained(*, weights_first):
     x, y = torch.randn(256, 256), torch.randint(0, 10, (256,))
     profile = penstock.measure(penstock.trace(model, (x[:128],)), (x[:128],), repeats=1)
     plan = penstock.partition(profile, stages=1, micro_batches=2, weights_first=weights_first, tier="packed")
-    made = {"loss": nn.functional.cross_entropy, "optimizer": lambda named: torch.optim.SGD(named, lr=0.1)}
+    made: dict[str, Any] = {
+        "loss": nn.functional.cross_entropy,
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+    }
+    made["memory"] = penstock.MemoryOptions(prefetch_layers=0)
     pipe = penstock.Pipeline(model, plan, **made)
-    saved = pipe.engine.stages[0].saved
+    saved: Any = pipe.engine.stages[0].saved
     forward = saved.offload
-    saved.offload = lambda *given: (forward(*given), saved._packer.drain())  # all that is to leave has left
+    saved.offload = lambda *given: (forward(*given), saved.wait())  # all that is to leave has left
     pipe.step(x, y)
     pipe.close()
     return saved.num_packs, saved.num_unpacks, [p.grad for p in model.parameters()]
@@ -54,9 +60,7 @@ def test_what_is_given_up_is_not_unpacked_again():
     assert packs >= unpacks >= 8
     found = trained(weights_first=True)
     assert found[:2] == (packs, unpacks)
-    assert all(
-        torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(found[2], expected, strict=True)
-    )
+    assert all(same_bits(a, b) for a, b in zip(found[2], expected, strict=True))
 
 
 @pytest.mark.parametrize("way", [run, run_weights_first], ids=["whole", "first"])
@@ -71,8 +75,8 @@ def test_a_gradient_ends_with_the_layer_that_read_it(way):
             gone.append(weakref.ref(gradients[0]))
             most.append(len({id(found) for reference in gone if (found := reference()) is not None}))
 
-        x.grad_fn.register_prehook(arrived)
-        product.grad_fn.register_prehook(arrived)
+        for made in (x, product):
+            made.grad_fn.register_prehook(arrived)  # pyright: ignore[reportOptionalMemberAccess]
     loss = x.sum()
     way([(loss, None)], *([anchor] if way is run_weights_first else []))
     assert len(most) == (12 if way is run else 18)  # a linear layer runs in two halves
