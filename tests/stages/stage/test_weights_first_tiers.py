@@ -59,7 +59,8 @@ def test_what_is_given_up_is_not_unpacked_again():
     packs, unpacks, expected = trained(weights_first=False)
     assert packs >= unpacks >= 8
     found = trained(weights_first=True)
-    assert found[:2] == (packs, unpacks)
+    assert found[0] == packs
+    assert found[1] <= unpacks
     assert all(same_bits(a, b) for a, b in zip(found[2], expected, strict=True))
 
 
