@@ -130,6 +130,8 @@ class MemoryThread:
             with self._settled:  # whoever waits looks for an error
                 self._behind = behind
                 self._settled.notify_all()
+        if behind and any(run.packer.packing.has_room for run in list(self._runs.values())):
+            self._wake()  # room came while this looked, and whoever made it saw nobody behind
 
     def _leave(self, run: SavedRun, timeline: Timeline, now: int) -> int:
         """Let leave what is far from being read; returns the bytes of what found no room in the queue."""

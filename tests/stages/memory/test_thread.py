@@ -275,3 +275,35 @@ def test_what_the_thread_raises_ends_the_step():
 def test_counts_of_layers_are_checked(found):
     with pytest.raises(ConfigError, match="counts layers from 0"):
         MemoryOptions(writeout_layers=found)
+
+
+def test_room_that_comes_while_the_thread_looks_is_not_missed():
+    """The packing ends between the look that found no room and the word that somebody is behind."""
+    net = Net(nn.Sequential(*[Square() for _ in range(30)]))
+    saved, thread = made(net, prefetch_layers=0)
+    leave, gate = thread._leave, threading.Event()
+
+    def busy():
+        assert gate.wait(10)
+
+    def slowly(run, timeline, now):
+        if not run.closed:
+            return 0
+        behind = leave(run, timeline, now)
+        gate.set()
+        run.packer.packing.drain()  # all that was queued is packed before anybody knows
+        return behind
+
+    vars(thread)["_leave"] = slowly
+    saved._packer.packing.submit(busy)
+    thread.at(0)
+    with saved.forward(0, {}):
+        out = net.run(torch.rand(SIZE).requires_grad_().clone(), saved)
+    saved.offload(0, {}, {})
+    waits = threading.Thread(target=saved.wait, daemon=True)
+    waits.start()
+    waits.join(10)
+    assert not waits.is_alive()
+    out.sum().backward()
+    saved.drop(0)
+    saved.close()
