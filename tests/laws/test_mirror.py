@@ -32,7 +32,7 @@ def far(monkeypatch):
     """Stores that keep nothing of what they are given but its bytes, in a file."""
     made = []
 
-    def open_store(tier):
+    def open_store(tier, options):
         made.append(FarStore())
         return made[-1]
 
