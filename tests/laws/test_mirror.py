@@ -41,6 +41,8 @@ def far(monkeypatch):
 
 
 CASES = [
+    Case(model="mlp", cuts=2, parameters_tier="disk"),
+    Case(model="gpt_relu", cuts=2, tier="disk", parameters_tier="disk", optimizer="adamw"),
     Case(model="mlp", cuts=3, **PACKED),
     Case(model="mlp", cuts=1, schedule="gpipe", optimizer="adamw", **HOST),
     Case(model="mlp", cuts=4, ranks=2, schedule="interleaved", micro_batches=5, **PACKED),

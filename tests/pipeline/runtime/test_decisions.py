@@ -81,7 +81,7 @@ def test_stages_whose_old_weights_wait_elsewhere_equal_the_replay(edit):
 
 
 def test_every_stage_keeps_what_it_saved_and_old_weights_in_its_own_tier(tmp_path, monkeypatch):
-    monkeypatch.setattr(law.stage, "LEAST_SAVED", 1)
+    law.everything_leaves(monkeypatch)
     decided = {"weights_tier": "packed"}, {"weights_tier": "host", "tier": "packed"}
     plan = edited(plan_of(STREAM)[0], tmp_path / "plan.json", *decided)
     model, batches = build(STREAM.model, STREAM.dtype, 1)

@@ -364,7 +364,7 @@ def test_what_stages_differ_in_is_shown_for_each():
         ),
         (
             {"stages": (stage_of("a", parameters_tier="attic"),)},
-            "parameters_tier is one of device, packed, host, found 'attic'",
+            "parameters_tier is one of device, packed, host, disk, found 'attic'",
         ),
         (
             {"stages": (stage_of("a", parameters_tier="host"), stage_of("b")), "schedule": "async_1f1b"},
