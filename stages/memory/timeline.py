@@ -25,7 +25,7 @@ class Timeline:
 
     def __init__(self, program: Sequence[Pass] = (), num_layers: Mapping[int, int] | None = None) -> None:
         """``num_layers``: of every stage."""
-        self._num_layers, self._program = num_layers or {}, program
+        self._num_layers = num_layers or {}
         self._starts, self._reads, position = list[int](), list[tuple[int, Pass]](), 0
         for one in program:
             self._starts.append(position)
