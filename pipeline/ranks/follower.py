@@ -31,6 +31,8 @@ def follow(node: Node, run: RunJob, tell: Callable[[str], None]) -> None:
         try:
             return follower.serve()
         except RuntimeError as error:
+            if follower.over:
+                raise PenstockError(follower.over) from error
             if not follower.restarts:
                 raise TransportError(f"node 0 has gone, and the run with it: {error}") from error
             tell(f"node 0 has gone; waiting for it to come back to {named(node.master)}")
@@ -58,11 +60,14 @@ def _connect(node: Node) -> MeetingStore:
 
 
 class _Follower:
-    """A machine other than 0, as long as machine 0 is there. ``restarts``: it may come back."""
+    """A machine other than 0, as long as machine 0 is there.
+
+    ``restarts``: it may come back. ``over``: what it said at the end, which it does not wait for everybody to
+    read."""
 
     def __init__(self, node: Node, store: MeetingStore, run: RunJob) -> None:
         self.node, self.store, self.run = node, store, run
-        self.id, self.restarts = secrets.token_hex(8), False
+        self.id, self.restarts, self.over = secrets.token_hex(8), False, ""
         self._ready = f"ready/{node.number}"
 
     def serve(self) -> None:
@@ -115,7 +120,10 @@ class _Follower:
         self._set(key, told_of(ends, failures))
 
     def _is_over(self, job: Mapping[str, Any]) -> bool:
-        if self._get("over") is not None or int(self.store.ask("get", "generation")) > job["generation"]:
+        if (over := self._get("over")) is not None:
+            self.over = over
+            return True
+        if int(self.store.ask("get", "generation")) > job["generation"]:
             return True
         ends = (self._get(f"end/{job['generation']}/{number}") for number in range(self.node.nodes))
         return any(end and has_failed(end) for end in ends)

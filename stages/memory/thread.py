@@ -46,7 +46,8 @@ class MemoryThread:
         self._settled = threading.Condition()
         self._runs: dict[tuple[int, int], SavedRun] = {}
         self._timeline = Timeline()
-        self._start = self._now = self._fresh = self._behind = 0
+        self._start = self._now = self._behind = 0
+        self._saved = self._seen = 0  # bytes that forwards saved, and of them those that the thread has looked at
         self._asked = False  # whether the thread will look again
 
     def begin(self, program: Sequence[Pass]) -> None:
@@ -70,12 +71,12 @@ class MemoryThread:
 
     def saved(self, num_bytes: int) -> None:
         """A forward saved so many bytes more."""
-        self._fresh += num_bytes
+        self._saved += num_bytes
 
     def layer_begins(self, run: SavedRun, layer: int) -> None:
         """The forward of ``run`` has come to its layer number ``layer``."""
         self._now = self._timeline.position(self._start, run.stage, layer, reads=False)
-        if self._fresh >= WAKES:
+        if self._saved - self._seen >= WAKES:
             self._wake()
 
     def reads(self, run: SavedRun, layer: int) -> None:
@@ -88,9 +89,9 @@ class MemoryThread:
     def closed(self) -> None:
         """A forward is over; waits while more waits to be packed than memory should hold."""
         self._wake()
-        if self._behind > BEHIND:
+        if self._waiting() > BEHIND:
             with self._settled:
-                self._settled.wait_for(lambda: self._behind <= BEHIND or self._worker.failed)
+                self._settled.wait_for(lambda: self._waiting() <= BEHIND or self._worker.failed)
 
     def check(self) -> None:
         """Raise again what the thread raised."""
@@ -107,10 +108,13 @@ class MemoryThread:
         """End the thread."""
         self._worker.close()
 
+    def _waiting(self) -> int:
+        """Bytes that found no room to be packed, or that nobody has looked at."""
+        return self._behind + self._saved - self._seen
+
     def _wake(self) -> None:
         if not self._asked:
             self._asked = True
-            self._fresh = 0
             self._worker.submit_first(self._look)
 
     def _packed(self) -> None:
@@ -120,7 +124,7 @@ class MemoryThread:
 
     def _look(self) -> None:
         self._asked = False
-        now, timeline, behind = self._now, self._timeline, 0
+        now, timeline, behind, saved = self._now, self._timeline, 0, self._saved
         try:
             for run in list(self._runs.values()):
                 with run.lock:
@@ -128,7 +132,7 @@ class MemoryThread:
             self._bring(timeline, now)
         finally:
             with self._settled:  # whoever waits looks for an error
-                self._behind = behind
+                self._behind, self._seen = behind, saved
                 self._settled.notify_all()
         if behind and any(run.packer.packing.has_room for run in list(self._runs.values())):
             self._wake()  # room came while this looked, and whoever made it saw nobody behind

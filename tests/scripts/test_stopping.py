@@ -9,15 +9,17 @@ import sys
 import pytest
 
 LONG = """
+import sys
 import torch
-from penstock.scripts import command
+from penstock.scripts import command, train
 torch.set_num_threads(1)
 weights = torch.zeros(9000, 9000)
 def long(arguments):
     print("begins", flush=True)
     while True:
         weights @ weights
-command.run = long
+train.main = long
+sys.argv = ["penstock", "train"]
 command.main()
 """
 

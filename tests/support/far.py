@@ -1,4 +1,6 @@
-"""A store as far away as a disk: what it keeps is no tensor, and it lends one buffer that it uses again."""
+"""A store as far away as a disk: what it keeps is no tensor, and it lends a buffer that it uses again."""
+
+import threading
 
 import torch
 
@@ -7,12 +9,12 @@ from penstock.stages.memory.store import Store, UnpooledBuffers
 
 
 class FarStore(Store):
-    """Frames leave memory with ``put``; what ``get`` lent is overwritten by the next one."""
+    """Frames leave memory with ``put``; what ``get`` lent a thread is overwritten by its next one."""
 
     def __init__(self):
         super().__init__()
         self.kept, self.buffers, self.num_puts = {}, UnpooledBuffers(), 0
-        self.lent = torch.empty(0, dtype=torch.uint8)
+        self.threads = threading.local()
 
     def takes_away(self, device):
         return True
@@ -26,11 +28,13 @@ class FarStore(Store):
 
     def get(self, key):
         kept = torch.frombuffer(bytearray(self.kept[key]), dtype=torch.uint8)
-        self.lent.fill_(0xAB)  # whoever kept what was lent reads this
-        if len(self.lent) < len(kept):
-            self.lent = torch.empty(len(kept), dtype=torch.uint8)
-        self.lent[: len(kept)] = kept
-        return Frame(self.lent, len(kept), self.buffers)
+        lent = getattr(self.threads, "lent", torch.empty(0, dtype=torch.uint8))
+        lent.fill_(0xAB)  # whoever kept what was lent reads this
+        if len(lent) < len(kept):
+            lent = torch.empty(len(kept), dtype=torch.uint8)
+        lent[: len(kept)] = kept
+        self.threads.lent = lent
+        return Frame(lent, len(kept), self.buffers)
 
     def drop(self, key):
         self.kept.pop(key, None)
