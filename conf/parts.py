@@ -14,8 +14,9 @@ class MemoryConfig:
     """How much memory there is, and where what is not read right now waits.
 
     Attributes:
-        device: largest memory of a rank, for the planner, for example 2GiB; null: unlimited
-        tier: where what a forward saves stays until its backward: device, packed, host or disk
+        device: most bytes of a rank, for example 2GiB, or 25% of what it holds if nothing moves; null: any
+        host: most bytes of the tier host on a rank, for example 8GiB; null: any
+        tier: where what a forward saves stays until its backward: device, packed, host or disk, or auto
         weights: where older versions of the weights stay until they are read: device, packed, host or disk
         parameters: where parameters and their optimizer state are while no layer reads them: the same
         prefetch_layers: so many layers ahead of a backward, what it reads is brought back from its tier; auto
@@ -26,9 +27,10 @@ class MemoryConfig:
     """
 
     device: Any = None
-    tier: str = "device"
+    host: Any = None
+    tier: str = "auto"
     weights: str = "device"
-    parameters: str = "device"
+    parameters: str = "auto"
     prefetch_layers: Any = "auto"
     writeout_layers: Any = "auto"
     path: str | None = None

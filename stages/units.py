@@ -25,6 +25,19 @@ def parse_bytes(value: int | str, *, name: str = "memory") -> int:
     return int(number)
 
 
+def share_of(value: object, *, name: str = "memory") -> float | None:
+    """The share in ``"25%"``, None where ``value`` is no share; PlanError where it is a wrong one."""
+    if not isinstance(value, str) or not value.strip().endswith("%"):
+        return None
+    try:
+        share = float(value.strip()[:-1]) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise PlanError(f"{name}={value} is not a share above 0% and up to 100%; write it like 25%, or 2GiB")
+    return share
+
+
 def parse_rate(value: float | str, *, name: str = "link") -> float:
     """Bits per second in ``"1Gbit"`` or a plain number; else PlanError, which names the value."""
     number = _parse(value, _BITS)

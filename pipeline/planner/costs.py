@@ -9,7 +9,14 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ...stages.planner.layer_profile import LayerProfile, Profile, ValueProfile, sizes_of
+from ...stages.planner.layer_profile import (
+    LayerProfile,
+    Profile,
+    ValueProfile,
+    near_of,
+    neighbours_of,
+    sizes_of,
+)
 from ...stages.planner.plan_stage import PlanStage
 from ...stages.planner.rank_memory import Copies
 from .split import TOLERANCE, Span
@@ -43,7 +50,10 @@ class Costs:
         self.times = _sums(round((x.forward_seconds + self._backward(x)) * PICOSECONDS) for x in layers)
         sizes = [sizes_of([layer]) for layer in layers]
         self.largest = Largest([size.pop("largest") for size in sizes])
-        self.sizes = {what: _sums(size[what] for size in sizes) for what in sizes[0]}
+        self.near = Largest(near_of(layers))
+        self.with_parameters = _sums(bool(layer.parameter_bytes) for layer in layers)
+        self.neighbours = Largest(neighbours_of(layers))
+        self.sizes = {what: _sums(size[what] for size in sizes) for what in ("parameters", "saved", "packed")}
         self.forward_bytes = _over_cuts(len(layers), profile.values)
         self.backward_bytes = _over_cuts(
             len(layers), [value for value in profile.values if value.requires_grad]
@@ -77,6 +87,9 @@ class Costs:
         """Predicted bytes on a rank; ``copies``: in the place of its own."""
         sizes = {what: sums[end] - sums[start] for what, sums in self.sizes.items()}
         sizes |= {"entered": self.forward_bytes[start], "largest": self.largest.of(start, end)}
+        sizes["near"] = min(sizes["saved"], self.near.of(start, end))
+        own = self.with_parameters[start], self.with_parameters[end]
+        sizes["neighbours"] = min(sizes["parameters"], self.neighbours.of(*own))
         return (copies or self.copies)[rank].of(**sizes)
 
     def fit(self, spans: Iterable[tuple[tuple[int, int], int, int]], copies: Sequence[Copies] = ()) -> bool:
@@ -114,6 +127,7 @@ class Costs:
             backward_seconds=sum(map(self._backward, layers)),
             memory_bytes=self.memory(start, end, rank),
             saved_bytes=sum(layer.saved_bytes for layer in layers),
+            near_bytes=max(near_of(layers)),
             bytes_forward=self.forward_bytes[end],
             bytes_backward=self.backward_bytes[end],
             recompute=self.recompute,

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from ...compression.errors import PlanError
-from ...compression.names import AUTO, check_name
+from ...compression.names import AUTO
 from ...stages.planner.asked import Asked
 from ...stages.planner.layer_profile import Profile
 from ...stages.planner.plan import Plan
@@ -23,7 +22,9 @@ from ...stages.units import parse_bytes, parse_rate, show_bytes
 from ..schedules import schedule_named
 from ..schedules.live import Programs
 from ..schedules.placement import layout, placed, placement, stages_on
+from .choose import TooSmall, cheapest, is_open
 from .costs import Costs, with_margin
+from .counts import check_arguments, check_counts, check_places, sizes
 from .cuts import allowed_cuts, named_cuts
 from .programs import endless_programs, most_extra, waiting
 from .split import smallest_limit, split
@@ -50,6 +51,7 @@ def partition(
     recompute: bool = False,
     prediction: bool = False,
     program: Sequence[str] = (),
+    disk_rate: float | None = None,
 ) -> Plan:
     """Cut a measured model into stages, exactly: of the fastest cuts, to 5 %, the one that sends least.
 
@@ -76,17 +78,22 @@ def partition(
         recompute: saved tensors are not kept: each stage runs a forward again ahead of its backward.
         prediction: of ``async_1f1b``: forwards run with weights expected at their backwards.
         program: the lines of ``schedule="custom"``, one per rank; they place the stages.
+        disk_rate: bytes per second of the disk, for "auto"; 0: none may be used, None: not measured.
     Raises:
         PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
         ScheduleError: the schedule is not known, or does not suit the counts. CodecError: no such codec.
     """
-    _check_arguments(profile, codec, extra_in_flight, optimizer_state)
-    _check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
+    asked_for = dict(locals())  # ahead of any other name
+    check_arguments(profile, codec, extra_in_flight, optimizer_state)
+    open_ = {name: asked_for.pop(name) for name in ("memory", "tier", "parameters_tier", "recompute")}
+    if is_open(memory=memory, tier=tier, parameters_tier=parameters_tier):
+        return cheapest(functools.partial(partition, **asked_for), profile, disk_rate=disk_rate, **open_)
+    check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
     asked = Asked(stages=stages, ranks=ranks, cuts=tuple(cuts) if cuts else None)
     given = named_cuts(profile, cuts) if cuts else None
-    stages, ranks = _sizes(stages, ranks, given, schedule, program)
+    stages, ranks = sizes(stages, ranks, given, schedule, program)
     places = allowed_cuts(profile) if given is None else given
-    _check_places(profile, places, stages)
+    check_places(profile, places, stages)
     fixed = None
     if layout(schedule) != "neighbours":
         fixed = placed(program) if program else placement(schedule, stages=stages, ranks=ranks)
@@ -135,87 +142,6 @@ def partition(
     )
 
 
-def _check_arguments(
-    profile: object, codec: object, extra_in_flight: object, optimizer_state: object
-) -> None:
-    if not isinstance(profile, Profile):
-        raise PlanError(
-            f"partition takes what measure(graph, example) returned, found a {type(profile).__name__}; "
-            "measure first"
-        )
-    check_name(codec)
-    if extra_in_flight is None:
-        raise PlanError('extra_in_flight is a number or "auto", found None; leave it out for "auto"')
-    if extra_in_flight != AUTO:
-        _check_counts(least=0, extra_in_flight=extra_in_flight)
-    state = 0 if optimizer_state is None else optimizer_state
-    if not isinstance(state, int | float) or not state >= 0:
-        raise PlanError(
-            f"optimizer_state is a number of bytes for each byte of parameters, found {state!r}; "
-            "use 0 or more, or leave it out"
-        )
-
-
-def _check_counts(*, least: int = 1, **counts: object) -> None:
-    for name, count in counts.items():
-        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < least):
-            raise PlanError(f"{name} counts from {least}, found {name}={count!r}; use {least} or more")
-
-
-def _sizes(
-    stages: int | None, ranks: int | None, given: Sequence[int] | None, schedule: str, program: Sequence[str]
-) -> tuple[int, int]:
-    """How many stages and ranks there are, where one of them, or the cuts, may say it all."""
-    if layout(schedule) == "custom":
-        stages, ranks = _as_placed(placed(program), stages=stages, ranks=ranks)
-    a_rank = 2 if layout(schedule) in ("loop", "vee") else 1
-    stages = _num_stages(stages, given, None if ranks is None else ranks * a_rank)
-    ranks = stages // a_rank if ranks is None else ranks
-    if ranks > stages:
-        raise PlanError(
-            f"every rank runs a stage, found ranks={ranks} for {stages} stages; lower ranks or raise stages"
-        )
-    return stages, ranks
-
-
-def _num_stages(stages: int | None, given: Sequence[int] | None, ranks: int | None) -> int:
-    if given is not None:
-        if stages not in (None, len(given) + 1):
-            raise PlanError(
-                f"{len(given)} cuts make {len(given) + 1} stages, found stages={stages}; leave one out"
-            )
-        return len(given) + 1
-    number = ranks if stages is None else stages
-    if number is None:
-        raise PlanError("a plan needs a number of stages, of ranks, or cuts, found none; say stages=2")
-    return number
-
-
-def _check_places(profile: Profile, places: Sequence[int], stages: int) -> None:
-    num_layers = len(profile.layers)
-    if stages > num_layers:
-        raise PlanError(
-            f"{stages} stages need at least as many layers, the model has {num_layers}; lower stages or ranks"
-        )
-    if stages - 1 > len(places):
-        reason = next(iter(profile.refused.values()), "no other layer")
-        raise PlanError(
-            f"{stages} stages need {stages - 1} cuts, the model allows {len(places)} ({reason}); lower stages"
-        )
-
-
-def _as_placed(rank_of: Sequence[int], *, stages: int | None, ranks: int | None) -> tuple[int, int]:
-    """The stages and ranks of the lines of a custom schedule; others that were asked for are refused."""
-    found = len(rank_of), max(rank_of) + 1
-    for name, asked, number in zip(("stages", "ranks"), (stages, ranks), found, strict=True):
-        if asked not in (None, number):
-            raise PlanError(
-                f"the lines of a custom schedule decide its {name}, found {name}={asked} for lines with "
-                f"{number}; take {name}={number}, or other lines"
-            )
-    return found
-
-
 def _cut(
     costs: Costs,
     points: list[int],
@@ -229,21 +155,26 @@ def _cut(
 
     Where the schedule lays them on ranks (``fixed``), the slowest stage is as fast as it can be; else ranks
     are cut first, and then the stages inside of them."""
-    best = functools.partial(split, points, weight=costs.cut_weights)
+    grows = not costs.recompute  # else what enters a part counts, and less may enter a longer one
+    best = functools.partial(split, points, weight=costs.cut_weights, grows=grows)
     ends = best(parts=stages if fixed else ranks, span=costs.of_rank, edge=costs.link_times)
     free = [0] * (points[-1] + 1)
     if fixed:
         if ends is None or not costs.fit(zip(pairwise(ends), range(stages), fixed, strict=True)):
-            raise PlanError(
+            raise TooSmall(
                 f"memory={memory} on each of {ranks} ranks does not hold the {stages} stages that the "
-                "schedule lays on them; raise memory, or take a schedule of neighbours, such as 1f1b"
+                "schedule lays on them; raise memory, or take a schedule of neighbours, such as 1f1b",
+                None,
             )
         return ends, fixed
     if ends is None:
-        needed = with_margin(int(smallest_limit(points, parts=ranks, span=costs.memory, edge=free)))
-        raise PlanError(
+        needed = with_margin(
+            int(smallest_limit(points, parts=ranks, span=costs.memory, edge=free, grows=grows))
+        )
+        raise TooSmall(
             f"memory={memory} on each of {ranks} ranks holds no legal cut of the model; the smallest budget "
-            f"that does is memory={needed} ({show_bytes(needed)}); raise memory or ranks"
+            f"that does is memory={needed} ({show_bytes(needed)}); raise memory or ranks",
+            needed,
         )
     inner = best(parts=stages, span=costs.of_stage(ends), edge=free)
     assert inner is not None, "the ranks leave every other place to cut, and there are enough"

@@ -9,14 +9,20 @@ that some split keeps, the second the lightest split near it.
 import math
 from collections.abc import Callable, Sequence
 
-# (start, end, part) -> cost of that part; never falls when the part grows; math.inf: not allowed
+# (start, end, part) -> cost of that part; math.inf: not allowed
 Span = Callable[[int, int, int], float]
 
 TOLERANCE = 5  # per cent by which predictions may err (law L4), and costs differ that count as equal
 
 
 def split(
-    points: Sequence[int], *, parts: int, span: Span, edge: Sequence[float], weight: Sequence[int]
+    points: Sequence[int],
+    *,
+    parts: int,
+    span: Span,
+    edge: Sequence[float],
+    weight: Sequence[int],
+    grows: bool = True,
 ) -> list[int] | None:
     """Choose ``parts - 1`` of the inner points as cuts; the first and last point are the ends of the line.
 
@@ -26,9 +32,10 @@ def split(
         edge: what both parts at a cut pay for it, each as ``max(span, edges)``.
         weight: the sum over the cuts decides among splits whose costliest part is within the tolerance of the
             cheapest possible; among equals the costliest part, then the earlier cut, from the last on.
+        grows: whether a cost never falls when its part grows, so that longer ones need no look.
     Returns: the chosen positions ascending, both ends included, or None where nothing is allowed.
     """
-    smallest = smallest_limit(points, parts=parts, span=span, edge=edge)
+    smallest = smallest_limit(points, parts=parts, span=span, edge=edge, grows=grows)
     if smallest == math.inf:
         return None
     limit = smallest * (100 + TOLERANCE) // 100
@@ -46,7 +53,9 @@ def split(
             for start in range(end - 1, part - 1, -1):
                 cost = span(points[start], points[end], part)
                 if cost > limit:
-                    break  # and so would every longer one
+                    if grows:
+                        break  # and so would every longer one
+                    continue
                 lightest, costliest = best[start]
                 one = lightest + weight[points[end]], max(costliest, cost, edges)
                 if one <= found[end]:
@@ -59,7 +68,9 @@ def split(
     return [points[end] for end in reversed(ends)]
 
 
-def smallest_limit(points: Sequence[int], *, parts: int, span: Span, edge: Sequence[float]) -> float:
+def smallest_limit(
+    points: Sequence[int], *, parts: int, span: Span, edge: Sequence[float], grows: bool = True
+) -> float:
     """The smallest possible cost of the costliest part; math.inf where nothing is allowed."""
     smallest: list[float] = [0, *[math.inf] * (len(points) - 1)]
     for part in range(parts):
@@ -68,7 +79,7 @@ def smallest_limit(points: Sequence[int], *, parts: int, span: Span, edge: Seque
             least = math.inf
             for start in range(end - 1, part - 1, -1):
                 cost = span(points[start], points[end], part)
-                if cost >= least:
+                if cost >= least and grows:
                     break  # and so would every longer one
                 least = min(least, max(cost, smallest[start]))
             found[end] = max(least, edge[points[end]])

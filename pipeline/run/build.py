@@ -112,7 +112,8 @@ def scheduler(
 def memory(options: MemoryConfig) -> MemoryOptions:
     """Return how a rank moves what waits in a tier, as ``memory.`` asks."""
     ahead = {name: getattr(options, name) for name in ("prefetch_layers", "writeout_layers")}
-    return MemoryOptions(**{name: None if count == AUTO else count for name, count in ahead.items()})
+    ahead = {name: None if count == AUTO else count for name, count in ahead.items()}
+    return MemoryOptions(**ahead, host=options.host)
 
 
 def autocast(name: str | None) -> torch.dtype | None:

@@ -19,6 +19,7 @@ from ...compression.names import show_codec
 from ...stages.units import show_bytes
 from . import schedule_table as compare_table
 from .metrics import ratio
+from .tier_rows import tier_table
 
 if TYPE_CHECKING:
     from ...stages.planner.plan import Plan
@@ -77,9 +78,8 @@ class Training:
         """Show one more step."""
         self._done += 1
         self._raw, self._sent = self._raw + report.bytes_raw, self._sent + report.bytes_sent
-        weight = max(
-            _SMOOTHING, 1 / max(1, self._done - self._before - 1)
-        )  # the first step is slow and is forgotten
+        first = max(1, self._done - self._before - 1)  # the first step is slow and is forgotten
+        weight = max(_SMOOTHING, 1 / first)
         self._seconds += weight * (report.seconds - self._seconds)
         facts = f"loss {report.loss:.4f}  {report.num_samples / self._seconds:.0f} samples/s"
         if self._sent:
@@ -115,6 +115,8 @@ def close(summary: Mapping[str, Any], files: Iterable[Path], *, console: Console
     """Print the closing table, the totals, and in one line where the pictures and the trace are."""
     console = console or screen()
     console.print(closing_table(summary, wide=console.width >= WIDTH_OF_RAW_BYTES))
+    if table := tier_table(summary):
+        console.print(table)
     _print(console, *KEY, *totals(summary), "  ".join(map(short, files)))
 
 
@@ -128,12 +130,11 @@ def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
     on_gpus = any(stage.get("device_bytes") for stage in summary["stages"])
     wide = wide and not on_gpus  # whose column takes the room
     sent = packed if wide else lambda *both: packed(*both).rpartition("-> ")[2]
-    what = "raw -> sent" if wide else "sent"
     table = Table(box=None, pad_edge=False, collapse_padding=not wide, header_style="bold")
     for name in ("stage", "rank", "compute", "bubble", "counted", "resident"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("activations", "gradients"):
-        table.add_column(f"{name} {what}", justify="right", no_wrap=True)
+        table.add_column(f"{name} {'raw -> ' * wide}sent", justify="right", no_wrap=True)
     if on_gpus:
         table.add_column("GPU", justify="right", no_wrap=True)
     told: set[int] = set()

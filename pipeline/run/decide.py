@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ...compression.errors import PlanError
+from ...compression.names import AUTO
 from ...conf.schema import PlanConfig
+from ...stages.memory.disk_rate import disk_rate
 from ...stages.memory.room import DiskOptions
 from ...stages.planner.layer_profile import Profile
 from ...stages.planner.measure import measure
@@ -119,7 +122,18 @@ def partition_options(config: PlanConfig) -> dict[str, Any]:
         "tier": memory.tier,
         "weights_tier": memory.weights,
         "parameters_tier": memory.parameters,
+        "disk_rate": _disk_rate(config),
     }
+
+
+def _disk_rate(config: PlanConfig) -> float | None:
+    """Bytes per second of the disk, where somebody must choose whether to use it; 0: it may not be used."""
+    memory = config.memory
+    if str(memory.disk).strip() == "0":
+        return 0.0
+    if memory.device is None or AUTO not in (memory.tier, memory.parameters):
+        return None
+    return disk_rate(DiskOptions(path=memory.path or Path.cwd(), shared=False))
 
 
 def disk_options(config: PlanConfig, folder: RunFolder | None) -> DiskOptions:

@@ -18,7 +18,7 @@ from ...conf.planning import PlanningConfig
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.planner.plan import Plan, check_tiers
 from ...stages.planner.rules import check_mirror, check_versions
-from ...stages.units import parse_bytes, parse_rate
+from ...stages.units import parse_bytes, parse_rate, share_of
 from ..ranks.launch import check_ranks, secret
 from ..ranks.launched import Launched
 from ..samples import sources
@@ -55,11 +55,14 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
     if given is None:  # else every stage has its own
         memory = config.memory
         tiers = {"tier": memory.tier, "weights": memory.weights, "parameters": memory.parameters}
+        tiers = {name: tier for name, tier in tiers.items() if name == "weights" or tier != AUTO}
         check_tiers(**{f"memory.{name}": tier for name, tier in tiers.items()})
     if config.link is not None:
         parse_rate(config.link)
-    if config.memory.device is not None:
-        parse_bytes(config.memory.device, name="memory.device")
+    memory = config.memory
+    for name, size in {"memory.device": memory.device, "memory.host": memory.host}.items():
+        if size is not None and (name == "memory.host" or share_of(size, name=name) is None):
+            parse_bytes(size, name=name)
     _check_disk(config.memory)
     for group in groups.groups():
         if (options := getattr(config, group, None)) is not None:
@@ -164,7 +167,7 @@ def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
         micro_batches=config.micro_batches,
         extra_in_flight=extra,
     )
-    tier = config.memory.parameters
+    tier = config.memory.parameters.replace(AUTO, "device")
     check_mirror(schedule=config.schedule, weights=config.weights, parameters_tier=tier)
     if layout(config.schedule) == "custom":
         if not (isinstance(config, TrainConfig) and config.plan):

@@ -18,6 +18,7 @@ from ...compression.errors import ConfigError
 from ...stages.files import reason, refusing, remedy
 from ..planner.programs import predicted_bytes
 from ..runtime.report import Report, bubble
+from .tier_rows import OF_TIERS, predicted_peaks, tier_rows
 
 if TYPE_CHECKING:
     from ...stages.planner.plan import Plan
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
 DIRECTIONS = ("forward", "backward")
 SENT = {f"bytes_{kind}_{way}": f"{way}_{kind}" for kind in ("raw", "sent") for way in DIRECTIONS}
 SAVED = {"bytes_saved_raw": "saved_raw", "bytes_saved_kept": "saved_kept"}
-SECONDS = {name: name for name in ("compute_seconds", "waiting_seconds")}
+SECONDS = {
+    name: name for name in ("compute_seconds", "waiting_seconds", "exposed_seconds", "held_up_seconds")
+}
 SUMS = SENT | SAVED | SECONDS  # what is written of a stage, and what its report calls it
 MOST = (
-    "live_micro_batches", "live_versions", "versions_bytes", "peak_bytes", "resident_bytes", "device_bytes"
+    "live_micro_batches", "live_versions", "versions_bytes", "peak_bytes", "resident_bytes", "device_bytes",
+    *OF_TIERS,
 )  # fmt: skip
 OF_ALL_STAGES = ("num_steps", "num_samples", "seconds", "loss")
 
@@ -114,6 +118,7 @@ class Totals:
         self.stages: list[dict[str, Any]] = [
             dict.fromkeys((*SUMS, *MOST), 0) | dict.fromkeys(SECONDS, 0.0) for _ in range(num_stages)
         ]
+        self.predicted: list[dict[str, int]] = []  # of each stage's rank, by the first step
 
     def add(self, report: Report) -> None:
         """Add one step."""
@@ -126,18 +131,22 @@ class Totals:
         self.busy = tuple(map(sum, zip(self.busy, report.busy_seconds, strict=True)))
         self.steady += report.seconds
         self.ranks = [stage.rank for stage in report.stages]
+        self.predicted = self.predicted or [predicted_peaks(stage) for stage in report.stages]
         for total, stage in zip(self.stages, report.stages, strict=True):
             for name, of_report in SUMS.items():
                 total[name] += getattr(stage, of_report)
             for name in MOST:
-                total[name] = max(total[name], getattr(stage, name))
+                again = self.num_steps == 2 and name in OF_TIERS  # the first step only foretells them
+                total[name] = max(0 if again else total[name], getattr(stage, name))
 
     def load(self, kept: Mapping[str, Any] | None) -> None:
         """Go on from the sums of a run; of stages and ranks only where there are as many stages again."""
         if kept:
+            fresh = self.stages
             alike = len(kept["stages"]) == len(self.stages)
             some = {name: kept[name] for name in kept if alike or name in OF_ALL_STAGES}
             vars(self).update(copy.deepcopy(some))
+            self.stages = [fresh | one for fresh, one in zip(fresh, self.stages, strict=True)]
             self.busy = tuple(self.busy)
 
     def bubble(self, rank: int) -> float:
@@ -216,6 +225,7 @@ def summarise(
         "ratio": ratio(together["bytes_raw"], together["bytes_sent"]),
         "bubble": bubble(sum(totals.busy), totals.steady * len(totals.busy)),
         **facts,
+        "tiers": tier_rows(totals.stages, totals.predicted, totals.ranks, plan),
         "stages": stages,
     }
 

@@ -197,7 +197,7 @@ def _memory(
 ) -> tuple[int, ...]:
     """The most bytes on every rank, at any instant of its program."""
     layers = {layer.name: layer for layer in profile.layers}
-    sizes = [sizes_of(layers[name] for name in stage.layers) for stage in plan.stages]
+    sizes = [sizes_of([layers[name] for name in stage.layers]) for stage in plan.stages]
 
     def held(number: int, in_flight: int) -> int:
         stage, options = plan.stages[number], {"optimizer_state": state, "device": profile.device}

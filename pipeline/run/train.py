@@ -46,6 +46,7 @@ from .resume import Source, resolve, take_over
 from .run_folder import RunFolder, config_of
 from .run_length import check_batches, count_steps, count_updates
 from .step_files import save_step
+from .tier_rows import foretell
 
 
 def train(
@@ -216,7 +217,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         ):
             metrics.totals.load(notes.get("totals"))
             kept.notes = lambda: {"config": options, "totals": vars(metrics.totals)}
-            see = [metrics.add, progress.step, loggers.step, kept.after, asked.after]
+            see = [metrics.add, progress.step, foretell(plan, tell), loggers.step, kept.after, asked.after]
             more = {"see": see, "between": asked.between, "log": loggers.test, "note": tell}
             test = run_epochs(pipe, plan, config, samples, **more)
     weights, spans, flows = pipe.state_dict()["model"], pipe.timeline(), pipe.flows()

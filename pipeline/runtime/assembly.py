@@ -20,6 +20,7 @@ from ...stages.memory.options import MemoryOptions
 from ...stages.memory.room import DiskOptions
 from ...stages.memory.store import StoreOptions
 from ...stages.memory.thread import MemoryThread
+from ...stages.memory.tiers import Tiers
 from ...stages.places import home_of
 from ...stages.planner.examples import graph_of
 from ...stages.planner.plan import Plan
@@ -138,12 +139,15 @@ class Assembly:
             )
             self.same = SameBatches(self.agreement, self.engine.failures.worded)
             resident.begin()
+            for mirror in mirrors.values():
+                mirror.push_all()
+            if self.disk:
+                self.disk.drain()
             self.usage = Usage(
                 plan, own.tensors, self.update.optimizers,
                 resident=resident, devices=self.devices, mirrors=mirrors,
+                tiers=self.memory.tiers, pool=self.engine.transport.pool,
             )  # fmt: skip
-            for mirror in mirrors.values():
-                mirror.push_all()
 
     def near(self) -> contextlib.AbstractContextManager[None]:
         """The block, between steps, in which parameters whose tier is not the device are in memory.
@@ -196,8 +200,12 @@ class Assembly:
         check_codecs(self.plan, *self.steps.routed("train", [graph.example_inputs]))
         own = ownership(model, self.plan, graph, self.steps, self.world)
         spread(model, own, self.steps, self.devices, last=self.plan.num_stages - 1)
-        self.memory = MemoryThread(memory, num_layers=Counter(own.layers))
-        self.disk = disk_of(own, self.plan, disk)
+        limit = self.plan.memory
+        if limit is not None and self.world.is_alone:  # this process is all ranks
+            limit *= self.plan.num_ranks
+        tiers = Tiers(device=limit, host=memory.host_bytes, on_gpu=self.world.device.is_gpu)
+        self.memory = MemoryThread(memory, num_layers=Counter(own.layers), tiers=tiers)
+        self.disk = disk_of(own, self.plan, disk, tiers)
         self.stages = make_stages(
             own,
             model=model,
@@ -207,7 +215,7 @@ class Assembly:
             devices=self.devices,
             memory=self.memory,
             guard=guard,
-            stores=StoreOptions(disk=self.disk),
+            stores=StoreOptions(disk=self.disk, tiers=tiers),
         )
         self.state = State(model, graph, world=self.world, stages=self.stages, own=own)
         return own

@@ -32,7 +32,7 @@ class Meter:
         self.spans: list[Span] = []
         self.reports: dict[int, StageReport] = {}
         self.totals: defaultdict[Flow, list[int]] = defaultdict(lambda: [0, 0])
-        self.saved: dict[int, tuple[int, int]] = dict.fromkeys(stages, (0, 0))
+        self.saved: dict[int, tuple[int, int, float]] = dict.fromkeys(stages, (0, 0, 0.0))
         self._start()
 
     def begin(self, step: Step) -> None:
@@ -89,7 +89,9 @@ class Meter:
                 report.backward_raw += raw
                 report.backward_sent += sent
         for index, stage in self.stages.items():
-            now, before = (stage.saved.bytes_raw, stage.saved.bytes_kept), self.saved[index]
+            saved, before = stage.saved, self.saved[index]
+            now = saved.bytes_raw, saved.bytes_kept, saved.exposed_seconds
             self.reports[index].saved_raw += now[0] - before[0]
             self.reports[index].saved_kept += now[1] - before[1]
+            self.reports[index].exposed_seconds += now[2] - before[2]
             self.saved[index] = now

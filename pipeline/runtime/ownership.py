@@ -15,12 +15,14 @@ from ...compression.errors import PlanError
 from ...compression.names import AUTO
 from ...stages.device import Device
 from ...stages.memory.disk import Disk
+from ...stages.memory.io_threads import MOST_WAITING, REQUEST_BYTES
 from ...stages.memory.mirror import Mirror
 from ...stages.memory.readers import readers_of, sharing
 from ...stages.memory.room import DiskOptions
 from ...stages.memory.store import UNLIMITED, StoreOptions
 from ...stages.memory.stores import open_store
 from ...stages.memory.thread import MemoryThread
+from ...stages.memory.tiers import Tiers
 from ...stages.planner.measure import owned_parameters
 from ...stages.planner.plan import Plan
 from ...stages.stage.guard import Guard
@@ -33,6 +35,7 @@ from ..ranks.world import World
 from ..weights.optimizers import Named
 from .steps import Steps
 
+WAITING_SHARE = 16  # of the memory of a rank, one part may wait to be written
 LEAST_MIRRORED = 1 << 12  # bytes of a parameter from which on moving it is worth the calls
 
 
@@ -138,13 +141,20 @@ def make_stages(
     }
 
 
-def disk_of(own: Ownership, plan: Plan, options: DiskOptions) -> Disk | None:
+def disk_of(own: Ownership, plan: Plan, options: DiskOptions, tiers: Tiers) -> Disk | None:
     """Return the disk that all stores of this process share; None where no stage of it asks for one.
+
+    Args:    tiers: of this process.
 
     Raises:  ConfigError: the folder takes no file. PlanError: no size in bytes."""
     stages = [plan.stages[index] for index in own.here]
     asked = {tier for one in stages for tier in (one.tier, one.weights_tier, one.parameters_tier)}
-    return Disk(options) if "disk" in asked else None
+    if "disk" not in asked:
+        return None
+    most = MOST_WAITING
+    if (limit := tiers.device.limit) is not None:
+        most = min(most, max(limit // WAITING_SHARE, REQUEST_BYTES))
+    return Disk(options, tiers=tiers, most_waiting=most)
 
 
 def mirror_of(

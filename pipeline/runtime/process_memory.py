@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
+from ...compression.pool import Pool
 from ...stages.device import Device
 from ...stages.memory.mirror import Mirror
+from ...stages.memory.tiers import Tiers
 from ...stages.planner.plan import Plan
 from ...stages.planner.rank_memory import copies
 from ..schedules.span import Span
@@ -49,7 +51,8 @@ class Usage:
 
     Args:    parameters: those of every stage; optimizers: theirs, where a stage has one.
              resident: the memory of the process; devices: where the stages compute.
-             mirrors: of the parameters, where a stage has one."""
+             mirrors: of the parameters, where a stage has one.
+             tiers: those of the process; pool: of frames on their way."""
 
     def __init__(
         self,
@@ -60,14 +63,19 @@ class Usage:
         resident: ResidentMemory,
         devices: Mapping[int, Device],
         mirrors: Mapping[int, Mirror],
+        tiers: Tiers | None = None,
+        pool: Pool | None = None,
     ) -> None:
+        self.tiers, self.pool = tiers or Tiers(), pool or Pool()
         self.mirrors = mirrors
         self.plan, self.parameters, self.optimizers, self.resident = plan, parameters, optimizers, resident
         self.devices = devices
         for device in {id(device): device for device in devices.values()}.values():
             device.reset_peak()
-        self.live = dict.fromkeys(parameters, 0)
+        self.live, self.waited = dict.fromkeys(parameters, 0), 0.0
         self.held: dict[int, tuple[object, int]] = {}
+        self.tiers.fix(sum(map(self._stays, parameters)))
+        self.tiers.begin()
 
     def restart(self) -> None:
         """Nothing is in flight."""
@@ -90,27 +98,41 @@ class Usage:
                     most[stage] = live[stage]
             elif op in "BW":
                 live[stage] -= 1
-        resident = self.resident.most()
+        resident, kept, versions = self.resident.most(), 0, 0
         for stage, report in reports.items():
             planned = self.plan.stages[stage]
             left = planned.saved_bytes - (report.saved_raw - report.saved_kept) // max(1, forwards[stage])
             device = self.devices[stage]
             options = {"tier": planned.tier, "recompute": planned.recompute, "device": device.torch.type}
             entered = self.plan.bytes_entering(stage)
-            saved = copies(most[stage], **options).of(saved=planned.saved_bytes, packed=left, entered=entered)
+            sizes = {"saved": planned.saved_bytes, "near": planned.near_bytes, "packed": left}
+            saved = copies(most[stage], **options).of(**sizes, entered=entered)
+            kept, versions = kept + saved * (planned.tier == "device"), versions + report.versions_bytes
             report.device_bytes = device.peak_bytes or 0
             report.rank, report.live_micro_batches, report.resident_bytes = rank, most[stage], resident
-            report.peak_bytes = self._held(stage) + report.versions_bytes + saved
+            mirror = self.mirrors.get(stage)
+            moved = 0 if mirror is None else mirror.peak_bytes + mirror.kept_bytes
+            report.peak_bytes = self._stays(stage) + moved + report.versions_bytes + saved
+        fixed = sum(map(self._stays, reports)) + versions + self.pool.num_bytes
+        grew = max(0, fixed - self.tiers.fixed)  # by what an optimizer made at its first step, and frames
+        peaks = self.tiers.peaks
+        for report in reports.values():
+            report.device_tier, report.packed_tier = peaks["device"] + kept, peaks["packed"]
+            report.host_tier, report.disk_tier, report.grew_bytes = peaks["host"], peaks["disk"], grew
+            report.held_up_seconds = self.tiers.seconds_waited - self.waited
+        self.waited = self.tiers.seconds_waited
+        self.tiers.fix(fixed)
+        self.tiers.begin()
         return reports
 
-    def _held(self, stage: int) -> int:
-        """The ``state_bytes`` of a stage, counted anew where a parameter was frozen or got its state."""
+    def _stays(self, stage: int) -> int:
+        """The ``state_bytes`` of what a stage does not move, counted anew where a parameter was frozen or
+        got its state."""
         parameters, optimizer = self.parameters[stage], self.optimizers.get(stage)
         asked = len(optimizer.state) if optimizer else 0, [p.requires_grad for p in parameters]
         if stage not in self.held or self.held[stage][0] != asked:
             self.held[stage] = asked, state_bytes(parameters, optimizer)
-        mirror = self.mirrors.get(stage)  # all that it moves is away now
-        return self.held[stage][1] + (0 if mirror is None else mirror.peak_bytes + mirror.kept_bytes)
+        return self.held[stage][1]  # all that a mirror moves is away now
 
 
 def state_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None) -> int:

@@ -22,7 +22,12 @@ class StageReport:
     ``peak_bytes``: the most that it held, counted: parameters, gradients, state of the optimizer, versions,
     and what the micro-batches in flight saved. ``resident_bytes``: the most memory of its process so far,
     above what it had at the start; all stages of ``rank`` share it. ``device_bytes``: the most that torch's
-    allocator has handed out so far on the stage's GPU, for all stages there; 0 on a CPU."""
+    allocator has handed out so far on the stage's GPU, for all stages there; 0 on a CPU.
+
+    Of all stages of ``rank`` together: the most bytes that each tier had in the step, on a CPU its device
+    (``device_tier``) with the frames that lie there; ``grew_bytes``: what of it was new when the step ended
+    and stays; ``held_up_seconds``: waited for room. ``exposed_seconds``: a backward waited for what its
+    stage had moved away."""
 
     rank: int = 0
     forward_raw: int = 0
@@ -37,6 +42,13 @@ class StageReport:
     peak_bytes: int = 0
     resident_bytes: int = 0
     device_bytes: int = 0
+    device_tier: int = 0
+    packed_tier: int = 0
+    host_tier: int = 0
+    disk_tier: int = 0
+    grew_bytes: int = 0
+    held_up_seconds: float = 0.0
+    exposed_seconds: float = 0.0
     compute_seconds: float = 0.0
     waiting_seconds: float = 0.0
 

@@ -14,36 +14,40 @@ from pathlib import Path
 from ...compression.pool import Frame, Pool
 from ..units import show_bytes
 from .extents import aligned
-from .io_threads import REQUEST_BYTES, IoThreads, Request
+from .io_threads import MOST_WAITING, REQUEST_BYTES, IoThreads, Request
 from .page_buffers import PageBuffers
 from .room import ANYWHERE, DiskOptions, Room, folder_of
 from .slab import Slab, worded
 from .slab_frame import SlabFrame
+from .tiers import Tiers
 
 
 class Disk:
     """One file for all stores of a rank; closed by whoever made it. Called from any thread.
 
-    ``bytes_written`` and ``bytes_read`` are those of the file."""
+    ``bytes_written`` and ``bytes_read``: of the file; ``memory`` counts what lies there meanwhile."""
 
     def __init__(
         self,
         options: DiskOptions = ANYWHERE,
         *,
         depth: int = 4,
-        most_waiting: int = 64 << 20,
+        most_waiting: int = MOST_WAITING,
         slab: Callable[[Path], Slab] = Slab,
+        tiers: Tiers | None = None,
     ) -> None:
         """Open a file without a name.
 
         Args:    depth: how many requests the disk is given at a time.
                  most_waiting: the most bytes that wait in memory to be written; then ``write`` waits.
                  slab: what opens the file in a folder.
+                 tiers: those of the rank, which count what lies in memory meanwhile.
         Raises:  ConfigError: the folder takes no file. PlanError: no size in bytes."""
         self.folder = folder_of(options)
         self._slab = slab(self.folder)
         self._room = Room(self._slab, options)
-        self._threads = IoThreads("penstock-disk", depth=depth, most_waiting=most_waiting)
+        self.memory = tiers or Tiers()
+        self._threads = IoThreads("penstock-disk", depth=depth, most_waiting=most_waiting, tiers=self.memory)
         self._changed, self._buffers = self._threads.changed, PageBuffers()
         self._gone = deque[SlabFrame]()  # forgotten by whoever could not wait for the lock
         self._error: BaseException | None = None
@@ -97,7 +101,9 @@ class Disk:
             waiting = self._threads.waiting_bytes
             start = self._room.take(frame.num_bytes, soon=waiting) if frame.num_bytes else None
         kept = SlabFrame(frame, start)
-        if kept.start is not None:
+        if kept.start is None:
+            self.memory.device.add(frame.num_bytes)
+        else:
             kept.checksums = [0] * -(-frame.num_bytes // REQUEST_BYTES)
             kept.requests = [self._writing(kept, number, ready) for number in range(len(kept.checksums))]
             kept.num_open = len(kept.requests)
@@ -125,6 +131,7 @@ class Disk:
                 reading.is_taken = True
                 self._changed.wait_for(lambda: not reading.num_open)
                 kept.reading = None
+                self.memory.device.add(-kept.num_bytes)  # from here on, whoever asked has it
         if error := kept.error or (reading.error if reading else None):
             self._error = None if self._error is error else self._error
             raise error
@@ -209,6 +216,7 @@ class Disk:
     def _fetch(self, kept: SlabFrame, pool: Pool | None) -> None:
         if kept.frame is None and kept.reading is None and not kept.is_forgotten:
             kept.begin_reading(pool or self._buffers)
+            self.memory.device.add(kept.num_bytes)
             self._threads.submit_reads([self._reading(kept, n) for n in range(len(kept.checksums))])
 
     def _written(self, kept: SlabFrame) -> None:
@@ -232,9 +240,11 @@ class Disk:
             return
         if kept.frame is not None:
             kept.frame = kept.frame.release()
+            self.memory.device.add(0 if kept.requests else -kept.num_bytes)
         if kept.reading is not None and not kept.reading.is_taken:
             kept.reading.frame.release()
             kept.reading = None
+            self.memory.device.add(-kept.num_bytes)
         if kept.start is not None:
             self._room.give(kept.start)
             kept.start = None

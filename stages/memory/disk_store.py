@@ -1,7 +1,7 @@
 """The disk as a tier: frames leave the memory for a file of the rank, whatever device they were made on.
 
-Writing goes on beside; a frame that is wanted before it was written is taken from memory. A backward walks
-back through what its forward saved, so where frames are asked for in that order, those before are read ahead.
+Writing goes on beside; a frame that is wanted before it was written is taken from memory, and several that
+are wanted soon are read at a time.
 Source: claims A5, A6 and A8-A10 of CN115016937A (unload, fetch ahead); claims 2-4 of CN110032450B.
 """
 
@@ -18,23 +18,21 @@ from .room import DiskOptions
 from .slab_frame import SlabFrame
 from .store import UNLIMITED, Store, StoreOptions, UnpooledBuffers
 
-_AHEAD = 4  # frames
-
 
 class DiskStore(Store):
     """Frames on the disk of ``options.disk``, or of one of its own in ``options.path``.
 
     Those of a GPU pass through pinned memory: called inside ``CopyStream.run``, which orders the copies."""
 
+    tier = "disk"
+
     def __init__(self, options: StoreOptions = UNLIMITED) -> None:
         """Start empty.
 
         Raises:  ConfigError: the folder takes no file."""
         super().__init__(options)
-        self.disk = options.disk or Disk(DiskOptions(path=options.path))
-        self._kept: dict[Hashable, tuple[int, SlabFrame]] = {}  # with its number, in the order of putting
-        self._keys: dict[int, Hashable] = {}
-        self._next, self._last = 0, -1  # numbers: of the next put, of the last get
+        self.disk = options.disk or Disk(DiskOptions(path=options.path), tiers=self.tiers)
+        self._kept: dict[Hashable, SlabFrame] = {}
         self._pinned, self._unpooled = PinnedPool(), UnpooledBuffers()
         self._devices: dict[Hashable, torch.device] = {}
 
@@ -58,26 +56,20 @@ class DiskStore(Store):
             frame.release()
             frame = Frame(pinned, frame.num_bytes, self._pinned)
         num_bytes = frame.num_bytes
-        number, self._next = self._next, self._next + 1
-        self._kept[key] = number, self.disk.write(frame, ready=ready)
-        self._keys[number], self._num_bytes[key] = key, num_bytes
+        self._kept[key] = self.disk.write(frame, ready=ready)
+        self._count(key, num_bytes)
 
     def fetch(self, key: Hashable) -> None:
         """Begin to read a frame."""
         if (found := self._kept.get(key)) is not None:
-            self.disk.fetch(found[1], self._pinned if key in self._devices else None)
+            self.disk.fetch(found, self._pinned if key in self._devices else None)
 
     def get(self, key: Hashable) -> Frame:
         """Return the frame, on the device where it was made; the one on disk stays.
 
         Raises:  StageError: it is not what was written, or the disk refuses."""
-        number, kept = self._kept[key]
+        kept = self._kept[key]
         self.fetch(key)
-        if number < self._last <= number + _AHEAD:  # backwards
-            for before in range(number - 1, number - 1 - _AHEAD, -1):
-                if (other := self._keys.get(before)) is not None:
-                    self.fetch(other)
-        self._last = number
         if (device := self._devices.get(key)) is None:
             return self.disk.get(kept)
         pinned = self.disk.get(kept, self._pinned)
@@ -89,10 +81,9 @@ class DiskStore(Store):
     def drop(self, key: Hashable) -> None:
         """Forget a frame, and what of it is to be written."""
         self._devices.pop(key, None)
-        self._num_bytes.pop(key, None)
+        self._count(key, None)
         if (found := self._kept.pop(key, None)) is not None:
-            self._keys.pop(found[0], None)
-            self.disk.forget(found[1])
+            self.disk.forget(found)
 
 
 def _at_once() -> None:

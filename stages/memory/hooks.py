@@ -138,7 +138,7 @@ class SavedTensorHooks:
             if num_bytes < self._min_bytes or view_of(tensor).num_bytes * _PART < num_bytes:
                 return _untouched(tensor)
             stream = self._packer.stream(tensor.device)
-            found = SavedStorage(tensor, stream=stream, previous=self._latest)
+            found = SavedStorage(tensor, stream=stream, previous=self._latest, tiers=self._packer.store.tiers)
             read = self._added(found, tensor)
             self._storages[storage._cdata], self._latest = found, weakref.ref(found)
         self._took(found)

@@ -36,6 +36,8 @@ class HostStore(Store):
     Called inside ``CopyStream.run``, which orders the copies: a buffer is read before it is written again.
     """
 
+    tier = "host"
+
     def __init__(self, options: StoreOptions = UNLIMITED) -> None:
         """Start empty."""
         super().__init__(options)

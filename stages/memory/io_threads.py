@@ -15,7 +15,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from .tiers import Tiers
+
 REQUEST_BYTES = 1 << 20
+MOST_WAITING = 64 << 20  # bytes to be written
 IDLE_SECONDS = 0.1
 Done = Callable[[BaseException | None], None]
 
@@ -35,10 +38,11 @@ class IoThreads:
 
     ``changed`` is the lock of it all, and of those who use it: whatever ``done`` is told changes under it."""
 
-    def __init__(self, name: str, *, depth: int, most_waiting: int) -> None:
-        """At most ``depth`` requests at a time; ``most_waiting``: bytes in memory that are to be written."""
+    def __init__(self, name: str, *, depth: int, most_waiting: int, tiers: Tiers | None = None) -> None:
+        """At most ``depth`` requests at a time; ``most_waiting``: bytes in memory that are to be written,
+        which ``tiers`` count."""
         self.name, self.depth, self.most_waiting = name, depth, most_waiting
-        self.changed = threading.Condition(threading.Lock())
+        self.changed, self._tiers = threading.Condition(threading.Lock()), tiers or Tiers()
         self.seconds_waited = 0.0  # of those who had something to write and no room
         self.waiting_bytes = self.most_waited_bytes = 0
         self._reads, self._writes = deque[Request](), deque[Request]()
@@ -54,6 +58,8 @@ class IoThreads:
                 self.changed.wait_for(lambda: self._has_room(num_bytes))
                 self.seconds_waited += time.perf_counter() - began
             self._queue(self._writes, requests)
+            self._tiers.device.add(num_bytes)  # whoever waited had counted it itself
+            self._tiers.leaving.add(num_bytes)
             self.waiting_bytes += num_bytes
             self.most_waited_bytes = max(self.most_waited_bytes, self.waiting_bytes)
 
@@ -68,7 +74,7 @@ class IoThreads:
             for queue in (self._reads, self._writes):
                 if request in queue:
                     queue.remove(request)
-                    self.waiting_bytes -= request.num_bytes
+                    self._ends(request)
                     num += 1
         if num:
             self.changed.notify_all()
@@ -87,6 +93,11 @@ class IoThreads:
         for thread in threads:
             thread.join()
         self._closing = False
+
+    def _ends(self, request: Request) -> None:
+        self.waiting_bytes -= request.num_bytes
+        self._tiers.device.add(-request.num_bytes)
+        self._tiers.leaving.add(-request.num_bytes)
 
     def _has_room(self, num_bytes: int) -> bool:
         return not self.waiting_bytes or self.waiting_bytes + num_bytes <= self.most_waiting
@@ -122,8 +133,8 @@ class IoThreads:
                 error = raised
             with self.changed:
                 self._num_busy -= 1
-                self.waiting_bytes -= request.num_bytes
                 request.done(error)
+                self._ends(request)
                 self.changed.notify_all()
             del request, error  # they hold what they were about
 

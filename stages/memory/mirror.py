@@ -103,8 +103,6 @@ class Mirror:
                 self._hooks.append(one.parameter.register_hook(functools.partial(self._arrives, one)))
                 self._hooks.append(one.parameter.register_post_accumulate_grad_hook(added))
 
-    # -- forward ----------------------------------------------------------------------------------------
-
     def layer_done(self, done: Layer | None, following: Layer | None) -> None:
         """Between two layers of a forward: what ``done`` read leaves, what ``following`` reads comes."""
         wanted = self._by_layer.get(following.name, []) if following is not None else []
@@ -113,11 +111,12 @@ class Mirror:
         for one in self._by_layer.get(done.name, ()) if done is not None else ():
             if one not in wanted:
                 self._leave(one)
+        self._note()
         self._walks = following is not None
         for one in wanted:
             self._come(one)
         if wanted:
-            self._note_peak()
+            self._note()
             self.prefetch(max(one.turn for one in wanted) + 1)
 
     def prefetch(self, turn: int) -> None:
@@ -134,10 +133,9 @@ class Mirror:
         for one in list(self._near):
             self._leave(one)
         self.prefetch(-1)
+        self._note()
         self._recent.clear()
         self._walks = False
-
-    # -- backward ---------------------------------------------------------------------------------------
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is one of the parameters that are near, or a part of one."""
@@ -174,16 +172,15 @@ class Mirror:
         one.bring_gradient()
 
     def _added(self, one: ParameterMemory, _: Tensor) -> None:
-        self._note_peak()
+        self._note()
         self.push_gradient(one.parameter)
         if not self._walks:
             self._leave(one)
+        self._note()
 
     def push_gradient(self, parameter: Parameter) -> None:
         """The gradient of ``parameter`` leaves; one that is not dense stays."""
         self._all[id(parameter)].push_gradient()
-
-    # -- update -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def gradients(self, turn: Turn, *, written: bool) -> Iterator[dict[int, Tensor]]:
@@ -201,14 +198,14 @@ class Mirror:
         """The block in which ``turn`` is near as it would be without a mirror, to be written."""
         self._pull(turn)
         yield
-        self._note_peak()
+        self._note()
         self._push(turn)
 
     def pull_all(self) -> None:
         """All parameters come, with their gradients and the state of the optimizer."""
         for turn in self.turns:
             self._pull(turn)
-        self._note_peak()
+        self._note()
 
     def push_all(self) -> None:
         """All of them leave as they are now."""
@@ -232,6 +229,7 @@ class Mirror:
         for one in (self._all[id(parameter)] for parameter in turn):
             one.push(self._kept(one.parameter), min_bytes=self._min_bytes)
             self._leave(one)
+        self._note()
 
     def _come(self, one: ParameterMemory) -> None:
         if not one.near:
@@ -245,5 +243,6 @@ class Mirror:
     def _kept(self, parameter: Parameter) -> Kept:
         return {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
 
-    def _note_peak(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, self.near_bytes)
+    def _note(self) -> None:
+        self._frames.near.set(near := self.near_bytes)
+        self.peak_bytes = max(self.peak_bytes, near)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from ...compression.errors import ConfigError, StageError
 from ..units import parse_bytes, show_bytes
+from .counters import Counters
 from .hooks import ParameterFilter, SavedTensorHooks
-from .packer import Counters, SavedTensorPacker
+from .packer import SavedTensorPacker
 from .saved_storage import SavedStorage
 from .store import StoreOptions, UnpooledBuffers
 from .stores import open_store

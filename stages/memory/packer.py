@@ -94,8 +94,8 @@ class SavedTensorPacker:
         for _ in range(self._num_ahead):
             if before is None:
                 break
-            if before.transition("coming", only_from="away"):
-                self.reading.try_submit(functools.partial(bring_fetched, [weakref.ref(before)]))
+            if self.reading.has_room and before.transition("coming", only_from="away"):
+                self.bring([weakref.ref(before)])
             before = before.previous()
         if storage.state in ("resident", "leaving"):
             return storage.read(number)
@@ -103,6 +103,15 @@ class SavedTensorPacker:
         found = storage.read(number)
         self.exposed_seconds += time.perf_counter() - began
         return found
+
+    def bring(self, storages: Sequence[weakref.ref[SavedStorage]]) -> None:
+        """Bring back ``storages``, which are on their way now: the store begins with all of them at once."""
+        for reference in storages:
+            if (storage := reference()) is not None:
+                with storage.stream.run():
+                    self.store.fetch(storage.key)
+        if storages:
+            self.reading.submit(functools.partial(_bring_fetched, storages))
 
     def drain(self) -> None:
         """Wait until all has left or come that was to; raises what a thread raised."""
@@ -126,6 +135,9 @@ class SavedTensorPacker:
     def _pack_next(self, *what: Any) -> None:
         try:
             self._pack(*what)
+        except BaseException:
+            self._keep(what[0]())
+            raise
         finally:
             self.packed()
 
@@ -154,8 +166,12 @@ class SavedTensorPacker:
         if storage.state != "leaving":  # wanted again or dropped, while the frame was queued
             frame.release()
             return self._keep(storage)
-        with storage.stream.run(storage.event):
-            self.store.put(storage.key, frame)
+        try:
+            with storage.stream.run(storage.event):
+                self.store.put(storage.key, frame)
+        except BaseException:
+            self._keep(storage)
+            raise
         self._count(storage, frame.num_bytes)
         if not storage.stored(functools.partial(self._load, storage.key, storage.stream, restore)):
             self.store.drop(storage.key)
@@ -170,7 +186,9 @@ class SavedTensorPacker:
                 self.num_unpacks += 1
             return restore(tensor)
 
-    def _keep(self, storage: SavedStorage) -> None:
+    def _keep(self, storage: SavedStorage | None) -> None:
+        if storage is None:
+            return
         self.store.drop(storage.key)  # what was admitted
         storage.transition("resident", only_from="leaving")
         self._count(storage, storage.num_bytes)
@@ -202,7 +220,7 @@ class SavedTensorPacker:
             self.bytes_kept += kept
 
 
-def bring_fetched(references: Sequence[weakref.ref[SavedStorage]]) -> None:
+def _bring_fetched(references: Sequence[weakref.ref[SavedStorage]]) -> None:
     """Bring back, one after the other, the storages that still live and are still awaited."""
     for reference in references:
         storage = reference()
@@ -212,34 +230,3 @@ def bring_fetched(references: Sequence[weakref.ref[SavedStorage]]) -> None:
 
 def _nobody() -> None:
     """Nobody waits for room."""
-
-
-class Counters:
-    """The counters of its ``_packer``."""
-
-    _packer: SavedTensorPacker
-
-    @property
-    def bytes_raw(self) -> int:
-        """Bytes of the storages that were to leave, each once: without parameters and small ones."""
-        return self._packer.bytes_raw
-
-    @property
-    def bytes_kept(self) -> int:
-        """Bytes that stayed: frames, what did not shrink or found no room, what was wanted before it left."""
-        return self._packer.bytes_kept
-
-    @property
-    def num_packs(self) -> int:
-        """Frames that were made here; those of the wire are not."""
-        return self._packer.num_packs
-
-    @property
-    def num_unpacks(self) -> int:
-        """Frames that were brought back, for the backwards so far."""
-        return self._packer.num_unpacks
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds for which backwards waited for what was not back yet."""
-        return self._packer.exposed_seconds

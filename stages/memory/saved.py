@@ -18,13 +18,14 @@ from torch import Tensor
 
 from ...compression.pool import Pool
 from ..tracing.layers import Layer
+from .counters import Counters
 from .hooks import ParameterFilter, SavedTensorHooks
 from .layer_aware import LayerAwareCompressor, Modules
-from .packer import Counters, SavedTensorPacker
+from .packer import SavedTensorPacker
 from .saved_run import Came, Entered, SavedRun, Went
 from .saved_storage import SavedStorage, WriteCounter
 from .store import Store
-from .thread import MemoryThread, fetch
+from .thread import MemoryThread
 
 
 class NoOffload:
@@ -166,7 +167,7 @@ class SavedActivations(Counters):
             storage.transition("resident", only_from="leaving")
             if storage.transition("coming", only_from="away"):
                 references.append(weakref.ref(storage))
-        fetch(self._packer, references)
+        self._packer.bring(references)
 
     def ahead(self, micro_batch: int) -> None:
         """Do nothing: the memory thread knows which backward is next."""

@@ -1,6 +1,6 @@
 """What one micro-batch saved on a stage: its storages, which of them are still to leave, and which have left.
 
-The training thread adds, the memory thread moves: what they share are deques, each changed by one call."""
+The training thread adds, the memory thread moves: what they share is changed by one call each."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SavedRun:
         self._came = {storage.cdata for storage, _ in self._entered.values()}
         self._keys: deque[object] = deque()
         self._wires: dict[object, WireFrame] = {}
-        self.waiting: deque[weakref.ref[SavedStorage]] = deque()
+        self.waiting: dict[object, weakref.ref[SavedStorage]] = {}
         self.left: list[Left] = []
         self._sizes: dict[fx.Node, tuple[int, ...]] = {}  # of the floats that a layer saved
         self.reading = -1
@@ -69,7 +69,7 @@ class SavedRun:
     def add(self, storage: SavedStorage) -> None:
         """A storage whose first tensor was saved now."""
         self._keys.append(storage.key)
-        self.waiting.append(weakref.ref(storage))
+        self.waiting[storage.key] = weakref.ref(storage)
 
     def added(self, tensor: Tensor, layer: Layer | None) -> None:
         """``layer`` saved ``tensor``, which is to leave."""
@@ -86,6 +86,11 @@ class SavedRun:
                 wire.frame.hold()
                 self._wires[storage.key] = wire
         self.closed = True
+
+    def staying(self) -> list[SavedStorage]:
+        """Those that have not left and that the graph still holds, in the order of saving."""
+        found = [reference() for reference in self.waiting.copy().values()]
+        return [storage for storage in found if storage is not None]
 
     def may_leave(self, storage: SavedStorage) -> bool:
         """Whether nobody needs ``storage`` in memory but the backward.
@@ -104,6 +109,7 @@ class SavedRun:
 
     def leave(self, storage: SavedStorage, layer: int) -> None:
         """Give ``storage``, which ``layer`` reads first, to the packer."""
+        del self.waiting[storage.key]
         if not storage.transition("leaving", only_from="resident"):
             return
         compress = functools.partial(self._compressor.compress, inputs=self._sizes)
@@ -121,8 +127,7 @@ class SavedRun:
     def alive(self) -> list[SavedStorage]:
         """The storages that the graph still holds, in the order of a backward."""
         found = [one.storage() for one in reversed(list(self.left))]
-        found = [reference() for reference in reversed(list(self.waiting))] + found
-        return [storage for storage in found if storage is not None]
+        return [*reversed(self.staying()), *(storage for storage in found if storage is not None)]
 
     def drop(self) -> None:
         """Forget everything: after the backward, or when the step failed."""

@@ -17,6 +17,7 @@ from ...compression.errors import StageError
 from ..tracing.layers import Layer
 from .copy_stream import CopyStream
 from .tensor_view import Bytes, TensorView, empty, row_view, view_of
+from .tiers import Tiers
 
 StorageState = Literal["resident", "leaving", "away", "coming", "dropped"]
 TRANSITIONS: dict[StorageState, tuple[StorageState, ...]] = {
@@ -90,12 +91,18 @@ class SavedStorage:
     """
 
     def __init__(
-        self, tensor: Tensor, *, stream: CopyStream, previous: Callable[[], SavedStorage | None]
+        self,
+        tensor: Tensor,
+        *,
+        stream: CopyStream,
+        previous: Callable[[], SavedStorage | None],
+        tiers: Tiers | None = None,
     ) -> None:
         """Begin resident, with the storage of ``tensor``.
 
         Args:    stream: on which it is moved.
-                 previous: gives what was saved before it, while that lives."""
+                 previous: gives what was saved before it, while that lives.
+                 tiers: count its bytes while they are in memory."""
         storage = tensor.untyped_storage()
         self.key, self.previous, self.stream = object(), previous, stream
         self.num_bytes, self._pointer = storage.nbytes(), storage.data_ptr()
@@ -104,8 +111,9 @@ class SavedStorage:
         self.writes, self.views = WriteCounter(tensor), list[TensorView]()
         self.event = stream.event()
         self.state: StorageState = "resident"
-        self._lock = threading.RLock()
-        self._bytes: Bytes | None = Bytes(storage, 0)
+        self._lock, self._tiers = threading.RLock(), tiers or Tiers()
+        self._bytes: Bytes | None = None
+        self._has(Bytes(storage, 0))
         self._last = self.original, 0  # where the bytes were when they were last in memory
         self._unread: set[int] = set()
         self._given_up: set[int] = set()
@@ -150,9 +158,10 @@ class SavedStorage:
                     f"a saved storage that is {self.state} goes to {allowed}, found {state}; offload "
                     "and drop a micro-batch once each"
                 )
-            self.state = state
+            before, self.state = self.state, state
             if state in ("away", "dropped"):
-                self._bytes = None
+                self._has(None)
+            self._tiers.leaving.add(self.num_bytes * ((state == "leaving") - (before == "leaving")))
             return True
 
     def stored(self, restore: Callable[[], Bytes]) -> bool:
@@ -186,8 +195,17 @@ class SavedStorage:
         with self._lock:
             self._given_up.add(number)
             if len(self._given_up) == len(self.views):
-                self._bytes = None
+                self._has(None)
             self._was_read(number)
+
+    def __del__(self) -> None:  # with its graph, whoever lets go of that
+        self._tiers.leaving.add(-self.num_bytes * (self.state == "leaving"))
+        self._has(None)
+
+    def _has(self, found: Bytes | None) -> None:
+        """Have these bytes in memory, or none; counted."""
+        before, self._bytes = self._bytes, found
+        self._tiers.device.add(self.num_bytes * ((found is not None) - (before is not None)))
 
     def _was_read(self, number: int) -> None:
         self._unread.discard(number)
@@ -203,7 +221,8 @@ class SavedStorage:
         if found is None:
             self.transition("coming", only_from="away")
             assert self._restore is not None, "what is away was stored"
-            found = self._bytes = self._still_there() or self._restore()
+            found = self._still_there() or self._restore()
+            self._has(found)
             self._last = StorageWeakRef(found.storage), found.origin
             self.transition("resident")
         return found

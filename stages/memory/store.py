@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...compression.memory import new_bytes
 from ...compression.pool import Frame, Pool
+from .tiers import Tiers
 
 if TYPE_CHECKING:
     from .disk import Disk
@@ -26,11 +27,13 @@ class StoreOptions:
     """What a store is opened with; a store takes what concerns it.
 
     ``path``: the folder of a tier that keeps files. ``budget``: the most bytes of frames; None: no limit.
-    ``disk``: the room on disk that all stores of a rank share."""
+    ``disk``: the room on disk that all stores of a rank share; ``tiers``: what counts the bytes of a rank;
+    None: each its own."""
 
     path: Path | None = None
     budget: int | None = None
     disk: Disk | None = None
+    tiers: Tiers | None = None
 
 
 UNLIMITED = StoreOptions()
@@ -39,12 +42,16 @@ UNLIMITED = StoreOptions()
 class Store:
     """Keeps frames by key, in the memory that they were packed in; other tiers derive from it.
 
-    Called from any thread; ``put`` and ``get`` may block."""
+    Called from any thread; ``put`` and ``get`` may block. ``tiers``: those of the rank."""
+
+    tier = "packed"
 
     def __init__(self, options: StoreOptions = UNLIMITED) -> None:
         """Start empty."""
         self._budget, self._frames = options.budget, dict[Hashable, Frame]()
         self._num_bytes: dict[Hashable, int] = {}  # of what was put or admitted
+        self.tiers = options.tiers or Tiers()
+        self._gauge = self.tiers.named(self.tier)
 
     @property
     def num_bytes(self) -> int:
@@ -63,13 +70,15 @@ class Store:
 
         A frame may wait for the store, and those that wait count too."""
         fits = self._budget is None or self.num_bytes + num_bytes <= self._budget
+        fits = fits and self._gauge.fits(num_bytes)
         if fits:
-            self._num_bytes[key] = num_bytes
+            self._count(key, num_bytes)
         return fits
 
     def put(self, key: Hashable, frame: Frame) -> None:
         """Keep ``frame``; the caller's hold on it becomes the store's."""
-        self._frames[key], self._num_bytes[key] = frame, frame.num_bytes
+        self._frames[key] = frame
+        self._count(key, frame.num_bytes)
 
     def fetch(self, key: Hashable) -> None:
         """Begin to bring a frame back to where it was packed: it never left."""
@@ -81,9 +90,16 @@ class Store:
     def drop(self, key: Hashable) -> None:
         """Forget a frame and what was admitted for it, if there is any."""
         frame = self._frames.pop(key, None)
-        self._num_bytes.pop(key, None)
+        self._count(key, None)
         if frame is not None:
             frame.release()
+
+    def _count(self, key: Hashable, num_bytes: int | None) -> None:
+        """A frame has so many bytes; None: there is none."""
+        before = self._num_bytes.pop(key, 0)
+        if num_bytes is not None:
+            self._num_bytes[key] = num_bytes
+        self._gauge.add((num_bytes or 0) - before)
 
 
 class UnpooledBuffers(Pool):

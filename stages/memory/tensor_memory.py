@@ -18,6 +18,7 @@ from ...compression.frame import ALIGNMENT
 from ...compression.pool import Frame
 from ..device import KINDS, is_gpu
 from ..worker import Worker
+from .gauge import Share
 from .packer import FOR_SAVED
 from .store import Store, UnpooledBuffers
 from .tensor_view import Bytes, TensorView, bytes_around, empty, row_view, view_of
@@ -40,14 +41,15 @@ def may_leave(tensor: Tensor, *, min_bytes: int) -> bool:
 class Frames:
     """A store of tensors' bytes, and how they lie in it: ``packs``: packed where that pays, else as they are.
 
-    ``ahead``: the thread that brings what is wanted soon. ``bytes_out`` and ``bytes_in`` count what left and
+    ``ahead``: the thread that brings what is wanted soon. ``near``: bytes outside of the store, as whoever
+    moves them counts them. ``bytes_out`` and ``bytes_in`` count what left and
     what came, unpacked."""
 
     def __init__(self, store: Store, *, packs: bool) -> None:
         """Frames that are made here are memory of their own, which nobody uses again."""
         self.store, self.packs, self.own = store, packs, UnpooledBuffers()
         self.ahead = Worker("penstock-memory-parameters")
-        self.bytes_out = self.bytes_in = 0
+        self.bytes_out, self.bytes_in, self.near = 0, 0, Share(store.tiers.device)
         self._counting, self._reading = threading.Lock(), threading.Lock()
 
     def count(self, *, out: int = 0, came: int = 0) -> None:
@@ -99,6 +101,8 @@ class TensorMemory:
         frame, store = self._frame(flat), self._frames.store
         if not store.admit(self._key, frame.num_bytes):
             return False
+        near = self._frames.near  # from here on the store counts it
+        near.set(near.num_bytes - self.num_bytes)
         store.put(self._key, frame)
         self.stored = True
         self._frames.count(out=self.num_bytes)

@@ -8,37 +8,47 @@ store have threads of their own.
     training thread -> memory thread -> packing thread -> I/O thread -> store
                                      -> reading thread <--------------- store
 
+Where the device has a limit, only so much leaves as is too much, what is read last first; nothing is brought
+back ahead of its time that has no room; and the training thread waits between two layers while there is no
+room for one more and something is on its way out.
+
 Source: claims 2-4 of CN110032450B (a training and a memory thread, so many layers ahead and behind)."""
 
 from __future__ import annotations
 
-import functools
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from ..worker import Worker
-from .options import NO_OPTIONS, MemoryOptions
-from .packer import SavedTensorPacker, bring_fetched
+from .options import NEAR, NO_OPTIONS, MemoryOptions
 from .saved_run import SavedRun
 from .saved_storage import SavedStorage
+from .tiers import Tiers
 from .timeline import NEVER, Pass, Timeline
 
 WAKES = 4 << 20  # bytes that a forward saves until the thread looks again
-NEAR = 4  # "auto": layers; what is read within so many is brought back, and need not leave
 BEHIND = 64 << 20  # bytes that may wait to be packed until the training thread waits too
+SOON = 1  # layers: what is read within so many comes whether it has room or not
+Far = tuple[int, SavedRun, SavedStorage, int]
 NOBODY: Mapping[int, int] = MappingProxyType({})
 
 
 class MemoryThread:
     """Moves the saved tensors of all stages of a process.
 
-    Args:    num_layers: of every stage, in layers."""
+    Args:    num_layers: of every stage, in layers; ``tiers``: those of the rank."""
 
     def __init__(
-        self, options: MemoryOptions = NO_OPTIONS, *, num_layers: Mapping[int, int] = NOBODY
+        self,
+        options: MemoryOptions = NO_OPTIONS,
+        *,
+        num_layers: Mapping[int, int] = NOBODY,
+        tiers: Tiers | None = None,
     ) -> None:
+        self.tiers = tiers or Tiers()
         self._prefetch = NEAR if options.prefetch_layers is None else options.prefetch_layers
         self._writeout = self._prefetch if options.writeout_layers is None else options.writeout_layers
         self._num_layers = num_layers
@@ -47,8 +57,9 @@ class MemoryThread:
         self._runs: dict[tuple[int, int], SavedRun] = {}
         self._timeline = Timeline()
         self._start = self._now = self._behind = 0
-        self._saved = self._seen = 0  # bytes that forwards saved, and of them those that the thread has looked at
-        self._asked = False  # whether the thread will look again
+        self._saved = self._seen = 0  # bytes that forwards saved, and those of them that the thread has seen
+        self._largest = 0  # bytes of what was saved so far
+        self._asked = self._looks = False  # whether the thread will look again; whether it does now
 
     def begin(self, program: Sequence[Pass]) -> None:
         """A step begins that runs ``program``."""
@@ -72,18 +83,23 @@ class MemoryThread:
     def saved(self, num_bytes: int) -> None:
         """A forward saved so many bytes more."""
         self._saved += num_bytes
+        self._largest = max(self._largest, num_bytes)
 
     def layer_begins(self, run: SavedRun, layer: int) -> None:
         """The forward of ``run`` has come to its layer number ``layer``."""
         self._now = self._timeline.position(self._start, run.stage, layer, reads=False)
-        if self._saved - self._seen >= WAKES:
+        if self._is_full():
+            self._hold_up()
+        elif self._saved - self._seen >= WAKES:
             self._wake()
 
     def reads(self, run: SavedRun, layer: int) -> None:
         """The backward of ``run`` has come to what its layer number ``layer`` saved."""
         run.reading = layer
         self._now = self._timeline.position(self._start, run.stage, layer, reads=True)
-        if run.left:
+        if self._is_full():
+            self._hold_up()
+        elif run.left:
             self._wake()
 
     def closed(self) -> None:
@@ -108,6 +124,23 @@ class MemoryThread:
         """End the thread."""
         self._worker.close()
 
+    def _is_full(self) -> bool:
+        """Whether the device may have no room for what the next layer saves or reads."""
+        return not self.tiers.device.fits(self._largest)
+
+    def _hold_up(self) -> None:
+        """Wait while the device is full, and some of it is on its way out."""
+        began, leaving = time.perf_counter(), self.tiers.leaving
+        while self._is_full():
+            self._wake()
+            with self._settled:
+                self._settled.wait_for(lambda: not (self._asked or self._looks) or self._worker.failed)
+            before = leaving.now
+            if not before or self._worker.failed:
+                break
+            leaving.wait(lambda before=before: leaving.now < before or not self._is_full())
+        self.tiers.seconds_waited += time.perf_counter() - began
+
     def _waiting(self) -> int:
         """Bytes that found no room to be packed, or that nobody has looked at."""
         return self._behind + self._saved - self._seen
@@ -123,41 +156,50 @@ class MemoryThread:
             self._wake()
 
     def _look(self) -> None:
-        self._asked = False
+        self._looks, self._asked = True, False
         now, timeline, behind, saved = self._now, self._timeline, 0, self._saved
         try:
-            for run in list(self._runs.values()):
-                with run.lock:
-                    behind += 0 if run.wanted else self._leave(run, timeline, now)
+            behind = self._leave(timeline, now)
             self._bring(timeline, now)
         finally:
             with self._settled:  # whoever waits looks for an error
-                self._behind, self._seen = behind, saved
+                self._behind, self._seen, self._looks = behind, saved, False
                 self._settled.notify_all()
         if behind and any(run.packer.packing.has_room for run in list(self._runs.values())):
             self._wake()  # room came while this looked, and whoever made it saw nobody behind
 
-    def _leave(self, run: SavedRun, timeline: Timeline, now: int) -> int:
+    def _leave(self, timeline: Timeline, now: int) -> int:
         """Let leave what is far from being read; returns the bytes of what found no room in the queue."""
-        starts, stays, behind = timeline.next_reading(run.stage, run.micro_batch, now), [], 0
-        for _ in range(len(run.waiting)):
-            storage = (reference := run.waiting.popleft())()
-            if storage is None:
-                continue
-            layer = run.first_read(storage)
-            read = starts if starts == NEVER else timeline.position(starts, run.stage, layer, reads=True)
-            if read - now <= self._writeout or not run.may_leave(storage):
-                stays.append(reference)
-            elif run.packer.packing.has_room:
-                run.leave(storage, layer)
+        far = [one for run in list(self._runs.values()) for one in self._far(run, timeline, now)]
+        far.sort(key=lambda one: -one[0])
+        too_much, behind = self.tiers.too_much, 0
+        for _, run, storage, layer in far:
+            if too_much is not None and too_much <= 0:
+                break
+            if run.packer.packing.has_room:
+                with run.lock:
+                    run.leave(storage, layer)
             else:
                 behind += storage.num_bytes
-                stays.append(reference)
-        run.waiting.extendleft(reversed(stays))
+            too_much = None if too_much is None else too_much - storage.num_bytes
         return behind
 
+    def _far(self, run: SavedRun, timeline: Timeline, now: int) -> list[Far]:
+        """What of ``run`` may leave, with the layers until it is read and that which reads it."""
+        starts = timeline.next_reading(run.stage, run.micro_batch, now)
+        found: list[Far] = []
+        with run.lock:
+            for storage in () if run.wanted else run.staying():
+                layer = run.first_read(storage)
+                read = starts if starts == NEVER else timeline.position(starts, run.stage, layer, reads=True)
+                if read - now > self._writeout and run.may_leave(storage):
+                    found.append((read - now, run, storage, layer))
+        return found
+
     def _bring(self, timeline: Timeline, now: int) -> None:
-        """Bring back what is read soon, in the order in which it is read."""
+        """Bring back what is read soon, in the order in which it is read, as far as it has room."""
+        room = self.tiers.device
+        coming = 0
         for start, one in timeline.readings(now):
             run = None if one.micro_batch is None else self._runs.get((one.stage, one.micro_batch))
             if run is None:
@@ -170,16 +212,12 @@ class MemoryThread:
                     away = timeline.position(start, run.stage, left.layer, reads=True) - now
                     if away < 0 or storage is None:
                         continue
-                    if away > self._prefetch:
-                        fetch(run.packer, batch)
+                    has_room = away <= SOON or room.fits(coming + storage.num_bytes)
+                    if away > self._prefetch or not has_room:
+                        run.packer.bring(batch)
                         return
                     storage.transition("resident", only_from="leaving")
                     if storage.transition("coming", only_from="away"):
+                        coming += storage.num_bytes
                         batch.append(left.storage)
-            fetch(run.packer, batch)
-
-
-def fetch(packer: SavedTensorPacker, storages: Sequence[weakref.ref[SavedStorage]]) -> None:
-    """Bring back ``storages``, which are on their way now, one after the other."""
-    if storages:
-        packer.reading.submit(functools.partial(bring_fetched, storages))
+            run.packer.bring(batch)

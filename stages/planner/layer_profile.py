@@ -6,14 +6,16 @@ Source: resource management of a training step, S1 and S11-S13 (kinds, sizes and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...compression.errors import PlanError
 from ..files import save_json
+from ..memory.options import NEAR
 from ..record import load_json, read
 from ..tracing.capture.signature import Signature
 from .intermediate import Intermediate
+from .rank_memory import NEIGHBOURS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +34,30 @@ class LayerProfile:
     packed_bytes: int | None = None
 
 
-def sizes_of(layers: Iterable[LayerProfile]) -> dict[str, int]:
-    """Bytes of these layers: their parameters, what a micro-batch saves, what is left of that packed, and the
-    parameters of the layer that has most."""
+def near_of(layers: Sequence[LayerProfile]) -> list[int]:
+    """For each layer, what it and those behind it save that are near enough to stay with it."""
+    return _runs([layer.saved_bytes for layer in layers], NEAR + 1)
+
+
+def neighbours_of(layers: Sequence[LayerProfile]) -> list[int]:
+    """For each layer, the parameters of it and its neighbours behind it, of those that have any."""
+    return _runs([layer.parameter_bytes for layer in layers if layer.parameter_bytes], NEIGHBOURS) or [0]
+
+
+def _runs(sizes: Sequence[int], length: int) -> list[int]:
+    return [sum(sizes[first : first + length]) for first in range(len(sizes))]
+
+
+def sizes_of(layers: Sequence[LayerProfile]) -> dict[str, int]:
+    """Bytes of these layers: their parameters, what a micro-batch saves, what of that is left packed, the
+    parameters of the layer that has most and of neighbours that do, and the most that near layers save."""
     sizes = [
         (x.parameter_bytes, x.saved_bytes, x.saved_bytes if x.packed_bytes is None else x.packed_bytes)
         for x in layers
     ]
     sums = dict(zip(("parameters", "saved", "packed"), map(sum, zip(*sizes, strict=True)), strict=True))
-    return sums | {"largest": max(size[0] for size in sizes)}
+    most = {"near": max(near_of(layers)), "neighbours": max(neighbours_of(layers))}
+    return sums | most | {"largest": max(size[0] for size in sizes)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,8 @@ class PlanStage:
     """One stage: its layers and parameters (names), its decisions, and its predictions per micro-batch.
 
     ``num_parameters`` counts elements, ``memory_bytes`` is for all micro-batches in flight, of which each
-    leaves ``saved_bytes`` for its backward, ``bytes_forward`` and ``bytes_backward`` are those of the tensors
+    leaves ``saved_bytes`` for its backward, of which ``near_bytes`` are the most that layers near each other
+    save (None: all of them), ``bytes_forward`` and ``bytes_backward`` are those of the tensors
     that pass the cut behind the stage, unpacked.
 
     ``ranks``: who runs it, one rank until there are replicas; ``device``: what computes, cpu, cuda (the GPU
@@ -37,6 +38,7 @@ class PlanStage:
     bytes_backward: int
     ranks: tuple[int, ...]
     saved_bytes: int = 0
+    near_bytes: int | None = None
     device: str | None = None
     tier: str = "device"
     weights_tier: str = "device"

@@ -10,7 +10,9 @@ import math
 
 from ...compression.names import HOST
 
-MOVING = 2  # micro-batches whose saved tensors, or versions whose weights, are there: one is read, one moves
+MOVING = 2  # runs of layers, or versions whose weights, are there in a tier: one is read, one moves
+NEIGHBOURS = 3  # layers of a mirror: one that runs, one before it, one that comes
+GRADIENTS = 2  # of a parameter: one that arrives, one that it is added to
 AWAY = ("host", "disk")  # tiers that take what they keep off a device that is no CPU
 GONE = ("disk",)  # tiers that take it off every device
 
@@ -18,21 +20,37 @@ GONE = ("disk",)  # tiers that take it off every device
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
     """How often the bytes of layers are there: their parameters, what a micro-batch saves as it is, and that
-    packed; what entered with it, where the rest is made again. ``largest``: of the parameters of the layer
-    that has most, where layers have theirs only while they run."""
+    packed; what entered with it, where the rest is made again. ``near``: what the layers save that are near
+    the one that runs, where the rest leaves. ``largest``: of the parameters of the layer that has most, where
+    layers have theirs only while they run; then those of its ``neighbours`` may be there, too."""
 
     parameters: float
     saved: int
-    packed: int
+    packed: int = 0
+    near: int = 0
     entered: int = 0
     largest: float = 0
 
     def of(
-        self, *, parameters: int = 0, saved: int = 0, packed: int = 0, entered: int = 0, largest: int = 0
+        self,
+        *,
+        parameters: int = 0,
+        saved: int = 0,
+        packed: int = 0,
+        near: int | None = None,
+        entered: int = 0,
+        largest: int = 0,
+        neighbours: int = 0,
     ) -> int:
-        """Bytes in all; ``packed``: what is left of ``saved`` when it is packed."""
-        kept = self.saved * saved + self.packed * packed + self.entered * entered
-        return math.ceil(self.parameters * parameters + self.largest * largest) + kept
+        """Bytes in all; ``packed``: what is left of ``saved`` when it is packed; ``near``: the most of it
+        that layers near each other save, None: all of it; ``neighbours``: the most parameters of
+        ``NEIGHBOURS`` layers."""
+        kept = self.saved * saved
+        if self.near:  # where layers are few, nothing is far
+            kept = min(kept, self.near * (saved if near is None else near) + self.packed * packed)
+        if self.largest:
+            kept += max(math.ceil(self.largest * largest), neighbours + GRADIENTS * largest)
+        return math.ceil(self.parameters * parameters) + kept + self.entered * entered
 
 
 def copies(
@@ -51,23 +69,22 @@ def copies(
     The weights, their gradients, ``optimizer_state`` (bytes that the optimizer keeps for each of theirs;
     None: one, as SGD with momentum) and the old versions: dense floats, which hardly shrink, so packing is
     taken to save nothing of them. What micro-batches saved: in the tier "device" all of it; elsewhere that of
-    ``MOVING`` micro-batches as it is, and of the others what is left of it packed. A tier that is ``AWAY``
-    leaves nothing of the others on a device, but on a CPU its memory is the rank's own, unless it is ``GONE``
-    from there too. With ``recompute`` it is what one of them saved, and what entered with all of them. With
-    ``parameters_tier`` what belongs to the parameters is there for ``MOVING`` layers, and what waits where
-    the tier leaves it on the device.
+    ``MOVING`` runs of near layers as it is, and of all layers what is left of it packed. A tier that is
+    ``AWAY`` leaves nothing of that on a device, but on a CPU its memory is the rank's own, unless it is
+    ``GONE`` from there too. With ``recompute`` it is what one of them saved, and what entered with all. With
+    ``parameters_tier`` the parameters of neighbours are there, with two gradients of the largest layer, or in
+    an update all that belongs to one layer; and what waits where the tier leaves it on the device.
     """
-    here = in_flight if tier == "device" else min(in_flight, MOVING)
-    if recompute:
-        here = min(in_flight, 1)
+    here = min(in_flight, 1) if recompute else in_flight
+    moves = not recompute and tier != "device"
     leaves = GONE if device == HOST else AWAY
     versions = min(old_versions, MOVING) if weights_tier in leaves else old_versions
     state = 1.0 if optimizer_state is None else optimizer_state
-    packed = 0 if recompute or tier in leaves else in_flight - here
-    entered = in_flight if recompute else 0
+    there = {"saved": here, "entered": in_flight if recompute else 0}
+    if moves:
+        there |= {"near": min(in_flight, MOVING), "packed": 0 if tier in leaves else in_flight}
     whole = 2 + state
     if parameters_tier == "device":
-        return Copies(parameters=whole + versions, saved=here, packed=packed, entered=entered)
+        return Copies(parameters=whole + versions, **there)
     waits = 0 if parameters_tier in leaves else whole
-    near = MOVING * whole
-    return Copies(parameters=waits, saved=here, packed=packed, entered=entered, largest=near)
+    return Copies(parameters=waits, largest=whole, **there)

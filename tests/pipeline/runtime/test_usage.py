@@ -81,7 +81,7 @@ def test_what_a_gpu_sends_to_the_host_does_not_count_there():
     saved = {name: StageReport(saved_raw=3000, saved_kept=900) for name in ("cpu", "meta")}
     for name, report in saved.items():
         usage(Noting(torch.device(name)), tier="host").fill({0: report}, steps, rank=0)
-    assert saved["cpu"].peak_bytes == 400 + 2000 + 300
+    assert saved["cpu"].peak_bytes == 400 + 2000 + 3 * 300
     assert saved["meta"].peak_bytes == 400 + 2000  # any kind but the CPU
 
 
@@ -99,13 +99,13 @@ def test_what_is_in_flight_stays_so_over_the_end_of_a_step():
 
 
 def test_old_versions_count_and_a_store_keeps_less():
-    # Of three in flight two are there as they are, and one is packed.
+    # Of three in flight all are packed, and of two what is near is there as it is: in a small net all of it.
     kept = usage(tier="packed").fill(
         {0: StageReport(versions_bytes=800, saved_raw=3000, saved_kept=900)},
         spans("0F0 0F1 0F2 0B0 0B1 0B2"),
         rank=1,
     )
-    assert kept[0].peak_bytes == 400 + 800 + 2 * 1000 + 300
+    assert kept[0].peak_bytes == 400 + 800 + 2 * 1000 + 3 * 300
     assert kept[0].rank == 1
 
 

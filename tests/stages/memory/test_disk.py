@@ -72,19 +72,32 @@ def test_what_is_dropped_before_it_is_written_is_not(opened):
     assert disk.num_bytes == 0
 
 
-def test_reading_runs_back_ahead_of_a_backward(opened):
+def test_what_is_fetched_is_read_once_and_counted_while_it_waits(opened):
     disk, store = opened()
     kept = put_all(store, [10_000] * 8)
     disk.drain()
+    memory = disk.memory.device
+    assert memory.now == 0
+    for key in (7, 6, 5):
+        store.fetch(key)
+    disk.drain()
+    assert (disk.bytes_read, memory.now) == (3 * aligned(10_000), 3 * 10_000)
     for key in (7, 6):
         assert store.get(key).bytes.equal(kept[key])
+    store.drop(5)
+    assert (disk.num_bytes, memory.now) == (7 * aligned(10_000), 0)
+    assert disk.bytes_read == 3 * aligned(10_000)
+
+
+def test_what_waits_to_be_written_counts_as_memory_that_it_leaves(opened):
+    disk, store = opened(Slow, depth=1)
+    put_all(store, [MIB] * 4)
+    assert disk.memory.device.now == disk.memory.leaving.now > 2 * MIB
+    assert store.tiers.disk.now == 4 * MIB
+    store.drop(3)
     disk.drain()
-    assert disk.bytes_read == 6 * aligned(10_000)
-    for key in range(5, -1, -1):
-        assert store.get(key).bytes.equal(kept[key])
-        store.drop(key)
-    disk.drain()
-    assert disk.bytes_read == 8 * aligned(10_000)
+    assert disk.memory.device.now == disk.memory.leaving.now == 0
+    assert (disk.memory.device.peak, store.tiers.disk.now) == (4 * MIB, 3 * MIB)
 
 
 def test_who_writes_faster_than_the_disk_waits_and_that_is_counted(opened):

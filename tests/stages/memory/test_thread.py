@@ -286,12 +286,12 @@ def test_room_that_comes_while_the_thread_looks_is_not_missed():
     def busy():
         assert gate.wait(10)
 
-    def slowly(run, timeline, now):
-        if not run.closed:
+    def slowly(timeline, now):
+        if not all(run.closed for run in thread._runs.values()):
             return 0
-        behind = leave(run, timeline, now)
+        behind = leave(timeline, now)
         gate.set()
-        run.packer.packing.drain()  # all that was queued is packed before anybody knows
+        saved._packer.packing.drain()  # all that was queued is packed before anybody knows
         return behind
 
     vars(thread)["_leave"] = slowly

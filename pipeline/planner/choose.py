@@ -1,0 +1,141 @@
+"""Which tiers hold what, where that is left open: of all mixes that fit a rank's memory, the cheapest.
+
+Each mix is cut by the same search, inside the one formula of memory, and costs what its slowest rank takes
+for a micro-batch: computing, and of moving what does not hide behind that. Of equals the one that moves less
+is taken, so that nothing is moved that need not be.
+Source: steps S2 and S3 of the resource management of distributed deep learning (what fits where decides)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from ...compression.errors import PlanError
+from ...compression.names import AUTO, HOST
+from ...stages.planner.layer_profile import Profile
+from ...stages.planner.plan import Plan
+from ...stages.planner.plan_stage import PlanStage
+from ...stages.units import share_of, show_bytes
+
+PACKING_RATE = 1.5e9  # bytes per second of one thread, zeros and exponents (docs/results, codecs)
+LINK_RATE = 10e9  # of a GPU to host memory, a PCIe link of the third generation
+DISK_RATE = 1e9  # where nobody measured one
+EQUAL = 1.02  # seconds that differ by less decide nothing: they were measured
+
+
+class TooSmall(PlanError):
+    """A budget that no cut keeps to; ``needed``: the least one that a cut keeps to."""
+
+    def __init__(self, sentence: str, needed: int | None) -> None:
+        super().__init__(sentence)
+        self.needed = needed
+
+
+class Mix(NamedTuple):
+    """Where saved tensors and parameters are while nobody reads them."""
+
+    tier: str
+    parameters_tier: str
+    recompute: bool
+
+    def __str__(self) -> str:
+        saved = "forwards that run again" if self.recompute else f"saved tensors in the tier {self.tier}"
+        return f"{saved} and parameters in the tier {self.parameters_tier}"
+
+
+def is_open(*, memory: object, tier: object, parameters_tier: object) -> bool:
+    """Whether there is something to choose, or to know first."""
+    return AUTO in (tier, parameters_tier) or share_of(memory) is not None
+
+
+def cheapest(
+    cut: Callable[..., Plan],
+    profile: Profile,
+    *,
+    memory: int | str | None,
+    tier: str,
+    parameters_tier: str,
+    recompute: bool,
+    disk_rate: float | None,
+) -> Plan:
+    """Return the plan that ``cut`` makes with the cheapest mix of tiers.
+
+    Args:    cut: ``partition``, told all but what is told here.
+             memory: a rank's budget, also as a share ("25%") of what it holds with everything kept.
+             disk_rate: bytes per second of the disk; 0: it may not be used, None: not measured.
+    Raises:  PlanError: nothing fits, with the least budget that does."""
+    share = share_of(memory)
+    kept = Mix("device", "device", False)
+    if share is not None:
+        whole = cut(memory=None, **kept._asdict())
+        memory = round(share * max(_bytes_of_ranks(whole)))
+    found: list[tuple[float, Plan]] = []
+    refused: list[tuple[int, Mix]] = []
+    last: PlanError | None = None
+    for mix in _mixes(profile, tier, parameters_tier, recompute, allows_disk=disk_rate != 0):
+        try:
+            plan = cut(memory=memory, **mix._asdict())
+        except TooSmall as error:
+            refused += [] if error.needed is None else [(error.needed, mix)]
+            last = error
+            continue
+        except PlanError as error:
+            if mix == kept:
+                raise
+            last = error  # that mix does not suit the schedule
+            continue
+        found.append((_seconds(plan, disk_rate or DISK_RATE), plan))
+        if memory is None:
+            break  # nothing is moved where there is no limit
+    if found:
+        least = min(seconds for seconds, _ in found)
+        return next(plan for seconds, plan in found if seconds <= least * EQUAL)
+    if last and not refused:
+        raise last
+    needed, mix = min(refused)
+    raise TooSmall(
+        f"memory={memory} on each rank holds this in no tier; the smallest budget that does is "
+        f"memory={needed} ({show_bytes(needed)}), with {mix}; raise memory or ranks",
+        needed,
+    )
+
+
+def _mixes(
+    profile: Profile, tier: str, parameters_tier: str, recompute: bool, *, allows_disk: bool
+) -> Iterator[Mix]:
+    """Every mix that suits what was asked for, those that move less first."""
+    on_gpu = profile.device != HOST
+    disk = ["disk"] * allows_disk
+    near = ["packed", "host"] if on_gpu else ["packed"]
+    tiers = ["device", *near, *disk] if tier == AUTO and not recompute else [tier.replace(AUTO, "device")]
+    parts = [parameters_tier]
+    if parameters_tier == AUTO:  # dense numbers hardly shrink, so that packing is no choice of its own
+        parts = ["device", *(["host"] if on_gpu else []), *disk]
+    for part in parts:
+        yield from (Mix(one, part, recompute) for one in tiers)
+        if tier == AUTO and not recompute:
+            yield Mix("device", part, True)
+
+
+def _bytes_of_ranks(plan: Plan) -> list[int]:
+    return [sum(plan.stages[s].memory_bytes for s in stages) for stages in plan.stages_of_rank]
+
+
+def _seconds(plan: Plan, disk_rate: float) -> float:
+    """Seconds of the slowest rank for a micro-batch."""
+    rates = {"packed": PACKING_RATE, "host": LINK_RATE, "disk": disk_rate}
+    return max(
+        sum(_stage_seconds(plan.stages[s], rates, plan.micro_batches) for s in stages)
+        for stages in plan.stages_of_rank
+    )
+
+
+def _stage_seconds(stage: PlanStage, rates: dict[str, float], micro_batches: int) -> float:
+    """Seconds of a stage: each way of moving hides behind its own half, as far as it goes."""
+    away = stage.saved_bytes / rates[stage.tier] if stage.tier != "device" else 0.0
+    forward, backward = max(stage.forward_seconds, away), max(stage.backward_seconds, away)
+    if stage.parameters_tier != "device":  # read twice, its gradient twice more; updated once a step
+        one = 4 * stage.num_parameters / rates[stage.parameters_tier]
+        forward, backward = max(forward, away + one), max(backward, away + 3 * one)
+        backward += 6 * one / micro_batches
+    return forward + backward

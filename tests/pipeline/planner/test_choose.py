@@ -1,0 +1,136 @@
+"""Which tiers a plan takes where that is left open, and what a share of the memory means."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from profiles import layer_of, profile_of, profiles, value_of
+
+from penstock import PlanError, partition
+from penstock.stages.planner.layer_profile import Profile
+
+OPEN: dict[str, Any] = {"tier": "auto", "parameters_tier": "auto", "disk_rate": 1e9, "optimizer_state": 1.0}
+KIB = 1024
+
+
+def net(
+    *, saved: int = 100 * KIB, size: int = 10 * KIB, packed: int | None = None, depth: int = 24
+) -> Profile:
+    layers = [
+        layer_of(f"l{i}", forward=5, backward=10, size=size, saved=saved, packed=packed) for i in range(depth)
+    ]
+    return profile_of(layers, [value_of(i, [i + 1], 4 * KIB) for i in range(-1, depth)])
+
+
+def chosen(profile: Profile, memory: int | str | None, **options):
+    plan = partition(profile, stages=1, micro_batches=4, schedule="gpipe", memory=memory, **OPEN | options)
+    (stage,) = plan.stages
+    return stage.tier, stage.parameters_tier, stage.recompute
+
+
+def test_nothing_is_moved_where_all_fits_or_nothing_limits():
+    assert chosen(net(), None) == ("device", "device", False)
+    assert chosen(net(), "1GiB") == ("device", "device", False)
+    assert chosen(net(), "100%") == ("disk", "device", False)  # predictions are held to with a margin
+
+
+@pytest.mark.parametrize(
+    ("profile", "share", "expected"),
+    [
+        (net(packed=20 * KIB), "60%", ("packed", "device", False)),
+        (net(packed=90 * KIB), "60%", ("disk", "device", False)),
+        (net(saved=1 * KIB, size=500 * KIB), "50%", ("device", "disk", False)),
+        (net(size=100 * KIB), "25%", ("disk", "disk", False)),
+    ],
+)
+def test_the_cheapest_that_fits_is_taken(profile, share, expected):
+    assert chosen(profile, share) == expected
+
+
+def test_a_slow_disk_is_worse_than_a_second_forward():
+    assert chosen(net(packed=90 * KIB), "60%", disk_rate=1e6) == ("device", "device", True)
+    assert chosen(net(packed=90 * KIB), "60%", disk_rate=0) == ("device", "device", True)
+
+
+def test_what_a_person_fixed_stays():
+    assert chosen(net(packed=20 * KIB), "60%", tier="disk") == ("disk", "device", False)
+    assert chosen(net(packed=20 * KIB), "60%", parameters_tier="disk")[1] == "disk"
+    assert chosen(net(), None, recompute=True) == ("device", "device", True)
+    assert chosen(net(), "60%", recompute=True)[2]
+
+
+def test_a_share_is_that_of_what_is_held_when_nothing_moves():
+    kept = partition(net(), stages=2, micro_batches=4)
+    whole = max(stage.memory_bytes for stage in kept.stages)
+    assert partition(net(), stages=2, micro_batches=4, memory="50%", **OPEN).memory == round(whole / 2)
+
+
+def test_below_the_least_feasible_it_is_refused_with_that_figure():
+    with pytest.raises(PlanError, match=r"smallest budget that does is memory=(\d+)") as told:
+        chosen(net(), "5%")
+    needed = int(str(told.value).partition("does is memory=")[2].partition(" ")[0])
+    assert chosen(net(), needed)[1] == "disk"
+    with pytest.raises(PlanError, match="smallest budget"):
+        chosen(net(), needed - 1)
+
+
+def test_what_does_not_suit_the_schedule_is_no_choice():
+    options: dict[str, Any] = {"stages": 2, "schedule": "async_1f1b", "weights": "stashed"}
+    options["micro_batches"] = 4
+        "stages": 2,
+        "schedule": "async_1f1b",
+        "weights": "stashed",
+        "micro_batches": 4,
+    }
+    plan = partition(net(size=200 * KIB), memory="85%", **OPEN | options)
+    assert {stage.parameters_tier for stage in plan.stages} == {"device"}
+    fixed: dict[str, Any] = {"parameters_tier": "disk"}
+    with pytest.raises(PlanError, match="a mirror has one version"):
+        partition(net(), memory="70%", **OPEN | options | fixed)
+
+
+@pytest.mark.parametrize("share", ["0%", "101%", "x%", "-5%", "%"])
+def test_what_is_no_share_is_refused(share):
+    with pytest.raises(PlanError, match="is not a share above 0% and up to 100%"):
+        chosen(net(), share)
+
+
+def test_on_a_gpu_parameters_go_to_host_memory_first():
+    gpu = dataclasses.replace(net(saved=KIB, size=500 * KIB), device="cuda")
+    assert chosen(gpu, "50%") == ("device", "host", False)
+
+
+@settings(deadline=None, max_examples=60)
+@given(profiles(), st.integers(1, 3), st.sampled_from(["device", "packed", "disk"]), st.booleans())
+def test_the_least_budget_is_that_of_brute_force_though_less_may_enter_a_longer_stage(
+    profile, stages, tier, again
+):
+    options = {
+        "micro_batches": 4,
+        "schedule": "gpipe",
+        "tier": "device" if again else tier,
+        "recompute": again,
+    }
+    options["parameters_tier"] = "disk"
+    names = [layer.name for layer in profile.layers]
+    legal = [name for place, name in enumerate(names[:-1]) if place not in profile.refused]
+    assume(len(legal) >= stages - 1)
+    least = (
+        min(
+            max(stage.memory_bytes for stage in partition(profile, cuts=list(cuts), **options).stages)
+            for cuts in itertools.combinations(legal, stages - 1)
+        )
+        if stages > 1
+        else partition(profile, stages=1, **options).stages[0].memory_bytes
+    )
+    assume(least > 1)
+    needed = -(-least * 105 // 100)
+    plan = partition(profile, stages=stages, memory=needed, **options)
+    assert max(stage.memory_bytes for stage in plan.stages) <= least
+    with pytest.raises(PlanError, match=f"smallest budget that does is memory={needed} "):
+        partition(profile, stages=stages, memory=needed - 1, **options)

@@ -1,0 +1,71 @@
+"""A run within a share of the memory that it needs: the same model, and a table of what every tier held."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.pipeline.run import tier_rows
+from penstock.pipeline.runtime.report import StageReport
+from penstock.scripts import command
+
+JOB = (
+    "model=mlp model.hidden=[256,256,256,256,256,256] data.size=8 data.channels=1 batch_size=600"
+    " micro_batches=6 max_steps=4 epochs=1 optimizer=adamw seed=3 threads=1 codec=zero_value"
+)
+
+
+@pytest.fixture(autouse=True)
+def somewhere_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def trained(folder, more="", *, code=0):
+    assert command.run(["train", *f"{JOB} {more} hydra.run.dir={folder}".split()]) == code
+    return Path(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_quarter_of_the_memory_gives_the_same_model_and_says_what_it_held(ranks, capfd):
+    options = f"ranks={ranks} stages=2 schedule=gpipe"
+    whole = trained("whole", options)
+    assert "predicted" not in capfd.readouterr().out
+    less = trained("less", f"{options} memory.device=45%")
+    said = capfd.readouterr().out
+    assert (less / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    for rank in range(ranks):
+        assert f"rank {rank} will hold at most, by its first step: device" in said
+        assert said.index(f"rank {rank} will hold") < said.index("epoch 1/1")
+    assert "budget  predicted" in said
+    rows = json.loads((less / "summary.json").read_text())["tiers"]
+    assert {(row["rank"], row["tier"]) for row in rows} >= {(rank, "device") for rank in range(ranks)}
+    assert any(row["tier"] == "disk" for row in rows)
+    for row in rows:
+        assert 0 < row["peak_bytes"] <= 1.3 * row["predicted_peak_bytes"]
+        if row["tier"] == "device":
+            assert row["peak_bytes"] <= 1.5 * row["budget_bytes"]  # of so small a net, frames are a third
+
+
+def test_without_a_disk_what_fits_nowhere_is_refused_with_the_least_that_does(capfd):
+    trained("run", "ranks=1 stages=2 memory.device=20% memory.disk=0", code=command.REFUSED)
+    said = capfd.readouterr().err
+    assert "the smallest budget that does is memory=" in said
+    assert said.count("\n") == 1
+    assert "disk" not in said
+
+
+@pytest.mark.parametrize("size", ["0%", "120%", "x%", "2 parrots"])
+def test_what_is_no_size_is_refused(size, capfd):
+    assert command.run(["train", f"memory.device='{size}'"]) == command.REFUSED
+    said = capfd.readouterr().err
+    assert "memory.device=" in said
+    assert said.count("\n") == 1
+
+
+def test_a_prediction_is_the_first_step_and_what_it_left():
+    first = StageReport(device_tier=100, packed_tier=20, disk_tier=7, grew_bytes=30)
+    assert tier_rows.predicted_peaks(first) == {"device": 130, "packed": 20, "host": 0, "disk": 7}

@@ -1,0 +1,104 @@
+"""Counting bytes in many threads, and what a rank's tiers make of it."""
+
+import gc
+import threading
+import time
+
+import pytest
+
+from penstock.stages.memory.gauge import Gauge, Share
+from penstock.stages.memory.tiers import Tiers
+
+
+def test_a_gauge_knows_what_there_is_and_the_most_there_was():
+    whole = Gauge(100)
+    part = Gauge(part_of=whole)
+    part.add(60)
+    whole.add(30)
+    part.add(-20)
+    assert (whole.now, whole.peak, part.now, part.peak) == (70, 90, 40, 60)
+    assert whole.fits(30)
+    assert not whole.fits(31)
+    whole.add(35)
+    assert not whole.fits(0)
+    whole.begin()
+    part.add(-40)
+    assert (whole.now, whole.peak, part.peak) == (65, 105, 60)
+
+
+def test_threads_and_a_collector_in_their_midst_lose_no_byte():
+    gauge, threads = Gauge(), 4
+
+    class Counted:
+        def __init__(self):
+            self.itself = self  # only the collector frees it
+            gauge.add(7)
+
+        def __del__(self):
+            gauge.add(-7)
+
+    def work():
+        for _ in range(2000):
+            Counted()
+            gauge.add(3)
+            gauge.add(-2)
+
+    before, _ = gc.get_threshold(), gc.set_threshold(5)
+    try:
+        running = [threading.Thread(target=work) for _ in range(threads)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert gauge.now == threads * 2000
+
+
+def test_who_waits_hears_of_every_byte_less():
+    gauge, heard = Gauge(), []
+    gauge.add(3)
+    thread = threading.Thread(target=lambda: heard.append(gauge.wait(lambda: gauge.now == 0)))
+    thread.start()
+    for _ in range(3):
+        time.sleep(0.02)
+        assert thread.is_alive()
+        gauge.add(-1)
+    thread.join(10)
+    assert heard == [None]
+
+
+def test_a_share_says_all_that_it_has():
+    gauge = Gauge()
+    share, other = Share(gauge), Share(gauge)
+    share.set(50)
+    other.set(10)
+    share.set(20)
+    assert (gauge.now, gauge.peak) == (30, 60)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_frames_in_host_memory_are_a_cpus_own(on_gpu):
+    tiers = Tiers(device=1000, host=80, on_gpu=on_gpu)
+    tiers.fix(100)
+    tiers.named("packed").add(10)
+    tiers.named("host").add(20)
+    tiers.named("disk").add(40)
+    assert tiers.device.now == 110 + 20 * (not on_gpu)
+    assert tiers.peaks == {"device": tiers.device.now, "packed": 10, "host": 20, "disk": 40}
+    assert tiers.host.fits(60)
+    assert not tiers.host.fits(61)
+
+
+def test_half_of_what_is_not_fixed_is_kept_free():
+    tiers = Tiers(device=1000)
+    assert Tiers().too_much is None
+    tiers.fix(400)
+    tiers.device.add(300)
+    assert tiers.too_much == 0
+    tiers.device.add(250)
+    tiers.leaving.add(50)
+    assert tiers.too_much == 200
+    tiers.fix(1200)  # more than there is: nothing is free
+    assert tiers.too_much == 1200 + 550 - 50 - 1000

@@ -1,0 +1,156 @@
+"""A limit of the device: what leaves, what comes back, and who waits, so that it holds."""
+
+import threading
+
+import pytest
+import torch
+from disks import Slow
+from reference import same_bits
+from saving import Net, memory_threads, saved_for, settle
+from torch import nn
+
+from penstock.compression.errors import StageError
+from penstock.stages.memory.disk import Disk
+from penstock.stages.memory.disk_store import DiskStore
+from penstock.stages.memory.room import DiskOptions
+from penstock.stages.memory.slab import Slab
+from penstock.stages.memory.store import StoreOptions
+from penstock.stages.memory.thread import MemoryThread
+from penstock.stages.memory.tiers import Tiers
+from penstock.stages.memory.timeline import Pass
+
+DEPTH, MIB = 30, 1 << 20
+PROGRAM = [Pass(0, 0), Pass(0, 0, reads=True)]
+
+
+class Square(nn.Module):
+    """Saves its input, of a MiB, and nothing else holds it."""
+
+    def forward(self, x):
+        return x * x
+
+
+class Held:
+    """A deep net whose saved tensors go to a disk, within ``limit`` bytes."""
+
+    def __init__(self, folder, limit, slab=Slab):
+        self.tiers = Tiers(device=limit)
+        self.disk = Disk(DiskOptions(path=folder), slab=slab, most_waiting=MIB, tiers=self.tiers)
+        self.net = Net(nn.Sequential(*[Square() for _ in range(DEPTH)]))
+        self.thread = MemoryThread(num_layers={0: len(self.net.layers)}, tiers=self.tiers)
+        store = DiskStore(StoreOptions(disk=self.disk, tiers=self.tiers))
+        self.saved = saved_for(self.net, store=store, codec="raw", thread=self.thread)
+
+    def gradient(self, *, waits=False):
+        """Forward and backward; ``waits``: until what may leave has left."""
+        x = torch.linspace(-1, 1, MIB // 4).requires_grad_()
+        self.thread.begin(PROGRAM)
+        self.thread.at(0)
+        with self.saved.forward(0, {}):
+            out = self.net.run(x.clone(), self.saved)
+        self.saved.offload(0, {}, {})
+        if waits:
+            self.saved.wait()
+        self.thread.at(1)
+        out.sum().backward()
+        self.saved.drop(0)
+        self.disk.drain()  # of what was fetched and not needed
+        return x.grad
+
+    def close(self):
+        self.saved.close()
+        self.disk.close()
+
+
+@pytest.fixture
+def held(tmp_path):
+    """Makes nets within a limit, and closes them."""
+    settle()
+    made = []
+
+    def make(limit, slab=Slab):
+        made.append(Held(tmp_path, limit, slab))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    assert memory_threads() == []
+
+
+def test_the_most_bytes_are_within_the_limit_and_a_frame_on_its_way(held):
+    expected = held(None).gradient()
+    for limit in (20, 12, 8):
+        one = held(limit * MIB)
+        assert same_bits(one.gradient(), expected)
+        assert one.tiers.device.peak <= (limit + 2) * MIB, limit
+        assert one.tiers.disk.peak >= (DEPTH - limit - 2) * MIB
+        assert one.tiers.device.now == one.tiers.leaving.now == one.tiers.disk.now == 0
+
+
+def test_nothing_leaves_that_need_not(held):
+    one = held(100 * MIB)
+    one.gradient(waits=True)
+    assert one.tiers.disk.peak == 0
+    assert one.tiers.device.peak >= DEPTH * MIB
+    some = held(40 * MIB)  # half of it is kept free
+    some.gradient(waits=True)
+    assert 5 * MIB <= some.tiers.disk.peak <= 15 * MIB
+
+
+def test_what_is_read_last_leaves_first(held):
+    one = held(40 * MIB)
+    x = torch.linspace(-1, 1, MIB // 4).requires_grad_()
+    one.thread.begin(PROGRAM)
+    one.thread.at(0)
+    with one.saved.forward(0, {}):
+        out = one.net.run(x.clone(), one.saved)
+    one.saved.offload(0, {}, {})
+    one.saved.wait()
+    run = one.saved._micro_batches[0]
+    away = sorted(run.first_read(s) for s in run.alive() if s.state == "away")
+    assert away == list(range(len(away)))
+    assert len(away) >= 8
+    out.sum().backward()
+    one.saved.drop(0)
+
+
+def test_the_forward_waits_for_a_slow_disk_and_that_is_counted(held):
+    one = held(8 * MIB, Slow)
+    one.gradient()
+    assert one.tiers.device.peak <= 10 * MIB
+    assert one.tiers.seconds_waited > 0
+
+
+def test_a_limit_that_nothing_can_keep_to_holds_nobody_up(held):
+    one = held(MIB // 2)
+    done = []
+    thread = threading.Thread(target=lambda: done.append(one.gradient()), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert done
+
+
+class Refusing(Slab):
+    def write_all(self, data, at):
+        raise OSError(5, "Input/output error")
+
+
+def test_who_waits_hears_of_a_disk_that_refuses(held):
+    one, told = held(8 * MIB, Refusing), []
+
+    def train():
+        try:
+            one.gradient()
+        except StageError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert told
+    assert "Input/output error" in told[0]
+    one.saved.drop(0)
+    for worker in (one.saved._packer.io, one.saved._packer.packing):
+        worker._error = None
+    one.disk._error = None
