@@ -1,7 +1,7 @@
 """The case ``disk`` of ``penstock bench offload``: steps with a tier on disk beside the machine's own bound.
 
-That is the largest of the seconds that computing takes, that the bytes take to be written, and to be read, all
-of the same run. Contestants within a limit are held to it by the system."""
+That is the largest of the seconds that computing takes, that the bytes take to be written, and to be read,
+all of the same run. Contestants within a limit are held to it by the system."""
 
 from __future__ import annotations
 

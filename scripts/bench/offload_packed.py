@@ -110,7 +110,6 @@ def rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 def sentence(one: Mapping[str, Any]) -> str:
     """What was found, in words."""
     seconds = one["seconds"]
-    return (
-        f"{one['network']}, {where(one)}: {left(one):.1%} of {show_bytes(one['saved_in_all'])} is left, a step "
-        f"takes {seconds[PACKED]:.3f} s, everything kept {seconds['kept']:.3f} s"
-    )
+    share = f"{left(one):.1%} of {show_bytes(one['saved_in_all'])} is left"
+    took = f"a step takes {seconds[PACKED]:.3f} s, everything kept {seconds['kept']:.3f} s"
+    return f"{one['network']}, {where(one)}: {share}, {took}"

@@ -1,4 +1,4 @@
-"""Who takes part in ``penstock bench offload``, by name, and the limits they are given; known without torch."""
+"""Who takes part in ``penstock bench offload``, by name, and within which limits; known without torch."""
 
 from __future__ import annotations
 
