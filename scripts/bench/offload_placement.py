@@ -50,7 +50,7 @@ def read(file: Path) -> Buffers:
 def placed(name: str, buffers: Buffers, limit: int | None) -> dict[str, Any]:
     """Place ``buffers`` below ``limit``.
 
-    Returns: ``num_buffers``, ``max_live``, ``seconds``; ``held``: the bytes of the allocation, and its ``gap``
+    Returns: ``num_buffers``, ``max_live``, ``seconds``; ``held``: bytes of the allocation, and its ``gap``
              above what lives at once; None where nothing was found below the limit."""
     began = time.perf_counter()
     try:

@@ -12,9 +12,9 @@ from ...stages.units import parse_bytes
 
 CASES = ("disk", "packed", "placement")
 KEPT, KEPT_AS_IT_COMES = "kept", "kept_as_it_comes"
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "131072", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Lets a process shrink as its tensors do: glibc else keeps what was freed between other blocks. That costs
-page faults, so what keeps everything also runs without it (``kept_as_it_comes``)."""
+page faults, fewer with huge pages; so what keeps everything also runs without (``kept_as_it_comes``)."""
 LIMIT = "$limit"
 """Stands in a contestant's options for the bytes that it is given; without a limit it does not take part."""
 
