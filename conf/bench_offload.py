@@ -77,5 +77,6 @@ class BenchOffloadConfig:
         """What is trained, in the words of ``penstock train``; ``instead``: what it has its own of."""
         names = ("model", "data", "optimizer", "batch_size", "micro_batches", "codec", "seed", "threads")
         given = {name: getattr(self, name) for name in (*names, "deterministic")} | instead
-        given["data"] = given["data"] | {"drop_last": True}  # every batch has the same size
+        if given["data"]:
+            given["data"] = given["data"] | {"drop_last": True}  # every batch has the same size
         return TrainConfig(ranks=1, stages=1, epochs=1_000_000, **given)

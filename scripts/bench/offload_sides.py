@@ -62,9 +62,7 @@ def bytes_of(limit: Any, needed: int) -> int | None:
         return None
     if share := re.fullmatch(r"(\d{1,3}(?:\.\d{1,6})?)%", str(limit)):
         if not 0 < float(share[1]) <= 100:
-            raise ConfigError(
-                f"limits={limit} is a share of what is needed; write more than 0%, at most 100%"
-            )
+            raise ConfigError(f"limits={limit} is a share of what is needed; write 1% to 100%")
         return max(1, int(needed * float(share[1]) / 100))
     try:
         return parse_bytes(limit, name="limits")
