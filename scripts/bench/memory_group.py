@@ -47,6 +47,12 @@ class MemoryGroup:
         with contextlib.suppress(OSError):  # only where swap is counted
             (self.path / "memory.memsw.limit_in_bytes").write_text(str(num_bytes))
 
+    def lift(self) -> None:
+        """Hold nothing any more."""
+        with contextlib.suppress(OSError):  # only where swap is counted
+            (self.path / "memory.memsw.limit_in_bytes").write_text("-1")
+        (self.path / "memory.limit_in_bytes").write_text("-1")
+
     @property
     def num_killed(self) -> int:
         """How many processes the system ended because they needed more."""

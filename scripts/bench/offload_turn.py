@@ -69,9 +69,12 @@ def train(folder: Path, told: Mapping[str, Any], group: MemoryGroup | None) -> d
         steps(told["steps"])
         seconds = (time.perf_counter() - began) / told["steps"]
         written, read = ((now - then) / told["steps"] for now, then in zip(_moved(pipe), before, strict=True))
+        peak = resident.most()
+        if group:
+            group.lift()  # a pipeline that is closed brings back all parameters
         return {
             "seconds": seconds,
-            "peak_bytes": resident.most(),
+            "peak_bytes": peak,
             "bytes_written": written,
             "bytes_read": read,
             "direct": pipe.disk.direct if pipe.disk else None,
