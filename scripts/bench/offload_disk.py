@@ -76,8 +76,8 @@ def sides_of(contestants: Sequence[str], limits: Sequence[Any]) -> list[Side]:
 
 def planned(config: BenchOffloadConfig, profile: Profile, options: Mapping[str, Any]) -> Plan:
     """The plan of a contestant: one stage."""
-    common: dict[str, Any] = {"stages": 1, "ranks": 1, "micro_batches": config.micro_batches}
-    return partition(profile, **common | {"codec": config.codec} | dict(options))
+    given: dict[str, Any] = {"stages": 1, "ranks": 1, "codec": config.codec, **options}
+    return partition(profile, micro_batches=config.micro_batches, **given)
 
 
 def _trainer(

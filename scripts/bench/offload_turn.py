@@ -82,7 +82,7 @@ def train(folder: Path, told: Mapping[str, Any], group: MemoryGroup | None) -> d
         }
 
 
-def train_in_turn(folder: Path, told: Mapping[str, Any], _: MemoryGroup | None) -> dict[str, Any]:
+def train_in_turn(folder: Path, told: Mapping[str, Any], group: MemoryGroup | None) -> dict[str, Any]:
     """Train everything kept and as ``contestant`` says, run by run in turn, in this one process.
 
     Returns: for each side the ``seconds`` of a step in every run; of the contestant the bytes that a step
@@ -116,11 +116,12 @@ def train_in_turn(folder: Path, told: Mapping[str, Any], _: MemoryGroup | None) 
         return {"seconds": seconds, "saved": raw, "kept": packed, "same_bits": same}
 
 
-def try_disk(folder: Path, told: Mapping[str, Any], _: MemoryGroup | None) -> dict[str, Any]:
+def try_disk(folder: Path, told: Mapping[str, Any], group: MemoryGroup | None) -> dict[str, Any]:
     """Write so many ``bytes`` through the class of the tier and read them, twice; the first makes the file.
 
     Returns: bytes a second, ``written`` and ``read``, and whether that was ``direct``."""
     disk, number = Disk(DiskOptions(path=told["path"])), -(-told["bytes"] // FRAME_BYTES)
+    written = read = 0.0
     try:
         for _ in range(2):
             began = time.perf_counter()
