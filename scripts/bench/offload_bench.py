@@ -4,6 +4,7 @@ Sides take turns, as everywhere; where a peak is measured, every run has a proce
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ def figure(results: Mapping[str, Any]) -> Figure:
 
 def _disk(axes: Axes, found: Mapping[str, Any]) -> None:
     rows = [row for row in found["rows"] if not row.get("killed")]
-    names = [offload_disk.shown(row).replace(" in ", "\nin ") for row in rows]
+    names = [_broken(offload_disk.shown(row)) for row in rows]
     runs = [row["seconds_of_runs"] for row in rows]
     sides = [
         Bars("a step", colour(0), [row["seconds"] for row in rows], runs),
@@ -64,15 +65,20 @@ def _packed(axes: Axes, found: list[Mapping[str, Any]]) -> None:
         sides.append(Bars(f"step, kept : packed\n{cores}", colour(number), [r["ratio"] for r in own], runs))
     shares = [next(offload_packed.left(row) for row in found if row["network"] == name) for name in names]
     sides.append(Bars("bytes left of those saved", picture.GREY, shares))
-    picture.bars(axes, names, sides, form="%.2f")
+    picture.bars(axes, [_broken(name) for name in names], sides, form="%.2f")
     picture.name(axes, "The tier packed", y="ratio")
 
 
 def _placement(axes: Axes, found: list[Mapping[str, Any]]) -> None:
     laid = [row for row in found if row["gap"] is not None]
     sides = [Bars("above what lives at once", colour(0), [100 * row["gap"] for row in laid])]
-    picture.bars(axes, [row["name"] for row in laid], sides, form="%.2f")
+    picture.bars(axes, [_broken(row["name"]) for row in laid], sides, form="%.2f")
     picture.name(axes, "Placement by lifetimes", y="%")
+
+
+def _broken(name: str) -> str:
+    """A name in several lines, so that neighbours do not run into each other."""
+    return re.sub(r"_| (?=in )|\.", "\n", name)
 
 
 _PANELS: dict[str, Any] = {"disk": _disk, "packed": _packed, "placement": _placement}
