@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...compression.pool import Frame
 from ...conf.schema import TrainConfig
 from ...pipeline.pipeline import Pipeline
+from ...pipeline.planner.partition import partition
 from ...pipeline.run import build
 from ...pipeline.run.decide import prepare
 from ...pipeline.run.epochs import loss
@@ -27,7 +29,9 @@ from ...pipeline.runtime.process_memory import ResidentMemory
 from ...stages.memory.disk import Disk
 from ...stages.memory.options import MemoryOptions
 from ...stages.memory.room import DiskOptions
+from ...stages.planner.measure import measure
 from ...stages.planner.plan import Plan
+from ...stages.tracing.graph import trace
 from .harness import alternate
 from .memory_group import MemoryGroup
 from .offload_start import STEPS
@@ -42,10 +46,12 @@ def train(folder: Path, told: Mapping[str, Any], group: MemoryGroup | None) -> d
     """Train for ``warmup`` steps and then ``steps`` more, within ``limit`` bytes above the start if given.
 
     Returns: ``seconds`` of a step, what was still to be written at the end included; ``peak_bytes``: the most
-             resident memory above that of the process before it had a model; ``bytes_written`` and
+             resident memory above that of the process before it had the model; ``bytes_written`` and
              ``bytes_read`` of a step by the tier disk, and ``losses``, every bit of them.
              Where the limit does not even hold the model: ``killed``."""
     batches, pipeline = _prepared(RunFolder(path=folder), told["path"])
+    _warm_up(told["path"])
+    _trim()
     resident, base = ResidentMemory(model_bytes=0), group.held_bytes() if group else 0
     with pipeline(told["contestant"], told["options"]) as pipe:
         _trim()
@@ -176,8 +182,18 @@ def _prepared(
             )
         )
 
-    torch.zeros(1)
     return cycle(batches), pipeline
+
+
+def _warm_up(path: str) -> None:
+    """Train a small thing in a tier, so that what is imported and compiled for that counts to the start."""
+    model, example = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 8)), torch.ones(64, 64)
+    graph = trace(model, (example,))
+    tiers: Any = {"tier": "disk", "parameters_tier": "disk"}
+    plan = partition(measure(graph, (example,)), stages=1, ranks=1, micro_batches=1, **tiers)
+    made = {"optimizer": lambda named: torch.optim.SGD(named, lr=0.1), "disk": DiskOptions(path=path)}
+    with closing(Pipeline(model, plan, loss=loss, **made)) as pipe:
+        pipe.step(example, torch.zeros(64, dtype=torch.int64))
 
 
 def _moved(pipe: Pipeline) -> tuple[int, int]:
