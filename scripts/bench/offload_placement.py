@@ -50,9 +50,9 @@ def read(file: Path) -> Buffers:
 def placed(name: str, buffers: Buffers, limit: int | None) -> dict[str, Any]:
     """Place ``buffers`` below ``limit``.
 
-    Returns: ``num_buffers``, ``max_live``, ``seconds``, those of the processor as ``busy_seconds``; ``held``: bytes
-             of the allocation, and its ``gap`` above what lives at once; None where nothing was found
-             below the limit."""
+    Returns: ``num_buffers``, ``max_live``, ``seconds``, and those of the processor, ``busy_seconds``;
+             ``held``: bytes of the allocation, and its ``gap`` above what lives at once; None where nothing
+             was found below the limit."""
     began, busy = time.perf_counter(), time.process_time()
     try:
         offsets = place(buffers, limit)
