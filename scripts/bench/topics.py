@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ...compression import names
@@ -14,6 +15,7 @@ from ...compression.errors import ConfigError
 from ...conf.bench import BenchPipelineConfig
 from ...conf.bench_checkpoint import BenchCheckpointConfig
 from ...conf.bench_codecs import BenchCodecsConfig
+from ...conf.bench_offload import BenchOffloadConfig
 from ...conf.convergence import BenchConvergenceConfig
 from ...pipeline.ranks.launch import check_ranks
 from ...pipeline.run import early
@@ -22,6 +24,7 @@ from ...stages.units import parse_bytes
 from .. import usage
 from .codecs_peers import PEERS
 from .contestants import POLICIES, entrants
+from .offload_sides import CASES, CONTESTANTS, NETWORKS, TRACES, bytes_of, files
 from .shaped_links import links_of
 
 CLASSES = ("synthetic", "images", "text", "integers", "masks", "job")
@@ -80,6 +83,21 @@ def convergence(config: BenchConvergenceConfig, typed: Sequence[str] = ()) -> No
         early.check_group("data", getattr(config, name), name=name)
 
 
+def offload(config: BenchOffloadConfig, typed: Sequence[str] = ()) -> None:
+    """Refuse a job that cannot be trained, names that are not known, limits and folders that are none."""
+    early.check(config.job(), typed)
+    _known("cases", config.cases, CASES)
+    _known("contestants", config.contestants, CONTESTANTS)
+    _known("networks", config.networks, NETWORKS)
+    _known("traces", config.traces, TRACES)
+    for limit in config.limits:
+        bytes_of(limit, 1)
+    parse_bytes(config.speed_bytes, name="speed_bytes")
+    files(config.corpora)
+    if config.path is not None and not Path(config.path).is_dir():
+        raise ConfigError(f"path={config.path} is no folder; name the one for the file of the tier disk")
+
+
 def _known(option: str, asked: Sequence[str], known: Collection[str]) -> None:
     for name in asked:
         if name not in known:
@@ -93,6 +111,7 @@ TOPICS = {
     ),
     "codecs": Topic(schema=BenchCodecsConfig, early=codecs, home=lambda config: "codecs_bench"),
     "convergence": Topic(schema=BenchConvergenceConfig, early=convergence, home=lambda config: "convergence"),
+    "offload": Topic(schema=BenchOffloadConfig, early=offload, home=lambda config: "offload_bench"),
     "pipeline": Topic(
         schema=BenchPipelineConfig,
         early=pipeline,

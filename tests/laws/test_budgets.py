@@ -38,7 +38,8 @@ def measured():
 
 def batches(steps: int = 3) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [tuple(torch.randn(2, ROWS, WIDTH, generator=generator)) for _ in range(steps)]
+    made = [torch.randn(2, ROWS, WIDTH, generator=generator) for _ in range(steps)]
+    return [(x, y) for x, y in made]
 
 
 @functools.cache
@@ -66,6 +67,7 @@ def trained(tmp_path, **options):
     reports = [pipe.step(x, y) for x, y in batches()]
     state = pipe.state_dict()["model"]
     pipe.close()
+    assert plan.memory is not None
     return reports, state, plan.memory + 3 * LAYER + pipe.engine.transport.pool.num_bytes
 
 
