@@ -16,7 +16,9 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "131072", "GLIBC_TUNABLES": "glibc.mall
 """Lets a process shrink as its tensors do: glibc else keeps what was freed between other blocks. That costs
 page faults, fewer with huge pages; so what keeps everything also runs without (``kept_as_it_comes``)."""
 LIMIT = "$limit"
-"""Stands in a contestant's options for the bytes that it is given; without a limit it does not take part."""
+"""Stands in a contestant's options for its budget; without a limit it does not take part."""
+BUDGET = 0.7
+"""The share of a limit that is a contestant's budget: the layer that runs and the allocator are beside it."""
 
 Options = Mapping[str, Mapping[str, Any]]
 CONTESTANTS: dict[str, Options] = {
@@ -24,6 +26,7 @@ CONTESTANTS: dict[str, Options] = {
     KEPT_AS_IT_COMES: {"environment": {}},
     "disk": {"partition": {"tier": "disk"}},
     "disk_parameters": {"partition": {"tier": "disk", "parameters_tier": "disk"}},
+    "auto": {"partition": {"memory": LIMIT, "tier": "auto", "parameters_tier": "auto"}},
 }
 """The options of ``partition`` and of ``MemoryOptions`` (``memory``) with which each of them trains,
 in another ``environment`` than ``ENVIRONMENT`` where it has one. A budget is ``"memory": LIMIT``."""
@@ -48,8 +51,9 @@ def filled(options: Options, limit: int | None) -> dict[str, dict[str, Any]] | N
     asks = any(value == LIMIT for group in options.values() for value in group.values())
     if asks and limit is None:
         return None
+    budget = None if limit is None else int(BUDGET * limit)
     return {
-        name: {key: limit if value == LIMIT else value for key, value in group.items()}
+        name: {key: budget if value == LIMIT else value for key, value in group.items()}
         for name, group in options.items()
     }
 
