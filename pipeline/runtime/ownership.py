@@ -142,14 +142,16 @@ def make_stages(
 
 
 def disk_of(own: Ownership, plan: Plan, options: DiskOptions, tiers: Tiers) -> Disk | None:
-    """Return the disk that all stores of this process share; None where no stage of it asks for one.
+    """Return the disk that all stores of this process share; None where nothing of it may go there.
 
     Args:    tiers: of this process.
 
     Raises:  ConfigError: the folder takes no file. PlanError: no size in bytes."""
     stages = [plan.stages[index] for index in own.here]
     asked = {tier for one in stages for tier in (one.tier, one.weights_tier, one.parameters_tier)}
-    if "disk" not in asked:
+    limits = tiers.device.limit, tiers.host.limit
+    spills = options.allowed and any(limit is not None for limit in limits) and asked & {"packed", "host"}
+    if not (spills or "disk" in asked):
         return None
     most = MOST_WAITING
     if (limit := tiers.device.limit) is not None:

@@ -28,6 +28,11 @@ class Gauge:
         self._waiting = 0
 
     @property
+    def wider(self) -> tuple[Gauge, ...]:
+        """Those of which it is a part."""
+        return () if self._part_of is None else (self._part_of,)
+
+    @property
     def now(self) -> int:
         """Bytes that there are."""
         self._fold()

@@ -25,13 +25,19 @@ class DiskOptions:
     """What the tier ``disk`` of a rank may use.
 
     ``path``: the folder of its file; None: the one for temporary files. ``budget``: the most bytes of the
-    file, as ``"20GiB"``; ``per_day``: the most bytes written on a day; None: no limit. ``shared``: the bytes
-    of a day are counted in a file in the folder, with those of other processes and runs."""
+    file, as ``"20GiB"``, 0: nothing goes there; ``per_day``: the most bytes written on a day; None: no limit.
+    ``shared``: the bytes of a day are counted in a file in the folder, with those of other processes and
+    runs."""
 
     path: str | Path | None = None
     budget: int | str | None = None
     per_day: int | str | None = None
     shared: bool = True
+
+    @property
+    def allowed(self) -> bool:
+        """Whether anything may go there."""
+        return str(self.budget).strip() != "0"
 
 
 ANYWHERE = DiskOptions()

@@ -58,6 +58,16 @@ class Store:
         """Bytes of the frames that it keeps or has admitted."""
         return sum(list(self._num_bytes.values()))
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether there may be no room."""
+        return any(gauge.limit is not None for gauge in (self._gauge, *self._gauge.wider))
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether so many bytes more keep to all limits; alone a store takes what the device has no room for,
+        as a frame takes less than what it is made of."""
+        return all(gauge.fits(num_bytes) for gauge in (self._gauge, *self._gauge.wider))
+
     def pool(self) -> Pool | None:
         """Where frames for this store are packed best; None: anywhere."""
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from law import everything_leaves
 
 from penstock import ConfigError, PlanError
 from penstock.compression.errors import PenstockError, TransportError
@@ -104,9 +105,9 @@ def test_a_limit_is_bytes_or_a_share():
     assert bytes_of("1%", 7) == 1
 
 
-def test_a_budget_is_the_limit_and_without_one_there_is_no_contestant():
+def test_a_budget_is_a_share_of_the_limit_and_without_one_there_is_no_contestant():
     auto = {"partition": {"memory": LIMIT, "tier": "packed"}}
-    assert filled(auto, 400 << 20) == {"partition": {"memory": 400 << 20, "tier": "packed"}}
+    assert filled(auto, 400 << 20) == {"partition": {"memory": 280 << 20, "tier": "packed"}}
     assert filled(auto, None) is None
     assert filled({"partition": {"tier": "disk"}}, None) == {"partition": {"tier": "disk"}}
 
@@ -117,9 +118,9 @@ def test_a_contestant_is_planned_as_its_options_say():
     profile = look(job, prepare(job))
     options = filled({"partition": {"memory": LIMIT, "parameters_tier": "disk"}}, 1 << 30) or {}
     plan = planned(config, profile, options["partition"])
-    assert (plan.memory, plan.stages[0].parameters_tier, plan.num_stages) == (1 << 30, "disk", 1)
+    assert (plan.memory, plan.stages[0].parameters_tier, plan.num_stages) == (int(0.7 * (1 << 30)), "disk", 1)
     for contestant in offload_sides.CONTESTANTS.values():
-        partition(profile, stages=1, **contestant.get("partition", {}))
+        partition(profile, stages=1, **(filled(contestant, 1 << 30) or {}).get("partition", {}))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +265,8 @@ def test_runs_train_alike_and_count_what_the_disk_moved(told, tmp_path):
     assert (tmp_path / "steps").read_text() == "3"
 
 
-def test_runs_in_turn_train_alike_and_count_what_was_packed(told, tmp_path):
+def test_runs_in_turn_train_alike_and_count_what_was_packed(told, tmp_path, monkeypatch):
+    everything_leaves(monkeypatch)
     ahead = {"memory": {"prefetch_layers": 0, "writeout_layers": 0}}
     words = {"contestant": "packed", "options": ahead, "path": str(tmp_path)}
     got = offload_turn.train_in_turn(told.path, words | {"warmup": 1, "steps": 1, "repeats": 2}, None)
