@@ -103,7 +103,7 @@ class TensorFile:
             file.seek(self._start + start)
             if file.readinto(data) != len(data) or checksum(data) != self._checksums[name]:
                 raise _damaged(self.path, f"{name} was altered")
-        dtype = _dtype_named(entry["dtype"])
+        dtype = dtype_named(entry["dtype"])
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         tensor = flat.reshape(entry["shape"])
         if name in self._strides:
@@ -113,7 +113,7 @@ class TensorFile:
     def shape(self, name: str) -> Tensor:
         """Return a tensor of the same shape and dtype, without memory."""
         entry = self._entries[name]
-        return torch.empty(entry["shape"], dtype=_dtype_named(entry["dtype"]), device="meta")
+        return torch.empty(entry["shape"], dtype=dtype_named(entry["dtype"]), device="meta")
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -166,8 +166,8 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _dtype_named(name: str) -> torch.dtype:
-    """The inverse of ``_name_of``."""
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype that the format calls so; raises where it knows none."""
     from safetensors.torch import load
 
     text = json.dumps({"": {"dtype": name, "shape": [0], "data_offsets": [0, 0]}}).encode()

@@ -41,7 +41,7 @@ class State:
     ) -> None:
         self.world = world
         names = {id(p): name for name, p in model.named_parameters()}
-        readers = _readers(model, graph, own.layers)
+        readers = readers_of_buffers(model, graph, own.layers)
         held = {key for stage in stages.values() for key in stage.held}
         self.keys: list[str] = []
         self.shared: dict[str, str] = {}  # for every further name of a tensor its first one
@@ -182,7 +182,7 @@ def _noted(
     return notes
 
 
-def _readers(model: nn.Module, graph: LayerGraph, stage_of: Sequence[int]) -> dict[int, set[int]]:
+def readers_of_buffers(model: nn.Module, graph: LayerGraph, stage_of: Sequence[int]) -> dict[int, set[int]]:
     """For every buffer (by identity) the stages whose layers use it."""
     found: dict[int, set[int]] = {}
     for layer, stage in zip(graph.train.layers, stage_of, strict=True):
