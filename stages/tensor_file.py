@@ -39,11 +39,12 @@ def write_tensors(
     """Write ``tensors`` as safetensors; one memory under two names is written twice.
 
     Args:   notes: what JSON can say, kept in the header with strides and checksums of the tensors.
-            read: returns a tensor by name, one after the other, where ``tensors`` are on the meta device.
+            read: returns a tensor by name, one after the other (``in_order``), where ``tensors`` are on the
+            meta device.
     Raises: ConfigError: the file system refuses.
     """
     read = read or tensors.__getitem__
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps all aligned
+    names = in_order(tensors)
     header: dict[str, Any] = {}
     if notes is not None:
         header["__metadata__"] = {"penstock": json.dumps(_described(notes, tensors), allow_nan=True)}
@@ -64,6 +65,11 @@ def write_tensors(
         for name in names:
             file.write(_bytes_of(read(name)))
     return Receipt(len(begin) + end, checksum(begin))
+
+
+def in_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of ``tensors`` in the order of a file, which keeps all aligned."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
 class TensorFile:

@@ -109,6 +109,14 @@ class State:
         ]
         return put_together(parts, self.keys, steps) | {"scaler": update.scale.state()}
 
+    def one(self, key: str) -> torch.Tensor | None:
+        """The tensor of a key of the model on rank 0, None elsewhere; collective."""
+        first = self.shared.get(key, key)
+        mine = self.source[first] == self.world.rank
+        frames = [encode(self.held[first].detach().cpu(), codec="raw")] if mine else []
+        gathered = self.world.gather(frames, at="the weights")
+        return next((decode(frame) for some in gathered or () for frame in some), None)
+
     def checked(
         self, update: Update, state: object, plan: Plan, *, keys: Collection[str] | None = None
     ) -> Mapping[str, Any]:

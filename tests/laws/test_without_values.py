@@ -154,3 +154,22 @@ def test_the_peak_of_a_rank_is_that_of_its_own_stages(from_a_file, tmp_path):
         state = 2 * own  # with gradients
         print(f"peak {most / 2**20:.0f} MiB, own stages {state / 2**20:.0f} MiB, {most / state - 1:+.1%}")
         assert state < most <= 1.2 * state
+
+
+@pytest.mark.parametrize("name", ["gpt_tied", "residual"])
+def test_a_checkpoint_goes_on_with_other_values_and_cuts(name, tmp_path):
+    whole, batches = build(name)
+    file = saved(whole, tmp_path / "model.safetensors")
+    plans = [plan_of(bare(whole), batches, stages) for stages in (3, 2)]
+    random, pipes = plans[0][1], []
+    for plan, _ in plans:
+        pipes.append(pipeline_of(bare(whole), plan, load_weights=file, init_weights=positions))
+    expected = plain_losses(whole, batches, random)
+    assert pipes[0].step(*batches[0]).loss == expected[0]
+    penstock.save(pipes[0], tmp_path / "saved")
+    for parameter in pipes[1].state.held.values():
+        parameter.detach().zero_()
+    penstock.load(pipes[1], tmp_path / "saved")
+    assert [pipes[1].step(*batch).loss for batch in batches[1:]] == expected[1:]
+    for pipe in pipes:
+        pipe.close()

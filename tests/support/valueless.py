@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from torch import nn
 from zoo import build, cross_entropy
 
 import penstock
+from penstock.pipeline.run.bare import write_in_turn
+from penstock.pipeline.run.model_file import save_model
 from penstock.pipeline.runtime.process_memory import ResidentMemory
 
 
@@ -120,3 +123,32 @@ def _steps(width, layers, plan, weights):
     assert report.loss > 0
     pipe.close_stages()
     return own, whole
+
+
+def rank_writes(plan, weights, folder, full):
+    """On a rank: write a trained model in turn; what refused it, and how many frames came at a time."""
+    model, batches = build("gpt_tied")
+    pipe = pipeline_of(
+        without_values(model), penstock.Plan.load(plan), load_weights=weights, init_weights=positions
+    )
+    pipe.step(*batches[0])
+    state, frames, said = pipe.state_dict()["model"], [], ""
+    if pipe.rank == 0:
+        save_model(Path(folder) / "gathered.safetensors", state)
+    gather = pipe.world.gather
+
+    def counted(*args, **how):
+        found = gather(*args, **how)
+        frames.append(sum(map(len, found or ())))
+        return found
+
+    def before():
+        if full:
+            raise penstock.ConfigError("the disk is full")
+
+    pipe.world.gather = counted
+    try:
+        write_in_turn(pipe, Path(folder) / "model.safetensors", before=before)
+    except penstock.ConfigError as error:
+        said = str(error)
+    return said, frames
