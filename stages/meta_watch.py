@@ -5,7 +5,7 @@ A generator's state and the bytes of a buffer tell it of a real run; without dat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,5 +67,5 @@ class MetaWatch(TorchDispatchMode):
 
 def watching() -> MetaWatch | None:
     """The one that looks on now, if any."""
-    mode: Callable[..., Any] | None = _get_current_dispatch_mode()
+    mode = _get_current_dispatch_mode()
     return mode if isinstance(mode, MetaWatch) else None

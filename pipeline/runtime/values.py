@@ -47,7 +47,7 @@ class Values:
             self.file.read(key, out)
             return
         assert self.init is not None
-        out.untyped_storage().fill_(_UNWRITTEN)
+        _memory(out).fill_(_UNWRITTEN)
         before = out._version
         with seeded(layer_seed(self.seed, BEFORE, 0, name), device.generators), device.current():
             made = self.init(name, out)
@@ -213,5 +213,9 @@ def _needed(
 
 def _written(tensor: torch.Tensor) -> bool:
     """Whether any byte is another than it was: a write through ``.data`` gives no new version."""
-    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return bool((memory != _UNWRITTEN).any())
+    return bool((_memory(tensor) != _UNWRITTEN).any())
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor; what is written to them gives it no new version."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

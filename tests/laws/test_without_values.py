@@ -1,6 +1,8 @@
 """A model on the meta device trains with the bits of the model that was loaded whole, and no rank has more of
 it than its own stages."""
 
+from typing import Any
+
 import pytest
 import torch
 from ranks import Ranks
@@ -143,7 +145,7 @@ def test_the_peak_of_a_rank_is_that_of_its_own_stages(from_a_file, tmp_path):
     if from_a_file:
         file = str(saved(deep(width, layers), tmp_path / "model.safetensors"))
     warm, plan = map(str, plans)
-    ranks = Ranks()  # new processes, with nothing freed in them that could be used again
+    ranks: Any = Ranks()  # new processes, with nothing freed in them that could be used again
     try:
         found = ranks.run(rank_peak, width, layers, plan, warm, file, ranks=2)
     finally:

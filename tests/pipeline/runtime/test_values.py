@@ -43,7 +43,7 @@ def job(tmp_path):
         options = {"load_weights": path, "init_weights": filled} | options
         return pipeline_of(bare(whole), plan, optimizer=lambda n: torch.optim.SGD(n, lr=0.1), **options)
 
-    made.model, made.whole, made.plan = model, whole, plan
+    vars(made).update(whole=whole, plan=plan)
     return made
 
 

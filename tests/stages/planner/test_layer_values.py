@@ -44,12 +44,12 @@ def test_values_are_random_and_what_a_relu_lets_through_is_about_half():
 
 
 def test_one_layer_at_a_time_has_values(monkeypatch):
-    alive, most = weakref.WeakSet(), []
+    alive, most = [], []
 
     def watched(*args):
-        assert not list(alive), "the layer before has values"
+        assert [one for one in alive if one() is not None] == []
         parts = layer_values.parts_with_values(*args)
-        alive.update(parts.modules.values())
+        alive.extend(weakref.ref(p) for m in parts.modules.values() for p in m.parameters())
         most.append(sum(p.nbytes for m in parts.modules.values() for p in m.parameters()))
         assert all(not p.is_meta for m in parts.modules.values() for p in m.parameters())
         return parts
@@ -70,6 +70,8 @@ def test_an_example_without_values_is_as_good_but_for_its_integers():
     found = penstock.measure(penstock.trace(model, example), example, repeats=1)
     assert found.layers[0].parameter_bytes == 5 * 8 * 2
     assert found.input_shapes == ((3, 7),)
+    assert found.device == "cpu"
+    assert found.signature is not None
     assert (found.signature.lowest, found.signature.highest) == ((0,), (0,))
     plan = penstock.partition(found, stages=2)
     assert plan.num_stages == 2
