@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from ..compression.errors import ConfigError
 
 OURS = "penstock."
-OF_THE_RUN = {"data": ("drop_last",), "model": ("leaves",)}
+OF_THE_RUN = {"data": ("drop_last",), "model": ("leaves", "load_weights", "init_weights")}
 """Options of a group that are for the run, not for its target."""
 
 

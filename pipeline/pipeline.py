@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from .runtime.gather import gather_flows, gather_reports, gather_spans
 from .runtime.loss import total_loss
 from .runtime.report import Report, described
 from .runtime.step import Step
+from .runtime.values import Init
 from .runtime.where import Given
 from .schedules.span import Span
 from .weights.optimizers import Named
@@ -62,6 +64,10 @@ class Pipeline(Assembly):
             "auto". None: where the world says, else where the model's parameters are.
         guard: refuse the first layer whose output, or gradient, is NaN (StageError), before an update.
         memory, disk: how what waits in a tier is moved; what the tier "disk" of this rank may use.
+        load_weights: for a model on the meta device: a safetensors file of its state_dict, or the index of
+            several, of which a rank reads what its stages hold.
+        init_weights: the same without a file, or for the buffers that a file does not have: a function of
+            (name, tensor) that writes into the tensor, with random numbers seeded for each by its name.
     Raises:
         PlanError: the plan was made for another model, a cut cannot be trained exactly, ranks were given
             different things, or another rank refused.
@@ -88,27 +94,16 @@ class Pipeline(Assembly):
         guard: bool = False,
         memory: MemoryOptions = NO_OPTIONS,
         disk: DiskOptions = ANYWHERE,
+        load_weights: str | Path | None = None,
+        init_weights: Init | None = None,
     ) -> None:
         self.leaves, self.asked = world is None, 0  # asked: told to all ranks with the next report
         super().__init__(
-            model,
-            plan,
-            loss=loss,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            clip=clip,
-            clip_scope=clip_scope,
-            scaler=scaler,
-            autocast=autocast,
-            weight=weight,
-            seed=seed,
-            deadline=deadline,
-            world=world or World.default(deadline=deadline),
-            device=device,
-            guard=guard,
-            memory=memory,
-            disk=disk,
-        )
+            model, plan, loss=loss, optimizer=optimizer, scheduler=scheduler, clip=clip,
+            clip_scope=clip_scope, scaler=scaler, autocast=autocast, weight=weight, seed=seed,
+            deadline=deadline, world=world or World.default(deadline=deadline), device=device, guard=guard,
+            memory=memory, disk=disk, load_weights=load_weights, init_weights=init_weights,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         return described(self.plan, here=list(self.stages), num_steps=self.num_steps)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 
 from .device import CPU, device_of, is_gpu
+from .meta_watch import watching
 
 
 def layer_seed(seed: int, step: int, micro_batch: int, name: str) -> int:
@@ -18,9 +20,12 @@ def layer_seed(seed: int, step: int, micro_batch: int, name: str) -> int:
 
 
 def generators_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.Generator, ...]:
-    """What random layers draw from where these tensors are; the CPU's is always among them."""
+    """What random layers draw from where these tensors are; the CPU's is always among them, and where
+    tensors without values are looked at what stands for one there."""
     places = {CPU: None} | {t.device: None for t in tensors if is_gpu(t.device)}
-    return tuple({id(g): g for place in places for g in device_of(place).generators}.values())
+    found: dict[int, Any] = {id(g): g for place in places for g in device_of(place).generators}
+    watch = watching()
+    return (*found.values(), *(() if watch is None else (cast("torch.Generator", watch),)))
 
 
 def states_of(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:

@@ -39,11 +39,12 @@ def write_tensors(
     """Write ``tensors`` as safetensors; one memory under two names is written twice.
 
     Args:   notes: what JSON can say, kept in the header with strides and checksums of the tensors.
-            read: returns a tensor by name, one after the other, where ``tensors`` are on the meta device.
+            read: returns a tensor by name, one after the other (``in_order``), where ``tensors`` are on the
+            meta device.
     Raises: ConfigError: the file system refuses.
     """
     read = read or tensors.__getitem__
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps all aligned
+    names = in_order(tensors)
     header: dict[str, Any] = {}
     if notes is not None:
         header["__metadata__"] = {"penstock": json.dumps(_described(notes, tensors), allow_nan=True)}
@@ -64,6 +65,11 @@ def write_tensors(
         for name in names:
             file.write(_bytes_of(read(name)))
     return Receipt(len(begin) + end, checksum(begin))
+
+
+def in_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of ``tensors`` in the order of a file, which keeps all aligned."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
 class TensorFile:
@@ -103,7 +109,7 @@ class TensorFile:
             file.seek(self._start + start)
             if file.readinto(data) != len(data) or checksum(data) != self._checksums[name]:
                 raise _damaged(self.path, f"{name} was altered")
-        dtype = _dtype_named(entry["dtype"])
+        dtype = dtype_named(entry["dtype"])
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         tensor = flat.reshape(entry["shape"])
         if name in self._strides:
@@ -113,7 +119,7 @@ class TensorFile:
     def shape(self, name: str) -> Tensor:
         """Return a tensor of the same shape and dtype, without memory."""
         entry = self._entries[name]
-        return torch.empty(entry["shape"], dtype=_dtype_named(entry["dtype"]), device="meta")
+        return torch.empty(entry["shape"], dtype=dtype_named(entry["dtype"]), device="meta")
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -166,8 +172,8 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _dtype_named(name: str) -> torch.dtype:
-    """The inverse of ``_name_of``."""
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype that the format calls so; raises where it knows none."""
     from safetensors.torch import load
 
     text = json.dumps({"": {"dtype": name, "shape": [0], "data_offsets": [0, 0]}}).encode()

@@ -5,6 +5,7 @@ all, and a wrong option is refused with the options that the target takes."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import pkgutil
 import re
@@ -25,6 +26,7 @@ from ...stages.memory.options import MemoryOptions
 from ..samples.given import samples_of
 from ..samples.samples import Description, Samples
 from ..weights.scale import Scaler
+from .bare import is_bare, parameters_on_meta
 
 FACTS = {
     "model": ("describe", "num_classes", "input_shape"),
@@ -53,7 +55,8 @@ def model(options: Mapping[str, Any], *, describe: Description, seed: int) -> nn
     facts = {"describe": describe, "num_classes": describe.num_classes, "input_shape": describe.input_shape}
     if not describe.num_classes:
         _check_unknown_classes(options)
-    made = _call("model", options, **facts)
+    with parameters_on_meta() if is_bare(options) else contextlib.nullcontext():
+        made = _call("model", options, **facts)
     if not isinstance(made, nn.Module):
         raise ConfigError(
             f"model._target_={options['_target_']} must return a torch module, not {type(made).__name__}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ...compression.errors import PlanError
 from ...compression.names import AUTO
@@ -26,6 +26,7 @@ from ..ranks.launch import threads_per_rank
 from ..samples.samples import Samples
 from ..weights.optimizers import state_per_byte
 from . import build, console, exactness
+from .bare import is_bare
 from .early import program
 from .exactness import place
 from .run_folder import RunFolder
@@ -98,8 +99,11 @@ def record(
     Raises: PlanError: the model cannot be traced.
     """
     model = model or build.model(config.model, describe=samples.describe, seed=config.seed)
-    model.to(place(config).torch)  # whose seconds count
-    example = example_inputs(config, samples)
+    example, device = example_inputs(config, samples), place(config).torch  # whose seconds count
+    if is_bare(config.model):
+        example = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, example)
+    else:
+        model.to(device)
     try:
         graph = trace(model, example, autocast=autocast, leaves=config.model.get("leaves") or ())
     except PlanError as error:

@@ -32,6 +32,7 @@ from ..ranks.world import World
 from ..samples.samples import Samples
 from . import build, console, early
 from .asked import Asked
+from .bare import is_bare, sources, writer
 from .checkpoints import Checkpoints
 from .decide import decide, disk_options, model_name, prepare
 from .epochs import loss, run_epochs
@@ -40,7 +41,7 @@ from .failed import traced
 from .loggers import Loggers
 from .machines import leading, run_led
 from .metrics import Metrics, summarise
-from .model_file import keeping, rescuing, save_model
+from .model_file import keeping
 from .restarts import persist
 from .resume import Source, resolve, take_over
 from .run_folder import RunFolder, config_of
@@ -107,7 +108,7 @@ def _train(
 
     if plan.num_ranks == 1 and not config.max_restarts:
         with traced(config, folder.errors):
-            train_rank(config, plan, folder, samples, pipe)
+            train_rank(config, plan, folder, samples, pipe)  # type: ignore[arg-type]  # there with one rank
     elif launched:
         del pipe  # this rank needs the memory
         run = {"folder": str(folder.path), "config": folder.config.read_text(), "plan": plan.to_json()}
@@ -129,7 +130,7 @@ def made(
     folder: RunFolder,
     given: Plan | None = None,
     source: Source | None = None,
-) -> tuple[Plan, Pipeline]:
+) -> tuple[Plan, Pipeline | None]:
     """Return the plan, unless it is ``given`` or that of ``source`` made anew, and the whole pipeline by it.
 
     Raises: PenstockError: the model cannot be trained as asked."""
@@ -144,9 +145,11 @@ def made(
 
 def rehearse(
     config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module, folder: RunFolder
-) -> Pipeline:
-    """Put the whole pipeline together in this process, to refuse now what a rank would refuse."""
+) -> Pipeline | None:
+    """Put the whole pipeline together, to refuse now what a rank would, unless no process is to have it."""
     check_batches(config, plan, samples)
+    if is_bare(config.model) and plan.num_ranks > 1:
+        return None
     try:
         return assemble(config, plan, samples, model, folder=folder)
     except (PlanError, ScheduleError) as error:
@@ -179,6 +182,7 @@ def assemble(
         guard=config.guard,
         memory=build.memory(config.memory),
         disk=disk_options(config, folder),
+        **sources(config.model),
     )
 
 
@@ -202,8 +206,7 @@ def join(config: TrainConfig, plan: Plan, folder: RunFolder, *, init: Callable[.
 
 def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samples, pipe: Pipeline) -> None:
     """Train this rank's stages; rank 0 also tells and writes what happens."""
-    num_steps = count_steps(config, samples)
-    first = pipe.rank == 0
+    num_steps, first = count_steps(config, samples), pipe.rank == 0
     mark = folder.mark() if first else None
     with console.Training(num_steps, shown=first) as progress:
         path, tell = folder.metrics if first else None, progress.note
@@ -220,21 +223,19 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             see = [metrics.add, progress.step, foretell(plan, tell), loggers.step, kept.after, asked.after]
             more = {"see": see, "between": asked.between, "log": loggers.test, "note": tell}
             test = run_epochs(pipe, plan, config, samples, **more)
-    weights, spans, flows = pipe.state_dict()["model"], pipe.timeline(), pipe.flows()
-    pipe.close()
+    pipe.drain()
+    spans, flows = pipe.timeline(), pipe.flows()
+    sizes = {key: pipe.state.expected[key].numel() for key in pipe.state.keys}
+    writer(config.model)(pipe, folder.model, before=lambda: mark and folder.check(mark))
     if mark is None:
         return
-    with rescuing(folder.model.name, weights):
-        folder.check(mark)
-        save_model(folder.model, weights)
     with keeping(folder.model):
         if spans:  # a run that goes on may have had no step left
             save_step(folder, spans, title=_title(config, plan, step=num_steps - 1))
-        sizes = {name: weight.numel() for name, weight in weights.items()}
         told = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
-        told |= {"turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns]}
-        told |= {"flows": flows, "resumed_from": resumed}
-        save_json(folder.summary, summarise(metrics.totals, plan, sizes=sizes, test=test, **told))
+        told |= {"turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns], "flows": flows}
+        told |= {"sizes": sizes, "test": test, "resumed_from": resumed}
+        save_json(folder.summary, summarise(metrics.totals, plan, **told))
 
 
 def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:

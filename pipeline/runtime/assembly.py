@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ from .process_memory import ResidentMemory, Usage
 from .state import State
 from .steps import Steps, SynchronousFeed
 from .stream import StreamFeed
+from .values import Init, give_values, values_of
 from .where import Given, check_devices, rank_device, spread, stage_devices
 
 
@@ -80,6 +82,8 @@ class Assembly:
         guard: bool,
         memory: MemoryOptions,
         disk: DiskOptions,
+        load_weights: str | Path | None,
+        init_weights: Init | None,
     ) -> None:
         self.world, self.rank, self.agreement = world, world.rank, Agreement(world)
         with self.agreement.together("making a Pipeline"):
@@ -87,6 +91,9 @@ class Assembly:
             check_functions(loss, scheduler, weight, seed, guard)
             rest = {"loss": loss, "weight": weight, "seed": seed, "clip": clip, "clip_scope": clip_scope}
             rest |= {"scaler": scaler, "autocast": autocast, "guard": guard}
+            self.values = values_of(model, load_weights=load_weights, init_weights=init_weights, seed=seed)
+            if self.values:
+                rest |= {"load_weights or init_weights": self.values.said}
             here = rank_device(model, world, device)
             told = functools.partial(facts.of_pipeline, model, optimizer, scheduler, rest, here.torch)
             self.agreement.agree("its arguments", told)
@@ -96,7 +103,7 @@ class Assembly:
             check_plan(plan, model, self.world)
             self.weight, self.num_steps = weight, 0
             self._place(model, here)
-            tensors = (*model.parameters(), *model.buffers())
+            tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
             resident = ResidentMemory(model_bytes=sum(t.nbytes for t in tensors if not is_gpu(t.device)))
             gradients = autocast is not torch.float16 and not scale_of(scaler).checks
             watching = Guard(gradients) if guard else None
@@ -176,7 +183,7 @@ class Assembly:
         self.ends = {"first": self.devices.get(0), "last": self.devices.get(self.plan.num_stages - 1)}
         known = list(self.devices.values())
         self.world.device = device if device in known else known[0]
-        if home_of(model) != self.world.device.torch:
+        if not self.values and home_of(model) != self.world.device.torch:
             model.to(self.world.device.torch)
 
     def _cut(
@@ -199,6 +206,10 @@ class Assembly:
         self.feed.rehearse([graph.example_inputs] * self.plan.micro_batches)
         check_codecs(self.plan, *self.steps.routed("train", [graph.example_inputs]))
         own = ownership(model, self.plan, graph, self.steps, self.world)
+        if self.values:
+            last, parts = self.plan.num_stages - 1, {"steps": self.steps, "graph": graph}
+            give_values(model, self.values, own=own, devices=self.devices, last=last, **parts)
+            own = ownership(model, self.plan, graph, self.steps, self.world)
         spread(model, own, self.steps, self.devices, last=self.plan.num_stages - 1)
         limit = self.plan.memory
         if limit is not None and self.world.is_alone:  # this process is all ranks

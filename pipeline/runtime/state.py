@@ -41,7 +41,7 @@ class State:
     ) -> None:
         self.world = world
         names = {id(p): name for name, p in model.named_parameters()}
-        readers = _readers(model, graph, own.layers)
+        readers = readers_of_buffers(model, graph, own.layers)
         held = {key for stage in stages.values() for key in stage.held}
         self.keys: list[str] = []
         self.shared: dict[str, str] = {}  # for every further name of a tensor its first one
@@ -108,6 +108,14 @@ class State:
             for (said, names), some in zip(rows, gathered, strict=True)
         ]
         return put_together(parts, self.keys, steps) | {"scaler": update.scale.state()}
+
+    def one(self, key: str) -> torch.Tensor | None:
+        """The tensor of a key of the model on rank 0, None elsewhere; collective."""
+        first = self.shared.get(key, key)
+        mine = self.source[first] == self.world.rank
+        frames = [encode(self.held[first].detach().cpu(), codec="raw")] if mine else []
+        gathered = self.world.gather(frames, at="the weights")
+        return next((decode(frame) for some in gathered or () for frame in some), None)
 
     def checked(
         self, update: Update, state: object, plan: Plan, *, keys: Collection[str] | None = None
@@ -182,7 +190,7 @@ def _noted(
     return notes
 
 
-def _readers(model: nn.Module, graph: LayerGraph, stage_of: Sequence[int]) -> dict[int, set[int]]:
+def readers_of_buffers(model: nn.Module, graph: LayerGraph, stage_of: Sequence[int]) -> dict[int, set[int]]:
     """For every buffer (by identity) the stages whose layers use it."""
     found: dict[int, set[int]] = {}
     for layer, stage in zip(graph.train.layers, stage_of, strict=True):

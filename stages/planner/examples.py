@@ -72,8 +72,15 @@ def example_of(plan: Plan) -> Example:
     return args or kwargs
 
 
+def with_values(tensor: torch.Tensor) -> torch.Tensor:
+    """An input of the same kind that has values, if it has none: integers are 0, which any table has."""
+    if not tensor.is_meta:
+        return tensor
+    return _made(tensor.shape, tensor.dtype, (0, 0), torch.Generator().manual_seed(0))
+
+
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta or not tensor.numel():
         return 0, 0
     whole = tensor.to(torch.int64)
     return max(int(whole.min()), -HIGHEST), int(whole.max())

@@ -10,8 +10,8 @@ import torch
 def zero_count(tensor: torch.Tensor) -> Callable[[], float]:
     """What tells the share of its elements that are zero, when it is called: until then no GPU is waited for.
 
-    None are of what torch cannot count."""
-    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+    None are of what torch cannot count, or what has no values."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or not tensor.numel():
         return float
     bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # torch counts no float8
     try:

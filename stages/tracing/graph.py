@@ -8,6 +8,7 @@ Source: claims B1.1-1.4 of CN110032450B (layer vertices, data vertices, dependen
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -19,8 +20,8 @@ import torch
 from torch import fx, nn
 
 from ...compression.errors import PlanError
-from ..device import device_of
-from ..places import home_of
+from ..device import CPU, device_of
+from ..meta_watch import META
 from ..seeds import seeded
 from .aliases import hidden, refuse_cuts, shared
 from .capture.call import Call, Example
@@ -32,6 +33,7 @@ from .layer_graph import LayerGraph
 from .layers import Layer, Parts, Traced, casting, is_local, parts_of, run_all
 from .leaves import Leaf, chosen_leaves, is_compiled
 from .lift import lift_shared
+from .meta_model import bare, recorded_on, recording_meta, refuse_valueless
 from .model_copy import Copied
 from .probe import Probe, probe
 from .remembered import remember
@@ -79,9 +81,18 @@ def trace(
     refuse_model(model)
     modules, functions = chosen_leaves(model, leaves)
     modules |= {path: "it is compiled" for path, module in model.named_modules() if is_compiled(module)}
-    home = home_of(model)
-    example, place = tuple(x.to(home) for x in given), device_of(home)
-    with place.current(), seeded(None, place.generators), torch.enable_grad(), casting(autocast, home):
+    home, known = recorded_on(model), model
+    if home == META:
+        model = bare(model, autocast)
+    example, place = tuple(x.to(home) for x in given), device_of(CPU if home == META else home)
+    valueless = recording_meta(model) if home == META else contextlib.nullcontext()
+    with (
+        place.current(),
+        seeded(None, place.generators),
+        torch.enable_grad(),
+        casting(autocast, home),
+        valueless,
+    ):
         apart = hidden(model)
         ours, theirs = (tuple(Copied(model, apart) for _ in range(2)) for _ in range(2))
         for copied in theirs:
@@ -114,7 +125,7 @@ def trace(
         shared=groups,
         autocast=autocast,
     )
-    remember(model, graph)
+    remember(known, graph)
     return graph
 
 
@@ -147,6 +158,7 @@ def _proven(
                 functions=functions.values(),
                 written=written,
             )
+        refuse_valueless(captured.graph, captured.constants)
         leaves = {**modules, **captured.leaves, **dict.fromkeys(functions, "by request")}
         traced = _traced(root, dataclasses.replace(captured, leaves=leaves), call, tied=tied)
         parts = parts_of(root, traced)
@@ -206,7 +218,7 @@ def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection
         layers=layers,
         output=next(iter(reversed(graph.nodes))),
         call=call,
-        recorded=home_of(root),
+        recorded=recorded_on(root),
         buffers=frozenset(held) & {name for name, _ in root.named_buffers(remove_duplicate=False)},
         **{field.name: getattr(captured, field.name) for field in dataclasses.fields(Recording)},
     )

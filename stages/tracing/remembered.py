@@ -69,5 +69,5 @@ def _facts(model: nn.Module) -> tuple[Any, ...]:
         [(t.stride(), t.data_ptr()) for t in tensors if t.layout is torch.strided],
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        [autocast_state(place) for place in {CPU: None} | {t.device: None for t in tensors}],
+        [autocast_state(at) for at in {CPU: None} | {t.device: None for t in tensors if not t.is_meta}],
     )

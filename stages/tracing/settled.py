@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from ...compression.errors import PlanError
+from ..meta_watch import watching
 from .capture.call import Call
 from .capture.data import other_data
 from .comparison import observe, refuse_changes, same_bits
 from .contents import contents
+from .meta_model import needs_values, without_values
 from .model_copy import move
 
 
@@ -30,11 +32,13 @@ def run_eager(
 
     Raises: PlanError: it does not run, or changes the model beside its buffers every time."""
     buffers = {name: (buffer, buffer.clone()) for name, buffer in eager.named_buffers()}
-    before = contents(eager, running=True)
+    before, watch = contents(eager, running=True), watching()
     run: Callable[..., Any] = lambda *x: call.run(eager, x)  # noqa: E731
     try:
         observe(run, eager, inputs)
     except Exception as error:
+        if watch and needs_values(error):
+            raise without_values(eager, error) from error
         shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
         raise PlanError(
             f"the model does not run on inputs of shape {shapes}: {error}; give another example"
@@ -43,11 +47,14 @@ def run_eager(
         before,
         eager,
         again=lambda: observe(run, eager, inputs),
-        settles=lambda: settles(eager, cold(), call.run, other_data(call, inputs)),
+        # Without values nobody can tell what the first run made from the first batch.
+        settles=lambda: not watch and settles(eager, cold(), call.run, other_data(call, inputs)),
     )
     held = {name: buffer for name, buffer in eager.named_buffers() if name in buffers}
     replaced = {name for name, buffer in held.items() if buffer is not buffers[name][0]}
     written = {name for name, buffer in held.items() if not same_bits(buffer, buffers[name][1])}
+    if watch:
+        written |= {name for name, (b, _) in buffers.items() if b.untyped_storage()._cdata in watch.writes}
     return replaced | written, clean and not replaced
 
 

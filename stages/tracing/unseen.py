@@ -9,12 +9,17 @@ from collections.abc import Iterable
 
 import torch
 
+from ..meta_watch import watching
+
 
 class Contents:
-    """What the memory of some tensors holds now, without those on the meta device, which hold nothing."""
+    """What the memory of some tensors holds now; those on the meta device hold nothing, and of these a
+    ``MetaWatch`` knows the writes."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy it, each storage once."""
+        self._watch = watching()
+        self._mark = 0 if self._watch is None else len(self._watch.writes)
         plain = (t for t in tensors if t.layout is torch.strided and not (t.is_meta or t.is_nested))
         storages = {storage._cdata: storage for t in plain if (storage := t.untyped_storage()).nbytes()}
         self._kept = {key: (storage, storage.clone()) for key, storage in storages.items()}
@@ -26,7 +31,8 @@ class Contents:
 
     def changed(self) -> set[int]:
         """The storages that hold other bytes by now; one that was freed or made longer has no others."""
-        return {key for key, (now, then) in self._kept.items() if not _same(now, then)}
+        told = set() if self._watch is None else set(self._watch.writes[self._mark :])
+        return told | {key for key, (now, then) in self._kept.items() if not _same(now, then)}
 
 
 def _same(now: torch.UntypedStorage, then: torch.UntypedStorage) -> bool:

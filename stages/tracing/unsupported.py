@@ -49,11 +49,6 @@ def _not_trainable(module: nn.Module) -> Iterator[str]:
                 f"has a tensor made in inference mode, {name}, which cannot be trained; make the model "
                 "outside torch.inference_mode()"
             )
-        if tensor is not None and tensor.is_meta:
-            yield (
-                f"is on the meta device, its {name} has no values; give them: model.to_empty(device='cpu'), "
-                "then load_state_dict"
-            )
 
 
 def _computed(module: nn.Module) -> Iterator[str]:

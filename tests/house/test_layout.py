@@ -18,8 +18,8 @@ from checkout import ROOT, copy_to, files
 import penstock
 
 LOW = (
-    "compression", "stages.autocast", "stages.device", "stages.files", "stages.places", "stages.record",
-    "stages.seeds", "stages.units", "stages.work", "stages.worker",
+    "compression", "stages.autocast", "stages.device", "stages.files", "stages.meta_watch", "stages.places",
+    "stages.record", "stages.seeds", "stages.tensor_file", "stages.units", "stages.work", "stages.worker",
 )  # fmt: skip
 STAGE = ("stages.tracing", "stages.memory", "stages.weights", "stages.stage")
 PIPELINE = (

@@ -493,6 +493,6 @@ def test_a_plan_says_it_and_counts_it():
     assert "parameters packed" in str(plans[1])
     assert "parameters" not in str(plans[0]).partition("\n")[0]
     assert [stage.parameters_tier for stage in plans[1].stages] == ["packed", "packed"]
-    one = 64 * 64 * 4  # on a CPU a frame is in the same memory; of two layers all is there besides
+    one = 64 * 64 * 4  # on a CPU a frame is in the same memory; three layers and two gradients besides
     for there, away in zip(plans[0].stages, plans[1].stages, strict=True):
-        assert away.memory_bytes - there.memory_bytes == 2 * 3 * one
+        assert away.memory_bytes - there.memory_bytes == (3 + 2) * one

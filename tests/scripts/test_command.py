@@ -151,7 +151,7 @@ def penstock(typed, capfd):
         ("model=gpt", "data=text"),
         ("model=torchvision", "model.name= must be given"),
         ("model=torchvision model.name=resnet19", "model.name=resnet19"),
-        ("model.width=3", "known are model.leaves"),
+        ("model.width=3", "known are model.init_weights, model.leaves, model.load_weights"),
         ("optimizer=adamw optimizer.momentum=0.9", "known are optimizer.lr, optimizer.weight_decay"),
         (f"{SMALL} optimizer._target_=torch.optim.LBFGS", "LBFGS"),
         (f"{SMALL} scheduler=one_cycle scheduler.pct_start=3", "scheduler.pct_start=3"),

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..unseen import Contents
+
 
 class Buffers:
     """The registered buffers of ``model``, of which its forward changes those that are ``written``."""
@@ -21,11 +23,11 @@ class Buffers:
         self.held = dict(model.named_buffers(remove_duplicate=False))
         self.written = {id(self.held[name]) for name in written if name in self.held}
 
-    def among(self, given: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Written buffers among the arguments of a call, each with a copy from before it."""
+    def among(self, given: Any) -> list[tuple[torch.Tensor, Contents]]:
+        """Written buffers among the arguments of a call, each with what it held before it."""
         if not self.written or not torch.is_grad_enabled():
             return []
-        return [(t, t.clone()) for t in tree_leaves(given) if id(t) in self.written]
+        return [(t, Contents([t])) for t in tree_leaves(given) if id(t) in self.written]
 
     def replaced(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Name, old and new tensor of those that ``model`` has no more."""
@@ -34,9 +36,9 @@ class Buffers:
                 yield name, self.held[name], buffer
 
 
-def only_read(buffer: torch.Tensor, before: torch.Tensor, result: Any) -> bool:
+def only_read(buffer: torch.Tensor, before: Contents, result: Any) -> bool:
     """Whether a call left ``buffer`` as it was, gave no view of it, and may keep it for its backward."""
     made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
     memory = buffer.untyped_storage()._cdata
     viewed = any(t.layout is torch.strided and t.untyped_storage()._cdata == memory for t in made)
-    return not viewed and any(t.requires_grad for t in made) and torch.equal(buffer, before)
+    return not viewed and any(t.requires_grad for t in made) and not before.changed()

@@ -34,9 +34,9 @@ def other_data(call: Call, example: Sequence[torch.Tensor]) -> list[torch.Tensor
         if whole or not tensor.numel() or not tensor.dim():
             found.append(made.copy_(tensor))
         elif len(tensor) == 1:
-            drawn = torch.randint(tensor.numel(), tensor.shape, generator=generator)
+            drawn = torch.randint(tensor.numel(), tensor.shape, generator=generator, device=generator.device)
             found.append(made.copy_(tensor.flatten()[drawn.to(tensor.device)]))
         else:
-            drawn = torch.randint(len(tensor), tensor.shape, generator=generator)
+            drawn = torch.randint(len(tensor), tensor.shape, generator=generator, device=generator.device)
             found.append(made.copy_(tensor.gather(0, drawn.to(tensor.device))))
     return found

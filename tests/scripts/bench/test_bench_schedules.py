@@ -34,6 +34,7 @@ from penstock.scripts.bench import (
     harness,
     instruction_cost,
     link_race,
+    offload_bench,
     race,
     schedules,
 )
@@ -284,6 +285,7 @@ def test_what_was_published_can_be_shown_again(path):
         "convergence": convergence,
         "codecs": codecs_bench,
         "checkpoint": checkpoint_bench,
+        "offload": offload_bench,
     }
     assert shows[topic].figure(found).axes
     if topic in ("pipeline", "schedules"):

@@ -360,7 +360,6 @@ MODELS = {
         "1 is a TorchScript",
     ),
     "quantised": (quantised, "1 is quantised and does not train"),
-    "on the meta device": (lambda: Two().to("meta"), "a is on the meta device, its weight has no values"),
     "made in inference mode": (in_inference_mode, "a has a tensor made in inference mode, weight"),
     "data parallel": (lambda: nn.DataParallel(Two()), r"found it in a DataParallel; give model\.module"),
     "checkpointed anew": (

@@ -1,0 +1,71 @@
+"""What runs on the meta device show of chance and of writes: nothing is drawn or written there, but torch's
+dispatch says which calls would.
+
+A generator's state and the bytes of a buffer tell it of a real run; without data neither moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
+
+from .device import CPU
+
+META = torch.device("meta")
+_STATISTICS = slice(3, 5)  # running mean and variance among the arguments of a batch norm
+_TRAINING = 5
+_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")  # whose schemas name no write
+
+
+class MetaWatch(TorchDispatchMode):
+    """Looks on in a block; asked like a ``torch.Generator``, its state is how often something was drawn.
+
+    Attributes: writes: the storages that were written to, one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = 0
+        self.writes: list[int] = []
+        self._kept: list[torch.UntypedStorage] = []  # else a storage that is gone gives its number to another
+
+    def get_state(self) -> torch.Tensor:
+        """How often something was drawn."""
+        return torch.tensor([self.draws], device=CPU)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """What was drawn stays drawn."""
+
+    def manual_seed(self, seed: int) -> None:
+        """Nothing follows from a seed here."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """One call of a kernel."""
+        kwargs = kwargs or {}
+        self.draws += torch.Tag.nondeterministic_seeded in func.tags
+        for number, told in enumerate(func._schema.arguments):
+            if told.alias_info is not None and told.alias_info.is_write:
+                self._writes(args[number] if number < len(args) else kwargs.get(told.name))
+        if func._schema.name.partition("::")[2] in _NORMS and args[_TRAINING]:
+            self._writes(args[_STATISTICS])
+        return func(*args, **kwargs)
+
+    def _writes(self, given: Any) -> None:
+        for tensor in tree_leaves(given):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                self._kept.append(tensor.untyped_storage())
+                self.writes.append(self._kept[-1]._cdata)
+
+
+def watching() -> MetaWatch | None:
+    """The one that looks on now, if any."""
+    mode = _get_current_dispatch_mode()
+    return mode if isinstance(mode, MetaWatch) else None

@@ -1,0 +1,125 @@
+"""A model on the meta device: recorded by the shapes of its tensors, before anybody has their values.
+
+What a record must not hang on is refused: values that forward reads, and tensors that no name leads to, which
+nobody could give values later."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import fx, nn
+
+from ...compression.errors import PlanError
+from ..meta_watch import META, MetaWatch
+from ..places import home_of
+from .aliases import overlapping
+from .capture.values import is_code_of_model
+from .capture.where import where_of
+from .model_copy import on_meta
+from .reach import REGISTERED, walk
+
+LOADED = "let it do without them, or load the model whole before it is traced (to_empty, load_state_dict)"
+
+
+def has_meta(model: nn.Module) -> bool:
+    """Whether some parameter or buffer has no values."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def recorded_on(model: nn.Module) -> torch.device:
+    """Where ``model`` is recorded: the meta device if some of it has no values, else where it is."""
+    return META if has_meta(model) else home_of(model)
+
+
+def bare(model: nn.Module, autocast: torch.dtype | None) -> nn.Module:
+    """A copy of ``model`` that has no values at all, to be recorded.
+
+    Raises: PlanError: it holds what nobody could give values, or shall be cast by autocast."""
+    if autocast is not None:
+        raise PlanError(
+            "a model on the meta device is recorded without autocast, which torch does not have there, "
+            f"found autocast={autocast}; make the model in that dtype, or load it whole before it is traced"
+        )
+    registered: dict[str, torch.Tensor] = {}
+    for kind in REGISTERED[:2]:
+        for path, module in model.named_modules():
+            named = vars(module)[kind].items()
+            registered |= {f"{path}.{n}".removeprefix("."): t for n, t in named if t is not None}
+    first = {id(tensor): name for name, tensor in reversed(registered.items())}
+    # Lists of parameters that torch itself keeps, and makes anew as they are set.
+    flat = {id(module._flat_weights) for module in model.modules() if isinstance(module, nn.RNNBase)}
+    for path, item, _ in walk(model, enters=lambda item: id(item) not in flat):
+        path = path.removeprefix(".")
+        if isinstance(item, torch.Tensor) and item.is_meta and registered.get(path) is not item:
+            known = first.get(id(item))
+            remedy = f"read it as {known}" if known else "register it: register_buffer(name, tensor)"
+            raise PlanError(
+                "a tensor of a model on the meta device is given values by its name, as a parameter or a "
+                f"buffer, found {path}, which is neither; {remedy}"
+            )
+    for name, tensor in registered.items():
+        if tensor.is_meta and type(tensor) not in (nn.Parameter, torch.Tensor):
+            raise PlanError(
+                f"a parameter on the meta device is a plain torch.nn.Parameter, found {name}, a "
+                f"{type(tensor).__name__}; load the model whole before it is traced"
+            )
+    without = {name: tensor for name, tensor in registered.items() if tensor.is_meta}
+    for one, other, *_ in overlapping({n: t for n, t in without.items() if first[id(t)] == n}):
+        raise PlanError(
+            f"{one} and {other} lie in one memory on the meta device, and what is given values would not; "
+            f"make them one parameter ({other} = {one})"
+        )
+    return on_meta(model)
+
+
+@contextlib.contextmanager
+def recording_meta(model: nn.Module) -> Iterator[None]:
+    """The block in which ``model``, a ``bare`` one, is recorded: what forward makes has no values either.
+
+    Raises: PlanError: forward fails there, with the place that does."""
+    try:
+        with META, MetaWatch():
+            yield
+    except PlanError:
+        raise
+    except Exception as error:
+        if not needs_values(error):
+            raise
+        raise without_values(model, error) from error
+
+
+def needs_values(error: BaseException) -> bool:
+    """Whether torch says that something cannot be done with tensors of the meta device."""
+    return "meta" in str(error).lower()
+
+
+def without_values(model: nn.Module, error: BaseException) -> PlanError:
+    """What a forward is refused with that fails because tensors have no values."""
+    where = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if is_code_of_model(frame.f_code.co_filename)
+    ]
+    found = type(model).__name__
+    if where:
+        frame, line = where[-1]
+        found = f"{type(frame.f_locals.get('self', model)).__name__} ({frame.f_code.co_filename}:{line})"
+    said = str(error).partition("\n")[0].split(". ")[0].rstrip(".;!")
+    return PlanError(
+        f"a model on the meta device is recorded by shapes, and forward of {found} needs values: {said}; "
+        f"{LOADED}"
+    )
+
+
+def refuse_valueless(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
+    """Raise PlanError for a constant of a record that has no values: the same would be read in every step."""
+    for node in graph.nodes:
+        tensor = constants.get(str(node.target)) if node.op == "get_attr" else None
+        if tensor is not None and tensor.is_meta:
+            raise PlanError(
+                f"forward reads a tensor of shape {tuple(tensor.shape)} that no call of torch made and no "
+                f"name leads to{where_of(node)}, and on the meta device it has no values; {LOADED}"
+            )

@@ -1,0 +1,224 @@
+"""Models on the meta device: recorded by shapes as a real run would be, refused where a run needs values."""
+
+import copy
+import dataclasses
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from zoo import ZOO, build
+
+import penstock
+
+LARGE = {"resnet18", "resnet18_channels_last", "mobilenet", "squeezenet", "densenet"}
+LARGE |= {f"dag{i}" for i in range(1, 6)}
+SCALE = torch.tensor(2.0)
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(self.between(self.a(x)))
+
+    def between(self, x):
+        return x
+
+
+def bare(make):
+    with torch.device("meta"):
+        return make()
+
+
+def record(graph):
+    """All that a pipeline takes from a trace but strides, which the meta device does not promise."""
+    return [
+        (
+            graph.layers,
+            [dataclasses.replace(value, strides=None) for value in probe.values],
+            (probe.random, probe.seeded, probe.refused, probe.samples),
+            (traced.leaves, traced.sizes, traced.fixed, traced.buffers),
+            [(layer.name, layer.module, layer.holds, layer.moves) for layer in traced.layers],
+        )
+        for traced, probe in ((graph.train, graph.train_probe), (graph.eval, graph.eval_probe))
+    ] + [graph.shared, graph.fingerprint]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LARGE else ()) for n in ZOO])
+def test_a_model_without_values_has_the_record_of_one_with_values(name):
+    model, batches = build(name)
+    example = (batches[0][0][:4].clone(),)
+    without = copy.deepcopy(model).to("meta")
+    if name == "gpt_tied":  # .to() parts what is tied
+        without.head.weight = without.token.weight
+    found = penstock.trace(without, example)
+    assert record(found) == record(penstock.trace(model, example))
+    assert all(
+        tensor.is_meta for tensor in (*without.parameters(), *without.buffers(), *found.example_inputs)
+    )
+
+
+def test_a_recurrent_network_and_one_of_lists_of_blocks_are_recorded():
+    model = bare(lambda: nn.Sequential(nn.LSTM(4, 4, num_layers=2, dropout=0.2)))
+    graph = penstock.trace(model, (torch.randn(3, 5, 4),))
+    assert graph.train_probe.random == {"_0"}
+    encoder = bare(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2))
+    assert penstock.trace(encoder, (torch.randn(3, 5, 8),)).layers == ("layers_0", "layers_1")
+
+
+def test_what_forward_makes_of_no_tensor_has_no_values_either():
+    class Adds(Two):
+        def between(self, x):
+            return x * torch.arange(4) + torch.tensor([1.0, 2.0, 3.0, 4.0]) * SCALE + torch.rand(4)
+
+    graph = penstock.trace(bare(Adds), (X.to("meta"),))
+    assert graph.train.constants == {"_constant_0": SCALE}
+    assert graph.train_probe.random == {"rand"}
+    assert {graph.train_probe.values[i].dtype for i in (2, 3)} == {torch.float32, torch.int64}
+
+
+def test_a_model_of_which_only_a_part_has_values_is_recorded_and_keeps_them():
+    model = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.BatchNorm1d(4), nn.Linear(4, 2, device="meta"))
+    statistics = dict(model.named_buffers())["1.running_mean"]
+    kept = statistics.clone()
+    assert penstock.trace(model, (X,)).layers == ("_0", "_1", "_2")
+    assert model[1].running_mean is statistics
+    assert torch.equal(statistics, kept)
+    assert [p.is_meta for p in model.parameters()] == [True, True, False, False, True, True]
+
+
+class ByTruth(Two):
+    def between(self, x):
+        return x * 2 if x.sum() > 0 else x
+
+
+class ByWeight(Two):
+    def between(self, x):
+        return x * float(self.a.weight.norm())
+
+
+class Inside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = nn.Linear(4, 4), ByTruth()
+
+    def forward(self, x):
+        return self.inner(self.first(x))
+
+
+class BySelection(Two):
+    def between(self, x):
+        return x[x > 0].sum() + x
+
+
+class ByChance(Two):
+    def between(self, x):
+        return x * 2 if torch.rand(()) < 0.5 else x
+
+
+class OfNumpy(Two):
+    def between(self, x):
+        return x * torch.from_numpy(numpy.ones(4, dtype="float32"))
+
+
+class Returns(Two):
+    def forward(self, x):
+        return super().forward(x).sum().item()
+
+
+@pytest.mark.parametrize("kind", [ByTruth, ByWeight, Inside, BySelection, ByChance, OfNumpy, Returns])
+def test_a_forward_that_needs_values_is_refused_with_its_place_and_the_remedy(kind):
+    with pytest.raises(penstock.PlanError) as refused:
+        penstock.trace(bare(kind), (X,))
+    told = str(refused.value)
+    owner = "ByTruth" if kind is Inside else kind.__name__
+    assert told.startswith(
+        f"a model on the meta device is recorded by shapes, and forward of {owner} ({__file__}:"
+    )
+    assert "load the model whole before it is traced" in told
+    assert "\n" not in told
+
+
+def test_a_forward_that_fails_anyway_is_not_said_to_need_values():
+    class Wrong(Two):
+        def between(self, x):
+            return x @ torch.zeros(7, 2)
+
+    with pytest.raises(
+        penstock.PlanError, match=r"does not run on inputs of shape \(3, 4\): .* give another"
+    ):
+        penstock.trace(bare(Wrong), (X,))
+
+
+class Holds(Two):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.ones(4)
+
+
+class Lists(Two):
+    def __init__(self):
+        super().__init__()
+        self.all = [self.a.weight]
+
+
+class Shares(Two):
+    def __init__(self):
+        super().__init__()
+        self.b.weight.data = self.a.weight.data
+
+
+class Fills(Two):
+    table = None
+
+    def between(self, x):
+        if self.table is None:
+            self.table = torch.arange(4.0)
+        return x * self.table
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (Holds, r"found scale, which is neither; register it"),
+        (Lists, r"found all\[0\], which is neither; read it as a\.weight"),
+        (Shares, r"a\.weight and b\.weight lie in one memory .*\(b\.weight = a\.weight\)"),
+        (Fills, r"found that it changes table \(nothing, then a Tensor\)"),
+    ],
+)
+def test_tensors_that_nobody_could_give_values_are_refused_by_path(kind, told):
+    with pytest.raises(penstock.PlanError, match=told):
+        penstock.trace(bare(kind), (X,))
+
+
+def test_autocast_is_refused_where_torch_has_none():
+    with pytest.raises(
+        penstock.PlanError, match=r"without autocast, .* found autocast=torch\.bfloat16; make"
+    ):
+        penstock.trace(bare(Two), (X,), autocast=torch.bfloat16)
+
+
+def test_statistics_that_a_norm_writes_to_are_not_on_both_sides_of_a_cut():
+    class Normed(Two):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+
+        def forward(self, x):
+            return self.norm(self.b(self.norm(self.a(x))))
+
+        def norm(self, x):
+            return F.batch_norm(x, self.get_buffer("mean"), self.get_buffer("var"), training=True)
+
+    refused = penstock.trace(bare(Normed), (X,)).train_probe.refused
+    assert refused == {
+        1: ("the layers that use the buffer mean, and write to it, would stand on both sides"),
+        2: ("the layers that use the buffer mean, and write to it, would stand on both sides"),
+    }
+    assert refused == penstock.trace(Normed(), (X,)).train_probe.refused
