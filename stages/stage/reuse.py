@@ -158,7 +158,7 @@ class Reuse:
 
 def _is_whole(tensor: Tensor) -> bool:
     """Whether a tensor is the whole of its memory, row by row, but for an end that is no longer read."""
-    return (
+    return bool(
         type(tensor) is Tensor
         and tensor.layout is torch.strided
         and tensor.itemsize in _WORDS

@@ -62,6 +62,7 @@ def test_a_product_by_rows_has_the_bits_of_the_whole(rows, shape):
     module, x = nn.Sequential(nn.Linear(into, out), nn.Linear(out, out)), torch.randn(rows, into)
     reuse = Reuse(least=0)
     expected = Piece(module, x).whole()
+    num_reused = 0
     for _ in range(2):
         found, num_reused = first(module, x, reuse)
         assert all_same(found, expected)
@@ -89,6 +90,7 @@ def test_what_differs_is_not_written_over_again(monkeypatch):
     by_rows = lambda *given: whole(*given) * (1 + 1e-6)  # noqa: E731, as of a library that adds otherwise
     monkeypatch.setattr(reusing, "_by_rows", by_rows)
     monkeypatch.setitem(reusing._FITS, by_rows, reusing._narrows)
+    num_reused = 0
     for _ in range(3):
         found, num_reused = first(module, x, reuse)
         assert all_same(found, expected)
@@ -131,6 +133,7 @@ class Held(nn.Module):
                 value.register_hook(lambda gradient: self.seen.append((gradient, gradient.clone())))
         elif self.how == "nodes":
             for node in (made.grad_fn, active.grad_fn):
+                assert node is not None
                 node.register_hook(lambda made, arrived: self.seen.append((arrived[0], arrived[0].clone())))
         return self.last(self.two(active) + active)
 
