@@ -84,9 +84,15 @@ class Saving:
                 folder.mkdir(parents=True, exist_ok=True)
         token = pipe.world.all_gather_json(secrets.token_hex(4))[0]
         self._path = folder / part_name(pipe.rank, token)
+        if self._copy.streams:
+            self.write()
 
     def write(self) -> None:
-        """Write this rank's part; what goes wrong is raised by ``agree``."""
+        """Write this rank's part; what goes wrong is raised by ``agree``.
+
+        Where that needs the parameters of a mirror it was done when this was made."""
+        if self.ended:
+            return
         try:
             self._receipts = [self._copy.write(self._path)]
         except Exception as error:
@@ -142,7 +148,7 @@ def _read(pipe: Pipeline, folder: Path) -> tuple[Checkpoint, Any]:
     found, read, said = None, None, ""
     try:
         found = Checkpoint(folder)
-        read = found.state(*pipe.state.wanted(pipe.update))
+        read = found.state(*pipe.state.wanted(pipe.update), streams=pipe.update.streams)
     except CheckpointError as error:
         said = str(error)
     except Exception as error:

@@ -214,10 +214,12 @@ class Pipeline(Assembly):
         """What travels: values and gradients, their stages, the codec now, bytes raw and sent; collective."""
         return gather_flows(self.world, self.engine.meter.totals, self.policy)
 
-    def close(self) -> None:
+    def close(self, *, keeps_model: bool = True) -> None:
         """Let go of what it holds, and of the ranks unless it was given a world; after a failure the group
-        ends with the process."""
-        self.close_stages()
+        ends with the process.
+
+        Args:    keeps_model: bring all parameters back from their tier; else those that are away are lost."""
+        self.close_stages(keeps_model=keeps_model)
         if self.leaves and not self.engine.failures.first:
             self.world.close()
 

@@ -21,6 +21,8 @@ from torch import Tensor
 from ..compression.errors import CheckpointError
 from .files import reason, writing
 
+_UNKNOWN = "0" * 16  # a checksum that is told when the tensor was written
+
 
 class Receipt(NamedTuple):
     """By what a file is known again: its length in bytes, and the checksum of its header."""
@@ -39,16 +41,14 @@ def write_tensors(
     """Write ``tensors`` as safetensors; one memory under two names is written twice.
 
     Args:   notes: what JSON can say, kept in the header with strides and checksums of the tensors.
-            read: returns a tensor by name, one after the other (``in_order``), where ``tensors`` are on the
-            meta device.
+            read: returns a tensor by name, each once, one after the other (``in_order``), where ``tensors``
+            are on the meta device.
     Raises: ConfigError: the file system refuses.
     """
     read = read or tensors.__getitem__
     names = in_order(tensors)
-    header: dict[str, Any] = {}
-    if notes is not None:
-        header["__metadata__"] = {"penstock": json.dumps(_described(notes, tensors), allow_nan=True)}
-    end = 0
+    checksums = dict.fromkeys(tensors, _UNKNOWN)
+    header, end = dict[str, Any](), 0
     for name in names:
         tensor, start = tensors[name], end
         end += tensor.nbytes
@@ -57,13 +57,18 @@ def write_tensors(
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    begin = struct.pack("<Q", len(text)) + text
+    begin = _begin(header, notes, tensors, checksums)
     with writing(path) as part, part.open("wb") as file:
-        file.write(begin)
+        file.write(begin if notes is None else bytes(len(begin)))  # zeros are no safetensors
         for name in names:
-            file.write(_bytes_of(read(name)))
+            data = _bytes_of(read(name))
+            file.write(data)
+            if notes is not None:
+                checksums[name] = checksum(data)
+        if notes is not None:
+            begin = _begin(header, notes, tensors, checksums)
+            file.seek(0)
+            file.write(begin)
     return Receipt(len(begin) + end, checksum(begin))
 
 
@@ -140,12 +145,29 @@ def checksum(data: Any) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def _described(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _begin(
+    entries: Mapping[str, Any],
+    notes: Mapping[str, Any] | None,
+    tensors: Mapping[str, Tensor],
+    checksums: Mapping[str, str],
+) -> bytes:
+    """Return the first bytes of a file, as many whatever the checksums are."""
+    header = dict(entries)
+    if notes is not None:
+        described = json.dumps(_described(notes, tensors, checksums), allow_nan=True)
+        header = {"__metadata__": {"penstock": described}, **header}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _described(
+    notes: Mapping[str, Any], tensors: Mapping[str, Tensor], checksums: Mapping[str, str]
+) -> dict[str, Any]:
     # What repeats its elements is written, and comes back, row by row.
     strides = {
         n: list(t.stride()) for n, t in tensors.items() if 0 not in t.stride() and t.stride() != _rows(t)
     }
-    checksums = {name: checksum(_bytes_of(tensor)) for name, tensor in tensors.items()}
     return {"notes": notes, "checksums": checksums, "strides": strides}
 
 

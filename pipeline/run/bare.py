@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...compression.codec import decode, encode
 from ...compression.errors import ConfigError
+from ...stages.memory.tensor_memory import TensorMemory
 from ...stages.meta_watch import META
 from ...stages.tensor_file import in_order, write_tensors
 from ..pipeline import Pipeline
@@ -67,9 +69,9 @@ def parameters_on_meta() -> Iterator[None]:
 Write = Callable[..., None]
 
 
-def writer(options: Mapping[str, Any]) -> Write:
-    """What writes the model of those options at the end of a run."""
-    return write_in_turn if is_bare(options) else write_gathered
+def writer(options: Mapping[str, Any], pipe: Pipeline) -> Write:
+    """What writes the model of those options at the end of a run: in turn what is not to be near at once."""
+    return write_in_turn if is_bare(options) or pipe.update.streams else write_gathered
 
 
 def write_gathered(pipe: Pipeline, path: Path, *, before: Callable[[], object]) -> None:
@@ -93,30 +95,43 @@ def write_in_turn(pipe: Pipeline, path: Path, *, before: Callable[[], object]) -
         with contextlib.suppress(OSError):
             aside = Path(tempfile.mkdtemp(prefix="penstock_weights_")) / path.name if pipe.rank == 0 else None
         lost = _written(pipe, aside or path, lambda: None) is not None
-    pipe.close()
+    pipe.close(keeps_model=False)
     if error is not None:
         where = "the trained weights are lost" if lost or not aside else f"the trained weights are in {aside}"
         raise ConfigError(f"{error}; {where}") from error
 
 
+def _one(pipe: Pipeline, key: str, away: Mapping[int, TensorMemory]) -> torch.Tensor | None:
+    """The tensor of a key of the model on rank 0, None elsewhere; collective.
+
+    Args:   away: where those are that are not near, by identity."""
+    state, frames = pipe.state, list[torch.Tensor]()
+    first = state.shared.get(key, key)
+    if state.source[first] == pipe.world.rank:
+        held = state.held[first]
+        near = away[id(held)].get() if id(held) in away else held
+        frames.append(encode(near.detach().cpu(), codec="raw"))
+    gathered = pipe.world.gather(frames, at="the weights")
+    return next((decode(frame) for some in gathered or () for frame in some), None)
+
+
 def _written(pipe: Pipeline, path: Path, before: Callable[[], object]) -> ConfigError | None:
     """Why the file could not be written, on rank 0; every rank hands over all that it has either way."""
     shapes = {key: pipe.state.expected[key] for key in pipe.state.keys}
-    rest, error = iter(in_order(shapes)), None
+    rest, error, away = iter(in_order(shapes)), None, pipe.update.away()
 
     def read(name: str) -> torch.Tensor:
         assert next(rest) == name
-        found = pipe.state.one(name)
+        found = _one(pipe, name, away)
         assert found is not None
         return found
 
-    with pipe.near():
-        if pipe.rank == 0:
-            try:
-                before()
-                write_tensors(path, shapes, read=read)
-            except ConfigError as found:
-                error = found
-        for name in rest:
-            pipe.state.one(name)
+    if pipe.rank == 0:
+        try:
+            before()
+            write_tensors(path, shapes, read=read)
+        except ConfigError as found:
+            error = found
+    for name in rest:
+        _one(pipe, name, away)
     return error

@@ -226,7 +226,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
     pipe.drain()
     spans, flows = pipe.timeline(), pipe.flows()
     sizes = {key: pipe.state.expected[key].numel() for key in pipe.state.keys}
-    writer(config.model)(pipe, folder.model, before=lambda: mark and folder.check(mark))
+    writer(config.model, pipe)(pipe, folder.model, before=lambda: mark and folder.check(mark))
     if mark is None:
         return
     with keeping(folder.model):

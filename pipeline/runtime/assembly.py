@@ -162,9 +162,12 @@ class Assembly:
         With them are their gradients and the state of the optimizers; what is written to them stays."""
         return self.update.near()
 
-    def close_stages(self) -> None:
-        """End the threads of the stages, and let go of what they keep on disk."""
+    def close_stages(self, *, keeps_model: bool = True) -> None:
+        """End the threads of the stages, and let go of what they keep on disk; ``keeps_model``: bring
+        parameters back ahead of it."""
         for stage in self.stages.values():
+            if stage.mirror and keeps_model:
+                stage.mirror.pull_all()
             stage.saved.close()
         self.memory.close()
         if self.disk:

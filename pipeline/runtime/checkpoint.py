@@ -21,8 +21,10 @@ import torch
 from ...compression.errors import CheckpointError
 from ...stages.device import is_gpu
 from ...stages.files import reason, refusing, save_json, sync
+from ...stages.memory.tensor_memory import TensorMemory
 from ...stages.tensor_file import Receipt, TensorFile, checksum, write_tensors
 from ..weights.update import Update
+from .on_demand import Unread, on_demand
 from .state import State, chosen, put_together
 
 INDEX = "index.json"
@@ -30,19 +32,31 @@ FORMAT = 1
 
 
 class Copy:
-    """This rank's part of a state as it is now: training may go on while another thread writes it."""
+    """This rank's part of a state as it is now: training may go on while another thread writes it.
+
+    Attributes: streams: nothing was copied, since not all is to be near at once: it is written tensor by
+                tensor from where it is, and training waits for that."""
 
     def __init__(self, state: State, update: Update) -> None:
-        with update.near():
-            self.said, tensors = state.part(update, hidden=True)
-            self.tensors = {name: _copied(tensor) for name, tensor in tensors.items()}
+        self.said, tensors = state.part(update, hidden=True)
+        self.streams, self._away = update.streams, dict[str, TensorMemory]()
+        if self.streams:
+            away = update.away()
+            self._away = {name: away[id(tensor)] for name, tensor in tensors.items() if id(tensor) in away}
+            self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+            self.tensors |= {name: memory.like for name, memory in self._away.items()}
+        else:
+            self.tensors = {name: _copied(tensor.detach()) for name, tensor in tensors.items()}
 
     def write(self, path: Path) -> dict[str, Any]:
         """Write the part; return what the index says of it.
 
         Raises: ConfigError: the file system refuses."""
-        receipt = write_tensors(path, self.tensors, notes=self.said)
+        receipt = write_tensors(path, self.tensors, notes=self.said, read=self._read)
         return {"file": path.name, "bytes": receipt.num_bytes, "header": receipt.header}
+
+    def _read(self, name: str) -> torch.Tensor:
+        return self._away[name].get() if name in self._away else self.tensors[name]
 
 
 def part_name(rank: int, token: str) -> str:
@@ -113,25 +127,32 @@ class Checkpoint:
         write_tensors(path, shapes, read=lambda key: found[key][0].read(found[key][1]))
 
     def state(
-        self, keys: Collection[str], names: Collection[str]
+        self, keys: Collection[str], names: Collection[str], *, streams: bool = False
     ) -> tuple[dict[str, Any], set[str], set[str]]:
         """Read the tensors of these keys of the model and these parameters of optimizers.
 
+        Args:    streams: each is read now to know that it is whole, and again whenever it is asked for.
         Returns: the state as ``state_dict`` has it, with those only; all keys and all parameters there are.
         Raises:  CheckpointError: a part is missing, shorter or altered where it was read."""
         parts, every = [], (set[str](), set[str]())
         for file in self.parts():
             said, used = chosen(file.notes, keys, names)
-            parts.append((said, {name: file.read(name) for name in used}))
+            parts.append((said, {name: _found(file, name, streams=streams) for name in used}))
             every[0].update(file.notes["keys"])
             every[1].update(file.notes["optimizer"])
         rest = {name: self.index[name] for name in ("scaler", "versions")}
-        return put_together(parts, sorted(keys), self.step) | rest, *every
+        state = put_together(parts, sorted(keys), self.step) | rest
+        return on_demand(state) if streams else state, *every
 
     def _altered(self) -> CheckpointError:
         return CheckpointError(
             f"{self.folder / INDEX} is damaged or of another version; take an earlier checkpoint"
         )
+
+
+def _found(file: TensorFile, name: str, *, streams: bool) -> torch.Tensor | Unread:
+    tensor = file.read(name)
+    return Unread(file, name) if streams else tensor
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from ...stages.tracing.layers import is_local
 from ..ranks.world import World
 from ..weights.kinds import is_plain, kind_of
 from ..weights.state_checks import check_keys, check_model, check_names, check_parts
-from ..weights.update import Update
+from ..weights.update import Has, Update
 from .arguments import check_versions_of
 from .ownership import Ownership
 
@@ -68,14 +69,14 @@ class State:
                 self.held[key] = tensor
 
     def part(self, update: Update, *, hidden: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """What this process answers for: what JSON can say of it, and its live tensors by the names that this
-        uses.
+        """What this process answers for: what JSON can say of it, and its own tensors by the names that this
+        uses, those that are away without elements.
 
         Args:    hidden: also what the model's state_dict leaves out."""
         mine = [key for key in self.held if self.source[key] == self.world.rank]
         mine = [key for key in mine if hidden or key not in self.hidden]
         keys = {key: f"model/{self.shared.get(key, key)}" for key in mine}  # a tied tensor is there once
-        tensors = {name: self.held[key].detach() for key, name in keys.items()}
+        tensors = {name: self.held[key] for key, name in keys.items()}
         notes = {
             name: {part: _noted(name, part, items, tensors) for part, items in kept.items()}
             for name, kept in update.state().items()
@@ -98,7 +99,7 @@ class State:
         this process's part elsewhere; on the CPU, wherever the stages compute."""
         with update.near():
             said, tensors = self.part(update, hidden=False)
-            frames = [encode(tensor.cpu(), codec="raw") for tensor in tensors.values()]
+            frames = [encode(tensor.detach().cpu(), codec="raw") for tensor in tensors.values()]
         rows = self.world.all_gather_json([said, list(tensors)], at="the state")
         gathered = self.world.gather(frames, at="the state")
         if gathered is None:
@@ -108,14 +109,6 @@ class State:
             for (said, names), some in zip(rows, gathered, strict=True)
         ]
         return put_together(parts, self.keys, steps) | {"scaler": update.scale.state()}
-
-    def one(self, key: str) -> torch.Tensor | None:
-        """The tensor of a key of the model on rank 0, None elsewhere; collective."""
-        first = self.shared.get(key, key)
-        mine = self.source[first] == self.world.rank
-        frames = [encode(self.held[first].detach().cpu(), codec="raw")] if mine else []
-        gathered = self.world.gather(frames, at="the weights")
-        return next((decode(frame) for some in gathered or () for frame in some), None)
 
     def checked(
         self, update: Update, state: object, plan: Plan, *, keys: Collection[str] | None = None
@@ -129,7 +122,7 @@ class State:
             check_keys(*((parts["model"], self.keys) if keys is None else (keys, self.expected)))
             mine = {key: self.expected[key] for key in (self.keys if keys is None else self.held)}
             check_model(parts["model"], mine, {k: v for k, v in self.shared.items() if k in mine})
-            with update.near():
+            with update.near() if keys is None else contextlib.nullcontext():  # a person's may be these
                 update.check(parts)
         except RecursionError as error:
             raise PlanError(
@@ -144,16 +137,18 @@ class State:
         Raises: PlanError, on every rank: they have something of other parameters than all ranks together."""
         ours = self.world.all_gather_json([update.names[id(p)] for p in update.tensors()])
         check_names(parts["optimizer"] if names is None else names, {name for some in ours for name in some})
-        with update.near():
-            update.load(parts["optimizer"], parts.get("scheduler"))
-            update.scale.load(parts.get("scaler"))
-            self._copy(parts["model"])
+        for has in update.turns(at_once=names is None):
+            update.load_kept(parts["optimizer"], has=has)
+            self._copy(parts["model"], has=has)
+        update.load_course(parts.get("scheduler"))
+        update.scale.load(parts.get("scaler"))
         return int(parts["step"])
 
-    def _copy(self, model: Mapping[str, torch.Tensor]) -> None:
-        """Into this process's tensors; a state that holds some of these is read before they are written."""
+    def _copy(self, model: Mapping[str, torch.Tensor], *, has: Has) -> None:
+        """Into those of this process's tensors that it ``has``; a state that holds some of these is read
+        before they are written."""
         live = {tensor.untyped_storage().data_ptr() for tensor in self.held.values()}
-        sources = {key: model[key].detach() for key in self.held if key in model}
+        sources = {key: model[key].detach() for key, t in self.held.items() if key in model and has(id(t))}
         for key, tensor in sources.items():
             if tensor.untyped_storage().data_ptr() in live:
                 sources[key] = tensor.clone()
@@ -179,7 +174,7 @@ def _noted(
     for what, item in items.items():
         if isinstance(item, torch.Tensor):
             notes[what] = {"tensor": f"optimizer/{name}/{part}/{what}"}
-            tensors[notes[what]["tensor"]] = item.detach()
+            tensors[notes[what]["tensor"]] = item
         elif is_plain(item):
             notes[what] = {"plain": copy.deepcopy(item)}
         else:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from ...stages.memory.mirror import Mirror
+from ...stages.memory.tensor_memory import TensorMemory
 from .clip import device_of, norm_together, norms, total_norm
 from .in_turn import InTurn, check_in_turn
-from .update import Update
+from .update import Has, Update
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -63,6 +64,33 @@ class MirroredUpdate(Update):
             self._depth -= 1
             for mirror in self.mirrors.values() if not self._depth else ():
                 mirror.push_all()
+
+    @property
+    def streams(self) -> bool:
+        """A mirror is there because not all fits."""
+        return bool(self.mirrors)
+
+    def away(self) -> Mapping[int, TensorMemory]:
+        """Where the tensors of the mirrors are that are not near, by their identity."""
+        kept = {stage: made.state for stage, made in self.optimizers.items()}
+        return {
+            id(tensor): memory
+            for stage, mirror in self.mirrors.items()
+            for one in mirror.memories
+            for tensor, memory in one.away(kept.get(stage, {}).get(one.parameter, {}))
+        }
+
+    def turns(self, *, at_once: bool) -> Iterator[Has]:
+        """Those of the mirrors, then what is always near."""
+        if at_once:
+            yield from super().turns(at_once=True)
+            return
+        moved = {id(p) for mirror in self.mirrors.values() for turn in mirror.turns for p in turn}
+        for mirror in self.mirrors.values():
+            for turn in mirror.turns:
+                with mirror.whole(turn):
+                    yield {id(p) for p in turn}.__contains__
+        yield lambda key: key not in moved
 
     def _unscale(self, stages: Sequence[int]) -> bool:
         """Look at the gradients as ``Update`` does, those of one turn after the other."""

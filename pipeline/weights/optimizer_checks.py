@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ...compression.errors import PlanError
+from ...stages.memory.tensor_memory import TensorMemory
 from .entries import Entries
 from .kinds import OURS, alike, check_real, check_tensor, is_number, is_plain, kind_of
 from .optimizers import refusal_of, settings_of
@@ -23,11 +24,16 @@ def saved_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_optimizer(
-    state: Mapping[str, Any], made: Optimizer, names: Mapping[int, str], entries: Entries
+    state: Mapping[str, Any],
+    made: Optimizer,
+    names: Mapping[int, str],
+    entries: Entries,
+    *,
+    away: Mapping[int, TensorMemory],
 ) -> None:
     """The parameters of one optimizer: its class, its hyper-parameters, what it keeps of each.
 
-    Args:    names: of its parameters, by identity."""
+    Args:    names: of its parameters, by identity; ``away``: where those are that are not near."""
     kind, theirs = type(made).__name__, state.get("optimizer_class")
     if theirs is not None and kind not in theirs.split(", "):
         raise PlanError(
@@ -35,7 +41,7 @@ def check_optimizer(
             "the same one"
         )
     for group in made.param_groups:
-        mine = {names[id(parameter)]: parameter for parameter in group["params"]}
+        mine = {names[id(p)]: away[id(p)].like if id(p) in away else p for p in group["params"]}
         found = {name: state["optimizer"][name] for name in mine if name in state["optimizer"]}
         for name, kept in found.items():  # what is missing all ranks find together
             first = next(iter(found.values()))["group"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...compression.errors import PlanError
 from ...stages.device import CPU
+from ...stages.memory.tensor_memory import TensorMemory
 from ...stages.stage.guard import Guard
 from ...stages.weights.versions import WeightVersions
 from ..ranks.world import World
@@ -29,6 +30,7 @@ from .scale import Scaler, scale_of
 from .state_checks import check_scaler, check_scheduler
 
 SCOPES = ("global", "stage")
+Has = Callable[[int], bool]  # whether a turn has the tensor with this identity
 
 _OF_GROUPS = ("base_lrs", "max_lrs", "base_momentums", "max_momentums")
 """What torch's schedulers were given for each group, so their constructor has it."""
@@ -91,6 +93,15 @@ class Update:
     def near(self) -> contextlib.AbstractContextManager[None]:
         """The block in which parameters, gradients and the state of the optimizers are where people look."""
         return contextlib.nullcontext()
+
+    @property
+    def streams(self) -> bool:
+        """Whether what it updates is not all to be near at once, not even to be saved."""
+        return False
+
+    def away(self) -> Mapping[int, TensorMemory]:
+        """Where the parameters and what optimizers keep of them is, by identity, as far as not near."""
+        return {}
 
     def step(self, stage: int) -> None:
         """Update the weights of ``stage``; its n-th update belongs to round n, which one stage opens."""
@@ -175,18 +186,25 @@ class Update:
         for name, kept in state["optimizer"].items():
             check_kept(name, kept)
         for optimizer in self.optimizers.values():
-            check_optimizer(state, optimizer, self.names, Entries(self.optimizer, optimizer))
+            check_optimizer(
+                state, optimizer, self.names, Entries(self.optimizer, optimizer), away=self.away()
+            )
         for scheduler in self.schedulers.values() or [None]:
             check_scheduler(scheduler, state.get("scheduler"))
         check_scaler(state.get("scaler"), needed=self.scale.state() is not None)
 
-    def load(self, state: Mapping[str, Mapping[str, Any]], scheduler: Mapping[str, Any] | None) -> None:
-        """Take over what ``state`` and ``scheduler_state`` returned, for the parameters of this process."""
-        for ours in self.schedulers.values():
-            ours.load_state_dict(_course(scheduler))
+    def turns(self, *, at_once: bool) -> Iterator[Has]:
+        """Turns in which tensors are near to be written; yields what tells them by identity, each once.
+
+        Args:    at_once: in a single turn."""
+        with self.near():
+            yield lambda _: True
+
+    def load_kept(self, state: Mapping[str, Mapping[str, Any]], *, has: Has) -> None:
+        """Take over what ``state`` returned, for those parameters of this process that a turn ``has``."""
         for optimizer in self.optimizers.values():
             for settings in optimizer.param_groups:
-                for parameter in settings["params"]:
+                for parameter in (p for p in settings["params"] if has(id(p))):
                     kept = state[self.names[id(parameter)]]
                     ours = {k: v.device for k, v in settings.items() if isinstance(v, torch.Tensor)}
                     settings.update({k: _own(v, ours.get(k, CPU)) for k, v in kept["group"].items()})
@@ -196,7 +214,11 @@ class Update:
                     optimizer.state[parameter] = {
                         k: _own(v, homes.get(k, parameter.device)) for k, v in kept["state"].items()
                     }
+
+    def load_course(self, scheduler: Mapping[str, Any] | None) -> None:
+        """Take over what ``scheduler_state`` returned; behind ``load_kept``."""
         for stage, ours in self.schedulers.items():
+            ours.load_state_dict(_course(scheduler))
             ours._last_lr = [float(settings["lr"]) for settings in self.optimizers[stage].param_groups]
 
 

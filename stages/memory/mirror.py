@@ -35,7 +35,7 @@ NEAR = 2  # layers whose parameters stay near in a backward, where branches of a
 class Mirror:
     """The parameters of one stage that may leave, by the layers that read them.
 
-    Attributes: turns: those parameters in parts, layer by layer: an update takes one part after the other.
+    Attributes: memories: of each; turns: in parts, layer by layer, of which an update takes one at a time.
                 peak_bytes: the most of ``near_bytes`` in this step."""
 
     def __init__(
@@ -56,7 +56,8 @@ class Mirror:
                 self._all |= {id(p): ParameterMemory(self._frames, p, len(self.turns)) for p in first}
                 self.turns.append(first)
             self._by_layer[name] = [self._all[id(p)] for p in able]
-        self._near = dict.fromkeys(self._all.values())
+        self.memories = self._all.values()
+        self._near = dict.fromkeys(self.memories)
         self._storages = {one.storage: one for one in self._near}
         self._recent: list[int] = []  # turns, in a backward
         self._walks = False  # a forward runs
@@ -213,8 +214,7 @@ class Mirror:
             self._push(turn)
 
     def close(self) -> None:
-        """The model has all its parameters again, and keeps them."""
-        self.pull_all()
+        """The model keeps the parameters that it has: after ``pull_all`` all of them."""
         self._frames.ahead.close()
         for hook in self._hooks:
             hook.remove()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -58,18 +58,32 @@ class ParameterMemory:
         """Its values come.
 
         Raises: StageError: it was written to while it was away."""
-        if self.parameter._version != self._version:
-            raise StageError(
-                "a parameter of a mirror is written to where it is near, found one of shape "
-                f"{tuple(self.parameter.shape)} and {self.parameter.dtype} that was written to while it was "
-                "away; write to it inside of Pipeline.near()"
-            )
+        self._refuse_written()
         self._frames.ahead.check()
         with self._lock:
             found, self._ahead = self._ahead, None
             self.parameter.data = self._memory.get() if found is None else found
             self.near, self._soon = True, False
         self.storage = self.parameter.untyped_storage()._cdata
+
+    def _refuse_written(self) -> None:
+        if self.parameter._version != self._version:
+            raise StageError(
+                "a parameter of a mirror is written to where it is near, found one of shape "
+                f"{tuple(self._memory.like.shape)} and {self.parameter.dtype} that was written to while it "
+                "was away; write to it inside of Pipeline.near()"
+            )
+
+    def away(self, kept: Kept) -> Iterator[tuple[Tensor, TensorMemory]]:
+        """Of its values and what is kept of it what is not near: the tensor, and where its bytes are.
+
+        Raises: StageError: it was written to while it was away."""
+        if not self.near:
+            self._refuse_written()
+            yield self.parameter, self._memory
+        for key, memory in self._state.items():
+            if memory.stored and key in kept:
+                yield kept[key], memory
 
     def leave(self) -> bool:
         """They leave; False: the store has no room for them."""

@@ -126,6 +126,11 @@ class TensorMemory:
             self._frames.store.fetch(self._key)
 
     @property
+    def like(self) -> Tensor:
+        """A tensor of its shape, strides and dtype, without memory."""
+        return torch.empty_strided(self._view.size, self._view.stride, dtype=self._view.dtype, device="meta")
+
+    @property
     def takes_time(self) -> bool:
         """Whether ``get`` has something to do that another thread may: a GPU has its own order."""
         away = self._packed or self._frames.store.takes_away(self._device)

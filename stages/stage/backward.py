@@ -41,8 +41,8 @@ class Arrived:
             return self.first()
         return self.gradients  # what hooks of others made of it is in it
 
-    def first(self) -> None:
-        """Before the node runs for the first time."""
+    def first(self) -> tuple[torch.Tensor | None, ...] | None:
+        """Before the node runs for the first time; returns what it gets in their place, None: the same."""
 
 
 class _Kept(Arrived):

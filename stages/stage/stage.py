@@ -27,6 +27,7 @@ from .again import Again, entered
 from .backward import Split, of_backward, run
 from .frozen import Frozen
 from .guard import Guard
+from .reuse import Reuse
 from .route import Route
 from .running import Running
 from .saving import saving
@@ -78,7 +79,7 @@ class Stage:
         self.asked = Frozen(self.parts["train"])
         self.anchor = torch.zeros((), requires_grad=True, device=self.device.torch)
         self.autocast, self.guard = autocast, guard
-        self.weights_first, self.recompute = weights_first, recompute
+        self.weights_first, self.recompute, self.reuse = weights_first, recompute, Reuse()
         self.running: dict[int, Running] = {}
         self.weights = weights or WeightVersions()
         self.mirror = mirror
@@ -187,7 +188,7 @@ class Stage:
             with self.weights.backward(micro_batch):
                 self._ready(micro_batch)
                 roots = running.begins(gradients)
-                run_weights_first(roots, self.anchor) if self.weights_first else run(roots)
+                run_weights_first(roots, self.anchor, self.reuse) if self.weights_first else run(roots)
         except Exception as error:
             raise of_backward(error) from error
         finally:

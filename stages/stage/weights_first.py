@@ -1,7 +1,8 @@
 """A backward in which the gradient of a layer's weights comes before that of its feature map.
 
 Of a matrix product or a convolution only the former reads the feature map, so the latter may take its memory.
-Both are products of their own: which comes first changes no bit.
+Both are products of their own: which comes first changes no bit. Behind the former nobody reads what arrived
+either: the gradient of the feature map is written over it where that is exact (``reuse.py``).
 Source: steps S5 and S6 and claims 4-5 of the resource management of distributed deep learning.
 """
 
@@ -16,6 +17,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from ..memory.hooks import SavedRead
 from .backward import Arrived, exchange, run, run_half
+from .reuse import ELEMENTWISE, Reuse
 from .sides import HALVED, Graph, Root, Sides
 
 # By kind of product: its first operand's place among its edges, and the names of both where it saves them.
@@ -25,37 +27,52 @@ _OPERANDS = {"AddmmBackward0": (1, "mat1", "mat2"), "MmBackward0": (0, "self", "
 class _First(Arrived):
     """A hook on a halved node: runs the half of its weights before the rest."""
 
-    __slots__ = ("leading", "leaves", "node")
+    __slots__ = ("leading", "leaves", "node", "reuse")
 
-    def __init__(self, node: Node, leaves: list[Node], leading: set[Node]) -> None:
+    def __init__(self, node: Node, leaves: list[Node], leading: set[Node], reuse: Reuse) -> None:
         super().__init__()
-        self.node, self.leaves, self.leading = node, leaves, leading
+        self.node, self.leaves, self.leading, self.reuse = node, leaves, leading, reuse
 
-    def first(self) -> None:
+    def first(self) -> tuple[torch.Tensor | None, ...] | None:
         """Half of the node, inside the run that is about to run it."""
         run_half(self.node, self, self.leaves, retain=True)
-        self.gradients = None  # the outer run alone holds on to what arrived, as without this hook
+        arrived, self.gradients = self.gradients, None  # the outer run alone holds it, as without this hook
         kind = type(self.node).__name__
         if kind in _OPERANDS and (name := _feature_map(self.node, self.leading)):
             _let_go(getattr(self.node, f"_raw_saved_{name}"))
         elif kind == "ConvolutionBackward0":
             _hollow_out(self.node)
+        alone = sum(after in self.leading for after, _ in self.node.next_functions) == 1
+        return self.reuse.offer(arrived) if arrived and alone and kind in _OPERANDS else None
 
 
-def run_weights_first(roots: Sequence[Root], anchor: torch.Tensor) -> None:
-    """Leave the bits of ``run(roots)``; ``anchor`` is a leaf behind everything received."""
+def run_weights_first(roots: Sequence[Root], anchor: torch.Tensor, reuse: Reuse) -> None:
+    """Leave the bits of ``run(roots)``; ``anchor`` is a leaf behind everything received.
+
+    Args:    reuse: writes gradients over those that they are computed from."""
     graph, end = Graph(roots), get_gradient_edge(anchor).node
     goals = [node for node in graph.after if node is end or type(node).__name__ in HALVED]
     leading = graph.leading(goals)
     sides = Sides(graph, leading)
     rest = sides.later.pop(None, [])
-    hooks = [_First(node, leaves, leading) for node, leaves in sides.later.items() if node is not None]
+    found = {node: leaves for node, leaves in sides.later.items() if node is not None}
+    hooks = [_First(node, leaves, leading, reuse) for node, leaves in found.items()]
     handles = [hook.node.register_prehook(hook) for hook in hooks]
+    once = (node for node in graph.after if node not in found and _reads_once(node))
+    handles += [node.register_prehook(reuse.offer) for node in once]
     try:
         run(roots, [*goals, *sides.early, *rest] if hooks else None)
     finally:
         for handle in handles:  # a hook holds its node, which holds it
             handle.remove()
+
+
+def _reads_once(node: Node) -> bool:
+    """Whether a node computes one gradient, of what arrives."""
+    kind = type(node).__name__
+    return kind in ELEMENTWISE or (
+        kind in _OPERANDS and sum(n is not None for n, _ in node.next_functions) == 1
+    )
 
 
 def _feature_map(node: Any, leading: set[Node]) -> str | None:

@@ -10,6 +10,7 @@ import pytest
 from penstock.pipeline.run import tier_rows
 from penstock.pipeline.runtime.report import StageReport
 from penstock.scripts import command
+from penstock.stages.memory.mirror import Mirror
 
 JOB = (
     "model=mlp model.hidden=[256,256,256,256,256,256] data.size=8 data.channels=1 batch_size=600"
@@ -69,3 +70,16 @@ def test_what_is_no_size_is_refused(size, capfd):
 def test_a_prediction_is_the_first_step_and_what_it_left():
     first = StageReport(device_tier=100, packed_tier=20, disk_tier=7, grew_bytes=30)
     assert tier_rows.predicted_peaks(first) == {"device": 130, "packed": 20, "host": 0, "disk": 7}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_mirror_is_not_brought_back_to_be_written(ranks, monkeypatch):
+    """At the end of a run less is near than all: its tensors go to the file one by one."""
+    options = f"ranks={ranks} stages=2 memory.parameters=disk"
+    if ranks == 1:
+        monkeypatch.setattr(Mirror, "pull_all", None)
+    folder = trained("mirrored", options)
+    whole = trained("whole", f"ranks={ranks} stages=2")
+    assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()

@@ -72,7 +72,7 @@ def test_a_number_of_steps_stays_with_the_host_unless_kernels_count_them(options
     )
     group = {**update.state()["w"]["group"], **options}
     kept = {"step": torch.tensor(4.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.tensor(1.0)}
-    update.load({"w": {"state": kept, "group": group}}, None)
+    update.load_kept({"w": {"state": kept, "group": group}}, has=lambda _: True)
     (made,) = update.optimizers.values()
     found = {name: item.device.type for name, item in made.state[weight].items()}
     assert found == {"step": step, "exp_avg": "meta", "exp_avg_sq": "meta"}

@@ -38,6 +38,7 @@ def test_between_layers_one_leaves_and_the_next_one_comes(kind):
         mirror.layer_done(done, following)
         seen.append(sizes(parameters))
     assert seen == [[32, 0, 0], [0, 32, 0], [0, 0, 32], [0, 0, 0]]
+    mirror.pull_all()
     mirror.close()
     assert [float(parameter.detach().sum()) for parameter in parameters] == [0, 32, 64]
 

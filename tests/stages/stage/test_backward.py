@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+from believing import believing
 from cases import OPTIMIZERS, Case, parameters, plan_of
 from reference import same_bits
 from torch import nn
@@ -64,7 +65,7 @@ class WeightsFirst(Whole):
 
     def __init__(self, stage, seen):
         super().__init__(stage, seen)
-        stage.weights_first = True
+        stage.weights_first, stage.reuse = True, believing()
 
 
 def trained(case, kind, autocast=None):
@@ -159,7 +160,7 @@ class Piece:
         return self.gradients()
 
     def first(self):
-        run_weights_first(self.roots, self.anchor)
+        run_weights_first(self.roots, self.anchor, believing())
         return self.gradients()
 
     def gradients(self):

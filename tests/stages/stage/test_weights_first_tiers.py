@@ -12,6 +12,7 @@ from torch import nn
 
 import penstock
 from penstock.stages.stage.backward import run
+from penstock.stages.stage.reuse import Reuse
 from penstock.stages.stage.weights_first import run_weights_first
 
 CASES = [
@@ -79,6 +80,6 @@ def test_a_gradient_ends_with_the_layer_that_read_it(way):
         for made in (x, product):
             made.grad_fn.register_prehook(arrived)  # pyright: ignore[reportOptionalMemberAccess]
     loss = x.sum()
-    way([(loss, None)], *([anchor] if way is run_weights_first else []))
+    way([(loss, None)], *([anchor, Reuse()] if way is run_weights_first else []))
     assert len(most) == (12 if way is run else 18)  # a linear layer runs in two halves
     assert max(most) <= 2

@@ -1,0 +1,214 @@
+"""A gradient that is written over the one it is computed from: the bits, who is spared, and the memory."""
+
+import pytest
+import torch
+from believing import believing
+from reference import same_bits
+from test_backward import Peak, Piece, all_same
+from torch import nn
+
+from penstock.compression.errors import StageError
+from penstock.stages.stage import reuse as reusing
+from penstock.stages.stage.reuse import Reuse, Spare
+from penstock.stages.stage.weights_first import run_weights_first
+
+ACTIVATIONS = {
+    "relu": nn.ReLU,
+    "threshold": lambda: nn.Threshold(0.1, 3.0),
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU("tanh"),
+    "tanh": nn.Tanh,
+    "sigmoid": nn.Sigmoid,
+    "silu": nn.SiLU,
+    "leaky": nn.LeakyReLU,
+    "relu6": nn.ReLU6,
+    "softplus": nn.Softplus,
+    "elu": nn.ELU,
+}
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+def first(module, x, reuse):
+    """The gradients of a piece, and how often one was written over."""
+    piece, before = Piece(module, x), reuse.num_reused
+    run_weights_first(piece.roots, piece.anchor, reuse)
+    return piece.gradients(), reuse.num_reused - before
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_trials_find_what_is_exact_and_it_is(name, dtype):
+    torch.manual_seed(0)
+    parts = [part for _ in range(2) for part in (nn.Linear(48, 48), ACTIVATIONS[name]())]
+    module, x = nn.Sequential(*parts, nn.Linear(48, 40)).to(dtype), torch.randn(300, 48, dtype=dtype)
+    expected, reuse = Piece(module, x).whole(), Reuse(least=0)
+    found, num_reused = first(module, x, reuse)
+    assert all_same(found, expected)
+    assert (num_reused, len(reuse.verdicts)) == (
+        2,
+        2,
+    )  # a linear layer and an activation were tried, each twice there
+    assert list(reuse.verdicts.values()) == [True, True]
+    found, num_reused = first(module, x, reuse)
+    assert all_same(found, expected)
+    assert num_reused == 4  # the last layer has longer rows than what arrives there, which others hold
+
+
+@pytest.mark.parametrize("rows", [64, 100, 128, 1024, 1025, 2100])
+@pytest.mark.parametrize("shape", [(64, 64), (40, 64), (10, 64), (64, 40)], ids=str)
+def test_a_product_by_rows_has_the_bits_of_the_whole(rows, shape):
+    into, out = shape
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(into, out), nn.Linear(out, out)), torch.randn(rows, into)
+    reuse = Reuse(least=0)
+    expected = Piece(module, x).whole()
+    num_reused = 0
+    for _ in range(2):
+        found, num_reused = first(module, x, reuse)
+        assert all_same(found, expected)
+    tried = 32 <= into <= out  # rows that are longer have no room, much shorter ones would hold too much
+    assert (len(reuse.verdicts), num_reused) == (tried, tried and reuse.verdicts.popitem()[1])
+
+
+@pytest.mark.parametrize("num_rows", [1, 63, 64, 65, 1024, 1025, 5000])
+def test_blocks_are_all_the_rows_and_none_is_small(num_rows):
+    blocks = list(reusing._blocks(num_rows))
+    assert [row for begin, end in blocks for row in range(begin, end)] == list(range(num_rows))
+    assert all(begin % 64 == 0 for begin, _ in blocks)
+    assert len(blocks) == 1 or min(end - begin for begin, end in blocks) >= 64
+    assert len(blocks) <= 16
+
+
+def test_what_differs_is_not_written_over_again(monkeypatch):
+    torch.manual_seed(0)
+    module, x = (
+        nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh()),
+        torch.randn(128, 64),
+    )
+    expected, reuse = Piece(module, x).whole(), Reuse(least=0)
+    whole = reusing._by_rows
+    by_rows = lambda *given: whole(*given) * (1 + 1e-6)  # noqa: E731, as of a library that adds otherwise
+    monkeypatch.setattr(reusing, "_by_rows", by_rows)
+    monkeypatch.setitem(reusing._FITS, by_rows, reusing._narrows)
+    num_reused = 0
+    for _ in range(3):
+        found, num_reused = first(module, x, reuse)
+        assert all_same(found, expected)
+    assert sorted(reuse.verdicts.values()) == [False, True]
+    assert num_reused == 1
+
+
+def test_zeros_and_infinities_prove_nothing():
+    reuse = Reuse(least=0)
+    for gradient in (torch.zeros(64, 8), torch.full((64, 8), torch.inf), torch.eye(64)[:, :8].contiguous()):
+        for _ in range(2):
+            note = Spare(gradient.clone(), reuse)
+            piece = torch.ops.aten.mm.default(note, torch.randn(8, 8))
+            assert note.gradient is not None
+            assert piece.shape == (64, 8)
+    assert reuse.verdicts == {}
+
+
+def test_a_gradient_that_was_written_over_is_not_read_again():
+    note = Spare(torch.ones(64, 4), believing())
+    torch.ops.aten.mm.default(note, torch.ones(4, 4))
+    assert note.gradient is None  # only the note had it
+    with pytest.raises(StageError, match="read again"):
+        note.sum()
+
+
+class Held(nn.Module):
+    """What arrives at its layers is held: by a person's hooks, or by another layer that it arrives at too."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.seen = how, []
+        self.one, self.two, self.last = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        made = self.one(x)
+        active = torch.relu(made)
+        if self.how == "hooks":
+            for value in (made, active):
+                value.register_hook(lambda gradient: self.seen.append((gradient, gradient.clone())))
+        elif self.how == "nodes":
+            for node in (made.grad_fn, active.grad_fn):
+                assert node is not None
+                node.register_hook(lambda made, arrived: self.seen.append((arrived[0], arrived[0].clone())))
+        return self.last(self.two(active) + active)
+
+
+@pytest.mark.parametrize("how", ["hooks", "nodes", "layers"])
+def test_what_others_hold_keeps_its_values(how):
+    torch.manual_seed(0)
+    module, x = Held(how), torch.randn(128, 64)
+    expected = Piece(module, x).whole()
+    whole, module.seen = module.seen, []
+    piece, reuse = Piece(module, x), believing()
+    given = piece.roots[0][1].clone()
+    run_weights_first(piece.roots, piece.anchor, reuse)
+    assert all_same(piece.gradients(), expected)
+    assert same_bits(piece.roots[0][1], given)
+    assert all(same_bits(kept, then) for kept, then in module.seen)
+    bits = [{then.numpy().tobytes() for _, then in seen} for seen in (module.seen, whole)]
+    assert bits[0] == bits[1]  # a linear layer runs in two halves, so some are seen twice
+    assert reuse.num_reused == {"hooks": 0, "nodes": 0, "layers": 2}[how]
+
+
+def test_a_frozen_layer_is_reused_and_one_with_a_shared_weight_is_not():
+    torch.manual_seed(0)
+    shared = nn.Linear(64, 64)
+    x = torch.randn(128, 64)
+    for frozen, module, expected_count in (
+        (True, nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), 1),
+        (False, nn.Sequential(shared, shared), 0),
+    ):
+        if frozen:
+            module.requires_grad_(False)
+        expected = Piece(module, x).whole()
+        found, num_reused = first(module, x, believing())
+        assert all(
+            one is other is None or same_bits(one, other) for one, other in zip(found, expected, strict=True)
+        )
+        assert num_reused == expected_count
+
+
+class Both(nn.Module):
+    """A product of two things that were computed from what was received."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(64))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, x * 2) * 3
+
+
+def test_a_product_that_is_read_for_two_gradients_keeps_what_arrives():
+    torch.manual_seed(0)
+    module, x = Both(), torch.randn(64, 64)
+    expected = Piece(module, x).whole()
+    assert all_same(first(module, x, believing())[0], expected)
+
+
+def peak(way, module, x, *, away):
+    """The most bytes of a backward; ``away``: what was saved is elsewhere until it is read."""
+    copies = torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
+    if away:
+        with copies:
+            piece = Piece(module, x)
+        with Peak() as mode:
+            return way(piece), mode.peak
+    with Peak() as mode:
+        return way(Piece(module, x)), mode.peak
+
+
+@pytest.mark.parametrize(("away", "depth", "less"), [(True, 12, 0.15), (False, 12, 0.05), (False, 4, 0.12)])
+def test_a_deep_network_needs_less(away, depth, less):
+    torch.manual_seed(0)
+    parts = [part for _ in range(depth) for part in (nn.Linear(64, 64), nn.ReLU())]
+    module, x = nn.Sequential(*parts, nn.Linear(64, 10)), torch.randn(2048, 64)
+    expected, most = peak(Piece.whole, module, x, away=away)
+    found, ours = peak(Piece.first, module, x, away=away)
+    assert all_same(found, expected)
+    assert ours <= (1 - less) * most
