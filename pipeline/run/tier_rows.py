@@ -11,6 +11,7 @@ from ...stages.units import show_bytes
 
 if TYPE_CHECKING:
     from ...stages.planner.plan import Plan
+    from ...stages.planner.plan_stage import PlanStage
     from ..runtime.report import Report, StageReport
 
 TIERS = ("device", "packed", "host", "disk")
@@ -49,18 +50,20 @@ def tier_rows(
             row: dict[str, Any] = {"rank": rank, "tier": tier}
             row["predicted_peak_bytes"] = predicted[ours[0]][tier] if predicted else None
             row["peak_bytes"] = first[f"{tier}_tier"]
-            moved = [n for n in ours if _tier(plan, n) == tier and tier != "device"]
+            moved = [n for n in ours if plan.stages[n].tier == tier != "device"]
             row["bytes_raw"] = sum(totals[n]["bytes_saved_raw"] for n in moved)
             row["bytes_kept"] = sum(totals[n]["bytes_saved_kept"] for n in moved)
-            row["exposed_seconds"] = sum(totals[n]["exposed_seconds"] for n in moved)
+            waited = [n for n in ours if _waits_for(plan.stages[n]) == tier != "device"]
+            row["exposed_seconds"] = sum(totals[n]["exposed_seconds"] for n in waited)
             row["held_up_seconds"] = first["held_up_seconds"] if tier == "device" else 0.0
             row["budget_bytes"] = _budget(plan, rank, ranks) if tier == "device" else None
             rows.append(row)
     return rows
 
 
-def _tier(plan: Plan, stage: int) -> str:
-    return plan.stages[stage].tier
+def _waits_for(stage: PlanStage) -> str:
+    """The tier whose milliseconds are told of a stage: that of its parameters, which is slower to come."""
+    return stage.tier if stage.parameters_tier == "device" else stage.parameters_tier
 
 
 def _budget(plan: Plan, rank: int, ranks: Sequence[int]) -> int | None:
@@ -107,7 +110,7 @@ def tier_table(summary: Mapping[str, Any]) -> Table | None:
             row["tier"],
             *("-" if num_bytes is None else show_bytes(num_bytes) for num_bytes in shown),
             f"{show_bytes(raw / steps)} -> {show_bytes(kept / steps)}{ratio}" if raw else "-",
-            _milliseconds(row["exposed_seconds"], steps) if raw else "-",
+            "-" if row["tier"] == "device" else _milliseconds(row["exposed_seconds"], steps),
             _milliseconds(row["held_up_seconds"], steps) if row["tier"] == "device" else "-",
         )
     return table

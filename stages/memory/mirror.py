@@ -35,7 +35,8 @@ NEAR = 2  # layers whose parameters stay near in a backward, where branches of a
 class Mirror:
     """The parameters of one stage that may leave, by the layers that read them.
 
-    Attributes: memories: of each; turns: in parts, layer by layer, of which an update takes one at a time.
+    Attributes: frames: where they wait; memories: of each of them.
+                turns: in parts, layer by layer, of which an update takes one at a time.
                 peak_bytes: the most of ``near_bytes`` in this step."""
 
     def __init__(
@@ -46,14 +47,14 @@ class Mirror:
         Args:    readers: by name of a layer, in running order, the parameters that it reads.
                  packs: they are packed where that pays.
                  min_bytes: smaller ones stay near, as smaller tensors of an optimizer do."""
-        self._frames, self._min_bytes = Frames(store, packs=packs), min_bytes
+        self.frames, self._min_bytes = Frames(store, packs=packs), min_bytes
         self._all: dict[int, ParameterMemory] = {}
         self._by_layer: dict[str, list[ParameterMemory]] = {}
         self.turns: list[list[Parameter]] = []
         for name, read in readers.items():
             able = [p for p in read if id(p) in self._all or may_leave(p.data, min_bytes=min_bytes)]
             if first := [p for p in able if id(p) not in self._all]:
-                self._all |= {id(p): ParameterMemory(self._frames, p, len(self.turns)) for p in first}
+                self._all |= {id(p): ParameterMemory(self.frames, p, len(self.turns)) for p in first}
                 self.turns.append(first)
             self._by_layer[name] = [self._all[id(p)] for p in able]
         self.memories = self._all.values()
@@ -80,14 +81,9 @@ class Mirror:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the store's frames that are on the device of the parameters."""
-        store = self._frames.store
+        store = self.frames.store
         devices = {one.parameter.device for one in self._all.values()}
         return 0 if all(map(store.takes_away, devices)) else store.num_bytes
-
-    @property
-    def moved_bytes(self) -> tuple[int, int]:
-        """Bytes that came and that left so far, unpacked."""
-        return self._frames.bytes_in, self._frames.bytes_out
 
     def bind(self, optimizer: Optimizer) -> None:
         """Tell of the optimizer of these parameters, whose state of them leaves with them."""
@@ -215,7 +211,7 @@ class Mirror:
 
     def close(self) -> None:
         """The model keeps the parameters that it has: after ``pull_all`` all of them."""
-        self._frames.ahead.close()
+        self.frames.ahead.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -244,5 +240,5 @@ class Mirror:
         return {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
 
     def _note(self) -> None:
-        self._frames.near.set(near := self.near_bytes)
+        self.frames.near.set(near := self.near_bytes)
         self.peak_bytes = max(self.peak_bytes, near)

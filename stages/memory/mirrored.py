@@ -63,8 +63,8 @@ class Mirrored(NoOffload):
 
     @property
     def exposed_seconds(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """That of ``saved``."""
-        return self.saved.exposed_seconds
+        """Seconds for which walks waited for what was not back yet, parameters too."""
+        return self.saved.exposed_seconds + self.mirror.frames.exposed_seconds
 
     @property
     def bytes_raw(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

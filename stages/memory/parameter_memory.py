@@ -60,7 +60,7 @@ class ParameterMemory:
         Raises: StageError: it was written to while it was away."""
         self._refuse_written()
         self._frames.ahead.check()
-        with self._lock:
+        with self._frames.exposed(), self._lock:
             found, self._ahead = self._ahead, None
             self.parameter.data = self._memory.get() if found is None else found
             self.near, self._soon = True, False

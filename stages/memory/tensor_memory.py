@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -50,6 +52,7 @@ class Frames:
         self.store, self.packs, self.own = store, packs, UnpooledBuffers()
         self.ahead = Worker("penstock-memory-parameters")
         self.bytes_out, self.bytes_in, self.near = 0, 0, Share(store.tiers.device)
+        self.exposed_seconds = 0.0
         self._counting, self._reading = threading.Lock(), threading.Lock()
 
     def count(self, *, out: int = 0, came: int = 0) -> None:
@@ -57,6 +60,13 @@ class Frames:
         with self._counting:
             self.bytes_out += out
             self.bytes_in += came
+
+    @contextlib.contextmanager
+    def exposed(self) -> Iterator[None]:
+        """The block for which training waits; counted."""
+        began = time.perf_counter()
+        yield
+        self.exposed_seconds += time.perf_counter() - began
 
     def reading(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
         """The block in which a frame is got and read: a store may lend memory that it uses again."""
@@ -116,7 +126,8 @@ class TensorMemory:
 
     def take(self) -> Tensor:
         """Return the tensor in memory, to be written; the store forgets it."""
-        tensor = self.get()
+        with self._frames.exposed():
+            tensor = self.get()
         self.drop()
         return tensor
 

@@ -71,10 +71,13 @@ def test_files_are_those_without_a_mirror_and_few_tensors_are_near(tier, tmp_pat
     model, pipe = trained(tier)
     mirror = pipe.engine.stages[0].mirror
     assert mirror.num_bytes >= 12 * 4 * ONE
-    near, came = Near(monkeypatch, model, pipe), mirror.moved_bytes
+    near, came = Near(monkeypatch, model, pipe), (mirror.frames.bytes_in, mirror.frames.bytes_out)
     penstock.save(pipe, tmp_path / "mirror")
     assert part(tmp_path / "mirror") == part(tmp_path / "plain")
-    assert mirror.moved_bytes == (came[0] + 12 * (3 * ONE + 4), came[1])  # each came once, none left anew
+    assert (mirror.frames.bytes_in, mirror.frames.bytes_out) == (
+        came[0] + 12 * (3 * ONE + 4),
+        came[1],
+    )  # each came once, none left anew
     assert 0 < near.most <= 3 * ONE
     assert mirror.near_bytes < ONE
     plain.close()

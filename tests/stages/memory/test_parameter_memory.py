@@ -77,7 +77,7 @@ def test_what_is_brought_ahead_is_let_go_where_it_is_not_wanted():
     mirror, _ = mirror_of(FarStore())
     for turn in (0, 1, 2, 1):
         mirror.prefetch(turn)
-        mirror._frames.ahead.drain()
+        mirror.frames.ahead.drain()
         assert mirror.near_bytes == 128
         assert sum(one.ahead_bytes for one in mirror._all.values()) == 128
     mirror.settle()
@@ -108,13 +108,13 @@ def wait_for(gate):
 def test_a_thread_that_is_late_brings_nothing(comes):
     mirror, _ = mirror_of(FarStore())
     gate = threading.Event()
-    mirror._frames.ahead.submit(lambda: wait_for(gate))
+    mirror.frames.ahead.submit(lambda: wait_for(gate))
     mirror.prefetch(0)
     if comes:
         mirror.layer_done(None, LAYERS[0])
     else:
         mirror.prefetch(-1)
     gate.set()
-    mirror._frames.ahead.drain()
+    mirror.frames.ahead.drain()
     assert [one.ahead_bytes for one in mirror._all.values()] == [0, 128 * comes, 0]
     mirror.close()
