@@ -25,6 +25,11 @@ def parse_bytes(value: int | str, *, name: str = "memory") -> int:
     return int(number)
 
 
+def is_zero(value: object) -> bool:
+    """Whether a size is written that is none, as 0, 0.0 or ``"0GiB"``."""
+    return re.fullmatch(r"0+(\.0*)?\s*[A-Za-z]*", str(value).strip()) is not None
+
+
 def share_of(value: object, *, name: str = "memory") -> float | None:
     """The share in ``"25%"``, None where ``value`` is no share; PlanError where it is a wrong one."""
     if not isinstance(value, str) or not value.strip().endswith("%"):

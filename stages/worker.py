@@ -77,10 +77,11 @@ class Worker:
         return self._error is not None
 
     def _put(self, task: Task, add: Callable[[Task], None]) -> None:
-        add(task)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self.name)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name=self.name)
+            thread.start()  # it waits for the lock; where none can be started, nothing is queued
+            self._thread = thread
+        add(task)
         self._changed.notify_all()
 
     def _work(self) -> None:

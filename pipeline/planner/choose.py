@@ -16,6 +16,7 @@ from ...stages.planner.layer_profile import Profile
 from ...stages.planner.plan import Plan
 from ...stages.planner.plan_stage import PlanStage
 from ...stages.units import share_of, show_bytes
+from .costs import with_margin
 
 PACKING_RATE = 1.5e9  # bytes per second of one thread, zeros and exponents (docs/results, codecs)
 LINK_RATE = 10e9  # of a GPU to host memory, a PCIe link of the third generation
@@ -64,11 +65,10 @@ def cheapest(
              memory: a rank's budget, also as a share ("25%") of what it holds with everything kept.
              disk_rate: bytes per second of the disk; 0: it may not be used, None: not measured.
     Raises:  PlanError: nothing fits, with the least budget that does."""
-    share = share_of(memory)
-    kept = Mix("device", "device", False)
-    if share is not None:
-        whole = cut(memory=None, **kept._asdict())
-        memory = round(share * max(_bytes_of_ranks(whole)))
+    kept, asked = Mix("device", "device", False), f"memory={memory}"
+    if (share := share_of(memory)) is not None:
+        memory = bytes_of_share(share, cut)
+        asked += f" ({show_bytes(memory)})"
     found: list[tuple[float, Plan]] = []
     refused: list[tuple[int, Mix]] = []
     last: PlanError | None = None
@@ -94,10 +94,16 @@ def cheapest(
         raise last
     needed, mix = min(refused)
     raise TooSmall(
-        f"memory={memory} on each rank holds this in no tier; the smallest budget that does is "
+        f"{asked} on each rank holds this in no tier; the smallest budget that does is "
         f"memory={needed} ({show_bytes(needed)}), with {mix}; raise memory or ranks",
         needed,
     )
+
+
+def bytes_of_share(share: float, cut: Callable[..., Plan]) -> int:
+    """A rank's budget as a share of what the fullest one needs that keeps everything."""
+    whole = cut(memory=None, tier="device", parameters_tier="device", recompute=False)
+    return round(share * with_margin(max(_bytes_of_ranks(whole))))
 
 
 def _mixes(

@@ -7,6 +7,7 @@ Where a rank runs several stages, its own part is cut again so that its slowest 
 Source: the min-max recurrence of PipeDream (Narayanan et al., SOSP 2019, section 3.1), one replica per stage.
 """
 
+import copy
 import functools
 from collections.abc import Sequence
 from itertools import pairwise
@@ -161,10 +162,12 @@ def _cut(
     free = [0] * (points[-1] + 1)
     if fixed:
         if ends is None or not costs.fit(zip(pairwise(ends), range(stages), fixed, strict=True)):
+            needed = with_margin(max(_unlimited(costs, points, fixed).values()))
             raise TooSmall(
                 f"memory={memory} on each of {ranks} ranks does not hold the {stages} stages that the "
-                "schedule lays on them; raise memory, or take a schedule of neighbours, such as 1f1b",
-                None,
+                f"schedule lays on them; the smallest budget that does is memory={needed} "
+                f"({show_bytes(needed)}); raise memory, or take a schedule of neighbours, such as 1f1b",
+                needed,
             )
         return ends, fixed
     if ends is None:
@@ -179,3 +182,16 @@ def _cut(
     inner = best(parts=stages, span=costs.of_stage(ends), edge=free)
     assert inner is not None, "the ranks leave every other place to cut, and there are enough"
     return inner, tuple(sum(end <= start for end in ends[1:]) for start in inner[:-1])
+
+
+def _unlimited(costs: Costs, points: list[int], fixed: tuple[int, ...]) -> dict[int, int]:
+    """The bytes of every rank with the stages that a schedule lays on ranks, were there no limit."""
+    free = copy.copy(costs)
+    free.budget = None
+    parts = {"parts": len(fixed), "span": free.of_rank, "edge": costs.link_times}
+    ends = split(points, **parts, weight=costs.cut_weights, grows=not costs.recompute)
+    assert ends is not None, "there are enough places to cut"
+    used: dict[int, int] = {}
+    for place, (start, end) in enumerate(pairwise(ends)):
+        used[fixed[place]] = used.get(fixed[place], 0) + costs.memory(start, end, place)
+    return used

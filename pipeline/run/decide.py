@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from ...stages.planner.measure import measure
 from ...stages.planner.plan import Plan
 from ...stages.tracing.graph import trace
 from ...stages.tracing.layer_graph import LayerGraph
+from ...stages.units import is_zero, share_of
+from ..planner.choose import bytes_of_share
 from ..planner.partition import partition
 from ..ranks.launch import threads_per_rank
 from ..samples.samples import Samples
@@ -133,7 +136,7 @@ def partition_options(config: PlanConfig) -> dict[str, Any]:
 def _disk_rate(config: PlanConfig) -> float | None:
     """Bytes per second of the disk, where somebody must choose whether to use it; 0: it may not be used."""
     memory = config.memory
-    if str(memory.disk).strip() == "0":
+    if memory.disk is not None and is_zero(memory.disk):
         return 0.0
     if memory.device is None or AUTO not in (memory.tier, memory.parameters):
         return None
@@ -157,7 +160,10 @@ def compare_schedules(config: PlanConfig, profile: Profile, folder: RunFolder) -
     Raises: PenstockError: nothing can be planned as asked, or nothing fits.
     """
     config.schedule = SYNCHRONOUS[0]  # until one is chosen
-    found = compare(profile, **partition_options(config))
+    options = partition_options(config)
+    if (share := share_of(options["memory"])) is not None:  # one budget for all of them
+        options["memory"] = bytes_of_share(share, functools.partial(partition, profile, **options))
+    found = compare(profile, **options)
     config.schedule = found.chosen.plan.schedule
     console.compared(found)
     job = f"micro_batches={config.micro_batches} stages={found.chosen.plan.num_stages} ranks={config.ranks}"

@@ -18,7 +18,7 @@ from ...conf.planning import PlanningConfig
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.planner.plan import Plan, check_tiers
 from ...stages.planner.rules import check_mirror, check_versions
-from ...stages.units import parse_bytes, parse_rate, share_of
+from ...stages.units import is_zero, parse_bytes, parse_rate, share_of
 from ..ranks.launch import check_ranks, secret
 from ..ranks.launched import Launched
 from ..samples import sources
@@ -126,7 +126,7 @@ def _check_disk(memory: MemoryConfig) -> None:
     """Refuse sizes that are none, and a tier on a disk that may hold nothing."""
     if memory.disk_per_day is not None:
         parse_bytes(memory.disk_per_day, name="memory.disk_per_day")
-    none = str(memory.disk).strip() == "0"
+    none = memory.disk is not None and is_zero(memory.disk)
     if memory.disk is not None and not none:
         parse_bytes(memory.disk, name="memory.disk")
     for name in ("tier", "weights", "parameters"):

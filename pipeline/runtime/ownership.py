@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...compression.codec import CODECS
-from ...compression.errors import PlanError
+from ...compression.errors import ConfigError, PlanError
 from ...compression.names import AUTO
 from ...stages.device import Device
 from ...stages.memory.disk import Disk
@@ -153,6 +153,11 @@ def disk_of(own: Ownership, plan: Plan, options: DiskOptions, tiers: Tiers) -> D
     spills = options.allowed and any(limit is not None for limit in limits) and asked & {"packed", "host"}
     if not (spills or "disk" in asked):
         return None
+    if not options.allowed:
+        raise ConfigError(
+            "budget=0 allows nothing on disk, found a plan whose stages use the tier disk; raise the budget, "
+            "or plan with another tier"
+        )
     most = MOST_WAITING
     if (limit := tiers.device.limit) is not None:
         most = min(most, max(limit // WAITING_SHARE, REQUEST_BYTES))

@@ -37,7 +37,14 @@ class Cascade(Store):
 
     def admit(self, key: Hashable, num_bytes: int) -> bool:
         """Set room aside in the first that has some."""
-        for store in self.stores:
+        return self._admit(self.stores, key, num_bytes)
+
+    def admit_dense(self, key: Hashable, num_bytes: int, device: torch.device) -> bool:
+        """Set room aside in the first that has some and takes frames away from ``device``."""
+        return self._admit([store for store in self.stores if store.takes_away(device)], key, num_bytes)
+
+    def _admit(self, stores: Sequence[Store], key: Hashable, num_bytes: int) -> bool:
+        for store in stores:
             if (store is self.stores[-1] or store.fits(num_bytes)) and store.admit(key, num_bytes):
                 self._at[key] = store
                 return True

@@ -9,8 +9,11 @@ import datetime
 import fcntl
 import json
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+
+from ..files import reason
 
 COUNT_FILE = "penstock_written_today.json"
 _STEP = 64 << 20  # bytes from one look into the file to the next
@@ -30,6 +33,7 @@ class DailyBytes:
         Raises:  OSError: the file cannot be written."""
         self.cap, self._path, self._day = cap, path if cap is not None else None, day
         self._date, self._known, self._mine = day(), 0, 0  # bytes in the file, and of ours not yet there
+        self._told = False
         self.flush()
 
     @property
@@ -49,7 +53,17 @@ class DailyBytes:
         """So many bytes were given to the disk."""
         self._mine += num_bytes
         if self._mine >= _STEP:
+            self.keep()
+
+    def keep(self) -> None:
+        """Add ours to the file; where that refuses, which is told once, they are counted here alone."""
+        try:
             self.flush()
+        except OSError as error:
+            if not self._told:
+                said = f"the bytes of a day cannot be kept in {self._path} ({reason(error)})"
+                warnings.warn(f"{said}; those of other processes are not known", stacklevel=2)
+            self._told = True
 
     def flush(self) -> None:
         """Add ours to the file, and learn what others wrote."""

@@ -105,8 +105,7 @@ class Disk:
             self.memory.device.add(frame.num_bytes)
         else:
             kept.checksums = [0] * -(-frame.num_bytes // REQUEST_BYTES)
-            kept.requests = [self._writing(kept, number, ready) for number in range(len(kept.checksums))]
-            kept.num_open = len(kept.requests)
+            kept.begin_writing([self._writing(kept, n, ready) for n in range(len(kept.checksums))])
             self._threads.submit_writes(kept.requests)
         return kept
 
@@ -122,6 +121,7 @@ class Disk:
         Raises:  StageError: it is not what was written, or the disk refuses."""
         with self._changed:
             if kept.frame is not None and kept.error is None:
+                self.memory.device.add(kept.num_bytes * (not kept.stays and bool(kept.requests)))
                 kept.stays = True  # somebody looks into it now, so it need not be written any more
                 kept.num_open -= self._threads.cancel(kept.requests)
                 return kept.frame
@@ -161,7 +161,7 @@ class Disk:
     def close(self) -> None:
         """Finish what is queued, end the threads and free the file."""
         self._threads.close()
-        self._room.today.flush()
+        self._room.today.keep()
         self._slab.close()
 
     def __str__(self) -> str:
@@ -240,7 +240,7 @@ class Disk:
             return
         if kept.frame is not None:
             kept.frame = kept.frame.release()
-            self.memory.device.add(0 if kept.requests else -kept.num_bytes)
+            self.memory.device.add(0 if kept.requests and not kept.stays else -kept.num_bytes)
         if kept.reading is not None and not kept.reading.is_taken:
             kept.reading.frame.release()
             kept.reading = None

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 Limit = int | None
+_SECONDS = 0.1
 
 
 class Gauge:
@@ -50,31 +51,35 @@ class Gauge:
         self._fold()
         if self._part_of is not None:
             self._part_of.add(num_bytes)
-        if num_bytes < 0 and self._waiting:
-            with self._less:
-                self._less.notify_all()
 
     def fits(self, num_bytes: int) -> bool:
         """Whether so many bytes more keep to the limit."""
         return self.limit is None or self.now + num_bytes <= self.limit
 
     def wait(self, enough: Callable[[], bool]) -> None:
-        """Wait until ``enough``, asked again whenever there is less."""
+        """Wait until ``enough``, asked again whenever there is less, and now and then: a collector that
+        counts in the middle of it all tells nobody."""
         self._waiting += 1
         try:
             with self._less:
-                self._less.wait_for(enough)
+                while not self._less.wait_for(enough, timeout=_SECONDS):
+                    pass
         finally:
             self._waiting -= 1
 
     def _fold(self) -> None:
+        less = False
         while self._changes and self._folding.acquire(blocking=False):  # else whoever folds takes it along
             try:
                 while self._changes:
-                    self._now += self._changes.popleft()
-                    self.peak = max(self.peak, self._now)
+                    change = self._changes.popleft()
+                    self._now += change
+                    self.peak, less = max(self.peak, self._now), less or change < 0
             finally:
                 self._folding.release()
+        if less and self._waiting:
+            with self._less:
+                self._less.notify_all()
 
 
 class Share:

@@ -105,15 +105,17 @@ class IoThreads:
     def _queue(self, queue: deque[Request], requests: Sequence[Request]) -> None:
         in_hand = len(self._reads) + len(self._writes) + self._num_busy
         while len(self._threads) < min(self.depth, in_hand + len(requests)):
-            thread = threading.Thread(target=self._run, name=f"{self.name}-{len(self._threads)}")
+            own = memoryview(mmap.mmap(-1, REQUEST_BYTES))  # here, where whoever asks hears of an error
+            name = f"{self.name}-{len(self._threads)}"
+            thread = threading.Thread(target=self._run, args=(own,), name=name)
             thread.start()  # before anything is queued that nobody would do
             self._threads.add(thread)
         queue.extend(requests)
         self.changed.notify_all()
 
-    def _run(self) -> None:
+    def _run(self, own: memoryview) -> None:
         try:
-            self._work(memoryview(mmap.mmap(-1, REQUEST_BYTES)))
+            self._work(own)
         finally:
             self._threads.discard(threading.current_thread())
 
@@ -133,9 +135,11 @@ class IoThreads:
                 error = raised
             with self.changed:
                 self._num_busy -= 1
-                request.done(error)
-                self._ends(request)
-                self.changed.notify_all()
+                try:
+                    request.done(error)
+                finally:  # whatever that raises, nobody waits for what has ended
+                    self._ends(request)
+                    self.changed.notify_all()
             del request, error  # they hold what they were about
 
     def _awaited(self) -> bool:

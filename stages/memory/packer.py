@@ -156,8 +156,13 @@ class SavedTensorPacker:
                 compact = compress(flat, storage.views) or Compact(flat, restore)
                 frame, restore = self._frame(storage, compact.tensor), compact.expand
             self.num_packs += frame is not None
-        if frame is not None and not self.store.admit(storage.key, frame.num_bytes):
-            frame = frame.release()
+        if frame is not None:
+            key, num_bytes = storage.key, frame.num_bytes
+            if num_bytes <= storage.num_bytes // _WORTH:
+                admitted = self.store.admit(key, num_bytes)
+            else:
+                admitted = self.store.admit_dense(key, num_bytes, storage.device)
+            frame = frame if admitted else frame.release()
         if frame is None:
             return self._keep(storage)
         self.io.submit(functools.partial(self._put, storage, frame, restore))

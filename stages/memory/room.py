@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...compression.errors import ConfigError
 from ..files import reason
-from ..units import parse_bytes, show_bytes
+from ..units import is_zero, parse_bytes, show_bytes
 from .daily_bytes import COUNT_FILE, DailyBytes
 from .extents import UNIT, Extents, aligned
 from .slab import Slab
@@ -37,7 +37,7 @@ class DiskOptions:
     @property
     def allowed(self) -> bool:
         """Whether anything may go there."""
-        return str(self.budget).strip() != "0"
+        return self.budget is None or not is_zero(self.budget)
 
 
 ANYWHERE = DiskOptions()

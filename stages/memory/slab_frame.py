@@ -60,6 +60,10 @@ class SlabFrame:
             return own[:length], self._place(number)
         return view_at(address, length), self._place(number)
 
+    def begin_writing(self, requests: list[Request]) -> None:
+        """These will write its pieces."""
+        self.requests, self.num_open = requests, len(requests)
+
     def begin_reading(self, pool: Pool) -> None:
         """Lend a buffer for all of it."""
         buffer = pool.take(aligned(self.num_bytes))

@@ -85,6 +85,10 @@ class Store:
             self._count(key, num_bytes)
         return fits
 
+    def admit_dense(self, key: Hashable, num_bytes: int, device: torch.device) -> bool:
+        """The same for a frame of ``device`` that did not shrink, and so is of use only away from it."""
+        return self.admit(key, num_bytes)
+
     def put(self, key: Hashable, frame: Frame) -> None:
         """Keep ``frame``; the caller's hold on it becomes the store's."""
         self._frames[key] = frame

@@ -148,7 +148,11 @@ class MemoryThread:
     def _wake(self) -> None:
         if not self._asked:
             self._asked = True
-            self._worker.submit_first(self._look)
+            try:
+                self._worker.submit_first(self._look)
+            except BaseException:
+                self._asked = False
+                raise
 
     def _packed(self) -> None:
         """A storage was packed, so another may leave."""

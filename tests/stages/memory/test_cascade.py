@@ -50,6 +50,15 @@ def test_a_full_tier_is_followed_by_the_disk_and_has_room_again(limits, disk):
     assert (tiers.host.now, tiers.disk.now) == (200, 100)
 
 
+def test_what_did_not_shrink_goes_only_where_it_is_away(disk):
+    store = open_store("packed", StoreOptions(disk=disk, tiers=(tiers := Tiers(device=10_000))))
+    assert store.admit(0, 100)
+    assert store.admit_dense(1, 100, torch.device("cpu"))
+    for key in range(2):
+        store.put(key, frame(key))
+    assert (tiers.packed.now, tiers.disk.now) == (100, 100)
+
+
 def test_without_a_limit_or_a_disk_a_tier_is_alone(disk):
     for options in (StoreOptions(disk=disk, tiers=Tiers()), StoreOptions(tiers=Tiers(host=250))):
         assert not isinstance(open_store("host", options), Cascade)

@@ -2,7 +2,9 @@
 
 import errno
 import gc
+import mmap
 import os
+import threading
 import time
 
 import pytest
@@ -10,7 +12,13 @@ import torch
 from disks import MIB, Fails, Short, Slow, frame_of, put_all
 
 from penstock.compression.errors import StageError
+from penstock.compression.memory import new_bytes
+from penstock.compression.pool import Frame
+from penstock.stages.memory.daily_bytes import COUNT_FILE
+from penstock.stages.memory.disk import Disk
 from penstock.stages.memory.extents import UNIT, aligned
+from penstock.stages.memory.room import DiskOptions
+from penstock.stages.memory.store import UnpooledBuffers
 
 
 def test_one_large_frame_keeps_several_requests_busy_in_spite_of_200_ms(opened):
@@ -215,3 +223,40 @@ def test_a_graph_that_the_garbage_collector_frees_in_the_middle_of_anything_hang
     assert disk.num_bytes in (0, MIB)
     store.drop(2)
     assert disk.num_bytes == 0
+
+
+def test_a_count_of_the_day_that_cannot_be_kept_stops_nobody(tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    disk = Disk(DiskOptions(path=folder, per_day="100GiB"))
+    (folder / COUNT_FILE).unlink()
+    folder.rmdir()
+    done = []
+
+    def write():
+        for _ in range(70):
+            disk.write(Frame(new_bytes(1 << 20), 1 << 20, UnpooledBuffers()))
+        disk.drain()
+        disk.close()
+        done.append(disk.bytes_written)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    with pytest.warns(UserWarning, match="the bytes of a day cannot be kept in"):
+        thread.join(60)
+    assert done == [70 << 20]
+    assert disk.memory.leaving.now == 0
+
+
+def test_a_thread_that_finds_no_memory_is_told_to_who_writes(tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(12, "Cannot allocate memory")
+
+    disk = Disk(DiskOptions(path=tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", none)
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            disk.write(Frame(new_bytes(1 << 20), 1 << 20, UnpooledBuffers()))
+    disk.write(Frame(new_bytes(1 << 20), 1 << 20, UnpooledBuffers()))
+    disk.drain()
+    disk.close()

@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from collections import deque
 
 import pytest
 
@@ -66,6 +67,38 @@ def test_who_waits_hears_of_every_byte_less():
         assert thread.is_alive()
         gauge.add(-1)
     thread.join(10)
+    assert heard == [None]
+
+
+class Paused(deque):
+    """Of whose takers the first is held in the middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.taken, self.gate = threading.Event(), threading.Event()
+
+    def popleft(self):
+        found, first = super().popleft(), not self.taken.is_set()
+        self.taken.set()
+        if first:
+            assert self.gate.wait(10)
+        return found
+
+
+def test_who_waits_hears_of_bytes_that_another_thread_folded():
+    gauge = Gauge()
+    gauge.add(3)
+    gauge._changes = changes = Paused()
+    heard: list[None] = []
+    waits = threading.Thread(target=lambda: heard.append(gauge.wait(lambda: gauge._now == 0)), daemon=True)
+    waits.start()
+    adds = threading.Thread(target=gauge.add, args=(0 - 1,))
+    adds.start()
+    assert changes.taken.wait(10)
+    gauge.add(-2)  # while the other is in the middle of it: that one takes it along
+    changes.gate.set()
+    adds.join(10)
+    waits.join(10)
     assert heard == [None]
 
 
