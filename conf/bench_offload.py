@@ -21,7 +21,7 @@ class BenchOffloadConfig:
         data: the samples; those of the networks of the case packed too, but for gpt, which reads text
         optimizer: what updates the weights
         cases: what is measured, of disk, packed and placement
-        contestants: of the case disk: kept, disk, disk_parameters; kept is always there, to compare with
+        contestants: of the case disk: disk, disk_parameters, auto (of 0.7 of a limit), and kept, always there
         limits: memory of a contestant above its start: 2GiB, 50% of what everything kept needs, or null
         networks: of the case packed: resnet18, vgg11_bn, squeezenet1_1, densenet121, mobilenet_v3_small, gpt
         corpora: folder with NAME.LIMIT.csv of id,lower,upper,size for the case placement; null: traces only
