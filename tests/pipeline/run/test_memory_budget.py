@@ -17,6 +17,8 @@ JOB = (
     " micro_batches=6 max_steps=4 epochs=1 optimizer=adamw seed=3 threads=1 codec=zero_value"
 )
 
+MIB = 1 << 20
+
 
 @pytest.fixture(autouse=True)
 def somewhere_else(tmp_path, monkeypatch):
@@ -46,9 +48,9 @@ def test_a_quarter_of_the_memory_gives_the_same_model_and_says_what_it_held(rank
     assert {(row["rank"], row["tier"]) for row in rows} >= {(rank, "device") for rank in range(ranks)}
     assert any(row["tier"] == "disk" and row["exposed_seconds"] > 0 for row in rows)
     for row in rows:
-        assert 0 < row["peak_bytes"] <= 1.3 * row["predicted_peak_bytes"]
+        assert 0 < row["peak_bytes"] <= row["predicted_peak_bytes"] + MIB  # that may wait to be written
         if row["tier"] == "device":
-            assert row["peak_bytes"] <= 1.5 * row["budget_bytes"]  # of so small a net, frames are a third
+            assert row["peak_bytes"] <= row["budget_bytes"] + 2 * MIB  # and frames between stages, of 1.2
 
 
 def test_without_a_disk_what_fits_nowhere_is_refused_with_the_least_that_does(capfd):
