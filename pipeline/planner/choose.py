@@ -18,18 +18,18 @@ from ...stages.planner.plan_stage import PlanStage
 from ...stages.units import share_of, show_bytes
 from .costs import with_margin
 
-PACKING_RATE = 1.5e9  # bytes per second of one thread, zeros and exponents (docs/results, codecs)
-LINK_RATE = 10e9  # of a GPU to host memory, a PCIe link of the third generation
+PACKING_RATE = 4e9  # bytes per second of a thread: below all of docs/results/codecs_epyc_zen4_2026-11-21
+LINK_RATE = 10e9  # of a GPU to host memory: taken, as nothing of it has run on one
 DISK_RATE = 1e9  # where nobody measured one
 EQUAL = 1.02  # seconds that differ by less decide nothing: they were measured
 
 
 class TooSmall(PlanError):
-    """A budget that no cut keeps to; ``needed``: the least one that a cut keeps to."""
+    """A budget that no cut keeps to; ``needed``: one that a cut keeps to, ``least``: and no smaller one."""
 
-    def __init__(self, sentence: str, needed: int | None) -> None:
+    def __init__(self, sentence: str, needed: int, *, least: bool) -> None:
         super().__init__(sentence)
-        self.needed = needed
+        self.needed, self.least = needed, least
 
 
 class Mix(NamedTuple):
@@ -70,13 +70,13 @@ def cheapest(
         memory = bytes_of_share(share, cut)
         asked += f" ({show_bytes(memory)})"
     found: list[tuple[float, Plan]] = []
-    refused: list[tuple[int, Mix]] = []
+    refused: list[tuple[int, Mix, bool]] = []
     last: PlanError | None = None
     for mix in _mixes(profile, tier, parameters_tier, recompute, allows_disk=disk_rate != 0):
         try:
             plan = cut(memory=memory, **mix._asdict())
         except TooSmall as error:
-            refused += [] if error.needed is None else [(error.needed, mix)]
+            refused.append((error.needed, mix, error.least))
             last = error
             continue
         except PlanError as error:
@@ -92,11 +92,12 @@ def cheapest(
         return next(plan for seconds, plan in found if seconds <= least * EQUAL)
     if last and not refused:
         raise last
-    needed, mix = min(refused)
+    needed, mix, least = min(refused)
     raise TooSmall(
-        f"{asked} on each rank holds this in no tier; the smallest budget that does is "
+        f"{asked} on each rank holds this in no tier; {'the smallest' if least else 'a'} budget that does is "
         f"memory={needed} ({show_bytes(needed)}), with {mix}; raise memory or ranks",
         needed,
+        least=least,
     )
 
 

@@ -9,16 +9,10 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ...stages.planner.layer_profile import (
-    LayerProfile,
-    Profile,
-    ValueProfile,
-    near_of,
-    neighbours_of,
-    sizes_of,
-)
+from ...stages.memory.options import NEAR
+from ...stages.planner.layer_profile import LayerProfile, Profile, ValueProfile, sizes_of
 from ...stages.planner.plan_stage import PlanStage
-from ...stages.planner.rank_memory import Copies
+from ...stages.planner.rank_memory import NEIGHBOURS, Copies
 from .split import TOLERANCE, Span
 
 PICOSECONDS = 10**12  # times are compared as integers: rounding of sums would decide between equals
@@ -50,9 +44,10 @@ class Costs:
         self.times = _sums(round((x.forward_seconds + self._backward(x)) * PICOSECONDS) for x in layers)
         sizes = [sizes_of([layer]) for layer in layers]
         self.largest = Largest([size.pop("largest") for size in sizes])
-        self.near = Largest(near_of(layers))
-        self.with_parameters = _sums(bool(layer.parameter_bytes) for layer in layers)
-        self.neighbours = Largest(neighbours_of(layers))
+        self.near = Neighbours([layer.saved_bytes for layer in layers], NEAR + 1)
+        parameters = [layer.parameter_bytes for layer in layers]
+        self.with_parameters = _sums(map(bool, parameters))
+        self.neighbours = Neighbours([size for size in parameters if size], NEIGHBOURS)
         self.sizes = {what: _sums(size[what] for size in sizes) for what in ("parameters", "saved", "packed")}
         self.forward_bytes = _over_cuts(len(layers), profile.values)
         self.backward_bytes = _over_cuts(
@@ -87,18 +82,21 @@ class Costs:
         """Predicted bytes on a rank; ``copies``: in the place of its own."""
         sizes = {what: sums[end] - sums[start] for what, sums in self.sizes.items()}
         sizes |= {"entered": self.forward_bytes[start], "largest": self.largest.of(start, end)}
-        sizes["near"] = min(sizes["saved"], self.near.of(start, end))
-        own = self.with_parameters[start], self.with_parameters[end]
-        sizes["neighbours"] = min(sizes["parameters"], self.neighbours.of(*own))
+        sizes["near"] = self.near.of(start, end)
+        sizes["neighbours"] = self.neighbours.of(self.with_parameters[start], self.with_parameters[end])
         return (copies or self.copies)[rank].of(**sizes)
 
     def fit(self, spans: Iterable[tuple[tuple[int, int], int, int]], copies: Sequence[Copies] = ()) -> bool:
         """Whether ranks keep to the budget that hold so many ``copies``; ``spans``: the positions of every
         stage, its place in ``copies``, its rank."""
+        return self.budget is None or self.needed(spans, copies) <= self.budget
+
+    def needed(self, spans: Iterable[tuple[tuple[int, int], int, int]], copies: Sequence[Copies] = ()) -> int:
+        """The least budget that the same ranks ``fit``."""
         used: dict[int, int] = {}
         for (start, end), place, rank in spans:
             used[rank] = used.get(rank, 0) + self.memory(start, end, place, copies)
-        return self.budget is None or with_margin(max(used.values())) <= self.budget
+        return with_margin(max(used.values()))
 
     def of_rank(self, start: int, end: int, rank: int) -> float:
         """Picoseconds per micro-batch; math.inf where the layers do not fit the budget."""
@@ -127,7 +125,7 @@ class Costs:
             backward_seconds=sum(map(self._backward, layers)),
             memory_bytes=self.memory(start, end, rank),
             saved_bytes=sum(layer.saved_bytes for layer in layers),
-            near_bytes=max(near_of(layers)),
+            near_bytes=self.near.of(start, end),
             bytes_forward=self.forward_bytes[end],
             bytes_backward=self.backward_bytes[end],
             recompute=self.recompute,
@@ -151,6 +149,21 @@ class Largest:
             return 0
         level = (end - start).bit_length() - 1
         return max(self._runs[level][start], self._runs[level][end - (1 << level)])
+
+
+class Neighbours:
+    """The most that so many numbers have together which follow each other in a run of numbers."""
+
+    def __init__(self, numbers: Sequence[int], length: int) -> None:
+        """``length``: how many of them."""
+        self._sums, self._length = _sums(numbers), length
+        self._largest = Largest([b - a for a, b in zip(self._sums, self._sums[length:], strict=False)])
+
+    def of(self, start: int, end: int) -> int:
+        """From ``start`` on and in front of ``end``; of fewer than so many, all."""
+        if end - start <= self._length:
+            return self._sums[end] - self._sums[start]
+        return self._largest.of(start, end - self._length + 1)
 
 
 def _sums(amounts: Iterable[int]) -> list[int]:

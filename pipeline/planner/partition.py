@@ -162,12 +162,17 @@ def _cut(
     free = [0] * (points[-1] + 1)
     if fixed:
         if ends is None or not costs.fit(zip(pairwise(ends), range(stages), fixed, strict=True)):
-            needed = with_margin(max(_unlimited(costs, points, fixed).values()))
+            free_costs = copy.copy(costs)
+            free_costs.budget = None
+            unlimited = best(parts=stages, span=free_costs.of_rank, edge=costs.link_times)
+            assert unlimited is not None, "there are enough places to cut"
+            needed = costs.needed(zip(pairwise(unlimited), range(stages), fixed, strict=True))
             raise TooSmall(
                 f"memory={memory} on each of {ranks} ranks does not hold the {stages} stages that the "
-                f"schedule lays on them; the smallest budget that does is memory={needed} "
-                f"({show_bytes(needed)}); raise memory, or take a schedule of neighbours, such as 1f1b",
+                f"schedule lays on them; a budget that does is memory={needed} ({show_bytes(needed)}); raise "
+                "memory, or take a schedule of neighbours, such as 1f1b",
                 needed,
+                least=False,
             )
         return ends, fixed
     if ends is None:
@@ -178,20 +183,8 @@ def _cut(
             f"memory={memory} on each of {ranks} ranks holds no legal cut of the model; the smallest budget "
             f"that does is memory={needed} ({show_bytes(needed)}); raise memory or ranks",
             needed,
+            least=True,
         )
     inner = best(parts=stages, span=costs.of_stage(ends), edge=free)
     assert inner is not None, "the ranks leave every other place to cut, and there are enough"
     return inner, tuple(sum(end <= start for end in ends[1:]) for start in inner[:-1])
-
-
-def _unlimited(costs: Costs, points: list[int], fixed: tuple[int, ...]) -> dict[int, int]:
-    """The bytes of every rank with the stages that a schedule lays on ranks, were there no limit."""
-    free = copy.copy(costs)
-    free.budget = None
-    parts = {"parts": len(fixed), "span": free.of_rank, "edge": costs.link_times}
-    ends = split(points, **parts, weight=costs.cut_weights, grows=not costs.recompute)
-    assert ends is not None, "there are enough places to cut"
-    used: dict[int, int] = {}
-    for place, (start, end) in enumerate(pairwise(ends)):
-        used[fixed[place]] = used.get(fixed[place], 0) + costs.memory(start, end, place)
-    return used

@@ -34,20 +34,6 @@ class LayerProfile:
     packed_bytes: int | None = None
 
 
-def near_of(layers: Sequence[LayerProfile]) -> list[int]:
-    """For each layer, what it and those behind it save that are near enough to stay with it."""
-    return _runs([layer.saved_bytes for layer in layers], NEAR + 1)
-
-
-def neighbours_of(layers: Sequence[LayerProfile]) -> list[int]:
-    """For each layer, the parameters of it and its neighbours behind it, of those that have any."""
-    return _runs([layer.parameter_bytes for layer in layers if layer.parameter_bytes], NEIGHBOURS) or [0]
-
-
-def _runs(sizes: Sequence[int], length: int) -> list[int]:
-    return [sum(sizes[first : first + length]) for first in range(len(sizes))]
-
-
 def sizes_of(layers: Sequence[LayerProfile]) -> dict[str, int]:
     """Bytes of these layers: their parameters, what a micro-batch saves, what of that is left packed, the
     parameters of the layer that has most and of neighbours that do, and the most that near layers save."""
@@ -56,8 +42,14 @@ def sizes_of(layers: Sequence[LayerProfile]) -> dict[str, int]:
         for x in layers
     ]
     sums = dict(zip(("parameters", "saved", "packed"), map(sum, zip(*sizes, strict=True)), strict=True))
-    most = {"near": max(near_of(layers)), "neighbours": max(neighbours_of(layers))}
-    return sums | most | {"largest": max(size[0] for size in sizes)}
+    parameters, saved = ([size[n] for size in sizes] for n in (0, 1))
+    most = {"near": _most(saved, NEAR + 1), "neighbours": _most([p for p in parameters if p], NEIGHBOURS)}
+    return sums | most | {"largest": max(parameters)}
+
+
+def _most(sizes: Sequence[int], length: int) -> int:
+    """The most that so many have together which follow each other."""
+    return max((sum(sizes[first : first + length]) for first in range(len(sizes))), default=0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

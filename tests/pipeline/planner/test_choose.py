@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from profiles import layer_of, profile_of, profiles, value_of
 
 from penstock import PlanError, partition
-from penstock.stages.planner.layer_profile import Profile
+from penstock.stages.planner.layer_profile import Profile, sizes_of
+from penstock.stages.planner.rank_memory import copies
 
 OPEN: dict[str, Any] = {"tier": "auto", "parameters_tier": "auto", "disk_rate": 1e9, "optimizer_state": 1.0}
 KIB = 1024
@@ -134,7 +135,7 @@ def test_the_least_budget_is_that_of_brute_force_though_less_may_enter_a_longer_
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_a_layout_of_a_schedule_says_a_budget_that_does(schedule):
     options = {"stages": 4, "ranks": 2, "micro_batches": 4, "schedule": schedule}
-    with pytest.raises(PlanError, match=r"smallest budget that does is memory=(\d+)") as told:
+    with pytest.raises(PlanError, match=r"; a budget that does is memory=(\d+)") as told:
         partition(net(), memory="5%", **OPEN | options)
     needed = int(str(told.value).partition("does is memory=")[2].partition(" ")[0])
     assert partition(net(), memory=needed, **OPEN | options).memory == needed
@@ -143,3 +144,19 @@ def test_a_layout_of_a_schedule_says_a_budget_that_does(schedule):
 def test_a_share_is_told_as_it_was_typed():
     with pytest.raises(PlanError, match=r"^memory=5% \(542 KiB\) on each rank holds this in no tier"):
         chosen(net(), "5%")
+
+
+@settings(deadline=None, max_examples=60)
+@given(profiles(), st.integers(1, 3), st.sampled_from(["packed", "disk"]))
+def test_a_stage_is_counted_as_its_own_layers_are(profile, stages, tier):
+    """The search counts near layers by sums made once; whoever has the layers counts them again."""
+    options = {"micro_batches": 4, "schedule": "gpipe", "tier": tier, "parameters_tier": "disk"}
+    legal = [p for p in range(len(profile.layers) - 1) if p not in profile.refused]
+    assume(len(legal) >= stages - 1)
+    plan = partition(profile, stages=stages, **options)
+    layers = {layer.name: layer for layer in profile.layers}
+    for stage in plan.stages:
+        sizes = sizes_of([layers[name] for name in stage.layers])
+        there = copies(4, tier=tier, parameters_tier="disk", device=profile.device)
+        assert stage.memory_bytes == there.of(**sizes)
+        assert stage.near_bytes == sizes["near"]
