@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "pipeline.weights": (*LOW, *STAGE, "pipeline.ranks"),
     "pipeline.runtime": ("compression", "stages", *PIPELINE[:3]),
     "pipeline.samples": LOW,
+    "pipeline.samples.cache": LOW,
     "pipeline.planner": ("compression", "stages", "pipeline.schedules"),
     "pipeline": ("compression", "stages", *PIPELINE, "pipeline.planner", "pipeline.pipeline"),
     "pipeline.run": ("compression", "stages", "pipeline", "conf"),
