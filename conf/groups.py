@@ -17,7 +17,10 @@ from omegaconf import OmegaConf
 from ..compression.errors import ConfigError
 
 OURS = "penstock."
-OF_THE_RUN = {"data": ("drop_last",), "model": ("leaves", "load_weights", "init_weights")}
+OF_THE_RUN = {
+    "data": ("drop_last", "workers", "skip_broken"),
+    "model": ("leaves", "load_weights", "init_weights"),
+}
 """Options of a group that are for the run, not for its target."""
 
 

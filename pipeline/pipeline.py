@@ -122,7 +122,8 @@ class Pipeline(Assembly):
 
         Args:    inputs: a tensor, a tuple (positional) or a dict (by name) of tensors; dimension 0 is the
                  batch; what the example had beside tensors may stand between them. ``Constant`` tensors of
-                 the example go to every micro-batch whole.
+                 the example go to every micro-batch whole. What a process does not read (``reads_inputs``,
+                 ``reads_targets``) may be on the meta device: of that only shapes count.
                  targets: a tensor, tuple or dict of tensors, split along dimension 0 like the inputs; None
                  for a model that computes its own loss.
                  outputs: keep the model's outputs for the report, on the last stage's rank; of a stream,

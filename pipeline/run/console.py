@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Column
 
-from ...compression.names import show_codec
-from ...stages.units import show_bytes
 from . import schedule_table as compare_table
-from .metrics import ratio
+from .closing import KEY, clock, closing_table, packed, totals
 from .tier_rows import tier_table
 
 if TYPE_CHECKING:
@@ -29,11 +27,6 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 10.0  # at first; every line of a log doubles it, so that a log stays short
 MOST_SECONDS_BETWEEN_LINES = 300.0
 WIDTH_OF_A_LOG = WIDTH_OF_RAW_BYTES = 110
-MOST_FLOWS = 4  # in the closing lines; summary.json has all
-KEY = (
-    "bubble: share of the steps after the first in which the rank computed nothing",
-    "counted: parameters, gradients, optimizer, versions, saved tensors at their most; resident: the process",
-)
 _SMOOTHING = 0.1
 
 
@@ -120,41 +113,6 @@ def close(summary: Mapping[str, Any], files: Iterable[Path], *, console: Console
     _print(console, *KEY, *totals(summary), "  ".join(map(short, files)))
 
 
-def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
-    """Return one row per stage: how long it computed, what it kept, what it sent each way.
-
-    The stages of a rank share its bubble and its memory, told with the first of them.
-
-    Args: wide: also say how much that was before packing.
-    """
-    on_gpus = any(stage.get("device_bytes") for stage in summary["stages"])
-    wide = wide and not on_gpus  # whose column takes the room
-    sent = packed if wide else lambda *both: packed(*both).rpartition("-> ")[2]
-    table = Table(box=None, pad_edge=False, collapse_padding=not wide, header_style="bold")
-    for name in ("stage", "rank", "compute", "bubble", "counted", "resident"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("activations", "gradients"):
-        table.add_column(f"{name} {'raw -> ' * wide}sent", justify="right", no_wrap=True)
-    if on_gpus:
-        table.add_column("GPU", justify="right", no_wrap=True)
-    told: set[int] = set()
-    for stage in summary["stages"]:
-        first = stage["rank"] not in told
-        told.add(stage["rank"])
-        table.add_row(
-            str(stage["stage"]),
-            str(stage["rank"]),
-            f"{stage['compute_seconds']:.1f} s",
-            f"{stage['bubble']:.0%}" if first else "",
-            show_bytes(stage["peak_bytes"]) if stage["peak_bytes"] else "-",
-            (show_bytes(stage["resident_bytes"]) if stage["resident_bytes"] else "-") if first else "",
-            sent(stage["bytes_raw_forward"], stage["bytes_sent_forward"]),
-            sent(stage["bytes_raw_backward"], stage["bytes_sent_backward"]),
-            *([show_bytes(stage["device_bytes"])] if on_gpus else []),
-        )
-    return table
-
-
 def compared(found: Comparison, *, console: Console | None = None) -> None:
     """Print the schedules side by side, the chosen one marked, and why others were left out."""
     console = console or screen()
@@ -168,55 +126,6 @@ def _print(console: Console, *lines: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def totals(summary: Mapping[str, Any]) -> list[str]:
-    """Return the lines below the table."""
-    lines = []
-    if summary["bytes_sent"]:
-        sent = packed(summary["bytes_raw"], summary["bytes_sent"])
-        lines.append(f"sent between stages{_lossy(summary['codec'])}: {sent}")
-    if summary["bytes_saved_raw"]:
-        kept = packed(summary["bytes_saved_raw"], summary["bytes_saved_kept"])
-        lines.append(f"saved for the backward: {kept}")
-    lines += _codecs(summary)
-    lines.append(
-        f"{summary['steps']} step{'s' * (summary['steps'] != 1)}, {summary['samples']:,} samples in "
-        f"{clock(summary['seconds'])}: {_number(summary['samples_per_second'], '.0f')} samples/s, "
-        f"ranks={summary['ranks']} threads={summary['threads']}, last loss {_number(summary['loss'], '.4f')}"
-    )
-    if "test_accuracy" in summary:
-        lines.append(
-            f"test accuracy {_number(summary['test_accuracy'], '.2%')}, test loss "
-            f"{_number(summary['test_loss'], '.4f')}"
-        )
-    return lines
-
-
-def _lossy(codec: str) -> str:
-    """What to say of a codec that loses bits; nothing of the others."""
-    shown = show_codec(codec)
-    return "" if shown == codec else f" by {shown}, so not with the bits of the plain loop"
-
-
-def _codecs(summary: Mapping[str, Any]) -> list[str]:
-    """The codec of the largest values and gradients, and how the choice ran against others."""
-    searched = summary["codec"] == "auto"
-    if not summary["turns"]:
-        soon = searched and summary["bytes_sent"]
-        return ["codec=auto: the run ended before a choice was made"] if soon else []
-    flows = sorted(summary["flows"], key=lambda flow: -flow["bytes_raw"])[:MOST_FLOWS]
-    ways = {"F": "down", "B": "up"}
-    shown = [f"{flow['value']} {ways[flow['way']]} {flow['codec']}" for flow in flows]
-    turns = [
-        turn["name"]
-        + (f", +{turn['extra']} in flight:" if turn["extra"] else "")
-        + f" {turn['measured']:.3f} s a step (predicted {turn['predicted']:.3f})"
-        + ("" if turn["stayed"] else ", switched off")
-        for turn in summary["turns"]
-    ]
-    chosen = [f"codec=auto: {'; '.join(shown)}"] if searched else []
-    return [*chosen, f"{'codec' if searched else 'extra_in_flight'}=auto: {'; '.join(turns)}"]
-
-
 def refuse(error: BaseException) -> None:
     """Print the one sentence of an error, on standard error."""
     warn(str(error))
@@ -227,24 +136,7 @@ def warn(sentence: str) -> None:
     print(f"penstock: {' '.join(sentence.split())}", file=sys.stderr)
 
 
-def packed(raw: float, sent: float) -> str:
-    """Return ``"12.1 MiB -> 6.3 MiB (1.92x)"``, or a dash where nothing was sent."""
-    times = ratio(raw, sent)
-    return f"{show_bytes(raw)} -> {show_bytes(sent)} ({times:.2f}x)" if times is not None else "-"
-
-
 def short(path: Path) -> str:
     """Return the path as one would type it here."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
-
-
-def clock(seconds: float) -> str:
-    """Return ``"1:05"`` or ``"1:00:05"``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "no number" if value is None else format(value, form)

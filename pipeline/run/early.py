@@ -15,6 +15,7 @@ from ...compression.names import AUTO, check_name
 from ...conf import groups
 from ...conf.parts import MemoryConfig
 from ...conf.planning import PlanningConfig
+from ...conf.rules import count_or_auto
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.planner.plan import Plan, check_tiers
 from ...stages.planner.rules import check_mirror, check_versions
@@ -64,6 +65,7 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
         if size is not None and (name == "memory.host" or share_of(size, name=name) is None):
             parse_bytes(size, name=name)
     _check_disk(config.memory)
+    _check_loading(config.data)
     for group in groups.groups():
         if (options := getattr(config, group, None)) is not None:
             check_group(group, options)
@@ -120,6 +122,13 @@ def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
         setattr(place, name, value)
     config.__post_init__()  # its rules hold for what the plan decided, too
     return plan
+
+
+def _check_loading(options: Mapping[str, Any]) -> None:
+    """Refuse a number of loading processes that is none, and what is neither true nor false."""
+    count_or_auto("data.workers", options.get("workers", AUTO))
+    if not isinstance(skips := options.get("skip_broken", False), bool):
+        raise ConfigError(f"data.skip_broken={skips} must be true or false")
 
 
 def _check_disk(memory: MemoryConfig) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,10 +13,10 @@ from ...stages.planner.plan import Plan
 from ...stages.tracing.layers import casting
 from ..pipeline import Pipeline
 from ..runtime.report import Report
-from ..samples.samples import Samples
+from ..samples.loader import Loader
+from ..samples.reading import Place
 from . import build
-from .resume import position
-from .run_length import count_steps, steps_of_an_epoch, training_batches
+from .course import Course
 
 BETWEEN = 10  # batches of a test; an exchange behind each would cost small ones a tenth of their time
 
@@ -25,7 +25,8 @@ def run_epochs(
     pipe: Pipeline,
     plan: Plan,
     config: TrainConfig,
-    samples: Samples,
+    ahead: Course,
+    loader: Loader,
     *,
     see: Sequence[Callable[[Report], None]],
     between: Callable[[], None],
@@ -36,23 +37,17 @@ def run_epochs(
 
     Args: see: are called with the report of every step; between: every ``BETWEEN`` batches of a test;
           log: with the last step and the results of a test."""
-    left = count_steps(config, samples) - pipe.num_steps
     test: dict[str, float] = {}
-    begin, done = position(pipe.num_steps, steps_of_an_epoch(config, samples))
-    for epoch in range(begin, config.epochs):
-        batches = training_batches(config, samples, epoch=epoch, first=done if epoch == begin else 0)
-        for inputs, targets in islice(batches, max(0, left)):
-            report = pipe.step(inputs, targets)
-            left -= 1
+    for epoch, numbers in ahead.by_epoch():
+        for number in numbers:
+            report = pipe.step(*loader.take(Place("train", epoch, number)))
             for one in see:
                 one(report)
-        test = evaluate(pipe, plan, config, samples, between=between)
+        test = evaluate(pipe, plan, config, map(loader.take, ahead.test()), between=between)
         if test:
             log(pipe.num_steps - 1, test)
             result = f"test accuracy {test['accuracy']:.2%}, test loss {test['loss']:.4f}"
             note(f"epoch {epoch + 1}/{config.epochs}: {result}")
-        if left <= 0:
-            break
     return test
 
 
@@ -60,16 +55,14 @@ def evaluate(
     pipe: Pipeline,
     plan: Plan,
     config: TrainConfig,
-    samples: Samples,
+    batches: Iterable[tuple[Any, Any]],
     *,
     between: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Return the accuracy and the mean loss over the test split, on every rank; nothing without one."""
-    if samples.test is None:
-        return {}
+    """Return the accuracy and the mean loss over the batches of a test, on every rank; nothing of none."""
     right = total = 0
     lost = 0.0
-    batches = samples.batches("test", batch_size=config.batch_size)
+    number = 0
     for number, (inputs, targets) in enumerate(batches, start=1):
         if number % BETWEEN == 0:
             between()
@@ -80,6 +73,8 @@ def evaluate(
             with casting(build.autocast(config.autocast), outputs.device):
                 lost += float(loss(outputs, targets)) * targets.numel()
             total += targets.numel()
+    if not number:
+        return {}
     last = plan.rank_of(-1, 0)
     right, lost, total = (
         pipe.world.broadcast(number, last, at="the test's result") for number in (right, lost, total)

@@ -29,6 +29,7 @@ def training_batches(
         seed=config.seed,
         drop_last=config.data.get("drop_last", True),
         first=first,
+        skips=bool(config.data.get("skip_broken", False)),
     )
 
 

@@ -12,7 +12,6 @@ Where there are several, each of them starts at ``join``; ``train_rank`` runs on
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,32 +21,25 @@ from torch import nn
 
 from ...compression.errors import PlanError, ScheduleError
 from ...conf.schema import TrainConfig
-from ...stages.files import save_json
 from ...stages.planner.plan import Plan
 from ..pipeline import Pipeline
-from ..ranks.launch import cores, init, run_rank, start_ranks
+from ..ranks.launch import init, run_rank, start_ranks
 from ..ranks.launched import Launched
 from ..ranks.nodes import Lead
 from ..ranks.world import World
 from ..samples.samples import Samples
 from . import build, console, early
-from .asked import Asked
-from .bare import is_bare, sources, writer
-from .checkpoints import Checkpoints
-from .decide import decide, disk_options, model_name, prepare
-from .epochs import loss, run_epochs
+from .bare import is_bare, sources
+from .decide import decide, disk_options, prepare
+from .epochs import loss
 from .exactness import place
 from .failed import traced
-from .loggers import Loggers
 from .machines import leading, run_led
-from .metrics import Metrics, summarise
-from .model_file import keeping
 from .restarts import persist
-from .resume import Source, resolve, take_over
+from .resume import Source, resolve
 from .run_folder import RunFolder, config_of
-from .run_length import check_batches, count_steps, count_updates
-from .step_files import save_step
-from .tier_rows import foretell
+from .run_length import check_batches, count_updates
+from .train_rank import train_rank
 
 
 def train(
@@ -202,47 +194,6 @@ def join(config: TrainConfig, plan: Plan, folder: RunFolder, *, init: Callable[.
     # No other reference to the model is kept: the pipeline drops the layers of other ranks.
     model = [build.model(config.model, describe=samples.describe, seed=config.seed)]
     train_rank(config, plan, folder, samples, assemble(config, plan, samples, model.pop(), folder=folder))
-
-
-def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samples, pipe: Pipeline) -> None:
-    """Train this rank's stages; rank 0 also tells and writes what happens."""
-    num_steps, first = count_steps(config, samples), pipe.rank == 0
-    mark = folder.mark() if first else None
-    with console.Training(num_steps, shown=first) as progress:
-        path, tell = folder.metrics if first else None, progress.note
-        names, options = config.loggers if first else (), dataclasses.asdict(config)
-        notes, resumed = take_over(pipe, config.resume, folder.metrics, progress)
-        with (
-            Metrics(path, num_stages=plan.num_stages, tell=tell, first=pipe.num_steps) as metrics,
-            Loggers(names, folder.path, first=pipe.num_steps, options=options, tell=tell) as loggers,
-            Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell) as kept,
-            Asked(pipe, kept.now) as asked,
-        ):
-            metrics.totals.load(notes.get("totals"))
-            kept.notes = lambda: {"config": options, "totals": vars(metrics.totals)}
-            see = [metrics.add, progress.step, foretell(plan, tell), loggers.step, kept.after, asked.after]
-            more = {"see": see, "between": asked.between, "log": loggers.test, "note": tell}
-            test = run_epochs(pipe, plan, config, samples, **more)
-    pipe.drain()
-    spans, flows = pipe.timeline(), pipe.flows()
-    sizes = {key: pipe.state.expected[key].numel() for key in pipe.state.keys}
-    writer(config.model, pipe)(pipe, folder.model, before=lambda: mark and folder.check(mark))
-    if mark is None:
-        return
-    with keeping(folder.model):
-        if spans:  # a run that goes on may have had no step left
-            save_step(folder, spans, title=_title(config, plan, step=num_steps - 1))
-        told = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
-        told |= {"turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns], "flows": flows}
-        told |= {"sizes": sizes, "test": test, "resumed_from": resumed}
-        save_json(folder.summary, summarise(metrics.totals, plan, **told))
-
-
-def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
-    predicted = " prediction=true" if plan.prediction else ""
-    versions = f" weights={plan.weights}{predicted}" if plan.streams else ""
-    job = f"schedule={plan.schedule}{versions} micro_batches={plan.micro_batches} stages={plan.num_stages}"
-    return f"{model_name(config)}, step {step}: {job} ranks={plan.num_ranks}"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from itertools import zip_longest
 from typing import Any
 
 from ...compression.errors import Disagreement, PenstockError, PlanError, TransportError
-from ...stages.device import KINDS
 from ...stages.planner.plan import Plan
 from ..ranks.world import World
 from .facts import Fact, of_process
@@ -63,7 +62,7 @@ class Agreement:
             return
         rows = self.world.all_gather_json([dataclasses.astuple(fact) for fact in facts], at=at)
         found = [[Fact(*item) for item in row] for row in rows]
-        for kind in ("", *KINDS):
+        for kind in dict.fromkeys(["", *(fact.among for row in found for fact in row)]):
             ranks = [r for r, row in enumerate(found) if not kind or any(fact.among == kind for fact in row)]
             for places in zip_longest(*([fact for fact in found[r] if fact.among == kind] for r in ranks)):
                 for rank, theirs in zip(ranks, places, strict=True):

@@ -156,6 +156,16 @@ class Assembly:
                 tiers=self.memory.tiers, pool=self.engine.transport.pool,
             )  # fmt: skip
 
+    @property
+    def reads_inputs(self) -> bool:
+        """Whether this process reads the inputs of a batch; else they may be on the meta device."""
+        return 0 in self.stages
+
+    @property
+    def reads_targets(self) -> bool:
+        """Whether this process reads the targets of a batch; else they may be on the meta device."""
+        return self.plan.num_stages - 1 in self.stages or self.weight is not None
+
     def near(self) -> contextlib.AbstractContextManager[None]:
         """The block, between steps, in which parameters whose tier is not the device are in memory.
 

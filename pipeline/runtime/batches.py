@@ -5,7 +5,7 @@ into fresh memory, in the plain loop too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -49,6 +49,10 @@ def micro_batches(
     kept = list(whole) or [False] * len(inputs)
     several = [*(x for x, all_of in zip(inputs, kept, strict=True) if not all_of), *tensors]
     _refuse_unsplit(leaves, (*inputs, *tensors), samples=len(several[0]) if several[0].dim() else 0)
+    if first is not None:
+        _refuse_unread("inputs", inputs)
+    if last is not None or weight is not None:
+        _refuse_unread("targets", tensors)
     lengths = {x.shape[0] if x.dim() else None for x in several}
     if len(lengths) != 1 or not (length := lengths.pop()):
         found = sorted({str(tuple(x.shape)) for x in several})
@@ -91,7 +95,8 @@ def _refuse_unsplit(targets: Sequence[Any], tensors: Sequence[torch.Tensor], *, 
             f"{'a list of numbers' if numbers else 'an array'}; give torch.as_tensor(targets)"
         )
     for tensor in tensors:
-        if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type not in KINDS:
+        known = tensor.device.type in KINDS or tensor.is_meta
+        if tensor.layout != torch.strided or tensor.is_nested or not known:
             kind = "nested" if tensor.is_nested else str(tensor.layout)
             raise PlanError(
                 f"inputs and targets are dense tensors on the CPU or a GPU, found a {kind} one on "
@@ -102,6 +107,15 @@ def _refuse_unsplit(targets: Sequence[Any], tensors: Sequence[torch.Tensor], *, 
                 "a pipeline gives gradients of parameters, not of a batch, found inputs or targets that "
                 "require one; give tensor.detach()"
             )
+
+
+def _refuse_unread(what: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse what has no memory where somebody reads it."""
+    if any(tensor.is_meta for tensor in tensors):
+        raise PlanError(
+            f"the {what} of a batch are read on this rank, found some on the meta device; ask "
+            f"pipe.reads_{what} before they are left out"
+        )
 
 
 def _weight(weight: Callable[[Any], float], targets: Any) -> float:

@@ -40,8 +40,8 @@ STATE = "load the same state on every rank"
 class Fact:
     """``what`` is ``value``; where ranks differ in it, ``remedy`` says what to do.
 
-    ``among``: the kind of device of this rank, where ranks on another kind may well differ in it; "" for what
-    all have alike."""
+    ``among``: the kind of device of this rank, where ranks on another kind may well differ in it, or what of
+    a batch it reads; "" for what all have alike."""
 
     what: str
     value: str
@@ -176,8 +176,12 @@ def of_batch(inputs: Sequence[torch.Tensor], names: Iterable[str], targets: Any)
     given += [(f"targets{keystr(path)}", leaf) for path, leaf in tree_flatten_with_path(targets)[0]]
     tensors = [(what, item) for what, item in given if isinstance(item, torch.Tensor)]
     forms = {what: _form(item) if isinstance(item, torch.Tensor) else _shown(item) for what, item in given}
-    forms |= {f"checksum of the {what}": _checksum(item) for what, item in tensors}
-    return [Fact(f"the {what} of the batch", text, BATCHES) for what, text in forms.items()]
+    facts = [Fact(f"the {what} of the batch", text, BATCHES) for what, text in forms.items()]
+    return facts + [
+        Fact(f"the checksum of the {what} of the batch", _checksum(item), BATCHES, among=f"reads {what}")
+        for what, item in tensors
+        if not item.is_meta
+    ]
 
 
 def of_state(state: Any) -> list[Fact]:

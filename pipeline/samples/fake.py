@@ -30,6 +30,8 @@ class Noise:
     shape: tuple[int, int, int]
     seed: int
 
+    at_hand = True  # for measuring what else a step takes
+
     def __len__(self) -> int:
         return self.num_samples
 

@@ -5,7 +5,7 @@ its ``collate_fn`` are used and nothing else; what is not used is said."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 
 from ...compression.errors import ConfigError
+from .reading import Place, Reading, unreadable
 from .samples import Description, Samples
 
 LABELS = "labels"
@@ -49,7 +50,42 @@ class Collated:
 
     def batch(self, indices: Tensor) -> tuple[Any, Any]:
         """Return inputs and targets of the samples with these numbers."""
-        return pair(self.collate([self.dataset[index] for index in indices.tolist()]))
+        numbers = indices.tolist()
+        if several := getattr(self.dataset, "__getitems__", None):  # as torch's own loader asks
+            return pair(self.collate(several(numbers)))
+        return pair(self.collate([self.dataset[index] for index in numbers]))
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether the samples are tensors in memory."""
+        return isinstance(self.dataset, TensorDataset)
+
+    def path(self, index: int) -> str:
+        """Return the file of a sample, where its data set tells it as torchvision's do; else nothing."""
+        listed = getattr(self.dataset, "samples", None)
+        known = isinstance(listed, Sequence) and index < len(listed) and isinstance(listed[index], tuple)
+        return str(listed[index][0]) if known and listed else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streamed:
+    """One split: an iterable data set, which alone knows the order of its samples."""
+
+    dataset: Any
+    put: Callable[[list[Any]], Any]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def stream(self, epoch: int) -> Iterator[Any]:
+        """Begin an epoch anew, by ``set_epoch`` where the data set has that."""
+        if set_epoch := getattr(self.dataset, "set_epoch", None):
+            set_epoch(epoch)
+        return iter(self.dataset)
+
+    def collate(self, samples: list[Any]) -> tuple[Any, Any]:
+        """Return inputs and targets of a batch of samples."""
+        return pair(self.put(samples))
 
 
 def samples_of(made: object, *, target: str, batch_size: int | None) -> Samples:
@@ -106,17 +142,17 @@ def _is_split(part: object) -> bool:
     )
 
 
-def _table(part: Any, *, target: str, name: str) -> Collated:
+def _table(part: Any, *, target: str, name: str) -> Collated | Streamed:
     dataset = part.dataset if isinstance(part, DataLoader) else part
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    if not hasattr(dataset, "__len__"):
         raise ConfigError(
-            f"data._target_={target} returns a {type(dataset).__name__} to {name}, which knows no numbers of "
-            "samples: every rank asks for the same ones by number; return a map-style Dataset, with __len__ "
-            "and __getitem__"
+            f"data._target_={target} returns a {type(dataset).__name__} to {name}, which does not tell "
+            "how many samples an epoch has, and a run must know its steps; give it __len__, or return a "
+            "map-style Dataset, with __len__ and __getitem__"
         )
-    table = Collated(
-        dataset=dataset, collate=_collate(part) if isinstance(part, DataLoader) else default_collate
-    )
+    put = _collate(part) if isinstance(part, DataLoader) else default_collate
+    streams = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    table = Streamed(dataset=dataset, put=put) if streams else Collated(dataset=dataset, collate=put)
     if not len(table):
         raise ConfigError(f"data._target_={target} returns no samples to {name}; check where it looks")
     return table
@@ -147,8 +183,12 @@ def _unused(part: object, batch_size: int | None) -> str:
     return "; ".join(said)
 
 
-def _described(table: Collated) -> Description:
-    inputs, _ = table.batch(torch.tensor([0]))
+def _described(table: Collated | Streamed) -> Description:
+    reading = Reading(tables={"train": table}, batch_size=1, seed=0, shuffled=())
+    read = reading[Place("train", 0, 0)]
+    if read.batch is None:
+        raise unreadable(read.broken)
+    inputs, _ = read.batch
     first = inputs[0] if isinstance(inputs, tuple) else inputs
     if isinstance(first, Mapping):
         first = next(iter(first.values()), None)

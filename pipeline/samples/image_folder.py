@@ -4,6 +4,7 @@ Files are listed once and decoded when asked for, so a data set may be larger th
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import ConfigError
+from ...stages.meta_watch import META
 from . import sources
 from .options import check_image, check_known
 from .samples import Description, Samples
@@ -37,20 +39,51 @@ class Files:
         return len(self.folder)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        path, target = self.folder.samples[index]
-        return self._read(path), torch.tensor(target)
+        return self.decode(index, self.read(index)), torch.tensor(self.folder.targets[index])
 
-    def _read(self, path: str) -> Tensor:
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return float32 images (batch, channels, size, size) and their int64 classes."""
+        return self.inputs_of(indices), self.targets_of(indices)
+
+    def inputs_of(self, indices: Tensor) -> Tensor:
+        """Return the images of ``batch``."""
+        return torch.stack([self.decode(index, self.read(index)) for index in indices.tolist()])
+
+    def targets_of(self, indices: Tensor) -> Tensor:
+        """Return their classes, for which no file is opened."""
+        return torch.tensor([self.folder.targets[index] for index in indices.tolist()])
+
+    def form(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return a batch of so many images without memory."""
+        shape = (number, self.channels, self.size, self.size)
+        return torch.empty(shape, device=META), torch.empty(number, dtype=torch.int64, device=META)
+
+    def path(self, index: int) -> str:
+        """Return the file of an image."""
+        return self.folder.samples[index][0]
+
+    def read(self, index: int) -> bytes:
+        """Return the bytes of an image's file.
+
+        Raises: ConfigError: it cannot be read."""
+        try:
+            return Path(self.path(index)).read_bytes()
+        except OSError as error:
+            raise _no_image(self.path(index), error) from error
+
+    def decode(self, index: int, data: bytes) -> Tensor:
+        """Return the image that ``read`` found, resized and normalised.
+
+        Raises: ConfigError: it is none."""
         import numpy as np
         from PIL import Image
 
         try:
-            with Image.open(path) as file:
+            with Image.open(io.BytesIO(data)) as file:
                 image = file.convert("RGB" if self.channels == 3 else "L")
                 image = image.resize((self.size, self.size), Image.Resampling.BILINEAR)
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"{path} is not an image that can be read ({reason}); remove it") from error
+            raise _no_image(self.path(index), error) from error
         pixels = torch.from_numpy(np.array(image)).view(self.size, self.size, self.channels)
         colour = self.channels == 3
         mean = torch.tensor(MEAN if colour else [_GREY_MEAN]).view(-1, 1, 1)
@@ -78,6 +111,11 @@ def load(*, root: str, size: int = 64, channels: int = 3) -> Samples:
         test=Files(folder=test, size=size, channels=channels),
         describe=Description(num_classes=len(train.classes), input_shape=(channels, size, size)),
     )
+
+
+def _no_image(path: str, error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split())
+    return ConfigError(f"{path} is not an image that can be read ({reason}); remove it")
 
 
 def _listed(folder: Path, *, root: str) -> ImageFolder:

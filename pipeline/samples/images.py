@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...stages.meta_watch import META
 from .options import check_image
 
 
@@ -34,6 +36,8 @@ class Images:
     mean: float
     deviation: float
 
+    at_hand = True
+
     def __post_init__(self) -> None:
         check_image(size=self.size, channels=self.channels)
 
@@ -45,7 +49,20 @@ class Images:
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return float32 images (batch, channels, size, size) and their int64 targets."""
-        return self.resized(self.pixels[indices]), self.targets[indices]
+        return self.inputs_of(indices), self.targets_of(indices)
+
+    def inputs_of(self, indices: Tensor) -> Tensor:
+        """Return the images of ``batch``."""
+        return self.resized(self.pixels[indices])
+
+    def targets_of(self, indices: Tensor) -> Tensor:
+        """Return the targets of ``batch``."""
+        return self.targets[indices]
+
+    def form(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return a batch of so many images without memory."""
+        shape = (number, self.channels, self.size, self.size)
+        return torch.empty(shape, device=META), self.targets.new_empty(number, device=META)
 
     def resized(self, pixels: Tensor) -> Tensor:
         """Return uint8 pixels (batch, height, width) as normalised inputs (batch, channels, size, size)."""

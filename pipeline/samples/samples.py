@@ -1,26 +1,17 @@
-"""Two splits of samples and an order of batches that depends on nothing but (seed, epoch).
-
-Every rank asks for the same batches and uses what it needs of them, so neither their order nor what a
-sample draws (a crop, a mix of two) may come from a generator that anything else touches: a run would depend
-on how it is cut, and on whether it was stopped in between.
-"""
+"""Two splits of samples and what a model must know of them, and their batches, read in this process."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
-import numpy as np
-import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from ...compression.errors import ConfigError
 from .options import check_count
+from .reading import Place, Reading, unreadable
+from .tables import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,23 +29,6 @@ class Description:
     vocabulary: str = ""
 
 
-class SampleTable(Protocol):
-    """One split: any map-style torch ``Dataset``; ``table[index]`` is (input, target)."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-@runtime_checkable
-class BatchTable(Protocol):
-    """One split that makes a whole batch at once, which is faster than collating single samples."""
-
-    def __len__(self) -> int: ...
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs and targets of the samples with these numbers (int64, one dimension)."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
     """The train and the test split; one's own are any two map-style torch data sets.
@@ -64,14 +38,14 @@ class Samples:
         notes: what a person is told of them when a run begins, a sentence each.
     """
 
-    train: SampleTable | BatchTable
-    test: SampleTable | BatchTable | None
+    train: Table
+    test: Table | None
     describe: Description
     notes: tuple[str, ...] = ()
 
     def num_samples(self, split: Literal["train", "test"]) -> int:
         """Return how many samples the split holds."""
-        return len(self._table(split))
+        return len(self.table(split))
 
     def num_batches(
         self, split: Literal["train", "test"], *, batch_size: int, drop_last: bool | None = None
@@ -101,61 +75,35 @@ class Samples:
         shuffle: bool | None = None,
         drop_last: bool | None = None,
         first: int = 0,
+        skips: bool = False,
     ) -> Iterator[tuple[Any, Tensor]]:
         """Yield (inputs, targets) batch after batch.
 
         Args:    shuffle, drop_last: None means yes for ``train`` and no for ``test``.
                  first: the number of the batch to begin with; those before it are not read.
+                 skips: samples that cannot be read are left out.
         Yields:  inputs (batch, *input_shape), float32 images or int64 text, of one's own also a tuple or a
                  dict of tensors; targets int64, (batch,) or (batch, length).
         Raises:  ConfigError: the split holds no batch of this size.
         """
         num_batches = self.num_batches(split, batch_size=batch_size, drop_last=drop_last)
-        table = self._table(split)
         shuffled = split == "train" if shuffle is None else shuffle
-        order = _order(len(table), seed=seed, epoch=epoch) if shuffled else torch.arange(len(table))
-        for number, indices in enumerate(order.split(batch_size)[first:num_batches], start=first):
-            with _drawing(_number(f"{seed}/{epoch}/{split} {number}")):
-                batch = _batch(table, indices)
+        tables = {split: self.table(split)}
+        options: Any = {"seed": seed, "shuffled": (split,) * shuffled, "skips": skips}
+        reading = Reading(tables=tables, batch_size=batch_size, **options)
+        for number in range(first, num_batches):
+            batch, broken, _ = reading[Place(split, epoch, number)]
+            if batch is None:
+                raise unreadable(broken)
             yield batch
 
-    def _table(self, split: str) -> SampleTable | BatchTable:
+    def table(self, split: str) -> Table:
+        """Return the split of this name.
+
+        Raises: ConfigError: there is none."""
         if split not in ("train", "test"):
             raise ConfigError(f"{split!r} is not a split; known are train, test")
         table = self.train if split == "train" else self.test
         if table is None:
             raise ConfigError("there are no samples to test on; return (train, test) from data._target_")
         return table
-
-
-def _order(num_samples: int, *, seed: int, epoch: int) -> Tensor:
-    """Return a permutation from a generator of its own."""
-    own = torch.Generator().manual_seed(_number(f"{seed}/{epoch}/samples"))
-    return torch.randperm(num_samples, generator=own)
-
-
-@contextlib.contextmanager
-def _drawing(number: int) -> Iterator[None]:
-    """Begin the generators that everybody draws from at ``number``, and leave them as they were."""
-    before = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-    torch.default_generator.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
-
-
-def _number(name: str) -> int:
-    """Return 64 bits that belong to ``name``."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-
-
-def _batch(table: SampleTable | BatchTable, indices: Tensor) -> tuple[Any, Tensor]:
-    if isinstance(table, BatchTable):
-        return table.batch(indices)
-    inputs, targets = default_collate([table[index] for index in indices.tolist()])
-    return inputs, targets

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import ConfigError
+from ...stages.meta_watch import META
 from . import sources
 from .options import check_count
 from .samples import Description, Samples
@@ -30,13 +31,27 @@ class Windows:
     numbers: Tensor
     length: int
 
+    at_hand = True
+
     def __len__(self) -> int:
         return max(len(self.numbers) - 1, 0) // self.length
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, both int64 (batch, length)."""
-        at = indices.unsqueeze(1) * self.length + torch.arange(self.length)
-        return self.numbers[at], self.numbers[at + 1]
+        return self.inputs_of(indices), self.targets_of(indices)
+
+    def inputs_of(self, indices: Tensor) -> Tensor:
+        """Return the characters of ``batch``."""
+        return self.numbers[indices.unsqueeze(1) * self.length + torch.arange(self.length)]
+
+    def targets_of(self, indices: Tensor) -> Tensor:
+        """Return those that come next."""
+        return self.numbers[indices.unsqueeze(1) * self.length + torch.arange(1, self.length + 1)]
+
+    def form(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return a batch of so many samples without memory."""
+        both = self.numbers.new_empty((number, self.length), device=META)
+        return both, both
 
 
 def load(*, path: str | None = None, length: int = 64) -> Samples:

@@ -107,7 +107,8 @@ def train_one(config: BenchConvergenceConfig, run: tuple[str, str, int]) -> dict
     for number, batch in enumerate(itertools.islice(endless, num_steps), start=1):
         pipe.step(*batch)
         if number in stops:
-            result = evaluate(pipe, plan, job, tested)  # finishes what is in flight first
+            batches = tested.batches("test", batch_size=config.batch_size)
+            result = evaluate(pipe, plan, job, batches)  # finishes what is in flight first
             for key, value in {"samples": number * config.batch_size, **result}.items():
                 found[key].append(value)
     return {**facts, "seconds": time.monotonic() - began, **found}

@@ -9,7 +9,7 @@ from reports import PLAN, report
 from rich.console import Console
 
 from penstock import PlanError
-from penstock.pipeline.run import console
+from penstock.pipeline.run import closing, console
 from penstock.pipeline.run.metrics import Totals, summarise
 
 
@@ -44,7 +44,7 @@ def test_the_closing_table(tmp_path, monkeypatch):
         "stage rank compute bubble counted resident activations raw -> sent gradients raw -> sent".split(),
         "0 0 0.8 s 20% 5 KiB 9 KiB 200 B -> 80 B (2.50x) -".split(),
         "1 1 0.4 s 60% 3 KiB 8 KiB - 160 B -> 120 B (1.33x)".split(),
-        *[line.split() for line in console.KEY],
+        *[line.split() for line in closing.KEY],
         "sent between stages: 360 B -> 200 B (1.80x)".split(),
         "2 steps, 16 samples in 0:01: 16 samples/s, ranks=2 threads=1, last loss 1.5000".split(),
         "test accuracy 96.53%, test loss 0.1234".split(),
@@ -69,7 +69,7 @@ def test_the_table_fits_a_terminal_of_80_columns_and_a_log(columns):
     assert all(len(line) <= columns for line in table)
     assert not any("…" in line for line in table)
     assert table[1].endswith("49.5 GiB (1.00x)")
-    assert all(len(line) <= 110 for line in console.KEY)
+    assert all(len(line) <= 110 for line in closing.KEY)
 
 
 def test_the_most_memory_of_a_gpu_stands_beside_the_rest_in_a_log():
@@ -104,7 +104,7 @@ def test_what_nobody_counted_is_a_dash():
 
 
 def test_one_stage_sends_nothing_and_a_lost_loss_is_said():
-    lines = console.totals(summary(bytes_raw=0, bytes_sent=0, loss=None))
+    lines = closing.totals(summary(bytes_raw=0, bytes_sent=0, loss=None))
     assert len(lines) == 2
     assert "last loss no number" in lines[0]
 
@@ -156,26 +156,26 @@ def test_an_error_is_one_line_on_standard_error(capsys):
     ("seconds", "shown"), [(0.4, "0:00"), (59.6, "1:00"), (65, "1:05"), (3605, "1:00:05")]
 )
 def test_clock(seconds, shown):
-    assert console.clock(seconds) == shown
+    assert closing.clock(seconds) == shown
 
 
 def test_a_run_too_short_for_a_choice_says_so():
     said = "codec=auto: the run ended before a choice was made"
-    assert said in console.totals(summary(codec="auto"))
-    assert said not in console.totals(summary(codec="auto", bytes_raw=0, bytes_sent=0))
-    assert said not in console.totals(summary())
+    assert said in closing.totals(summary(codec="auto"))
+    assert said not in closing.totals(summary(codec="auto", bytes_raw=0, bytes_sent=0))
+    assert said not in closing.totals(summary())
 
 
 def test_a_lossy_codec_is_called_lossy():
-    lines = console.totals(summary(codec="int8"))
+    lines = closing.totals(summary(codec="int8"))
     assert any(line.startswith("sent between stages by int8 (lossy), so not with the bits") for line in lines)
-    assert not any("lossy" in line for line in console.totals(summary(codec="auto")))
+    assert not any("lossy" in line for line in closing.totals(summary(codec="auto")))
 
 
 def test_the_codecs_that_were_chosen_and_those_switched_off_are_said():
     flow = {"value": "relu", "way": "F", "source": 0, "target": 1, "bytes_raw": 9, "bytes_sent": 5}
     turn = {"name": "by price", "extra": 0, "predicted": 0.5, "measured": 0.512, "stayed": True}
-    lines = console.totals(
+    lines = closing.totals(
         summary(
             codec="auto",
             flows=[flow | {"codec": "exponent"}, flow | {"way": "B", "codec": "raw", "bytes_raw": 8}],
@@ -194,5 +194,5 @@ def test_the_codecs_that_were_chosen_and_those_switched_off_are_said():
 
 def test_what_flies_besides_is_said_for_a_codec_that_was_asked_for():
     turn = {"name": "by price", "extra": 1, "predicted": 0.5, "measured": 0.512, "stayed": True}
-    lines = console.totals(summary(codec="raw", turns=[turn]))
+    lines = closing.totals(summary(codec="raw", turns=[turn]))
     assert "extra_in_flight=auto: by price, +1 in flight: 0.512 s a step (predicted 0.500)" in lines

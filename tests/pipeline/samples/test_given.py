@@ -245,12 +245,31 @@ class Counted(Streamed):
         return 10
 
 
-@pytest.mark.parametrize("made", [Streamed(), Counted(), DataLoader(Streamed()), (table(), Streamed())])
-def test_a_stream_of_samples_is_refused(made):
-    with pytest.raises(
-        ConfigError, match=r"a (Streamed|Counted) to (train|test), which knows no numbers of samples"
-    ):
+@pytest.mark.parametrize("made", [Streamed(), DataLoader(Streamed()), (table(), Streamed())])
+def test_a_stream_of_unknown_length_is_refused(made):
+    with pytest.raises(ConfigError, match=r"a Streamed to (train|test), which does not tell how many"):
         given(made)
+
+
+def test_a_stream_keeps_its_order_in_every_epoch_and_from_any_batch_on():
+    samples = given((Counted(), Counted()))
+    inputs, targets = table().tensors
+    for split in ("train", "test"):
+        for epoch in (0, 1):
+            found = list(samples.batches(split, batch_size=4, epoch=epoch, drop_last=False))
+            assert torch.equal(torch.cat([batch for batch, _ in found]), inputs[:10])
+            assert torch.equal(torch.cat([batch for _, batch in found]), targets[:10])
+    (late,) = samples.batches("train", batch_size=4, first=1)
+    assert torch.equal(late[0], inputs[4:8])
+
+
+def test_a_stream_that_ends_ahead_of_its_length_is_named():
+    class Short(Counted):
+        def __len__(self) -> int:
+            return 1000
+
+    with pytest.raises(ConfigError, match="its stream ended ahead of it, though its length is 1000"):
+        list(given(Short()).batches("train", batch_size=20))
 
 
 @pytest.mark.parametrize(

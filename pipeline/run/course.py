@@ -1,0 +1,83 @@
+"""The course of a run: the batches of each epoch that are left, the test behind them, and what loads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ...compression.names import AUTO
+from ...conf.schema import TrainConfig
+from ..pipeline import Pipeline
+from ..ranks.launch import cores
+from ..samples.loader import Loader, workers_of
+from ..samples.reading import Needs, Place, Reading
+from ..samples.samples import Samples
+from ..samples.tables import PartTable
+from .resume import position
+from .run_length import count_steps, steps_of_an_epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """Where a run begins and ends.
+
+    Args:    done: steps that it has behind it, of ``steps``; ``steps_of_an_epoch``; ``tests``: batches of the
+             test split."""
+
+    epochs: int
+    steps: int
+    steps_of_an_epoch: int
+    tests: int
+    done: int = 0
+
+    def __iter__(self) -> Iterator[Place]:
+        for epoch, numbers in self.by_epoch():
+            yield from (Place("train", epoch, number) for number in numbers)
+            yield from self.test()
+
+    def by_epoch(self) -> Iterator[tuple[int, range]]:
+        """Yield each epoch that has a step or its test to come, and the numbers of its batches."""
+        (begin, done), left = position(self.done, self.steps_of_an_epoch), self.steps - self.done
+        for epoch in range(begin, self.epochs):
+            number = max(0, min(left, self.steps_of_an_epoch - done))
+            yield epoch, range(done, done + number)
+            left, done = left - number, 0
+            if left <= 0:
+                break
+
+    def test(self) -> list[Place]:
+        """The batches of a test."""
+        return [Place("test", 0, number) for number in range(self.tests)]
+
+
+def course(config: TrainConfig, samples: Samples, *, done: int) -> Course:
+    """Return what is left of a run that has ``done`` so many steps."""
+    return Course(
+        epochs=config.epochs,
+        steps=count_steps(config, samples),
+        steps_of_an_epoch=steps_of_an_epoch(config, samples),
+        tests=0 if samples.test is None else math.ceil(samples.num_samples("test") / config.batch_size),
+        done=done,
+    )
+
+
+def loader(
+    config: TrainConfig, samples: Samples, pipe: Pipeline, ahead: Course, *, tell: Callable[[str], None]
+) -> Loader:
+    """Return what loads the batches of ``ahead`` on this rank, as far as it computes with them.
+
+    Where samples may be left out every rank reads all, to leave out the same ones."""
+    skips = bool(config.data.get("skip_broken", False))
+    needs = Needs(inputs=skips or pipe.reads_inputs, targets=skips or pipe.reads_targets)
+    tables = {"train": samples.train} | ({} if samples.test is None else {"test": samples.test})
+    read = [table for table in tables.values() if needs.inputs or not isinstance(table, PartTable)]
+    spare = cores() // config.local_ranks - (config.threads or 1)
+    asked = config.data.get("workers", AUTO)
+    return Loader(
+        Reading(tables=tables, batch_size=config.batch_size, seed=config.seed, needs=needs, skips=skips),
+        ahead,
+        workers=workers_of(asked, read, cores=spare) if read else 0,
+        pinned=pipe.world.device.is_gpu and needs.inputs,
+        tell=tell,
+    )

@@ -1,0 +1,143 @@
+"""Batches of a run in the order in which it will ask for them, loaded ahead by processes of their own.
+
+One stream of batches serves a whole run, its tests included: processes start once, and go on loading the next
+epoch while the last one is tested. Waiting for it is told as seconds of the data."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
+
+from ...compression.errors import PenstockError
+from .reading import Place, Read, Reading, unreadable
+from .tables import StreamTable, Table
+
+AHEAD = 2  # batches that each process loads ahead
+MOST_WORKERS = 4  # processes that ``auto`` starts
+TOLD = 3  # samples left out that are told one by one
+
+
+def workers_of(asked: int | str, tables: Iterable[Table], *, cores: int) -> int:
+    """How many processes load: of "auto" as many as there are ``cores`` to spare, one at least, and none
+    where samples are at hand.
+
+    A stream has one, since nobody else knows its order."""
+    tables = list(tables)
+    if asked == "auto":
+        asked = 0 if all(at_hand(table) for table in tables) else max(1, min(MOST_WORKERS, cores))
+    return min(1, int(asked)) if any(isinstance(table, StreamTable) for table in tables) else int(asked)
+
+
+def at_hand(table: Table) -> bool:
+    """Whether reading is not worth a process of its own."""
+    return bool(getattr(table, "at_hand", False))
+
+
+class Loader:
+    """``take`` the batches that ``places`` name, in that order.
+
+    Attributes: waited: seconds for which whoever asked had to wait.
+                broken: how many samples were left out so far."""
+
+    def __init__(
+        self,
+        reading: Reading,
+        places: Iterable[Place],
+        *,
+        workers: int = 0,
+        pinned: bool = False,
+        start: str | None = None,
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        """Begin to load.
+
+        Args:    places: may be gone through twice. workers: processes that load; 0: whoever asks loads.
+                 pinned: batches lie in memory that a GPU fetches from by itself.
+                 start: how processes begin ("fork", "spawn", "forkserver"); None: as torch does here.
+                 tell: is told of samples that are left out."""
+        self.workers, self.waited, self.broken = workers, 0.0, 0
+        self._tell, self._expected = tell, iter(places)
+        ahead = {"prefetch_factor": AHEAD, "multiprocessing_context": start} if workers else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there are more processes than cores: so it was asked
+            loads = DataLoader(
+                reading,  # pyright: ignore[reportArgumentType]  (asked by places, and of no length)
+                batch_size=None,
+                sampler=places,
+                num_workers=workers,
+                collate_fn=_as_it_is,  # pyright: ignore[reportArgumentType]
+                pin_memory=pinned,
+                worker_init_fn=_begin,
+                generator=torch.Generator(),  # else a seed for the processes is drawn from everybody's
+                **ahead,
+            )
+            self._batches: Iterator[Read] = iter(loads)
+        _ask_for_deaths(self._batches)
+
+    def take(self, place: Place) -> tuple[Any, Any]:
+        """Return the next batch, which is that of ``place``.
+
+        Raises: ConfigError: a sample of it cannot be read, and none is to be left out."""
+        assert next(self._expected) == place, f"{place} is not next"
+        began = time.perf_counter()
+        try:
+            read = next(self._batches)
+        except RuntimeError as error:
+            raise _lost(error) from error
+        self.waited += time.perf_counter() - began
+        if read.batch is None:
+            raise unreadable(read.broken)
+        for one in read.broken:
+            self.broken += 1
+            if self.broken <= TOLD:
+                self._tell(f"left out: {one}" + "; others are only counted" * (self.broken == TOLD))
+        return read.batch
+
+    @property
+    def told(self) -> dict[str, float]:
+        """What a run tells of it."""
+        return {"workers": self.workers, "waited_seconds": self.waited, "left_out": self.broken}
+
+    def close(self) -> None:
+        """End the processes."""
+        self._batches = iter(())  # torch ends them with the iterator of which nobody knows
+
+
+def _begin(_: int) -> None:
+    """A process that loads: signals are for whoever started it, and ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _ask_for_deaths(batches: Any) -> None:
+    """Have torch tell of a process that died when a batch is asked for, not in the middle of anything else.
+
+    Its handler of SIGCHLD raises wherever this process happens to be, in a step as well."""
+    with contextlib.suppress(AttributeError):  # one without processes, or of another torch
+        if batches._worker_pids_set:
+            signal_handling._remove_worker_pids(id(batches))  # pyright: ignore[reportPrivateImportUsage]
+            batches._worker_pids_set = False
+
+
+def _as_it_is(read: Read) -> Read:
+    return read
+
+
+def _lost(error: RuntimeError) -> Exception:
+    """What to say of a process that is gone."""
+    told = " ".join(str(error).split())
+    if "DataLoader worker" not in told:
+        return error
+    return PenstockError(
+        f"a process that loads samples was lost ({told}); look whether the machine is out of memory, and "
+        "lower data.workers, 0 loads without processes"
+    )

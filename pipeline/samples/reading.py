@@ -1,0 +1,203 @@
+"""One batch of a run, read by its place in the order: the same bytes in whatever process, by one thread.
+
+The order belongs to (seed, epoch), and what a sample draws (a crop, a mix of two) to the batch: neither may
+come from a generator that anything else touches, or a run would depend on how it is cut, on how many
+processes load for it, and on whether it was stopped in between."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...compression.errors import ConfigError, PenstockError
+from .tables import BatchTable, PartTable, SampleTable, StreamTable, Table, batch_of
+
+
+class Place(NamedTuple):
+    """A batch of a run: batch ``number`` of the ``split`` in this epoch."""
+
+    split: str
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What of a batch a rank computes with; the rest may come without memory, on the meta device."""
+
+    inputs: bool = True
+    targets: bool = True
+
+
+class Broken(NamedTuple):
+    """A sample that could not be read: where, and what its table raised."""
+
+    split: str
+    sample: int
+    path: str
+    reason: str
+    traceback: str
+
+    def __str__(self) -> str:
+        where = f" ({self.path})" if self.path and self.path not in self.reason else ""
+        return f"{self.split} sample {self.sample}{where} cannot be read: {self.reason}"
+
+
+class Read(NamedTuple):
+    """A batch (None: nothing of it can be read), what was left out of it, and the seconds it took."""
+
+    batch: tuple[Any, Any] | None
+    broken: tuple[Broken, ...]
+    seconds: float
+
+
+@dataclass(kw_only=True)
+class Reading:
+    """Reads batches by ``Place``; travels to the processes that load ahead, where it goes on by itself.
+
+    Args:    tables: by the name of the split; ``shuffled``: the splits whose order is drawn.
+             skips: whether samples that cannot be read are left out of their batch."""
+
+    tables: dict[str, Table]
+    batch_size: int
+    seed: int
+    shuffled: tuple[str, ...] = ("train",)
+    needs: Needs = Needs()
+    skips: bool = False
+    _orders: dict[tuple[str, int], Tensor] = field(default_factory=dict, repr=False)
+    _streams: dict[str, tuple[int, int, Iterator[Any]]] = field(default_factory=dict, repr=False)
+
+    def __getitem__(self, place: Place) -> Read:
+        began = time.perf_counter()
+        table = self.tables[place.split]
+        if isinstance(table, StreamTable):
+            batch, broken = self._next(table, place)
+        else:
+            indices = self.order(place.split, place.epoch).split(self.batch_size)[place.number]
+            batch, broken = self._read(table, indices, place)
+        return Read(batch, broken, time.perf_counter() - began)
+
+    def order(self, split: str, epoch: int) -> Tensor:
+        """Return the samples of an epoch in their order, int64."""
+        key = split, epoch if split in self.shuffled else 0
+        if key not in self._orders:
+            for old in [one for one in self._orders if one[0] == split]:
+                del self._orders[old]
+            number = len(self.tables[split])
+            drawn = split in self.shuffled
+            self._orders[key] = (
+                order_of(number, seed=self.seed, epoch=epoch) if drawn else torch.arange(number)
+            )
+        return self._orders[key]
+
+    def _read(
+        self, table: SampleTable | BatchTable, indices: Tensor, place: Place
+    ) -> tuple[tuple[Any, Any] | None, tuple[Broken, ...]]:
+        try:
+            return self._parts(table, indices, place), ()
+        except Exception as error:
+            broken = {i: found for i in indices.tolist() if (found := self._tried(table, i, place))}
+            if not broken:  # each by itself can be read: it is their batch that cannot be made
+                broken = {-1: _broken(error, table, place, int(indices[0]))}
+        left = indices[[i for i, index in enumerate(indices.tolist()) if index not in broken]]
+        if not self.skips or not len(left) or -1 in broken:
+            return None, tuple(broken.values())
+        return self._parts(table, left, place), tuple(broken.values())
+
+    def _parts(self, table: SampleTable | BatchTable, indices: Tensor, place: Place) -> tuple[Any, Any]:
+        needs = self.needs
+        with drawing(place, seed=self.seed):
+            if not isinstance(table, PartTable) or (needs.inputs and needs.targets):
+                return batch_of(table, indices)
+            inputs, targets = table.form(len(indices))
+            inputs = table.inputs_of(indices) if needs.inputs else inputs
+            return inputs, table.targets_of(indices) if needs.targets else targets
+
+    def _tried(self, table: SampleTable | BatchTable, index: int, place: Place) -> Broken | None:
+        try:
+            self._parts(table, torch.tensor([index]), place)
+        except Exception as error:
+            return _broken(error, table, place, index)
+        return None
+
+    def _next(self, table: StreamTable, place: Place) -> tuple[tuple[Any, Any] | None, tuple[Broken, ...]]:
+        """The next batch of a stream; one that lies further on, after those before it were read."""
+        epoch, number, samples = self._streams.pop(place.split, (-1, 0, iter(())))
+        batch = None
+        try:
+            if epoch != place.epoch or number > place.number:
+                with drawing(place._replace(number=0), seed=self.seed):
+                    number, samples = 0, table.stream(place.epoch)
+            for here in range(number, place.number + 1):
+                with drawing(place._replace(number=here), seed=self.seed):
+                    found = list(islice(samples, self.batch_size))
+                    batch = table.collate(found) if here == place.number and found else None
+        except Exception as error:
+            return None, (_broken(error, table, place, place.number * self.batch_size),)
+        self._streams[place.split] = place.epoch, place.number + 1, samples
+        if batch is None:
+            number = place.number * self.batch_size
+            short = ValueError(f"its stream ended ahead of it, though its length is {len(table)}")
+            return None, (_broken(short, table, place, number),)
+        return batch, ()
+
+
+def order_of(num_samples: int, *, seed: int, epoch: int) -> Tensor:
+    """Return a permutation from a generator of its own."""
+    own = torch.Generator().manual_seed(_number(f"{seed}/{epoch}/samples"))
+    return torch.randperm(num_samples, generator=own)
+
+
+@contextlib.contextmanager
+def drawing(place: Place, *, seed: int) -> Iterator[None]:
+    """Begin the generators that everybody draws from at a number of ``place``, and leave them as they were.
+
+    One thread computes, as in a process that loads ahead: another number of them may add in another order."""
+    number = _number(f"{seed}/{place.epoch}/{place.split} {place.number}")
+    before = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    threads = torch.get_num_threads()
+    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.default_generator.set_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
+
+
+def unreadable(broken: Sequence[Broken]) -> ConfigError:
+    """What ends a run that is not to leave samples out, or has nothing left of a batch."""
+    first, more = broken[0], f" ({len(broken) - 1} more of its batch)" if len(broken) > 1 else ""
+    error = ConfigError(
+        f"{first}{more}; mend or remove it, or leave such samples out by data.skip_broken=true"
+    )
+    error.add_note(first.traceback)
+    return error
+
+
+def _number(name: str) -> int:
+    """Return 64 bits that belong to ``name``."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def _broken(error: Exception, table: Table, place: Place, index: int) -> Broken:
+    told = " ".join(str(error).split())
+    reason = told if isinstance(error, PenstockError) else f"{type(error).__name__}: {told}"
+    path = getattr(table, "path", None)
+    lines = "".join(traceback.format_exception(error))
+    return Broken(place.split, index, str(path(index)) if path else "", reason, lines)

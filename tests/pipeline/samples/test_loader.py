@@ -1,0 +1,238 @@
+"""Batches that are loaded ahead: the same bytes in the same order by however many processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loading import NUMBER, Damaged, Deadly, Drawn, Slow, Stream, Where
+from PIL import Image
+from reference import same_bits
+from torch.utils.data import TensorDataset
+
+from penstock import ConfigError, PenstockError
+from penstock.pipeline.samples import image_folder
+from penstock.pipeline.samples.given import samples_of
+from penstock.pipeline.samples.loader import Loader, at_hand, workers_of
+from penstock.pipeline.samples.reading import Needs, Place, Reading
+from penstock.pipeline.samples.text import load as text
+
+PLACES = [
+    *(Place("train", 0, number) for number in range(5)),
+    *(Place("test", 0, number) for number in range(6)),
+    *(Place("train", 1, number) for number in range(5)),
+]
+
+
+def reading(table: Any, **options: Any) -> Reading:
+    made = samples_of((table, table), target="my.data", batch_size=None)
+    assert made.test is not None
+    return Reading(tables={"train": made.train, "test": made.test}, batch_size=4, seed=3, **options)
+
+
+def taken(reads: Reading, places: Iterable[Place] = PLACES, **options: Any) -> list[Any]:
+    loader = Loader(reads, places, **options)
+    try:
+        return [loader.take(place) for place in places]
+    finally:
+        loader.close()
+
+
+def tables_of(table: Any) -> list[Any]:
+    return list(reading(table).tables.values())
+
+
+def alike(ours: list[Any], theirs: list[Any]) -> bool:
+    pairs = zip(ours, theirs, strict=True)
+    return all(same_bits(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("table", [Drawn(), Stream()], ids=["drawn", "stream"])
+@pytest.mark.parametrize("workers", [1, 4])
+def test_the_bytes_and_the_order_are_those_of_no_process(table, workers):
+    plain = taken(reading(table))
+    assert len({float(inputs.sum()) for inputs, _ in plain}) == len(PLACES)
+    assert alike(
+        plain, taken(reading(table), workers=workers_of(workers, reading(table).tables.values(), cores=1))
+    )
+
+
+@pytest.mark.slow
+def test_the_bytes_are_those_of_a_process_that_is_spawned():
+    assert alike(taken(reading(Drawn())), taken(reading(Drawn()), workers=2, start="spawn"))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_threads_of_the_run_change_no_byte(threads):
+    one, before = taken(reading(Drawn())), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert alike(one, taken(reading(Drawn())))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("table", [Drawn(), Stream()], ids=["drawn", "stream"])
+def test_a_run_that_goes_on_gets_the_batches_it_would_have_had(table):
+    assert alike(taken(reading(table))[3:], taken(reading(table), PLACES[3:], workers=1))
+
+
+def test_nobody_elses_generator_moves():
+    for generator in (torch.manual_seed, random.seed, np.random.seed):
+        generator(7)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    taken(reading(Drawn()), workers=2)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+    assert before[2] == np.random.get_state()[1].tolist()  # type: ignore[index]
+
+
+def test_others_load_with_one_thread_each_and_end_with_the_loader():
+    loader = Loader(reading(Where()), PLACES, workers=2)
+    found = [loader.take(place) for place in PLACES]
+    readers = {int(pid) for inputs, _ in found for pid in inputs.flatten().tolist()}
+    assert len(readers) == 2
+    assert os.getpid() not in readers
+    assert {int(threads) for _, targets in found for threads in targets} == {1}
+    loader.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in readers)
+
+
+def test_waiting_is_counted_and_hides_behind_what_is_done_meanwhile():
+    waits = {}
+    for workers in (0, 2):
+        loader = Loader(reading(Slow()), PLACES, workers=workers)
+        loader.take(PLACES[0])
+        began = loader.waited
+        for place in PLACES[1:6]:
+            time.sleep(0.1)
+            loader.take(place)
+        waits[workers] = loader.waited - began
+        assert loader.told["waited_seconds"] == loader.waited
+        loader.close()
+    assert waits[0] > 0.15  # 19 samples of 10 ms
+    assert waits[2] < waits[0] / 2
+
+
+def test_what_is_out_of_place_is_a_mistake_of_ours():
+    loader = Loader(reading(Drawn()), PLACES)
+    with pytest.raises(AssertionError, match="is not next"):
+        loader.take(PLACES[1])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_cannot_be_read_is_named(workers):
+    with pytest.raises(ConfigError, match=r"^train sample 7 cannot be read: OSError: .*Input/output") as told:
+        taken(reading(Damaged(7)), workers=workers)
+    assert "data.skip_broken=true" in str(told.value)
+    assert "tests/support/loading.py" in told.value.__notes__[0]  # where, for who reads the traceback
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_cannot_be_read_are_left_out_if_asked(workers):
+    damaged, said = (2, 7, 8, 19), list[str]()
+    loader = Loader(reading(Damaged(*damaged), skips=True), PLACES, workers=workers, tell=said.append)
+    found = [loader.take(place) for place in PLACES]
+    loader.close()
+    whole = taken(reading(Damaged()))
+    for (_, left), (_, all_of) in zip(found, whole, strict=True):
+        assert left.tolist() == [number for number in all_of.tolist() if number not in damaged]
+    left_out = sum(number in damaged for _, all_of in whole for number in all_of.tolist())
+    assert loader.broken == loader.told["left_out"] == left_out
+    assert len(said) == 3
+    assert said[0].startswith("left out: train sample ")
+    assert said[2].endswith("; others are only counted")
+
+
+def test_a_batch_of_which_nothing_is_left_ends_the_run():
+    with pytest.raises(ConfigError, match=r"\(3 more of its batch\)"):
+        taken(reading(Damaged(4, 5, 6, 7), skips=True, shuffled=()))
+
+
+def test_a_batch_that_cannot_be_put_together_is_told_with_its_first_sample():
+    class Uneven(Damaged):
+        def __getitem__(self, index: int) -> Any:
+            return torch.ones(1 + index % 2), torch.tensor(index)
+
+    with pytest.raises(ConfigError, match=r"train sample 0 cannot be read: RuntimeError: stack expects"):
+        taken(reading(Uneven(), skips=True, shuffled=()))
+
+
+def test_a_process_that_is_killed_is_one_sentence():
+    with pytest.raises(PenstockError, match=r"a process that loads samples was lost .*lower data.workers"):
+        taken(reading(Deadly(), shuffled=()), workers=1)
+
+
+def images(root: Path) -> Any:
+    for split in ("train", "test"):
+        for name, colour in (("cats", 10), ("dogs", 200)):
+            (root / split / name).mkdir(parents=True)
+            for number in range(3):
+                image = Image.new("RGB", (5, 4), (colour, 7 * number, 30))
+                image.save(root / split / name / f"{number}.png")
+    return image_folder.load(root=str(root), size=4)
+
+
+def test_a_rank_reads_only_what_it_computes_with(tmp_path):
+    texts = Path(tmp_path / "text")
+    texts.write_text("penstock " * 40)
+    for samples in (images(tmp_path), text(path=str(texts), length=8)):
+        (whole,) = taken(parts(samples), [Place("train", 0, 0)])
+        for inputs, targets in ((True, False), (False, True), (False, False)):
+            needs = Needs(inputs=inputs, targets=targets)
+            (found,) = taken(parts(samples, needs=needs), [Place("train", 0, 0)])
+            for part, all_of, needed in zip(found, whole, (inputs, targets), strict=True):
+                assert part.is_meta != needed
+                assert (part.shape, part.dtype, part.stride()) == (
+                    all_of.shape,
+                    all_of.dtype,
+                    all_of.stride(),
+                )
+                assert part.is_meta or same_bits(part, all_of)
+
+
+def parts(samples: Any, **options: Any) -> Reading:
+    return Reading(tables={"train": samples.train}, batch_size=4, seed=0, **options)
+
+
+def test_who_needs_no_image_opens_none(tmp_path):
+    samples = images(tmp_path)
+    for file in tmp_path.rglob("*.png"):
+        file.unlink()
+    ((inputs, targets),) = taken(parts(samples, needs=Needs(inputs=False)), [Place("train", 0, 0)])
+    assert inputs.is_meta
+    assert sorted({*targets.tolist()}) == [0, 1]
+    with pytest.raises(ConfigError, match=r"train sample \d \(.*png\) cannot be read|png is not an image"):
+        taken(parts(samples), [Place("train", 0, 0)])
+
+
+@pytest.mark.parametrize(
+    ("asked", "table", "cores", "found"),
+    [
+        ("auto", TensorDataset(torch.ones(3, 1), torch.ones(3)), 8, 0),
+        ("auto", Damaged(), 8, 4),
+        ("auto", Damaged(), 3, 3),
+        ("auto", Damaged(), -1, 1),
+        ("auto", Stream(), 8, 1),
+        (0, Damaged(), 8, 0),
+        (6, Damaged(), 1, 6),
+        (6, Stream(), 1, 1),
+        (2, TensorDataset(torch.ones(3, 1), torch.ones(3)), 8, 2),
+    ],
+)
+def test_how_many_processes_load(asked, table, cores, found):
+    assert workers_of(asked, tables_of(table), cores=cores) == found
+
+
+def test_what_lies_in_memory_is_at_hand():
+    assert at_hand(reading(TensorDataset(torch.ones(3, 1), torch.ones(3))).tables["train"])
+    assert not at_hand(reading(Damaged()).tables["train"])
+    assert NUMBER == len(reading(Damaged()).tables["train"])

@@ -1,0 +1,88 @@
+"""Data sets that a loader is tried on; in a file of their own, since a process that is spawned imports it"""
+
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+NUMBER = 23
+
+
+class Drawn(Dataset):
+    """Draws from all the generators that people draw from, and adds up in an order of its own."""
+
+    def __len__(self):
+        return NUMBER
+
+    def __getitem__(self, index):
+        noise = torch.rand(3) * random.random() * float(np.random.rand())
+        many = torch.linspace(0, 1, 100_003) * (index + 1)
+        return noise + many.sum(), torch.tensor(index)
+
+
+class Stream(IterableDataset):
+    """Tells its epoch, and draws."""
+
+    epoch = -1
+
+    def __len__(self):
+        return NUMBER
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for index in range(NUMBER):
+            yield torch.rand(2) + 100 * self.epoch + index, torch.tensor(index)
+
+
+class Damaged(Dataset):
+    """Whose samples of some numbers cannot be read."""
+
+    def __init__(self, *damaged):
+        self.damaged = damaged
+
+    def __len__(self):
+        return NUMBER
+
+    def __getitem__(self, index):
+        if index in self.damaged:
+            raise OSError(5, "Input/output error")
+        return torch.tensor([float(index)]), torch.tensor(index)
+
+
+class Deadly(Dataset):
+    """Whose reader is killed at a sample."""
+
+    def __len__(self):
+        return NUMBER
+
+    def __getitem__(self, index):
+        if index == 11:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor([float(index)]), torch.tensor(index)
+
+
+class Slow(Dataset):
+    """Takes a moment for each sample."""
+
+    def __len__(self):
+        return NUMBER
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.tensor([float(index)]), torch.tensor(index)
+
+
+class Where(Dataset):
+    """Tells who reads."""
+
+    def __len__(self):
+        return NUMBER
+
+    def __getitem__(self, index):
+        return torch.tensor([float(os.getpid())]), torch.tensor(torch.get_num_threads())
