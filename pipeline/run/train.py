@@ -32,7 +32,7 @@ from ..ranks.world import World
 from ..samples.samples import Samples
 from . import build, console, early
 from .asked import Asked
-from .bare import is_bare, sources, writer
+from .bare import is_bare, sources
 from .checkpoints import Checkpoints
 from .decide import decide, disk_options, model_name, prepare
 from .epochs import loss, run_epochs
@@ -41,7 +41,7 @@ from .failed import traced
 from .loggers import Loggers
 from .machines import leading, run_led
 from .metrics import Metrics, summarise
-from .model_file import keeping
+from .model_file import keeping, writer
 from .restarts import persist
 from .resume import Source, resolve, take_over
 from .run_folder import RunFolder, config_of
