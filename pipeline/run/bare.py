@@ -51,8 +51,8 @@ def parameters_on_meta() -> Iterator[None]:
             param = known[param]
         plain(module, name, param)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
-        nn.Module.register_parameter = plain  # type: ignore[method-assign]
+        nn.Module.register_parameter = plain
