@@ -53,18 +53,16 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
                 )
     _check_schedule(config, () if given else program(config.program))
     check_name(config.codec)
+    memory = config.memory
     if given is None:  # else every stage has its own
-        memory = config.memory
         tiers = {"tier": memory.tier, "weights": memory.weights, "parameters": memory.parameters}
-        tiers = {name: tier for name, tier in tiers.items() if name == "weights" or tier != AUTO}
-        check_tiers(**{f"memory.{name}": tier for name, tier in tiers.items()})
+        check_tiers(**{f"memory.{n}": tier for n, tier in tiers.items() if n == "weights" or tier != AUTO})
     if config.link is not None:
         parse_rate(config.link)
-    memory = config.memory
     for name, size in {"memory.device": memory.device, "memory.host": memory.host}.items():
         if size is not None and (name == "memory.host" or share_of(size, name=name) is None):
             parse_bytes(size, name=name)
-    _check_disk(config.memory)
+    _check_disk(memory)
     _check_loading(config.data)
     for group in groups.groups():
         if (options := getattr(config, group, None)) is not None:

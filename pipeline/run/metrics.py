@@ -146,7 +146,7 @@ class Totals:
             alike = len(kept["stages"]) == len(self.stages)
             some = {name: kept[name] for name in kept if alike or name in OF_ALL_STAGES}
             vars(self).update(copy.deepcopy(some))
-            self.stages = [fresh | one for fresh, one in zip(fresh, self.stages, strict=True)]
+            self.stages = [zeros | one for zeros, one in zip(fresh, self.stages, strict=True)]
             self.busy = tuple(self.busy)
 
     def bubble(self, rank: int) -> float:

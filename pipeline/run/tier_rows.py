@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from ...stages.memory.tiers import NAMES
 from ...stages.units import show_bytes
 
 if TYPE_CHECKING:
@@ -14,21 +15,14 @@ if TYPE_CHECKING:
     from ...stages.planner.plan_stage import PlanStage
     from ..runtime.report import Report, StageReport
 
-TIERS = ("device", "packed", "host", "disk")
-OF_TIERS = tuple(f"{tier}_tier" for tier in TIERS)
+OF_TIERS = tuple(f"{tier}_tier" for tier in NAMES)
 
 
 def predicted_peaks(first: StageReport) -> dict[str, int]:
     """The most bytes of each tier in every later step, from the first one: what its end left there is on top
     of what it had."""
-    found = {tier: getattr(first, f"{tier}_tier") for tier in TIERS}
+    found = {tier: getattr(first, f"{tier}_tier") for tier in NAMES}
     return found | {"device": found["device"] + first.grew_bytes}
-
-
-def moves(plan: Plan) -> bool:
-    """Whether anything leaves a device, or has a limit to keep to."""
-    tiers = {tier for one in plan.stages for tier in (one.tier, one.weights_tier, one.parameters_tier)}
-    return plan.memory is not None or tiers != {"device"} or any(one.recompute for one in plan.stages)
 
 
 def tier_rows(
@@ -44,7 +38,7 @@ def tier_rows(
     for rank in sorted(set(ranks)):
         ours = [number for number, other in enumerate(ranks) if other == rank]
         first = totals[ours[0]]
-        for tier in TIERS:
+        for tier in NAMES:
             if not first[f"{tier}_tier"]:
                 continue
             row: dict[str, Any] = {"rank": rank, "tier": tier}
@@ -74,20 +68,28 @@ def _budget(plan: Plan, rank: int, ranks: Sequence[int]) -> int | None:
 
 
 def foretell(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None]:
-    """What says, once the first step is over, how much each tier will hold at most."""
+    """What says, once the first step is over, how much each tier will hold at most.
+
+    Nothing is said where ``tier_table`` would show nothing of that step."""
     told: list[bool] = []
 
     def see(report: Report) -> None:
-        if told or not moves(plan):
+        if told:
             return
         told.append(True)
-        ranks = {stage.rank: stage for stage in report.stages}
-        for rank, stage in sorted(ranks.items()):
-            peaks = predicted_peaks(stage)
-            held = ", ".join(f"{tier} {show_bytes(peaks[tier])}" for tier in TIERS if peaks[tier])
+        ranks = {stage.rank: predicted_peaks(stage) for stage in report.stages}
+        if not _tells((tier for peaks in ranks.values() for tier in peaks if peaks[tier]), plan.memory):
+            return
+        for rank, peaks in sorted(ranks.items()):
+            held = ", ".join(f"{tier} {show_bytes(peaks[tier])}" for tier in NAMES if peaks[tier])
             tell(f"rank {rank} will hold at most, by its first step: {held}")
 
     return see
+
+
+def _tells(tiers: Iterable[str], *budgets: int | None) -> bool:
+    """Whether there is more to tell of the ``tiers`` that hold anything than how full a device is."""
+    return any(budgets) or any(tier != "device" for tier in tiers)
 
 
 def tier_table(summary: Mapping[str, Any]) -> Table | None:
@@ -95,7 +97,7 @@ def tier_table(summary: Mapping[str, Any]) -> Table | None:
 
     None where nothing moves and nothing is limited."""
     rows = summary.get("tiers", [])
-    if not any(row["tier"] != "device" or row["budget_bytes"] for row in rows):
+    if not _tells((row["tier"] for row in rows), *(row["budget_bytes"] for row in rows)):
         return None
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("rank", "tier", "budget", "predicted", "held", "moved -> kept", "exposed", "held up"):

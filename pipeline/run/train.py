@@ -98,9 +98,9 @@ def _train(
         folder.save(config, plan)
         return plan
 
-    if plan.num_ranks == 1 and not config.max_restarts:
+    if plan.num_ranks == 1 and not config.max_restarts:  # the pipeline is there with one rank
         with traced(config, folder.errors):
-            train_rank(config, plan, folder, samples, pipe)  # type: ignore[arg-type]  # there with one rank
+            train_rank(config, plan, folder, samples, pipe)  # pyright: ignore[reportArgumentType]
     elif launched:
         del pipe  # this rank needs the memory
         run = {"folder": str(folder.path), "config": folder.config.read_text(), "plan": plan.to_json()}

@@ -13,14 +13,13 @@ from ..ranks.launch import cores
 from ..samples.samples import Samples
 from . import console
 from .asked import Asked
-from .bare import writer
 from .checkpoints import Checkpoints
 from .course import course, loader
 from .decide import model_name
 from .epochs import run_epochs
 from .loggers import Loggers
 from .metrics import Metrics, summarise
-from .model_file import keeping
+from .model_file import keeping, writer
 from .resume import take_over
 from .run_folder import RunFolder
 from .run_length import count_steps

@@ -108,9 +108,6 @@ def make_stages(
 
     Args:    memory: the thread that moves what their forwards save.
              stores: what all stores of this process are opened with."""
-    mirrors = {
-        index: mirror_of(index, own, model=model, plan=plan, steps=steps, stores=stores) for index in own.here
-    }
     return {
         index: Stage(
             index,
@@ -133,7 +130,7 @@ def make_stages(
             ),
             weights_first=plan.weights_first,
             recompute=plan.stages[index].recompute,
-            mirror=mirrors[index],
+            mirror=mirror_of(index, own, model=model, plan=plan, steps=steps, stores=stores),
             device=devices[index],
             guard=guard,
         )

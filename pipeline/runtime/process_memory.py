@@ -98,7 +98,7 @@ class Usage:
                     most[stage] = live[stage]
             elif op in "BW":
                 live[stage] -= 1
-        resident, kept, versions = self.resident.most(), 0, 0
+        resident, kept, fixed = self.resident.most(), 0, 0
         for stage, report in reports.items():
             planned = self.plan.stages[stage]
             left = planned.saved_bytes - (report.saved_raw - report.saved_kept) // max(1, forwards[stage])
@@ -107,13 +107,15 @@ class Usage:
             entered = self.plan.bytes_entering(stage)
             sizes = {"saved": planned.saved_bytes, "near": planned.near_bytes, "packed": left}
             saved = copies(most[stage], **options).of(**sizes, entered=entered)
-            kept, versions = kept + saved * (planned.tier == "device"), versions + report.versions_bytes
+            kept += saved * (planned.tier == "device")
             report.device_bytes = device.peak_bytes or 0
             report.rank, report.live_micro_batches, report.resident_bytes = rank, most[stage], resident
             mirror = self.mirrors.get(stage)
             moved = 0 if mirror is None else mirror.peak_bytes + mirror.kept_bytes
-            report.peak_bytes = self._stays(stage) + moved + report.versions_bytes + saved
-        fixed = sum(map(self._stays, reports)) + versions + self.pool.num_bytes
+            stays = self._stays(stage) + report.versions_bytes
+            report.peak_bytes = stays + moved + saved
+            fixed += stays
+        fixed += self.pool.num_bytes
         grew = max(0, fixed - self.tiers.fixed)  # by what an optimizer made at its first step, and frames
         peaks = self.tiers.peaks
         for report in reports.values():

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...compression.pool import Frame
 from ...conf.schema import TrainConfig
 from ...pipeline.pipeline import Pipeline
 from ...pipeline.planner.partition import partition
@@ -27,6 +26,7 @@ from ...pipeline.run.run_folder import RunFolder
 from ...pipeline.run.run_length import training_batches
 from ...pipeline.runtime.process_memory import ResidentMemory
 from ...stages.memory.disk import Disk
+from ...stages.memory.disk_rate import timed
 from ...stages.memory.options import MemoryOptions
 from ...stages.memory.room import DiskOptions
 from ...stages.planner.measure import measure
@@ -127,21 +127,9 @@ def try_disk(folder: Path, told: Mapping[str, Any], group: MemoryGroup | None) -
 
     Returns: bytes a second, ``written`` and ``read``, and whether that was ``direct``."""
     disk, number = Disk(DiskOptions(path=told["path"])), -(-told["bytes"] // FRAME_BYTES)
-    written = read = 0.0
     try:
-        for _ in range(2):
-            began = time.perf_counter()
-            kept = [disk.write(_frame(disk, fill)) for fill in range(number)]
-            disk.drain()
-            written = number * FRAME_BYTES / (time.perf_counter() - began)
-            began = time.perf_counter()
-            for frame in kept[:4]:
-                disk.fetch(frame)
-            for ahead, frame in zip([*kept[4:], *kept[-4:]], kept, strict=True):
-                disk.fetch(ahead)
-                disk.get(frame).release()
-                disk.forget(frame)
-            read = number * FRAME_BYTES / (time.perf_counter() - began)
+        timed(disk, num_frames=number, frame_bytes=FRAME_BYTES)
+        written, read = timed(disk, num_frames=number, frame_bytes=FRAME_BYTES)
         return {"written": written, "read": read, "direct": disk.direct}
     finally:
         disk.close()
@@ -152,12 +140,6 @@ TASKS: dict[str, Callable[[Path, Mapping[str, Any], MemoryGroup | None], dict[st
     "train_in_turn": train_in_turn,
     "try_disk": try_disk,
 }
-
-
-def _frame(disk: Disk, fill: int) -> Frame:
-    buffer = disk.buffers.take(FRAME_BYTES)
-    buffer.fill_(fill % 256)
-    return Frame(buffer, FRAME_BYTES, disk.buffers)
 
 
 def _prepared(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 
+from torch import Tensor
+
 from ...compression.errors import PenstockError
 from ...compression.memory import new_bytes
 from ...compression.pool import Frame
 from .disk import Disk
 from .room import DiskOptions
-from .store import UnpooledBuffers
 
 FRAMES, FRAME_BYTES = 16, 2 << 20
+AHEAD = 4  # frames that are fetched before they are wanted
 
 
 def disk_rate(options: DiskOptions) -> float | None:
@@ -21,23 +23,38 @@ def disk_rate(options: DiskOptions) -> float | None:
     except PenstockError:
         return None
     try:
-        return min(_timed(disk))
+        return min(timed(disk, num_frames=FRAMES, frame_bytes=FRAME_BYTES))
     except PenstockError:
         return None
     finally:
         disk.close()
 
 
-def _timed(disk: Disk) -> tuple[float, float]:
-    data = new_bytes(FRAME_BYTES).random_()
+def timed(disk: Disk, *, num_frames: int, frame_bytes: int) -> tuple[float, float]:
+    """Write frames to ``disk``, read them and forget them: bytes per second of either.
+
+    Each fills a buffer of the disk first, as a packer does, with random bytes: others might
+    shrink on their way.
+
+    Raises:  StageError: the disk refuses."""
+    data, num_bytes = new_bytes(frame_bytes).random_(), num_frames * frame_bytes
     began = time.perf_counter()
-    kept = [disk.write(Frame(data, FRAME_BYTES, UnpooledBuffers())) for _ in range(FRAMES)]
+    kept = [disk.write(_frame(disk, data)) for _ in range(num_frames)]
     disk.drain()
-    written = time.perf_counter()
-    for one in kept:
+    written = time.perf_counter() - began
+    began = time.perf_counter()
+    for one in kept[:AHEAD]:
         disk.fetch(one)
-    for one in kept:
-        disk.get(one)
-    read = time.perf_counter()
-    num_bytes = FRAMES * FRAME_BYTES
-    return num_bytes / (written - began), num_bytes / (read - written)
+    for number, one in enumerate(kept, AHEAD):
+        if number < num_frames:
+            disk.fetch(kept[number])
+        disk.get(one).release()
+        disk.forget(one)
+    read = time.perf_counter() - began
+    return num_bytes / written, num_bytes / read
+
+
+def _frame(disk: Disk, data: Tensor) -> Frame:
+    buffer = disk.buffers.take(data.nbytes)
+    buffer[: data.nbytes] = data
+    return Frame(buffer, data.nbytes, disk.buffers)

@@ -59,32 +59,13 @@ class Mirrored(NoOffload):
         self, saved: SavedActivations | NoOffload, mirror: Mirror, parameters: MirroredFilter
     ) -> None:
         self.saved, self.mirror, self._parameters = saved, mirror, parameters
+        self._counts = saved
         self._hooks = type(saved) is NoOffload
 
     @property
-    def exposed_seconds(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def exposed_seconds(self) -> float:
         """Seconds for which walks waited for what was not back yet, parameters too."""
         return self.saved.exposed_seconds + self.mirror.frames.exposed_seconds
-
-    @property
-    def bytes_raw(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """That of ``saved``."""
-        return self.saved.bytes_raw
-
-    @property
-    def bytes_kept(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """That of ``saved``."""
-        return self.saved.bytes_kept
-
-    @property
-    def num_packs(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """That of ``saved``."""
-        return self.saved.num_packs
-
-    @property
-    def num_unpacks(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """That of ``saved``."""
-        return self.saved.num_unpacks
 
     @contextlib.contextmanager
     def forward(self, micro_batch: int, entered: Entered, keep: Iterable[Tensor] = ()) -> Iterator[None]:

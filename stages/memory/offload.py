@@ -31,7 +31,8 @@ class Offload(Counters):
 
     def __init__(self, packer: SavedTensorPacker, hooks: SavedTensorHooks) -> None:
         """Made by ``offload``."""
-        self._packer, self._hooks = packer, hooks
+        self._packer = self._counts = packer
+        self._hooks = hooks
         self._block: contextlib.AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Offload:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...compression.pool import Pool
 from ..tracing.layers import Layer
-from .counters import Counters
+from .counters import Counters, Counts
 from .hooks import ParameterFilter, SavedTensorHooks
 from .layer_aware import LayerAwareCompressor, Modules
 from .packer import SavedTensorPacker
@@ -28,11 +28,10 @@ from .store import Store
 from .thread import MemoryThread
 
 
-class NoOffload:
+class NoOffload(Counters):
     """Saved tensors stay on the device, as autograd keeps them: ``SavedActivations`` without its work."""
 
-    bytes_raw = bytes_kept = num_packs = num_unpacks = 0
-    exposed_seconds = 0.0
+    _counts = Counts()
     _block = contextlib.nullcontext()
 
     def forward(
@@ -94,6 +93,7 @@ class SavedActivations(Counters):
                  which all of it is far away until it is fetched.
         """
         self._packer = SavedTensorPacker(store, codec=codec, pool=store.pool() or Pool(), num_ahead=0)
+        self._counts = self._packer
         self._parameters, self._min_bytes = parameters or ParameterFilter(keep), min_bytes
         self._compressor = LayerAwareCompressor(modules)
         self._stage, self._thread = stage, thread or MemoryThread()

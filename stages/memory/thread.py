@@ -63,7 +63,9 @@ class MemoryThread:
 
     def begin(self, program: Sequence[Pass]) -> None:
         """A step begins that runs ``program``."""
-        self._timeline, self._start, self._now = Timeline(program, self._num_layers), 0, 0
+        if tuple(program) != self._timeline.program:  # most steps run that of the one before
+            self._timeline = Timeline(program, self._num_layers)
+        self._start = self._now = 0
 
     def at(self, number: int) -> None:
         """Pass ``number`` of the program begins."""
@@ -174,9 +176,11 @@ class MemoryThread:
 
     def _leave(self, timeline: Timeline, now: int) -> int:
         """Let leave what is far from being read; returns the bytes of what found no room in the queue."""
+        too_much, behind = self.tiers.too_much, 0
+        if too_much is not None and too_much <= 0:
+            return 0
         far = [one for run in list(self._runs.values()) for one in self._far(run, timeline, now)]
         far.sort(key=lambda one: -one[0])
-        too_much, behind = self.tiers.too_much, 0
         for _, run, storage, layer in far:
             if too_much is not None and too_much <= 0:
                 break

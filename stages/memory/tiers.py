@@ -28,18 +28,19 @@ class Tiers:
         self.packed = Gauge(part_of=self.device)
         self.host = Gauge(host, part_of=None if on_gpu else self.device)
         self.disk, self.leaving = Gauge(), Gauge()
+        gauges = self.device, self.packed, self.host, self.disk
+        self._named: dict[str, Gauge] = dict(zip(NAMES, gauges, strict=True))
         self._fixed = Share(self.device)
         self.seconds_waited = 0.0
 
     def named(self, tier: str) -> Gauge:
         """The gauge of a tier by its name."""
-        found = {"device": self.device, "packed": self.packed, "host": self.host, "disk": self.disk}
-        return found[tier]
+        return self._named[tier]
 
     def begin(self) -> None:
         """A step begins: the most is that of this step."""
-        for name in NAMES:
-            self.named(name).begin()
+        for gauge in self._named.values():
+            gauge.begin()
 
     def fix(self, num_bytes: int) -> None:
         """So many bytes of the device never leave: parameters, gradients, optimizer state, buffers."""
@@ -53,7 +54,7 @@ class Tiers:
     @property
     def peaks(self) -> dict[str, int]:
         """The most bytes of every tier in this step."""
-        return {name: self.named(name).peak for name in NAMES}
+        return {name: gauge.peak for name, gauge in self._named.items()}
 
     @property
     def too_much(self) -> int | None:

@@ -21,13 +21,15 @@ class Pass(NamedTuple):
 
 
 class Timeline:
-    """Positions count layers; every pass takes as many as its stage has layers, and one at least."""
+    """Positions count layers; every pass takes as many as its stage has layers, and one at least.
+
+    Nothing of it changes: steps that run the same program share one."""
 
     def __init__(self, program: Sequence[Pass] = (), num_layers: Mapping[int, int] | None = None) -> None:
         """``num_layers``: of every stage."""
-        self._num_layers = num_layers or {}
+        self.program, self._num_layers = tuple(program), dict(num_layers or {})
         self._starts, self._reads, position = list[int](), list[tuple[int, Pass]](), 0
-        for one in program:
+        for one in self.program:
             self._starts.append(position)
             if one.reads:
                 self._reads.append((position, one))

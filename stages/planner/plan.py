@@ -1,7 +1,6 @@
 """Plan: the whole decision as data: the stages with what was decided for each, the schedule and the codec.
 
-A plan can be printed, drawn, saved, edited and loaded again, so that a person sees and owns what will run.
-"""
+A plan can be printed, drawn, saved, edited and loaded again, so that a person sees and owns what will run."""
 
 import dataclasses
 from itertools import pairwise
@@ -11,6 +10,7 @@ from typing import Any
 from ...compression.errors import PlanError
 from ...compression.names import show_codec
 from ..files import save_json
+from ..memory.tiers import NAMES
 from ..record import load_json, read, shortened
 from ..tracing.capture.signature import Signature
 from ..units import show_bytes, show_rate
@@ -22,7 +22,7 @@ from .plan_table import table
 from .rules import check_extra, check_mirror, check_versions, streams
 
 VERSION = 2  # 1: ranks, tier and weights_tier beside the stages
-TIERS = ("device", "packed", "host", "disk")
+TIERS = NAMES
 
 
 def check_tiers(**found: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import CUSTOM, Case, on_ranks, parameters
 from far import FarStore
-from law import differences, rank_differences, state_differences
+from law import differences, everything_leaves, rank_differences, state_differences
 from reference import plain_loop, same_bits
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -395,6 +395,21 @@ def test_evaluation_brings_and_takes_parameters_too(far):
         expected = plain.eval()(batches[0][0])
     assert same_bits(pipe.evaluate(batches[0][0]), expected)
     assert all(p.numel() == 0 for p in model.parameters())
+
+
+def test_what_forwards_save_is_counted_beside_a_mirror(monkeypatch):
+    everything_leaves(monkeypatch)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)))
+    pipe = made(model, tier="packed")
+    (stage,) = pipe.step(BATCH, BATCH).stages
+    both, saved = pipe.stages[0].saved, pipe.stages[0].saved.saved
+    for name in ("bytes_raw", "bytes_kept", "num_packs", "num_unpacks"):
+        assert getattr(both, name) == getattr(saved, name) > 0, name
+    assert (stage.saved_raw, stage.saved_kept) == (saved.bytes_raw, saved.bytes_kept)
+    assert both.exposed_seconds == saved.exposed_seconds + pipe.stages[0].mirror.frames.exposed_seconds
+    kept = made(deep())
+    kept.step(BATCH, BATCH)
+    assert kept.stages[0].saved.bytes_raw == 0
 
 
 def test_small_parameters_stay(monkeypatch):

@@ -1,4 +1,4 @@
-"""Data sets that a loader is tried on; in a file of their own, since a process that is spawned imports it"""
+"""Data sets that a loader is tried on; in a file of their own, since a process that is spawned imports it."""
 
 import os
 import random

@@ -13,8 +13,7 @@ from torch import nn
 from zoo import build, cross_entropy
 
 import penstock
-from penstock.pipeline.run.bare import write_in_turn
-from penstock.pipeline.run.model_file import save_model
+from penstock.pipeline.run.model_file import save_model, write_in_turn
 from penstock.pipeline.runtime.process_memory import ResidentMemory
 
 

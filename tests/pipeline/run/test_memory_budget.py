@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from reports import PLAN, report
 
 from penstock.pipeline.run import tier_rows
+from penstock.pipeline.run.metrics import MOST, SUMS
 from penstock.pipeline.runtime.report import StageReport
 from penstock.scripts import command
 from penstock.stages.memory.mirror import Mirror
@@ -72,6 +75,29 @@ def test_what_is_no_size_is_refused(size, capfd):
 def test_a_prediction_is_the_first_step_and_what_it_left():
     first = StageReport(device_tier=100, packed_tier=20, disk_tier=7, grew_bytes=30)
     assert tier_rows.predicted_peaks(first) == {"device": 130, "packed": 20, "host": 0, "disk": 7}
+
+
+@pytest.mark.parametrize(
+    ("memory", "packed", "said"),
+    [
+        (None, 0, []),
+        (None, 20, ["rank 0 {}: device 130 B, packed 20 B", "rank 1 {}: device 7 B"]),
+        (999, 0, ["rank 0 {}: device 130 B", "rank 1 {}: device 7 B"]),
+    ],
+)
+def test_the_first_step_foretells_what_the_closing_table_will_show(memory, packed, said):
+    told, plan = [], dataclasses.replace(PLAN, memory=memory)
+    see = tier_rows.foretell(plan, told.append)
+    first = dataclasses.replace(report(), stages=(
+        StageReport(rank=1, device_tier=7),
+        StageReport(rank=0, device_tier=100, packed_tier=packed, grew_bytes=30),
+    ))  # fmt: skip
+    see(first)
+    see(first)
+    assert told == [line.format("will hold at most, by its first step") for line in said]
+    total = dict.fromkeys((*SUMS, *MOST), 0) | {"device_tier": 100, "packed_tier": packed}
+    rows = tier_rows.tier_rows([total], [], [0], plan)
+    assert (tier_rows.tier_table({"tiers": rows, "steps": 1}) is not None) == bool(said)
 
 
 @pytest.mark.slow

@@ -101,6 +101,23 @@ def test_memory_is_what_a_stage_held_at_most():
     assert [last[name] for name in names] == [1, 1, 0, 3072, 8 * 1024]
 
 
+def test_the_first_step_foretells_what_tiers_hold_and_the_later_ones_hold_it():
+    def held(step, device, host, disk, peak):
+        tiers = {"device_tier": device, "host_tier": host, "disk_tier": disk, "peak_bytes": peak}
+        more = dataclasses.replace(report().stages[0], **tiers, grew_bytes=5 * (step == 0))
+        return dataclasses.replace(report(step), stages=(more, report().stages[1]))
+
+    def rows(*reports):
+        names = ("rank", "tier", "predicted_peak_bytes", "peak_bytes")
+        return [tuple(row[name] for name in names) for row in summary_of(*reports)["tiers"]]
+
+    steps = held(0, 90, 40, 50, 9000), held(1, 70, 0, 30, 100), held(2, 80, 0, 20, 200)
+    assert rows(steps[0]) == [(0, "device", 95, 90), (0, "host", 40, 40), (0, "disk", 50, 50)]
+    assert rows(*steps[:2]) == [(0, "device", 95, 70), (0, "disk", 50, 30)]
+    assert rows(*steps) == [(0, "device", 95, 80), (0, "disk", 50, 30)]
+    assert summary_of(*steps)["stages"][0]["peak_bytes"] == 9000
+
+
 def test_stages_of_one_process_share_its_bubble_and_add_up_their_memory():
     together = dataclasses.replace(
         report(seconds=1.0), stages=tuple(dataclasses.replace(s, rank=0) for s in report().stages)

@@ -252,6 +252,20 @@ def test_a_slow_store_makes_the_next_forward_wait_and_nothing_is_lost():
     assert (store.num_bytes, memory_threads()) == (0, [])
 
 
+def test_a_program_is_laid_out_once_and_anew_where_it_changed():
+    thread, program = MemoryThread(num_layers={0: 3}), [*PROGRAM]
+    thread.begin(program)
+    first = thread._timeline
+    thread.at(1)
+    thread.begin([*PROGRAM])
+    assert thread._timeline is first
+    assert (thread._start, thread._now) == (0, 0)
+    program.append(Pass(0, 1))
+    thread.begin(program)
+    assert [thread._timeline.start(number) for number in range(3)] == [0, 3, 6]
+    thread.close()
+
+
 def test_what_the_thread_raises_ends_the_step():
     net = deep()
     saved, thread = made(net)
