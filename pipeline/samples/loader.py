@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from ...compression.errors import PenstockError
+from ...compression.errors import TransportError
 from .reading import Place, Read, Reading, unreadable
 from .tables import StreamTable, Table
 
@@ -85,13 +85,21 @@ class Loader:
     def take(self, place: Place) -> tuple[Any, Any]:
         """Return the next batch, which is that of ``place``.
 
-        Raises: ConfigError: a sample of it cannot be read, and none is to be left out."""
+        Raises: ConfigError: a sample of it cannot be read, and none is to be left out.
+                TransportError: a process that loads has died."""
         assert next(self._expected) == place, f"{place} is not next"
         began = time.perf_counter()
         try:
             read = next(self._batches)
-        except RuntimeError as error:
-            raise _lost(error) from error
+        except (
+            RuntimeError,
+            OSError,
+            EOFError,
+        ) as error:  # a death may be told as a lost connection
+            raise TransportError(
+                f"a process that loads samples was lost ({' '.join(str(error).split())}); if nobody killed "
+                "it, memory ran out: lower data.workers, 0 loads without processes"
+            ) from error
         self.waited += time.perf_counter() - began
         if read.batch is None:
             raise unreadable(read.broken)
@@ -130,14 +138,3 @@ def _ask_for_deaths(batches: Any) -> None:
 
 def _as_it_is(read: Read) -> Read:
     return read
-
-
-def _lost(error: RuntimeError) -> Exception:
-    """What to say of a process that is gone."""
-    told = " ".join(str(error).split())
-    if "DataLoader worker" not in told:
-        return error
-    return PenstockError(
-        f"a process that loads samples was lost ({told}); look whether the machine is out of memory, and "
-        "lower data.workers, 0 loads without processes"
-    )

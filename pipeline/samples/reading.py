@@ -14,11 +14,14 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import get_worker_info
 
 from ...compression.errors import ConfigError, PenstockError
 from .tables import BatchTable, PartTable, SampleTable, StreamTable, Table, batch_of
@@ -86,6 +89,8 @@ class Reading:
         else:
             indices = self.order(place.split, place.epoch).split(self.batch_size)[place.number]
             batch, broken = self._read(table, indices, place)
+        if get_worker_info() is not None and (told := _stuck(batch)):
+            batch, broken = None, (_broken(TypeError(told), table, place, 0),)
         return Read(batch, broken, time.perf_counter() - began)
 
     def order(self, split: str, epoch: int) -> Tensor:
@@ -178,6 +183,18 @@ def drawing(place: Place, *, seed: int) -> Iterator[None]:
         torch.default_generator.set_state(before[0])
         random.setstate(before[1])
         np.random.set_state(before[2])
+
+
+def _stuck(batch: Any) -> str:
+    """What of a batch cannot leave this process, which torch would wait for without end; "" if all can."""
+    for leaf in tree_leaves(batch):
+        if not isinstance(leaf, Tensor | int | float | str | bytes | None):
+            try:
+                ForkingPickler.dumps(leaf)
+            except Exception as error:
+                what = f"a {type(leaf).__name__} cannot leave the process that loads it"
+                return f"{what} ({error}); take data.workers=0"
+    return ""
 
 
 def unreadable(broken: Sequence[Broken]) -> ConfigError:

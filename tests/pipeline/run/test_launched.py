@@ -74,7 +74,8 @@ def test_torchrun_launches_them(tmp_path):
 
 OWN = [
     *(option for option in JOB if not option.startswith(("data", "batch", "max_steps", "deadline"))),
-    *"data._target_=own_digits.samples batch_size=40 checkpoint.every=2 codec=zero_value deadline=20".split(),
+    *"data._target_=own_digits.samples data.workers=0 batch_size=40".split(),
+    *"checkpoint.every=2 codec=zero_value deadline=20".split(),
 ]
 SUPPORT = str(Path(__file__).parents[2] / "support")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")

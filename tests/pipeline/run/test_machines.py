@@ -27,7 +27,8 @@ pytestmark = pytest.mark.ranks
 
 # Five steps an epoch of 40 samples each.
 JOB = (
-    "model=mlp model.hidden=[16,12] data._target_=own_digits.samples batch_size=40 micro_batches=3 epochs=2"
+    "model=mlp model.hidden=[16,12] data._target_=own_digits.samples data.workers=0 batch_size=40"
+    " micro_batches=3 epochs=2"
     " optimizer.momentum=0.5 scheduler=cosine seed=3 threads=1 deadline=60 codec=zero_value"
 )
 KEPT = f"{JOB} checkpoint.every=2 hydra.run.dir=run"

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.ranks
 
 # Five steps an epoch of 40 samples each.
 JOB = (
-    "model=mlp model.hidden=[16,12] data._target_=own_digits.samples batch_size=40 micro_batches=3 epochs=2"
+    "model=mlp model.hidden=[16,12] data._target_=own_digits.samples data.workers=0 batch_size=40"
+    " micro_batches=3 epochs=2"
     " optimizer.momentum=0.5 scheduler=cosine seed=3 threads=1 deadline=60 codec=zero_value"
 )
 KEPT = f"{JOB} checkpoint.every=2"
@@ -67,6 +68,17 @@ def test_a_killed_rank_is_started_again_and_the_bits_stay(whole, monkeypatch, ca
     (said,) = [line for line in capfd.readouterr().err.splitlines() if "restart" in line]
     assert said.startswith("penstock: rank 1 (stage 1) was killed by SIGKILL")
     assert "; restart 1 of 1 goes on behind step 6" in said or "behind step 4" in said
+    assert same_run("run", whole)
+    assert losses("run") == losses(whole)
+
+
+@pytest.mark.slow
+def test_a_process_that_loads_is_lost_like_its_rank(whole, monkeypatch, capfd):
+    deadly(monkeypatch)
+    job = KEPT.replace("data.workers=0", "data.workers=1")
+    assert penstock(f"{job} max_restarts=1 hydra.run.dir=run") == 0
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if "restart" in line]
+    assert "a process that loads samples was lost" in said
     assert same_run("run", whole)
     assert losses("run") == losses(whole)
 

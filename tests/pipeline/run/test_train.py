@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from penstock import ConfigError, Plan
 from penstock.pipeline import models
 from penstock.pipeline.ranks import launch
-from penstock.pipeline.run import train
+from penstock.pipeline.run import train, train_rank
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.samples import digits
 from penstock.scripts import command
@@ -151,7 +151,7 @@ def test_the_run_folder_holds_what_is_promised_and_nothing_else(capsys):
 
 def test_the_timeline_shows_every_instruction_of_the_last_step(monkeypatch):
     drawn = []
-    monkeypatch.setattr(train, "save_step", lambda folder, spans, title: drawn.append((list(spans), title)))
+    monkeypatch.setattr(train_rank, "save_step", lambda _, spans, title: drawn.append((list(spans), title)))
     penstock(f"{JOB} ranks=1 stages=2")
     ((spans, title),) = drawn
     ops = [(span.stage, span.op) for span in spans]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,9 +16,10 @@ import torch
 from loading import NUMBER, Damaged, Deadly, Drawn, Slow, Stream, Where
 from PIL import Image
 from reference import same_bits
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from penstock import ConfigError, PenstockError
+from penstock import ConfigError
+from penstock.compression.errors import TransportError
 from penstock.pipeline.samples import image_folder
 from penstock.pipeline.samples.given import samples_of
 from penstock.pipeline.samples.loader import Loader, at_hand, workers_of
@@ -167,8 +169,21 @@ def test_a_batch_that_cannot_be_put_together_is_told_with_its_first_sample():
 
 
 def test_a_process_that_is_killed_is_one_sentence():
-    with pytest.raises(PenstockError, match=r"a process that loads samples was lost .*lower data.workers"):
+    with pytest.raises(TransportError, match=r"a process that loads samples was lost .*lower data.workers"):
         taken(reading(Deadly(), shuffled=()), workers=1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_cannot_leave_a_process_is_named_and_nobody_waits_for_it():
+    class Odd(Damaged):
+        def __getitem__(self, index: int) -> Any:
+            return torch.ones(1), threading.Lock()
+
+    loads = DataLoader(Odd(), collate_fn=lambda items: (items[0][0], items))
+    odd = samples_of(loads, target="my.data", batch_size=None)
+    reads = Reading(tables={"train": odd.train}, batch_size=4, seed=0)
+    with pytest.raises(ConfigError, match=r"a lock cannot leave the process .*take data.workers=0"):
+        taken(reads, PLACES[:1], workers=1)
 
 
 def images(root: Path) -> Any:
