@@ -6,15 +6,20 @@ heard until it does. What is malformed ends its connection, with one line; nothi
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from ...compression.errors import TransportError
+from ....compression.errors import ConfigError, TransportError
+from ....stages.units import show_bytes
 from . import place
 from .core import Core
 from .messages import HEADER, LONGEST, Kind, unpack_header
+from .pages import PAGE_BYTES, Pages
+from .policy import Policy
 from .session import Session
 from .slab import Slab
 
@@ -189,3 +194,23 @@ class Broker:
         connection.session.close()
         if not self._listens and len(self._connections) < self._most:
             self._listen()
+
+
+@contextlib.contextmanager
+def serving(
+    path: Path, policy: Policy, *, tell: Callable[[str], None], page_bytes: int = PAGE_BYTES
+) -> Iterator[Broker]:
+    """A broker at ``path`` with a slab of the policy's capacity; nothing of it is left behind.
+
+    Raises: ConfigError: the machine has not the memory, or the place is taken."""
+    num_pages = policy.capacity // page_bytes
+    if not num_pages:
+        raise ConfigError(f"capacity={show_bytes(policy.capacity)} is less than a page of {show_bytes(page_bytes)}")
+    with contextlib.ExitStack() as opened:
+        slab = Slab(num_pages * page_bytes)
+        opened.callback(slab.close)
+        listener = place.listen(path)
+        opened.callback(place.leave, path, os.lstat(path))
+        broker = Broker(listener, Core(policy, Pages(num_pages, page_bytes)), slab, tell=tell)
+        opened.callback(broker.close)
+        yield broker

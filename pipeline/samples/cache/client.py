@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...compression.errors import TransportError
+from ....compression.errors import TransportError
 from .link import Hit, Link, NotTaken, has_answered, say_hello
 from .messages import LONGEST_STAMP, MOST_AT_ONCE, NOWHERE, Hello
 from .policy import Times
@@ -125,7 +125,17 @@ class Client:
         self._process = os.getpid()
         this = weakref.ref(self)
         # At once: a copy that a child has would keep the connection of its parent alive when that is killed.
-        os.register_at_fork(after_in_child=lambda: _leave_to_parent(this))
+
+        def forked() -> None:
+            if (client := this()) is not None:
+                client._leave_to_parent()
+
+        os.register_at_fork(after_in_child=forked)
+
+    def _leave_to_parent(self) -> None:
+        """In a child: close the copies of what belongs to the parent."""
+        self.close()
+        self._next_try, self._is_new, self._process = 0.0, True, os.getpid()
 
     def _epoch(self, epoch: int | None) -> int:
         if epoch is not None:
@@ -134,6 +144,8 @@ class Client:
 
     def _asked(self, ask: Callable[[Link], _T], otherwise: _T, *, new: bool = False) -> _T:
         """Ask the broker, or go on with ``otherwise``; ``new``: what a new connection says anyway."""
+        if self._process != os.getpid():  # forked without Python's knowledge
+            self._leave_to_parent()
         try:
             before = self._link
             link = self._connected()
@@ -154,12 +166,14 @@ class Client:
             if time.monotonic() < self._next_try:
                 return None
             self._next_try = time.monotonic() + _AGAIN_SECONDS
-            self._joining = say_hello(self._path, self._hello, timeout=self._timeout)
-        # The first time it is waited for; later a broker that is stopped shall not stop training again and again.
-        if not has_answered(self._joining, self._timeout if self._is_new else _GRACE_SECONDS):
-            if self._is_new:
-                self._is_new = False
-                self._say(f"{self._path} does not answer")
+            # The first time it is waited for; later one that is stopped shall not stop training every second.
+            patience = self._timeout if self._is_new else _GRACE_SECONDS
+            self._joining = say_hello(self._path, self._hello, timeout=self._timeout, patience=patience)
+        else:
+            patience = 0.0
+        if not has_answered(self._joining, patience):
+            self._is_new = False
+            self._say(f"{self._path} does not answer")
             return None
         self._is_new = False
         link = Link(self._joining)
@@ -180,14 +194,6 @@ class Client:
         if not self._told:
             self._told = True
             self._tell(f"training goes on without the sample cache: {why}")
-
-
-def _leave_to_parent(this: weakref.ref[Client]) -> None:
-    """In a child: close the copies of what belongs to the parent."""
-    client = this()
-    if client is not None:
-        client.close()
-        client._next_try, client._is_new, client._process = 0.0, True, os.getpid()
 
 
 def _said(error: Exception) -> str:

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ...compression.errors import TransportError
+from ....compression.errors import TransportError
 from .ledger import Ledger, Stored
 from .messages import Hello
 from .pages import Pages
@@ -32,6 +32,7 @@ class Core:
     def __init__(self, policy: Policy, pages: Pages) -> None:
         self.policy, self.ledger = policy, Ledger(pages)
         self.runs: dict[tuple[str, str], Run] = {}
+        self.crowded = 0  # samples that were admitted, and had no pages as others were just being read
 
     def join(self, hello: Hello, now: float) -> Member:
         """A connection says whose it is.
@@ -171,6 +172,7 @@ class Core:
             "entries": len(self.ledger.entries),
             "entry_bytes": self.ledger.num_bytes,
             "held_bytes": sum(held.values()),
+            "crowded": self.crowded,
             "jobs": [run.status(now, held.get(run.name, 0)) for run in self.runs.values()],
         }
 
@@ -190,6 +192,7 @@ class Core:
             return None
         stored = self.ledger.reserve(entry, num_bytes, stamp)
         if stored is None:
+            self.crowded += 1
             self.policy.drop(entry)
         return stored
 

@@ -34,6 +34,7 @@ from .slab import Window
 from .wire import Bytes, Wire
 
 _DONE = pack(Kind.DONE)
+_BATCH_BYTES = 8 << 20
 
 
 class Hit(NamedTuple):
@@ -67,6 +68,8 @@ class Link:
         finally:
             if file is not None:
                 os.close(file)
+        bytes(_BATCH_BYTES)  # untouched, and freed: glibc then keeps twice as much, see mallopt(3). It would else give
+        # every batch of copies back to the system, whose fresh pages cost several times the copying.
         self._wire, self._num_pages, self._page_bytes = wire, welcome.num_pages, welcome.page_bytes
 
     def begin(self, epoch: int, order: Sequence[int], following: Sequence[int] | None) -> None:
@@ -136,9 +139,9 @@ class Link:
         return copy
 
 
-def say_hello(path: Path, hello: Hello, *, timeout: float) -> Wire:
+def say_hello(path: Path, hello: Hello, *, timeout: float, patience: float) -> Wire:
     """Connect, and say whose it is; ``Link`` takes the answer. Raises: OSError: there is no broker."""
-    wire = Wire(path, timeout)
+    wire = Wire(path, timeout, patience=patience)
     try:
         wire.send(pack_control(Kind.HELLO, hello))
     except BaseException:

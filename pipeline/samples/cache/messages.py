@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-from ...compression.errors import PlanError, TransportError
-from ...stages.record import read
+from ....compression.errors import PlanError, TransportError
+from ....stages.record import read
 
 HEADER = struct.Struct("=4sB3xQ")
 _MAGIC = b"PnC1"

@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...compression.errors import ConfigError
-from ...stages.files import reason
+from ....compression.errors import ConfigError
+from ....stages.files import reason
 
 _LONGEST_PATH = 107  # bytes; unix(7)
 _WAITING = 128  # connections that the system keeps until they are taken

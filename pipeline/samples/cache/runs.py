@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...compression.errors import TransportError
+from ....compression.errors import TransportError
 from .ledger import Stored
 from .messages import Hello
 from .policy import Entry, Job, Times

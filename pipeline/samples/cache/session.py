@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...compression.errors import TransportError
+from ....compression.errors import TransportError
 from .core import Core, NotWelcome
 from .messages import (
     LONGEST_STATE,

@@ -13,9 +13,9 @@ import os
 import re
 from pathlib import Path
 
-from ...compression.errors import ConfigError
-from ...stages.files import reason
-from ...stages.units import show_bytes
+from ....compression.errors import ConfigError
+from ....stages.files import reason
+from ....stages.units import show_bytes
 
 _SEAL_FUTURE_WRITE = 0x10  # of linux/fcntl.h, since Linux 5.1
 
@@ -66,8 +66,9 @@ class Window:
 
     def close(self) -> None:
         """Look no longer."""
-        self.view.release()
-        self._map.close()
+        with contextlib.suppress(BufferError):  # in a fork of a process that is just copying
+            self.view.release()
+            self._map.close()
 
 
 def _seal(file: int) -> None:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ...compression.errors import TransportError
+from ....compression.errors import TransportError
 from . import place
 from .messages import HEADER, LONGEST_STATE, Kind, pack, unpack_header, unpack_object
 
@@ -21,11 +21,12 @@ class Wire:
     """A connection to the broker at ``path``.
 
     Args:   timeout: seconds that an answer may take, and that anything sent may take to be taken.
+            patience: those that it may take to connect, which needs no broker that runs, but room in its queue.
     Raises: OSError: there is none of this user."""
 
-    def __init__(self, path: Path, timeout: float) -> None:
+    def __init__(self, path: Path, timeout: float, *, patience: float | None = None) -> None:
         self._timeout = timeout
-        self.socket = place.connect(path, timeout)
+        self.socket = place.connect(path, timeout if patience is None else patience)
 
     def send(self, *data: Bytes) -> None:
         """Send all of it; what is large may take longer, as long as it goes on."""
