@@ -32,7 +32,7 @@ def hello(job="a", *, run="1", data="d", num_samples=100, batch_size=4, epochs=3
 
 
 def client(path, job="a", *, timeout=5.0, tell=None, **said):
-    return Client(path, hello(job, **said), tell=tell or Said(), timeout=timeout)
+    return Client(path, hello(job, **said), tell=Said() if tell is None else tell, timeout=timeout)
 
 
 def payload(index, num_bytes=10_000):
@@ -43,7 +43,7 @@ def payload(index, num_bytes=10_000):
 def broker_thread(path, policy=None, *, said=None):
     """A broker in this process; yields it."""
     stop = threading.Event()
-    with serving(path, policy or Lru(100 * PAGE), page_bytes=PAGE, tell=said or Said()) as broker:
+    with serving(path, policy or Lru(100 * PAGE), page_bytes=PAGE, tell=Said() if said is None else said) as broker:
         thread = threading.Thread(
             target=broker.run, kwargs={"until": stop.is_set, "pause": 0.01}, name="broker", daemon=True
         )
