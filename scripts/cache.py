@@ -67,9 +67,12 @@ def serve(options: Mapping[str, str]) -> int:
     from ..pipeline.samples.cache import policies  # pyright: ignore[reportAttributeAccessIssue]
     from ..pipeline.samples.cache.broker import serving
 
-    policy = policies.policy(options["policy"], capacity // page * page)
+    policy = policies.policy(options["policy"], capacity)
     with serving(path, policy, page_bytes=page, tell=console.warn) as broker:
-        print(f"{path}: {show_bytes(capacity)} for samples, policy={options['policy']}; Ctrl-C ends it", flush=True)
+        print(
+            f"{path}: {show_bytes(capacity)} for samples, policy={options['policy']}; Ctrl-C ends it",
+            flush=True,
+        )
         try:
             broker.run()
         except KeyboardInterrupt:
@@ -161,7 +164,9 @@ def _read(command: str, words: Sequence[str], defaults: Mapping[str, str]) -> di
         name, equals, value = word.partition("=")
         if name not in options:
             meant = near(name, options)
-            hint = f"did you mean {meant}=?" if meant else f"known are {', '.join(f'{one}=' for one in options)}"
+            hint = (
+                f"did you mean {meant}=?" if meant else f"known are {', '.join(f'{one}=' for one in options)}"
+            )
             raise ConfigError(f"penstock cache {command} has no option {word}; {hint}")
         if not equals or not value:
             raise ConfigError(f"{word} has no value; write {name}={defaults[name] or 'PATH'}")
@@ -172,7 +177,9 @@ def _read(command: str, words: Sequence[str], defaults: Mapping[str, str]) -> di
 def _page(value: str) -> int:
     page = parse_bytes(value, name="page")
     if not PAGES[0] <= page <= PAGES[1]:
-        raise ConfigError(f"page={value} does not fit: a page has {show_bytes(PAGES[0])} to {show_bytes(PAGES[1])}")
+        raise ConfigError(
+            f"page={value} does not fit: a page has {show_bytes(PAGES[0])} to {show_bytes(PAGES[1])}"
+        )
     return page
 
 

@@ -43,7 +43,9 @@ def payload(index, num_bytes=10_000):
 def broker_thread(path, policy=None, *, said=None):
     """A broker in this process; yields it."""
     stop = threading.Event()
-    with serving(path, policy or Lru(100 * PAGE), page_bytes=PAGE, tell=Said() if said is None else said) as broker:
+    with serving(
+        path, policy or Lru(100 * PAGE), page_bytes=PAGE, tell=Said() if said is None else said
+    ) as broker:
         thread = threading.Thread(
             target=broker.run, kwargs={"until": stop.is_set, "pause": 0.01}, name="broker", daemon=True
         )
@@ -78,7 +80,9 @@ def broker_process(path, capacity=100 * PAGE, page=PAGE):
 
 
 def serve(path, capacity, page):
-    with serving(Path(path), Lru(capacity), page_bytes=page, tell=lambda line: print(line, flush=True)) as broker:
+    with serving(
+        Path(path), Lru(capacity), page_bytes=page, tell=lambda line: print(line, flush=True)
+    ) as broker:
         print("ready", flush=True)
         broker.run()
 

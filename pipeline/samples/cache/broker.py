@@ -205,7 +205,9 @@ def serving(
     Raises: ConfigError: the machine has not the memory, or the place is taken."""
     num_pages = policy.capacity // page_bytes
     if not num_pages:
-        raise ConfigError(f"capacity={show_bytes(policy.capacity)} is less than a page of {show_bytes(page_bytes)}")
+        raise ConfigError(
+            f"capacity={show_bytes(policy.capacity)} is less than a page of {show_bytes(page_bytes)}"
+        )
     with contextlib.ExitStack() as opened:
         slab = Slab(num_pages * page_bytes)
         opened.callback(slab.close)

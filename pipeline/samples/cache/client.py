@@ -35,7 +35,9 @@ class Client:
           tell: is told once why there is no cache; to be pickled, so a function with a name.
     """
 
-    def __init__(self, path: Path, hello: Hello, *, tell: Callable[[str], None], timeout: float = 2.0) -> None:
+    def __init__(
+        self, path: Path, hello: Hello, *, tell: Callable[[str], None], timeout: float = 2.0
+    ) -> None:
         self._path, self._hello, self._tell, self._timeout = Path(path), hello, tell, timeout
         self._begun: tuple[int, Sequence[int], Sequence[int] | None] | None = None
         self._measured: Times | None = None
@@ -88,7 +90,9 @@ class Client:
         Args: stamps: at most 64 bytes each, by which whoever gets the sample sees whether it is still true.
         """
         stamps = [b""] * len(indices) if stamps is None else stamps
-        if not len(indices) == len(payloads) == len(stamps) or any(len(one) > LONGEST_STAMP for one in stamps):
+        if not len(indices) == len(payloads) == len(stamps) or any(
+            len(one) > LONGEST_STAMP for one in stamps
+        ):
             raise ValueError(f"as many samples as payloads and stamps, of {LONGEST_STAMP} bytes at most each")
         number, taken = self._epoch(epoch), 0
         fit = [place for place, payload in enumerate(payloads) if memoryview(payload).nbytes < NOWHERE]

@@ -18,7 +18,6 @@ from .pages import Pages
 from .policy import Entry, Policy, Times
 from .runs import DONE, MISSED, UNUSED, Member, Run
 
-
 _LONGEST = 1e9  # seconds, some 30 years
 
 
@@ -129,7 +128,9 @@ class Core:
             asked.append(stored)
             if stored is not None:
                 member.writing.append(stored)
-        member.writing = [stored for stored in member.writing if stored.kept]  # one may have made room for another
+        member.writing = [
+            stored for stored in member.writing if stored.kept
+        ]  # one may have made room for another
         return [stored if stored is not None and stored.kept else None for stored in asked]
 
     def wrote(self, member: Member, num_bytes: int) -> None:

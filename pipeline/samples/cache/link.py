@@ -68,7 +68,9 @@ class Link:
         finally:
             if file is not None:
                 os.close(file)
-        bytes(_BATCH_BYTES)  # untouched, and freed: glibc then keeps twice as much, see mallopt(3). It would else give
+        bytes(
+            _BATCH_BYTES
+        )  # untouched, and freed: glibc then keeps twice as much, see mallopt(3). It would else give
         # every batch of copies back to the system, whose fresh pages cost several times the copying.
         self._wire, self._num_pages, self._page_bytes = wire, welcome.num_pages, welcome.page_bytes
 

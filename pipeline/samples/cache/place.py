@@ -85,7 +85,9 @@ def is_ours(connection: socket.socket) -> bool:
 
 def _check(path: Path) -> None:
     if len(os.fsencode(path)) > _LONGEST_PATH:
-        raise ConfigError(f"socket={path} is longer than the {_LONGEST_PATH} bytes of a socket's path; shorten it")
+        raise ConfigError(
+            f"socket={path} is longer than the {_LONGEST_PATH} bytes of a socket's path; shorten it"
+        )
 
 
 @contextlib.contextmanager

@@ -75,7 +75,9 @@ def _seal(file: int) -> None:
     fixed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     try:
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fixed | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
-    except OSError:  # an older kernel: clients have a descriptor that reads only, and are trusted not to reopen it
+    except (
+        OSError
+    ):  # an older kernel: clients have a descriptor that reads only, and are trusted not to reopen it
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fixed)
 
 

@@ -110,10 +110,20 @@ def ended(connection):
         (HELLO_SAID + numbers(Kind.DROP, 100), "sample 100 of 100"),
         (HELLO_SAID + pack(Kind.DROP), "shorter than it says"),
         (HELLO_SAID + pack(Kind.PUT, b"abc"), "3 bytes come where 0 were accepted"),
-        (HELLO_SAID + BEGUN + USED + numbers(Kind.OFFER, 0, 1, 1, 2**32 - 1, rest=b"\0"), "fewer than 4294967295"),
-        (HELLO_SAID + BEGUN + USED + numbers(Kind.OFFER, 0, 1, 1, 9, rest=b"\x41" + b"x" * 65), "at most 64 bytes"),
         (
-            HELLO_SAID + BEGUN + USED + numbers(Kind.OFFER, 0, 1, 1, 9, rest=b"\0") + pack(Kind.PUT, b"x" * 8),
+            HELLO_SAID + BEGUN + USED + numbers(Kind.OFFER, 0, 1, 1, 2**32 - 1, rest=b"\0"),
+            "fewer than 4294967295",
+        ),
+        (
+            HELLO_SAID + BEGUN + USED + numbers(Kind.OFFER, 0, 1, 1, 9, rest=b"\x41" + b"x" * 65),
+            "at most 64 bytes",
+        ),
+        (
+            HELLO_SAID
+            + BEGUN
+            + USED
+            + numbers(Kind.OFFER, 0, 1, 1, 9, rest=b"\0")
+            + pack(Kind.PUT, b"x" * 8),
             "8 bytes come where 9 were accepted",
         ),
     ],

@@ -43,7 +43,12 @@ def test_samples_of_all_sizes_come_back_byte_for_byte_with_their_stamps(path, nu
         one.use([3, 4, 5])
         assert one.store([3, 4], data, [b"then", b"x" * 64]) == 2
         one.begin(1, ORDER, None)
-        assert one.use([3, 5, 4, 3]) == [Hit(data[0], b"then"), None, Hit(data[1], b"x" * 64), Hit(data[0], b"then")]
+        assert one.use([3, 5, 4, 3]) == [
+            Hit(data[0], b"then"),
+            None,
+            Hit(data[1], b"x" * 64),
+            Hit(data[0], b"then"),
+        ]
         one.close()
 
 

@@ -225,7 +225,9 @@ def test_a_broker_that_is_told_to_end_or_killed_leaves_no_memory_behind(path):
 
 
 def test_a_slab_larger_than_the_machine_is_one_sentence():
-    with pytest.raises(ConfigError, match=r"capacity=1024 TiB does not fit: .* of this machine's memory are free"):
+    with pytest.raises(
+        ConfigError, match=r"capacity=1024 TiB does not fit: .* of this machine's memory are free"
+    ):
         Slab(1 << 50)
 
 
@@ -263,7 +265,10 @@ def test_free_memory_is_what_machine_and_groups_leave(tmp_path, files, free):
 
 
 def test_a_second_broker_is_refused_and_the_socket_of_a_dead_one_taken_over(path):
-    with place.listen(path), pytest.raises(ConfigError, match=f"a broker listens at socket={path}; use that one"):
+    with (
+        place.listen(path),
+        pytest.raises(ConfigError, match=f"a broker listens at socket={path}; use that one"),
+    ):
         place.listen(path)
     assert path.is_socket()
     with place.listen(path) as listener:

@@ -52,7 +52,9 @@ class World:
 
     def use(self, member, index, size):
         asked = [(index + step) % NUM_SAMPLES for step in range(1 + size % 4)]
-        for at, stored in zip(asked, self.core.use(member, self.epoch(member, size), asked, self.now), strict=True):
+        for at, stored in zip(
+            asked, self.core.use(member, self.epoch(member, size), asked, self.now), strict=True
+        ):
             if stored is not None:
                 assert stored.entry in member.run.places(at)
                 assert stored in member.leased
@@ -136,9 +138,26 @@ class World:
                 seen[call[1]].add(call[:3:2])
 
 
-KINDS = ["join", "leave", "begin", "begin", "use", "use", "load", "load", "load", "offer", "put", "put", "put"]
+KINDS = [
+    "join",
+    "leave",
+    "begin",
+    "begin",
+    "use",
+    "use",
+    "load",
+    "load",
+    "load",
+    "offer",
+    "put",
+    "put",
+    "put",
+]
 REQUEST = st.tuples(
-    st.sampled_from([*KINDS, "drop", "done"]), st.integers(0, 5), st.integers(0, NUM_SAMPLES - 1), st.integers(0, 40)
+    st.sampled_from([*KINDS, "drop", "done"]),
+    st.integers(0, 5),
+    st.integers(0, NUM_SAMPLES - 1),
+    st.integers(0, 40),
 )
 
 
@@ -166,9 +185,20 @@ def test_any_interleaving_of_requests_holds_the_laws(policy, requests):
 @pytest.mark.parametrize("policy", [Lru, Whims])
 def test_ten_thousand_requests_in_one_life_hold_the_laws(policy):
     drawn = random.Random(0)
-    kinds = [kind for kind in KINDS if kind != "leave"] + ["load", "load", "load", "put", "put", "drop", "done"]
+    kinds = [kind for kind in KINDS if kind != "leave"] + [
+        "load",
+        "load",
+        "load",
+        "put",
+        "put",
+        "drop",
+        "done",
+    ]
     requests = [
-        ("leave" if drawn.random() < 0.01 else drawn.choice(kinds), *map(drawn.randrange, (6, NUM_SAMPLES, 41)))
+        (
+            "leave" if drawn.random() < 0.01 else drawn.choice(kinds),
+            *map(drawn.randrange, (6, NUM_SAMPLES, 41)),
+        )
         for _ in range(10_000)
     ]
     world = run(policy, requests)
