@@ -34,8 +34,8 @@ status shows the jobs: progress, hit rate, memory, predicted end.
   live=false              true: show it anew every second, until Ctrl-C
 
 Both:
-  socket=PATH             where the broker listens; default: penstock/cache.sock in XDG_RUNTIME_DIR, or a folder of
-                          your own in the temporary folder"""
+  socket=PATH             where the broker listens; default: penstock/cache.sock in XDG_RUNTIME_DIR, or in
+                          the temporary folder cache.sock in a folder of your own"""
 
 PAGES = (512, 1 << 20)
 """The smallest and the largest page."""
@@ -97,7 +97,8 @@ def status(options: Mapping[str, str]) -> int:
             raise ConfigError(f"the broker at {path} does not answer; it was stopped, or hangs") from None
         except OSError as error:
             raise ConfigError(
-                f"no broker listens at {path} ({reason(error)}); start one by penstock cache serve, or name its socket="
+                f"no broker listens at {path} ({reason(error)}); start one by penstock cache serve, or name "
+                "its socket="
             ) from error
 
     screen = console.screen()
@@ -124,8 +125,8 @@ def view(state: Mapping[str, Any]) -> RenderableType:
 
     pool = max(0, state["capacity"] - state["held_bytes"])
     line = (
-        f"{show_bytes(state['held_bytes'])} of {show_bytes(state['capacity'])} held in {state['entries']} samples, "
-        f"{show_bytes(pool)} in the pool"
+        f"{show_bytes(state['held_bytes'])} of {show_bytes(state['capacity'])} held in {state['entries']} "
+        f"samples, {show_bytes(pool)} in the pool"
     )
     jobs = sorted(state["jobs"], key=lambda job: (job["job"], job["run"]))
     if not jobs:

@@ -69,7 +69,7 @@ def test_it_serves_until_a_signal_and_leaves_an_empty_folder(path, number, capfd
 @pytest.mark.ranks
 @pytest.mark.parametrize("policy", ["next_use", "gain", "lru", "never_evict", "static_split"])
 def test_every_policy_gives_back_what_was_read(path, policy):
-    """Two runs of three epochs, measured in the first, a cache of half the data: what is found is what was read."""
+    """Two runs, three epochs, measured in the first, a cache of half the data: found is what was read."""
     pytest.importorskip("penstock.pipeline.samples.cache.policies")
     process, _ = served(path, "capacity=400KiB", f"policy={policy}", "page=4KiB")
     try:
@@ -144,8 +144,8 @@ def test_the_live_view_is_drawn_anew_until_ctrl_c(path):
 
 def test_a_view_says_what_is_not_known():
     job = {
-        "job": "a", "run": "1", "data": "d", "epoch": -1, "epochs": 3, "progress": 0.0, "connections": 1, "uses": 0,
-        "hits": 0, "hit_bytes": 0, "held_bytes": 0, "measured": False, "finish_seconds": None,
+        "job": "a", "run": "1", "data": "d", "epoch": -1, "epochs": 3, "progress": 0.0, "connections": 1,
+        "uses": 0, "hits": 0, "hit_bytes": 0, "held_bytes": 0, "measured": False, "finish_seconds": None,
     }  # fmt: skip
     console = Console(width=110)
     with console.capture() as caught:
@@ -157,8 +157,8 @@ def test_a_broker_that_is_stopped_or_away_is_one_sentence(path, capfd, monkeypat
     code, out, err = cached("status", f"socket={path}", capfd=capfd)
     assert (code, out) == (command.REFUSED, "")
     assert err == (
-        f"penstock: no broker listens at {path} (No such file or directory); start one by penstock cache serve, or "
-        "name its socket=\n"
+        f"penstock: no broker listens at {path} (No such file or directory); start one by penstock cache "
+        "serve, or name its socket=\n"
     )
     monkeypatch.setattr(cache, "_WAIT_SECONDS", 0.1)
     with broker_thread(path) as broker:
@@ -212,8 +212,8 @@ def test_what_cannot_be_served_leaves_no_socket(path, typed, told, capfd):
 def test_help_and_refusals_do_not_wait_for_torch():
     script = (
         "import sys; from penstock.scripts import command;"
-        "codes = [command.run(['cache', *rest]) for rest in (['--help'], ['serve', 'help'], ['serve', 'page=1'], "
-        "['status', 'socket=/nowhere/cache.sock'])];"
+        "typed = (['--help'], ['serve', 'help'], ['serve', 'page=1'], ['status', 'socket=/nowhere/cache.sock']);"
+        "codes = [command.run(['cache', *rest]) for rest in typed];"
         "assert 'torch' not in sys.modules; sys.exit(codes != [0, 0, 2, 2])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

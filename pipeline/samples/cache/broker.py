@@ -1,7 +1,7 @@
-"""The broker: one thread that hears all connections, moves bytes into the slab, and asks ``core.py`` the rest.
+"""The broker: one thread that hears all connections, moves bytes into the slab, and asks ``core.py``.
 
-Nobody waits for anybody: what is half said stays with its connection, and who does not read its answers is not
-heard until it does. What is malformed ends its connection, with one line; nothing else happens."""
+Nobody waits for anybody: what is half said stays with its connection, and who does not read its answers is
+not heard until it does. What is malformed ends its connection, with one line; nothing else happens."""
 
 from __future__ import annotations
 

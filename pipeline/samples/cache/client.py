@@ -1,4 +1,4 @@
-"""A training process's side of the sample cache: what is there comes as copies, and nothing ever fails for it.
+"""A training process's side of the sample cache: what is there comes as copies; nothing ever fails for it.
 
 Without a broker, or with one that dies or stops, every sample is None, that is said once, and the cache comes
 back by itself when a broker does. A forked process has a connection of its own, and so has a pickled copy."""
@@ -64,7 +64,7 @@ class Client:
         self._asked(lambda link: link.measured(times), None, new=True)
 
     def use(self, indices: Sequence[int], *, epoch: int | None = None) -> list[Hit | None]:
-        """Return copies of what the cache has of ``indices``, best a whole batch; None: read it, and ``store`` it.
+        """Return copies of what there is of ``indices``, best a whole batch; None: read it, and ``store`` it.
 
         Args: epoch: if another process of the run began it."""
         number = self._epoch(epoch)

@@ -1,8 +1,8 @@
 """The sample cache without sockets, clock and bytes: runs ask, a policy decides, the ledger holds the pages.
 
-Whatever connections ask in whatever order, the policy is told of each sample of a run and epoch once, and what
-it keeps is what the ledger has. It is told of whole pages, so what it admits has pages, but for those that
-somebody still reads."""
+Whatever connections ask in whatever order, the policy is told of each sample of a run and epoch once, and
+what it keeps is what the ledger has. It is told of whole pages, so what it admits has pages, but for those
+that somebody still reads."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Core:
             for other in self.runs.values():
                 if other.hello.data == hello.data and other.hello.num_samples != hello.num_samples:
                     raise NotWelcome(
-                        f"data {hello.data} has {other.hello.num_samples} samples for job {other.hello.job} and "
-                        f"{hello.num_samples} for job {hello.job}; name different data differently"
+                        f"data {hello.data} has {other.hello.num_samples} samples for job {other.hello.job} "
+                        f"and {hello.num_samples} for job {hello.job}; name different data differently"
                     )
             run = Run(hello)
             self.runs[run.key] = run
@@ -112,10 +112,9 @@ class Core:
         samples: Iterable[tuple[int, int, bytes]],
         now: float,
     ) -> list[Stored | None]:
-        """A run has loaded samples: (index, bytes, stamp) each. Those that are returned it shall put, in order.
+        """A run has loaded samples: (index, bytes, stamp) each. What is returned it shall put, in order.
 
-        A sample that was not used and missed in this epoch, or was offered before, is not asked of the policy.
-        """
+        The policy is asked of those that were used and missed in this epoch, and not offered since."""
         self.release(member)
         run, asked = member.run, []
         for index, num_bytes, stamp in samples:
@@ -143,7 +142,7 @@ class Core:
                 self.ledger.finish(stored)
 
     def drop(self, member: Member, index: int, stamp: bytes) -> None:
-        """A sample is no longer what it was under ``stamp``; if it was found in this epoch it may be offered."""
+        """A sample is no longer what it was under ``stamp``; one that was found may be offered anew."""
         self.release(member)
         run = member.run
         run.check(index)

@@ -1,7 +1,7 @@
 """Which pages hold which sample, and who still reads or writes them: what a policy decides, made true.
 
 ```
-   reserve -> being written -> finish -> whole -> free -> (leased: pages stay) -> last lease ends -> pages free
+   reserve -> being written -> finish -> whole -> free -> (leased: pages stay) -> lease ends -> pages free
                     |                                |
                     +-- free: pages free at once     +-- (not leased: pages free at once)
 ```
@@ -65,7 +65,8 @@ class Ledger:
 
     def finish(self, stored: Stored) -> None:
         """All bytes of an entry are there: it can be read."""
-        assert stored.kept and stored.written == stored.num_bytes
+        assert stored.kept
+        assert stored.written == stored.num_bytes
         stored.whole = True
 
     def free(self, entry: Entry) -> bool:

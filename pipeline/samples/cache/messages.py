@@ -1,4 +1,4 @@
-"""What is said between the broker and its clients: a header, and a body that is bounded, checked and never code.
+"""What is said between the broker and its clients: a header, and a body: bounded, checked, never code.
 
 ```
    hello -> welcome + slab | refused        begin -> wanted;  orders        status -> state

@@ -1,7 +1,7 @@
 """Where a broker listens: a socket in a folder that only its user may enter.
 
-The system says who is at the other end, so both ends refuse another user. A socket whose broker was killed is
-taken over; the folder itself is the lock, so two brokers that start at once do not take it from each other."""
+The system says who is at the other end, so both ends refuse another user. A socket whose broker was killed
+is taken over; the folder is the lock, so two brokers that start at once do not take it from each other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def default_socket(runtime: str | None) -> Path:
-    """Where the broker of this user listens if nobody says; ``runtime``: its XDG_RUNTIME_DIR, if it has one."""
+    """Where the broker of this user listens if nobody says; ``runtime``: its XDG_RUNTIME_DIR, if any."""
     if runtime:
         return Path(runtime) / "penstock" / "cache.sock"
     return Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}" / "cache.sock"
@@ -104,8 +104,8 @@ def _folder_of(path: Path) -> Iterator[None]:
         others = found.st_mode & 0o022 and not found.st_mode & 0o1000  # who may take the socket away
         if others or found.st_uid not in (os.getuid(), 0):
             raise ConfigError(
-                f"others may write to {path.parent}, where the socket would be; choose a folder of your own with "
-                "socket="
+                f"others may write to {path.parent}, where the socket would be; choose a folder of your own "
+                "with socket="
             )
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield

@@ -111,7 +111,7 @@ class Run:
             self.hit_bytes += stored.num_bytes
 
     def status(self, now: float, held: int) -> dict[str, Any]:
-        """What a person sees of it; ``finish_seconds``: predicted until its last epoch ends, None if unknown."""
+        """What a person sees of it; ``finish_seconds``: until its last epoch ends, as predicted."""
         done = self.used / self.num_ordered if self.num_ordered else 0.0
         pace = self.pace
         if self.used and (self.used * 4 > self.num_ordered or not pace):  # else too little is seen

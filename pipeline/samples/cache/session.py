@@ -34,7 +34,7 @@ _SCRAP = bytearray(1 << 16)
 
 @dataclass(slots=True)
 class Reply:
-    """What goes back: bytes, a file that goes with them, and why the connection ends behind them if it does."""
+    """What goes back: bytes, a file that goes with them, and if it is the last, why."""
 
     data: bytes = b""
     file: int | None = None

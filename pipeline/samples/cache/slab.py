@@ -30,8 +30,8 @@ class Slab:
         room = available()
         if num_bytes > room:
             raise ConfigError(
-                f"capacity={show_bytes(num_bytes)} does not fit: {show_bytes(room)} of this machine's memory are "
-                "free; choose less"
+                f"capacity={show_bytes(num_bytes)} does not fit: {show_bytes(room)} of this machine's memory "
+                "are free; choose less"
             )
         self._file = os.memfd_create("penstock-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

@@ -21,7 +21,7 @@ class Wire:
     """A connection to the broker at ``path``.
 
     Args:   timeout: seconds that an answer may take, and that anything sent may take to be taken.
-            patience: those that it may take to connect, which needs no broker that runs, but room in its queue.
+            patience: those that it may take to connect, which needs room in the queue of the broker.
     Raises: OSError: there is none of this user."""
 
     def __init__(self, path: Path, timeout: float, *, patience: float | None = None) -> None:

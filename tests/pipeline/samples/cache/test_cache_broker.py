@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import socket
@@ -142,8 +143,8 @@ def test_a_refused_run_is_told_why(path):
     other = client(path, "b", num_samples=5, tell=told)
     assert other.use([1]) == [None]
     assert told == [
-        "training goes on without the sample cache: data d has 100 samples for job a and 5 for job b; name different "
-        "data differently"
+        "training goes on without the sample cache: data d has 100 samples for job a and 5 for job b; name "
+        "different data differently"
     ]
     assert not other.is_connected
 
@@ -181,8 +182,8 @@ def test_garbage_ends_its_connection_and_nothing_else(path, said, seed):
         HELLO_SAID[:7],
         HELLO_SAID[:-3],
         HELLO_SAID + BEGUN[:-1],
-        HELLO_SAID + BEGUN + USED + numbers(Kind.OFFER, 0, 2, 1, 2, 5000, 6000, rest=b"\0\0") + pack_header(Kind.PUT, 11_000)
-        + b"x" * 4500,
+        HELLO_SAID + BEGUN + USED + numbers(Kind.OFFER, 0, 2, 1, 2, 5000, 6000, rest=b"\0\0")
+        + pack_header(Kind.PUT, 11_000) + b"x" * 4500,
     ],
 )  # fmt: skip
 def test_who_stops_in_the_middle_of_a_message_blocks_nobody(path, stalled):
@@ -202,8 +203,8 @@ def test_who_does_not_read_its_answers_is_not_heard_and_blocks_nobody(path):
     silent = raw(path, HELLO_SAID)
     silent.setblocking(False)
     sent = 0
-    with pytest.raises(BlockingIOError):
-        for _ in range(1_000_000):
+    with contextlib.suppress(BlockingIOError):
+        while sent < 1 << 22:
             sent += silent.send(pack(Kind.STATUS))
     assert sent < 1 << 22, "answers pile up in the broker"
     assert len(state(path)["jobs"]) == 2
@@ -217,7 +218,8 @@ def test_no_more_than_so_many_connections_are_taken(tmp_path, monkeypatch):
     path = tmp_path / "cache.sock"
     with broker_thread(path):
         first, second = raw(path, pack(Kind.STATUS)), raw(path, pack(Kind.STATUS))
-        assert first.recv(10) and second.recv(10)
+        assert first.recv(10)
+        assert second.recv(10)
         third = raw(path, pack(Kind.STATUS), timeout=0.2)
         with pytest.raises(TimeoutError):
             third.recv(10)

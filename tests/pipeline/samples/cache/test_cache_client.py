@@ -1,4 +1,4 @@
-"""A client: copies and stamps, forks and pickles, and training that goes on whatever becomes of the broker."""
+"""A client: copies and stamps, forks and pickles, and training goes on whatever the broker does."""
 
 from __future__ import annotations
 

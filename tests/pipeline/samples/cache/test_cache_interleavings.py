@@ -1,4 +1,4 @@
-"""Random interleavings of all that connections may say, held against a model: bytes, pages, leases, capacity."""
+"""Random interleavings of all that connections may say, held against a model: bytes, pages, capacity."""
 
 from __future__ import annotations
 
