@@ -212,7 +212,7 @@ def test_what_cannot_be_served_leaves_no_socket(path, typed, told, capfd):
 def test_help_and_refusals_do_not_wait_for_torch():
     script = (
         "import sys; from penstock.scripts import command;"
-        "typed = (['--help'], ['serve', 'help'], ['serve', 'page=1'], ['status', 'socket=/nowhere/cache.sock']);"
+        "typed = (['--help'], ['serve', 'help'], ['serve', 'page=1'], ['status', 'socket=/nowhere/socket']);"
         "codes = [command.run(['cache', *rest]) for rest in typed];"
         "assert 'torch' not in sys.modules; sys.exit(codes != [0, 0, 2, 2])"
     )

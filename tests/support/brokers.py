@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from small_policies import Lru
 
@@ -31,7 +32,7 @@ def hello(job="a", *, run="1", data="d", num_samples=100, batch_size=4, epochs=3
     return Hello(job=job, run=run, data=data, num_samples=num_samples, batch_size=batch_size, epochs=epochs)
 
 
-def client(path, job="a", *, timeout=5.0, tell=None, **said):
+def client(path, job="a", *, timeout=5.0, tell=None, **said) -> Any:
     return Client(path, hello(job, **said), tell=Said() if tell is None else tell, timeout=timeout)
 
 

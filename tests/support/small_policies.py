@@ -37,7 +37,7 @@ class Lru:
             return ()
         return self._evict([entry for entry in self.entries if entry[0] == data])
 
-    def begin(self, name, order, following, now):
+    def begin(self, name, order, following, now) -> tuple[tuple[str, int], ...]:
         self.calls.append(("begin", name, list(order), None if following is None else list(following)))
         return ()
 

@@ -98,8 +98,8 @@ class Client:
         fit = [place for place, payload in enumerate(payloads) if memoryview(payload).nbytes < NOWHERE]
         for at in range(0, len(fit), MOST_AT_ONCE):
             part = fit[at : at + MOST_AT_ONCE]
-            said = tuple([values[place] for place in part] for values in (indices, payloads, stamps))
-            taken += self._asked(lambda link, said=said: link.store(number, *said), 0)
+            said = [(indices[place], payloads[place], stamps[place]) for place in part]
+            taken += self._asked(lambda link, said=said: link.store(number, said), 0)
         return taken
 
     def drop(self, index: int, stamp: bytes) -> None:

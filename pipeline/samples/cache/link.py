@@ -108,10 +108,9 @@ class Link:
             self._wire.send(_DONE)
         return found
 
-    def store(
-        self, epoch: int, indices: Sequence[int], payloads: Sequence[Bytes], stamps: Sequence[bytes]
-    ) -> int:
-        """Offer samples and put those that are accepted. Returns: how many were."""
+    def store(self, epoch: int, samples: Sequence[tuple[int, Bytes, bytes]]) -> int:
+        """Offer samples (index, bytes, stamp) and put those that are accepted. Returns: how many were."""
+        indices, payloads, stamps = zip(*samples, strict=True)
         views = [memoryview(payload).cast("B") for payload in payloads]
         said = array("I", (epoch, len(indices), *indices, *map(len, views))).tobytes()
         answer = self._wire.ask(

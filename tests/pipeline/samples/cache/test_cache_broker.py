@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import socket
 import struct
@@ -15,8 +16,7 @@ import pytest
 from brokers import PAGE, Said, broker_thread, client, payload, state, within
 from small_policies import Lru
 
-from penstock.pipeline.samples.cache import broker as broker_module
-from penstock.pipeline.samples.cache import place
+from penstock.pipeline.samples.cache.broker import Broker
 from penstock.pipeline.samples.cache.messages import HEADER, Kind, pack, pack_header
 
 HELLO = {"job": "b", "run": "1", "data": "d", "num_samples": 100, "batch_size": 4, "epochs": 3}
@@ -212,9 +212,8 @@ def test_who_does_not_read_its_answers_is_not_heard_and_blocks_nobody(path):
 
 
 def test_no_more_than_so_many_connections_are_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(broker_module.Broker.__init__, "__kwdefaults__", {
-        **broker_module.Broker.__init__.__kwdefaults__, "most_connections": 2
-    })  # fmt: skip
+    usual = Broker.__init__.__kwdefaults__ or {}
+    monkeypatch.setattr(Broker.__init__, "__kwdefaults__", {**usual, "most_connections": 2})
     path = tmp_path / "cache.sock"
     with broker_thread(path):
         first, second = raw(path, pack(Kind.STATUS)), raw(path, pack(Kind.STATUS))
@@ -226,7 +225,8 @@ def test_no_more_than_so_many_connections_are_taken(tmp_path, monkeypatch):
         first.close()
         third.settimeout(5)
         assert third.recv(10)
-        second.close(), third.close()
+        second.close()
+        third.close()
 
 
 def test_a_process_of_another_user_is_refused(tmp_path, said):
@@ -257,7 +257,7 @@ def test_a_broker_of_another_user_is_not_believed(path, monkeypatch):
     told = Said()
     ours = client(path, tell=told)
     with monkeypatch.context() as changed:
-        changed.setattr(place.os, "getuid", lambda: 12345)
+        changed.setattr(os, "getuid", lambda: 12345)
         assert ours.use([7]) == [None]
     assert "is another user's" in told[0]
 

@@ -113,6 +113,7 @@ def test_a_run_says_an_order_once_and_its_workers_need_not(path):
         assert policy.jobs["run:1:a"].times == TIMES
         for other in (one, worker, same):
             other.close()
+        within(1, lambda: state(path)["jobs"] == [])
     assert [call[0] for call in policy.calls].count("leave") == 1
 
 
@@ -173,7 +174,8 @@ def test_a_pickled_client_connects_anew(path):
         again = pickle.loads(pickle.dumps(one))
         assert not again.is_connected
         assert again.use([1]) == [Hit(payload(1), b"")]
-        again.close(), one.close()
+        again.close()
+        one.close()
 
 
 @pytest.mark.slow

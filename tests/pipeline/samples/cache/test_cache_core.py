@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from brokers import hello
@@ -17,11 +19,11 @@ from penstock.pipeline.samples.cache.policy import Found, Job, Times
 TIMES = Times(epoch=9.0, batch_io=0.4, sample_io=0.1, augmentation=0.1, training=0.2, hidden=0.3)
 
 
-def core_of(num_pages=10, policy=Lru):
+def core_of(num_pages=10, policy=Lru) -> Any:
     return Core(policy(num_pages * 10), Pages(num_pages, 10))
 
 
-def begun(core, said, epoch=0, order=range(8), following=None):
+def begun(core, said, epoch=0, order: Sequence[int] = range(8), following=None):
     member = core.join(said, 0.0)
     core.begin(member, epoch, array("I", order), following, 0.0)
     return member
@@ -122,7 +124,8 @@ def test_one_data_set_has_one_number_of_samples():
 def test_pages_that_somebody_reads_stay_though_the_policy_gave_them_up():
     core = core_of(num_pages=2)
     one, two = begun(core, hello("a", num_samples=8)), begun(core, hello("b", num_samples=8))
-    store(core, one, 0), store(core, one, 1)
+    store(core, one, 0)
+    store(core, one, 1)
     (leased,) = core.use(two, 0, [0], 0.0)
     core.use(one, 0, [2, 3], 0.0)
     first, second = core.offer(one, 0, [(2, 10, b""), (3, 10, b"")], 0.0)  # 1 makes room, and then 0

@@ -92,7 +92,11 @@ def test_a_worker_that_is_killed_while_it_reads_gives_its_pages_back(path):
     """What it reads is given up meanwhile: its pages are nobody's until it is gone, and then free."""
 
     def worker(one, ready):
-        Link._copy = lambda *_: ready.set() or signal.pause()
+        def copy(*_):
+            ready.set()
+            signal.pause()
+
+        setattr(Link, "_copy", copy)  # noqa: B010
         one.use([1])
 
     with broker_process(path, capacity=6 * PAGE):
@@ -122,7 +126,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_put_leaves_no_half_sample(pa
             send(wire, *data)
 
         one.use([1, 2])
-        Wire.send = half
+        setattr(Wire, "send", half)  # noqa: B010
         one.store([1, 2], [payload(1), payload(2)])
 
     with broker_process(path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter, defaultdict
+from typing import Any
 
 import pytest
 from brokers import hello
@@ -23,7 +24,7 @@ class World:
     """Connections, a slab, and what is known to be in it without asking the core."""
 
     def __init__(self, policy):
-        self.core = Core(policy(NUM_PAGES * PAGE), Pages(NUM_PAGES, PAGE))
+        self.core: Any = Core(policy(NUM_PAGES * PAGE), Pages(NUM_PAGES, PAGE))
         self.slab = bytearray(NUM_PAGES * PAGE)
         self.members = []
         self.true = {}  # what was put as a stored sample, byte for byte

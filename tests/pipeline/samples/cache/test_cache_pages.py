@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ def test_a_sample_takes_whole_pages_and_an_empty_one_a_page(num_bytes, needed):
 
 
 def test_pages_are_taken_once_and_side_by_side_where_they_are_free():
-    pages = Pages(5, 10)
+    pages: Any = Pages(5, 10)
     first, second = pages.take(2), pages.take(2)
     assert (list(first), list(second)) == ([0, 1], [2, 3])
     assert pages.take(2) is None
