@@ -203,7 +203,10 @@ def test_without_a_command_the_commands_are_listed(capfd):
         assert f"penstock {name}" in out
     assert penstock("--version", capfd)[0] == 0
     code, out, error = penstock("trian", capfd)
-    assert (code, error) == (2, "penstock: trian is not a command; known are train, plan, export, bench\n")
+    assert (code, error) == (
+        2,
+        "penstock: trian is not a command; known are train, plan, export, cache, bench\n",
+    )
 
 
 def test_a_sweep_that_cannot_be_kept_is_refused_in_one_sentence(capfd):

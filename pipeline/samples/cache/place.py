@@ -1,0 +1,127 @@
+"""Where a broker listens: a socket in a folder that only its user may enter.
+
+The system says who is at the other end, so both ends refuse another user. A socket whose broker was killed
+is taken over; the folder is the lock, so two brokers that start at once do not take it from each other."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ....compression.errors import ConfigError
+from ....stages.files import reason
+
+_LONGEST_PATH = 107  # bytes; unix(7)
+_WAITING = 128  # connections that the system keeps until they are taken
+_CREDENTIALS = struct.Struct("3i")
+
+
+def default_socket(runtime: str | None) -> Path:
+    """Where the broker of this user listens if nobody says; ``runtime``: its XDG_RUNTIME_DIR, if any."""
+    if runtime:
+        return Path(runtime) / "penstock" / "cache.sock"
+    return Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}" / "cache.sock"
+
+
+def listen(path: Path) -> socket.socket:
+    """Listen at ``path``; its folder is made if there is none.
+
+    Raises: ConfigError: a broker listens there, or the place is none that only this user may enter."""
+    _check(path)
+    with _folder_of(path):
+        if path.exists() or path.is_symlink():
+            _refuse_living(path)
+            path.unlink()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            mask = os.umask(0o177)
+            try:
+                listener.bind(str(path))
+            finally:
+                os.umask(mask)
+            listener.listen(_WAITING)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(f"socket={path} cannot be made ({reason(error)}); name another") from error
+    listener.setblocking(False)
+    return listener
+
+
+def leave(path: Path, made: os.stat_result) -> None:
+    """Remove the socket that ``listen`` made, if it is still the one at ``path``."""
+    with contextlib.suppress(OSError, ConfigError), _folder_of(path):
+        if os.path.samestat(os.lstat(path), made):
+            path.unlink()
+
+
+def connect(path: Path, timeout: float | None) -> socket.socket:
+    """Connect to the broker at ``path``; with ``timeout`` 0 without any wait.
+
+    Raises: OSError: nobody is there. PermissionError: somebody else's process is."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout)
+        connection.connect(str(path))
+        if not is_ours(connection):
+            raise PermissionError(errno.EACCES, f"{path} is another user's")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def is_ours(connection: socket.socket) -> bool:
+    """Whether the process at the other end is of the same user."""
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(told)[1] == os.getuid()
+
+
+def _check(path: Path) -> None:
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise ConfigError(
+            f"socket={path} is longer than the {_LONGEST_PATH} bytes of a socket's path; shorten it"
+        )
+
+
+@contextlib.contextmanager
+def _folder_of(path: Path) -> Iterator[None]:
+    """Hold the folder of ``path``, which is made for this user alone, while a socket comes or goes."""
+    try:
+        if not path.parent.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"socket={path} cannot be made ({reason(error)}); name another") from error
+    try:
+        found = os.fstat(folder)
+        others = found.st_mode & 0o022 and not found.st_mode & 0o1000  # who may take the socket away
+        if others or found.st_uid not in (os.getuid(), 0):
+            raise ConfigError(
+                f"others may write to {path.parent}, where the socket would be; choose a folder of your own "
+                "with socket="
+            )
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _refuse_living(path: Path) -> None:
+    if not path.is_socket():
+        raise ConfigError(f"socket={path} is there already and no socket; name another")
+    try:
+        connect(path, 0).close()
+    except ConnectionRefusedError:
+        return  # its broker is gone
+    except BlockingIOError:
+        pass  # it has more to do than it can take
+    except OSError as error:
+        raise ConfigError(f"socket={path} is in use ({reason(error)}); name another") from error
+    raise ConfigError(f"a broker listens at socket={path}; use that one, end it, or name another")

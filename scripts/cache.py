@@ -1,0 +1,188 @@
+"""``penstock cache serve|status``: the cache of samples that the training jobs of a machine share.
+
+It runs until it is told to end; training that uses it goes on without, and comes back when it does."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..compression.errors import ConfigError
+from ..pipeline.samples.cache.pages import PAGE_BYTES
+from ..pipeline.samples.cache.place import default_socket
+from ..stages.files import reason
+from ..stages.units import parse_bytes, show_bytes
+from . import usage
+from .flags import near
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+HELP = """\
+penstock cache serve  [KEY=VALUE ...]
+penstock cache status [KEY=VALUE ...]
+
+serve keeps samples in memory for all training jobs of this user that run with cache=shared, until Ctrl-C.
+  capacity=4GiB           memory for samples, all jobs together
+  policy=next_use         which samples stay: next_use, gain, lru, never_evict or static_split
+  page=16KiB              a sample takes whole pages of this size; smaller ones suit small samples
+
+status shows the jobs: progress, hit rate, memory, predicted end.
+  live=false              true: show it anew every second, until Ctrl-C
+
+Both:
+  socket=PATH             where the broker listens; default: penstock/cache.sock in XDG_RUNTIME_DIR, or in
+                          the temporary folder cache.sock in a folder of your own"""
+
+PAGES = (512, 1 << 20)
+"""The smallest and the largest page."""
+
+_WAIT_SECONDS = 5.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve, or show, as ``arguments`` say; return the exit code.
+
+    Raises: ConfigError: an argument does not fit, a broker is there already, or none is."""
+    if usage.wanted(arguments) or usage.wanted(arguments[1:]):
+        print(HELP)
+        return 0
+    if not arguments or arguments[0] not in COMMANDS:
+        found = arguments[0] if arguments else "none"
+        raise ConfigError(f"penstock cache takes {' or '.join(COMMANDS)}, found {found}")
+    defaults, command = COMMANDS[arguments[0]]
+    return command(_read(arguments[0], arguments[1:], defaults))
+
+
+def serve(options: Mapping[str, str]) -> int:
+    """Keep samples until a signal ends it.
+
+    Raises: ConfigError: there is not the memory, or a broker listens there."""
+    capacity, page = parse_bytes(options["capacity"], name="capacity"), _page(options["page"])
+    path = _socket(options)
+    from ..pipeline.run import console
+    from ..pipeline.samples.cache import policies  # pyright: ignore[reportAttributeAccessIssue]
+    from ..pipeline.samples.cache.broker import serving
+
+    policy = policies.policy(options["policy"], capacity)
+    with serving(path, policy, page_bytes=page, tell=console.warn) as broker:
+        print(
+            f"{path}: {show_bytes(capacity)} for samples, policy={options['policy']}; Ctrl-C ends it",
+            flush=True,
+        )
+        try:
+            broker.run()
+        except KeyboardInterrupt:
+            print("the cache is closed; jobs go on without it", flush=True)
+    return 0
+
+
+def status(options: Mapping[str, str]) -> int:
+    """Show what the broker does, once or live.
+
+    Raises: ConfigError: there is none."""
+    if options["live"] not in ("true", "false"):
+        raise ConfigError(f"live={options['live']} does not fit: live takes true or false")
+    path = _socket(options)
+    from ..pipeline.run import console
+    from ..pipeline.samples.cache.wire import state_of
+
+    def shown() -> RenderableType:
+        try:
+            return view(state_of(path, timeout=_WAIT_SECONDS))
+        except TimeoutError:
+            raise ConfigError(f"the broker at {path} does not answer; it was stopped, or hangs") from None
+        except OSError as error:
+            raise ConfigError(
+                f"no broker listens at {path} ({reason(error)}); start one by penstock cache serve, or name "
+                "its socket="
+            ) from error
+
+    screen = console.screen()
+    if options["live"] == "false":
+        screen.print(shown(), highlight=False)
+        return 0
+    from rich.live import Live
+
+    try:
+        with Live(shown(), console=screen, auto_refresh=False, screen=screen.is_terminal) as live:
+            while True:
+                time.sleep(1.0)
+                live.update(shown(), refresh=True)
+    except KeyboardInterrupt:
+        return 0
+
+
+def view(state: Mapping[str, Any]) -> RenderableType:
+    """Return the cache as a line, and a row for each job."""
+    from rich.console import Group
+    from rich.table import Table
+
+    from ..pipeline.run.console import clock
+
+    pool = max(0, state["capacity"] - state["held_bytes"])
+    line = (
+        f"{show_bytes(state['held_bytes'])} of {show_bytes(state['capacity'])} held in {state['entries']} "
+        f"samples, {show_bytes(pool)} in the pool"
+    )
+    jobs = sorted(state["jobs"], key=lambda job: (job["job"], job["run"]))
+    if not jobs:
+        return Group(line, "no job is connected")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("job", overflow="fold")
+    for name in ("data", "epoch", "done", "connections", "hits", "of all", "from cache", "holds", "ends in"):
+        table.add_column(name, justify="right", no_wrap=name != "data", overflow="fold")
+    for job in jobs:
+        rate = f"{job['hits'] / job['uses']:.1%}" if job["uses"] else "-"
+        table.add_row(
+            job["job"],
+            job["data"],
+            f"{job['epoch'] + 1}/{job['epochs']}",
+            f"{job['progress']:.0%}",
+            str(job["connections"]),
+            str(job["hits"]),
+            rate,
+            show_bytes(job["hit_bytes"]),
+            show_bytes(job["held_bytes"]),
+            clock(job["finish_seconds"]) if job["finish_seconds"] is not None else "-",
+        )
+    return Group(line, table)
+
+
+SOCKET = {"socket": ""}
+COMMANDS: dict[str, tuple[dict[str, str], Callable[[Mapping[str, str]], int]]] = {
+    "serve": ({"capacity": "4GiB", "policy": "next_use", "page": str(PAGE_BYTES), **SOCKET}, serve),
+    "status": ({"live": "false", **SOCKET}, status),
+}
+
+
+def _read(command: str, words: Sequence[str], defaults: Mapping[str, str]) -> dict[str, str]:
+    options = dict(defaults)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name not in options:
+            meant = near(name, options)
+            hint = (
+                f"did you mean {meant}=?" if meant else f"known are {', '.join(f'{one}=' for one in options)}"
+            )
+            raise ConfigError(f"penstock cache {command} has no option {word}; {hint}")
+        if not equals or not value:
+            raise ConfigError(f"{word} has no value; write {name}={defaults[name] or 'PATH'}")
+        options[name] = value
+    return options
+
+
+def _page(value: str) -> int:
+    page = parse_bytes(value, name="page")
+    if not PAGES[0] <= page <= PAGES[1]:
+        raise ConfigError(
+            f"page={value} does not fit: a page has {show_bytes(PAGES[0])} to {show_bytes(PAGES[1])}"
+        )
+    return page
+
+
+def _socket(options: Mapping[str, str]) -> Path:
+    return Path(options["socket"] or default_socket(os.environ.get("XDG_RUNTIME_DIR"))).absolute()

@@ -1,0 +1,275 @@
+"""What the broker does with what is malformed, untrue, half said or not read; others do not notice."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+from array import array
+
+import pytest
+from brokers import PAGE, Said, broker_thread, client, payload, state, within
+from small_policies import Lru
+
+from penstock.pipeline.samples.cache.broker import Broker
+from penstock.pipeline.samples.cache.messages import HEADER, Kind, pack, pack_header
+
+HELLO = {"job": "b", "run": "1", "data": "d", "num_samples": 100, "batch_size": 4, "epochs": 3}
+TIMES = dict.fromkeys(("epoch", "batch_io", "sample_io", "augmentation", "training", "hidden"), 1.0)
+
+
+def control(kind, value):
+    return pack(kind, json.dumps(value).encode())
+
+
+def numbers(kind, *values, rest=b""):
+    return pack(kind, array("I", values).tobytes() + rest)
+
+
+BEGUN = control(Kind.BEGIN, {"epoch": 0, "order": 2, "following": None}) + numbers(Kind.ORDERS, 1, 2)
+USED = numbers(Kind.USE, 0, 2, 1, 2)
+HELLO_SAID = control(Kind.HELLO, HELLO)
+
+
+@pytest.fixture
+def said():
+    return Said()
+
+
+@pytest.fixture
+def path(tmp_path, said):
+    """Where a broker listens that serves a run which has stored a sample, and goes on serving it."""
+    with broker_thread(tmp_path / "cache.sock", said=said):
+        one = client(tmp_path / "cache.sock")
+        one.begin(0, range(100), range(100))
+        one.use([7])
+        assert one.store([7], [payload(7)]) == 1
+        yield tmp_path / "cache.sock"
+        (hit,) = one.use([7])
+        assert hit is not None
+        assert hit.payload == payload(7)
+        one.close()
+
+
+def raw(path, *said, timeout=5.0):
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout)
+    connection.connect(str(path))
+    for one in said:
+        connection.sendall(one)
+    return connection
+
+
+def ended(connection):
+    """Read to the end that the broker makes."""
+    try:
+        while connection.recv(1 << 20):
+            pass
+    except ConnectionResetError:
+        pass
+    connection.close()
+    return True
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "a connection is ended: a message begins with b'PnC1', found b'GET '"),
+        (HEADER.pack(b"PnC1", 99, 0), "there is no message of kind 99"),
+        (pack_header(Kind.HELLO, 1 << 40), "a message of kind HELLO with 1099511627776 bytes"),
+        (pack(Kind.WELCOME), "a message of kind WELCOME with 0 bytes"),
+        (pack(Kind.HELLO, b"\xff\xfe"), "a message is not JSON"),
+        (pack(Kind.HELLO, b"[" * 60_000), "a message is not JSON"),
+        (pack(Kind.HELLO, b'{"num_samples": ' + b"9" * 5000 + b"}"), "a message is not JSON"),
+        (pack(Kind.HELLO, b"[]"), "a message of JSON is an object"),
+        (control(Kind.HELLO, {"job": "b"}), "Hello lacks the key run"),
+        (control(Kind.HELLO, {**HELLO, "more": 1}), 'Hello has the unknown key "more"'),
+        (control(Kind.HELLO, {**HELLO, "epochs": 10**30}), "batch_size, epochs and readers are 1 to"),
+        (control(Kind.HELLO, {**HELLO, "num_samples": 0}), "a data set has 1 to"),
+        (control(Kind.HELLO, {**HELLO, "job": "a\nb"}), "of 1 to 1024 printable characters"),
+        (control(Kind.HELLO, {**HELLO, "num_samples": 5}), "name different data differently"),
+        (USED, "a connection says first whose it is"),
+        (pack_header(Kind.PUT, 10), "a connection says first whose it is"),
+        (HELLO_SAID * 2, "a connection of job b is ended: a connection says once whose it is"),
+        (HELLO_SAID + numbers(Kind.USE, 0, 1, 100), "sample 100 of 100"),
+        (HELLO_SAID + numbers(Kind.USE, 0, 2, 1), "shorter than it says"),
+        (HELLO_SAID + numbers(Kind.USE, 0, 1, 1, 2), "longer than it says"),
+        (HELLO_SAID + numbers(Kind.USE, 0, 1 << 31), "a message is about 16384 samples at most"),
+        (HELLO_SAID + numbers(Kind.USE, 0, 2, 1, 1), "a sample is used twice at once"),
+        (HELLO_SAID + numbers(Kind.ORDERS, 1), "orders come without being asked for"),
+        (HELLO_SAID + control(Kind.BEGIN, {"epoch": -1, "order": 1}), "does not fit 100 samples"),
+        (HELLO_SAID + control(Kind.BEGIN, {"epoch": 0, "order": 101}), "does not fit 100 samples"),
+        (HELLO_SAID + BEGUN[:-8] + array("I", [1, 1]).tobytes(), "an order has a sample twice"),
+        (HELLO_SAID + BEGUN[:-8] + array("I", [1, 100]).tobytes(), "an order has sample 100 of 100"),
+        (HELLO_SAID + control(Kind.MEASURED, {**TIMES, "epoch": -1.0}), "measured seconds are 0 to 1e+09"),
+        (HELLO_SAID + control(Kind.MEASURED, {**TIMES, "epoch": "x"}), "Times.epoch is of type float"),
+        (HELLO_SAID + numbers(Kind.DROP, 100), "sample 100 of 100"),
+        (HELLO_SAID + pack(Kind.DROP), "shorter than it says"),
+        (HELLO_SAID + pack(Kind.PUT, b"abc"), "3 bytes come where 0 were accepted"),
+        (
+            HELLO_SAID + BEGUN + USED + numbers(Kind.OFFER, 0, 1, 1, 2**32 - 1, rest=b"\0"),
+            "fewer than 4294967295",
+        ),
+        (
+            HELLO_SAID + BEGUN + USED + numbers(Kind.OFFER, 0, 1, 1, 9, rest=b"\x41" + b"x" * 65),
+            "at most 64 bytes",
+        ),
+        (
+            HELLO_SAID
+            + BEGUN
+            + USED
+            + numbers(Kind.OFFER, 0, 1, 1, 9, rest=b"\0")
+            + pack(Kind.PUT, b"x" * 8),
+            "8 bytes come where 9 were accepted",
+        ),
+    ],
+)
+def test_what_is_malformed_or_untrue_ends_its_connection_with_one_line(path, said, message, told):
+    assert ended(raw(path, message))
+    within(5, lambda: said)
+    (line,) = said
+    assert told in line
+    within(5, lambda: len(state(path)["jobs"]) == 1)
+    assert state(path)["held_bytes"] == 3 * PAGE
+
+
+def test_a_refused_run_is_told_why(path):
+    told = Said()
+    other = client(path, "b", num_samples=5, tell=told)
+    assert other.use([1]) == [None]
+    assert told == [
+        "training goes on without the sample cache: data d has 100 samples for job a and 5 for job b; name "
+        "different data differently"
+    ]
+    assert not other.is_connected
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_garbage_ends_its_connection_and_nothing_else(path, said, seed):
+    """Real messages with bytes changed, left out and put in; the fixture's run goes on."""
+    drawn = random.Random(seed)
+    offered = numbers(Kind.OFFER, 0, 2, 1, 2, 9, 9, rest=b"\0\0")
+    whole = [HELLO_SAID, BEGUN, USED, offered, pack(Kind.PUT, b"x" * 18), pack(Kind.DONE)]
+    whole += [control(Kind.MEASURED, TIMES), numbers(Kind.DROP, 1), pack(Kind.STATUS)]
+    for _ in range(60):
+        message = bytearray(b"".join([HELLO_SAID, BEGUN, *drawn.choices(whole, k=4)][drawn.randrange(2) :]))
+        for _ in range(drawn.randrange(4)):
+            at = drawn.randrange(len(message))
+            if (how := drawn.randrange(3)) == 0:
+                message[at] ^= 1 << drawn.randrange(8)
+            elif how == 1:
+                del message[at : at + drawn.randrange(1, 9)]
+            else:
+                message[at:at] = drawn.randbytes(drawn.randrange(1, 9))
+        connection = raw(path)
+        try:
+            connection.sendall(message)
+        except OSError:
+            pass
+        connection.close()
+    within(5, lambda: [job["job"] for job in state(path)["jobs"]] == ["a"])
+    assert all(line.startswith("a connection") for line in said)
+
+
+@pytest.mark.parametrize(
+    "stalled",
+    [
+        HELLO_SAID[:7],
+        HELLO_SAID[:-3],
+        HELLO_SAID + BEGUN[:-1],
+        HELLO_SAID + BEGUN + USED + numbers(Kind.OFFER, 0, 2, 1, 2, 5000, 6000, rest=b"\0\0")
+        + pack_header(Kind.PUT, 11_000) + b"x" * 4500,
+    ],
+)  # fmt: skip
+def test_who_stops_in_the_middle_of_a_message_blocks_nobody(path, stalled):
+    free = state(path)["free_bytes"]
+    stops = raw(path, stalled)
+    one = client(path, "c", data="e")
+    one.begin(0, range(100), None)
+    one.use([1])
+    assert one.store([1], [payload(1)]) == 1
+    assert one.use([1])[0].payload == payload(1)
+    one.close()
+    stops.close()
+    within(1, lambda: state(path)["free_bytes"] == free)
+
+
+def test_who_does_not_read_its_answers_is_not_heard_and_blocks_nobody(path):
+    silent = raw(path, HELLO_SAID)
+    silent.setblocking(False)
+    sent = 0
+    with contextlib.suppress(BlockingIOError):
+        while sent < 1 << 22:
+            sent += silent.send(pack(Kind.STATUS))
+    assert sent < 1 << 22, "answers pile up in the broker"
+    assert len(state(path)["jobs"]) == 2
+    silent.close()
+
+
+def test_no_more_than_so_many_connections_are_taken(tmp_path, monkeypatch):
+    usual = Broker.__init__.__kwdefaults__ or {}
+    monkeypatch.setattr(Broker.__init__, "__kwdefaults__", {**usual, "most_connections": 2})
+    path = tmp_path / "cache.sock"
+    with broker_thread(path):
+        first, second = raw(path, pack(Kind.STATUS)), raw(path, pack(Kind.STATUS))
+        assert first.recv(10)
+        assert second.recv(10)
+        third = raw(path, pack(Kind.STATUS), timeout=0.2)
+        with pytest.raises(TimeoutError):
+            third.recv(10)
+        first.close()
+        third.settimeout(5)
+        assert third.recv(10)
+        second.close()
+        third.close()
+
+
+def test_a_process_of_another_user_is_refused(tmp_path, said):
+    """By the system's word for who it is; a file mode that lets everybody in is not what holds."""
+    if subprocess.run(["id", "-u"], capture_output=True, text=True, check=True).stdout != "0\n":
+        pytest.skip("only root can become somebody else")
+    path = tmp_path / "cache.sock"
+    with broker_thread(path, said=said):
+        path.chmod(0o777)
+        program = (
+            "import os, socket\n"
+            "connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)\n"
+            f"folder = os.open({str(tmp_path)!r}, os.O_RDONLY)\n"
+            "os.setuid(65534)\n"
+            "os.fchdir(folder)\n"
+            "connection.connect('cache.sock')\n"
+            f"connection.sendall(bytes.fromhex({pack(Kind.STATUS).hex()!r}))\n"
+            "print(connection.recv(10))\n"
+        )
+        tmp_path.chmod(0o711)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert done.stdout == "b''\n" or "reset" in done.stderr or "Broken pipe" in done.stderr, done.stderr
+        assert said == ["a connection of another user is refused"]
+
+
+def test_a_broker_of_another_user_is_not_believed(path, monkeypatch):
+    """A stranger's socket at a place that somebody named would else give us samples."""
+    told = Said()
+    ours = client(path, tell=told)
+    with monkeypatch.context() as changed:
+        changed.setattr(os, "getuid", lambda: 12345)
+        assert ours.use([7]) == [None]
+    assert "is another user's" in told[0]
+
+
+def test_the_header_is_the_same_on_every_machine_of_its_kind():
+    assert pack(Kind.DROP, b"ab") == b"PnC1" + bytes([14, 0, 0, 0]) + struct.pack("=Q", 2) + b"ab"
+
+
+def test_the_capacity_is_whole_pages(tmp_path):
+    with broker_thread(tmp_path / "cache.sock", Lru(3 * PAGE)):
+        one = client(tmp_path / "cache.sock")
+        one.begin(0, range(100), None)
+        one.use([1, 2, 3])
+        assert one.store([1, 2], [bytes(3 * PAGE), bytes(3 * PAGE + 1)]) == 1
+        one.close()

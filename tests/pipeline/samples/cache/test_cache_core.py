@@ -1,0 +1,268 @@
+"""What the broker decides, without sockets: who is told what, and who reads and writes which pages."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from brokers import hello
+from small_policies import Lru
+
+from penstock.compression.errors import TransportError
+from penstock.pipeline.samples.cache.core import Core, NotWelcome
+from penstock.pipeline.samples.cache.pages import Pages
+from penstock.pipeline.samples.cache.policy import Found, Job, Times
+
+TIMES = Times(epoch=9.0, batch_io=0.4, sample_io=0.1, augmentation=0.1, training=0.2, hidden=0.3)
+
+
+def core_of(num_pages=10, policy=Lru) -> Any:
+    return Core(policy(num_pages * 10), Pages(num_pages, 10))
+
+
+def begun(core, said, epoch=0, order: Sequence[int] = range(8), following=None):
+    member = core.join(said, 0.0)
+    core.begin(member, epoch, array("I", order), following, 0.0)
+    return member
+
+
+def store(core, member, index, num_bytes=10, *, epoch=0):
+    """Use, offer and put a sample. Returns: whether it was taken."""
+    core.use(member, epoch, [index], 0.0)
+    (stored,) = core.offer(member, epoch, [(index, num_bytes, b"")], 0.0)
+    if stored is not None:
+        core.wrote(member, num_bytes)
+    return stored is not None
+
+
+def calls(core, *kinds):
+    return [call[0::2] for call in core.policy.calls if call[0] in kinds]
+
+
+def test_what_was_put_is_found_and_leased_until_something_else_is_said():
+    core = core_of()
+    member = begun(core, hello(num_samples=8))
+    assert store(core, member, 3, 25)
+    core.begin(member, 1, array("I", range(8)), None, 0.0)
+    found, nothing = core.use(member, 1, [3, 4], 0.0)
+    assert nothing is None
+    assert (found.num_bytes, list(found.pages), found.leases) == (25, [0, 1, 2], 1)
+    core.use(member, 1, [5], 0.0)
+    assert found.leases == 0
+
+
+def test_the_policy_counts_whole_pages():
+    core = core_of()
+    store(core, begun(core, hello(num_samples=8)), 3, 25)
+    assert core.policy.calls[-1] == ("offer", "run:1:a", 3, 30)
+
+
+def test_connections_of_a_run_are_one_reader():
+    core = core_of()
+    one, two = begun(core, hello(num_samples=8)), begun(core, hello(num_samples=8))
+    assert core.use(one, 0, [3], 0.0) == [None]
+    assert core.use(two, 0, [3], 0.0) == [None]
+    assert core.offer(one, 0, [(3, 10, b"")], 0.0) != [None]
+    assert core.offer(two, 0, [(3, 10, b"")], 0.0) == [None]
+    core.wrote(one, 10)
+    assert core.use(two, 0, [3], 0.0)[0].entry == ("data:d", 3)
+    assert calls(core, "use", "offer", "begin") == [("begin", list(range(8))), ("use", 3), ("offer", 3)]
+    assert core.status(0.0)["jobs"][0]["uses"] == 1
+
+
+def test_a_run_leaves_with_its_last_connection():
+    core = core_of()
+    one, two = begun(core, hello(num_samples=8)), begun(core, hello(num_samples=8))
+    store(core, one, 3)
+    core.leave(one, 0.0)
+    assert calls(core, "leave") == []
+    core.leave(two, 0.0)
+    assert core.policy.calls[-1] == ("leave", "run:1:a")
+    assert core.ledger.entries == {}
+    assert core.ledger.pages.num_free == 10
+
+
+def test_runs_of_one_name_are_two():
+    core = core_of()
+    begun(core, hello(num_samples=8))
+    begun(core, hello(run="2", num_samples=8))
+    assert [job["run"] for job in core.status(0.0)["jobs"]] == ["1", "2"]
+
+
+def test_runs_that_read_one_data_set_share_its_samples():
+    core = core_of()
+    one, two = begun(core, hello("a", num_samples=8)), begun(core, hello("b", num_samples=8))
+    store(core, one, 3)
+    assert core.use(two, 0, [3], 0.0)[0] is not None
+    assert core.offer(two, 0, [(3, 10, b"")], 0.0) == [None]
+
+
+def test_a_run_that_is_called_as_the_data_of_another_shares_nothing():
+    core = core_of()
+    store(core, begun(core, hello("a", data="b", num_samples=8)), 3)
+    assert core.use(begun(core, hello("b", data="c", num_samples=8)), 0, [3], 0.0) == [None]
+
+
+@pytest.mark.parametrize("changed", [{"num_samples": 9}, {"data": "e"}, {"epochs": 7}])
+def test_connections_of_a_run_that_differ_are_refused(changed):
+    core = core_of()
+    begun(core, hello(num_samples=8))
+    with pytest.raises(NotWelcome, match="job a has connections that differ"):
+        core.join(replace(hello(num_samples=8), **changed), 0.0)
+
+
+def test_one_data_set_has_one_number_of_samples():
+    core = core_of()
+    begun(core, hello(num_samples=8))
+    with pytest.raises(NotWelcome, match="data d has 8 samples for job a and 9 for job b"):
+        core.join(hello("b", num_samples=9), 0.0)
+
+
+def test_pages_that_somebody_reads_stay_though_the_policy_gave_them_up():
+    core = core_of(num_pages=2)
+    one, two = begun(core, hello("a", num_samples=8)), begun(core, hello("b", num_samples=8))
+    store(core, one, 0)
+    store(core, one, 1)
+    (leased,) = core.use(two, 0, [0], 0.0)
+    core.use(one, 0, [2, 3], 0.0)
+    first, second = core.offer(one, 0, [(2, 10, b""), (3, 10, b"")], 0.0)  # 1 makes room, and then 0
+    assert list(first.pages) == [1]
+    assert second is None
+    assert core.policy.calls[-1] == ("drop", ("data:d", 3))
+    assert core.status(0.0)["crowded"] == 1
+    assert list(leased.pages) == [0]
+    core.release(two)
+    assert core.ledger.pages.num_free == 1
+    assert core.ledger.given_up == set()
+
+
+def test_what_makes_room_for_another_sample_of_the_same_offer_is_not_accepted():
+    core = core_of(num_pages=2)
+    member = begun(core, hello(num_samples=8))
+    core.use(member, 0, [0, 1, 2], 0.0)
+    accepted = core.offer(member, 0, [(0, 10, b""), (1, 10, b""), (2, 20, b"")], 0.0)
+    assert [stored is not None for stored in accepted] == [False, False, True]
+    core.wrote(member, 20)
+    assert list(core.ledger.entries) == [("data:d", 2)]
+
+
+def test_a_half_written_sample_is_not_found_and_its_pages_are_free_when_it_is_given_up():
+    core = core_of(num_pages=2)
+    one, two = begun(core, hello("a", num_samples=8)), begun(core, hello("b", num_samples=8))
+    core.use(one, 0, [0], 0.0)
+    (stored,) = core.offer(one, 0, [(0, 20, b"")], 0.0)
+    core.wrote(one, 15)
+    assert core.use(two, 0, [0], 0.0) == [None]
+    assert core.offer(two, 0, [(0, 20, b"")], 0.0) == [None]  # it is on its way
+    assert store(core, two, 1, 20)  # which takes its pages
+    assert not stored.kept
+    core.wrote(one, 5)  # into nothing
+    assert list(core.ledger.entries) == [("data:d", 1)]
+
+
+def test_who_leaves_in_the_middle_of_a_put_leaves_nothing():
+    core = core_of()
+    one = begun(core, hello("a", num_samples=8))
+    begun(core, hello("b", num_samples=8))
+    core.use(one, 0, [0], 0.0)
+    core.offer(one, 0, [(0, 20, b"")], 0.0)
+    core.wrote(one, 15)
+    core.leave(one, 0.0)
+    assert core.policy.calls[-2:] == [("drop", ("data:d", 0)), ("leave", "run:1:a")]
+    assert core.ledger.pages.num_free == 10
+
+
+def test_a_changed_sample_is_dropped_and_may_be_offered_anew():
+    core = core_of()
+    member = begun(core, hello(num_samples=8))
+    store(core, member, 3)
+    core.drop(member, 3, b"another stamp")
+    assert core.use(member, 0, [3], 0.0) != [None]
+    core.drop(member, 3, b"")
+    assert core.use(member, 0, [3], 0.0) == [None]
+    assert core.offer(member, 0, [(3, 10, b"new")], 0.0) != [None]
+    core.wrote(member, 10)
+    assert core.use(member, 0, [3], 0.0)[0].stamp == b"new"
+
+
+def test_what_a_use_gives_up_is_read_all_the_same():
+    class Once(Lru):
+        def use(self, name, index, now):
+            found = super().use(name, index, now)
+            return Found(found.entry, () if found.entry is None else self._evict([found.entry]))
+
+    core = core_of(policy=Once)
+    member = begun(core, hello(num_samples=8))
+    store(core, member, 3)
+    core.begin(member, 1, array("I", range(8)), None, 0.0)
+    (found,) = core.use(member, 1, [3], 0.0)
+    assert core.ledger.given_up == {found}
+    assert core.ledger.pages.num_free == 9
+    core.release(member)
+    assert core.ledger.pages.num_free == 10
+
+
+def test_samples_that_the_policy_cannot_expect_are_only_looked_for():
+    core = core_of()
+    member = begun(core, hello(num_samples=8), order=[1, 2])
+    assert not store(core, member, 3)
+    assert not store(core, member, 1, epoch=1)
+    assert not store(core, core.join(hello("b", num_samples=8), 0.0), 1)
+    assert calls(core, "use", "offer") == []
+
+
+def test_a_sample_larger_than_the_cache_is_not_asked_of_the_policy():
+    core = core_of(num_pages=2)
+    assert not store(core, begun(core, hello(num_samples=8)), 3, 21)
+    assert calls(core, "offer") == []
+
+
+def test_times_and_epochs_reach_the_policy():
+    core = core_of()
+    member = core.join(hello(num_samples=8), 0.0)
+    core.measured(member, TIMES, 0.0)
+    core.begin(member, 0, array("I", [1, 0]), array("I", [0, 1]), 0.0)
+    core.begin(member, 0, array("I", [0, 1]), None, 0.0)  # said before
+    job = Job(name="run:1:a", data="data:d", num_samples=8, batch_size=4)
+    assert core.policy.calls == [
+        ("join", job), ("join", replace(job, times=TIMES)), ("begin", "run:1:a", [1, 0], [0, 1])
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda core, member: core.use(member, 0, [8], 0.0),
+        lambda core, member: core.use(member, 0, [1, 1], 0.0),
+        lambda core, member: core.offer(member, 0, [(8, 1, b"")], 0.0),
+        lambda core, member: core.drop(member, 8, b""),
+        lambda core, member: core.begin(member, 1, array("I", [8]), None, 0.0),
+        lambda core, member: core.begin(member, 1, array("I", [1, 1]), None, 0.0),
+        lambda core, member: core.begin(member, 1, array("I", [1]), array("I", [8]), 0.0),
+        lambda core, member: core.measured(member, replace(TIMES, epoch=-1.0), 0.0),
+        lambda core, member: core.measured(member, replace(TIMES, epoch=1e300), 0.0),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_policy_hears_it(lie):
+    core = core_of()
+    member = begun(core, hello(num_samples=8))
+    heard = len(core.policy.calls)
+    with pytest.raises(TransportError):
+        lie(core, member)
+    assert len(core.policy.calls) == heard
+
+
+def test_the_predicted_end_is_that_of_what_is_left_at_the_pace_that_was_seen():
+    core = core_of()
+    member = begun(core, hello(num_samples=8, epochs=3))
+    (row,) = core.status(0.0)["jobs"]
+    assert row["finish_seconds"] is None
+    core.use(member, 0, range(4), 2.0)
+    (row,) = core.status(2.0)["jobs"]
+    assert (row["progress"], row["finish_seconds"]) == (0.5, 10.0)  # 20 samples of 0.5 s
+    core.begin(member, 1, array("I", range(8)), None, 4.0)  # 4 samples in 4 s; nothing is seen of this one
+    (row,) = core.status(4.0)["jobs"]
+    assert (row["epoch"], row["progress"], row["finish_seconds"]) == (1, 0.0, 16.0)

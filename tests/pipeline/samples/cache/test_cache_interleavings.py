@@ -1,0 +1,215 @@
+"""Random interleavings of all that connections may say, held against a model: bytes, pages, capacity."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+from brokers import hello
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_policies import Lru, Whims
+
+from penstock.pipeline.samples.cache.core import Core
+from penstock.pipeline.samples.cache.pages import Pages, pieces
+
+NUM_PAGES, PAGE, NUM_SAMPLES = 12, 8, 10
+JOBS = [("a", "d"), ("b", "d"), ("c", "e"), ("d", "c")]  # two share; one is called as somebody's data
+
+
+class World:
+    """Connections, a slab, and what is known to be in it without asking the core."""
+
+    def __init__(self, policy):
+        self.core: Any = Core(policy(NUM_PAGES * PAGE), Pages(NUM_PAGES, PAGE))
+        self.slab = bytearray(NUM_PAGES * PAGE)
+        self.members = []
+        self.true = {}  # what was put as a stored sample, byte for byte
+        self.stamp = self.leases = 0
+        self.now = 0.0
+
+    def do(self, kind, who, index, size):
+        """One request; ``who`` picks the connection."""
+        self.now += 1.0
+        if kind == "join" or not self.members:
+            job, data = JOBS[who % len(JOBS)]
+            if len(self.members) < 6:
+                self.members.append(self.core.join(hello(job, data=data, num_samples=NUM_SAMPLES), self.now))
+            return
+        member = self.members[who % len(self.members)]
+        getattr(self, kind)(member, index, size)
+
+    def leave(self, member, index, size):
+        self.members.remove(member)
+        self.core.leave(member, self.now)
+
+    def begin(self, member, index, size):
+        order = random.Random(index).sample(range(NUM_SAMPLES), 1 + size % NUM_SAMPLES)
+        following = None if index % 3 == 0 else array("I", order[::-1])
+        self.core.begin(member, member.run.epoch + index % 3 - 1, array("I", order), following, self.now)
+
+    def use(self, member, index, size):
+        asked = [(index + step) % NUM_SAMPLES for step in range(1 + size % 4)]
+        for at, stored in zip(
+            asked, self.core.use(member, self.epoch(member, size), asked, self.now), strict=True
+        ):
+            if stored is not None:
+                assert stored.entry in member.run.places(at)
+                assert stored in member.leased
+                self.leases += 1
+
+    def load(self, member, index, size):
+        """What loading does: use, offer, and put, mostly all of it."""
+        self.use(member, index, size)
+        self.offer(member, index, size)
+        for _ in range(size % 4):
+            self.put(member, index, 40)
+
+    def offer(self, member, index, size):
+        samples = []
+        for step in range(1 + size % 4):
+            self.stamp += 1
+            sample = (index + step) % NUM_SAMPLES
+            samples.append((sample, (size * (step + 1)) % 40, self.stamp.to_bytes(4, "big")))
+        accepted = self.core.offer(member, self.epoch(member, size), samples, self.now)
+        assert [stored for stored in accepted if stored is not None] == member.writing
+
+    def put(self, member, index, size):
+        """Some bytes of what was accepted, as the broker moves them."""
+        while member.writing and not member.writing[0].num_bytes:
+            self.core.wrote(member, 0)
+        if not member.writing:
+            return
+        stored = member.writing[0]
+        count = min(1 + size, stored.num_bytes - stored.written)
+        data = bytes(random.Random(int.from_bytes(stored.stamp, "big") + at).randrange(256)
+                     for at in range(stored.written, stored.written + count))  # fmt: skip
+        self.true[stored] = self.true.get(stored, b"") + data
+        if stored.kept:
+            for start, end in pieces(stored.pages, stored.written + count, PAGE, begin=stored.written):
+                self.slab[start:end], data = data[: end - start], data[end - start :]
+        self.core.wrote(member, count)
+
+    def drop(self, member, index, size):
+        stored = self.core.ledger.whole(member.run.places(index)[0])
+        self.core.drop(member, index, stored.stamp if stored is not None and size % 2 else b"")
+        self.core.policy.calls.append(("changed", member.run.name, index))
+
+    def done(self, member, index, size):
+        self.core.release(member)
+        assert not member.leased
+        assert not member.writing
+
+    def epoch(self, member, size):
+        return max(0, member.run.epoch + (size % 7 == 0))
+
+    def hold(self):
+        """The laws, after every request."""
+        core = self.core
+        ledger, policy = core.ledger, core.policy
+        assert sum(policy.held.values()) <= policy.capacity
+        assert ledger.entries.keys() == policy.entries.keys()
+        there = [*ledger.entries.values(), *ledger.given_up]
+        out = [page for stored in there for page in stored.pages]
+        assert len(out) == len(set(out)), "a page is in two entries"
+        assert len(out) + ledger.pages.num_free == NUM_PAGES, "a page is leaked"
+        assert ledger.num_bytes == sum(stored.num_bytes for stored in ledger.entries.values())
+        leases = Counter(stored for member in self.members for stored in member.leased)
+        assert {stored: stored.leases for stored in there if stored.leases} == leases
+        assert all(stored.leases and not stored.kept for stored in ledger.given_up)
+        for stored in {*leases, *(stored for stored in there if stored.whole)}:
+            assert stored.whole
+            found = b"".join(self.slab[a:b] for a, b in pieces(stored.pages, stored.num_bytes, PAGE))
+            assert found == self.true.get(stored, b""), "what somebody may read is not what was put"
+        assert core.runs.keys() == {member.run.key for member in self.members}
+
+    def told_once(self):
+        """No sample of an epoch was used twice, or offered twice unless it had changed."""
+        seen = defaultdict(set)
+        for call in self.core.policy.calls:
+            if call[0] in ("begin", "leave"):
+                seen[call[1]] = set()
+            elif call[0] == "changed":
+                seen[call[1]].discard(("offer", call[2]))
+            elif call[0] in ("use", "offer"):
+                assert call[:3:2] not in seen[call[1]]
+                seen[call[1]].add(call[:3:2])
+
+
+KINDS = [
+    "join",
+    "leave",
+    "begin",
+    "begin",
+    "use",
+    "use",
+    "load",
+    "load",
+    "load",
+    "offer",
+    "put",
+    "put",
+    "put",
+]
+REQUEST = st.tuples(
+    st.sampled_from([*KINDS, "drop", "done"]),
+    st.integers(0, 5),
+    st.integers(0, NUM_SAMPLES - 1),
+    st.integers(0, 40),
+)
+
+
+def run(policy, requests):
+    world = World(policy)
+    for request in requests:
+        world.do(*request)
+        world.hold()
+    world.told_once()
+    for member in list(world.members):
+        world.leave(member, 0, 0)
+    world.hold()
+    assert world.core.policy.jobs == {}
+    assert not world.core.ledger.given_up
+    return world
+
+
+@pytest.mark.parametrize("policy", [Lru, Whims])
+@given(st.lists(REQUEST, max_size=60))
+@settings(max_examples=400, deadline=None)
+def test_any_interleaving_of_requests_holds_the_laws(policy, requests):
+    run(policy, requests)
+
+
+@pytest.mark.parametrize("policy", [Lru, Whims])
+def test_ten_thousand_requests_in_one_life_hold_the_laws(policy):
+    drawn = random.Random(0)
+    kinds = [kind for kind in KINDS if kind != "leave"] + [
+        "load",
+        "load",
+        "load",
+        "put",
+        "put",
+        "drop",
+        "done",
+    ]
+    requests = [
+        (
+            "leave" if drawn.random() < 0.01 else drawn.choice(kinds),
+            *map(drawn.randrange, (6, NUM_SAMPLES, 41)),
+        )
+        for _ in range(10_000)
+    ]
+    world = run(policy, requests)
+    assert sum(stored.whole for stored in world.true) > 500, "too little was stored to say anything"
+    assert world.leases > 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [Lru, Whims])
+@given(st.lists(REQUEST, min_size=10, max_size=100))
+@settings(max_examples=10_000, deadline=None)
+def test_ten_thousand_interleavings_of_requests_hold_the_laws(policy, requests):
+    run(policy, requests)

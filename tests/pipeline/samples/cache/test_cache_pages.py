@@ -1,0 +1,58 @@
+"""Pages and where the bytes of a sample lie in them."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.pipeline.samples.cache.pages import Pages, pieces
+
+
+@pytest.mark.parametrize(("num_bytes", "needed"), [(0, 1), (1, 1), (10, 1), (11, 2), (20, 2), (21, 3)])
+def test_a_sample_takes_whole_pages_and_an_empty_one_a_page(num_bytes, needed):
+    assert Pages(8, 10).needed(num_bytes) == needed
+
+
+def test_pages_are_taken_once_and_side_by_side_where_they_are_free():
+    pages: Any = Pages(5, 10)
+    first, second = pages.take(2), pages.take(2)
+    assert (list(first), list(second)) == ([0, 1], [2, 3])
+    assert pages.take(2) is None
+    assert pages.num_free == 1
+    pages.give(first)
+    assert list(pages.take(3)) == [0, 1, 4]
+
+
+def test_pages_side_by_side_are_one_piece():
+    assert pieces([3, 4, 7], 25, 10) == [(30, 50), (70, 75)]
+    assert pieces([3, 4, 7], 25, 10, begin=12) == [(42, 50), (70, 75)]
+    assert pieces([3, 4, 7], 25, 10, begin=25) == []
+    assert pieces([5], 0, 10) == []
+
+
+@given(st.permutations(range(12)), st.integers(0, 60), st.integers(0, 60))
+def test_the_pieces_are_the_bytes_one_by_one(order, num_bytes, begin):
+    slow = [order[at // 5] * 5 + at % 5 for at in range(num_bytes)][begin:]
+    assert [at for start, end in pieces(order, num_bytes, 5, begin=begin) for at in range(start, end)] == slow
+
+
+@given(st.lists(st.integers(0, 6), max_size=40))
+def test_no_page_is_had_twice_or_lost(asked):
+    pages, had = Pages(9, 1), []
+    for count in asked:
+        if count == 0 and had:
+            pages.give(had.pop(0))
+        elif (taken := pages.take(count)) is not None:
+            had.append(taken)
+        out = [page for taken in had for page in taken]
+        assert len(set(out)) == len(out)
+        assert pages.num_free + len(out) == 9
+    for taken in had:
+        pages.give(taken)
+    everything = pages.take(9)
+    assert isinstance(everything, array)
+    assert sorted(everything) == list(range(9))

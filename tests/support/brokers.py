@@ -1,0 +1,101 @@
+"""A broker of the sample cache, in a thread or in a process of its own, with a policy of a few lines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from small_policies import Lru
+
+from penstock.pipeline.samples.cache.broker import serving
+from penstock.pipeline.samples.cache.client import Client
+from penstock.pipeline.samples.cache.messages import Hello
+from penstock.pipeline.samples.cache.wire import state_of
+
+PAGE = 4096
+
+
+class Said(list):
+    """Collects lines; to be told by a broker or a client."""
+
+    def __call__(self, line):
+        self.append(line)
+
+
+def hello(job="a", *, run="1", data="d", num_samples=100, batch_size=4, epochs=3):
+    return Hello(job=job, run=run, data=data, num_samples=num_samples, batch_size=batch_size, epochs=epochs)
+
+
+def client(path, job="a", *, timeout=5.0, tell=None, **said) -> Any:
+    return Client(path, hello(job, **said), tell=Said() if tell is None else tell, timeout=timeout)
+
+
+def payload(index, num_bytes=10_000):
+    return index.to_bytes(4, "big") * (num_bytes // 4)
+
+
+@contextlib.contextmanager
+def broker_thread(path, policy=None, *, said=None):
+    """A broker in this process; yields it."""
+    stop = threading.Event()
+    with serving(
+        path, policy or Lru(100 * PAGE), page_bytes=PAGE, tell=Said() if said is None else said
+    ) as broker:
+        thread = threading.Thread(
+            target=broker.run, kwargs={"until": stop.is_set, "pause": 0.01}, name="broker", daemon=True
+        )
+        thread.start()
+        try:
+            yield broker
+        finally:
+            stop.set()
+            thread.join(10)
+            assert not thread.is_alive(), "the broker has died, or hangs"
+
+
+@contextlib.contextmanager
+def broker_process(path, capacity=100 * PAGE, page=PAGE):
+    """A broker in a process of its own; yields it."""
+    support = Path(__file__).parent
+    program = f"from brokers import serve; serve({str(path)!r}, {capacity}, {page})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(support), *sys.path])},
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def serve(path, capacity, page):
+    with serving(
+        Path(path), Lru(capacity), page_bytes=page, tell=lambda line: print(line, flush=True)
+    ) as broker:
+        print("ready", flush=True)
+        broker.run()
+
+
+def state(path):
+    return state_of(path, timeout=5.0)
+
+
+def within(seconds, is_so):
+    """Wait until something is so; returns the seconds that it took."""
+    began = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - began < seconds, "it did not come to be so in time"
+        time.sleep(0.005)
+    return time.monotonic() - began
