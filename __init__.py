@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .pipeline.planner.partition import partition as partition
     from .pipeline.ranks.launch import init as init
     from .pipeline.runtime.report import Report as Report
+    from .pipeline.samples.shared import cached as cached
     from .stages.memory.offload import offload as offload
     from .stages.memory.options import MemoryOptions as MemoryOptions
     from .stages.memory.room import DiskOptions as DiskOptions
@@ -71,6 +72,7 @@ _HOMES = {
     "load": "pipeline.checkpoint",
     "Report": "pipeline.runtime.report",
     "init": "pipeline.ranks.launch",
+    "cached": "pipeline.samples.shared",
 }
 
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

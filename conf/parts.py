@@ -61,6 +61,30 @@ class ClipConfig:
 
 
 @dataclass
+class CacheConfig:
+    """A cache of samples that the training jobs of a machine share; ``cache=shared`` says its mode.
+
+    Attributes:
+        mode: none, or shared: samples go through the broker of this machine (penstock cache serve)
+        socket: where the broker listens; null: where it does by default
+        backend: a server in its place, for several machines: redis://HOST:PORT/DB; null: the broker
+        job: the name of the run in penstock cache status; null: that of its folder
+        data: name of the samples, for jobs that share them; null: files by their paths, others with nobody
+        decoded: keep whole samples of data that do not tell how they read and decode one
+    """
+
+    mode: str = "none"
+    socket: str | None = None
+    backend: str | None = None
+    job: str | None = None
+    data: str | None = None
+    decoded: bool = False
+
+    def __post_init__(self) -> None:
+        one_of(("none", "shared"), "cache", self.mode)
+
+
+@dataclass
 class CheckpointConfig:
     """When a run writes a checkpoint, beside the training.
 

@@ -13,7 +13,7 @@ from typing import Any
 from ..compression.errors import ConfigError
 from ..compression.names import AUTO, is_device
 from .machines import MachinesConfig
-from .parts import CheckpointConfig, ClipConfig, MemoryConfig
+from .parts import CacheConfig, CheckpointConfig, ClipConfig, MemoryConfig
 from .rules import at_least, count_or_auto, one_of, shown
 
 CASTS = ("bfloat16", "float16")
@@ -139,6 +139,7 @@ class TrainConfig(MachinesConfig, PlanConfig):
         epochs: how often every training sample is seen
         max_steps: stop after this many steps; null: no limit
         deadline: seconds that any wait between ranks may take before the run ends
+        cache: a cache of samples that the training jobs of this machine share: cache=shared; none
         checkpoint: when the run writes one, and how many it keeps
         resume: go on from a checkpoint: auto, of the same hydra.run.dir; or the folder of a run or checkpoint
         logger: who else is told of the steps: csv, tensorboard, wandb, or several: logger=[csv,wandb]
@@ -156,6 +157,7 @@ class TrainConfig(MachinesConfig, PlanConfig):
     epochs: int = 4
     max_steps: int | None = None
     deadline: float = 60.0
+    cache: CacheConfig = field(default_factory=CacheConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: str | None = None
     logger: Any = None

@@ -33,6 +33,7 @@ def with_own_groups(arguments: Sequence[str]) -> list[str]:
 
     Options of one's own (``model.width=3``) are new keys to Hydra, so they are added rather than looked for.
     """
+    arguments = [re.sub(r"^(\+*)cache=", r"\1cache.mode=", argument) for argument in arguments]
     typed = [argument.partition("=")[0] for argument in arguments]
     targets = (re.fullmatch(r"\+*(\w+)\._target_", key) for key in typed)
     groups = {target[1] for target in targets if target}

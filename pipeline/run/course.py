@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from ...compression.names import AUTO
 from ...conf.schema import TrainConfig
@@ -14,8 +15,10 @@ from ..samples.loader import Loader, workers_of
 from ..samples.reading import Needs, Place, Reading
 from ..samples.samples import Samples
 from ..samples.tables import PartTable
+from ..samples.warm_up import WarmUp
 from .resume import position
 from .run_length import count_steps, steps_of_an_epoch
+from .sharing import share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,21 +66,43 @@ def course(config: TrainConfig, samples: Samples, *, done: int) -> Course:
 
 
 def loader(
-    config: TrainConfig, samples: Samples, pipe: Pipeline, ahead: Course, *, tell: Callable[[str], None]
+    config: TrainConfig,
+    samples: Samples,
+    pipe: Pipeline,
+    ahead: Course,
+    *,
+    folder: Path,
+    tell: Callable[[str], None],
 ) -> Loader:
-    """Return what loads the batches of ``ahead`` on this rank, as far as it computes with them.
+    """Return what loads the batches of ``ahead`` on this rank, as far as it computes with them; collective.
 
-    Where samples may be left out every rank reads all, to leave out the same ones."""
+    Where samples may be left out every rank reads all, to leave out the same ones.
+    Raises: ConfigError: the samples cannot be cached as asked."""
+    train, through = share(config, samples, pipe, folder=folder, tell=tell)
     skips = bool(config.data.get("skip_broken", False))
     needs = Needs(inputs=skips or pipe.reads_inputs, targets=skips or pipe.reads_targets)
-    tables = {"train": samples.train} | ({} if samples.test is None else {"test": samples.test})
+    tables = {"train": train} | ({} if samples.test is None else {"test": samples.test})
     read = [table for table in tables.values() if needs.inputs or not isinstance(table, PartTable)]
     spare = cores() // config.local_ranks - (config.threads or 1)
     asked = config.data.get("workers", AUTO)
+    workers = workers_of(asked, read, cores=spare) if read else 0
+    brings = {"train": through} if through is not None and train in read else {}
+    reading = Reading(
+        tables=tables,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        needs=needs,
+        skips=skips,
+        through=brings,
+        epochs=config.epochs,
+        used=ahead.steps_of_an_epoch * config.batch_size,
+    )
+    counts = {"batches": ahead.steps_of_an_epoch, "batch_size": config.batch_size, "workers": workers}
     return Loader(
-        Reading(tables=tables, batch_size=config.batch_size, seed=config.seed, needs=needs, skips=skips),
+        reading,
         ahead,
-        workers=workers_of(asked, read, cores=spare) if read else 0,
+        workers=workers,
         pinned=pipe.world.device.is_gpu and needs.inputs,
+        warm_up=WarmUp(**counts) if brings else None,
         tell=tell,
     )

@@ -36,12 +36,13 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         names, options = config.loggers if first else (), dataclasses.asdict(config)
         notes, resumed = take_over(pipe, config.resume, folder.metrics, progress)
         ahead = course(config, samples, done=pipe.num_steps)
+        loads = loader(config, samples, pipe, ahead, folder=folder.path, tell=tell)
         with (
             Metrics(path, num_stages=plan.num_stages, tell=tell, first=pipe.num_steps) as metrics,
             Loggers(names, folder.path, first=pipe.num_steps, options=options, tell=tell) as loggers,
             Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell) as kept,
             Asked(pipe, kept.now) as asked,
-            contextlib.closing(loader(config, samples, pipe, ahead, tell=tell)) as batches,
+            contextlib.closing(loads) as batches,
         ):
             metrics.totals.load(notes.get("totals"))
             kept.notes = lambda: {"config": options, "totals": vars(metrics.totals)}

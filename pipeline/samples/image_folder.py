@@ -5,6 +5,7 @@ Files are listed once and decoded when asked for, so a data set may be larger th
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ class Files:
     folder: ImageFolder
     size: int
     channels: int
+    through: Callable[[list[int]], list[bytes]] | None = None  # reads several files at once, if not ``read``
 
     def __len__(self) -> int:
         return len(self.folder)
@@ -47,7 +49,9 @@ class Files:
 
     def inputs_of(self, indices: Tensor) -> Tensor:
         """Return the images of ``batch``."""
-        return torch.stack([self.decode(index, self.read(index)) for index in indices.tolist()])
+        numbers = indices.tolist()
+        files = map(self.read, numbers) if self.through is None else self.through(numbers)
+        return torch.stack([self.decode(*one) for one in zip(numbers, files, strict=True)])
 
     def targets_of(self, indices: Tensor) -> Tensor:
         """Return their classes, for which no file is opened."""

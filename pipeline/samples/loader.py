@@ -6,6 +6,7 @@ epoch while the last one is tested. Waiting for it is told as seconds of the dat
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import time
 import warnings
@@ -17,8 +18,11 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from ...compression.errors import TransportError
+from .cache.policy import Times
+from .cached import Counts
 from .reading import Place, Read, Reading, unreadable
 from .tables import StreamTable, Table
+from .warm_up import WarmUp
 
 AHEAD = 2  # batches that each process loads ahead
 MOST_WORKERS = 4  # processes that ``auto`` starts
@@ -55,6 +59,7 @@ class Loader:
         workers: int = 0,
         pinned: bool = False,
         start: str | None = None,
+        warm_up: WarmUp | None = None,
         tell: Callable[[str], None] = print,
     ) -> None:
         """Begin to load.
@@ -62,9 +67,13 @@ class Loader:
         Args:    places: may be gone through twice. workers: processes that load; 0: whoever asks loads.
                  pinned: batches lie in memory that a GPU fetches from by itself.
                  start: how processes begin ("fork", "spawn", "forkserver"); None: as torch does here.
-                 tell: is told of samples that are left out."""
-        self.workers, self.waited, self.broken = workers, 0.0, 0
-        self._tell, self._expected = tell, iter(places)
+                 warm_up: is told of the first epoch, and the caches of what it measured.
+                 tell: is told of samples that are left out, and of caches that are gone."""
+        self.workers, self.waited, self.broken, self.counts = workers, 0.0, 0, Counts()
+        self.times: Times | None = None
+        self._tell, self._expected, self._said = tell, iter(places), set[str]()
+        self._caches = [through.cache for through in reading.through.values()]
+        self._warm_up, self._epoch = warm_up, None
         ahead = {"prefetch_factor": AHEAD, "multiprocessing_context": start} if workers else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there are more processes than cores: so it was asked
@@ -100,7 +109,14 @@ class Loader:
                 f"a process that loads samples was lost ({' '.join(str(error).split())}); if nobody killed "
                 "it, memory ran out: lower data.workers, 0 loads without processes"
             ) from error
-        self.waited += time.perf_counter() - began
+        waited = time.perf_counter() - began
+        self.waited, self.counts = self.waited + waited, self.counts.plus(read.counts)
+        if self._warm_up is not None:
+            self._measure(self._warm_up, place, read, waited)
+        for note in read.notes:
+            if note not in self._said:  # once, of however many processes
+                self._said.add(note)
+                self._tell(note)
         if read.batch is None:
             raise unreadable(read.broken)
         for one in read.broken:
@@ -110,12 +126,29 @@ class Loader:
         return read.batch
 
     @property
-    def told(self) -> dict[str, float]:
+    def told(self) -> dict[str, Any]:
         """What a run tells of it."""
-        return {"workers": self.workers, "waited_seconds": self.waited, "left_out": self.broken}
+        told = {"workers": self.workers, "waited_seconds": self.waited, "left_out": self.broken}
+        if not self._caches:
+            return told
+        times = {} if self.times is None else {"times": dataclasses.asdict(self.times)}
+        return told | {"cache": self.counts._asdict() | times}
+
+    def _measure(self, warm_up: WarmUp, place: Place, read: Read, waited: float) -> None:
+        """Add to the first epoch of this run; with the first batch behind it, tell the caches."""
+        if place.split == "train" and self._epoch in (None, place.epoch):
+            self._epoch = place.epoch
+            warm_up.add(read, waited)
+            return
+        self._warm_up, self.times = None, warm_up.times()
+        if self.times is not None:
+            for cache in self._caches:
+                cache.measured(self.times)
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, and the connections to caches."""
+        for cache in self._caches:
+            cache.close()
         self._batches = iter(())  # torch ends them with the iterator of which nobody knows
 
 

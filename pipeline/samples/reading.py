@@ -7,6 +7,7 @@ processes load for it, and on whether it was stopped in between."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import random
 import time
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import get_worker_info
 
 from ...compression.errors import ConfigError, PenstockError
+from .cached import Counts, Through
 from .tables import BatchTable, PartTable, SampleTable, StreamTable, Table, batch_of
 
 
@@ -58,11 +60,14 @@ class Broken(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A batch (None: nothing of it can be read), what was left out of it, and the seconds it took."""
+    """A batch (None: nothing of it can be read), what was left out of it, the seconds it took, and of these
+    what came through a cache, with what the cache has to say to people."""
 
     batch: tuple[Any, Any] | None
     broken: tuple[Broken, ...]
     seconds: float
+    counts: Counts = Counts()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -70,7 +75,9 @@ class Reading:
     """Reads batches by ``Place``; travels to the processes that load ahead, where it goes on by itself.
 
     Args:    tables: by the name of the split; ``shuffled``: the splits whose order is drawn.
-             skips: whether samples that cannot be read are left out of their batch."""
+             skips: whether samples that cannot be read are left out of their batch.
+             through: what brings the samples of a split through a cache; epochs: of the run, for that;
+             used: of a split, the samples of an epoch that the run uses, if it is not all."""
 
     tables: dict[str, Table]
     batch_size: int
@@ -78,12 +85,19 @@ class Reading:
     shuffled: tuple[str, ...] = ("train",)
     needs: Needs = Needs()
     skips: bool = False
+    through: dict[str, Through] = field(default_factory=dict)
+    epochs: int | None = None
+    used: int | None = None
     _orders: dict[tuple[str, int], Tensor] = field(default_factory=dict, repr=False)
     _streams: dict[str, tuple[int, int, Iterator[Any]]] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, place: Place) -> Read:
         began = time.perf_counter()
-        table = self.tables[place.split]
+        table, through, before = self.tables[place.split], self.through.get(place.split), Counts()
+        if through is not None:
+            before = through.counts
+            orders, next_one = functools.partial(self._used, place.split), place.epoch + 1
+            through.begin(place.epoch, orders, last=self.epochs is not None and next_one >= self.epochs)
         if isinstance(table, StreamTable):
             batch, broken = self._next(table, place)
         else:
@@ -91,7 +105,14 @@ class Reading:
             batch, broken = self._read(table, indices, place)
         if get_worker_info() is not None and (told := _stuck(batch)):
             batch, broken = None, (_broken(TypeError(told), table, place, 0),)
-        return Read(batch, broken, time.perf_counter() - began)
+        if through is None:
+            return Read(batch, broken, time.perf_counter() - began)
+        counts, notes = through.counts.less(before), through.said()
+        return Read(batch, broken, time.perf_counter() - began, counts, notes)
+
+    def _used(self, split: str, epoch: int) -> list[int]:
+        """The samples of an epoch that the run uses."""
+        return self.order(split, epoch)[: self.used].tolist()
 
     def order(self, split: str, epoch: int) -> Tensor:
         """Return the samples of an epoch in their order, int64."""

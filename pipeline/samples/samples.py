@@ -92,10 +92,10 @@ class Samples:
         options: Any = {"seed": seed, "shuffled": (split,) * shuffled, "skips": skips}
         reading = Reading(tables=tables, batch_size=batch_size, **options)
         for number in range(first, num_batches):
-            batch, broken, _ = reading[Place(split, epoch, number)]
-            if batch is None:
-                raise unreadable(broken)
-            yield batch
+            read = reading[Place(split, epoch, number)]
+            if read.batch is None:
+                raise unreadable(read.broken)
+            yield read.batch
 
     def table(self, split: str) -> Table:
         """Return the split of this name.

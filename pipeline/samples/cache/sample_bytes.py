@@ -9,7 +9,7 @@ import json
 import struct
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ import torch
 from ....compression.codec import decode, encode
 from ....compression.errors import CodecError, PenstockError
 from ....stages.device import CPU
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _LENGTH = struct.Struct("<I")
 _EVERY = 64  # bytes: buffers begin at a multiple of so many
@@ -119,10 +122,10 @@ def _made(told: Sequence[Any], buffers: _Buffers) -> Any:
         dtype, length = known
         return np.frombuffer(buffers.next(length), dtype=dtype)[0]
     if kind == "image":
-        from PIL import Image
+        from PIL.Image import frombytes
 
         mode, size, length = known
-        return Image.frombytes(mode, tuple(size), bytes(buffers.next(length)))
+        return frombytes(mode, tuple(size), bytes(buffers.next(length)))
     raise PenstockError(f"there is no kind of sample {kind!r}")
 
 
@@ -137,7 +140,8 @@ def _frame(tensor: torch.Tensor) -> bytes:
     if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         raise _Unknown
     frame = encode(tensor, codec="raw")
-    if decode(frame).stride() != tensor.stride():  # overlapping, or far apart
+    back = decode(frame)
+    if back is None or back.stride() != tensor.stride():  # overlapping, or far apart
         raise _Unknown
     return frame.numpy().tobytes()
 
@@ -148,6 +152,6 @@ def _contiguous(array: np.ndarray[Any, Any]) -> bytes:
     return array.tobytes()
 
 
-def _is_plain_image(item: Any) -> bool:
+def _is_plain_image(item: Any) -> TypeGuard[Image]:
     module = sys.modules.get("PIL.Image")
     return module is not None and type(item) is module.Image and not item.info and item.palette is None

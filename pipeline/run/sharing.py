@@ -1,0 +1,53 @@
+"""The sample cache of a run, by its options: which samples go through it, under which names."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from ...conf.schema import TrainConfig
+from ..pipeline import Pipeline
+from ..samples.cached import CachedDataset, Through
+from ..samples.given import Collated
+from ..samples.image_folder import Files
+from ..samples.loader import at_hand
+from ..samples.reads import reads_of
+from ..samples.samples import Samples
+from ..samples.shared import Sharing
+from ..samples.tables import Table
+
+
+def share(
+    config: TrainConfig, samples: Samples, pipe: Pipeline, *, folder: Path, tell: Callable[[str], None]
+) -> tuple[Table, Through | None]:
+    """Return the samples to train on as this rank reads them, and what brings them through the cache, if
+    that was asked for; collective.
+
+    Raises: ConfigError: they cannot be cached."""
+    options, table = config.cache, samples.train
+    if options.mode == "none":
+        return table, None
+    run = pipe.world.all_gather_json(uuid.uuid4().hex, at="the name of its run")[0]
+    if at_hand(table):
+        tell(f"cache={options.mode}: these samples lie in memory, so none of them goes through the cache")
+        return table, None
+    sharing = Sharing(
+        job=options.job or folder.name,
+        run=run,
+        data=options.data,
+        socket=options.socket,
+        backend=options.backend,
+    )
+    dataset = table.dataset if isinstance(table, Collated) else table
+    through = sharing.through(
+        reads_of(dataset, decoded=options.decoded),
+        num_samples=samples.num_samples("train"),
+        batch_size=config.batch_size,
+        epochs=config.epochs,
+    )
+    if isinstance(table, Files):
+        return dataclasses.replace(table, through=through.payloads), through
+    asks = CachedDataset(dataset, through)
+    return (dataclasses.replace(table, dataset=asks) if isinstance(table, Collated) else asks), through
