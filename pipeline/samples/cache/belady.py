@@ -1,7 +1,7 @@
 """The most hits that any policy could have had on a trace: Belady's rule, with the choice not to admit.
 
-Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 1966:
-what is used last leaves. For samples of one size this is the optimum, knowing all of the future."""
+Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems
+Journal 1966: what is used last leaves. For samples of one size this is the optimum."""
 
 from __future__ import annotations
 

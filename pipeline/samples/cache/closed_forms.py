@@ -1,7 +1,7 @@
 """Hit rates in closed form, for jobs of one speed that use each sample once an epoch in random orders.
 
-``share`` is the capacity by all samples: of one data set where jobs read the same, else of all data sets together.
-Derived for phases that are spread evenly, and as fluids: many samples, many jobs; 0 to 1."""
+``share`` is the capacity by all samples: of one data set where jobs read the same, else of all data sets
+together. Derived for phases that are spread evenly, and as fluids: many samples, many jobs; 0 to 1."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def next_use_own(share: float) -> float:
 
 
 def next_use_same(share: float) -> float:
-    """Of many jobs with one data set: c = 1 - e^-x (1 + x), h = 1 - e^-x. Times between uses are exponential."""
+    """Of many jobs with one data set: c = 1 - e^-x (1 + x), h = 1 - e^-x.
+
+    Times between the uses of a sample are exponential, and the shortest are kept."""
     if share >= 1:
         return 1.0
     low, high = 0.0, 50.0

@@ -2,20 +2,20 @@
 
 Source: CN114968588A, steps S13 to S38 and step 4, of which the comments name each. What is not legible there:
 
-- the pool's first size (S31) is the sum of what the jobs hold, so all of the capacity; M_i is the capacity by the
-  number of jobs, in bytes, and M_i by the mean size of the job's samples where S21 counts slots;
+- the pool's first size (S31) is the sum of what the jobs hold, so all of the capacity; M_i is the capacity by
+  the number of jobs, in bytes, and in slots (S21) by the mean size of the job's samples;
 - the gain (S13): k_i = max(1, T_last / T_i), rounded. The sentence ends in "(illegible) = 0"; ``last_gain=0``
   reads it as the gain of the slowest job, which then asks its neighbour only;
 - E_i (S22): see ``needs.desired``;
 - an empty pool with an own free slot (S35): as with a pool that is not empty, the slot is the job's own.
 
 Samples have sizes: a slot is the bytes of the sample that is asked for, and a request for it takes
-min(pool, k_i slots) bytes. The pool is empty where it and what the job has free hold no slot; a slot that moves
-between neighbours is what the asker lacks of it. What moves to a job stays free in its half until it is used;
-what is idle when the halves change roles is the pool's again (S31: all idle cache is one pool).
+min(pool, k_i slots) bytes. The pool is empty where it and what the job has free hold no slot; a slot that
+moves between neighbours is what the asker lacks of it. What moves to a job stays free in its half until it
+is used; what is idle when the halves change roles is the pool's again (S31: all idle cache is one pool).
 
-A job in its warm-up epoch has no times yet, is not in the list and admits nothing (S11). Where jobs come, go or
-are measured, the list is sorted and the gains and parts are computed anew."""
+A job in its warm-up epoch has no times yet, is not in the list and admits nothing (S11). Where jobs come,
+go or are measured, the list is sorted and the gains and parts are computed anew."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ class Space:
         return self.course.batch_of(self.course.next_use(index))
 
     def turn(self) -> tuple[tuple[int, ...], int]:
-        """The halves change roles. Returns: samples that were not used, and bytes that are the pool's again."""
+        """The halves change roles.
+
+        Returns: samples that were not used, and bytes that are the pool's again."""
         left, back = tuple(self.current), self.held - self.ahead + self.idle
         self.current, self.following, self.held, self.ahead, self.idle = self.following, {}, self.ahead, 0, 0
         self.counts, self._listed, self._place = {}, [], {}
@@ -197,7 +199,7 @@ class Gain:
             space.take(index)
 
     def _enter(self, space: Space, index: int, num_bytes: int) -> tuple[bool, tuple[Entry, ...]]:
-        """S34 to S37: whether a sample that was just used enters the half for the next epoch, and who left."""
+        """S34 to S37: whether a sample that was just used enters the half for the next epoch; who left."""
         if space.job.times is None:  # S11: the warm-up epoch passes without cache
             return False, ()
         place = space.course.next_use(index)

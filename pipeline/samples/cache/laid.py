@@ -1,12 +1,13 @@
 """Which cached sample is used last: each is laid to the job that uses it next, at a position of its epochs.
 
-Positions do not change while a job goes on, faster or slower than was thought, so the samples of a job keep their
-order, and only the last of each job are compared by time. Where several jobs read a sample, another may come to
-use it first; then it was laid too late, which shows when it is the last, and it is laid anew."""
+Positions do not change while a job goes on, faster or slower than was thought, so the samples of a job keep
+their order, and only the last of each job are compared by time. Where several jobs read a sample, another
+may come to use it first; then it was laid too late, which shows when it is the last, and it is laid
+anew."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -82,14 +83,14 @@ class Laid:
 
     def soonest(self, sharers: Iterable[User], index: int, now: float) -> Next:
         """Who of those that read its data uses a sample next."""
-        found = _NOBODY
+        found, where, soonest, pace = None, NEVER, 0.0, self.pace
         for user in sharers:
             position = user.next_use(index)
             if position != NEVER:
-                when = user.when(position, now, self.pace if user.pace is None else user.pace)
-                if found.user is None or when < found.when:
-                    found = Next(user, position, when)
-        return found
+                when = user.when(position, now, pace)
+                if found is None or when < soonest:
+                    found, where, soonest = user, position, when
+        return Next(found, where, soonest)
 
     def lay(self, entry: Entry, user: User, position: int) -> None:
         """An entry is there, or used next by another than before."""
@@ -110,9 +111,8 @@ class Laid:
         if not counts[place.batch]:
             del counts[place.batch]
 
-    def last(self, users: Iterable[User], rank: int, now: float) -> Iterator[tuple[Entry, float]]:
-        """The entries of a rank with the times of their next use, the latest first; ``back`` those that stay."""
-        users = list(users)
+    def last(self, users: Iterable[User], rank: int, now: float) -> tuple[Entry, float] | None:
+        """The entry of a rank that is used last, and when; None: there is none of the rank."""
         while True:
             found, latest = None, 0.0
             for user in users:
@@ -120,28 +120,30 @@ class Laid:
                 while heap and not self._valid(user, heap[0]):
                     heappop(heap)
                 if heap:
-                    when = user.when(-heap[0][0], now, self.pace if user.pace is None else user.pace)
+                    when = user.when(-heap[0][0], now, self.pace)
                     if found is None or when > latest:
                         found, latest = user, when
             if found is None:
-                return
-            entry = (found.job.data, heappop(found.heaps[rank])[1])
+                return None
+            entry = (found.job.data, found.heaps[rank][0][1])
             if len(found.sharers) > 1:
                 sooner = self.soonest(found.sharers, entry[1], now)
                 if sooner.user is not None and sooner.user is not found:
                     self.lift(entry)
                     self.lay(entry, sooner.user, sooner.position)
                     continue
-            yield entry, latest
+            return entry, latest
+
+    def aside(self, entry: Entry) -> None:
+        """Leave the entry that is the last of its job out of account, until it is put ``back`` or lifted."""
+        place = self._places[entry]
+        heappop(place.user.heaps[place.rank])
 
     def back(self, entry: Entry) -> None:
-        """An entry that ``last`` gave stays."""
+        """An entry that was put aside stays."""
         place = self._places[entry]
         heappush(place.user.heaps[place.rank], (-place.position, entry[1], place.number))
 
     def _valid(self, user: User, item: Item) -> bool:
         place = self._places.get((user.job.data, item[1]))
         return place is not None and place.number == item[2]
-
-
-_NOBODY = Next(None)

@@ -13,9 +13,9 @@ from .policy import Job
 def desired(job: Job) -> int:
     """E_i of step S22: the fewest cached samples of a batch with which reading hides behind the rest.
 
-    Reading takes T_io - h t_s where h samples are cached, and H of it is hidden: the least h with nothing left,
-    clamp(ceil((T_io - H) / t_s), 0, B_i). The formula is not legible in the source; this is what follows from
-    its text. A job without times may have a whole batch."""
+    Reading takes T_io - h t_s where h samples are cached, and H of it is hidden: the least h with nothing
+    left, clamp(ceil((T_io - H) / t_s), 0, B_i). The formula is not legible in the source; this is what
+    follows from its text. A job without times may have a whole batch."""
     times, batch = job.times, job.batch_size
     if times is None:
         return batch
@@ -39,7 +39,8 @@ def by_epoch(jobs: Sequence[Job]) -> list[Job]:
 def gains(listed: Sequence[Job], *, last_gain: int | None = None) -> dict[str, int]:
     """k_i of step S13, by name: the slots that a request for one is given, more the shorter an epoch.
 
-    Args: listed: as ``by_epoch`` returns it; last_gain: of the slowest job, where it has a neighbour to ask."""
+    Args: listed: as ``by_epoch`` returns it.
+          last_gain: of the slowest job, where it has a neighbour to ask."""
     found = {
         job.name: max(1, round(_epoch(listed[-1]) / _epoch(job))) if _epoch(job) > 0 else 1 for job in listed
     }

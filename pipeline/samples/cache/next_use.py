@@ -1,13 +1,15 @@
 """The default policy: what will be used soonest stays, by the predicted time of its next use.
 
 It has what the patent has (CN114968588A: two known orders, S32; seconds of an epoch, S11) and uses it for
-Belady's rule (A study of replacement algorithms, 1966): the sample that is used last makes room, and one that is
-used later still passes the cache by. The next use is predicted as now + positions until then x T_i / N_i, the
-soonest among the jobs that read the data.
+Belady's rule (A study of replacement algorithms, 1966): the sample that is used last makes room, and one
+that is used later still passes the cache by. The next use is predicted as now + positions until then x T_i
+/ N_i, the soonest among the jobs that read the data.
 
-Samples are ranked before they are compared by time. A batch of a job that has its E_i samples (``needs.desired``)
-gains nothing by more: with ``caps`` those only use space that is idle. With ``floors`` the s_i samples that a
-batch is due (``needs.due``) leave for nobody else's, so that batches stay even."""
+Samples are ranked before they are compared by time. A batch of a job that has its E_i samples
+(``needs.desired``) gains nothing by more: with ``caps`` those only use space that is idle. That is for a
+job that reads its data alone: what others read too serves them next. With ``floors`` the s_i samples that a
+batch is due (``needs.due``) leave for nobody else's, so that batches stay even; that costs many hits (four
+jobs, a quarter of the samples, simulated: 0.27 instead of 0.40), so it is not the default."""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ _NOWHERE, _REFUSED = Found(None), Admitted(None)
 class NextUse:
     """See the module.
 
-    Args: caps, floors: see there; watch: an epoch that a job has gone through counts more than the times that it
-          told, which were measured when it was alone."""
+    Args: caps, floors: see there.
+          watch: an epoch that a job has gone through counts more than the times that it told, which were
+                 measured when it was alone."""
 
     def __init__(self, capacity: int, *, caps: bool = True, floors: bool = False, watch: bool = True) -> None:
         self.capacity, self._shelf, self._laid = capacity, Shelf(capacity), Laid()
@@ -121,7 +124,8 @@ class NextUse:
         slots = self.capacity * seen / total / len(users) if total and users else 0.0
         for user in users:
             user.sharers = [other for other in users if other.job.data == user.job.data]
-            user.desired = needs.desired(user.job) if self._caps else user.job.batch_size
+            capped = self._caps and len(user.sharers) == 1
+            user.desired = needs.desired(user.job) if capped else user.job.batch_size
             user.due = needs.due(user.job, slots) if self._floors else 0.0
 
     def _again(self, entry: Entry, user: User, now: float) -> bool:
@@ -143,12 +147,13 @@ class NextUse:
         gone: list[Entry] = []
         lacking = self._shelf.num_bytes + num_bytes - self.capacity
         for lower in range(rank + 1):
-            for entry, then in self._laid.last(self._users.values(), lower, now):
-                if lacking <= 0 or (lower == rank and then <= when):
-                    self._laid.back(entry)
+            while lacking > 0:
+                found = self._laid.last(self._users.values(), lower, now)
+                if found is None or (lower == rank and found[1] <= when):
                     break
-                gone.append(entry)
-                lacking -= self._shelf.size(entry)
+                self._laid.aside(found[0])
+                gone.append(found[0])
+                lacking -= self._shelf.size(found[0])
         if lacking > 0:
             for entry in gone:
                 self._laid.back(entry)

@@ -1,7 +1,7 @@
 """Where a job is in the two orders that it said, and when it will be at a sample again.
 
-A job says the order of this epoch and of the next (CN114968588A, step S32), so the next use of every sample is
-known, as a position; its pace (S11: seconds of an epoch by its samples) makes a time of it."""
+A job says the order of this epoch and of the next (CN114968588A, step S32), so the next use of every sample
+is known, as a position; its pace (S11: seconds of an epoch by its samples) makes a time of it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Course:
     def begin(self, order: Sequence[int], following: Sequence[int] | None, now: float) -> bool:
         """Begin an epoch.
 
-        Returns: whether all is as it was foretold: the last epoch was gone through, and this is its following.
+        Returns: whether all is as foretold: the last epoch was gone through, and this is its following.
         Raises:  ConfigError: an order names a sample that there is not, or one twice."""
         place = self._places(order)
         later = None if following is None else self._places(following)
@@ -103,16 +103,21 @@ class Course:
         return NEVER if position < 0 else self.first + self.length + position
 
     def batch_of(self, position: int) -> int:
-        """The number of the batch that a position of this epoch or the next is in, counted over all epochs."""
+        """The number, over all epochs, of the batch that a position of this epoch or the next is in."""
         beyond = position - self.first - self.length
         if beyond < 0:
             return self._batches + (position - self.first) // self._batch
         return self._batches - (-self.length // self._batch) + beyond // self._batch
 
-    def when(self, position: int, now: float, pace: float) -> float:
-        """When the job will be at a position, with ``pace`` seconds for a sample.
+    def when(self, position: int, now: float, otherwise: float) -> float:
+        """When the job will be at a position; ``otherwise``: seconds for a sample where it has shown no pace.
 
         Counted from the last use, which is exact for who takes a batch at a time; who has not come for longer
         than a batch takes stands, and goes on from now."""
-        since = max(self.at, now - self._batch * pace)
-        return since + max(0, position - self.passed) * pace
+        pace, positions = self.pace, position - self.passed
+        if pace is None:
+            pace = otherwise
+        since = now - self._batch * pace
+        if since < self.at:
+            since = self.at
+        return since + positions * pace if positions > 0 else since

@@ -1,4 +1,4 @@
-"""What lies in a cache, in bytes and by who had it admitted; the one place that holds a policy to its capacity."""
+"""What lies in a cache, in bytes and by who had it admitted; here a policy is held to its capacity."""
 
 from __future__ import annotations
 

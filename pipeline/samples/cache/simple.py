@@ -1,7 +1,8 @@
 """The policies that look at no order: least recently used, never evict, and equal parts.
 
-What others do, to be compared with: LRU is Alluxio's and a page cache's, never evict is MinIO's (Mohan et al.,
-Analyzing and Mitigating Data Stalls in DNN Training, VLDB 2021), with parts of its own for each job or without."""
+What others do, to be compared with: LRU is Alluxio's and a page cache's, never evict is MinIO's (Mohan et
+al., Analyzing and Mitigating Data Stalls in DNN Training, VLDB 2021), with parts of its own for each job or
+without."""
 
 from __future__ import annotations
 

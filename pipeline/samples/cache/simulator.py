@@ -1,8 +1,8 @@
 """Jobs that read through a cache from slow storage, simulated event by event.
 
-It drives a policy as the broker does, so that hit rates, stalls and makespans are known before anything runs. A
-job loads one sample after another; with ``lookahead`` its loader is up to so many batches ahead of training, and
-begins anew each epoch, as torch's DataLoader does. The same seeds give the same result."""
+It drives a policy as the broker does, so that hit rates, stalls and makespans are known before anything
+runs. A job loads one sample after another; with ``lookahead`` its loader is up to so many batches ahead of
+training, and begins anew each epoch, as torch's DataLoader does. The same seeds give the same result."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def simulate(
 
     Args: storage:     None: reads take no time. It is new, nobody has read from it.
           lookahead:   batches that a loader is ahead of training; 0: training waits for every read.
-          warm_up:     a job's times are those of its own first epoch here, told when that is over; else they are
-                       those of an epoch alone without a cache, told when it joins.
+          warm_up:     a job's times are those of its own first epoch here, told when that is over; else
+                       they are those of an epoch alone without a cache, told when it joins.
           hit_seconds: that reading a cached sample takes."""
     if len({load.name for load in loads}) < len(loads) or lookahead < 0:
         raise ConfigError(f"jobs have names of their own and lookahead={lookahead} is 0 or more")
@@ -129,10 +129,11 @@ class _Run:
             if epoch == 1 and times is None:
                 policy.join(load.job(self.measured(now)), now)
             order, following = load.order(epoch, self.shared.seed), load.order(epoch + 1, self.shared.seed)
-            policy.begin(load.name, order or (), following, now)
+            assert order is not None
+            policy.begin(load.name, order, following, now)
             outcome.uses.append(load.num_samples)
             outcome.hits.append(0)
-            now = yield from self._epoch(order or [], now)
+            now = yield from self._epoch(order, now)
         policy.leave(load.name, now)
         outcome.end = now
 
@@ -150,7 +151,7 @@ class _Run:
             outcome.computing += load.training
             free = begun[-1] + load.training
             last = at + load.batch_size >= load.num_samples
-            # Batch n is loaded when n - lookahead is being trained; without lookahead, when the one before is done.
+            # Batch n is loaded while n - lookahead is trained; without lookahead, when the last is done.
             held_up = 0.0 if len(begun) < ahead else begun[len(begun) - ahead] if ahead else free
             now = yield free if last else max(ready, held_up)
         return now

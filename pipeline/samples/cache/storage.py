@@ -8,7 +8,7 @@ from ....compression.errors import ConfigError
 
 
 class TokenBucket:
-    """Grants ``rate`` bytes a second, in the order of asking; what nobody asked for adds up to ``burst`` bytes.
+    """Grants ``rate`` bytes a second, in the order of asking; what nobody asks for adds up to ``burst``.
 
     A read ends ``latency`` seconds behind its grant; latencies of several readers pass at once."""
 
