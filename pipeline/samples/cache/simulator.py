@@ -7,7 +7,7 @@ training, and begins anew each epoch, as torch's DataLoader does. The same seeds
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
 from ....compression.errors import ConfigError
@@ -22,10 +22,16 @@ Life = Generator[float, float, None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """What became of all jobs; ``trace``: the sample of each use, numbered, in the order of time."""
+    """What became of all jobs.
+
+    Attributes:
+        trace:  the sample of each use, numbered, in the order of time.
+        epochs: which epoch of its job each use was in.
+    """
 
     jobs: dict[str, Outcome]
     trace: list[int]
+    epochs: list[int]
 
     def hit_rate(self, since: int = 1) -> float:
         """Of all jobs together, from an epoch on."""
@@ -43,6 +49,20 @@ class Simulated:
         return max(job.end for job in self.jobs.values()) - min(job.begin for job in self.jobs.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all jobs have in common."""
+
+    policy: Policy
+    storage: TokenBucket
+    lookahead: int
+    sample_seconds: float
+    seed: int
+    keys: dict[str, int]
+    trace: list[int] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+
+
 def simulate(
     loads: Sequence[Load],
     policy: Policy,
@@ -50,22 +70,22 @@ def simulate(
     storage: TokenBucket | None = None,
     lookahead: int = 0,
     warm_up: bool = False,
-    hit_seconds: float = 0.0,
+    sample_seconds: float = 0.0,
     seed: int = 0,
 ) -> Simulated:
     """Run jobs side by side until all have ended.
 
-    Args: storage:     None: reads take no time. It is new, nobody has read from it.
-          lookahead:   batches that a loader is ahead of training; 0: training waits for every read.
-          warm_up:     a job's times are those of its own first epoch here, told when that is over; else
-                       they are those of an epoch alone without a cache, told when it joins.
-          hit_seconds: that reading a cached sample takes."""
+    Args: storage: None: reads take no time. It is new, nobody has read from it.
+          lookahead: batches that a loader is ahead of training; 0: training waits for every read.
+          warm_up: a job's times are those of its own first epoch here, told when that is over; else they are
+                   those of an epoch alone without a cache, told when it joins.
+          sample_seconds: that a loader takes for each sample, hit or loaded."""
     if len({load.name for load in loads}) < len(loads) or lookahead < 0:
         raise ConfigError(f"jobs have names of their own and lookahead={lookahead} is 0 or more")
     bucket = TokenBucket() if storage is None else storage
-    shared = _Shared(policy, bucket, lookahead, hit_seconds, seed, [], _keys(loads))
+    shared = Shared(policy, bucket, lookahead, sample_seconds, seed, _keys(loads))
     runs = [_Run(load, shared) for load in loads]
-    lives = [run.live(None if warm_up else alone(run.load, bucket, lookahead, seed)) for run in runs]
+    lives = [run.live(None if warm_up else alone(run.load, shared)) for run in runs]
     events = [(next(life), number) for number, life in enumerate(lives)]
     heapify(events)
     while events:
@@ -74,14 +94,16 @@ def simulate(
             heappush(events, (lives[number].send(now), number))
         except StopIteration:
             pass  # the job has ended
-    return Simulated(jobs={run.load.name: run.outcome for run in runs}, trace=shared.trace)
+    outcomes = {run.load.name: run.outcome for run in runs}
+    return Simulated(jobs=outcomes, trace=shared.trace, epochs=shared.epochs)
 
 
-def alone(load: Load, storage: TokenBucket, lookahead: int, seed: int) -> Times:
+def alone(load: Load, shared: Shared) -> Times:
     """The times of an epoch alone, without a cache (CN114968588A, steps S11 and S12)."""
-    one = replace(load, epochs=1, start=0.0)
+    one, storage = replace(load, epochs=1, start=0.0), shared.storage
     fresh = TokenBucket(storage.rate, latency=storage.latency, burst=storage.burst)
-    run = _Run(one, _Shared(NeverEvict(0), fresh, lookahead, 0.0, seed, [], _keys([one])))
+    own = replace(shared, policy=NeverEvict(0), storage=fresh, keys=_keys([one]), trace=[], epochs=[])
+    run = _Run(one, own)
     life = run.live(None)
     now = next(life)
     try:
@@ -99,23 +121,10 @@ def _keys(loads: Sequence[Load]) -> dict[str, int]:
     return keys
 
 
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """What all jobs have in common."""
-
-    policy: Policy
-    storage: TokenBucket
-    lookahead: int
-    hit_seconds: float
-    seed: int
-    trace: list[int]
-    keys: dict[str, int]
-
-
 class _Run:
     """A job that runs; ``outcome``: what has become of it so far."""
 
-    def __init__(self, load: Load, shared: _Shared) -> None:
+    def __init__(self, load: Load, shared: Shared) -> None:
         self.load, self.shared = load, shared
         self.outcome = Outcome(name=load.name, begin=load.start, end=load.start)
         self._sizes: list[int] = load.sizes(shared.seed).tolist()
@@ -162,24 +171,26 @@ class _Run:
         outcome, first, trace = self.outcome, self.shared.keys[self.load.reads], self.shared.trace
         for index in indices:
             trace.append(first + index)
+            self.shared.epochs.append(len(outcome.hits) - 1)
             if policy.use(name, index, now).entry is not None:
                 outcome.hits[-1] += 1
-                if self.shared.hit_seconds:
-                    now = yield now + self.shared.hit_seconds
-                continue
-            num_bytes = self._sizes[index]
-            then = storage.read(num_bytes, now)
-            outcome.loads += 1
-            outcome.bytes_loaded += num_bytes
-            outcome.reading += then - now
-            if then > now:
-                now = yield then
-            policy.offer(name, index, num_bytes, now)
+            else:
+                num_bytes = self._sizes[index]
+                then = storage.read(num_bytes, now)
+                outcome.loads += 1
+                outcome.bytes_loaded += num_bytes
+                outcome.reading += then - now
+                if then > now:
+                    now = yield then
+                policy.offer(name, index, num_bytes, now)
+            if self.shared.sample_seconds:
+                now = yield now + self.shared.sample_seconds
         return now
 
     def measured(self, now: float) -> Times:
         """What the first epoch has shown, if that is over now."""
         load = self.load
+        prepared = load.augmentation + self.shared.sample_seconds * load.batch_size
         sample_io = self.outcome.reading / max(1, self.outcome.loads)
         return Times(
             epoch=(now - load.start) * load.error,
@@ -187,5 +198,5 @@ class _Run:
             sample_io=sample_io,
             augmentation=load.augmentation,
             training=load.training,
-            hidden=max(0.0, load.training - load.augmentation) if self.shared.lookahead else 0.0,
+            hidden=max(0.0, load.training - prepared) if self.shared.lookahead else 0.0,
         )
