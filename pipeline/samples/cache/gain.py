@@ -7,7 +7,8 @@ Source: CN114968588A, steps S13 to S38 and step 4, of which the comments name ea
 - the gain (S13): k_i = max(1, T_last / T_i), rounded. The sentence ends in "(illegible) = 0"; ``last_gain=0``
   reads it as the gain of the slowest job, which then asks its neighbour only;
 - E_i (S22): see ``needs.desired``;
-- an empty pool with an own free slot (S35): as with a pool that is not empty, the slot is the job's own.
+- an empty pool with an own free slot (S35): as with a pool that is not empty, the slot is the job's own;
+- a job that wants none (E_i = 0: it is compute bound) asks its neighbour for none either (S36 would let it).
 
 Samples have sizes: a slot is the bytes of the sample that is asked for, and a request for it takes
 min(pool, k_i slots) bytes. The pool is empty where it and what the job has free hold no slot; a slot that
@@ -213,8 +214,8 @@ class Gain:
                 return False, ()
             self.pool -= lent  # S35: takes min(pool, k_i) slots; a request that fails takes none
             space.idle += lent
-        elif count >= space.due(self.capacity / len(self.spaces)):  # S36: the batch has what it is due
-            return False, ()
+        elif not space.desired or count >= space.due(self.capacity / len(self.spaces)):
+            return False, ()  # S36: the batch has what it is due
         else:  # S37
             given, gone = self._neighbour(space, num_bytes - space.idle)
             if given:

@@ -280,6 +280,8 @@ def test_a_sample_of_the_next_half_may_be_dropped_or_found_again():
 
 
 def test_a_compute_bound_job_has_no_slots():
-    kept, _ = gain(4, job("a", hidden=2.0), job("b"))
-    assert [takes(kept, "a", index) for index in FIRST] == [False] * 4
-    assert [takes(kept, "b", index) for index in FIRST] == [True] * 4
+    kept, policy = gain(4, job("a"), job("b", hidden=2.0))
+    assert [takes(kept, "b", index) for index in FIRST[:2]] == [False] * 2
+    assert [takes(kept, "a", index) for index in FIRST] == [True] * 4
+    assert policy.pool == 0
+    assert [takes(kept, "b", index) for index in FIRST[2:]] == [False] * 2  # nor of its neighbour's
