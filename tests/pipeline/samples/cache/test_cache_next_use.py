@@ -46,6 +46,22 @@ def test_what_is_used_later_makes_room_and_what_is_used_last_passes_by():
     assert set(kept.there) == {("a", 0), ("quick", 0)}
 
 
+def test_what_is_used_at_the_same_time_passes_by():
+    kept = started(1, job("a"), job("b"))
+    assert takes(kept, "a", 0, 0.0)
+    assert not takes(kept, "b", 0, 0.0)
+
+
+def test_what_another_uses_sooner_is_not_the_last():
+    kept = started(2, job("a", "d"), job("c", epoch=5.0), job("quick", epoch=3.0))
+    assert takes(kept, "a", 0, 0.0)  # at 6, as far as is known
+    assert takes(kept, "c", 0, 0.0)  # at 5
+    kept.join(job("b", "d"), 1.0)
+    kept.begin("b", ORDER, ORDER, 1.0)  # it uses the first sample now
+    kept.use("quick", 0, 1.0)
+    assert kept.offer("quick", 0, 10, 1.0).freed == (("c", 0),)
+
+
 def test_a_sample_that_several_read_stays_for_the_next_of_them():
     kept = started(1, job("a", "d"))
     takes(kept, "a", 0, 0.0)
@@ -100,6 +116,7 @@ def test_larger_samples_push_out_as_much_as_they_need_or_nothing():
     kept.use("quick", 1, 0.0)
     assert kept.offer("quick", 1, 30, 0.0) == (None, ())  # a's 0 would leave, its own sooner sample not
     assert set(kept.there) == {("a", 0), ("quick", 0)}
+    assert kept.offer("quick", 1, 15, 0.0) == (("quick", 1), (("a", 0),))  # who might have left still may
 
 
 def test_what_a_batch_does_not_need_has_only_idle_space():

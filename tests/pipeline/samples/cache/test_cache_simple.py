@@ -37,9 +37,10 @@ def test_the_policies_are_known_by_name():
 @pytest.mark.parametrize("name", POLICIES)
 def test_who_has_not_joined_is_refused_and_no_capacity_below_0(name: str):
     made = policy(name, 10)
-    for call in (made.use, lambda *given: made.offer(*given[:2], 1, 0.0)):
-        with pytest.raises(ConfigError, match="a has not; join first"):
-            call("a", 0, 0.0)
+    with pytest.raises(ConfigError, match="a has not; join first"):
+        made.use("a", 0, 0.0)
+    with pytest.raises(ConfigError, match="a has not; join first"):
+        made.offer("a", 0, 1, 0.0)
     assert made.leave("a", 0.0) == ()
     with pytest.raises(ConfigError, match="0 bytes or more, found -1"):
         policy(name, -1)

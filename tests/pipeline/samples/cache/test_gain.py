@@ -53,6 +53,8 @@ def test_s11_nothing_is_cached_in_the_warm_up_epoch():
     kept.join(job("a"), 1.0)  # its times are known now
     kept.begin("a", SECOND, FIRST, 1.0)
     assert takes(kept, "a", 3)
+    kept.join(job("a", epoch=None), 2.0)
+    assert not takes(kept, "a", 1)
 
 
 def test_s13_jobs_ascend_by_epoch_and_gain_falls():
@@ -99,7 +101,7 @@ def test_s21_slots_are_counted_by_the_mean_size():
         (2.0, 0.0, 1.0, 2),
         (2.0, 1.0, 1.0, 1),
         (2.0, 0.9, 1.0, 2),  # 1.1 samples too many are 2
-        (0.3, 0.2, 0.1, 1),  # in floats a little above 1
+        (0.8, 0.7, 0.1, 1),  # in floats a little above 1
         (2.0, 2.0, 1.0, 0),
         (2.0, 9.0, 1.0, 0),
         (9.0, 0.0, 1.0, 2),  # no more than the batch
@@ -223,6 +225,15 @@ def test_s37_a_neighbour_without_one_gives_a_random_sample_and_its_batch_counts_
     batch = 2 if lost in (3, 1) else 3
     assert state(policy, "a")[2] == {2: 2, 3: 2} | {batch: 1}
     assert state(policy, "b") == (0, 0, {3: 1})
+
+
+def test_s37_the_neighbour_is_the_one_before():
+    kept, policy = gain(3, job("a", epoch=1.0), job("b", epoch=1.1), job("c", epoch=1.2))  # s = 0.5
+    assert [takes(kept, name, 0) for name in "abc"] == [True] * 3
+    kept.use("b", 1, 0.0)
+    assert kept.offer("b", 1, 10, 0.0).freed == (("a", 0),)
+    kept.use("a", 1, 0.0)
+    assert kept.offer("a", 1, 10, 0.0) == (None, ())
 
 
 def test_s37_a_neighbour_gives_as_many_samples_as_it_takes_and_none_for_nothing():
