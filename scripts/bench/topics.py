@@ -13,6 +13,7 @@ from typing import Any
 from ...compression import names
 from ...compression.errors import ConfigError
 from ...conf.bench import BenchPipelineConfig
+from ...conf.bench_cache import BenchCacheConfig
 from ...conf.bench_checkpoint import BenchCheckpointConfig
 from ...conf.bench_codecs import BenchCodecsConfig
 from ...conf.bench_offload import BenchOffloadConfig
@@ -22,6 +23,8 @@ from ...pipeline.run import early
 from ...pipeline.run.run_folder import RunFolder
 from ...stages.units import parse_bytes
 from .. import usage
+from .cache_sides import CONTESTANTS as CACHES
+from .cache_sides import DATA, PARTS
 from .codecs_peers import PEERS
 from .contestants import POLICIES, entrants
 from .offload_sides import CASES, CONTESTANTS, NETWORKS, TRACES, bytes_of, files
@@ -67,6 +70,15 @@ def pipeline(config: BenchPipelineConfig, typed: Sequence[str] = ()) -> None:
         early.check_group(group, getattr(config, group))
 
 
+def cache(config: BenchCacheConfig, typed: Sequence[str] = ()) -> None:
+    """Refuse parts, policies, data and sizes that are not known."""
+    _known("parts", config.parts, PARTS)
+    _known("policies", config.policies, CACHES)
+    _known("data", config.data, DATA)
+    for name in ("sample_bytes", "rate"):
+        parse_bytes(getattr(config, name), name=name)
+
+
 def checkpoint(config: BenchCheckpointConfig, typed: Sequence[str] = ()) -> None:
     """Refuse a job that cannot be trained, and codecs that are not known or lose bits."""
     early.check(config.job(), typed)
@@ -106,6 +118,7 @@ def _known(option: str, asked: Sequence[str], known: Collection[str]) -> None:
 
 
 TOPICS = {
+    "cache": Topic(schema=BenchCacheConfig, early=cache, home=lambda config: "cache_bench"),
     "checkpoint": Topic(
         schema=BenchCheckpointConfig, early=checkpoint, home=lambda config: "checkpoint_bench"
     ),

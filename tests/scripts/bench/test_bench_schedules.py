@@ -26,6 +26,7 @@ from penstock.pipeline.schedules.simulate import durations
 from penstock.pipeline.schedules.span import Span
 from penstock.scripts import command, usage
 from penstock.scripts.bench import (
+    cache_bench,
     checkpoint_bench,
     codecs_bench,
     contest,
@@ -286,6 +287,7 @@ def test_what_was_published_can_be_shown_again(path):
         "codecs": codecs_bench,
         "checkpoint": checkpoint_bench,
         "offload": offload_bench,
+        "cache": cache_bench,
     }
     assert shows[topic].figure(found).axes
     if topic in ("pipeline", "schedules"):

@@ -1,0 +1,241 @@
+"""The policy of the patent, step by step: a pool for all jobs, halves for this epoch and the next, gains.
+
+Source: CN114968588A, steps S13 to S38 and step 4, of which the comments name each. What is not legible there:
+
+- the pool's first size (S31) is the sum of what the jobs hold, so all of the capacity; M_i is the capacity by
+  the number of jobs, in bytes, and in slots (S21) by the mean size of the job's samples;
+- the gain (S13): k_i = max(1, T_last / T_i), rounded. The sentence ends in "(illegible) = 0"; ``last_gain=0``
+  reads it as the gain of the slowest job, which then asks its neighbour only;
+- E_i (S22): see ``needs.desired``;
+- an empty pool with an own free slot (S35): as with a pool that is not empty, the slot is the job's own;
+- a job that wants none (E_i = 0: it is compute bound) asks its neighbour for none either (S36 would let it).
+
+Samples have sizes: a slot is the bytes of the sample that is asked for, and a request for it takes
+min(pool, k_i slots) bytes. The pool is empty where it and what the job has free hold no slot; a slot that
+moves between neighbours is what the asker lacks of it. What moves to a job stays free in its half until it
+is used; what is idle when the halves change roles is the pool's again (S31: all idle cache is one pool).
+
+A job in its warm-up epoch has no times yet, is not in the list and admits nothing (S11). Where jobs come,
+go or are measured, the list is sorted and the gains and parts are computed anew."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from ....compression.errors import ConfigError
+from . import needs
+from .orders import NEVER, Course
+from .policy import Admitted, Entry, Found, Job
+from .simple import joined
+
+_NOWHERE, _REFUSED = Found(None), Admitted(None)
+
+
+class Space:
+    """What a job has of the cache.
+
+    Attributes:
+        current: samples for this epoch, entered in the last one, with their bytes; following: for the next.
+        held:    bytes of both; ahead: of those for the next epoch; idle: of that half, what holds nothing.
+        counts:  of each batch of the next order, how many samples entered.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.course = job, Course(job)
+        self.current: dict[int, int] = {}
+        self.following: dict[int, int] = {}
+        self.counts: dict[int, int] = {}
+        self.held = self.ahead = self.idle = self.gain = self.desired = 0
+        self._listed: list[int] = []  # the samples of `following`, in which one is picked at random
+        self._place: dict[int, int] = {}
+        self._seen = [0, 0]  # samples that were offered or taken, and their bytes
+
+    def see(self, num_bytes: int) -> None:
+        """Remember the size of a sample."""
+        self._seen[0] += 1
+        self._seen[1] += num_bytes
+
+    def due(self, part: float) -> float:
+        """s_i with a part of so many bytes (S21)."""
+        slots = part * self._seen[0] / self._seen[1] if self._seen[1] else float(self.job.num_samples)
+        return needs.due(self.job, slots)
+
+    def put(self, index: int, num_bytes: int, batch: int) -> None:
+        """A sample enters the half for the next epoch; its batch counts one more."""
+        self.idle -= num_bytes
+        self.ahead += num_bytes
+        self.held += num_bytes
+        self.following[index] = num_bytes
+        self._place[index] = len(self._listed)
+        self._listed.append(index)
+        self.counts[batch] = self.counts.get(batch, 0) + 1
+
+    def take(self, index: int) -> None:
+        """A sample leaves the half for the next epoch; its bytes are idle, its batch counts one less."""
+        num_bytes = self.following.pop(index)
+        self.idle += num_bytes
+        self.ahead -= num_bytes
+        self.held -= num_bytes
+        place, last = self._place.pop(index), self._listed.pop()
+        if last != index:
+            self._listed[place], self._place[last] = last, place
+        self.counts[self.batch(index)] -= 1
+
+    def spend(self, index: int) -> int:
+        """A sample of this epoch is taken; its bytes."""
+        num_bytes = self.current.pop(index)
+        self.held -= num_bytes
+        return num_bytes
+
+    def pick(self, drawn: random.Random) -> int:
+        """A random sample of the half for the next epoch."""
+        return self._listed[drawn.randrange(len(self._listed))]
+
+    def batch(self, index: int) -> int:
+        """The batch of the next order that a sample belongs to."""
+        return self.course.batch_of(self.course.next_use(index))
+
+    def turn(self) -> tuple[tuple[int, ...], int]:
+        """The halves change roles.
+
+        Returns: samples that were not used, and bytes that are the pool's again."""
+        left, back = tuple(self.current), self.held - self.ahead + self.idle
+        self.current, self.following, self.held, self.ahead, self.idle = self.following, {}, self.ahead, 0, 0
+        self.counts, self._listed, self._place = {}, [], {}
+        return left, back
+
+
+class Gain:
+    """See the module; ``last_gain``: the gain of the slowest job, None as of the others."""
+
+    def __init__(self, capacity: int, *, last_gain: int | None = None, seed: int = 0) -> None:
+        if capacity < 0:
+            raise ConfigError(f"a cache holds 0 bytes or more, found {capacity}")
+        self.capacity, self.pool = capacity, capacity  # S31: all is idle
+        self._last_gain, self._drawn = last_gain, random.Random(seed)
+        self._jobs: dict[str, Job] = {}
+        self.spaces: dict[str, Space] = {}
+        self._list: list[Space] = []
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        """See ``Policy``."""
+        return {name: space.held for name, space in self.spaces.items() if space.held}
+
+    def join(self, job: Job, now: float) -> None:
+        """See ``Policy``."""
+        self._jobs[job.name] = job
+        if job.name in self.spaces:
+            self.spaces[job.name].job = job
+            self.spaces[job.name].course.tell(job)
+        else:
+            self.spaces[job.name] = Space(job)
+        self._sort()
+
+    def leave(self, name: str, now: float) -> tuple[Entry, ...]:
+        """See ``Policy``."""
+        space = self.spaces.pop(name, None)
+        if space is None:
+            return ()
+        del self._jobs[name]
+        self.pool += space.held + space.idle
+        self._sort()
+        return tuple((name, index) for index in (*space.current, *space.following))
+
+    def _space(self, name: str) -> Space:
+        joined(self._jobs, name)
+        return self.spaces[name]
+
+    def _sort(self) -> None:
+        listed = needs.by_epoch(list(self._jobs.values()))  # S13: ascending by T_i
+        gains = needs.gains(listed, last_gain=self._last_gain)
+        self._list = [self.spaces[job.name] for job in listed]
+        for space in self._list:
+            space.gain, space.desired = gains[space.job.name], needs.desired(space.job)  # S13, S22
+
+    def begin(
+        self, name: str, order: Sequence[int], following: Sequence[int] | None, now: float
+    ) -> tuple[Entry, ...]:
+        """See ``Policy``."""
+        space = self._space(name)
+        space.course.begin(order, following, now)  # S32: two known orders
+        left, back = space.turn()  # S38: the halves change roles; S32: counters are zeroed
+        self.pool += back
+        strange = [index for index in space.current if space.course.next_use(index) == NEVER]
+        for index in strange:  # foretold, but not in the order that came
+            self.pool += space.spend(index)
+        return tuple((name, index) for index in (*left, *strange))
+
+    def use(self, name: str, index: int, now: float) -> Found:
+        """See ``Policy``."""
+        space = self._space(name)
+        space.course.use(index, now)
+        if index in space.following:  # used twice in an epoch
+            return Found((name, index))
+        if index not in space.current:
+            return _NOWHERE  # S33: a miss is loaded
+        num_bytes = space.spend(index)
+        self.pool += num_bytes  # S33: a hit's slot goes to the pool
+        entered, gone = self._enter(space, index, num_bytes)
+        return Found((name, index), gone if entered else (*gone, (name, index)))
+
+    def offer(self, name: str, index: int, num_bytes: int, now: float) -> Admitted:
+        """See ``Policy``."""
+        space = self._space(name)
+        if index in space.current or index in space.following:
+            return Admitted((name, index))
+        if num_bytes < 0:
+            return _REFUSED
+        space.see(num_bytes)
+        entered, gone = self._enter(space, index, num_bytes)
+        return Admitted((name, index) if entered else None, gone)
+
+    def drop(self, entry: Entry) -> None:
+        """See ``Policy``."""
+        space, index = self.spaces.get(entry[0]), entry[1]
+        if space is not None and index in space.current:
+            self.pool += space.spend(index)
+        elif space is not None and index in space.following:
+            space.take(index)
+
+    def _enter(self, space: Space, index: int, num_bytes: int) -> tuple[bool, tuple[Entry, ...]]:
+        """S34 to S37: whether a sample that was just used enters the half for the next epoch; who left."""
+        if space.job.times is None:  # S11: the warm-up epoch passes without cache
+            return False, ()
+        place = space.course.next_use(index)
+        if place < space.course.first + space.course.length:  # S38: nothing is admitted in the last epoch
+            return False, ()
+        batch = space.course.batch_of(place)  # S34: the batch of the next order that it belongs to,
+        count = space.counts.get(batch, 0)  # and how many of that entered
+        lent = min(self.pool, space.gain * num_bytes)
+        if space.idle + lent >= num_bytes:  # S35: there is a free slot, in the pool or its own
+            if count >= space.desired:
+                return False, ()
+            self.pool -= lent  # S35: takes min(pool, k_i) slots; a request that fails takes none
+            space.idle += lent
+        elif not space.desired or count >= space.due(self.capacity / len(self.spaces)):
+            return False, ()  # S36: the batch has what it is due
+        else:  # S37
+            given, gone = self._neighbour(space, num_bytes - space.idle)
+            if given:
+                space.put(index, num_bytes, batch)
+            return given, gone
+        space.put(index, num_bytes, batch)
+        return True, ()
+
+    def _neighbour(self, space: Space, num_bytes: int) -> tuple[bool, tuple[Entry, ...]]:
+        """S37: the job before this one in the list gives so many bytes, if it can; what left it for them."""
+        place = self._list.index(space)
+        if place == 0:  # S37: the first of the list has nobody to ask
+            return False, ()
+        giver, gone = self._list[place - 1], []
+        if giver.idle + giver.ahead < num_bytes:
+            return False, ()
+        while giver.idle < num_bytes:  # S37: a free slot if there is one, else a random sample's
+            picked = giver.pick(self._drawn)
+            giver.take(picked)
+            gone.append((giver.job.name, picked))
+        giver.idle -= num_bytes  # S37: the slot moves
+        space.idle += num_bytes
+        return True, tuple(gone)

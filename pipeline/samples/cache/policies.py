@@ -1,0 +1,29 @@
+"""The policies of the sample cache, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ....compression.errors import ConfigError
+from .gain import Gain
+from .next_use import NextUse
+from .policy import Policy
+from .simple import Lru, NeverEvict, StaticSplit
+
+POLICIES: dict[str, Callable[[int], Policy]] = {
+    "next_use": NextUse,
+    "gain": Gain,
+    "lru": Lru,
+    "never_evict": NeverEvict,
+    "static_split": StaticSplit,
+}
+DEFAULT = "next_use"
+
+
+def policy(name: str, capacity: int) -> Policy:
+    """A new policy for so many bytes.
+
+    Raises: ConfigError: there is none of that name, or the bytes are below 0."""
+    if name not in POLICIES:
+        raise ConfigError(f"{name} is no policy of the sample cache; known are {', '.join(POLICIES)}")
+    return POLICIES[name](capacity)

@@ -1,0 +1,298 @@
+"""The policy of the patent, step by step (CN114968588A), on cases small enough to be worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from kept import ALONE, Kept
+
+from penstock.pipeline.samples.cache import needs
+from penstock.pipeline.samples.cache.gain import Gain, Space
+from penstock.pipeline.samples.cache.policy import Job
+
+FIRST, SECOND = [0, 1, 2, 3], [3, 1, 0, 2]  # batches of the second epoch: {3, 1} and {0, 2}
+
+
+def job(name: str, *, epoch: float | None = 10.0, **times: float) -> Job:
+    """Four samples in batches of two; reading one takes a second, and none of it is hidden: E_i = 2."""
+    told = None if epoch is None else replace(ALONE, epoch=epoch, **times)
+    return Job(name=name, data=name, num_samples=4, batch_size=2, times=told)
+
+
+def gain(slots: float, *jobs: Job, last_gain: int | None = None) -> tuple[Kept, Gain]:
+    """A cache of so many slots of 10 bytes, and jobs in their first epoch."""
+    policy = Gain(int(10 * slots), last_gain=last_gain)
+    kept = Kept(policy)
+    for one in jobs:
+        kept.join(one, 0.0)
+    for one in jobs:
+        kept.begin(one.name, FIRST, SECOND, 0.0)
+    return kept, policy
+
+
+def takes(kept: Kept, name: str, index: int, num_bytes: int = 10) -> bool:
+    """Use and load a sample; whether it entered."""
+    assert kept.use(name, index, 0.0).entry is None
+    return kept.offer(name, index, num_bytes, 0.0).entry == (name, index)
+
+
+def state(policy: Gain, name: str) -> tuple[int, int, dict[int, int]]:
+    """Slots of the pool, idle slots of a job, and its counters."""
+    space = policy.spaces[name]
+    return policy.pool // 10, space.idle // 10, {b: n for b, n in space.counts.items() if n}
+
+
+# S11 - S13
+
+
+def test_s11_nothing_is_cached_in_the_warm_up_epoch():
+    kept, policy = gain(4, job("a", epoch=None))
+    assert [takes(kept, "a", index) for index in FIRST] == [False] * 4
+    assert policy.pool == 40
+    kept.join(job("a"), 1.0)  # its times are known now
+    kept.begin("a", SECOND, FIRST, 1.0)
+    assert takes(kept, "a", 3)
+    kept.join(job("a", epoch=None), 2.0)
+    assert not takes(kept, "a", 1)
+
+
+def test_s13_jobs_ascend_by_epoch_and_gain_falls():
+    jobs = [job("slow", epoch=8.0), job("fast", epoch=1.0), job("new", epoch=None), job("middle", epoch=3.0)]
+    listed = needs.by_epoch(jobs)
+    assert [one.name for one in listed] == ["fast", "middle", "slow"]
+    assert needs.gains(listed) == {"fast": 8, "middle": 3, "slow": 1}
+    assert needs.gains(listed, last_gain=0) == {"fast": 8, "middle": 3, "slow": 0}
+    assert needs.gains(listed[:1], last_gain=0) == {"fast": 1}  # it has nobody to ask
+    assert needs.gains([]) == {}
+
+
+def test_s13_the_list_is_sorted_anew_when_jobs_come_go_and_are_measured():
+    kept, policy = gain(4, job("a", epoch=4.0), job("b", epoch=2.0))
+    assert (policy.spaces["a"].gain, policy.spaces["b"].gain) == (1, 2)
+    kept.join(job("c", epoch=12.0), 0.0)
+    assert [policy.spaces[name].gain for name in "abc"] == [3, 6, 1]
+    kept.join(job("b", epoch=12.0), 0.0)
+    assert [policy.spaces[name].gain for name in "abc"] == [3, 1, 1]
+    kept.leave("c", 0.0)
+    kept.leave("b", 0.0)
+    assert policy.spaces["a"].gain == 1
+
+
+# S21, S22
+
+
+@pytest.mark.parametrize(("slots", "due"), [(0, 0.0), (1, 0.5), (2, 1.0), (4, 2.0), (9, 2.0)])
+def test_s21_a_batch_is_due_its_share_of_the_slots(slots: float, due: float):
+    assert needs.due(job("a"), slots) == due
+
+
+def test_s21_slots_are_counted_by_the_mean_size():
+    space = Space(job("a"))
+    assert space.due(20.0) == 2.0  # no size is known: all that a batch has
+    space.see(5)
+    space.see(15)
+    assert space.due(20.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("batch_io", "hidden", "sample_io", "desired"),
+    [
+        (2.0, 0.0, 1.0, 2),
+        (2.0, 1.0, 1.0, 1),
+        (2.0, 0.9, 1.0, 2),  # 1.1 samples too many are 2
+        (0.8, 0.7, 0.1, 1),  # in floats a little above 1
+        (2.0, 2.0, 1.0, 0),
+        (2.0, 9.0, 1.0, 0),
+        (9.0, 0.0, 1.0, 2),  # no more than the batch
+        (2.0, 0.0, 0.0, 2),
+        (0.0, 0.0, 0.0, 0),
+    ],
+)
+def test_s22_reading_is_to_hide_behind_the_rest(batch_io, hidden, sample_io, desired):
+    assert needs.desired(job("a", batch_io=batch_io, hidden=hidden, sample_io=sample_io)) == desired
+    assert needs.desired(job("a", epoch=None)) == 2
+
+
+# S31 - S34
+
+
+def test_s31_all_is_the_pool_at_first_and_what_is_idle_is_when_the_halves_turn():
+    kept, policy = gain(4, job("a", epoch=1.0), job("b", epoch=3.0))
+    assert policy.pool == 40
+    assert takes(kept, "a", 0)
+    assert state(policy, "a") == (1, 2, {3: 1})  # a gain of 3: one slot is used, two are idle
+    kept.use("a", 1, 0.0)
+    kept.use("a", 2, 0.0)
+    kept.use("a", 3, 0.0)
+    assert kept.begin("a", SECOND, FIRST, 1.0) == ()
+    assert state(policy, "a") == (3, 0, {})
+    assert policy.spaces["a"].current == {0: 10}
+
+
+def test_s32_s34_counters_are_those_of_the_batches_of_the_next_order():
+    kept, policy = gain(4, job("a"))
+    assert [takes(kept, "a", index) for index in FIRST] == [True] * 4
+    assert policy.spaces["a"].counts == {2: 2, 3: 2}  # two batches an epoch, counted on
+    kept.begin("a", SECOND, FIRST, 1.0)
+    assert policy.spaces["a"].counts == {}
+    assert kept.use("a", 3, 1.0).entry == ("a", 3)
+    assert policy.spaces["a"].counts == {5: 1}  # 3 is in the second batch of the epoch after
+
+
+def test_s33_a_hit_gives_its_slot_to_the_pool():
+    kept, policy = gain(1, job("a"))
+    assert takes(kept, "a", 0)
+    for index in (1, 2, 3):
+        assert not takes(kept, "a", index)
+    kept.begin("a", SECOND, None, 1.0)
+    assert policy.pool == 0
+    assert kept.use("a", 3, 1.0) == (None, ())
+    assert kept.use("a", 0, 1.0) == (("a", 0), (("a", 0),))
+    assert policy.pool == 10
+
+
+def test_s33_a_hit_may_enter_the_other_half_without_leaving():
+    kept, policy = gain(1, job("a"))
+    takes(kept, "a", 0)
+    kept.begin("a", SECOND, FIRST, 1.0)
+    assert kept.use("a", 0, 1.0) == (("a", 0), ())
+    assert (policy.spaces["a"].current, policy.spaces["a"].following) == ({}, {0: 10})
+
+
+# S35 - S37
+
+
+def test_s35_a_batch_that_has_what_it_wants_takes_no_slot():
+    kept, policy = gain(4, job("a", hidden=1.0))  # E = 1
+    assert takes(kept, "a", 3)
+    assert not takes(kept, "a", 1)  # in the same batch of the next epoch
+    assert takes(kept, "a", 0)
+    assert state(policy, "a") == (2, 0, {2: 1, 3: 1})
+
+
+def test_s35_a_request_is_given_what_the_pool_still_has():
+    kept, policy = gain(2.5, job("a", epoch=1.0), job("b", epoch=4.0))
+    assert takes(kept, "a", 0)
+    assert (policy.pool, policy.spaces["a"].idle) == (0, 15)  # of the 40 bytes that it may have
+
+
+def test_s35_with_an_empty_pool_an_own_idle_slot_is_used():
+    kept, policy = gain(3, job("a", epoch=1.0), job("b", epoch=4.0))
+    assert takes(kept, "a", 0)
+    assert state(policy, "a") == (0, 2, {3: 1})
+    assert takes(kept, "a", 1)
+    assert state(policy, "a") == (0, 1, {2: 1, 3: 1})
+    kept.join(job("a", epoch=1.0, hidden=1.0), 0.0)  # E = 1 now
+    assert not takes(kept, "a", 2)
+
+
+def test_s36_without_a_slot_a_batch_gets_what_it_is_due_at_most():
+    kept, policy = gain(4, job("a", epoch=1.0), job("b", epoch=1.0))  # a part of 2 slots: s = 1
+    assert [takes(kept, "a", index) for index in (0, 1, 2)] == [True] * 3
+    assert takes(kept, "b", 0)
+    assert policy.pool == 0
+    assert not takes(kept, "b", 2)  # its batch has one
+    assert takes(kept, "b", 1)  # this has none, and a has a slot to give
+    assert state(policy, "b") == (0, 0, {2: 1, 3: 1})
+
+
+def test_s37_the_first_of_the_list_has_nobody_to_ask():
+    kept, policy = gain(1, job("a", epoch=1.0), job("b", epoch=1.0))
+    assert takes(kept, "b", 0)
+    assert not takes(kept, "a", 1)
+    assert kept.there == {("b", 0): 10}
+    assert policy.pool == 0
+
+
+def test_s37_a_neighbour_gives_an_idle_slot_first():
+    kept, policy = gain(4, job("a", epoch=1.0), job("b", epoch=4.0))
+    assert takes(kept, "a", 0)  # takes all four, uses one
+    assert takes(kept, "b", 0)
+    assert (state(policy, "a"), state(policy, "b")) == ((0, 2, {3: 1}), (0, 0, {3: 1}))
+    assert kept.there == {("a", 0): 10, ("b", 0): 10}
+
+
+def test_s37_a_neighbour_without_one_gives_a_random_sample_and_its_batch_counts_less():
+    kept, policy = gain(4, job("a"), job("b"))  # s = 1 for both
+    assert [takes(kept, "a", index) for index in FIRST] == [True] * 4
+    assert state(policy, "a") == (0, 0, {2: 2, 3: 2})
+    assert kept.use("b", 0, 0.0).entry is None
+    admitted = kept.offer("b", 0, 10, 0.0)
+    assert admitted.entry == ("b", 0)
+    ((name, lost),) = admitted.freed
+    assert name == "a"
+    batch = 2 if lost in (3, 1) else 3
+    assert state(policy, "a")[2] == {2: 2, 3: 2} | {batch: 1}
+    assert state(policy, "b") == (0, 0, {3: 1})
+
+
+def test_s37_the_neighbour_is_the_one_before():
+    kept, policy = gain(3, job("a", epoch=1.0), job("b", epoch=1.1), job("c", epoch=1.2))  # s = 0.5
+    assert [takes(kept, name, 0) for name in "abc"] == [True] * 3
+    kept.use("b", 1, 0.0)
+    assert kept.offer("b", 1, 10, 0.0).freed == (("a", 0),)
+    kept.use("a", 1, 0.0)
+    assert kept.offer("a", 1, 10, 0.0) == (None, ())
+
+
+def test_s37_a_neighbour_gives_as_many_samples_as_it_takes_and_none_for_nothing():
+    kept, policy = gain(4, job("a"), job("b"))
+    assert [takes(kept, "a", index) for index in FIRST] == [True] * 4
+    assert not takes(kept, "b", 0, 50)  # more than it has: nothing leaves
+    assert len(kept.there) == 4
+    kept.use("b", 1, 0.0)
+    assert len(kept.offer("b", 1, 15, 0.0).freed) == 2
+    assert policy.spaces["a"].idle == 5
+
+
+def test_s37_the_last_with_a_gain_of_0_asks_its_neighbour_only():
+    kept, policy = gain(4, job("a", epoch=1.0), job("b", epoch=4.0), last_gain=0)
+    assert not takes(kept, "b", 0)  # a has nothing, and the pool is not for it
+    assert policy.pool == 40
+    assert takes(kept, "a", 0)
+    assert takes(kept, "b", 1)
+    assert state(policy, "a") == (0, 2, {3: 1})
+
+
+# S38 and step 4
+
+
+def test_s38_in_the_last_epoch_nothing_enters_and_what_is_used_is_for_others():
+    kept, policy = gain(2, job("a"), job("b"))
+    assert takes(kept, "a", 0)
+    assert takes(kept, "a", 1)
+    kept.begin("a", SECOND, None, 1.0)
+    assert not takes(kept, "a", 3)
+    assert kept.use("a", 1, 1.0).freed == (("a", 1),)
+    assert takes(kept, "b", 0)
+    assert set(kept.there) == {("a", 0), ("b", 0)}
+    assert kept.leave("a", 2.0) == (("a", 0),)
+    assert policy.pool == 10
+
+
+def test_what_was_not_used_leaves_when_the_halves_turn_and_what_was_not_foretold_too():
+    kept, policy = gain(4, job("a"))
+    assert [takes(kept, "a", index) for index in FIRST] == [True] * 4
+    assert kept.begin("a", [3, 1], [0, 1, 2, 3], 1.0) == ()  # 0 and 2 are for the epoch after, as it says now
+    assert set(kept.begin("a", [0, 1], None, 2.0)) == {("a", index) for index in FIRST}
+    assert policy.pool == 40
+
+
+def test_a_sample_of_the_next_half_may_be_dropped_or_found_again():
+    kept, policy = gain(4, job("a"))
+    takes(kept, "a", 0)
+    assert kept.use("a", 0, 0.0) == (("a", 0), ())
+    assert kept.offer("a", 0, 10, 0.0) == (("a", 0), ())
+    kept.drop(("a", 0))
+    kept.drop(("a", 0))
+    kept.drop(("z", 0))
+    assert state(policy, "a") == (3, 1, {})
+
+
+def test_a_compute_bound_job_has_no_slots():
+    kept, policy = gain(4, job("a"), job("b", hidden=2.0))
+    assert [takes(kept, "b", index) for index in FIRST[:2]] == [False] * 2
+    assert [takes(kept, "a", index) for index in FIRST] == [True] * 4
+    assert policy.pool == 0
+    assert [takes(kept, "b", index) for index in FIRST[2:]] == [False] * 2  # nor of its neighbour's
