@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -15,7 +15,6 @@ MOST_FLOWS = 4  # in the closing lines; summary.json has all
 KEY = (
     "bubble: share of the steps after the first in which the rank computed nothing",
     "counted: parameters, gradients, optimizer, versions, saved tensors at their most; resident: the process",
-    "data: for how long the rank waited for samples",
 )
 
 
@@ -36,8 +35,6 @@ def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
         table.add_column(f"{name} {'raw -> ' * wide}sent", justify="right", no_wrap=True)
     if on_gpus:
         table.add_column("GPU", justify="right", no_wrap=True)
-    if data := summary.get("data"):
-        table.add_column("data", justify="right", no_wrap=True)
     told: set[int] = set()
     for stage in summary["stages"]:
         first = stage["rank"] not in told
@@ -52,7 +49,6 @@ def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
             sent(stage["bytes_raw_forward"], stage["bytes_sent_forward"]),
             sent(stage["bytes_raw_backward"], stage["bytes_sent_backward"]),
             *([show_bytes(stage["device_bytes"])] if on_gpus else []),
-            *([f"{data[stage['rank']]['waited_seconds']:.1f} s" if first else ""] if data else []),
         )
     return table
 
@@ -72,12 +68,38 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
         f"{clock(summary['seconds'])}: {_number(summary['samples_per_second'], '.0f')} samples/s, "
         f"ranks={summary['ranks']} threads={summary['threads']}, last loss {_number(summary['loss'], '.4f')}"
     )
-    if left_out := max((row["left_out"] for row in summary.get("data", ())), default=0):
-        lines.append(f"{left_out} samples that could not be read were left out")
+    lines += _data(summary.get("data", ()))
     if "test_accuracy" in summary:
         lines.append(
             f"test accuracy {_number(summary['test_accuracy'], '.2%')}, test loss "
             f"{_number(summary['test_loss'], '.4f')}"
+        )
+    return lines
+
+
+def _data(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What reading samples took, what was left out, and what a cache spared."""
+    lines = []
+    if ranks:
+        waits = ", ".join(f"{row['waited_seconds']:.1f} s on rank {rank}" for rank, row in enumerate(ranks))
+        lines.append(f"waited for samples: {waits}")
+    if left_out := max((row["left_out"] for row in ranks), default=0):
+        lines.append(f"{left_out} samples that could not be read were left out")
+    caches = [row["cache"] for row in ranks if "cache" in row]
+    if not caches:
+        return lines
+    hits, loads = (sum(cache[name] for cache in caches) for name in ("hits", "loads"))
+    share = hits / max(1, hits + loads)
+    spared = show_bytes(sum(cache["hit_bytes"] for cache in caches))
+    lines.append(
+        f"sample cache: {hits:,} of {hits + loads:,} samples ({share:.1%}) were found there, {spared}"
+    )
+    for times in [cache["times"] for cache in caches if "times" in cache]:
+        shown = {name: f"{1000 * seconds:.3g} ms" for name, seconds in times.items()}
+        lines.append(
+            f"its first epoch: {times['epoch']:.1f} s; of a batch reading {shown['batch_io']} "
+            f"({shown['sample_io']} a sample), augmentation {shown['augmentation']}, training "
+            f"{shown['training']}; {shown['hidden']} of reading hide behind it"
         )
     return lines
 
