@@ -7,7 +7,7 @@ import io
 import os
 import random
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -133,8 +133,7 @@ class Whole:
         """Return a sample; its bytes only if nothing was drawn and they are sure to come back the same."""
         before = _generators()
         sample = self._dataset[index]
-        drew = any(a != b for a, b in zip(before, _generators(), strict=True))
-        return None if drew else to_bytes(sample), sample
+        return to_bytes(sample) if before == _generators() else None, sample
 
     def decode(self, index: int, data: bytes) -> Any:
         """Return the sample of these bytes."""
@@ -182,12 +181,11 @@ def _files_of(dataset: Any) -> Any:
     return None
 
 
-def _generators() -> Iterator[Any]:
+def _generators() -> tuple[object, ...]:
     """The states of the generators that everybody draws from."""
-    yield torch.default_generator.get_state().numpy().tobytes()
-    yield random.getstate()
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    yield kind, keys.tobytes(), rest  # pyright: ignore[reportAttributeAccessIssue]
+    _, keys, *rest = np.random.get_state(legacy=True)
+    own = torch.default_generator.get_state().numpy().tobytes(), random.getstate()
+    return *own, keys.tobytes(), rest  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _by_pillow() -> bool:

@@ -5,6 +5,7 @@ back by itself when a broker does. A forked process has a connection of its own,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -112,6 +113,10 @@ class Client:
             if one is not None:
                 one.close()
         self._link = self._joining = None
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # whoever forgot to close it, or an interpreter that ends
+            self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         left_out = ("_link", "_joining", "_process", "_next_try", "_is_new")

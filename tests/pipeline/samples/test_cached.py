@@ -1,0 +1,325 @@
+"""Law L5: whatever goes through the sample cache has the order and the bytes of a run without it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from brokers import PAGE, broker_process, broker_thread, state, within
+from PIL import Image
+from reference import same_bits
+from sharing import NUMBER, Drawing, Readable
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+import penstock
+from penstock import ConfigError
+from penstock.pipeline.samples.cache.policies import POLICIES, policy
+from penstock.pipeline.samples.given import samples_of
+from penstock.pipeline.samples.loader import Loader
+from penstock.pipeline.samples.reading import Place, Reading
+from penstock.pipeline.samples.reads import reads_of
+from penstock.pipeline.samples.shared import Sharing
+from penstock.pipeline.samples.warm_up import WarmUp
+
+EPOCHS = 3
+BATCH = 7
+PLACES = [Place("train", epoch, number) for epoch in range(EPOCHS) for number in range(NUMBER // BATCH)]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "s" / "cache.sock"
+
+
+def batches(dataset: Any, path: Any = None, *, workers: int = 0, seed: int = 0, job: str = "a") -> Any:
+    """The batches of a run, and what its loader tells."""
+    table = samples_of(dataset, target="my.data", batch_size=None).train
+    through = {}
+    if path is not None:
+        through["train"] = Sharing(job=job, socket=path).through(
+            reads_of(dataset, decoded=True), num_samples=NUMBER, batch_size=BATCH, epochs=EPOCHS
+        )
+        from penstock.pipeline.samples.cached import CachedDataset
+
+        table = samples_of(CachedDataset(dataset, through["train"]), target="my.data", batch_size=None).train
+    options = {"through": through, "epochs": EPOCHS, "used": NUMBER // BATCH * BATCH}
+    reads = Reading(tables={"train": table}, batch_size=BATCH, seed=seed, **options)
+    counts = {"batches": NUMBER // BATCH, "batch_size": BATCH, "workers": workers}
+    loader = Loader(reads, PLACES, workers=workers, warm_up=WarmUp(**counts), tell=lambda _: None)
+    try:
+        return [loader.take(place) for place in PLACES], loader.told
+    finally:
+        loader.close()
+
+
+def alike(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, torch.Tensor):
+        return same_bits(ours, theirs)
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(alike(ours[name], theirs[name]) for name in ours)
+    if isinstance(ours, list | tuple):
+        return len(ours) == len(theirs) and all(map(alike, ours, theirs))
+    return ours == theirs
+
+
+class Pairs(Dataset[Any]):
+    """(x, y) of a data set of three things, for a run that trains."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def read(self, index: int) -> bytes:
+        return self.inner.read(index)
+
+    def decode(self, index: int, data: bytes) -> Any:
+        x, drawn, y = self.inner.decode(index, data)
+        return torch.cat([x, drawn]), y
+
+    def __getitem__(self, index: int) -> Any:
+        return self.decode(index, self.read(index))
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+@pytest.mark.parametrize("workers", [0, 2])
+def test_order_and_bytes_are_those_without_a_cache(path, name, workers):
+    plain, _ = batches(Pairs(Readable()))
+    with broker_thread(path, policy(name, 30 * 2 * PAGE)):
+        found, told = batches(Pairs(Readable()), path, workers=workers)
+    assert alike(found, plain)
+    counts = told["cache"]
+    assert counts["hits"] + counts["loads"] == len(PLACES) * BATCH
+    if name != "lru":
+        assert counts["hits"] > 0
+    assert told["cache"]["times"]["sample_io"] > 0
+
+
+@pytest.mark.parametrize("name", ["next_use", "gain", "lru"])
+def test_jobs_that_share_come_and_go_and_none_sees_another_byte(path, name):
+    plain = {seed: batches(Pairs(Readable()), seed=seed)[0] for seed in (0, 1)}
+    with broker_thread(path, policy(name, 20 * 2 * PAGE)):
+        for seed in (0, 1, 0, 1):
+            first = Sharing(job="other", socket=path, data="same").through(
+                reads_of(Pairs(Readable()), decoded=False), num_samples=NUMBER, batch_size=BATCH, epochs=9
+            )
+            first.begin(0, lambda epoch: list(range(NUMBER)), last=False)
+            first.payloads(list(range(10 * seed, 30)))
+            found, _ = batches(Pairs(Readable()), path, seed=seed, job=f"job {seed}")
+            assert alike(found, plain[seed])
+            first.cache.close()
+
+
+def test_a_sample_that_draws_is_never_kept_and_the_others_are(path):
+    plain, _ = batches(Drawn())
+    with broker_thread(path, policy("never_evict", 1000 * PAGE)):
+        found, told = batches(Drawn(), path)
+        (job,) = [*state(path)["jobs"], None][:1]
+    assert alike(found, plain)
+    drawing = sum(index % 3 == 0 for index in range(NUMBER))
+    assert told["cache"]["hits"] >= (EPOCHS - 1) * (NUMBER - drawing - BATCH)
+    assert told["cache"]["loads"] >= EPOCHS * (drawing - BATCH)
+    assert job is None or job["held_bytes"] > 0
+
+
+class Drawn(Drawing):
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        return sample["x"], sample["y"]
+
+
+def test_a_file_that_changes_is_read_anew(path, tmp_path):
+    class OnDisk(Dataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+        def path(self, index: int) -> str:
+            return str(tmp_path / f"{index}.bin")
+
+        def read(self, index: int) -> bytes:
+            return Path(self.path(index)).read_bytes()
+
+        def decode(self, index: int, data: bytes) -> Any:
+            return data
+
+    for index in range(4):
+        (tmp_path / f"{index}.bin").write_bytes(bytes([index]) * 50)
+    with broker_thread(path, policy("never_evict", 100 * PAGE)):
+        data = penstock.cached(OnDisk(), job="a", socket=path, shuffle=False)
+        assert [data[index] for index in iter(data.sampler)] == [bytes([index]) * 50 for index in range(4)]
+        assert data.through.counts.hits == 0
+        assert data.__getitems__(list(data.sampler))[2] == bytes([2]) * 50
+        assert data.through.counts.hits == 4
+        (tmp_path / "2.bin").write_bytes(b"anew" * 20)
+        assert data.__getitems__(list(data.sampler))[2] == b"anew" * 20
+        assert data.through.counts.hits == 7
+        os.utime(tmp_path / "1.bin", ns=(1, 1))  # as long as before, and another time
+        data.__getitems__(list(data.sampler))
+        assert data.through.counts.hits == 7 + 3
+        assert data.__getitems__(list(data.sampler))[2] == b"anew" * 20
+
+
+def folder(root: Path) -> Path:
+    source = torch.Generator().manual_seed(0)
+    for name in ("cats", "dogs"):
+        (root / name).mkdir(parents=True)
+        for index in range(NUMBER // 2):
+            pixels = torch.randint(256, (9, 7, 3), dtype=torch.uint8, generator=source)
+            Image.fromarray(pixels.numpy()).save(root / name / f"{index}.png")
+    return root
+
+
+def test_folders_of_torchvision_keep_files_and_draw_their_transforms_anew(path, tmp_path):
+    draws = transforms.Compose(
+        [transforms.RandomCrop(5), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+    )
+    whole = ImageFolder(str(folder(tmp_path / "images")), transform=draws)
+    plain, _ = batches(whole)
+    with broker_thread(path, policy("never_evict", 1000 * PAGE)):
+        found, told = batches(whole, path, workers=1)
+        assert alike(found, plain)
+        assert told["cache"]["hits"] >= (EPOCHS - 1) * (NUMBER - 2 * BATCH)
+        part = Subset(whole, list(range(10, 30)))
+        one = penstock.cached(part, job="b", socket=path, shuffle=False)
+        list(one.sampler)
+        torch.manual_seed(3)
+        expected = [part[index] for index in range(20)]
+        torch.manual_seed(3)
+        assert alike(one.__getitems__(list(range(20))), expected)
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_loader_of_torch_goes_through_it(path, start):
+    with broker_thread(path, policy("next_use", 40 * 2 * PAGE)) as broker:
+        data = penstock.cached(Readable(), job="a", batch_size=BATCH, epochs=2, socket=path)
+        options: Any = {"num_workers": 2, "multiprocessing_context": start}
+        loads = DataLoader(data, batch_size=BATCH, sampler=data.sampler, **options)
+        for epoch in range(2):
+            seen = [int(index) for _, _, indices in loads for index in indices]
+            assert seen == list(data.order(epoch))
+        assert data.order(0) != data.order(1)
+        data.through.cache.close()
+        within(5, lambda: not state(path)["jobs"])
+        assert broker is not None
+
+
+def test_without_a_broker_it_warns_once_and_goes_on(path):
+    data = penstock.cached(Readable(), job="a", socket=path)
+    with pytest.warns(UserWarning, match="training goes on without the sample cache") as warned:
+        found = [[data[index][2] for index in data.sampler] for _ in range(3)]
+    assert found == [list(data.order(epoch)) for epoch in range(3)]
+    assert len(warned) == 1
+
+
+@pytest.mark.slow
+def test_a_broker_that_is_killed_costs_no_byte(path):
+    plain, _ = batches(Pairs(Readable()))
+    with broker_process(path) as process:
+        table = Pairs(Readable())
+        through = Sharing(job="a", socket=path).through(
+            reads_of(table, decoded=False), num_samples=NUMBER, batch_size=BATCH, epochs=EPOCHS
+        )
+        from penstock.pipeline.samples.cached import CachedDataset
+
+        train = samples_of(CachedDataset(table, through), target="my.data", batch_size=None).train
+        reads = Reading(
+            tables={"train": train}, batch_size=BATCH, seed=0, through={"train": through}, epochs=EPOCHS
+        )
+        told: list[str] = []
+        loader = Loader(reads, PLACES, workers=2, tell=told.append)
+        found = []
+        for number, place in enumerate(PLACES):
+            if number == 10:
+                process.kill()
+            found.append(loader.take(place))
+        loader.close()
+    assert alike(found, plain)
+    assert len(told) == 1
+
+
+def test_what_cannot_be_cached_says_why(path):
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(())
+
+    with pytest.raises(ConfigError, match="for samples with a number, found a Stream"):
+        penstock.cached(Stream(), job="a")
+    with pytest.raises(ConfigError, match=r"a Drawing has no read\(index\).*decoded=True"):
+        penstock.cached(Drawing(), job="a")
+    with pytest.raises(ConfigError, match="without samples"):
+        penstock.cached(Subset(Readable(), []), job="a")
+
+
+def test_data_of_unknown_name_is_shared_with_nobody(path):
+    with broker_thread(path, policy("never_evict", 1000 * PAGE)):
+        one = penstock.cached(Readable(1), job="a", socket=path, shuffle=False)
+        other = penstock.cached(Readable(2), job="a", socket=path, shuffle=False)
+        for data, salt in ((one, 1), (other, 2), (one, 1)):
+            found = data.__getitems__(list(data.sampler))
+            assert [int(x[1]) for x, _, _ in found] == [salt] * NUMBER
+        named = [penstock.cached(Readable(3), job=j, data="named", socket=path, shuffle=False) for j in "bc"]
+        for data in named:
+            data.__getitems__(list(data.sampler))
+        assert named[1].through.counts.hits == NUMBER
+
+
+@pytest.fixture
+def redis_url(tmp_path):
+    pytest.importorskip("redis")
+    if (server := shutil.which("redis-server") or shutil.which("valkey-server")) is None:
+        pytest.skip("no Redis server is installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = f"--port {port} --bind 127.0.0.1 --appendonly no --dir {tmp_path}".split()
+    process = subprocess.Popen([server, "--save", "", *options], stdout=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 20
+        while not _answers(port):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        yield f"redis://127.0.0.1:{port}/0", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as asks:
+        return not asks.connect_ex(("127.0.0.1", port))
+
+
+def test_a_server_of_redis_holds_samples_for_several_machines(redis_url):
+    url, process = redis_url
+    plain = [Readable()[index] for index in range(3)]
+    jobs = [penstock.cached(Readable(), job=name, data="named", backend=url, shuffle=False) for name in "ab"]
+    for data in jobs:
+        list(data.sampler)
+        torch.manual_seed(0)
+        data.__getitems__([0, 1, 2])
+    assert [data.through.counts.hits for data in jobs] == [0, 3]
+    assert jobs[1].dataset.reads == []
+    server: Any = jobs[0].through.cache
+    key = f"{server._prefix}1"
+    value = bytearray(server._server.get(key))
+    value[-1] ^= 1
+    server._server.set(key, bytes(value))
+    jobs[1].__getitems__([0, 1, 2])
+    assert jobs[1].dataset.reads == [1]  # its checksum does not hold
+    server._server.set(key, b"x")
+    assert jobs[0].through.cache.use([1]) == [None]
+    process.kill()
+    process.wait()
+    with pytest.warns(UserWarning, match="goes on without the sample cache: redis://"):
+        found = jobs[1].__getitems__([0, 1, 2])
+    assert [x.tolist() for x, _, _ in found] == [x.tolist() for x, _, _ in plain]
