@@ -199,18 +199,23 @@ def test_folders_of_torchvision_keep_files_and_draw_their_transforms_anew(path, 
 
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_a_loader_of_torch_goes_through_it(path, start):
-    with broker_thread(path, policy("next_use", 40 * 2 * PAGE)) as broker:
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_a_loader_of_torch_goes_through_it(path, start, persistent_workers):
+    with broker_thread(path, policy("next_use", 40 * 2 * PAGE)):
         data = penstock.cached(Readable(), job="a", batch_size=BATCH, epochs=2, socket=path)
-        options: Any = {"num_workers": 2, "multiprocessing_context": start}
+        options: Any = {"num_workers": 2, "persistent_workers": persistent_workers}
+        options["multiprocessing_context"] = start
         loads = DataLoader(data, batch_size=BATCH, sampler=data.sampler, **options)
         for epoch in range(2):
             seen = [int(index) for _, _, indices in loads for index in indices]
             assert seen == list(data.order(epoch))
         assert data.order(0) != data.order(1)
+        (job,) = state(path)["jobs"]
+        assert job["epoch"] == 1
+        assert 20 <= job["hits"] <= 40  # what lay there when the first epoch ended
+        del loads
         data.through.cache.close()
-        within(5, lambda: not state(path)["jobs"])
-        assert broker is not None
+        within(10, lambda: not state(path)["jobs"])
 
 
 def test_without_a_broker_it_warns_once_and_goes_on(path):
