@@ -228,7 +228,7 @@ def test_s37_a_neighbour_without_one_gives_a_random_sample_and_its_batch_counts_
 
 
 def test_s37_the_neighbour_is_the_one_before():
-    kept, policy = gain(3, job("a", epoch=1.0), job("b", epoch=1.1), job("c", epoch=1.2))  # s = 0.5
+    kept, _ = gain(3, job("a", epoch=1.0), job("b", epoch=1.1), job("c", epoch=1.2))  # s = 0.5
     assert [takes(kept, name, 0) for name in "abc"] == [True] * 3
     kept.use("b", 1, 0.0)
     assert kept.offer("b", 1, 10, 0.0).freed == (("a", 0),)
