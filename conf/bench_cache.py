@@ -18,7 +18,7 @@ class BenchCacheConfig:
         policies: of the cache; next_use_told: without what it sees of the jobs; gain_last_0: last_gain=0
         jobs: how many run side by side
         shares: capacity by all samples that there are, above 0 and up to 1
-        data: own, a data set for each job; same, one for all
+        reads: own, a data set for each job; same, one for all
         num_samples: of a data set
         batch_size: samples in a batch
         epochs: of each job; hits count from the second on
@@ -38,7 +38,7 @@ class BenchCacheConfig:
     )
     jobs: list[int] = field(default_factory=lambda: [8])
     shares: list[float] = field(default_factory=lambda: [0.05, 0.1, 0.25])
-    data: list[str] = field(default_factory=lambda: ["own", "same"])
+    reads: list[str] = field(default_factory=lambda: ["own", "same"])
     num_samples: int = 1000
     batch_size: int = 25
     epochs: int = 6
@@ -54,7 +54,7 @@ class BenchCacheConfig:
             at_least(1, name, getattr(self, name))
         at_least(2, "epochs", self.epochs)
         at_least(0, "lookahead", self.lookahead)
-        for name in ("parts", "policies", "jobs", "shares", "data"):
+        for name in ("parts", "policies", "jobs", "shares", "reads"):
             listed = [str(item) for item in getattr(self, name)]
             if not listed or len(set(listed)) < len(listed):
                 raise ConfigError(f"{name}={shown(listed)} must name one or more, each once")

@@ -11,7 +11,7 @@ from ...pipeline.samples.cache.policies import POLICIES
 from ...pipeline.samples.cache.policy import Policy
 
 PARTS = ("simulated",)
-DATA = ("own", "same")
+READS = ("own", "same")
 CONTESTANTS: dict[str, Callable[[int], Policy]] = POLICIES | {
     "gain_last_0": partial(Gain, last_gain=0),
     "next_use_told": partial(NextUse, watch=False),

@@ -68,6 +68,8 @@ def test_lru_lets_go_what_was_used_longest_ago():
     assert kept.leave("1", 0.0) == (("e", 7),)
     assert all(takes(kept, "0", index) for index in (3, 4))
     assert kept.offer("0", 5, 10, 0.0).freed == (("d", 0),)
+    kept.drop(("d", 3))
+    assert kept.offer("0", 6, 20, 0.0).freed == (("d", 4),)  # what is gone does not go again
 
 
 def test_static_split_gives_each_its_part_even_of_one_data_set():
