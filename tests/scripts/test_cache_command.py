@@ -144,8 +144,8 @@ def test_the_live_view_is_drawn_anew_until_ctrl_c(path):
 
 def test_a_view_says_what_is_not_known():
     job = {
-        "job": "a", "run": "1", "data": "d", "epoch": -1, "epochs": 3, "progress": 0.0,
-        "connections": 1, "readers": 4, "uses": 0, "hits": 0, "hit_bytes": 0, "held_bytes": 0, "measured": False, "finish_seconds": None,
+        "job": "a", "run": "1", "data": "d", "epoch": -1, "epochs": 3, "progress": 0.0, "connections": 1,
+        "readers": 4, "uses": 0, "hits": 0, "hit_bytes": 0, "held_bytes": 0, "finish_seconds": None,
     }  # fmt: skip
     console = Console(width=110)
     with console.capture() as caught:

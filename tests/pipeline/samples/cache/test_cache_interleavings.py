@@ -224,7 +224,7 @@ def test_the_policies_that_are_served_hold_the_laws_too(name, requests):
 
 @pytest.mark.parametrize("name", ["next_use", "gain", "lru", "never_evict", "static_split"])
 def test_ten_thousand_requests_of_the_policies_that_are_served_hold_the_laws(name):
-    assert sum(stored.whole for stored in run(real(name), many(10_000)).true) > 100
+    assert sum(stored.whole for stored in run(real(name), many(10_000)).true) > 50
 
 
 @pytest.mark.slow
