@@ -18,10 +18,8 @@ from .policy import Entry, Job, Times
 OUTSIDE, UNUSED, MISSED, DONE = range(4)
 """Of a sample in this epoch: not in its order; not used yet; used and not found; nothing more to ask."""
 
-_OF_A_RUN, _OF_DATA = (
-    "run:",
-    "data:",
-)  # so that a run called as somebody's data has no entry in common with it
+# So that a run that is called as somebody's data has no entry in common with it.
+_OF_A_RUN, _OF_DATA = "run:", "data:"
 
 
 @dataclass(eq=False)
