@@ -48,6 +48,7 @@ ELSEWHERE = {
     "pip install jupyterlab && jupyter lab scripts/notebooks/throughput.ipynb": "test_notebook.py",
 }
 EXPORT = "export "  # reads what a run left: test_checkpoint_example.py runs both
+CACHE = "cache "  # takes no flags: test_cache_command.py runs all of it
 # What a line needs so that it ends soon; the last of two settings counts.
 SHORT = "epochs=1 max_steps=1 hydra.run.dir=run"
 PACKAGE = """
@@ -86,7 +87,7 @@ def commands() -> list[str]:
     return [
         c
         for c in dict.fromkeys([*lines(), *inline])
-        if re.match(rf"penstock (?!bench$|{EXPORT})(?!.*=N$)", c)
+        if re.match(rf"penstock (?!bench$|{EXPORT}|{CACHE})(?!.*=N$)", c)
     ]
 
 

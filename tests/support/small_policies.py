@@ -111,3 +111,57 @@ class Whims(Lru):
 
     def _whim(self, of):
         return zlib.crc32(str(len(self.calls)).encode()) % of == 0
+
+
+class Watched:
+    """Another policy, and what it must have by what it answered.
+
+    ``entries``: what it keeps, with its bytes; ``calls``, ``jobs``: what it was told."""
+
+    def __init__(self, policy):
+        self.policy, self.capacity = policy, policy.capacity
+        self.calls, self.jobs, self.entries = [], {}, {}
+
+    @property
+    def held(self):
+        assert sum(self.policy.held.values()) == sum(self.entries.values())
+        return self.policy.held
+
+    def join(self, job, now):
+        self.calls.append(("join", job))
+        self.jobs[job.name] = job
+        self.policy.join(job, now)
+
+    def leave(self, name, now):
+        self.calls.append(("leave", name))
+        del self.jobs[name]
+        return self._gone(self.policy.leave(name, now))
+
+    def begin(self, name, order, following, now):
+        self.calls.append(("begin", name))
+        return self._gone(self.policy.begin(name, order, following, now))
+
+    def use(self, name, index, now):
+        self.calls.append(("use", name, index))
+        found = self.policy.use(name, index, now)
+        assert found.entry is None or found.entry in self.entries
+        self._gone(found.freed)
+        return found
+
+    def offer(self, name, index, num_bytes, now):
+        self.calls.append(("offer", name, index, num_bytes))
+        admitted = self.policy.offer(name, index, num_bytes, now)
+        self._gone(admitted.freed)
+        if admitted.entry is not None:
+            self.entries.setdefault(admitted.entry, num_bytes)
+        return admitted
+
+    def drop(self, entry):
+        self.calls.append(("drop", entry))
+        del self.entries[entry]
+        self.policy.drop(entry)
+
+    def _gone(self, entries):
+        for entry in entries:
+            del self.entries[entry]
+        return entries

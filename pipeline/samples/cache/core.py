@@ -131,9 +131,8 @@ class Core:
             asked.append(stored)
             if stored is not None:
                 member.writing.append(stored)
-        member.writing = [
-            stored for stored in member.writing if stored.kept
-        ]  # one may have made room for another
+        # One may have made room for another of them.
+        member.writing = [stored for stored in member.writing if stored.kept]
         return [stored if stored is not None and stored.kept else None for stored in asked]
 
     def wrote(self, member: Member, num_bytes: int) -> None:

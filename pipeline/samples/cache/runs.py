@@ -18,10 +18,8 @@ from .policy import Entry, Job, Times
 OUTSIDE, UNUSED, MISSED, DONE = range(4)
 """Of a sample in this epoch: not in its order; not used yet; used and not found; nothing more to ask."""
 
-_OF_A_RUN, _OF_DATA = (
-    "run:",
-    "data:",
-)  # so that a run called as somebody's data has no entry in common with it
+# So that a run that is called as somebody's data has no entry in common with it.
+_OF_A_RUN, _OF_DATA = "run:", "data:"
 
 
 @dataclass(eq=False)
@@ -112,19 +110,21 @@ class Run:
 
     def status(self, now: float, held: int) -> dict[str, Any]:
         """What a person sees of it; ``finish_seconds``: until its last epoch ends, as predicted."""
+        told = self.hello
         done = self.used / self.num_ordered if self.num_ordered else 0.0
         pace = self.pace
         if self.used and (self.used * 4 > self.num_ordered or not pace):  # else too little is seen
             pace = (now - self.began) / self.used
-        left = (self.hello.epochs - self.epoch - 1) * self.num_ordered + self.num_ordered - self.used
+        left = (told.epochs - self.epoch - 1) * self.num_ordered + self.num_ordered - self.used
         return {
-            "job": self.hello.job,
-            "run": self.hello.run,
-            "data": self.hello.data,
+            "job": told.job,
+            "run": told.run,
+            "data": told.data,
             "epoch": self.epoch,
-            "epochs": self.hello.epochs,
+            "epochs": told.epochs,
             "progress": done,
             "connections": len(self.members),
+            "readers": told.readers,
             "uses": self.uses,
             "hits": self.hits,
             "hit_bytes": self.hit_bytes,

@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from array import array
 
 import pytest
@@ -17,6 +18,7 @@ from brokers import PAGE, Said, broker_thread, client, payload, state, within
 from small_policies import Lru
 
 from penstock.pipeline.samples.cache.broker import Broker
+from penstock.pipeline.samples.cache.link import Hit
 from penstock.pipeline.samples.cache.messages import HEADER, Kind, pack, pack_header
 
 HELLO = {"job": "b", "run": "1", "data": "d", "num_samples": 100, "batch_size": 4, "epochs": 3}
@@ -138,7 +140,7 @@ def test_what_is_malformed_or_untrue_ends_its_connection_with_one_line(path, sai
     assert state(path)["held_bytes"] == 3 * PAGE
 
 
-def test_a_refused_run_is_told_why(path):
+def test_a_refused_run_is_told_why_and_does_not_ask_again(path, said):
     told = Said()
     other = client(path, "b", num_samples=5, tell=told)
     assert other.use([1]) == [None]
@@ -146,6 +148,10 @@ def test_a_refused_run_is_told_why(path):
         "training goes on without the sample cache: data d has 100 samples for job a and 5 for job b; name "
         "different data differently"
     ]
+    other._next_try = 0.0
+    assert other.use([1]) == [None]
+    assert state(path)["jobs"][0]["job"] == "a"
+    assert len(said) == 1
     assert not other.is_connected
 
 
@@ -199,16 +205,38 @@ def test_who_stops_in_the_middle_of_a_message_blocks_nobody(path, stalled):
     within(1, lambda: state(path)["free_bytes"] == free)
 
 
-def test_who_does_not_read_its_answers_is_not_heard_and_blocks_nobody(path):
-    silent = raw(path, HELLO_SAID)
-    silent.setblocking(False)
-    sent = 0
-    with contextlib.suppress(BlockingIOError):
-        while sent < 1 << 22:
-            sent += silent.send(pack(Kind.STATUS))
-    assert sent < 1 << 22, "answers pile up in the broker"
-    assert len(state(path)["jobs"]) == 2
-    silent.close()
+def test_who_does_not_read_its_answers_is_not_heard_and_blocks_nobody(tmp_path):
+    path = tmp_path / "cache.sock"
+    with broker_thread(path) as broker:
+        silent = raw(path, HELLO_SAID)
+        silent.setblocking(False)
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            with contextlib.suppress(BlockingIOError):
+                silent.send(pack(Kind.STATUS))
+        assert len(state(path)["jobs"]) == 1
+        waiting = [len(connection.unsent) for connection in broker._connections]
+        assert 0 < max(waiting) < 1000, "answers pile up in the broker"
+        silent.close()
+
+
+def test_the_rest_of_a_sample_that_was_given_up_goes_nowhere(tmp_path):
+    """Its pages are another sample's by then."""
+    path = tmp_path / "cache.sock"
+    with broker_thread(path, Lru(3 * PAGE)):
+        offered = numbers(Kind.OFFER, 0, 1, 1, 3 * PAGE, rest=b"\0")
+        slow = raw(path, HELLO_SAID + BEGUN + USED + offered + pack_header(Kind.PUT, 3 * PAGE) + b"x" * 5000)
+        within(5, lambda: state(path)["free_bytes"] == 0)
+        one = client(path)
+        one.begin(0, range(100), None)
+        one.use([7])
+        assert one.store([7], [payload(7)]) == 1
+        slow.sendall(b"x" * (3 * PAGE - 5000) + pack(Kind.STATUS))
+        within(5, lambda: slow.recv(1 << 16).endswith(b"}"))
+        assert one.use([7]) == [Hit(payload(7), b"")]
+        assert one.use([1]) == [None]
+        slow.close()
+        one.close()
 
 
 def test_no_more_than_so_many_connections_are_taken(tmp_path, monkeypatch):

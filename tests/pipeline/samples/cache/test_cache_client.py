@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import time
+from array import array
 
 import pytest
 from brokers import PAGE, Said, broker_thread, client, payload, state, within
@@ -134,6 +135,24 @@ def in_a_child(work, *values):
     process.join(10)
     assert process.exitcode == 0
     return queue.get()
+
+
+def test_when_a_batch_is_copied_nobody_reads_its_pages_any_more(path):
+    with broker_thread(path) as broker:
+        one = filled(path, [1])
+        one.begin(1, ORDER, None)
+        (stored,) = broker.core.ledger.entries.values()
+        assert one.use([1]) == [Hit(payload(1), b"")]
+        within(1, lambda: stored.leases == 0)
+        one.close()
+
+
+def test_pages_that_there_are_not_are_no_sample(path):
+    with broker_thread(path):
+        one = filled(path, [1])
+        with pytest.raises(ConnectionError, match="pages that there are not"):
+            one._link._copy(array("I", [99, 100]), 2 * PAGE)
+        one.close()
 
 
 def test_a_forked_process_has_a_connection_of_its_own(path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import mmap
 import multiprocessing
 import os
 import signal
@@ -233,6 +236,32 @@ def test_a_slab_larger_than_the_machine_is_one_sentence():
         ConfigError, match=r"capacity=1024 TiB does not fit: .* of this machine's memory are free"
     ):
         Slab(1 << 50)
+
+
+def test_nobody_who_is_given_the_slab_can_write_or_shrink_it():
+    """Not even by opening it anew; without these seals of Linux 5.1 only the descriptor would hold."""
+    with contextlib.closing(Slab(4 * PAGE)) as slab:
+        file = slab.for_reading()
+        slab.view[:4] = b"true"
+        window = mmap.mmap(file, 4 * PAGE, prot=mmap.PROT_READ)
+        anew = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
+        for one in (file, anew):
+            with pytest.raises(OSError, match=r"not permitted|Permission denied|Bad file descriptor"):
+                os.pwrite(one, b"lies", 0)
+            with pytest.raises(OSError, match=r"not permitted|Permission denied"):
+                mmap.mmap(one, 4 * PAGE)
+            with pytest.raises(OSError, match=r"not permitted|Invalid argument"):
+                os.ftruncate(one, 0)
+            os.close(one)
+        assert window[:4] == b"true"
+        window.close()
+
+
+def test_the_descriptor_that_clients_get_is_for_reading():
+    with contextlib.closing(Slab(PAGE)) as slab:
+        file = slab.for_reading()
+        assert fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        os.close(file)
 
 
 @pytest.mark.parametrize(

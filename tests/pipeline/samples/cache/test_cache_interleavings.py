@@ -11,10 +11,11 @@ import pytest
 from brokers import hello
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_policies import Lru, Whims
+from small_policies import Lru, Watched, Whims
 
 from penstock.pipeline.samples.cache.core import Core
 from penstock.pipeline.samples.cache.pages import Pages, pieces
+from penstock.pipeline.samples.cache.policy import Times
 
 NUM_PAGES, PAGE, NUM_SAMPLES = 12, 8, 10
 JOBS = [("a", "d"), ("b", "d"), ("c", "e"), ("d", "c")]  # two share; one is called as somebody's data
@@ -98,6 +99,10 @@ class World:
         self.core.drop(member, index, stored.stamp if stored is not None and size % 2 else b"")
         self.core.policy.calls.append(("changed", member.run.name, index))
 
+    def measured(self, member, index, size):
+        seconds = [1.0 + index, 0.1 * size, 0.1, 0.1, 0.1, 0.01 * index]
+        self.core.measured(member, Times(**dict(zip(Times.__slots__, seconds, strict=True))), self.now)
+
     def done(self, member, index, size):
         self.core.release(member)
         assert not member.leased
@@ -155,11 +160,17 @@ KINDS = [
     "put",
 ]
 REQUEST = st.tuples(
-    st.sampled_from([*KINDS, "drop", "done"]),
+    st.sampled_from([*KINDS, "drop", "done", "measured"]),
     st.integers(0, 5),
     st.integers(0, NUM_SAMPLES - 1),
     st.integers(0, 40),
 )
+
+
+def real(name):
+    """One of the policies that a broker is served with."""
+    policies = pytest.importorskip("penstock.pipeline.samples.cache.policies")
+    return lambda capacity: Watched(policies.policy(name, capacity))
 
 
 def run(policy, requests):
@@ -185,26 +196,35 @@ def test_any_interleaving_of_requests_holds_the_laws(policy, requests):
 
 @pytest.mark.parametrize("policy", [Lru, Whims])
 def test_ten_thousand_requests_in_one_life_hold_the_laws(policy):
+    world = run(policy, many(10_000))
+    assert sum(stored.whole for stored in world.true) > 500, "too little was stored to say anything"
+    assert world.leases > 500
+
+
+def many(count):
+    """So many requests, drawn with a fixed seed."""
     drawn = random.Random(0)
-    kinds = [kind for kind in KINDS if kind != "leave"] + [
-        "load",
-        "load",
-        "load",
-        "put",
-        "put",
-        "drop",
-        "done",
-    ]
-    requests = [
+    kinds = [kind for kind in KINDS if kind != "leave"]
+    kinds += ["load", "load", "load", "put", "put", "drop", "done", "measured"]
+    return [
         (
             "leave" if drawn.random() < 0.01 else drawn.choice(kinds),
             *map(drawn.randrange, (6, NUM_SAMPLES, 41)),
         )
-        for _ in range(10_000)
+        for _ in range(count)
     ]
-    world = run(policy, requests)
-    assert sum(stored.whole for stored in world.true) > 500, "too little was stored to say anything"
-    assert world.leases > 500
+
+
+@pytest.mark.parametrize("name", ["next_use", "gain", "lru", "never_evict", "static_split"])
+@given(st.lists(REQUEST, max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_the_policies_that_are_served_hold_the_laws_too(name, requests):
+    run(real(name), requests)
+
+
+@pytest.mark.parametrize("name", ["next_use", "gain", "lru", "never_evict", "static_split"])
+def test_ten_thousand_requests_of_the_policies_that_are_served_hold_the_laws(name):
+    assert sum(stored.whole for stored in run(real(name), many(10_000)).true) > 50
 
 
 @pytest.mark.slow
