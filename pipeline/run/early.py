@@ -64,6 +64,11 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
             parse_bytes(size, name=name)
     _check_disk(memory)
     _check_loading(config.data)
+    if isinstance(config, TrainConfig) and config.cache.backend is not None and not _findable("redis"):
+        raise ConfigError(
+            f"cache.backend={config.cache.backend} needs the package redis, which is not installed; pip "
+            "install redis"
+        )
     for group in groups.groups():
         if (options := getattr(config, group, None)) is not None:
             check_group(group, options)

@@ -6,17 +6,26 @@ import dataclasses
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ...conf.schema import TrainConfig
 from ..pipeline import Pipeline
 from ..samples.cached import CachedDataset, Through
-from ..samples.given import Collated
+from ..samples.given import Collated, Streamed
 from ..samples.image_folder import Files
 from ..samples.loader import at_hand
 from ..samples.reads import reads_of
 from ..samples.samples import Samples
 from ..samples.shared import Sharing
 from ..samples.tables import Table
+
+
+def check(config: TrainConfig, samples: Samples) -> None:
+    """Refuse now samples that cannot be cached, where that is asked for.
+
+    Raises: ConfigError: they have no numbers, or do not tell how they are read."""
+    if config.cache.mode != "none" and not at_hand(samples.train):
+        reads_of(_dataset(samples.train), decoded=config.cache.decoded)
 
 
 def share(
@@ -40,7 +49,7 @@ def share(
         socket=options.socket,
         backend=options.backend,
     )
-    dataset = table.dataset if isinstance(table, Collated) else table
+    dataset = _dataset(table)
     through = sharing.through(
         reads_of(dataset, decoded=options.decoded),
         num_samples=samples.num_samples("train"),
@@ -51,3 +60,7 @@ def share(
         return dataclasses.replace(table, through=through.payloads), through
     asks = CachedDataset(dataset, through)
     return (dataclasses.replace(table, dataset=asks) if isinstance(table, Collated) else asks), through
+
+
+def _dataset(table: Table) -> Any:
+    return table.dataset if isinstance(table, Collated | Streamed) else table

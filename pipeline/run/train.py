@@ -28,7 +28,7 @@ from ..ranks.launched import Launched
 from ..ranks.nodes import Lead
 from ..ranks.world import World
 from ..samples.samples import Samples
-from . import build, console, early
+from . import build, console, early, sharing
 from .bare import is_bare, sources
 from .decide import decide, disk_options, prepare
 from .epochs import loss
@@ -75,6 +75,7 @@ def _train(
     samples = prepare(config)
     for note in samples.notes:
         console.warn(note)
+    sharing.check(config, samples)
     build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
     source, stages = resolve(config, folder, console.warn, threads=threads), config.stages
     plan, pipe = made(config, samples, given=given, source=source, folder=folder)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from brokers import PAGE, broker_thread, state, within
 from PIL import Image
 
+from penstock.pipeline.samples.cache.policies import policy
 from penstock.pipeline.samples.reading import order_of
 from penstock.scripts import command
 
@@ -67,6 +71,62 @@ def test_ranks_leave_the_same_samples_out():
     ranks = train("ranks", "ranks=3 data.skip_broken=true")
     assert ranks[:2] == plain[:2]
     assert {row["left_out"] for row in plain[2]["data"] + ranks[2]["data"]} == {4}  # twice, with a test each
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_through_the_sample_cache_has_the_same_bits(workers, tmp_path, capfd):
+    plain = train("plain", "ranks=1 stages=2 data.workers=0")
+    path = tmp_path / "s" / "cache.sock"
+    with broker_thread(path, policy("next_use", 12 * PAGE)):
+        job = f"ranks=1 stages=2 data.workers={workers} cache=shared cache.socket={path}"
+        shared = train("shared", job)
+        assert not state(path)["jobs"]  # it has left
+    assert shared[:2] == plain[:2]
+    cache = shared[2]["data"][0]["cache"]
+    assert cache["hits"] + cache["loads"] == 36  # of two epochs; the test passes it by
+    assert cache["hits"] > 6
+    assert cache["times"]["epoch"] > 0
+    out = capfd.readouterr().out
+    assert "sample cache: " in out
+    assert "its first epoch: " in out
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_two_runs_side_by_side_share_a_cache_and_keep_their_bits(tmp_path):
+    path = tmp_path / "s" / "cache.sock"
+    plain = {seed: train(f"plain{seed}", f"ranks=2 seed={seed}") for seed in (3, 4)}
+    with broker_thread(path, policy("next_use", 12 * PAGE)):
+        words = [*JOB.split(), "ranks=2", "data.workers=1", "cache=shared", f"cache.socket={path}"]
+        train_it = [sys.executable, "-m", "penstock", "train", *words]
+        both = [subprocess.Popen([*train_it, f"seed={seed}", f"hydra.run.dir=run{seed}"]) for seed in (3, 4)]
+        assert [process.wait(300) for process in both] == [0, 0]
+        within(10, lambda: not state(path)["jobs"])
+    for seed in (3, 4):
+        assert Path(f"run{seed}", "model.safetensors").read_bytes() == plain[seed][0]
+
+
+def test_without_a_broker_a_run_says_so_once_and_goes_on(tmp_path, capfd):
+    plain = train("plain", "ranks=1 stages=2")
+    socket = tmp_path / "s" / "cache.sock"
+    alone = train("alone", f"ranks=1 stages=2 cache=shared cache.socket={socket} data.workers=2")
+    assert alone[:2] == plain[:2]
+    assert capfd.readouterr().out.count("goes on without the sample cache") == 1
+
+
+def test_what_cannot_be_cached_is_refused_and_what_lies_in_memory_told(capfd):
+    Path("mine.py").write_text(
+        "import torch\nclass Mine:\n    def __len__(self): return 12\n"
+        "    def __getitem__(self, i): return torch.ones(3, 8, 8) * i, i % 2\ndef data(): return Mine()\n"
+    )
+    job = JOB.replace("data=image_folder data.root=images data.size=8 ", "")
+    assert command.run(["train", *job.split(), "data._target_=mine.data", "cache=shared", "ranks=1"]) == 2
+    assert "add" not in (error := capfd.readouterr().err) or "cache.decoded=true" in error
+    assert "a Mine has no read(index) -> bytes" in error
+    assert command.run(["train", *job.split(), "data=digits", "max_steps=1", "cache=shared", "ranks=1"]) == 0
+    assert "these samples lie in memory" in capfd.readouterr().out
+    assert command.run(["train", *job.split(), "cache=redis"]) == 2
+    assert "cache=redis is not known; known are none, shared" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("workers", [0, 1])
