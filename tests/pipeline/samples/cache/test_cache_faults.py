@@ -38,8 +38,9 @@ def started(work, *values):
     def run():
         signal.alarm(60)  # whatever becomes of the test, it ends
         kept = work(*values, ready)  # a client that is forgotten has left
-        signal.pause()
-        del kept
+        while True:
+            signal.pause()
+            kept = (kept,)
 
     process = FORK.Process(target=run, daemon=False)
     process.start()
@@ -150,8 +151,15 @@ def test_jobs_in_processes_of_their_own_share_the_bytes_of_one_data_set(path):
 
     with broker_process(path):
         process = started(job, "a")
-        other = begun(path, "b")
-        assert other.use([1, 2, 3]) == [Hit(payload(1), b""), Hit(payload(2), b""), None]
+        told = Said()
+        other = begun(path, "b", tell=told)
+        found = other.use([1, 2, 3])
+        assert (told, [hit is not None for hit in found], len(state(path)["jobs"])) == (
+            [],
+            [True, True, False],
+            2,
+        )
+        assert found == [Hit(payload(1), b""), Hit(payload(2), b""), None]
         assert state(path)["held_bytes"] == 6 * PAGE
         kill(process)
         within(SOON, lambda: [job["job"] for job in state(path)["jobs"]] == ["b"])
