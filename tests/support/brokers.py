@@ -19,6 +19,7 @@ from penstock.pipeline.samples.cache.messages import Hello
 from penstock.pipeline.samples.cache.wire import state_of
 
 PAGE = 4096
+SOON = 3.0  # a second, on a machine that has other things to do
 
 
 class Said(list):

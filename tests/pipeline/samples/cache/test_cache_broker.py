@@ -14,7 +14,7 @@ import time
 from array import array
 
 import pytest
-from brokers import PAGE, Said, broker_thread, client, payload, state, within
+from brokers import PAGE, SOON, Said, broker_thread, client, payload, state, within
 from small_policies import Lru
 
 from penstock.pipeline.samples.cache.broker import Broker
@@ -202,7 +202,7 @@ def test_who_stops_in_the_middle_of_a_message_blocks_nobody(path, stalled):
     assert one.use([1])[0].payload == payload(1)
     one.close()
     stops.close()
-    within(1, lambda: state(path)["free_bytes"] == free)
+    within(SOON, lambda: state(path)["free_bytes"] == free)
 
 
 def test_who_does_not_read_its_answers_is_not_heard_and_blocks_nobody(tmp_path):

@@ -10,7 +10,7 @@ import time
 from array import array
 
 import pytest
-from brokers import PAGE, Said, broker_thread, client, payload, state, within
+from brokers import PAGE, SOON, Said, broker_thread, client, payload, state, within
 from small_policies import Lru
 
 from penstock.pipeline.samples.cache.client import Client
@@ -114,7 +114,7 @@ def test_a_run_says_an_order_once_and_its_workers_need_not(path):
         assert policy.jobs["run:1:a"].times == TIMES
         for other in (one, worker, same):
             other.close()
-        within(1, lambda: state(path)["jobs"] == [])
+        within(SOON, lambda: state(path)["jobs"] == [])
     assert [call[0] for call in policy.calls].count("leave") == 1
 
 
@@ -143,7 +143,7 @@ def test_when_a_batch_is_copied_nobody_reads_its_pages_any_more(path):
         one.begin(1, ORDER, None)
         (stored,) = broker.core.ledger.entries.values()
         assert one.use([1]) == [Hit(payload(1), b"")]
-        within(1, lambda: stored.leases == 0)
+        within(SOON, lambda: stored.leases == 0)
         one.close()
 
 
@@ -165,7 +165,7 @@ def test_a_forked_process_has_a_connection_of_its_own(path):
         (job,) = in_a_child(work)
         assert (job["connections"], job["uses"]) == (2, 1)
         assert one.use([1]) == [Hit(payload(1), b"")]
-        within(1, lambda: state(path)["jobs"][0]["connections"] == 1)
+        within(SOON, lambda: state(path)["jobs"][0]["connections"] == 1)
         one.close()
 
 
@@ -176,7 +176,7 @@ def test_a_child_that_never_asks_does_not_keep_its_parents_connection(path):
         process = context.Process(target=time.sleep, args=(30,))
         process.start()
         one.close()
-        within(1, lambda: state(path)["jobs"] == [])
+        within(SOON, lambda: state(path)["jobs"] == [])
         process.kill()
         process.join()
         process.close()
@@ -220,7 +220,7 @@ def test_a_client_that_is_forgotten_leaves_no_trace(path):
         one.close()
         del one
         gc.collect()
-        within(1, lambda: state(path)["jobs"] == [])
+        within(SOON, lambda: state(path)["jobs"] == [])
         in_a_child(lambda: True)
 
 
