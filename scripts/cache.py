@@ -64,7 +64,7 @@ def serve(options: Mapping[str, str]) -> int:
     capacity, page = parse_bytes(options["capacity"], name="capacity"), _page(options["page"])
     path = _socket(options)
     from ..pipeline.run import console
-    from ..pipeline.samples.cache import policies  # pyright: ignore[reportAttributeAccessIssue]
+    from ..pipeline.samples.cache import policies
     from ..pipeline.samples.cache.broker import serving
 
     policy = policies.policy(options["policy"], capacity)

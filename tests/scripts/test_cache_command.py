@@ -43,7 +43,6 @@ def served(path, *typed):
 @pytest.mark.ranks
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_a_signal_and_leaves_an_empty_folder(path, number, capfd):
-    pytest.importorskip("penstock.pipeline.samples.cache.policies")
     process, line = served(path, "capacity=8MiB", "policy=lru")
     try:
         assert line == f"{path}: 8 MiB for samples, policy=lru; Ctrl-C ends it\n"
@@ -70,7 +69,6 @@ def test_it_serves_until_a_signal_and_leaves_an_empty_folder(path, number, capfd
 @pytest.mark.parametrize("policy", ["next_use", "gain", "lru", "never_evict", "static_split"])
 def test_every_policy_gives_back_what_was_read(path, policy):
     """Two runs, three epochs, measured in the first, a cache of half the data: found is what was read."""
-    pytest.importorskip("penstock.pipeline.samples.cache.policies")
     process, _ = served(path, "capacity=400KiB", f"policy={policy}", "page=4KiB")
     try:
         told = Said()
@@ -203,7 +201,6 @@ def test_what_cannot_be_is_one_sentence(typed, told, capfd):
     ],
 )
 def test_what_cannot_be_served_leaves_no_socket(path, typed, told, capfd):
-    pytest.importorskip("penstock.pipeline.samples.cache.policies")
     code, out, err = cached("serve", f"socket={path}", typed, capfd=capfd)
     assert (code, out) == (command.REFUSED, "")
     assert told in err

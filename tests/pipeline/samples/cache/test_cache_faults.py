@@ -74,6 +74,7 @@ def test_a_killed_job_leaves_nothing_within_a_second(path):
             process.start()
         within(5, lambda: state(path)["entries"] == 5)
         ready.set()
+        return one
 
     def worker(one, index):
         fill(one, [index])
@@ -148,6 +149,7 @@ def test_jobs_in_processes_of_their_own_share_the_bytes_of_one_data_set(path):
         one = begun(path, name)
         assert fill(one, [1, 2]) == 2
         ready.set()
+        return one
 
     with broker_process(path):
         process = started(job, "a")

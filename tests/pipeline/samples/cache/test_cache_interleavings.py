@@ -15,6 +15,7 @@ from small_policies import Lru, Watched, Whims
 
 from penstock.pipeline.samples.cache.core import Core
 from penstock.pipeline.samples.cache.pages import Pages, pieces
+from penstock.pipeline.samples.cache.policies import policy
 from penstock.pipeline.samples.cache.policy import Times
 
 NUM_PAGES, PAGE, NUM_SAMPLES = 12, 8, 10
@@ -169,8 +170,7 @@ REQUEST = st.tuples(
 
 def real(name):
     """One of the policies that a broker is served with."""
-    policies = pytest.importorskip("penstock.pipeline.samples.cache.policies")
-    return lambda capacity: Watched(policies.policy(name, capacity))
+    return lambda capacity: Watched(policy(name, capacity))
 
 
 def run(policy, requests):
