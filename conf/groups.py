@@ -18,7 +18,7 @@ from ..compression.errors import ConfigError
 
 OURS = "penstock."
 OF_THE_RUN = {
-    "data": ("drop_last", "workers", "skip_broken"),
+    "data": ("drop_last", "workers", "skip_broken", "local"),
     "model": ("leaves", "load_weights", "init_weights"),
 }
 """Options of a group that are for the run, not for its target."""

@@ -25,6 +25,7 @@ from ...stages.device import CPU
 from ...stages.memory.options import MemoryOptions
 from ..samples.given import samples_of
 from ..samples.samples import Description, Samples
+from ..samples.storage import local_copy
 from ..weights.scale import Scaler
 from .bare import is_bare, parameters_on_meta
 
@@ -43,6 +44,8 @@ def samples(options: Mapping[str, Any], *, batch_size: int | None = None) -> Sam
     Args:   batch_size: of the run, if there is one.
     Raises: ConfigError: the target is unknown, does not take the options, or returns something else.
     """
+    if local := options.get("local"):
+        options = local_copy(options, str(local))
     return samples_of(_call("data", options), target=str(options["_target_"]), batch_size=batch_size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 
 from ...conf.schema import TrainConfig
 from ...stages.files import save_json
@@ -11,6 +12,7 @@ from ...stages.planner.plan import Plan
 from ..pipeline import Pipeline
 from ..ranks.launch import cores
 from ..samples.samples import Samples
+from ..samples.storage import check_shared
 from . import console
 from .asked import Asked
 from .checkpoints import Checkpoints
@@ -35,6 +37,9 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         path, tell = folder.metrics if first else None, progress.note
         names, options = config.loggers if first else (), dataclasses.asdict(config)
         notes, resumed = take_over(pipe, config.resume, folder.metrics, progress)
+        if pipe.world.size > 1:
+            gather = functools.partial(pipe.world.all_gather_json, at="the storage of its samples")
+            check_shared(config.data, rank=pipe.rank, gather=gather)
         ahead = course(config, samples, done=pipe.num_steps)
         loads = loader(config, samples, pipe, ahead, folder=folder.path, tell=tell)
         with (

@@ -1,0 +1,136 @@
+"""Where the files of a data set lie for all ranks: one storage that each of them reads, or local copies.
+
+Source: claim C3 of CN107463448A (a shared storage system that all nodes read and write)."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...compression.errors import ConfigError
+from ...stages.files import reason
+
+PLACES = ("root", "path")
+"""The options of our data sets that name a folder or a file."""
+
+_TOKEN = ".penstock_token_"
+Gather = Callable[[Any], list[Any]]
+"""Everybody's item, by rank."""
+
+
+def place_of(options: Mapping[str, Any]) -> tuple[str, Path] | None:
+    """Return the option of a data set that names its files, and where they are; None where none does."""
+    named = [(name, options[name]) for name in PLACES if isinstance(options.get(name), str)]
+    return next(((name, Path(where)) for name, where in named if Path(where).exists()), None)
+
+
+def check_shared(options: Mapping[str, Any], *, rank: int, gather: Gather) -> None:
+    """Refuse files that are not the same for all ranks; collective.
+
+    What rank 0 writes beside them all must read; where it may not write, names and sizes must agree.
+    Raises: ConfigError, on every rank: which does not see them."""
+    found = place_of(options)
+    name, where = found if found else (PLACES[0], Path(str(options.get(PLACES[0]))))
+    folder = where if where.is_dir() else where.parent
+    token, data = folder / f"{_TOKEN}{uuid.uuid4().hex}", uuid.uuid4().hex
+    try:
+        told = None
+        if rank == 0 and found:
+            with contextlib.suppress(OSError):
+                token.write_text(data)
+                told = [token.name, data]
+        told = gather(told)[0]
+        if told is None:
+            seen = "" if not found else listing(where)
+        else:
+            try:
+                seen = (folder / told[0]).read_text()
+            except OSError:
+                seen = None
+        everybody = gather(seen)
+    finally:
+        if rank == 0:
+            token.unlink(missing_ok=True)
+    expected = everybody[0] if told is None else told[1]
+    if odd := [str(rank) for rank, one in enumerate(everybody) if one != expected]:
+        raise ConfigError(
+            f"data.{name}={where} is not the same storage for all ranks: rank {', '.join(odd)} does not find "
+            "there what rank 0 does; mount one storage on all machines, or have copies by data.local=PATH"
+        )
+
+
+def listing(where: Path) -> str:
+    """Return a digest of the names and sizes of all files there."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file, name in _files(where):
+        digest.update(f"{name}\0{file.stat().st_size}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def local_copy(options: Mapping[str, Any], local: str) -> dict[str, Any]:
+    """Return the options of a data set whose files were copied below ``local``, once for all who ask.
+
+    A copy has the name of what it is a copy of; where files were added, removed or changed, it is made anew.
+    Raises: ConfigError: the data set names no files, or they cannot be copied."""
+    found = place_of(options)
+    if found is None:
+        raise ConfigError(
+            f"data.local={local} copies what data.root= or data.path= names, and there is none; drop "
+            "data.local="
+        )
+    name, where = found
+    try:
+        copy = Path(local) / f"{where.name}-{_stamp(where)}"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(copy.parent / ".penstock_lock"):
+            if not copy.exists():
+                _copy(where, copy)
+    except (OSError, shutil.Error) as error:
+        told = reason(error) if isinstance(error, OSError) and not isinstance(error, shutil.Error) else error
+        raise ConfigError(f"data.local={local}: {where} cannot be copied there ({told})") from error
+    return dict(options) | {name: str(copy)}
+
+
+def _stamp(where: Path) -> str:
+    digest = hashlib.blake2b(f"{where.resolve()}\0".encode(errors="surrogateescape"), digest_size=8)
+    for file, name in _files(where):
+        found = file.stat()
+        digest.update(f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _copy(where: Path, copy: Path) -> None:
+    """Copy whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=copy.parent, prefix=".penstock_part_") as part:
+        whole = Path(part) / "whole"
+        if where.is_dir():
+            shutil.copytree(where, whole, ignore=shutil.ignore_patterns(f"{_TOKEN}*"))
+        else:
+            shutil.copy2(where, whole)
+        whole.rename(copy)
+
+
+def _files(where: Path) -> Iterator[tuple[Path, str]]:
+    if where.is_file():
+        yield where, where.name
+    for folder, inner, names in os.walk(where):
+        inner.sort()
+        for name in sorted(names):
+            if not name.startswith(_TOKEN):
+                file = Path(folder) / name
+                yield file, str(file.relative_to(where))
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
