@@ -47,7 +47,7 @@ def penstock(typed, capfd):
         ("stages=1000", "1000"),
         (
             "no_such_key=1",
-            "no_such_key=1: there is no option no_such_key; known are autocast, batch_size, checkpoint",
+            "no_such_key=1: there is no option no_such_key; known are autocast, batch_size, cache",
         ),
         ("+no_such_key=1", "no_such_key=1: there is no option no_such_key"),
         ("+clip.kind=1", "clip.kind=1: there is no option clip.kind"),
@@ -343,7 +343,7 @@ def test_the_bench_says_what_it_measured_and_where(capfd, tmp_path):
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("bench", "known are checkpoint, codecs"),
+        ("bench", "known are cache, checkpoint, codecs"),
         ("bench nothing", "nothing is no topic"),
         ("bench codecs dtypes=[float7]", "float7"),
         ("bench codecs sizes=[big]", "big"),

@@ -519,8 +519,14 @@ BATCHES = {
     "targets in an array": ((X, Y.numpy()), r"found an array; give torch\.as_tensor"),
     "targets in a list": ((X, Y.tolist()), r"found a list of numbers; give torch\.as_tensor"),
     "sparse": ((X.to_sparse(), Y), r"dense tensors on the CPU or a GPU, found a torch\.sparse_coo one"),
-    "another device": ((X.to("meta"), Y), "dense tensors on the CPU or a GPU, found .* on meta"),
-    "targets on another device": ((X, Y.to("meta")), "dense tensors on the CPU or a GPU, found .* on meta"),
+    "without memory": (
+        (X.to("meta"), Y),
+        r"the inputs of a batch .* ask pipe\.reads_inputs",
+    ),
+    "targets without memory": (
+        (X, Y.to("meta")),
+        r"the targets of a batch .* ask pipe\.reads_targets",
+    ),
 }
 
 
