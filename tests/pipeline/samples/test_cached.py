@@ -302,6 +302,19 @@ def test_what_lies_over_read_and_decode_is_not_passed_by(made):
     assert data is None  # it draws
 
 
+def test_samples_are_counted_from_the_end_and_end_as_those_of_a_list(path):
+    with broker_thread(path, policy("lru", 1000 * PAGE)):
+        data = penstock.cached(Readable(), job="a", socket=path, shuffle=False)
+        list(data.sampler)
+        assert [data[index][2] for index in (-1, NUMBER - 1, torch.tensor(3))] == [NUMBER - 1, NUMBER - 1, 3]
+        assert data.through.counts.hits == 1
+        assert len(list(data)) == NUMBER  # type: ignore[call-overload]
+        for beyond in (NUMBER, -NUMBER - 1, 1 << 40):
+            with pytest.raises(IndexError):
+                data[beyond]
+        assert data.through.cache.is_connected  # type: ignore[attr-defined]
+
+
 def test_data_of_unknown_name_is_shared_with_nobody(path):
     with broker_thread(path, policy("never_evict", 1000 * PAGE)):
         one = penstock.cached(Readable(1), job="a", socket=path, shuffle=False)
