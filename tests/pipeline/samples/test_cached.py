@@ -306,7 +306,8 @@ def test_samples_are_counted_from_the_end_and_end_as_those_of_a_list(path):
     with broker_thread(path, policy("lru", 1000 * PAGE)):
         data = penstock.cached(Readable(), job="a", socket=path, shuffle=False)
         list(data.sampler)
-        assert [data[index][2] for index in (-1, NUMBER - 1, torch.tensor(3))] == [NUMBER - 1, NUMBER - 1, 3]
+        numbers: tuple[Any, ...] = (-1, NUMBER - 1, torch.tensor(3))
+        assert [data[index][2] for index in numbers] == [NUMBER - 1, NUMBER - 1, 3]
         assert data.through.counts.hits == 1
         assert len(list(data)) == NUMBER  # type: ignore[call-overload]
         for beyond in (NUMBER, -NUMBER - 1, 1 << 40):
