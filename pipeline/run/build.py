@@ -46,7 +46,8 @@ def samples(options: Mapping[str, Any], *, batch_size: int | None = None) -> Sam
     """
     if local := options.get("local"):
         options = local_copy(options, str(local))
-    return samples_of(_call("data", options), target=str(options["_target_"]), batch_size=batch_size)
+    given = {"target": str(options["_target_"]), "skips": bool(options.get("skip_broken", False))}
+    return samples_of(_call("data", options), batch_size=batch_size, **given)
 
 
 def model(options: Mapping[str, Any], *, describe: Description, seed: int) -> nn.Module:

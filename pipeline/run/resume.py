@@ -27,7 +27,7 @@ FREE = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
     "recompute", "extra_in_flight", "link", "memory", "deadline", "logger", "checkpoint", "resume", "epochs",
     "max_steps", "guard", "traceback", "versions", "settings", "max_restarts", "min_ranks", "nodes", "node",
-    "master", "join_deadline",
+    "master", "join_deadline", "cache", "data.workers", "data.local",
 )  # fmt: skip
 """What changes no bit of a synchronous training; what it changes of a stream, loading the state refuses."""
 
@@ -42,6 +42,9 @@ BY_NATURE = ("threads", "micro_batches", "deterministic", "device", "tf32")
 
 OF_A_STREAM = ("micro_batches", "checkpoint.every", "extra_in_flight")
 """What decides which weights a micro-batch of a stream sees; a checkpoint drains it."""
+
+SINCE = {"data.skip_broken": False}
+"""What options were before there was a choice, for checkpoints that do not name them."""
 
 OF_THE_LENGTH = ("epochs", "max_steps")
 """What a scheduler may have been told."""
@@ -118,7 +121,7 @@ def check(config: TrainConfig, notes: Mapping[str, Any], tell: Callable[[str], N
     ours, theirs = _both(config, notes)
     told = []
     for key in sorted(set(ours) | set(theirs)):
-        mine, there = ours.get(key), theirs.get(key)
+        mine, there = ours.get(key, SINCE.get(key)), theirs.get(key, SINCE.get(key))
         if mine == there:
             continue
         kind = _kind(key, config, mine, there)
@@ -190,7 +193,7 @@ def _kind(key: str, config: TrainConfig, mine: object, there: object) -> str:
         return "said"
     if key in BY_NATURE:
         return "said"
-    return "free" if _root(key) in FREE else "refused"
+    return "free" if key in FREE or _root(key) in FREE else "refused"
 
 
 def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -144,4 +144,5 @@ class CachedDataset(Dataset[Any]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return self.through.samples(list(indices))
+        numbers = range(len(self))  # counts from the end as lists do, and raises IndexError beyond
+        return self.through.samples([numbers[index] for index in indices])

@@ -88,10 +88,10 @@ class Streamed:
         return pair(self.put(samples))
 
 
-def samples_of(made: object, *, target: str, batch_size: int | None) -> Samples:
+def samples_of(made: object, *, target: str, batch_size: int | None, skips: bool = False) -> Samples:
     """Return what ``target`` returned as ``Samples``.
 
-    Args:   batch_size: of the run, which a loader's yields to.
+    Args:   batch_size: of the run, which a loader's yields to; skips: what cannot be read is left out.
     Raises: ConfigError: it is nothing that can be trained on.
     """
     if isinstance(made, Samples):
@@ -111,7 +111,7 @@ def samples_of(made: object, *, target: str, batch_size: int | None) -> Samples:
     return Samples(
         train=tables[0],
         test=tables[1] if len(tables) > 1 else None,
-        describe=_described(tables[0]),
+        describe=_described(tables[0], skips=skips),
         notes=tuple(notes),
     )
 
@@ -183,11 +183,16 @@ def _unused(part: object, batch_size: int | None) -> str:
     return "; ".join(said)
 
 
-def _described(table: Collated | Streamed) -> Description:
-    reading = Reading(tables={"train": table}, batch_size=1, seed=0, shuffled=())
-    read = reading[Place("train", 0, 0)]
+def _described(table: Collated | Streamed, *, skips: bool) -> Description:
+    """By the first sample that can be read; only if ``skips`` may that be another than the first."""
+    reading = Reading(tables={"train": table}, batch_size=1, seed=0, shuffled=(), skips=skips)
+    read = first = reading[Place("train", 0, 0)]
+    for number in range(1, len(table) if skips and isinstance(table, Collated) else 1):
+        if read.batch is not None:
+            break
+        read = reading[Place("train", 0, number)]
     if read.batch is None:
-        raise unreadable(read.broken)
+        raise unreadable(first.broken, skips=skips)
     inputs, _ = read.batch
     first = inputs[0] if isinstance(inputs, tuple) else inputs
     if isinstance(first, Mapping):

@@ -73,7 +73,7 @@ class Loader:
         self.times: Times | None = None
         self._tell, self._expected, self._said = tell, iter(places), set[str]()
         self._caches = [through.cache for through in reading.through.values()]
-        self._warm_up, self._epoch = warm_up, None
+        self._warm_up, self._epoch, self._skips = warm_up, None, reading.skips
         ahead = {"prefetch_factor": AHEAD, "multiprocessing_context": start} if workers else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there are more processes than cores: so it was asked
@@ -118,7 +118,7 @@ class Loader:
                 self._said.add(note)
                 self._tell(note)
         if read.batch is None:
-            raise unreadable(read.broken)
+            raise unreadable(read.broken, skips=self._skips)
         for one in read.broken:
             self.broken += 1
             if self.broken <= TOLD:

@@ -218,12 +218,12 @@ def _stuck(batch: Any) -> str:
     return ""
 
 
-def unreadable(broken: Sequence[Broken]) -> ConfigError:
-    """What ends a run that is not to leave samples out, or has nothing left of a batch."""
+def unreadable(broken: Sequence[Broken], *, skips: bool = False) -> ConfigError:
+    """What ends a run that is not to leave samples out, or where it ``skips`` has no batch left."""
     first, more = broken[0], f" ({len(broken) - 1} more of its batch)" if len(broken) > 1 else ""
-    error = ConfigError(
-        f"{first}{more}; mend or remove it, or leave such samples out by data.skip_broken=true"
-    )
+    told = ", and its batch cannot be had without; mend" if skips else "; mend"
+    skip = "" if skips else ", or leave such samples out by data.skip_broken=true"
+    error = ConfigError(f"{first}{more}{told} or remove it{skip}")
     error.add_note(first.traceback)
     return error
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import IterableDataset, Subset
 
 from ...compression.errors import ConfigError
 from .cache.sample_bytes import from_bytes, to_bytes
@@ -151,7 +151,9 @@ def reads_of(dataset: Any, *, decoded: bool) -> Reads:
     Raises:  ConfigError: it does not, and that was not asked for."""
     if (files := _files_of(dataset)) is not None:
         return Files(files)
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    ):  # torch gives an iterable one a __getitem__ that raises
         raise ConfigError(
             f"the sample cache is for samples with a number, found a {type(dataset).__name__}, which has an "
             "order of its own only; leave cache= out"
@@ -167,7 +169,7 @@ def reads_of(dataset: Any, *, decoded: bool) -> Reads:
 
 def _files_of(dataset: Any) -> Any:
     """What has ``read`` and ``decode``: a data set itself, or what does the same for it."""
-    if hasattr(dataset, "read") and hasattr(dataset, "decode"):
+    if _tells(dataset):
         return dataset
     if type(dataset) is Subset:
         inner = _files_of(dataset.dataset)
@@ -179,6 +181,19 @@ def _files_of(dataset: Any) -> Any:
         if plain and getattr(dataset.loader, "__module__", "") == folder.__module__ and _by_pillow():
             return Folder(dataset)
     return None
+
+
+def _tells(dataset: Any) -> bool:
+    """Whether ``read`` and ``decode`` give its samples.
+
+    They do not where something lies over them: a ``__getitem__`` further down than both, or a wrapper that
+    only hands on what it has not."""
+    kinds = type(dataset).__mro__
+    places = [
+        next((place for place, kind in enumerate(kinds) if name in vars(kind)), len(kinds))
+        for name in ("read", "decode", "__getitem__")
+    ]
+    return max(places[:2]) < len(kinds) and min(places[:2]) <= places[2]
 
 
 def _generators() -> tuple[object, ...]:

@@ -94,7 +94,7 @@ class Samples:
         for number in range(first, num_batches):
             read = reading[Place(split, epoch, number)]
             if read.batch is None:
-                raise unreadable(read.broken)
+                raise unreadable(read.broken, skips=skips)
             yield read.batch
 
     def table(self, split: str) -> Table:

@@ -13,7 +13,7 @@ from reference import same_bits
 from safetensors.torch import load_file
 
 from penstock import ConfigError, PlanError
-from penstock.conf.parts import CheckpointConfig
+from penstock.conf.parts import CacheConfig, CheckpointConfig
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.run import train
 from penstock.pipeline.run.resume import check, position
@@ -196,6 +196,8 @@ def notes(**more):
         ({"codec": "exponent"}, {"codec": "raw"}, []),
         ({"ranks": 3, "schedule": "gpipe", "deadline": 5}, {}, []),
         ({"epochs": 9, "guard": True}, {}, []),
+        ({"data": {"workers": 2, "local": "/tmp"}}, {"data": {"workers": "auto", "local": None}}, []),
+        ({"cache": CacheConfig(mode="shared", job="a")}, {}, []),
         ({"epochs": 9, "scheduler": {"_target_": "x"}}, {"scheduler": {"_target_": "x"}}, ["epochs=9 was 4"]),
     ],
 )
@@ -205,6 +207,16 @@ def test_what_changes_bits_by_nature_is_said(ours, theirs, said):
     assert len(told) == len(said)
     for pattern, sentence in zip(said, told, strict=True):
         assert re.search(pattern, sentence)
+
+
+def test_a_checkpoint_from_before_an_option_goes_on():
+    old = notes(data={"size": 8})
+    del old["config"]["cache"]
+    told = []
+    check(config(data={"size": 8, "workers": "auto", "skip_broken": False, "local": None}), old, told.append)
+    assert told == []
+    with pytest.raises(ConfigError, match=r"found data.skip_broken=True.*data.skip_broken=False"):
+        check(config(data={"size": 8, "skip_broken": True}), old, print)
 
 
 @pytest.mark.parametrize(

@@ -254,15 +254,66 @@ def test_a_broker_that_is_killed_costs_no_byte(path):
 
 def test_what_cannot_be_cached_says_why(path):
     class Stream(IterableDataset[Any]):
+        def __len__(self) -> int:
+            return 1
+
         def __iter__(self) -> Any:
             return iter(())
 
-    with pytest.raises(ConfigError, match="for samples with a number, found a Stream"):
-        penstock.cached(Stream(), job="a")
+    for decoded in (False, True):
+        with pytest.raises(ConfigError, match="for samples with a number, found a Stream"):
+            penstock.cached(Stream(), job="a", decoded=decoded)
     with pytest.raises(ConfigError, match=r"a Drawing has no read\(index\).*decoded=True"):
         penstock.cached(Drawing(), job="a")
     with pytest.raises(ConfigError, match="without samples"):
         penstock.cached(Subset(Readable(), []), job="a")
+
+
+class Negated(Readable):
+    """Another sample than ``decode`` of ``read`` gives."""
+
+    def __getitem__(self, index: int) -> Any:
+        return -super().__getitem__(index)[0]
+
+
+class Around(Dataset[Any]):
+    """Hands on what it has not, as many wrappers do."""
+
+    def __init__(self) -> None:
+        self.inner = Readable()
+
+    def __len__(self) -> int:
+        return NUMBER
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name) if "inner" in self.__dict__ else None
+
+    def __getitem__(self, index: int) -> Any:
+        return -self.inner[index][0]
+
+
+@pytest.mark.parametrize("made", [Negated, Around, lambda: Subset(Around(), range(9))])
+def test_what_lies_over_read_and_decode_is_not_passed_by(made):
+    with pytest.raises(ConfigError, match=r"only whole samples could be kept"):
+        reads_of(made(), decoded=False)
+    reads = reads_of(made(), decoded=True)
+    data, sample = reads.load(3)
+    assert sample[0] == -3
+    assert data is None  # it draws
+
+
+def test_samples_are_counted_from_the_end_and_end_as_those_of_a_list(path):
+    with broker_thread(path, policy("lru", 1000 * PAGE)):
+        data = penstock.cached(Readable(), job="a", socket=path, shuffle=False)
+        list(data.sampler)
+        numbers: tuple[Any, ...] = (-1, NUMBER - 1, torch.tensor(3))
+        assert [data[index][2] for index in numbers] == [NUMBER - 1, NUMBER - 1, 3]
+        assert data.through.counts.hits == 1
+        assert len(list(data)) == NUMBER  # type: ignore[call-overload]
+        for beyond in (NUMBER, -NUMBER - 1, 1 << 40):
+            with pytest.raises(IndexError):
+                data[beyond]
+        assert data.through.cache.is_connected  # type: ignore[attr-defined]
 
 
 def test_data_of_unknown_name_is_shared_with_nobody(path):

@@ -155,8 +155,17 @@ def test_samples_that_cannot_be_read_are_left_out_if_asked(workers):
 
 
 def test_a_batch_of_which_nothing_is_left_ends_the_run():
-    with pytest.raises(ConfigError, match=r"\(3 more of its batch\)"):
+    with pytest.raises(ConfigError, match=r"(?m)\(3 more of its batch\), and .* mend or remove it$"):
         taken(reading(Damaged(4, 5, 6, 7), skips=True, shuffled=()))
+
+
+def test_data_whose_first_samples_cannot_be_read_are_described_by_another_if_asked():
+    options: Any = {"target": "my.data", "batch_size": None}
+    with pytest.raises(ConfigError, match=r"train sample 0 .*data.skip_broken=true"):
+        samples_of(Damaged(0, 1), **options)
+    assert samples_of(Damaged(0, 1), skips=True, **options).describe.input_shape == (1,)
+    with pytest.raises(ConfigError, match=r"(?m)train sample 0 .* mend or remove it$"):
+        samples_of(Damaged(*range(NUMBER)), skips=True, **options)
 
 
 def test_a_batch_that_cannot_be_put_together_is_told_with_its_first_sample():
