@@ -82,6 +82,11 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         one_of(("none", "shared"), "cache", self.mode)
+        if self.backend is not None and not self.backend.startswith(("redis://", "rediss://", "unix://")):
+            raise ConfigError(
+                f"cache.backend={self.backend} is the address of a Redis server, redis://HOST:PORT/DB; leave "
+                "it out for the broker of this machine"
+            )
 
 
 @dataclass

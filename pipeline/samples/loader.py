@@ -100,11 +100,7 @@ class Loader:
         began = time.perf_counter()
         try:
             read = next(self._batches)
-        except (
-            RuntimeError,
-            OSError,
-            EOFError,
-        ) as error:  # a death may be told as a lost connection
+        except (RuntimeError, OSError, EOFError) as error:  # deaths are told in many ways
             raise TransportError(
                 f"a process that loads samples was lost ({' '.join(str(error).split())}); if nobody killed "
                 "it, memory ran out: lower data.workers, 0 loads without processes"

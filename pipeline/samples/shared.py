@@ -16,10 +16,12 @@ from .cache.client import Client
 from .cache.messages import Hello
 from .cache.place import default_socket
 from .cached import Cache, CachedDataset, Through
+from .options import check_count
 from .reading import order_of
 from .reads import Reads, reads_of
 
 ENDLESS = 1 << 20  # epochs of who does not say how many
+LONGEST_NAME = 200
 
 
 class Sharing:
@@ -43,9 +45,7 @@ class Sharing:
         self.socket = Path(socket) if socket else default_socket(os.environ.get("XDG_RUNTIME_DIR"))
         self.backend = backend
 
-    def through(
-        self, reads: Reads, *, num_samples: int, batch_size: int, epochs: int | None, readers: int = 1
-    ) -> Through:
+    def through(self, reads: Reads, *, num_samples: int, batch_size: int, epochs: int | None) -> Through:
         """Return what brings the samples of ``reads`` through the cache."""
         data = self.data or reads.data or f"{self.job} {self.run}"
 
@@ -55,7 +55,7 @@ class Sharing:
 
                 return RedisClient(self.backend, data=data, tell=tell)
             counts = {"num_samples": num_samples, "batch_size": batch_size, "epochs": epochs or ENDLESS}
-            hello = Hello(job=self.job, run=self.run, data=data, readers=readers, **counts)
+            hello = Hello(job=self.job, run=self.run, data=data, **counts)
             return Client(self.socket, hello, tell=tell)
 
         return Through(reads, cache)
@@ -140,6 +140,9 @@ def cached(
              socket, backend: where the cache is: that of a broker, or of a Redis server.
     Raises:  ConfigError: the data set cannot be cached."""
     reads = reads_of(dataset, decoded=decoded)
+    check_count(batch_size=batch_size, epochs=1 if epochs is None else epochs)
+    if not 0 < len(job) <= LONGEST_NAME or not job.isprintable():
+        raise ConfigError(f"a job has a name of 1 to {LONGEST_NAME} printable characters, found {job[:40]!r}")
     if not len(dataset):
         raise ConfigError("a data set without samples has nothing to cache")
     sharing = Sharing(job=job, data=data, socket=socket, backend=backend)

@@ -127,6 +127,8 @@ def test_what_cannot_be_cached_is_refused_and_what_lies_in_memory_told(capfd):
     assert "these samples lie in memory" in capfd.readouterr().out
     assert command.run(["train", *job.split(), "cache=redis"]) == 2
     assert "cache=redis is not known; known are none, shared" in capfd.readouterr().err
+    assert command.run(["train", *job.split(), "cache=shared", "cache.backend=foo://x"]) == 2
+    assert "cache.backend=foo://x is the address of a Redis server" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("workers", [0, 1])

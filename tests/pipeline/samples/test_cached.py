@@ -265,6 +265,9 @@ def test_what_cannot_be_cached_says_why(path):
             penstock.cached(Stream(), job="a", decoded=decoded)
     with pytest.raises(ConfigError, match=r"a Drawing has no read\(index\).*decoded=True"):
         penstock.cached(Drawing(), job="a")
+    for job, batch_size, epochs in (("", 1, 1), ("x" * 5000, 1, 1), ("a", 0, 1), ("a", 1, 0)):
+        with pytest.raises(ConfigError, match=r"a name of 1 to 200|must be a whole number of at least 1"):
+            penstock.cached(Readable(), job=job, batch_size=batch_size, epochs=epochs)
     with pytest.raises(ConfigError, match="without samples"):
         penstock.cached(Subset(Readable(), []), job="a")
 
