@@ -76,7 +76,8 @@ class SharedOrder(Sampler[int]):
         data, epoch = self._dataset, self._epoch
         self._epoch += 1
         last = data.epochs is not None and epoch + 1 >= data.epochs
-        data.through.begin(epoch, data.order, last=last)  # at once: processes are about to be forked
+        # At once, ahead of what is loaded; a process that stays over epochs asks for that which began last.
+        data.through.cache.begin(epoch, data.order(epoch), None if last else data.order(epoch + 1))
         return iter(data.order(epoch))
 
     def set_epoch(self, epoch: int) -> None:

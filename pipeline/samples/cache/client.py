@@ -66,8 +66,8 @@ class Client:
     def use(self, indices: Sequence[int], *, epoch: int | None = None) -> list[Hit | None]:
         """Return copies of what there is of ``indices``, best a whole batch; None: read it, and ``store`` it.
 
-        Args: epoch: if another process of the run began it."""
-        number = self._epoch(epoch)
+        Args: epoch: which; None: that which the run began last, in whatever process."""
+        number = NOWHERE if epoch is None else epoch
         once = list(dict.fromkeys(indices))
         found: dict[int, Hit | None] = {}
         for at in range(0, len(once), MOST_AT_ONCE):
@@ -94,7 +94,7 @@ class Client:
             len(one) > LONGEST_STAMP for one in stamps
         ):
             raise ValueError(f"as many samples as payloads and stamps, of {LONGEST_STAMP} bytes at most each")
-        number, taken = self._epoch(epoch), 0
+        number, taken = NOWHERE if epoch is None else epoch, 0
         fit = [place for place, payload in enumerate(payloads) if memoryview(payload).nbytes < NOWHERE]
         for at in range(0, len(fit), MOST_AT_ONCE):
             part = fit[at : at + MOST_AT_ONCE]
@@ -140,11 +140,6 @@ class Client:
         """In a child: close the copies of what belongs to the parent."""
         self.close()
         self._next_try, self._is_new, self._process = 0.0, True, os.getpid()
-
-    def _epoch(self, epoch: int | None) -> int:
-        if epoch is not None:
-            return epoch
-        return self._begun[0] if self._begun is not None else NOWHERE
 
     def _asked(self, ask: Callable[[Link], _T], otherwise: _T, *, new: bool = False) -> _T:
         """Ask the broker, or go on with ``otherwise``; ``new``: what a new connection says anyway."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from ....compression.errors import TransportError
 from .ledger import Ledger, Stored
-from .messages import Hello
+from .messages import NOWHERE, Hello
 from .pages import Pages
 from .policy import Entry, Policy, Times
 from .runs import DONE, MISSED, UNUSED, Member, Run
@@ -84,14 +84,17 @@ class Core:
             self._free(self.policy.begin(member.run.name, order, following, now))
 
     def use(self, member: Member, epoch: int, indices: Sequence[int], now: float) -> list[Stored | None]:
-        """A run uses samples. What is there is leased to this connection until it says anything else."""
+        """A run uses samples, in an epoch or (``NOWHERE``) in that which it began last.
+
+        What is there is leased to this connection until it says anything else."""
         self.release(member)
         run, found = member.run, []
+        epoch = run.epoch if epoch == NOWHERE else epoch
         if len(set(indices)) != len(indices):
             raise TransportError("a sample is used twice at once")
         for index in indices:
             run.check(index)
-            if epoch == run.epoch and run.seen[index] == UNUSED:
+            if run.seen and epoch == run.epoch and run.seen[index] == UNUSED:
                 entry, freed = self.policy.use(run.name, index, now)
                 stored = self.ledger.whole(entry)
                 run.seen[index] = MISSED if entry is None else DONE
@@ -117,9 +120,10 @@ class Core:
         The policy is asked of those that were used and missed in this epoch, and not offered since."""
         self.release(member)
         run, asked = member.run, []
+        epoch = run.epoch if epoch == NOWHERE else epoch
         for index, num_bytes, stamp in samples:
             run.check(index)
-            if epoch != run.epoch or run.seen[index] != MISSED:
+            if not run.seen or epoch != run.epoch or run.seen[index] != MISSED:
                 asked.append(None)
                 continue
             run.seen[index] = DONE
