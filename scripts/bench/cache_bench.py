@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...conf.bench_cache import BenchCacheConfig
-from . import cache_simulated, picture
+from . import cache_hit, cache_jobs, cache_loaders, cache_real, cache_simulated, picture
 from .harness import Record
 from .picture import Bars, colour
 
@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PARTS: dict[str, Callable[[BenchCacheConfig, Record], None]] = {"simulated": cache_simulated.bench}
+PARTS: dict[str, Callable[[BenchCacheConfig, Record], None]] = {
+    "simulated": cache_simulated.bench,
+    "real": cache_real.bench,
+    "hit": cache_hit.bench,
+    "loaders": cache_loaders.bench,
+    "jobs": cache_jobs.bench,
+}
 """What is measured, by the name of the part."""
 
 
@@ -79,8 +85,33 @@ def _saved(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     picture.name(axes, f"Storage too slow for all: {_titled(rows)}", y="times as fast as no cache")
 
 
+def _real_hits(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    rows = [row for row in rows if "simulated" in row and row["policy"] != "none"]
+    told = {(row["policy"], row["share"]): row["simulated"]["hit_rate"] for row in rows}
+    shares = list(dict.fromkeys(row["share"] for row in rows))
+    names = list(dict.fromkeys(row["policy"] for row in rows))
+    found = {(row["policy"], row["share"]): row["hit_rate"] for row in rows}
+    groups = [f"{name}\n{share:.0%}" for share in shares for name in names]
+    places = [(name, share) for share in shares for name in names]
+    sides = [
+        Bars("processes", colour(0), [found.get(place) for place in places]),
+        Bars("simulated", picture.GREY, [told.get(place) for place in places]),
+    ]
+    picture.bars(axes, groups, sides, form="%.3f")
+    picture.name(axes, f"Hits of processes: {_titled(rows)}", y="share of uses")
+
+
+def _real_saved(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    groups, sides = _sides(rows, "speedup", skip=("none", "page cache"))
+    picture.bars(axes, groups, sides, form="%.2f")
+    axes.axhline(1.0, color=picture.GREY, linewidth=0.8)
+    picture.name(axes, f"Processes behind a slow store: {_titled(rows)}", y="times as fast as no cache")
+
+
 _PANELS: tuple[tuple[str, Callable[[Axes, Sequence[Mapping[str, Any]]], None]], ...] = (
     ("simulated", _hits),
     ("waiting", _saved),
+    ("real", _real_hits),
+    ("real", _real_saved),
 )
 """By the name of the rows in ``results.json``: what draws them."""

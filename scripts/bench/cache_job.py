@@ -149,14 +149,15 @@ def _epoch(job: Job, data: Any, epoch: int, ended: Ended) -> None:
     """Load and compute all batches, as the simulator has it: a process loads so many batches ahead."""
     load, outcome = job.load, ended.outcome
     order: Sequence[int] = order_of(load.num_samples, seed=job.seed, epoch=epoch).tolist()
-    ahead = {"num_workers": 1, "prefetch_factor": job.lookahead} if job.lookahead else {}
+    # Forked, as torch does by itself in a process that was not forked from a server.
+    ahead = {"num_workers": 1, "prefetch_factor": job.lookahead, "multiprocessing_context": "fork"}
     batches = iter(
         DataLoader(
             data,
             load.batch_size,
             sampler=data.sampler if isinstance(data, Shared) else order,  # pyright: ignore[reportArgumentType]
             generator=torch.Generator(),
-            **ahead,
+            **(ahead if job.lookahead else {}),
         )
     )
     outcome.uses.append(load.num_samples)

@@ -56,7 +56,7 @@ def seed_of(load: Load) -> int:
 def bench(config: BenchCacheConfig, record: Record) -> None:
     """Run all that is asked for, row by row, and print them."""
     record.keep(real=[])
-    for data, jobs, share in product(config.data, config.jobs, config.shares):
+    for data, jobs, share in product(config.reads, config.jobs, config.shares):
         for row in rows(config, data, jobs, share):
             record.keep(real=[row])
             record.say(sentence(row))

@@ -53,7 +53,7 @@ def bench(config: BenchCacheConfig, record: Record) -> None:
 
 def _cases(config: BenchCacheConfig) -> Iterator[tuple[str, int, float, int]]:
     """Data, jobs, share and slots."""
-    for data, jobs, share in product(config.data, config.jobs, config.shares):
+    for data, jobs, share in product(config.reads, config.jobs, config.shares):
         sets = jobs if data == "own" else 1
         yield data, jobs, share, round(share * sets * config.num_samples)
 

@@ -24,7 +24,7 @@ from ...pipeline.run.run_folder import RunFolder
 from ...stages.units import parse_bytes
 from .. import usage
 from .cache_sides import CONTESTANTS as CACHES
-from .cache_sides import DATA, PARTS
+from .cache_sides import PARTS, READS
 from .codecs_peers import PEERS
 from .contestants import POLICIES, entrants
 from .offload_sides import CASES, CONTESTANTS, NETWORKS, TRACES, bytes_of, files
@@ -71,10 +71,10 @@ def pipeline(config: BenchPipelineConfig, typed: Sequence[str] = ()) -> None:
 
 
 def cache(config: BenchCacheConfig, typed: Sequence[str] = ()) -> None:
-    """Refuse parts, policies, data and sizes that are not known."""
+    """Refuse parts, policies, what is read and sizes that are not known."""
     _known("parts", config.parts, PARTS)
     _known("policies", config.policies, CACHES)
-    _known("data", config.data, DATA)
+    _known("reads", config.reads, READS)
     for name in ("sample_bytes", "rate"):
         parse_bytes(getattr(config, name), name=name)
 
