@@ -74,7 +74,9 @@ def turn(config: BenchCacheConfig, share: float, *, shared: bool) -> Run:
         began = time.monotonic()
         folders = [RunFolder(path=home / f"job{number}") for number in range(JOBS)]
         running = [
-            opened.enter_context(_command("train", *options, f"seed={number}", f"hydra.run.dir={folder.path}"))
+            opened.enter_context(
+                _command("train", *options, f"seed={number}", f"hydra.run.dir={folder.path}")
+            )
             for number, folder in enumerate(folders)
         ]
         seconds = []
@@ -129,9 +131,7 @@ def _command(*typed: str) -> Iterator[subprocess.Popen[str]]:
 def row(share: float, taken: dict[str, list[Run]]) -> dict[str, Any]:
     """What all turns say together."""
     runs = [*taken[WITHOUT], *taken[WITH]]
-    pairs = [
-        a["makespan"] / b["makespan"] for a, b in zip(taken[WITHOUT], taken[WITH], strict=True)
-    ]
+    pairs = [a["makespan"] / b["makespan"] for a, b in zip(taken[WITHOUT], taken[WITH], strict=True)]
     counts = [one for run in taken[WITH] for one in run["cache"]]
     hits, loads = (sum(one[name] for one in counts) for name in ("hits", "loads"))
     return {

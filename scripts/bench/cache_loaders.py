@@ -28,7 +28,7 @@ SIDES = range(128, 225, 16)
 
 SIZE = 64
 BATCH, BATCHES = 16, 10
-_QUALITIES = {128: 100, 144: 100, 160: 99, 176: 98, 192: 96, 208: 94, 224: 92}
+_QUALITIES = {128: 100, 144: 100, 160: 99, 176: 98, 192: 97, 208: 95, 224: 93}
 
 
 def bench(config: BenchCacheConfig, record: Record) -> None:
@@ -42,7 +42,8 @@ def bench(config: BenchCacheConfig, record: Record) -> None:
             step = _step(config.seed)
             sides: dict[str, Callable[[], float]] = {BOUND: _kept(table, step, config.seed)}
             sides |= {
-                f"workers={workers}": partial(_loaded, table, step, config.seed, workers) for workers in WORKERS
+                f"workers={workers}": partial(_loaded, table, step, config.seed, workers)
+                for workers in WORKERS
             }
             alternate(sides, 1)
             taken = alternate(sides, config.repeats)

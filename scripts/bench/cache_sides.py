@@ -10,13 +10,8 @@ from ...pipeline.samples.cache.next_use import NextUse
 from ...pipeline.samples.cache.policies import POLICIES
 from ...pipeline.samples.cache.policy import Policy
 
-<<<<<<< ours
 PARTS = ("simulated", "real", "hit", "loaders", "jobs")
-DATA = ("own", "same")
-=======
-PARTS = ("simulated",)
 READS = ("own", "same")
->>>>>>> theirs
 CONTESTANTS: dict[str, Callable[[int], Policy]] = POLICIES | {
     "gain_last_0": partial(Gain, last_gain=0),
     "next_use_told": partial(NextUse, watch=False),
