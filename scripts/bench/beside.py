@@ -1,4 +1,4 @@
-"""Processes that stand beside a bench: they begin quickly, say that they have, and end with whoever began them."""
+"""Processes beside a bench: they begin quickly, say that they have, and end with whoever began them."""
 
 from __future__ import annotations
 

@@ -5,12 +5,13 @@ them stands in a table here."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...conf.bench_cache import BenchCacheConfig
 from . import cache_hit, cache_jobs, cache_loaders, cache_real, cache_simulated, picture
-from .harness import Record
+from .harness import SPEEDS, Record
 from .picture import Bars, colour
 
 if TYPE_CHECKING:
@@ -38,8 +39,9 @@ def bench(config: BenchCacheConfig, record: Record) -> None:
 def figure(results: Mapping[str, Any]) -> Figure:
     """A panel for hit rates by data, with the optimum, and one for what they save."""
     there = [(rows, draw) for name, draw in _PANELS for rows in _grouped(results.get(name) or ())]
+    there += [([results[name]], draw) for name, draw in _SINGLE if results.get(name)]
     made, panels = picture.panels(len(there), size=(11.0, 3.4 * max(1, len(there))), columns=1)
-    for axes, (rows, draw) in zip(panels, there, strict=True):
+    for axes, (rows, draw) in zip(panels[: len(there)], there, strict=True):
         draw(axes, rows)
     return made
 
@@ -107,6 +109,34 @@ def _real_saved(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.axhline(1.0, color=picture.GREY, linewidth=0.8)
     picture.name(axes, f"Processes behind a slow store: {_titled(rows)}", y="times as fast as no cache")
 
+
+def _hit(axes: Axes, found: Sequence[Any]) -> None:
+    taken = found[0]["microseconds"]
+    runs = [found[0]["runs"][name] for name in taken]
+    picture.bars(axes, list(taken), [Bars("", colour(0), list(taken.values()), runs)], form="%.1f")
+    picture.name(axes, f"A sample of {found[0]['sample_bytes']} bytes", y="microseconds (median)")
+
+
+def _loaders(axes: Axes, found: Sequence[Any]) -> None:
+    rows = found[0]["rows"]
+    heights, runs = ([row[name] for row in rows] for name in SPEEDS)
+    picture.bars(axes, [row["side"] for row in rows], [Bars("", colour(0), heights, runs)], form="%.0f")
+    picture.name(axes, "resnet18 on a folder of JPEGs", y=picture.SPEED)
+
+
+def _jobs(axes: Axes, found: Sequence[Any]) -> None:
+    rows = found[0]
+    taken = {side: [row[side]["makespan"] for row in rows] for side in ("without", "with")}
+    sides = [
+        Bars(f"{side} cache=shared", colour(number), list(map(statistics.median, runs)), runs)
+        for number, (side, runs) in enumerate(taken.items())
+    ]
+    picture.bars(axes, [f"cache of {row['share']:.0%}" for row in rows], sides, form="%.1f")
+    picture.name(axes, "Two penstock train on one data set behind a slow store", y="seconds of both")
+
+
+_SINGLE = (("hit", _hit), ("loaders", _loaders), ("jobs", _jobs))
+"""The same for those that have one panel each."""
 
 _PANELS: tuple[tuple[str, Callable[[Axes, Sequence[Mapping[str, Any]]], None]], ...] = (
     ("simulated", _hits),

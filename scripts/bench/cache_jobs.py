@@ -1,5 +1,7 @@
-"""The part ``jobs`` of ``penstock bench cache``: two ``penstock train`` side by side on one data set behind a
-slow store, by turns with and without ``cache=shared``; the same losses and weights either way, or it says so."""
+"""The part ``jobs`` of ``penstock bench cache``: two ``penstock train`` side by side on one data set behind
+a slow store, by turns with and without ``cache=shared``.
+
+Losses and weights are the same either way, or it says so."""
 
 from __future__ import annotations
 
@@ -157,6 +159,6 @@ def sentence(found: dict[str, Any]) -> str:
     return (
         f"two penstock train on one data set, a cache of {found['share']:.0%}: {without:.1f} s without, "
         f"{beside:.1f} s with cache=shared, {found['speedup']:.2f}x "
-        f"({spread(found['speedup_of_pairs'])}) as fast; {found['hit_rate']:.3f} of all samples came from the "
-        f"cache; losses and weights {'are the same' if same else 'DIFFER'}"
+        f"({spread(found['speedup_of_pairs'])}) as fast; {found['hit_rate']:.3f} of all samples came from "
+        f"the cache; losses and weights {'are the same' if same else 'DIFFER'}"
     )
