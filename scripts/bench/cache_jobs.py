@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 from ...compression.errors import TransportError
 from ...conf.bench_cache import BenchCacheConfig
+from ...pipeline.run.metrics import read_lines
 from ...pipeline.run.run_folder import RunFolder
 from ...pipeline.samples.cache.pages import PAGE_BYTES, pages_of
 from ...stages.units import parse_bytes
@@ -92,8 +92,8 @@ def turn(config: BenchCacheConfig, share: float, *, shared: bool) -> Run:
 
 def _read(folders: Sequence[RunFolder]) -> Run:
     """What runs left behind."""
-    told = [folder.read_summary()["data"] for folder in folders]
-    losses = [[json.loads(line)["loss"] for line in folder.metrics.open()] for folder in folders]
+    told = [folder.read_summary()["data"][0] for folder in folders]  # of the only rank
+    losses = [[line["loss"] for line in read_lines(folder.metrics)] for folder in folders]
     return {
         "waited": [one["waited_seconds"] for one in told],
         "cache": [one.get("cache") for one in told],

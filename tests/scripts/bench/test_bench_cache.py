@@ -42,7 +42,7 @@ def test_the_table_of_hit_rates_has_all_policies_beside_the_optimum():
 
 
 def test_the_table_of_seconds_begins_with_no_cache():
-    rows = list(waiting(BenchCacheConfig(**TINY, policies=["never_evict", "next_use"], data=["own"])))
+    rows = list(waiting(BenchCacheConfig(**TINY, policies=["never_evict", "next_use"], reads=["own"])))
     none, kept, ours = rows
     assert (none["policy"], none["hit_rate"], none["speedup"]) == ("none", 0.0, 1.0)
     assert none["loads"] == 80 * (7 + 4 + 2)  # the fastest goes through more epochs
@@ -78,7 +78,7 @@ def test_the_picture_has_the_optimum_beside_the_policies_and_who_has_no_rows_no_
     [
         ({"parts": ["imagined"]}, "parts=.imagined. holds imagined, which is not known; known are simulated"),
         ({"policies": ["belady"]}, "holds belady, which is not known"),
-        ({"data": ["others"]}, "holds others, which is not known; known are own, same"),
+        ({"reads": ["others"]}, "holds others, which is not known; known are own, same"),
         ({"sample_bytes": "big"}, "sample_bytes=big is not a size"),
         ({"rate": 0}, "rate=0 is not a size"),
         ({"jobs": []}, "must name one or more, each once"),
