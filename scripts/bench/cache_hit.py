@@ -3,6 +3,7 @@ beside a plain read of a file that the system has in its page cache."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import tempfile
 import time
@@ -32,8 +33,11 @@ def bench(config: BenchCacheConfig, record: Record) -> None:
         num_bytes = parse_bytes(config.sample_bytes, name="sample_bytes")
         files = slow_store.MadeUp(num_samples=SAMPLES, num_bytes=num_bytes)
         with served(home / "cache.sock", DEFAULT, SAMPLES, num_bytes):
-            sides = {HIT: _hits(home / "cache.sock", files, config), FILE: _reads(home, files, config)}
-            taken = alternate(sides, 20 * config.repeats)
+            counts: Any = {"num_samples": SAMPLES, "batch_size": BATCH, "epochs": 1 << 20}
+            hello = Hello(job="hits", run="1", data="made up", **counts)
+            with contextlib.closing(Client(home / "cache.sock", hello, tell=_refuse)) as client:
+                sides = {HIT: _hits(client, files, config), FILE: _reads(home, files, config)}
+                taken = alternate(sides, 20 * config.repeats)
     taken = {name: runs[1:] for name, runs in taken.items()}  # the first also fills what the system keeps
     found = medians(taken)
     record.keep(hit={"batch": BATCH, "sample_bytes": num_bytes, "microseconds": found, "runs": taken})
@@ -41,10 +45,8 @@ def bench(config: BenchCacheConfig, record: Record) -> None:
         record.say(f"{side}: {microseconds:.1f} us a sample of {num_bytes} bytes ({spread(taken[side])})")
 
 
-def _hits(socket: Path, files: slow_store.MadeUp, config: BenchCacheConfig) -> Callable[[], float]:
+def _hits(client: Client, files: slow_store.MadeUp, config: BenchCacheConfig) -> Callable[[], float]:
     """An epoch of batches that are all there; the microseconds of a sample."""
-    counts: Any = {"num_samples": SAMPLES, "batch_size": BATCH, "epochs": 1 << 20}
-    client = Client(socket, Hello(job="hits", run="1", data="made up", **counts), tell=_refuse)
     epoch = 0
 
     def pass_through() -> float:
