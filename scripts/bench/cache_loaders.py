@@ -49,7 +49,9 @@ def bench(config: BenchCacheConfig, record: Record) -> None:
             taken = alternate(sides, config.repeats)
         finally:
             torch.set_num_threads(threads)
-    rows = [{"side": side} | compared(runs, taken[BOUND], BATCH) for side, runs in taken.items()]
+    rows: list[dict[str, Any]] = [
+        {"side": side} | compared(runs, taken[BOUND], BATCH) for side, runs in taken.items()
+    ]
     facts = {"file_bytes": statistics.mean(sizes), "size": SIZE, "batch_size": BATCH, "batches": BATCHES}
     record.keep(loaders=facts | {"rows": rows})
     for row in rows:
