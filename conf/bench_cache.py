@@ -14,7 +14,7 @@ class BenchCacheConfig:
     """The options of ``penstock bench cache``.
 
     Attributes:
-        parts: what is measured; simulated
+        parts: what is measured; simulated; real, by processes behind a slow store; hit, loaders, jobs
         policies: of the cache; next_use_told: without what it sees of the jobs; gain_last_0: last_gain=0
         jobs: how many run side by side
         shares: capacity by all samples that there are, above 0 and up to 1
@@ -27,6 +27,7 @@ class BenchCacheConfig:
         rate: bytes a second of the storage where jobs wait for it
         latency: seconds of a read from it
         lookahead: batches that its readers load ahead
+        repeats: turns of each side, where sides take turns
         seed: decides orders, phases and errors
     """
 
@@ -47,10 +48,11 @@ class BenchCacheConfig:
     rate: Any = "60MB"
     latency: float = 0.002
     lookahead: int = 2
+    repeats: int = 3
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_samples", "batch_size"):
+        for name in ("num_samples", "batch_size", "repeats"):
             at_least(1, name, getattr(self, name))
         at_least(2, "epochs", self.epochs)
         at_least(0, "lookahead", self.lookahead)

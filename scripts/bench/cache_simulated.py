@@ -117,13 +117,19 @@ def beside(found: Simulated, slots: int) -> Row:
     return {"optimum": sum(later) / len(later), "of_optimum": found.hits / max(1, int(hits.sum()))}
 
 
+def paces(config: BenchCacheConfig, jobs: int) -> list[float]:
+    """Seconds of a batch of each job where storage is too slow for all, 0.5 to 2 of what is usual there."""
+    num_bytes = parse_bytes(config.sample_bytes, name="sample_bytes")
+    batch = jobs * config.batch_size * num_bytes / parse_bytes(config.rate, name="rate") / OVERBOOKED
+    return [batch * 2 ** (2 * number / max(1, jobs - 1) - 1) for number in range(jobs)]
+
+
 def waiting(config: BenchCacheConfig) -> Iterator[Row]:
     """A row for each policy where storage is too slow for the jobs, the slowest a quarter as fast."""
     num_bytes = parse_bytes(config.sample_bytes, name="sample_bytes")
     rate = parse_bytes(config.rate, name="rate")
     for data, jobs, share, slots in _cases(config):
-        batch = jobs * config.batch_size * num_bytes / rate / OVERBOOKED
-        training = [batch * 2 ** (2 * number / max(1, jobs - 1) - 1) for number in range(jobs)]  # 0.5 to 2
+        training = paces(config, jobs)
         sides: dict[str, Callable[[int], Policy]] = {NONE: lambda _: NeverEvict(0)}
         sides |= {name: CONTESTANTS[name] for name in config.policies}
         without = None
