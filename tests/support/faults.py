@@ -13,7 +13,7 @@ import time
 JOB = (
     "model._target_=own.Net model.leaves=[Gate] data._target_=own.samples optimizer._target_=own.Optimizer"
     " optimizer.lr=0.1 optimizer.momentum=0.5 batch_size=20 micro_batches=2 epochs=4 seed=3 threads=1"
-    " deadline=20"
+    " deadline=20 data.workers=0"  # so that who reads is the rank
 )
 
 OWN = """
