@@ -141,14 +141,20 @@ def described(plan: Plan, *, here: Sequence[int], num_steps: int) -> str:
     shape = f"{counted(plan.num_stages, 'stage')} on {counted(plan.num_ranks, 'rank')}"
     batches = counted(plan.micro_batches, "micro-batch", "micro-batches")
     lines = [f"pipeline of {shape}: schedule {plan.schedule}, {batches}, codec {show_codec(plan.codec)}"]
-    for number, (stage, owner) in enumerate(zip(plan.stages, plan.ranks, strict=True)):
+    for number, stage in enumerate(plan.stages):
         ends = " .. ".join(dict.fromkeys([stage.layers[0], stage.layers[-1]]))
         layers = f"{counted(len(stage.layers), 'layer')} ({ends})"
         mark = ", here" if number in here and plan.num_ranks > 1 else ""
         lines.append(
-            f"stage {number} on rank {owner}{mark}: {layers}, {counted(stage.num_parameters, 'parameter')}"
+            f"stage {number} on {ranks_named(stage.ranks)}{mark}: {layers}, "
+            f"{counted(stage.num_parameters, 'parameter')}"
         )
     return "\n".join([*lines, f"{counted(num_steps, 'step')} taken"])
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """``"rank 2"``, ``"ranks 0, 1"``."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def counted(number: int, one: str, several: str = "") -> str:
