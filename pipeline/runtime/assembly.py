@@ -52,6 +52,7 @@ from .auto import policy_named
 from .engine import Engine
 from .ownership import Ownership, disk_of, make_stages, ownership
 from .process_memory import ResidentMemory, Usage
+from .replicas import Replicas, check_replicated
 from .state import State
 from .steps import Steps, SynchronousFeed
 from .stream import StreamFeed
@@ -102,12 +103,15 @@ class Assembly:
             check_gradients()
             check_plan(plan, model, self.world)
             self.weight, self.num_steps = weight, 0
+            alone = [(0,)] * plan.num_stages
+            self.ranks_of_stages = alone if self.world.is_alone else [stage.ranks for stage in plan.stages]
             self._place(model, here)
             tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
             resident = ResidentMemory(model_bytes=sum(t.nbytes for t in tensors if not is_gpu(t.device)))
             gradients = autocast is not torch.float16 and not scale_of(scaler).checks
             watching = Guard(gradients) if guard else None
             own = self._cut(model, autocast, watching, memory, disk)
+            self.replicas = Replicas(plan, self.world, named=own.here, held=self.state.of_stage)
             mirrors = {s: stage.mirror for s, stage in self.stages.items() if stage.mirror is not None}
             make = functools.partial(MirroredUpdate, mirrors=mirrors) if mirrors else Update
             self.update = make(
@@ -122,6 +126,7 @@ class Assembly:
                 scaler=scaler,
                 together=plan.schedule != STREAM,
                 guard=watching,
+                exchange=self.replicas.exchange,
             )
             check_apart(optimizer, [*model.named_parameters()], own.stage_of, self.update.optimizers)
             self.policy = policy_named(
@@ -143,6 +148,7 @@ class Assembly:
                 seed=seed,
                 devices=self.devices,
                 memory=self.memory,
+                replicas=self.replicas,
             )
             self.same = SameBatches(self.agreement, self.engine.failures.worded)
             resident.begin()
@@ -203,6 +209,8 @@ class Assembly:
         graph = graph_of(model, self.plan, autocast)
         self.agreement.agree("the layers of a model", lambda: facts.of_layers(graph))
         check_layers(self.plan, graph)
+        if not self.world.is_alone:
+            check_replicated(self.plan, model, written=graph.written)
         self.call = graph.train.call
         self.steps = Steps(self.plan, graph, model, self.world)
         self.feed = StreamFeed(self.plan, self.steps) if self.plan.streams else SynchronousFeed(self.steps)

@@ -62,6 +62,22 @@ class StageReport:
         return cls(**{name: kind(n) for (name, kind), n in zip(_KINDS.items(), numbers, strict=True)})
 
 
+SUMMED = frozenset(
+    "forward_raw forward_sent backward_raw backward_sent saved_raw saved_kept exposed_seconds "
+    "compute_seconds waiting_seconds held_up_seconds".split()
+)
+"""What replicas of a stage did together; of the rest, the most that one of them had counts."""
+
+
+def together(reports: Sequence[StageReport]) -> StageReport:
+    """One report of what the replicas of a stage report, the first of whose ranks stands for all."""
+    if len(reports) == 1:
+        return reports[0]
+    pairs = {name: [getattr(one, name) for one in reports] for name in StageReport.__slots__}
+    merged = {name: sum(found) if name in SUMMED else max(found) for name, found in pairs.items()}
+    return StageReport(**merged | {"rank": reports[0].rank})
+
+
 _KINDS: dict[str, Any] = {field.name: type(field.default) for field in dataclasses.fields(StageReport)}
 
 
@@ -69,7 +85,8 @@ _KINDS: dict[str, Any] = {field.name: type(field.default) for field in dataclass
 class Report:
     """One step; the same on every rank but for ``seconds``, which each rank measures itself, and for
     ``outputs``: the model's on the batch, if they were asked for, where the last stage is. ``asked``: the
-    largest ``Pipeline.asked`` of all ranks, 0 where nobody was asked for anything."""
+    largest ``Pipeline.asked`` of all ranks, 0 where nobody was asked for anything. ``busy``: the seconds in
+    which each rank computed, where replicas of a stage are several."""
 
     step: int
     loss: float
@@ -78,6 +95,7 @@ class Report:
     stages: tuple[StageReport, ...]
     outputs: Any = None
     asked: int = 0
+    busy: tuple[float, ...] = ()
 
     @property
     def bytes_raw(self) -> int:
@@ -92,6 +110,8 @@ class Report:
     @property
     def busy_seconds(self) -> tuple[float, ...]:
         """For every rank the seconds in which it computed or packed."""
+        if self.busy:
+            return self.busy
         busy = [0.0] * (1 + max((stage.rank for stage in self.stages), default=-1))
         for stage in self.stages:
             busy[stage.rank] += stage.compute_seconds
