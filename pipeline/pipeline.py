@@ -115,7 +115,7 @@ class Pipeline(Assembly):
 
     @property
     def is_last(self) -> bool:
-        """Whether this process holds the last stage (the first replica of it), where losses and outputs are."""
+        """Whether this process holds the last stage (its first replica), where losses and outputs are."""
         return self.world.is_alone or self.plan.rank_of(-1, 0) == self.rank
 
     def step(self, inputs: Any, targets: Any = None, *, outputs: bool = False) -> Report:

@@ -111,7 +111,9 @@ class Assembly:
             gradients = autocast is not torch.float16 and not scale_of(scaler).checks
             watching = Guard(gradients) if guard else None
             own = self._cut(model, autocast, watching, memory, disk)
-            self.replicas = Replicas(plan, self.world, named=own.here, held=self.state.of_stage)
+            self.replicas = Replicas(
+                plan, self.world, named=own.here, stages=self.stages, held=self.state.of_stage
+            )
             mirrors = {s: stage.mirror for s, stage in self.stages.items() if stage.mirror is not None}
             make = functools.partial(MirroredUpdate, mirrors=mirrors) if mirrors else Update
             self.update = make(

@@ -138,13 +138,15 @@ class Engine:
         index = instruction.micro_batch
         assert index is not None
         stage, batch = self.stages[instruction.stage], step.micro_batches[index]
-        sent, outputs = stage.forward(
-            index,
-            self.frames.gather_inputs(step, instruction),
-            route=step.messages.routes[index][stage.index],
-            seed=lambda name: layer_seed(self.seed, batch.step, batch.index, name),
-            batch=batch.batch,
-        )
+        items = self.frames.gather_inputs(step, instruction)
+        with self.replicas.forward(stage.index, index):
+            sent, outputs = stage.forward(
+                index,
+                items,
+                route=step.messages.routes[index][stage.index],
+                seed=lambda name: layer_seed(self.seed, batch.step, batch.index, name),
+                batch=batch.batch,
+            )
         self.frames.send_outputs(step, instruction, sent)
         if stage.last:
             self._lose(step, stage, index, outputs, batch)

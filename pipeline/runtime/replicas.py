@@ -8,20 +8,24 @@ Source: claims C1 and C2 of CN107463448A; law L8."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
 
 from ...compression.errors import Disagreement, PlanError
 from ...stages.planner.plan import Plan
+from ...stages.stage.stage import Stage
 from ..ranks.replica_group import ReplicaGroup
 from ..ranks.world import World
 from ..weights.clip import DTYPES
 from ..weights.flat import FlatGradients
 from ..weights.optimizers import Named
+from .running_statistics import BUFFERS, RunningStatistics, batch_norms, norms_of
 
+_NOTHING = contextlib.nullcontext()
 EVERY = 100  # updates from one at which replicas are compared to the next
 
 
@@ -29,6 +33,7 @@ class Replicas:
     """What the stages of this process do together with their replicas on other ranks; nothing where none is.
 
     Args:    named: the parameters of each stage of this process.
+             stages: those themselves.
              held: all tensors of each of these stages by name, which are the same on every replica."""
 
     def __init__(
@@ -37,6 +42,7 @@ class Replicas:
         world: World,
         *,
         named: Mapping[int, Named],
+        stages: Mapping[int, Stage],
         held: Callable[[int], Mapping[str, torch.Tensor]],
         every: int = EVERY,
     ) -> None:
@@ -44,6 +50,7 @@ class Replicas:
         several = [] if world.is_alone else [stage for stage in named if plan.replicas[stage] > 1]
         self.groups = {s: ReplicaGroup(world, plan.stages[s].ranks, stage=s) for s in several}
         self.flats = {s: FlatGradients(named[s], pieces=plan.replicas[s]) for s in several}
+        self.statistics = {s: RunningStatistics(norms_of(stages[s])) for s in several}
         self.keeps = bool(several) and plan.exact
         self.updates = dict.fromkeys(several, 0)
         self.begin(0)
@@ -52,10 +59,17 @@ class Replicas:
         """A step of so many micro-batches begins."""
         self.number = num_micro_batches
         self.kept: dict[int, dict[int, Mapping[torch.dtype, torch.Tensor]]] = {s: {} for s in self.groups}
+        for statistics in self.statistics.values():
+            statistics.begin()
         self.has = {s: flat.has() * 0 for s, flat in self.flats.items()}
         self.like: dict[int, list[torch.Tensor | None]] = {
             s: [None] * len(flat.named) for s, flat in self.flats.items()
         }
+
+    def forward(self, stage: int, micro_batch: int) -> contextlib.AbstractContextManager[None]:
+        """The block in which the layers of ``stage`` run forward."""
+        found = self.statistics.get(stage)
+        return _NOTHING if found is None else found.forward(micro_batch)
 
     def keep(self, stage: int, micro_batch: int) -> None:
         """Take the gradients of a micro-batch, which has just gone backward, so that the next starts anew."""
@@ -73,6 +87,7 @@ class Replicas:
         if stage not in self.groups:
             return
         flat, group = self.flats[stage], self.groups[stage]
+        self.statistics[stage].exchange(group, self.number)
         if not flat.named:
             return
         if not self.keeps:
@@ -148,7 +163,7 @@ def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.tensor(found, dtype=torch.int64)
 
 
-def check_replicated(plan: Plan, model: nn.Module, *, written: Collection[str]) -> None:
+def check_replicated(plan: Plan, model: nn.Module, *, written: frozenset[str]) -> None:
     """Refuse what replicas would train otherwise than one.
 
     Args:    written: the buffers that a forward writes to.
@@ -160,9 +175,16 @@ def check_replicated(plan: Plan, model: nn.Module, *, written: Collection[str]) 
             f"replicas add up dense gradients, and {sparse} gives sparse ones; make it with sparse=False, or "
             "take one rank a stage"
         )
-    if found := sorted(written):
+    norms = batch_norms(dict(model.named_modules(remove_duplicate=False)))
+    if found := sorted(written - {f"{name}.{key}" for name in norms for key in BUFFERS}):
         raise PlanError(
-            f"replicas see some micro-batches each, and a forward writes to {found[0]}; take one rank a stage"
+            f"replicas see some micro-batches each, and a forward writes to {found[0]}, which is no running "
+            "statistic of a batch norm; take one rank a stage"
+        )
+    if written and any(stage.recompute for stage in plan.stages):
+        raise PlanError(
+            f"replicas set the running statistics of batch norms aside, found {min(written)} and "
+            "recompute=true; take recompute=false, or one rank a stage"
         )
 
 

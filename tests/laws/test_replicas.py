@@ -18,6 +18,12 @@ EXACT = [
     Case(
         model="mlp", cuts=2, replicas=[2, 1], codec="auto", micro_batches=5, steps=12, extra_in_flight="auto"
     ),
+    Case(model="residual", cuts=2, replicas=2, micro_batches=4, optimizer="adamw"),
+    Case(model="residual_channels_last", cuts=2, replicas=[1, 2], codec="raw", dtype=torch.float64),
+    Case(model="residual", cuts=1, replicas=3, tier="packed", scaler=(2.0**14, 2)),
+    Case(model="dag0", cuts=("random", 2, 3), replicas=[2, 1], micro_batches=5, schedule="gpipe", steps=2),
+    Case(model="resnet18", cuts=2, replicas=2, steps=1),
+    Case(model="mobilenet", cuts=2, replicas=[2, 1], steps=1),
 ]
 EXACT = [Case(**{**vars(case), "exact": True}) for case in EXACT]
 
