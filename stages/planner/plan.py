@@ -19,10 +19,17 @@ from .asked import Asked
 from .old_plans import from_version_1
 from .plan_stage import PlanStage
 from .plan_table import table
-from .rules import TIERS as TIERS
-from .rules import check_extra, check_mirror, check_replicas, check_tiers, check_versions, streams
+from .rules import check_again, check_extra, check_mirror, check_replicas, check_versions, streams
 
 VERSION = 2  # 1: ranks, tier and weights_tier beside the stages
+TIERS = ("device", "packed", "host", "disk")
+
+
+def check_tiers(**found: str) -> None:
+    """Refuse what is no tier; ``found``: by what it is called."""
+    for name, tier in found.items():
+        if tier not in TIERS:
+            raise PlanError(f"{name} is one of {', '.join(TIERS)}, found {tier!r}; choose one of these")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,17 +95,11 @@ class Plan:
             micro_batches=self.micro_batches,
             extra_in_flight=max(self.extra_in_flight, self.most_extra_in_flight),
         )
-        forgets = self.streams and (self.weights == "latest" or self.prediction)
-        if forgets and any(stage.recompute for stage in self.stages):
-            raise PlanError(
-                "a forward that runs again must see the weights of the first time, which "
-                f"weights={self.weights}{' with prediction' * self.prediction} forgets without a flush; take "
-                "weights=stashed without prediction, or recompute=false"
-            )
+        if self.streams and any(stage.recompute for stage in self.stages):
+            check_again(weights=self.weights, prediction=self.prediction)
         check_extra(self.extra_in_flight, self.most_extra_in_flight, micro_batches=self.micro_batches)
         counts = [n for s in self.stages for n in dataclasses.astuple(s) if isinstance(n, int | float)]
-        counts += [self.extra_in_flight, self.most_extra_in_flight]
-        counts += [size for shape in self.input_shapes for size in shape]
+        counts += [self.extra_in_flight, self.most_extra_in_flight, *sum(self.input_shapes, ())]
         if (
             min(counts) < 0
             or (self.memory is not None and self.memory < 1)
@@ -245,6 +246,4 @@ def _weights(plan: Plan) -> list[str]:
         parts.append(f"old weights {tier}")
     if (tier := plan.of_stages("parameters_tier")) != "device":
         parts.append(f"parameters {tier}")
-    if plan.weights_first:
-        parts.append("weight gradients first")
-    return parts
+    return parts + ["weight gradients first"] * plan.weights_first

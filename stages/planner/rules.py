@@ -11,18 +11,10 @@ from ...compression.errors import PlanError
 from ..record import shortened
 from ..weights.policies import STREAM, policy_named, rule_named
 
-TIERS = ("device", "packed", "host", "disk")
 REPLICATED = (
     "gpipe",
     "1f1b",
 )  # schedules whose stages may have replicas: backwards are whole, a rank has one
-
-
-def check_tiers(**found: str) -> None:
-    """Refuse what is no tier; ``found``: by what it is called."""
-    for name, tier in found.items():
-        if tier not in TIERS:
-            raise PlanError(f"{name} is one of {', '.join(TIERS)}, found {tier!r}; choose one of these")
 
 
 def streams(schedule: str, weights: str) -> bool:
@@ -73,6 +65,16 @@ def check_mirror(*, schedule: str, weights: str, parameters_tier: str, replicas:
         raise PlanError(
             f"a mirror has one version of the parameters, and {asked} reads several at a time, found "
             f"parameters {parameters_tier}; leave them on the device, or take a schedule with a flush"
+        )
+
+
+def check_again(*, weights: str, prediction: bool) -> None:
+    """Refuse second forwards in a stream whose policy forgets the weights of the first; raises PlanError."""
+    if weights == "latest" or prediction:
+        raise PlanError(
+            "a forward that runs again must see the weights of the first time, which "
+            f"weights={weights}{' with prediction' * prediction} forgets without a flush; take "
+            "weights=stashed without prediction, or recompute=false"
         )
 
 
