@@ -60,20 +60,20 @@ def replica_counts(
 ) -> tuple[int, ...]:
     """How many replicas each stage has; a number is that of every stage, and ``ranks`` tell how many stages
     there are where nothing else does."""
-    listed = isinstance(replicas, Sequence) and not isinstance(replicas, str)
-    for one in replicas if listed else [replicas]:
+    listed = list(replicas) if isinstance(replicas, Sequence) and not isinstance(replicas, str) else None
+    for one in [replicas] if listed is None else listed:
         if type(one) is not int or one < 1:
             raise PlanError(
                 f"replicas is a number from 1, or a list with one for each stage, found {replicas!r}"
             )
-    if listed:
+    if listed is not None:
         number = stages if given is None else len(given) + 1
-        if not replicas or number not in (None, len(replicas)):
+        if not listed or number not in (None, len(listed)):
             raise PlanError(
-                f"replicas={list(replicas)} has a number for each of {len(replicas)} stages, found "
-                f"{number} stages; give as many numbers"
+                f"replicas={listed} has a number for each of {len(listed)} stages, found {number} stages; "
+                "give as many numbers"
             )
-        counts = tuple(replicas)
+        counts = tuple(listed)
     else:
         assert isinstance(replicas, int), "checked above"
         if stages is None and given is None and (ranks or 0) % replicas:

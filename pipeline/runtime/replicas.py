@@ -158,7 +158,7 @@ def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """One number for the bytes of each tensor."""
     found = []
     for tensor in tensors:
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         found.append(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True))
     return torch.tensor(found, dtype=torch.int64)
 

@@ -1,5 +1,7 @@
 """replicas.count= and replicas.exact=: what they make of ranks and stages, and what is refused of them."""
 
+from typing import Any
+
 import pytest
 
 from penstock import Plan
@@ -11,7 +13,7 @@ from penstock.pipeline.run.resume import check
 from penstock.scripts import command
 
 
-def config(count, exact=False, kind=PlanConfig, **options):
+def config(count, exact=False, kind: Any = PlanConfig, **options) -> Any:
     return kind(replicas=ReplicasConfig(count=count, exact=exact), **options)
 
 

@@ -41,7 +41,10 @@ def test_pairs_of_replicas_are_pipelines_of_their_own():
     half = [show(program) for program in SCHEDULES["1f1b"]([[0], [1]], 4, extra_in_flight=1)]
     doubled = programs_of("1f1b", [2, 2], 8, extra=1)
     for place in range(2):
-        own = [[i._replace(micro_batch=i.micro_batch // 2) for i in doubled[r]] for r in (place, 2 + place)]
+        own = [
+            [i._replace(micro_batch=(i.micro_batch or 0) // 2) for i in doubled[r]]
+            for r in (place, 2 + place)
+        ]
         assert [show(program) for program in own] == half
 
 
