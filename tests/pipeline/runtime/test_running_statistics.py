@@ -1,6 +1,7 @@
 """Running statistics that forwards set aside: added in order they are the plain model's, bit for bit."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from penstock.compression.errors import StageError
 from penstock.pipeline.runtime.running_statistics import RunningStatistics, batch_norms
 
 
-class OnlyOne:
+class _OnlyOne:
     """The group of a replica without others."""
 
     size = 1
@@ -20,7 +21,10 @@ class OnlyOne:
         return [mine]
 
 
-def networks(momentum, dtype=torch.float32):
+ALONE: Any = _OnlyOne()
+
+
+def networks(momentum, dtype=torch.float32) -> Any:
     torch.manual_seed(0)
     norms = [nn.BatchNorm2d(n, momentum=momentum) for n in (3, 8)]
     model = nn.Sequential(norms[0], nn.Conv2d(3, 8, 3), norms[1], nn.ReLU()).to(dtype)
@@ -40,7 +44,7 @@ def test_what_is_set_aside_adds_up_to_the_plain_statistics(momentum, dtype, layo
             with statistics.forward(number):
                 assert same_bits(model(x), plain(x))
         assert all(same_bits(value, before[key]) for key, value in model.state_dict().items())
-        statistics.exchange(OnlyOne(), 3)
+        statistics.exchange(ALONE, 3)
         statistics.begin()
         for key, value in plain.state_dict().items():
             assert same_bits(model.state_dict()[key], value), key
@@ -55,7 +59,7 @@ def test_a_frozen_norm_reads_its_own_and_is_left_alone():
     x = torch.randn(3, 3, 6, 6)
     with statistics.forward(0):
         assert same_bits(model(x), plain(x))
-    statistics.exchange(OnlyOne(), 1)
+    statistics.exchange(ALONE, 1)
     assert all(same_bits(a, b) for a, b in zip(model.buffers(), plain.buffers(), strict=True))
 
 

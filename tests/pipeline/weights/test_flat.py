@@ -1,5 +1,7 @@
 """Gradients in one buffer: offsets, what stands where there is none, and the way back."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from penstock.compression.errors import StageError
 from penstock.pipeline.weights.flat import FlatGradients
 
 
-def named():
+def named() -> Any:
     a = torch.nn.Parameter(torch.zeros(2, 3))
     b = torch.nn.Parameter(torch.zeros(4, 2, 2, 2).to(memory_format=torch.channels_last))
     c = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
@@ -47,7 +49,7 @@ def test_a_sum_of_two_keeps_minus_zero_and_what_nobody_has_stays_none():
 
 def test_a_sparse_gradient_is_refused_by_name():
     pairs = named()
-    layer = torch.nn.Embedding(4, 2, sparse=True)
+    layer: Any = torch.nn.Embedding(4, 2, sparse=True)
     layer(torch.tensor([1])).sum().backward()
     with pytest.raises(StageError, match="replicas add up dense gradients, and words has a sparse one"):
         FlatGradients([*pairs, ("words", layer.weight)], pieces=1).gather()
