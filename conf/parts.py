@@ -108,3 +108,51 @@ class CheckpointConfig:
             at_least(1, f"checkpoint.{name}", getattr(self, name))
         if self.minutes is not None and not self.minutes > 0:
             raise ConfigError(f"checkpoint.minutes={self.minutes} must be above 0; leave it out for none")
+
+
+@dataclass
+class ReplicasConfig:
+    """Ranks that share the micro-batches of a stage.
+
+    Attributes:
+        count: ranks of every stage; or of each by a list such as [2,1]; ranks= is their sum
+        exact: they add gradients micro-batch by micro-batch, for the bits of one rank; takes memory and bytes
+    """
+
+    count: Any = 1
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        listed = isinstance(self.count, list) and self.count != []
+        for one in self.count if listed else [self.count]:
+            if type(one) is not int or one < 1:
+                raise ConfigError(
+                    f"replicas.count={self.count} must be a number from 1, or a list of such, as [2,1]"
+                )
+
+    @property
+    def several(self) -> bool:
+        """Whether a stage has more than one."""
+        return self.count != 1
+
+    def num_stages(self, ranks: int) -> int:
+        """How many stages there are on so many ranks."""
+        return len(self.count) if isinstance(self.count, list) else max(1, ranks // self.count)
+
+    def check(self, *, num_stages: int, ranks: int) -> None:
+        """Refuse counts that do not suit the stages and ranks."""
+        counts = self.of_stages(num_stages)
+        if len(counts) != num_stages:
+            raise ConfigError(
+                f"replicas.count={counts} has a number for each of {len(counts)} stages, found {num_stages} "
+                "stages; give as many numbers"
+            )
+        if ranks != sum(counts):
+            raise ConfigError(
+                f"every replica of a stage has a rank of its own, found ranks={ranks} for "
+                f"replicas.count={self.count} of {num_stages} stages; take ranks={sum(counts)}"
+            )
+
+    def of_stages(self, num_stages: int) -> list[int]:
+        """How many each stage has."""
+        return list(self.count) if isinstance(self.count, list) else [self.count] * num_stages

@@ -13,7 +13,7 @@ from typing import Any
 from ..compression.errors import ConfigError
 from ..compression.names import AUTO, is_device
 from .machines import MachinesConfig
-from .parts import CacheConfig, CheckpointConfig, ClipConfig, MemoryConfig
+from .parts import CacheConfig, CheckpointConfig, ClipConfig, MemoryConfig, ReplicasConfig
 from .rules import at_least, count_or_auto, one_of, shown
 
 CASTS = ("bfloat16", "float16")
@@ -48,6 +48,7 @@ class PlanConfig:
         extra_in_flight: micro-batches in flight beyond plain 1f1b, for a slow link; auto: up to 2, by measure
         link: speed between ranks, for the planner, for example 1Gbit; null: unlimited
         memory: limits for the planner
+        replicas: ranks that share the micro-batches of a stage
         seed: decides initial weights, order of samples and random layers
         threads: threads per rank; null: the cores available divided by the ranks
         deterministic: only algorithms that repeat their bits
@@ -73,6 +74,7 @@ class PlanConfig:
     extra_in_flight: Any = "auto"
     link: Any = None
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
     seed: int = 0
     threads: int | None = None
     deterministic: bool = True
@@ -104,6 +106,8 @@ class PlanConfig:
             return len(self.cuts) + 1
         if self.stages is not None:
             return self.stages
+        if self.replicas.several:
+            return self.replicas.num_stages(self.ranks)
         return 2 * self.ranks if self.schedule in TWO_A_RANK else self.ranks
 
     @property
@@ -117,7 +121,9 @@ class PlanConfig:
                 f"stages={self.stages} contradicts cuts={shown(self.cuts)}, which make {self.num_stages};"
                 " leave out one of them"
             )
-        if self.ranks > self.num_stages:
+        if self.replicas.several:
+            self.replicas.check(num_stages=self.num_stages, ranks=self.ranks)
+        elif self.ranks > self.num_stages:
             asked = f"stages={self.stages}" if self.cuts is None else f"cuts={shown(self.cuts)}"
             raise ConfigError(
                 f"ranks={self.ranks} is more than the {self.num_stages} stages of {asked}, and a rank needs"
@@ -209,6 +215,8 @@ class TrainConfig(MachinesConfig, PlanConfig):
         """What does not let ranks become fewer, as it was typed."""
         if self.streams:
             return f"weights={self.weights} of schedule={self.schedule}, which resumes on the same cuts"
+        if self.replicas.several:
+            return f"replicas.count={self.replicas.count}"
         given = {"plan": self.plan, "program": self.program, "nodes": self.nodes if self.nodes > 1 else None}
         return next((f"{name}={value}" for name, value in given.items() if value), None)
 

@@ -27,6 +27,7 @@ from .runtime.assembly import Assembly
 from .runtime.batches import joined, micro_batches
 from .runtime.gather import gather_flows, gather_reports, gather_spans
 from .runtime.loss import total_loss
+from .runtime.replicas import check_outputs
 from .runtime.report import Report, described
 from .runtime.step import Step
 from .runtime.values import Init
@@ -114,16 +115,15 @@ class Pipeline(Assembly):
 
     @property
     def is_last(self) -> bool:
-        """Whether this process holds the last stage, where losses and outputs are."""
-        return self.plan.num_stages - 1 in self.stages
+        """Whether this process holds the last stage (its first replica), where losses and outputs are."""
+        return self.world.is_alone or self.plan.rank_of(-1, 0) == self.rank
 
     def step(self, inputs: Any, targets: Any = None, *, outputs: bool = False) -> Report:
         """Train on one batch: micro-batches through the schedule, one update.
 
         Args:    inputs: a tensor, a tuple (positional) or a dict (by name) of tensors; dimension 0 is the
-                 batch; what the example had beside tensors may stand between them. ``Constant`` tensors of
-                 the example go to every micro-batch whole. What a process does not read (``reads_inputs``,
-                 ``reads_targets``) may be on the meta device: of that only shapes count.
+                 batch; what the example had beside tensors may stand between them; ``Constant`` tensors go
+                 to every micro-batch whole. What is not read here (``reads_inputs``) may be on meta.
                  targets: a tensor, tuple or dict of tensors, split along dimension 0 like the inputs; None
                  for a model that computes its own loss.
                  outputs: keep the model's outputs for the report, on the last stage's rank; of a stream,
@@ -135,6 +135,7 @@ class Pipeline(Assembly):
         """
         began = time.perf_counter()
         self.engine.failures.check()
+        check_outputs(self.plan, outputs and not self.world.is_alone)
         with self.same.batch("step", self.num_steps):
             self.engine.flags.check("train")
             check_gradients()
@@ -236,9 +237,10 @@ class Pipeline(Assembly):
             raise
         self.feed.ran(step)
         reports = self.usage.fill(engine.meter.reports, engine.meter.spans, rank=self.rank)
-        shares = {index: step.micro_batches[index].share for index in engine.losses}
-        mine = total_loss(engine.losses, shares, mean=self.plan.streams) if self.is_last else 0.0
-        told = gather_reports(self.world, mine, reports, num_stages=self.plan.num_stages, asked=self.asked)
+        losses = self.replicas.losses(engine.losses)
+        shares = {index: step.micro_batches[index].share for index in losses}
+        mine = total_loss(losses, shares, mean=self.plan.streams) if self.is_last else 0.0
+        told = gather_reports(self.world, mine, reports, ranks=self.ranks_of_stages, asked=self.asked)
         return Report(
             step=self.num_steps,
             seconds=time.perf_counter() - began,

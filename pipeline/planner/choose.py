@@ -132,7 +132,7 @@ def _seconds(plan: Plan, disk_rate: float) -> float:
     """Seconds of the slowest rank for a micro-batch."""
     rates = {"packed": PACKING_RATE, "host": LINK_RATE, "disk": disk_rate}
     return max(
-        sum(_stage_seconds(plan.stages[s], rates, plan.micro_batches) for s in stages)
+        sum(_stage_seconds(plan.stages[s], rates, plan.micro_batches) / plan.replicas[s] for s in stages)
         for stages in plan.stages_of_rank
     )
 

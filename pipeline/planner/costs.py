@@ -27,7 +27,8 @@ class Costs:
     """Costs of the layers from one position to another; position p is in front of layer p.
 
     ``copies`` says how often each rank holds what its layers take, ``rate`` is the bits per second of a link,
-    ``budget`` the bytes that a rank may use; ``recompute``: a backward runs its forward again first.
+    ``budget`` the bytes that a rank may use; ``recompute``: a backward runs its forward again first;
+    ``replicas``: ranks that share the micro-batches of each stage, empty: one each.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class Costs:
         rate: float | None,
         budget: int | None,
         recompute: bool = False,
+        replicas: Sequence[int] = (),
     ) -> None:
+        self.replicas = replicas
         self.profile, self.copies, self.rate, self.budget = profile, copies, rate, budget
         self.recompute, layers = recompute, profile.layers
         self.times = _sums(round((x.forward_seconds + self._backward(x)) * PICOSECONDS) for x in layers)
@@ -102,7 +105,8 @@ class Costs:
         """Picoseconds per micro-batch; math.inf where the layers do not fit the budget."""
         if self.budget is not None and with_margin(self.memory(start, end, rank)) > self.budget:
             return math.inf
-        return self.times[end] - self.times[start]
+        seconds = self.times[end] - self.times[start]
+        return -(-seconds // self.replicas[rank]) if self.replicas else seconds
 
     def of_stage(self, rank_ends: Sequence[int]) -> Span:
         """Picoseconds per micro-batch of a stage; math.inf where it would lie on two ranks."""

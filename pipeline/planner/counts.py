@@ -51,6 +51,44 @@ def sizes(
     return stages, ranks
 
 
+def replica_counts(
+    replicas: object,
+    *,
+    stages: int | None,
+    ranks: int | None,
+    given: Sequence[int] | None,
+) -> tuple[int, ...]:
+    """How many replicas each stage has; a number is that of every stage, and ``ranks`` tell how many stages
+    there are where nothing else does."""
+    listed = list(replicas) if isinstance(replicas, Sequence) and not isinstance(replicas, str) else None
+    for one in [replicas] if listed is None else listed:
+        if type(one) is not int or one < 1:
+            raise PlanError(
+                f"replicas is a number from 1, or a list with one for each stage, found {replicas!r}"
+            )
+    if listed is not None:
+        number = stages if given is None else len(given) + 1
+        if not listed or number not in (None, len(listed)):
+            raise PlanError(
+                f"replicas={listed} has a number for each of {len(listed)} stages, found {number} stages; "
+                "give as many numbers"
+            )
+        counts = tuple(listed)
+    else:
+        assert isinstance(replicas, int), "checked above"
+        if stages is None and given is None and (ranks or 0) % replicas:
+            raise PlanError(
+                f"{replicas} replicas of every stage take a multiple of {replicas} ranks, found ranks={ranks}"
+            )
+        counts = (replicas,) * _num_stages(stages, given, ranks // replicas if ranks else None)
+    if ranks not in (None, sum(counts)):
+        raise PlanError(
+            f"every replica of a stage has a rank of its own, found ranks={ranks} for replicas "
+            f"{list(counts)}; take ranks={sum(counts)}"
+        )
+    return counts
+
+
 def _num_stages(stages: int | None, given: Sequence[int] | None, ranks: int | None) -> int:
     if given is not None:
         if stages not in (None, len(given) + 1):

@@ -17,15 +17,16 @@ from ...compression.names import AUTO
 from ...stages.planner.asked import Asked
 from ...stages.planner.layer_profile import Profile
 from ...stages.planner.plan import Plan
-from ...stages.planner.rank_memory import Copies, copies
-from ...stages.planner.rules import streams
+from ...stages.planner.rank_memory import Copies, copies, exchanges
+from ...stages.planner.rules import check_replicas, streams
 from ...stages.units import parse_bytes, parse_rate, show_bytes
 from ..schedules import schedule_named
 from ..schedules.live import Programs
 from ..schedules.placement import layout, placed, placement, stages_on
+from ..schedules.replicated import DEEPENED, dealt, replicated
 from .choose import TooSmall, cheapest, is_open
 from .costs import Costs, with_margin
-from .counts import check_arguments, check_counts, check_places, sizes
+from .counts import check_arguments, check_counts, check_places, replica_counts, sizes
 from .cuts import allowed_cuts, named_cuts
 from .programs import endless_programs, most_extra, waiting
 from .split import smallest_limit, split
@@ -52,6 +53,8 @@ def partition(
     recompute: bool = False,
     prediction: bool = False,
     program: Sequence[str] = (),
+    replicas: int | Sequence[int] = 1,
+    exact: bool = False,
     disk_rate: float | None = None,
 ) -> Plan:
     """Cut a measured model into stages, exactly: of the fastest cuts, to 5 %, the one that sends least.
@@ -79,6 +82,8 @@ def partition(
         recompute: saved tensors are not kept: each stage runs a forward again ahead of its backward.
         prediction: of ``async_1f1b``: forwards run with weights expected at their backwards.
         program: the lines of ``schedule="custom"``, one per rank; they place the stages.
+        replicas: ranks of every stage, or of each ([2, 1]), which take its micro-batches in turn.
+        exact: replicas add up gradients in the plain loop's order, for its bits.
         disk_rate: bytes per second of the disk, for "auto"; 0: none may be used, None: not measured.
     Raises:
         PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
@@ -90,8 +95,13 @@ def partition(
     if is_open(memory=memory, tier=tier, parameters_tier=parameters_tier):
         return cheapest(functools.partial(partition, **asked_for), profile, disk_rate=disk_rate, **open_)
     check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
-    asked = Asked(stages=stages, ranks=ranks, cuts=tuple(cuts) if cuts else None)
     given = named_cuts(profile, cuts) if cuts else None
+    several: tuple[int, ...] | None = None
+    asked = {"stages": stages, "ranks": ranks, "cuts": tuple(cuts) if cuts else None}
+    if replicas != 1:
+        several = replica_counts(replicas, stages=stages, ranks=ranks, given=given)
+        check_replicas(dealt(several), schedule=schedule, weights=weights, micro_batches=micro_batches)
+        stages = ranks = len(several)  # cut for one rank a stage
     stages, ranks = sizes(stages, ranks, given, schedule, program)
     places = allowed_cuts(profile) if given is None else given
     check_places(profile, places, stages)
@@ -105,12 +115,20 @@ def partition(
         make = functools.partial(endless_programs, stages_on(range(stages)), schedule, each)
     else:
         each = micro_batches
-        make = functools.partial(schedule_named(schedule, program), stages_on(fixed or range(ranks)), each)
+        one, laid = schedule_named(schedule, program), stages_on(fixed or range(ranks))
+        if several:
+            one = replicated(one, dealt(several), deepens=schedule == DEEPENED)
+            laid = [[stage] for stage, number in enumerate(several) for _ in range(number)]
+        make = functools.partial(one, laid, each)
 
     def there(programs: Programs) -> list[Copies]:
         options = {"optimizer_state": optimizer_state, "device": profile.device, **held}
         counts = waiting(programs, weights=weights, micro_batches=each)
-        return [copies(number, old_versions=old, recompute=recompute, **options) for number, old in counts]
+        exchanged = [exchanges(n, micro_batches, exact=exact) for n in several or [1] * len(counts)]
+        return [
+            copies(number, old_versions=old, recompute=recompute, exchanged=more, **options)
+            for (number, old), more in zip(counts, exchanged, strict=True)
+        ]
 
     costs = Costs(
         profile,
@@ -118,6 +136,7 @@ def partition(
         rate=None if link is None else parse_rate(link),
         budget=None if memory is None else parse_bytes(memory),
         recompute=recompute,
+        replicas=several or (),
     )
     ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)
     spans = [*zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)]
@@ -126,7 +145,10 @@ def partition(
         most = most_extra(make, lambda programs: costs.fit(spans, there(programs)))
     known = ("fingerprint", "input_shapes", "input_dtypes", "signature", "leaves")
     return Plan(
-        stages=tuple(costs.stage(*span, place, ranks=(rank,), **held) for span, place, rank in spans),
+        stages=tuple(
+            costs.stage(*span, place, ranks=dealt(several)[rank] if several else (rank,), **held)
+            for span, place, rank in spans
+        ),
         schedule=schedule,
         micro_batches=micro_batches,
         extra_in_flight=extra,
@@ -138,7 +160,8 @@ def partition(
         weights_first=weights_first,
         prediction=prediction,
         program=tuple(program),
-        asked=asked,
+        exact=exact,
+        asked=Asked(**asked, replicas=several),
         **{name: getattr(profile, name) for name in known},
     )
 

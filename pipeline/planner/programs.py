@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from ...compression.errors import ScheduleError
 from ...stages.planner.plan import Plan
 from ...stages.weights.policies import STREAM
-from ..schedules import schedule_named
 from ..schedules.endless import StreamState, between
 from ..schedules.live import Programs, live_micro_batches, live_versions
+from ..schedules.replicated import schedule_of
 
 MOST_EXTRA = 2  # micro-batches: more hide nothing that these do not
 Layout = Sequence[Sequence[int]]  # the stages of each rank
@@ -18,7 +18,7 @@ Layout = Sequence[Sequence[int]]  # the stages of each rank
 
 def step_programs(plan: Plan) -> Programs:
     """The programs of one step; raises ScheduleError where the schedule does not suit the plan."""
-    schedule = schedule_named(plan.schedule, plan.program)
+    schedule = schedule_of(plan)
     return schedule(plan.stages_of_rank, plan.micro_batches, extra_in_flight=plan.extra_in_flight)
 
 

@@ -93,7 +93,7 @@ class World:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        self._collective(lambda: dist.all_gather(rows, mine, group=self.group), at, mine)
+        self.collective(lambda: dist.all_gather(rows, mine, group=self.group), at, mine)
         return [row.tolist() for row in rows]
 
     def all_reduce(self, numbers: Sequence[float], *, at: str = "") -> list[float]:
@@ -117,7 +117,7 @@ class World:
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
         rows = [torch.empty_like(padded) for _ in sizes]
-        self._collective(lambda: dist.all_gather(rows, padded, group=self.group), at, padded)
+        self.collective(lambda: dist.all_gather(rows, padded, group=self.group), at, padded)
         return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
 
     def gather(self, frames: Sequence[torch.Tensor], *, at: str = "") -> list[list[torch.Tensor]] | None:
@@ -127,13 +127,13 @@ class World:
         sizes = self.all_gather_json([frame.numel() for frame in frames], at=at)
         if self.rank:
             for frame in frames:
-                self._collective(lambda x=frame: dist.send(x, group=self.group, group_dst=0), at, frame)
+                self.collective(lambda x=frame: dist.send(x, group=self.group, group_dst=0), at, frame)
             return None
         gathered = [list(frames)]
         for source, lengths in enumerate(sizes[1:], start=1):
             rows = [torch.empty(length, dtype=torch.uint8) for length in lengths]
             for row in rows:
-                self._collective(
+                self.collective(
                     lambda x=row, source=source: dist.recv(x, group=self.group, group_src=source), at, row
                 )
             gathered.append(rows)
@@ -165,7 +165,8 @@ class World:
         dist.destroy_process_group(self.group)
         self.group = None
 
-    def _collective(self, call: Callable[[], Any], at: str, item: torch.Tensor) -> None:
+    def collective(self, call: Callable[[], Any], at: str, item: torch.Tensor) -> None:
+        """Do what several ranks do together with ``item``; raises TransportError where one is lost."""
         try:
             call()
         except RuntimeError as error:

@@ -124,6 +124,8 @@ def partition_options(config: PlanConfig) -> dict[str, Any]:
     memory = config.memory
     return {
         **{name: getattr(config, name) for name in OF_A_PLAN},
+        "replicas": config.replicas.count,
+        "exact": config.replicas.exact,
         "optimizer_state": state_per_byte(build.optimizer(config.optimizer)) if config.optimizer else None,
         "memory": memory.device,
         "tier": memory.tier,

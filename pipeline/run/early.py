@@ -18,13 +18,14 @@ from ...conf.planning import PlanningConfig
 from ...conf.rules import count_or_auto
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.planner.plan import Plan, check_tiers
-from ...stages.planner.rules import check_mirror, check_versions
+from ...stages.planner.rules import check_mirror, check_replicas, check_versions
 from ...stages.units import is_zero, parse_bytes, parse_rate, share_of
 from ..ranks.launch import check_ranks, secret
 from ..ranks.launched import Launched
 from ..samples import sources
 from ..schedules import schedule_named
 from ..schedules.placement import layout, placed, placement, stages_on
+from ..schedules.replicated import dealt
 from ..schedules.written import load_program
 
 ALL = "all"
@@ -117,8 +118,12 @@ def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
         decided["extra_in_flight"] = AUTO
     decided |= {"memory.tier": plan.of_stages("tier"), "memory.weights": plan.of_stages("weights_tier")}
     decided["memory.parameters"] = plan.of_stages("parameters_tier")
+    counts = list(plan.replicas)
+    decided["replicas.count"] = counts if len(set(counts)) > 1 else counts[0]
+    decided["replicas.exact"] = plan.exact
     for key, value in decided.items():
-        place, name = (config.memory, key[7:]) if key.startswith("memory.") else (config, key)
+        group, _, name = key.rpartition(".")
+        place = getattr(config, group) if group else config
         if key in keys and getattr(place, name) != value:
             asked = f"{key}={getattr(place, name)}"
             raise ConfigError(f"{asked} contradicts plan={config.plan} with {key}={value}; drop either")
@@ -180,12 +185,16 @@ def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
         extra_in_flight=extra,
     )
     tier = config.memory.parameters.replace(AUTO, "device")
-    check_mirror(schedule=config.schedule, weights=config.weights, parameters_tier=tier)
+    counts = config.replicas.of_stages(config.num_stages)
+    several = {"schedule": config.schedule, "weights": config.weights}
+    check_mirror(**several, parameters_tier=tier, replicas=max(counts))
+    check_replicas(dealt(counts), **several, micro_batches=config.micro_batches)
     if layout(config.schedule) == "custom":
         if not (isinstance(config, TrainConfig) and config.plan):
             placed(lines)
         return
-    rank_of = placement(config.schedule, stages=config.num_stages, ranks=config.ranks)
+    ranks = config.num_stages if config.replicas.several else config.ranks  # one a stage is dealt over them
+    rank_of = placement(config.schedule, stages=config.num_stages, ranks=ranks)
     schedule(stages_on(rank_of), config.micro_batches, extra_in_flight=extra)
 
 

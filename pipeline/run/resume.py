@@ -27,13 +27,13 @@ FREE = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
     "recompute", "extra_in_flight", "link", "memory", "deadline", "logger", "checkpoint", "resume", "epochs",
     "max_steps", "guard", "traceback", "versions", "settings", "max_restarts", "min_ranks", "nodes", "node",
-    "master", "join_deadline", "cache", "data.workers", "data.local",
+    "master", "join_deadline", "cache", "data.workers", "data.local", "replicas",
 )  # fmt: skip
 """What changes no bit of a synchronous training; what it changes of a stream, loading the state refuses."""
 
 ASKED = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
-    "recompute", "extra_in_flight", "link", "memory", "codec", "micro_batches", "device",
+    "recompute", "extra_in_flight", "link", "memory", "codec", "micro_batches", "device", "replicas",
 )  # fmt: skip
 """What a plan is made of; where all of it is the same, so is the plan, however long layers took this time."""
 
@@ -189,6 +189,8 @@ def _kind(key: str, config: TrainConfig, mine: object, there: object) -> str:
         return "refused"
     if key == "codec":
         return "said" if {mine, there} & set(LOSSY_CODECS) else "free"
+    if _root(key) == "replicas":
+        return "free" if config.replicas.exact or not config.replicas.several else "said"
     if key in OF_THE_LENGTH and config.scheduler.get("_target_"):
         return "said"
     if key in BY_NATURE:

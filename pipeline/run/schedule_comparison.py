@@ -175,7 +175,8 @@ def check_order(plan: Plan) -> None:
     if plan.streams:
         return
     chain = list(pairwise(range(plan.num_stages)))
-    smallest_window(step_programs(plan), num_micro_batches=plan.micro_batches, edges=chain)
+    rank_of = plan.rank_of if max(plan.replicas) > 1 else None
+    smallest_window(step_programs(plan), num_micro_batches=plan.micro_batches, edges=chain, rank_of=rank_of)
 
 
 def _stream(plan: Plan) -> tuple[Programs, Panel]:

@@ -52,6 +52,7 @@ from .auto import policy_named
 from .engine import Engine
 from .ownership import Ownership, disk_of, make_stages, ownership
 from .process_memory import ResidentMemory, Usage
+from .replicas import Replicas, check_replicated
 from .state import State
 from .steps import Steps, SynchronousFeed
 from .stream import StreamFeed
@@ -102,12 +103,19 @@ class Assembly:
             check_gradients()
             check_plan(plan, model, self.world)
             self.weight, self.num_steps = weight, 0
+            alone = [(0,)] * plan.num_stages
+            self.ranks_of_stages = alone if self.world.is_alone else [stage.ranks for stage in plan.stages]
             self._place(model, here)
             tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
             resident = ResidentMemory(model_bytes=sum(t.nbytes for t in tensors if not is_gpu(t.device)))
             gradients = autocast is not torch.float16 and not scale_of(scaler).checks
             watching = Guard(gradients) if guard else None
             own = self._cut(model, autocast, watching, memory, disk)
+            self.reads_inputs = 0 in self.stages  # of a batch; else they may be on the meta device
+            self.reads_targets = plan.num_stages - 1 in self.stages or weight is not None
+            self.replicas = Replicas(
+                plan, self.world, named=own.here, stages=self.stages, held=self.state.of_stage
+            )
             mirrors = {s: stage.mirror for s, stage in self.stages.items() if stage.mirror is not None}
             make = functools.partial(MirroredUpdate, mirrors=mirrors) if mirrors else Update
             self.update = make(
@@ -122,6 +130,7 @@ class Assembly:
                 scaler=scaler,
                 together=plan.schedule != STREAM,
                 guard=watching,
+                exchange=self.replicas.exchange,
             )
             check_apart(optimizer, [*model.named_parameters()], own.stage_of, self.update.optimizers)
             self.policy = policy_named(
@@ -143,6 +152,7 @@ class Assembly:
                 seed=seed,
                 devices=self.devices,
                 memory=self.memory,
+                replicas=self.replicas,
             )
             self.same = SameBatches(self.agreement, self.engine.failures.worded)
             resident.begin()
@@ -155,16 +165,6 @@ class Assembly:
                 resident=resident, devices=self.devices, mirrors=mirrors,
                 tiers=self.memory.tiers, pool=self.engine.transport.pool,
             )  # fmt: skip
-
-    @property
-    def reads_inputs(self) -> bool:
-        """Whether this process reads the inputs of a batch; else they may be on the meta device."""
-        return 0 in self.stages
-
-    @property
-    def reads_targets(self) -> bool:
-        """Whether this process reads the targets of a batch; else they may be on the meta device."""
-        return self.plan.num_stages - 1 in self.stages or self.weight is not None
 
     def near(self) -> contextlib.AbstractContextManager[None]:
         """The block, between steps, in which parameters whose tier is not the device are in memory.
@@ -213,6 +213,8 @@ class Assembly:
         graph = graph_of(model, self.plan, autocast)
         self.agreement.agree("the layers of a model", lambda: facts.of_layers(graph))
         check_layers(self.plan, graph)
+        if not self.world.is_alone:
+            check_replicated(self.plan, model, written=graph.written)
         self.call = graph.train.call
         self.steps = Steps(self.plan, graph, model, self.world)
         self.feed = StreamFeed(self.plan, self.steps) if self.plan.streams else SynchronousFeed(self.steps)

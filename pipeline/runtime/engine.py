@@ -29,6 +29,7 @@ from .device_frames import frames_of
 from .failures import Failures, place
 from .loss import Loss, check_loss_uses_outputs_only, mean_loss
 from .policy import Policy
+from .replicas import Replicas
 from .step import Step
 
 _BACKWARDS = (Op.B, Op.I)
@@ -41,7 +42,8 @@ class Engine:
     ``losses`` and ``outputs`` are those of the last step by micro-batch, where the last stage is.
 
     Args:    parameters: those of the model, held weakly: no loss may read one beside the outputs.
-             memory: moves what forwards save, and is told where the program is."""
+             memory: moves what forwards save, and is told where the program is.
+             replicas: are told when a micro-batch has gone backward, and when a stage is updated."""
 
     def __init__(
         self,
@@ -57,8 +59,9 @@ class Engine:
         seed: int,
         devices: Mapping[int, Device],
         memory: MemoryThread,
+        replicas: Replicas,
     ) -> None:
-        self.memory = memory
+        self.memory, self.replicas = memory, replicas
         self.stages, self.transport, self.policy = stages, transport, policy
         self.failures = Failures(rank, stages, transport)
         self.meter, self.frames = frames_of(devices, transport, rank=rank, stages=stages, policy=policy)
@@ -80,6 +83,7 @@ class Engine:
             self._begin(step)
             if not step.messages.continues:
                 self.update.begin()
+            self.replicas.begin(len(step.micro_batches))
             if fetches:
                 self.memory.begin([_pass(instruction) for instruction in step.program])
             for number, instruction in enumerate(step.program):
@@ -134,13 +138,15 @@ class Engine:
         index = instruction.micro_batch
         assert index is not None
         stage, batch = self.stages[instruction.stage], step.micro_batches[index]
-        sent, outputs = stage.forward(
-            index,
-            self.frames.gather_inputs(step, instruction),
-            route=step.messages.routes[index][stage.index],
-            seed=lambda name: layer_seed(self.seed, batch.step, batch.index, name),
-            batch=batch.batch,
-        )
+        items = self.frames.gather_inputs(step, instruction)
+        with self.replicas.forward(stage.index, index):
+            sent, outputs = stage.forward(
+                index,
+                items,
+                route=step.messages.routes[index][stage.index],
+                seed=lambda name: layer_seed(self.seed, batch.step, batch.index, name),
+                batch=batch.batch,
+            )
         self.frames.send_outputs(step, instruction, sent)
         if stage.last:
             self._lose(step, stage, index, outputs, batch)
@@ -175,6 +181,8 @@ class Engine:
         assert index is not None
         run = stage.backward if instruction.op is Op.B else stage.backward_inputs
         gradients = run(index, self.frames.receive(step, instruction))
+        if self.replicas.keeps:
+            self.replicas.keep(stage.index, index)
         self.frames.send_outputs(step, instruction, gradients)
         self.frames.release(step, instruction)
 
@@ -184,6 +192,7 @@ class Engine:
 
     def _update(self, step: Step, instruction: Instruction) -> None:
         self.update.step(instruction.stage)
+        self.replicas.updated(instruction.stage)
 
 
 def _pass(instruction: Instruction) -> Pass:

@@ -11,22 +11,40 @@ from ..ranks.world import World
 from ..schedules.messages import Flow
 from ..schedules.span import Span
 from .policy import Policy
-from .report import StageReport
+from .report import StageReport, together
 
 
 def gather_reports(
-    world: World, loss: float, reports: Mapping[int, StageReport], *, num_stages: int, asked: int
+    world: World,
+    loss: float,
+    reports: Mapping[int, StageReport],
+    *,
+    ranks: Sequence[Sequence[int]],
+    asked: int,
 ) -> dict[str, Any]:
     """Return of a Report the loss, which one rank has and the others give as 0, what every stage reports, and
-    the largest number that a rank was ``asked`` to tell."""
+    the largest number that a rank was ``asked`` to tell.
+
+    Args:    ranks: those of every stage, of whose reports one is made."""
     mine = [float(asked), loss]
-    for stage in range(num_stages):
+    for stage in range(len(ranks)):
         mine += reports.get(stage, StageReport()).numbers()
-    told, *columns = zip(*world.all_gather(mine, at="the report of a step"), strict=True)
-    total, *numbers = map(sum, columns)
-    size = len(numbers) // num_stages
-    rows = [numbers[i : i + size] for i in range(0, len(numbers), size)]
-    return {"loss": total, "stages": tuple(map(StageReport.of, rows)), "asked": int(max(told))}
+    rows = world.all_gather(mine, at="the report of a step")
+    told, losses, *_ = zip(*rows, strict=True)
+    size = len(StageReport().numbers())
+    found = [
+        [StageReport.of(rows[rank][2 + size * stage : 2 + size * (stage + 1)]) for rank in own]
+        for stage, own in enumerate(ranks)
+    ]
+    answer = {"loss": sum(losses), "stages": tuple(map(together, found)), "asked": int(max(told))}
+    if max(map(len, ranks)) == 1:
+        return answer
+    busy = {
+        rank: one.compute_seconds
+        for own, some in zip(ranks, found, strict=True)
+        for rank, one in zip(own, some, strict=True)
+    }
+    return answer | {"busy": tuple(busy[rank] for rank in sorted(busy))}
 
 
 def gather_spans(world: World, spans: Sequence[Span]) -> list[Span]:

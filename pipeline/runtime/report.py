@@ -62,6 +62,22 @@ class StageReport:
         return cls(**{name: kind(n) for (name, kind), n in zip(_KINDS.items(), numbers, strict=True)})
 
 
+SUMMED = frozenset(
+    "forward_raw forward_sent backward_raw backward_sent saved_raw saved_kept exposed_seconds "
+    "compute_seconds waiting_seconds held_up_seconds".split()
+)
+"""What replicas of a stage did together; of the rest, the most that one of them had counts."""
+
+
+def together(reports: Sequence[StageReport]) -> StageReport:
+    """One report of what the replicas of a stage report, the first of whose ranks stands for all."""
+    if len(reports) == 1:
+        return reports[0]
+    pairs = {name: [getattr(one, name) for one in reports] for name in StageReport.__slots__}
+    merged = {name: sum(found) if name in SUMMED else max(found) for name, found in pairs.items()}
+    return StageReport(**merged | {"rank": reports[0].rank})
+
+
 _KINDS: dict[str, Any] = {field.name: type(field.default) for field in dataclasses.fields(StageReport)}
 
 
@@ -69,7 +85,8 @@ _KINDS: dict[str, Any] = {field.name: type(field.default) for field in dataclass
 class Report:
     """One step; the same on every rank but for ``seconds``, which each rank measures itself, and for
     ``outputs``: the model's on the batch, if they were asked for, where the last stage is. ``asked``: the
-    largest ``Pipeline.asked`` of all ranks, 0 where nobody was asked for anything."""
+    largest ``Pipeline.asked`` of all ranks, 0 where nobody was asked for anything. ``busy``: the seconds in
+    which each rank computed, where replicas of a stage are several."""
 
     step: int
     loss: float
@@ -78,6 +95,7 @@ class Report:
     stages: tuple[StageReport, ...]
     outputs: Any = None
     asked: int = 0
+    busy: tuple[float, ...] = ()
 
     @property
     def bytes_raw(self) -> int:
@@ -92,6 +110,8 @@ class Report:
     @property
     def busy_seconds(self) -> tuple[float, ...]:
         """For every rank the seconds in which it computed or packed."""
+        if self.busy:
+            return self.busy
         busy = [0.0] * (1 + max((stage.rank for stage in self.stages), default=-1))
         for stage in self.stages:
             busy[stage.rank] += stage.compute_seconds
@@ -141,14 +161,20 @@ def described(plan: Plan, *, here: Sequence[int], num_steps: int) -> str:
     shape = f"{counted(plan.num_stages, 'stage')} on {counted(plan.num_ranks, 'rank')}"
     batches = counted(plan.micro_batches, "micro-batch", "micro-batches")
     lines = [f"pipeline of {shape}: schedule {plan.schedule}, {batches}, codec {show_codec(plan.codec)}"]
-    for number, (stage, owner) in enumerate(zip(plan.stages, plan.ranks, strict=True)):
+    for number, stage in enumerate(plan.stages):
         ends = " .. ".join(dict.fromkeys([stage.layers[0], stage.layers[-1]]))
         layers = f"{counted(len(stage.layers), 'layer')} ({ends})"
         mark = ", here" if number in here and plan.num_ranks > 1 else ""
         lines.append(
-            f"stage {number} on rank {owner}{mark}: {layers}, {counted(stage.num_parameters, 'parameter')}"
+            f"stage {number} on {ranks_named(stage.ranks)}{mark}: {layers}, "
+            f"{counted(stage.num_parameters, 'parameter')}"
         )
     return "\n".join([*lines, f"{counted(num_steps, 'step')} taken"])
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """``"rank 2"``, ``"ranks 0, 1"``."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def counted(number: int, one: str, several: str = "") -> str:

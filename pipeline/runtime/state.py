@@ -67,6 +67,13 @@ class State:
             self.source[key] = own.rank_of(min(read), 0)
             if read & set(stages) or id(tensor) in held:
                 self.held[key] = tensor
+        self.stages = {
+            s: {k: t for k, t in self.held.items() if id(t) in one.held} for s, one in stages.items()
+        }
+
+    def of_stage(self, stage: int) -> dict[str, torch.Tensor]:
+        """The parameters and buffers that the layers of a stage of this process name."""
+        return self.stages[stage]
 
     def part(self, update: Update, *, hidden: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """What this process answers for: what JSON can say of it, and its own tensors by the names that this
@@ -80,6 +87,7 @@ class State:
         notes = {
             name: {part: _noted(name, part, items, tensors) for part, items in kept.items()}
             for name, kept in update.state().items()
+            if update.owner[name] == self.world.rank  # of replicas the first
         }
         said = {
             "keys": keys,

@@ -20,9 +20,9 @@ from ...stages.tracing.layers import Layer, Traced
 from ...stages.tracing.probe import Probe
 from ...stages.tracing.shapes import Shapes
 from ..ranks.world import World
-from ..schedules import schedule_named
 from ..schedules.instruction import Instruction, Op
 from ..schedules.messages import StepMessages, micro_batch_messages, step_messages
+from ..schedules.replicated import as_one, schedule_of
 from ..schedules.verify import smallest_window, verify
 from .batches import MicroBatch
 from .step import Step
@@ -100,11 +100,14 @@ class Steps:
         if mode == "train":
             programs, order, window = self._training(len(inputs), pairs, extra)
         else:
-            programs = [[Instruction(s, Op.F, 0) for s in own] for own in self.plan.stages_of_rank]
+            runs = [(s, self.plan.rank_of(s, 0)) for s in range(self.plan.num_stages)]
+            ranks = range(self.plan.num_ranks)
+            programs = [[Instruction(s, Op.F, 0) for s, owner in runs if owner == rank] for rank in ranks]
             order, window = [Instruction(s, Op.F, 0) for s in range(self.plan.num_stages)], 2
+        firsts = max(self.plan.replicas)  # of a replica, one of these is its first micro-batch
         messages = {
             index: micro_batch_messages(
-                index, route, rank_of=self.plan.rank_of, codecs=self.codecs, tied=not index
+                index, route, rank_of=self.plan.rank_of, codecs=self.codecs, tied=index < firsts
             )
             for index, route in enumerate(routed)
         }
@@ -115,14 +118,19 @@ class Steps:
         self, number: int, pairs: list[tuple[int, int]], extra: int
     ) -> tuple[list[list[Instruction]], list[Instruction], int]:
         """Programs per rank, their order in one process, the receives to post ahead; U ends them."""
-        stages = self.plan.stages_of_rank
-        schedule = schedule_named(self.plan.schedule, self.plan.program)
-        programs = schedule(stages, number, extra_in_flight=extra)
-        window = smallest_window(programs, num_micro_batches=number, edges=pairs)
-        order = verify(programs, num_micro_batches=number, edges=pairs, window=window)
+        stages, settings = self.plan.stages_of_rank, {"num_micro_batches": number, "edges": pairs}
+        several = max(self.plan.replicas) > 1
+        rank_of = self.plan.rank_of if several else None
+        programs = schedule_of(self.plan)(stages, number, extra_in_flight=extra)
+        window = smallest_window(programs, **settings, rank_of=rank_of)
+        order = verify(programs, **settings, window=window, rank_of=rank_of)
+        if several and self.world.is_alone:
+            whole = as_one(self.plan, number, extra_in_flight=extra)
+            order = verify(whole, **settings, window=smallest_window(whole, **settings))
         updates = [[Instruction(s, Op.U) for s in own] for own in stages]
         programs = [[*program, *update] for program, update in zip(programs, updates, strict=True)]
-        return programs, [*order, *(u for update in updates for u in update)], window
+        once = dict.fromkeys(u for update in updates for u in update)  # replicas are one in one process
+        return programs, [*order, *once], window
 
 
 class SynchronousFeed:

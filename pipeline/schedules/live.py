@@ -24,7 +24,11 @@ def stages_of(programs: Programs) -> dict[int, list[Instruction]]:
 
 def live_micro_batches(programs: Programs) -> tuple[int, ...]:
     """The most micro-batches at once whose F is done, and B (or W) is not, for every stage."""
-    return tuple(max(_live(program)) for program in stages_of(programs).values())
+    most: dict[int, int] = {}
+    for program in programs:  # a stage may have replicas: then those of the fullest one
+        for stage, own in stages_of([program]).items():
+            most[stage] = max(most.get(stage, 0), *_live(own))
+    return tuple(most[stage] for stage in sorted(most))
 
 
 def most_held(programs: Programs, held: Callable[[int, int], int]) -> tuple[int, ...]:

@@ -106,7 +106,7 @@ def durations(spans: Iterable[Span]) -> dict[tuple[int, str], float]:
 def outline(programs: Programs) -> StepMessages:
     """Attach one message per stage and micro-batch to its sender and receiver: F to the next stage's F, B (or
     I) to the previous stage's. What no program sends, in a part of a stream, was there before it began."""
-    rank_of = {i.stage: rank for rank, program in enumerate(programs) for i in program}
+    rank_of = {i[::2]: rank for rank, program in enumerate(programs) for i in program}
     known = {i for program in programs for i in program}
     receives: dict[Instruction, tuple[Message, ...]] = {}
     sends: dict[Instruction, tuple[Message, ...]] = {}
@@ -119,7 +119,7 @@ def outline(programs: Programs) -> StepMessages:
             Instruction(target, op, sender.micro_batch) for op in ((Op.F,) if way is Op.F else (Op.B, Op.I))
         ]
         if heir := next((heir for heir in heirs if heir in known), None):
-            ranks = rank_of[sender.stage], rank_of[target]
+            ranks = rank_of[sender[::2]], rank_of[heir[::2]]
             message = Message(way, sender.micro_batch, 0, sender.stage, target, ranks=ranks)
             sends[sender], receives[heir] = (message,), (message,)
     return StepMessages(programs=programs, receives=receives, sends=sends)

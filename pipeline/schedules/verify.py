@@ -10,14 +10,20 @@ from itertools import pairwise
 
 from ...compression.errors import ScheduleError
 from .instruction import Instruction, Op
-from .waits import CircularWait, Edges, PaperRun, Programs
+from .waits import CircularWait, Edges, PaperRun, Programs, RankOf
 
 _INPUTS = (Op.B, Op.I)  # they take the gradient that came from downstream
 _WEIGHTS = (Op.B, Op.W)  # they add to the gradients of the weights
 
 
 def verify(
-    programs: Programs, *, num_micro_batches: int, edges: Edges, window: int = 2, asynchronous: bool = False
+    programs: Programs,
+    *,
+    num_micro_batches: int,
+    edges: Edges,
+    window: int = 2,
+    asynchronous: bool = False,
+    rank_of: RankOf | None = None,
 ) -> list[Instruction]:
     """Check the programs of all ranks and return one legal global order, which one process can run.
 
@@ -30,20 +36,30 @@ def verify(
         edges: (source stage, target stage) pairs over which values go forward and their gradients come back.
         window: receives a rank has posted ahead on each channel.
         asynchronous: a stage updates right after each of its backwards; otherwise U may end its step.
+        rank_of: who runs a stage for a micro-batch, where stages have replicas; None: one rank runs a stage.
     Raises:
         ScheduleError: an instruction is missing, doubled or misplaced, or the programs wait for each other.
     """
-    rank_of = _rank_of_stages(programs, edges)
-    _check_instructions(programs, num_micro_batches, rank_of, asynchronous)
-    for stage, rank in enumerate(rank_of):
-        own = [instruction for instruction in programs[rank] if instruction.stage == stage]
-        _check_order(own, rank)
-        (_check_each_update if asynchronous else _check_last_update)(own, rank)
+    _check_edges(edges)
+    ranks = _ranks_of_stages(programs, edges, several=rank_of is not None)
+    rank_of = rank_of or (lambda stage, micro_batch: ranks[stage][0])
+    _check_instructions(programs, num_micro_batches, ranks, rank_of, asynchronous)
+    for stage, owners in enumerate(ranks):
+        for rank in owners:
+            own = [instruction for instruction in programs[rank] if instruction.stage == stage]
+            _check_order(own, rank)
+            (_check_each_update if asynchronous else _check_last_update)(own, rank)
     return PaperRun(programs, edges, rank_of, window).finish()
 
 
 def smallest_window(
-    programs: Programs, *, num_micro_batches: int, edges: Edges, least: int = 2, asynchronous: bool = False
+    programs: Programs,
+    *,
+    num_micro_batches: int,
+    edges: Edges,
+    least: int = 2,
+    asynchronous: bool = False,
+    rank_of: RankOf | None = None,
 ) -> int:
     """The smallest window from ``least`` up with which ``verify`` accepts the programs.
 
@@ -57,7 +73,7 @@ def smallest_window(
     def waits(window: int) -> CircularWait | None:
         settings = {"num_micro_batches": num_micro_batches, "edges": edges, "asynchronous": asynchronous}
         try:
-            verify(programs, **settings, window=window)
+            verify(programs, **settings, window=window, rank_of=rank_of)
         except CircularWait as error:
             return error
         return None
@@ -70,12 +86,16 @@ def smallest_window(
     return bisect.bisect_left(range(high), True, lo=low + 1, key=lambda window: waits(window) is None)
 
 
-def _rank_of_stages(programs: Programs, edges: Edges) -> list[int]:
+def _ranks_of_stages(programs: Programs, edges: Edges, *, several: bool) -> list[list[int]]:
+    """The ranks of every stage: one, unless it may have ``several``."""
     rank_of: dict[int, tuple[int, Instruction]] = {}
+    ranks: dict[int, list[int]] = {}
     for rank, program in enumerate(programs):
         for instruction in program:
             other, first = rank_of.setdefault(instruction.stage, (rank, instruction))
-            if other != rank:
+            if rank not in ranks.setdefault(instruction.stage, []):
+                ranks[instruction.stage].append(rank)
+            if other != rank and not several:
                 raise ScheduleError(
                     f"a stage runs on one rank, found {first} on rank {other} and {instruction} on rank "
                     f"{rank}; give stage {instruction.stage} to one of them"
@@ -84,23 +104,30 @@ def _rank_of_stages(programs: Programs, edges: Edges) -> list[int]:
     for stage in range(num_stages):
         if stage not in rank_of:
             raise ScheduleError(f"every stage runs on a rank, {stage}F0 is missing on all {len(programs)}")
+    return [ranks[stage] for stage in range(num_stages)]
+
+
+def _check_edges(edges: Edges) -> None:
     for source, target in edges:
         if not 0 <= source < target:
             raise ScheduleError(
                 f"values go to later stages, found an edge from stage {source} to stage {target}"
             )
-    return [rank_of[stage][0] for stage in range(num_stages)]
 
 
 def _check_instructions(
-    programs: Programs, num_micro_batches: int, rank_of: Sequence[int], asynchronous: bool
+    programs: Programs,
+    num_micro_batches: int,
+    ranks: Sequence[Sequence[int]],
+    rank_of: RankOf,
+    asynchronous: bool,
 ) -> None:
     """What a step holds: F once, and B once or I and W once; no more and of no other micro-batch."""
     if num_micro_batches < 1:
         raise ScheduleError(f"a step needs at least one micro-batch, found micro_batches={num_micro_batches}")
     counts = Counter(instruction for program in programs for instruction in program)
     for instruction, count in counts.items():
-        rank, index = rank_of[instruction.stage], instruction.micro_batch
+        rank, index = ranks[instruction.stage][0], instruction.micro_batch
         if count > 1 and not (asynchronous and instruction.op is Op.U):
             raise ScheduleError(
                 f"an instruction runs once a step, found {instruction} {count} times on rank {rank}"
@@ -110,9 +137,15 @@ def _check_instructions(
                 f"the micro-batches of the step are 0 to {num_micro_batches - 1}, found {instruction} on "
                 f"rank {rank}"
             )
-    for stage, rank in enumerate(rank_of):
+    for stage in range(len(ranks)):
         for index in range(num_micro_batches):
-            _check_complete(counts, stage, index, rank)
+            _check_complete(counts, stage, index, rank_of(stage, index))
+    for place, program in enumerate(programs):
+        for stage, _, index in program:
+            if index is not None and (rank := rank_of(stage, index)) != place:
+                raise ScheduleError(
+                    f"micro-batch {index} of stage {stage} is dealt to rank {rank}, found it on rank {place}"
+                )
 
 
 def _check_complete(counts: Counter[Instruction], stage: int, index: int, rank: int) -> None:

@@ -7,7 +7,7 @@ A window counts instructions: where one sends several values, the transport post
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...compression.errors import ScheduleError
 from .instruction import Instruction, Op
@@ -15,6 +15,7 @@ from .instruction import Instruction, Op
 Edges = Sequence[tuple[int, int]]
 Programs = Sequence[Sequence[Instruction]]
 Channel = tuple[int, int]
+RankOf = Callable[[int, int], int]  # who runs a stage for a micro-batch
 Sent = tuple[int, int, int, Op]  # source stage, target stage, micro-batch, F or B
 
 _WAY = {Op.F: Op.F, Op.B: Op.B, Op.I: Op.B}  # I sends up what B would; W and U pass nothing on
@@ -27,7 +28,7 @@ class CircularWait(ScheduleError):
 class PaperRun:
     """One run of all programs in which nothing is computed and every wait is counted."""
 
-    def __init__(self, programs: Programs, edges: Edges, rank_of: Sequence[int], window: int) -> None:
+    def __init__(self, programs: Programs, edges: Edges, rank_of: RankOf, window: int) -> None:
         self.programs, self.rank_of, self.window = programs, rank_of, window
         self.targets: dict[tuple[int, Op], list[int]] = defaultdict(list)
         self.sources: dict[tuple[int, Op], list[int]] = defaultdict(list)
@@ -53,7 +54,8 @@ class PaperRun:
 
     def channel(self, message: Sent) -> Channel:
         """From the rank of the sender to that of the receiver."""
-        return self.rank_of[message[0]], self.rank_of[message[1]]
+        source, target, micro_batch, _ = message
+        return self.rank_of(source, micro_batch), self.rank_of(target, micro_batch)
 
     def sends(self, instruction: Instruction) -> list[Sent]:
         """What the instruction makes for other stages, its own rank's included."""

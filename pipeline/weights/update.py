@@ -47,7 +47,8 @@ class Update:
              scheduler: stepped after every update of its stage that was not skipped for an overflow.
              clip: largest L2 norm of the gradients, or None; ``scope``: of all, or of each stage.
              together: whether the stages update in rounds; else each on its own, whatever others find.
-             guard: checks the gradients before an update; None: nothing does."""
+             guard: checks the gradients before an update; None: nothing does.
+             exchange: makes the gradients of a stage, which replicas share, those of the whole batch."""
 
     def __init__(
         self,
@@ -63,7 +64,9 @@ class Update:
         scaler: Scaler = None,
         together: bool = True,
         guard: Guard | None = None,
+        exchange: Callable[[int], None] = lambda stage: None,
     ) -> None:
+        self.exchange = exchange
         self.world, self.scale, self.guard = world, scale_of(scaler), guard
         self.parameters, self.weights = parameters, weights
         self.named = {name: parameter for named in parameters.values() for name, parameter in named}
@@ -125,6 +128,7 @@ class Update:
         """Make the gradients of ``stages`` what their optimizers shall see, and decide whether they do."""
         for stage in stages:
             self.weights[stage].due()
+            self.exchange(stage)
         self.skipped = self._unscale(stages)
         if self.scale.checks and self.together:
             self.skipped = any(self.world.all_reduce([self.skipped], at="the verdict on overflows"))

@@ -10,12 +10,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """``stages``, ``ranks`` and ``cuts`` as a person gave them; None: left to the planner."""
+    """``stages``, ``ranks`` and ``cuts`` as a person gave them, None: left to the planner; ``replicas``
+    where there are some."""
 
     stages: int | None
     ranks: int | None
     cuts: tuple[str, ...] | None
+    replicas: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         said = {"stages": self.stages, "ranks": self.ranks, "cuts": self.cuts and f"[{','.join(self.cuts)}]"}
+        said |= {"replicas": self.replicas and list(self.replicas)}
         return " ".join(f"{name}={value}" for name, value in said.items() if value is not None)

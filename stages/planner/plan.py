@@ -19,7 +19,7 @@ from .asked import Asked
 from .old_plans import from_version_1
 from .plan_stage import PlanStage
 from .plan_table import table
-from .rules import check_extra, check_mirror, check_versions, streams
+from .rules import check_again, check_extra, check_mirror, check_replicas, check_versions, streams
 
 VERSION = 2  # 1: ranks, tier and weights_tier beside the stages
 TIERS = NAMES
@@ -42,7 +42,8 @@ class Plan:
     ``weights``: which version of the weights a micro-batch sees (``POLICIES``); ``prediction``: forwards run
     with the weights as they are expected to be at the backward; ``weights_first``: in a backward a layer's
     weight gradient comes before the gradient of its input. ``program``: a custom schedule, a line for each
-    rank. ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
+    rank. ``exact``: replicas add up gradients micro-batch by micro-batch, as the plain loop does.
+    ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
     ``asked``: which cuts ``partition`` was asked for; None in a plan that does not know.
     ``signature``: how the model is called, None for by position; ``leaves``: what is one layer, by request or
     need.
@@ -64,6 +65,7 @@ class Plan:
     weights_first: bool = False
     prediction: bool = False
     program: tuple[str, ...] = ()
+    exact: bool = False
     asked: Asked | None = dataclasses.field(default=None, compare=False)
     signature: Signature | None = dataclasses.field(default=None, compare=False)
     leaves: tuple[str, ...] = dataclasses.field(default=(), compare=False)
@@ -76,12 +78,15 @@ class Plan:
             raise PlanError(f"a layer belongs to one stage, the plan has {twice!r} twice")
         for stage in self.stages:
             check_tiers(**{n: getattr(stage, n) for n in ("tier", "weights_tier", "parameters_tier")})
-            check_mirror(schedule=self.schedule, weights=self.weights, parameters_tier=stage.parameters_tier)
+            tier, number = stage.parameters_tier, len(stage.ranks)
+            check_mirror(schedule=self.schedule, weights=self.weights, parameters_tier=tier, replicas=number)
         if sorted(set(self.ranks)) != list(range(len(set(self.ranks)))):
             raise PlanError(
                 f"a plan gives each of its {self.num_stages} stages a rank, and every rank from 0 on a "
                 f"stage, found ranks {list(self.ranks)}"
             )
+        ranks, batches = [stage.ranks for stage in self.stages], self.micro_batches
+        check_replicas(ranks, schedule=self.schedule, weights=self.weights, micro_batches=batches)
         check_versions(
             schedule=self.schedule,
             weights=self.weights,
@@ -90,19 +95,11 @@ class Plan:
             micro_batches=self.micro_batches,
             extra_in_flight=max(self.extra_in_flight, self.most_extra_in_flight),
         )
-        forgets = self.streams and (self.weights == "latest" or self.prediction)
-        if forgets and any(stage.recompute for stage in self.stages):
-            raise PlanError(
-                "a forward that runs again must see the weights of the first time, which "
-                f"weights={self.weights}{' with prediction' * self.prediction} forgets without a flush; take "
-                "weights=stashed without prediction, or recompute=false"
-            )
-        if self.micro_batches < 1:
-            raise PlanError(f"a step needs a micro-batch at least, found micro_batches={self.micro_batches}")
+        if self.streams and any(stage.recompute for stage in self.stages):
+            check_again(weights=self.weights, prediction=self.prediction)
         check_extra(self.extra_in_flight, self.most_extra_in_flight, micro_batches=self.micro_batches)
         counts = [n for s in self.stages for n in dataclasses.astuple(s) if isinstance(n, int | float)]
-        counts += [self.extra_in_flight, self.most_extra_in_flight]
-        counts += [size for shape in self.input_shapes for size in shape]
+        counts += [self.extra_in_flight, self.most_extra_in_flight, *sum(self.input_shapes, ())]
         if (
             min(counts) < 0
             or (self.memory is not None and self.memory < 1)
@@ -124,6 +121,11 @@ class Plan:
         """The rank that runs ``stage`` (-1: the last) for ``micro_batch``."""
         ranks = self.stages[stage].ranks
         return ranks[micro_batch % len(ranks)]
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """How many ranks each stage has."""
+        return tuple(len(stage.ranks) for stage in self.stages)
 
     @property
     def num_ranks(self) -> int:
@@ -219,32 +221,29 @@ def _title(plan: Plan) -> str:
         parts.insert(1, f"{plan.extra_in_flight} to {plan.most_extra_in_flight} extra in flight")
     elif plan.extra_in_flight:
         parts.insert(1, f"{plan.extra_in_flight} extra in flight")
-    for (name, way, _), codec in plan.named_codecs.items():
-        parts.append(f"{name} {'down' if way == 'F' else 'up'} {show_codec(codec)}")
+    ways = {"F": "down", "B": "up"}
+    parts += [f"{name} {ways[way]} {show_codec(one)}" for (name, way, _), one in plan.named_codecs.items()]
     parts += _weights(plan)
     if (tier := plan.of_stages("tier")) != "device":
         parts.append(f"saved tensors {tier}")
     if any(stage.recompute for stage in plan.stages):
         parts.append("forwards run again")
+    if max(plan.replicas) > 1:
+        parts.append(f"replicas {list(plan.replicas)}{' that add as one' * plan.exact}")
     if plan.link is not None:
         parts.append(f"link {show_rate(plan.link)}")
     if plan.memory is not None:
         parts.append(f"memory {show_bytes(plan.memory)} a rank")
-    counts = [
-        f"{n} {word}{'s' * (n > 1)}" for n, word in ((plan.num_stages, "stage"), (plan.num_ranks, "rank"))
-    ]
+    shape = (plan.num_stages, "stage"), (plan.num_ranks, "rank")
+    counts = [f"{n} {word}{'s' * (n > 1)}" for n, word in shape]
     return f"{' on '.join(counts)}, {', '.join(parts)}"
 
 
 def _weights(plan: Plan) -> list[str]:
     """Which weights a micro-batch sees, where batches mingle, and what comes first in a backward."""
-    parts = []
-    if plan.streams:
-        parts.append(f"weights {plan.weights}{' with prediction' if plan.prediction else ''}")
+    parts = [f"weights {plan.weights}{' with prediction' * plan.prediction}"] if plan.streams else []
     if (tier := plan.of_stages("weights_tier")) != "device":
         parts.append(f"old weights {tier}")
     if (tier := plan.of_stages("parameters_tier")) != "device":
         parts.append(f"parameters {tier}")
-    if plan.weights_first:
-        parts.append("weight gradients first")
-    return parts
+    return parts + ["weight gradients first"] * plan.weights_first

@@ -17,14 +17,14 @@ class PlanStage:
     save (None: all of them), ``bytes_forward`` and ``bytes_backward`` are those of the tensors
     that pass the cut behind the stage, unpacked.
 
-    ``ranks``: who runs it, one rank until there are replicas; ``device``: what computes, cpu, cuda (the GPU
-    of its rank) or cuda:1, None for what its rank computes on; ``tier``: where saved tensors wait for their
-    backward (``TIERS``); ``weights_tier``: where a version of its weights waits that no instruction reads
-    right now; ``parameters_tier``: where its parameters are, with their gradients and what the optimizer
-    keeps, while no layer reads them; ``recompute``: whether a backward runs its forward again. ``codecs``: by
-    name of a value that the stage makes and sends, the codec that it travels in, or under "auto" begins with;
-    ``gradient_codecs``: the same for the gradients that it sends up, by name of their values. What has no
-    codec here has that of the plan.
+    ``ranks``: who runs it: one rank, or replicas that take its micro-batches in turn; ``device``: what
+    computes, cpu, cuda (the GPU of its rank) or cuda:1, None for what its rank computes on; ``tier``: where
+    saved tensors wait for their backward (``TIERS``); ``weights_tier``: where a version of its weights waits
+    that no instruction reads right now; ``parameters_tier``: where its parameters are, with their gradients
+    and what the optimizer keeps, while no layer reads them; ``recompute``: whether a backward runs its
+    forward again. ``codecs``: by name of a value that the stage makes and sends, the codec that it travels
+    in, or under "auto" begins with; ``gradient_codecs``: the same for the gradients that it sends up, by name
+    of their values. What has no codec here has that of the plan.
     Raises:  PlanError: a decision that nothing can run.
     """
 
@@ -49,9 +49,9 @@ class PlanStage:
 
     def __post_init__(self) -> None:
         here = f"for the stage of {', '.join(self.layers[:1])}"
-        if len(self.ranks) != 1:
+        if not self.ranks or len(set(self.ranks)) != len(self.ranks):
             found = f"found ranks {list(self.ranks)} {here}"
-            raise PlanError(f"a stage runs on one rank until there are replicas, {found}; give it one")
+            raise PlanError(f"a stage runs on one rank, or on replicas that are each another, {found}")
         if self.device is not None and not is_device(self.device):
             raise PlanError(
                 f"a stage computes on device {HOST}, {GPU} or {GPU}:N, found {self.device!r} {here}; "

@@ -62,6 +62,7 @@ def copies(
     weights_tier: str = "device",
     parameters_tier: str = "device",
     recompute: bool = False,
+    exchanged: float = 0,
     device: str = HOST,
 ) -> Copies:
     """What is there with so many micro-batches in flight, on a rank that computes on ``device``.
@@ -74,6 +75,7 @@ def copies(
     ``GONE`` from there too. With ``recompute`` it is what one of them saved, and what entered with all. With
     ``parameters_tier`` the parameters of neighbours are there, with two gradients of the largest layer, or in
     an update all that belongs to one layer; and what waits where the tier leaves it on the device.
+    ``exchanged``: how often the parameters' bytes are there for replicas to sum up gradients.
     """
     here = min(in_flight, 1) if recompute else in_flight
     moves = not recompute and tier != "device"
@@ -83,8 +85,17 @@ def copies(
     there = {"saved": here, "entered": in_flight if recompute else 0}
     if moves:
         there |= {"near": min(in_flight, MOVING), "packed": 0 if tier in leaves else in_flight}
-    whole = 2 + state
+    whole = 2 + state + exchanged
     if parameters_tier == "device":
         return Copies(parameters=whole + versions, **there)
     waits = 0 if parameters_tier in leaves else whole
     return Copies(parameters=waits, largest=whole, **there)
+
+
+def exchanges(replicas: int, micro_batches: int, *, exact: bool) -> int:
+    """How often the bytes of a stage's parameters are there, while its replicas sum up gradients, beside the
+    gradients: once as a flat buffer; where the sum is ``exact``, for each micro-batch of a replica, and of
+    the sum."""
+    if replicas == 1:
+        return 0
+    return -(-micro_batches // replicas) + 1 if exact else 1

@@ -5,9 +5,16 @@ words; the policies' own rules come with their rows (``stages/weights/policies.p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...compression.errors import PlanError
 from ..record import shortened
 from ..weights.policies import STREAM, policy_named, rule_named
+
+REPLICATED = (
+    "gpipe",
+    "1f1b",
+)  # schedules whose stages may have replicas: backwards are whole, a rank has one
 
 
 def streams(schedule: str, weights: str) -> bool:
@@ -46,8 +53,13 @@ def check_versions(
         )
 
 
-def check_mirror(*, schedule: str, weights: str, parameters_tier: str) -> None:
-    """Refuse a mirror of the parameters where there are several versions of them at a time."""
+def check_mirror(*, schedule: str, weights: str, parameters_tier: str, replicas: int = 1) -> None:
+    """Refuse a mirror of the parameters where there are several versions of them at a time, or replicas."""
+    if parameters_tier != "device" and replicas > 1:
+        raise PlanError(
+            f"replicas of a stage keep their parameters on the device, found {replicas} replicas and "
+            f"parameters {parameters_tier}; leave them on the device, or take one rank a stage"
+        )
     if parameters_tier != "device" and streams(schedule, weights):
         asked = f"schedule={schedule}" if schedule == STREAM else f"weights={weights}"
         raise PlanError(
@@ -56,11 +68,61 @@ def check_mirror(*, schedule: str, weights: str, parameters_tier: str) -> None:
         )
 
 
+def check_again(*, weights: str, prediction: bool) -> None:
+    """Refuse second forwards in a stream whose policy forgets the weights of the first; raises PlanError."""
+    if weights == "latest" or prediction:
+        raise PlanError(
+            "a forward that runs again must see the weights of the first time, which "
+            f"weights={weights}{' with prediction' * prediction} forgets without a flush; take "
+            "weights=stashed without prediction, or recompute=false"
+        )
+
+
 def check_extra(least: int, most: int, *, micro_batches: int) -> None:
     """Refuse counts of micro-batches in flight beyond the schedule's own that no search can go through."""
+    if micro_batches < 1:
+        raise PlanError(f"a step needs a micro-batch at least, found micro_batches={micro_batches}")
     if most and not least <= most <= max(least, micro_batches):
         raise PlanError(
             "most_extra_in_flight is 0, or from extra_in_flight up to the micro-batches of a step, found "
             f"{shortened(most)} with extra_in_flight={shortened(least)} and micro_batches="
             f"{shortened(micro_batches)}; choose one of these"
+        )
+
+
+def check_replicas(
+    ranks: Sequence[Sequence[int]],
+    *,
+    schedule: str,
+    weights: str,
+    micro_batches: int,
+) -> None:
+    """Refuse replicas that cannot share the work of their stage.
+
+    Args:    ranks: those of every stage.
+    Raises:  PlanError: there are replicas, and something does not suit them."""
+    counts = [len(own) for own in ranks]
+    if max(counts) == 1:
+        return
+    if streams(schedule, weights):
+        asked = f"schedule={schedule}" if schedule == STREAM else f"weights={weights}"
+        raise PlanError(
+            f"replicas of a stage update together, and with {asked} there is no moment at which they could, "
+            f"found replicas {counts}; take schedule=1f1b, or one rank a stage"
+        )
+    if schedule not in REPLICATED:
+        raise PlanError(
+            f"stages have replicas under {' and '.join(REPLICATED)}, found replicas {counts} with "
+            f"schedule={schedule}; take one of these, or one rank a stage"
+        )
+    if max(counts) > micro_batches >= 1:
+        raise PlanError(
+            f"each replica of a stage gets a micro-batch at least, found {max(counts)} replicas and "
+            f"micro_batches={micro_batches}; raise micro_batches, or take fewer replicas"
+        )
+    together = [rank for own in ranks for rank in own]
+    if len(set(together)) != len(together):
+        raise PlanError(
+            f"with replicas every rank runs one stage, found ranks {[list(own) for own in ranks]}; give each "
+            "replica a rank of its own"
         )

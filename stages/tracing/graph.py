@@ -124,6 +124,7 @@ def trace(
         fingerprint=fingerprint(model),
         shared=groups,
         autocast=autocast,
+        written=frozenset(written),
     )
     remember(known, graph)
     return graph

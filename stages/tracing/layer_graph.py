@@ -20,7 +20,7 @@ class LayerGraph:
     """A recorded model: its two runs, the probe of each at the example's shape, the copy they ran on.
 
     ``shared``: in the train and in the eval run the tensors that share memory, with the layers that need
-    them: all on one stage."""
+    them: all on one stage. ``written``: the buffers that a forward in train mode writes to."""
 
     train: Traced
     eval: Traced
@@ -31,6 +31,7 @@ class LayerGraph:
     fingerprint: str
     shared: tuple[Groups, Groups]
     autocast: torch.dtype | None
+    written: frozenset[str]
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -55,6 +55,8 @@ class Case:
     deadline: float = 30
     guard: bool = False
     parameters_tier: str = "device"
+    replicas: object = 1
+    exact: bool = False
 
     def __str__(self):
         shown = [
@@ -79,7 +81,7 @@ def marked(parameter, model):
 
 
 VERSIONS = ("weights", "weights_tier", "parameters_tier", "weights_first", "recompute", "prediction")
-VERSIONS += ("program",)
+VERSIONS += ("program", "replicas", "exact")
 
 
 @functools.cache

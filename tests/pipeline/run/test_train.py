@@ -68,6 +68,7 @@ def plain_run(**more):
         "ranks=2",
         "ranks=1 stages=1",
         "ranks=1 stages=4 schedule=gpipe codec=raw",
+        "ranks=3 replicas.count=[2,1] replicas.exact=true",
         pytest.param("ranks=2 cuts=[_0,_2,_3]", marks=pytest.mark.slow),
     ],
 )

@@ -324,8 +324,8 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"ranks": ()}, r"one rank until there are replicas, found ranks \[\] for the stage of pool"),
-        ({"ranks": (0, 1)}, r"one rank until there are replicas, found ranks \[0, 1\] for the stage of pool"),
+        ({"ranks": ()}, r"one rank, or on replicas that are each another, found ranks \[\] for the stage"),
+        ({"ranks": (1, 1)}, r"replicas that are each another, found ranks \[1, 1\] for the stage of pool"),
         ({"device": "tpu"}, "computes on device cpu, cuda or cuda:N, found 'tpu' for the stage of pool"),
         ({"recompute": True, "tier": "host"}, "found recompute=true and tier host for the stage of pool"),
         ({"codecs": {"relu": "zip"}}, "for the stage of pool, relu: codec is one of raw, .* found 'zip'"),

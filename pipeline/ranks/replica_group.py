@@ -1,0 +1,70 @@
+"""The ranks that run replicas of one stage, and what they do together: sums and copies of plain buffers.
+
+What travels are bytes or sums of numbers on the host, over a gloo group of their own; every wait ends by the
+deadline of the world, and names what was lost.
+Source: claims C1 and C4 of CN107463448A (one update an iteration by collective communication)."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroup
+
+from .world import World
+
+
+class ReplicaGroup:
+    """Those of the ``ranks`` of ``world`` that run ``stage``, this one among them; collective among them."""
+
+    def __init__(self, world: World, ranks: Sequence[int], *, stage: int) -> None:
+        """Found the group."""
+        assert world.group is not None, "replicas are ranks of their own"
+        self.world, self.ranks, self.stage = world, tuple(ranks), stage
+        self.place = self.ranks.index(world.rank)
+        known = dist.get_process_group_ranks(world.group)
+        self.group = cast(
+            ProcessGroup,
+            dist.new_group(
+                [known[rank] for rank in self.ranks],
+                backend="gloo",
+                timeout=datetime.timedelta(seconds=world.deadline),
+                use_local_synchronization=True,  # ranks of other stages need not come
+            ),
+        )
+
+    @property
+    def size(self) -> int:
+        """How many replicas there are."""
+        return len(self.ranks)
+
+    def add_up(self, numbers: torch.Tensor, *, at: str) -> None:
+        """Sum up real ``numbers`` over the replicas, in place; all of them get the same bits."""
+        self._do(lambda: dist.all_reduce(numbers, group=self.group), at, numbers)
+
+    def largest(self, numbers: torch.Tensor, *, at: str) -> None:
+        """The largest over the replicas, place by place, in place."""
+        self._do(lambda: dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group), at, numbers)
+
+    def scatter(self, piece: torch.Tensor, pieces: Sequence[torch.Tensor], source: int, *, at: str) -> None:
+        """Fill ``piece`` with the one for this replica of the ``pieces`` that the ``source``-th has."""
+        mine = [_raw(one) for one in pieces] if source == self.place else None
+        self._do(lambda: dist.scatter(_raw(piece), mine, group=self.group, group_src=source), at, piece)
+
+    def all_gather(self, mine: torch.Tensor, *, at: str) -> list[torch.Tensor]:
+        """What every replica has of this shape and dtype, in their order."""
+        rows = [torch.empty_like(mine) for _ in self.ranks]
+        self._do(lambda: dist.all_gather([_raw(row) for row in rows], _raw(mine), group=self.group), at, mine)
+        return rows
+
+    def _do(self, call: object, at: str, item: torch.Tensor) -> None:
+        assert callable(call), "what the replicas do"
+        self.world.collective(call, f"{at} of stage {self.stage}", item)
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,197 @@
+"""Replicas of stages: one exact sum of the gradients, so that all of them update alike.
+
+Every micro-batch counts with its share of the whole batch, which its loss was multiplied by, so the gradient
+of the batch is a plain sum over the replicas: nothing is averaged, and a replica may have had nothing to do.
+Where the sum is exact, each replica keeps its gradients micro-batch by micro-batch, and the owner of each
+slice of the buffer adds them in ascending order, as the plain loop does: the same bits.
+Source: claims C1 and C2 of CN107463448A; law L8."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from ...compression.errors import Disagreement, PlanError
+from ...stages.planner.plan import Plan
+from ...stages.stage.stage import Stage
+from ..ranks.replica_group import ReplicaGroup
+from ..ranks.world import World
+from ..weights.clip import DTYPES
+from ..weights.flat import FlatGradients
+from ..weights.optimizers import Named
+from .running_statistics import BUFFERS, RunningStatistics, batch_norms, norms_of
+
+_NOTHING = contextlib.nullcontext()
+EVERY = 100  # updates from one at which replicas are compared to the next
+
+
+class Replicas:
+    """What the stages of this process do together with their replicas on other ranks; nothing where none is.
+
+    Args:    named: the parameters of each stage of this process.
+             stages: those themselves.
+             held: all tensors of each of these stages by name, which are the same on every replica."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        world: World,
+        *,
+        named: Mapping[int, Named],
+        stages: Mapping[int, Stage],
+        held: Callable[[int], Mapping[str, torch.Tensor]],
+        every: int = EVERY,
+    ) -> None:
+        self.plan, self.held, self.every = plan, held, every
+        several = [] if world.is_alone else [stage for stage in named if plan.replicas[stage] > 1]
+        self.groups = {s: ReplicaGroup(world, plan.stages[s].ranks, stage=s) for s in several}
+        self.flats = {s: FlatGradients(named[s], pieces=plan.replicas[s]) for s in several}
+        self.statistics = {s: RunningStatistics(norms_of(stages[s])) for s in several}
+        self.keeps = bool(several) and plan.exact
+        self.updates = dict.fromkeys(several, 0)
+        self.begin(0)
+
+    def begin(self, num_micro_batches: int) -> None:
+        """A step of so many micro-batches begins."""
+        self.number = num_micro_batches
+        self.kept: dict[int, dict[int, Mapping[torch.dtype, torch.Tensor]]] = {s: {} for s in self.groups}
+        for statistics in self.statistics.values():
+            statistics.begin()
+        self.has = {s: flat.has() * 0 for s, flat in self.flats.items()}
+        self.like: dict[int, list[torch.Tensor | None]] = {
+            s: [None] * len(flat.named) for s, flat in self.flats.items()
+        }
+
+    def forward(self, stage: int, micro_batch: int) -> contextlib.AbstractContextManager[None]:
+        """The block in which the layers of ``stage`` run forward."""
+        found = self.statistics.get(stage)
+        return _NOTHING if found is None else found.forward(micro_batch)
+
+    def keep(self, stage: int, micro_batch: int) -> None:
+        """Take the gradients of a micro-batch, which has just gone backward, so that the next starts anew."""
+        if stage not in self.groups:
+            return
+        flat, like = self.flats[stage], self.like[stage]
+        self.kept[stage][micro_batch] = flat.gather()
+        self.has[stage] |= flat.has()
+        for place, (_, parameter) in enumerate(flat.named):
+            like[place] = parameter.grad if like[place] is None else like[place]
+            parameter.grad = None
+
+    def exchange(self, stage: int) -> None:
+        """Make the gradients of ``stage`` those of the whole batch, the same on all its replicas."""
+        if stage not in self.groups:
+            return
+        flat, group = self.flats[stage], self.groups[stage]
+        self.statistics[stage].exchange(group, self.number)
+        if not flat.named:
+            return
+        if not self.keeps:
+            self.has[stage] = flat.has()
+            self.like[stage] = [parameter.grad for _, parameter in flat.named]
+        group.largest(has := self.has[stage], at="which gradients there are")
+        sums = self._in_order(stage) if self.keeps else self._together(stage)
+        flat.spread(sums, has, like=self.like[stage])
+
+    def _together(self, stage: int) -> dict[torch.dtype, torch.Tensor]:
+        """The sums over replicas, each of which has summed up its own micro-batches."""
+        found = self.flats[stage].gather()
+        for flat in found.values():
+            numbers = torch.view_as_real(flat) if flat.is_complex() else flat
+            self.groups[stage].add_up(numbers, at="the sum of the gradients")
+        return found
+
+    def _in_order(self, stage: int) -> dict[torch.dtype, torch.Tensor]:
+        """The sums over micro-batches in ascending order: each replica adds up its slice for all."""
+        group, kept, found = self.groups[stage], self.kept[stage], {}
+        for dtype, size in self.flats[stage].sizes.items():
+            total = torch.empty(size // group.size, dtype=dtype)
+            piece = torch.empty_like(total)
+            for micro_batch in range(self.number):
+                holder = micro_batch % group.size
+                pieces = kept[micro_batch][dtype].chunk(group.size) if holder == group.place else ()
+                into = piece if micro_batch else total
+                group.scatter(into, pieces, holder, at=f"the gradients of micro-batch {micro_batch}")
+                if micro_batch:
+                    total += piece
+            found[dtype] = torch.cat(group.all_gather(total, at="the sum of the gradients"))
+        return found
+
+    def losses(self, mine: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
+        """The losses of all micro-batches, ascending, where the last stage is; of one replica, ``mine``."""
+        group = self.groups.get(self.plan.num_stages - 1)
+        if group is None:
+            return mine
+        told = torch.zeros(self.number, 2, dtype=torch.float64)
+        for index, loss in mine.items():
+            told[index] = torch.tensor([1 + DTYPES.index(loss.dtype), float(loss)], dtype=torch.float64)
+        rows = torch.stack(group.all_gather(told, at="the losses"))
+        found = [rows[index % group.size, index].tolist() for index in range(self.number)]
+        return {i: torch.tensor(loss, dtype=DTYPES[int(kind) - 1]) for i, (kind, loss) in enumerate(found)}
+
+    def updated(self, stage: int) -> None:
+        """Compare what the replicas of ``stage`` hold, at the first update and every hundredth.
+
+        Raises: Disagreement: it is not the same; the sentence names the first tensor."""
+        if stage not in self.groups:
+            return
+        self.updates[stage] += 1
+        if (self.updates[stage] - 1) % self.every:
+            return
+        group, held = self.groups[stage], self.held(stage)
+        rows = group.all_gather(digests(held.values()), at="the digest of what replicas hold")
+        for rank, row in zip(group.ranks, rows, strict=True):
+            for name, ours, theirs in zip(held, rows[0].tolist(), row.tolist(), strict=True):
+                if ours != theirs:
+                    raise Disagreement(
+                        f"replicas of a stage hold the same bits after every update: {name} of stage {stage} "
+                        f"differs on rank {group.ranks[0]} and rank {rank} behind update "
+                        f"{self.updates[stage]}; see that nothing but the pipeline writes to the model"
+                    )
+
+
+def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """One number for the bytes of each tensor."""
+    found = []
+    for tensor in tensors:
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        found.append(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True))
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def check_replicated(plan: Plan, model: nn.Module, *, written: frozenset[str]) -> None:
+    """Refuse what replicas would train otherwise than one.
+
+    Args:    written: the buffers that a forward writes to.
+    Raises:  PlanError: the model has something of the kind."""
+    if max(plan.replicas) == 1:
+        return
+    if sparse := next((n for n, m in model.named_modules() if getattr(m, "sparse", False) is True), ""):
+        raise PlanError(
+            f"replicas add up dense gradients, and {sparse} gives sparse ones; make it with sparse=False, or "
+            "take one rank a stage"
+        )
+    norms = batch_norms(dict(model.named_modules(remove_duplicate=False)))
+    if found := sorted(written - {f"{name}.{key}" for name in norms for key in BUFFERS}):
+        raise PlanError(
+            f"replicas see some micro-batches each, and a forward writes to {found[0]}, which is no running "
+            "statistic of a batch norm; take one rank a stage"
+        )
+    if written and any(stage.recompute for stage in plan.stages):
+        raise PlanError(
+            f"replicas set the running statistics of batch norms aside, found {min(written)} and "
+            "recompute=true; take recompute=false, or one rank a stage"
+        )
+
+
+def check_outputs(plan: Plan, asked: bool) -> None:
+    """Refuse to hand out the outputs of a step where replicas have them; raises PlanError."""
+    if asked and plan.replicas[-1] > 1:
+        raise PlanError(
+            f"each of {plan.replicas[-1]} replicas of the last stage has outputs of its own micro-batches, "
+            "found outputs=True; evaluate the batch, or give the last stage one rank"
+        )

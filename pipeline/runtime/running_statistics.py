@@ -1,0 +1,182 @@
+"""Running statistics of batch norms where replicas see some micro-batches each: with the bits of one.
+
+In training a batch norm reads nothing of its running statistics, so each forward writes into others, with a
+factor of 1: what is then there is the mean and the variance that the kernel adds. At the update all replicas
+tell each other theirs, and each adds them in ascending order of micro-batches. How a kernel rounds that sum
+is known for some, tried on random inputs of every shape, and refused where it is none of these."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...compression.errors import StageError
+from ...stages.stage.stage import Stage
+from ..ranks.replica_group import ReplicaGroup
+
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+TRIED = 512  # sums that a formula is tried on, at least
+
+Formula = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+def _single(before: torch.Tensor, new: torch.Tensor, factor: float) -> torch.Tensor:
+    """All in the dtype of the statistics."""
+    weight = torch.tensor(factor, dtype=before.dtype)
+    return weight * new + (1 - weight) * before
+
+
+def _wider(before: torch.Tensor, new: torch.Tensor, factor: float) -> torch.Tensor:
+    """The new one, and the sum, in float64: so torch's kernel for the CPU adds a variance of float32."""
+    weight = torch.tensor(factor, dtype=before.dtype)
+    return (weight.double() * new.double() + ((1 - weight) * before).double()).to(before.dtype)
+
+
+FORMULAS: Sequence[Formula] = (_single, _wider)
+
+
+def batch_norms(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Those of ``modules`` whose running statistics are known to be only written by a forward in training."""
+    return {
+        name: module
+        for name, module in modules.items()
+        if isinstance(module, _BatchNorm)
+        and not isinstance(module, nn.SyncBatchNorm)
+        and type(module).forward is _BatchNorm.forward
+    }
+
+
+def norms_of(stage: Stage) -> dict[str, Any]:
+    """The batch norms that the layers of a stage run, by their names in the model."""
+    tops = stage.parts["train"].modules.items()
+    return batch_norms(
+        {f"{path}.{name}".rstrip("."): one for path, top in tops for name, one in top.named_modules()}
+    )
+
+
+class RunningStatistics:
+    """Those of the batch norms of one stage, by the names of the modules in the model."""
+
+    def __init__(self, norms: Mapping[str, Any]) -> None:
+        self.norms = {name: norm for name, norm in norms.items() if norm.running_mean is not None}
+        self.known: dict[tuple[object, ...], int] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.seen: dict[int, dict[str, torch.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def forward(self, micro_batch: int) -> Iterator[None]:
+        """The block in which the layers of the stage run forward for ``micro_batch``."""
+        self.seen[micro_batch] = seen = {}
+        handles, own = [], dict[str, tuple[Any, ...]]()
+
+        def before(name: str, norm: Any, x: torch.Tensor) -> None:
+            if not norm.training:
+                return
+            code = self._formula(name, norm, x)
+            own[name] = (norm.momentum, *(getattr(norm, key) for key in BUFFERS), code)
+            norm.momentum = 1.0
+            for key in BUFFERS:
+                setattr(norm, key, torch.zeros_like(getattr(norm, key)))
+
+        def restore(name: str, norm: Any) -> None:
+            norm.momentum, *buffers, _ = own.pop(name)
+            for key, buffer in zip(BUFFERS, buffers, strict=True):
+                setattr(norm, key, buffer)
+
+        def after(name: str, norm: Any) -> None:
+            if name not in own:
+                return
+            code = torch.tensor([float(own[name][-1])], dtype=torch.float64)
+            found = torch.cat([code, *(x.double().cpu() for x in (norm.running_mean, norm.running_var))])
+            restore(name, norm)
+            if name in seen:
+                raise StageError(
+                    f"with replicas a batch norm runs once in a forward, and {name} ran twice; take one rank "
+                    "for its stage"
+                )
+            seen[name] = found
+
+        for name, norm in self.norms.items():
+            first = lambda module, args, name=name: before(name, module, args[0])  # noqa: E731
+            last = lambda module, args, output, name=name: after(name, module)  # noqa: E731
+            handles += [norm.register_forward_pre_hook(first), norm.register_forward_hook(last)]
+        try:
+            yield
+        finally:
+            for name in [*own]:
+                restore(name, self.norms[name])
+            for handle in handles:
+                handle.remove()
+
+    def exchange(self, group: ReplicaGroup, number: int) -> None:
+        """Add what all replicas saw of ``number`` micro-batches, in ascending order."""
+        if not self.norms:
+            return
+        sizes = {name: 1 + 2 * norm.running_mean.numel() for name, norm in self.norms.items()}
+        mine = torch.zeros(-(-number // group.size), sum(sizes.values()), dtype=torch.float64)
+        for micro_batch, seen in self.seen.items():
+            parts = [seen.get(name, torch.zeros(size, dtype=torch.float64)) for name, size in sizes.items()]
+            mine[micro_batch // group.size] = torch.cat(parts)
+        rows = group.all_gather(mine, at="the running statistics")
+        for micro_batch in range(number):
+            row = rows[micro_batch % group.size][micro_batch // group.size]
+            for norm, told in zip(self.norms.values(), row.split([*sizes.values()]), strict=True):
+                if code := int(told[0]):
+                    _add(norm, told[1:].chunk(2), code - 1)
+
+    def _formula(self, name: str, norm: Any, x: torch.Tensor) -> int:
+        """Counted from 1, how the sums of ``norm`` are rounded: the formula of the mean, then the other.
+
+        Raises: StageError: by none that is known."""
+        key = name, x.shape, x.stride(), x.dtype, norm.momentum
+        if key in self.known:
+            return self.known[key]
+        generator = torch.Generator().manual_seed(0)
+        factor = 1 / 3 if norm.momentum is None else norm.momentum
+        like, given = norm.running_mean, (norm.weight, norm.bias, True)
+
+        def run(mean: torch.Tensor, var: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+            F.batch_norm(drawn, mean, var, *given, factor, norm.eps)
+            return mean, var
+
+        fits = [[True] * len(FORMULAS) for _ in range(2)]
+        drawn = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        with torch.no_grad():
+            for _ in range(max(4, math.ceil(TRIED / like.numel()))):
+                drawn.copy_(torch.randn(x.shape, generator=generator) + 0.5)
+                new = run(torch.zeros_like(like), torch.zeros_like(like), 1.0)
+                times = torch.rand(like.shape, generator=generator).to(like) + 0.5
+                old = [one * times for one in new]  # alike, or few roundings would differ
+                found = run(old[0].clone(), old[1].clone(), factor)
+                for which in range(2):
+                    for place, formula in enumerate(FORMULAS):
+                        expected = formula(old[which].cpu(), new[which].cpu(), factor)
+                        fits[which][place] &= torch.equal(expected, found[which].cpu())
+        if not all(map(any, fits)):
+            raise StageError(
+                f"replicas add the running statistics of a batch norm as one process does, and how {name} "
+                f"adds them for an input of strides {x.stride()} and {x.dtype} is not known; take one rank "
+                "for its stage"
+            )
+        code = self.known[key] = 1 + len(FORMULAS) * fits[0].index(True) + fits[1].index(True)
+        return code
+
+
+def _add(norm: Any, told: Sequence[torch.Tensor], code: int) -> None:
+    """One micro-batch more."""
+    norm.num_batches_tracked.add_(1)
+    factor = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+    for buffer, new, formula in zip(
+        (norm.running_mean, norm.running_var), told, divmod(code, len(FORMULAS)), strict=True
+    ):
+        buffer.copy_(FORMULAS[formula](buffer.cpu(), new.to(buffer.dtype), factor))

@@ -1,0 +1,63 @@
+"""Programs of stages that may have replicas: a rank runs the micro-batches that are dealt to it.
+
+The schedule is asked for one rank a stage, and each of its programs is dealt over the replicas of the stage.
+What is left of a legal order is a legal order; and with as many more in flight as there are replicas, every
+replica has as many as a rank alone would have.
+
+Source: Narayanan et al., PipeDream, SOSP 2019, section 3.2 (round robin over the replicas of a stage)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...stages.planner.plan import Plan
+from . import Schedule, schedule_named
+from .instruction import Instruction
+
+DEEPENED = "1f1b"  # takes more in flight than its own; gpipe has all there are
+
+# 1f1b, replicas 2 and 1        rank 0   F0 F2 B0 .. B2         of stage 0
+#                               rank 1   F1 .. F3 B1 .. B3      of stage 0
+#                               rank 2   .. F0 B0 F1 B1 F2 B2 F3 B3
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The schedule of ``plan``, which knows the replicas of its stages."""
+    schedule = schedule_named(plan.schedule, plan.program)
+    return replicated(schedule, [stage.ranks for stage in plan.stages], deepens=plan.schedule == DEEPENED)
+
+
+def dealt(replicas: Sequence[int]) -> list[tuple[int, ...]]:
+    """The ranks of stages that have so many replicas each, in their order."""
+    starts = [sum(replicas[:stage]) for stage in range(len(replicas))]
+    return [tuple(range(start, start + n)) for start, n in zip(starts, replicas, strict=True)]
+
+
+def replicated(schedule: Schedule, ranks: Sequence[Sequence[int]], *, deepens: bool) -> Schedule:
+    """``schedule`` for stages that run on these ``ranks``, each with a stage of its own.
+
+    Args:    deepens: it takes micro-batches in flight beyond its own."""
+    most = max(map(len, ranks))
+    if most == 1:
+        return schedule
+
+    def programs(
+        stages_of_rank: Sequence[Sequence[int]], num_micro_batches: int, *, extra_in_flight: int = 0
+    ) -> list[list[Instruction]]:
+        extra = most * (1 + extra_in_flight) - 1 if deepens else extra_in_flight
+        whole = schedule([[stage] for stage in range(len(ranks))], num_micro_batches, extra_in_flight=extra)
+        found: dict[int, list[Instruction]] = {}
+        for program, own in zip(whole, ranks, strict=True):
+            for instruction in program:
+                rank = own[(instruction.micro_batch or 0) % len(own)]
+                found.setdefault(rank, []).append(instruction)
+        return [found.get(rank, []) for rank in range(len(stages_of_rank))]
+
+    return programs
+
+
+def as_one(plan: Plan, num_micro_batches: int, *, extra_in_flight: int) -> list[list[Instruction]]:
+    """The programs in one process, which has one copy of each stage: its replicas are one there, and take
+    micro-batches in ascending order."""
+    schedule, stages = schedule_named(plan.schedule, plan.program), [[s] for s in range(plan.num_stages)]
+    return schedule(stages, num_micro_batches, extra_in_flight=extra_in_flight)

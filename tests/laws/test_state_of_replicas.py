@@ -1,0 +1,130 @@
+"""What replicas hold is the same on all, is there once in a checkpoint, and goes on with another number."""
+
+import json
+
+import pytest
+import torch
+from cases import Case, pipeline_of, plan_of
+from law import differences, plain_of, state_differences
+from zoo import build
+
+import penstock
+
+TWO = Case(
+    model="residual", cuts=2, replicas=2, micro_batches=4, exact=True, optimizer="adamw", scheduler=True
+)
+ONE = Case(
+    model="residual", cuts=2, replicas=[1, 2], micro_batches=4, exact=True, optimizer="adamw", scheduler=True
+)
+
+
+def saved(case, plan_path, random_layers, folder):
+    """On a rank: two steps, a checkpoint, and whether all replicas of a stage hold the same after each."""
+    pipe = pipeline_of(case, penstock.Plan.load(plan_path), build(case.model)[0])
+    pipe.replicas.every = 1
+    for x, y in build(case.model, steps=2)[1]:
+        pipe.step(x, y)
+    penstock.save(pipe, folder)
+    return sum(pipe.replicas.updates.values())
+
+
+def resumed(case, plan_path, random_layers, folder):
+    """On a rank: what the step after the checkpoint has other than the plain loop's third."""
+    plan = penstock.Plan.load(plan_path)
+    pipe = pipeline_of(case, plan, build(case.model)[0])
+    penstock.load(pipe, folder)
+    plain, batches = build(case.model, steps=3)
+    *_, expected = plain_of(case, plain, batches, random_layers)
+    report = pipe.step(*batches[2])
+    found = [] if report.loss == expected["loss"] else ["loss"]
+    state = pipe.state_dict()
+    return found + (state_differences(state, plain, expected["optimizer"]) if pipe.rank == 0 else [])
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_has_every_tensor_once_and_goes_on_with_fewer_replicas(ranks, tmp_path):
+    plan, random_layers = plan_of(TWO)
+    plan.save(tmp_path / "two.json")
+    folder = tmp_path / "kept"
+    assert ranks.run(saved, TWO, str(tmp_path / "two.json"), random_layers, str(folder), ranks=4) == [2] * 4
+    parts = json.loads((folder / "index.json").read_text())["parts"]
+    sizes = [part["bytes"] for part in parts]
+    assert min(sizes[0], sizes[2]) > 10 * max(sizes[1], sizes[3])  # only headers
+    plan, _ = plan_of(ONE)
+    plan.save(tmp_path / "one.json")
+    found = ranks.run(resumed, ONE, str(tmp_path / "one.json"), random_layers, str(folder), ranks=3)
+    assert found == [[]] * 3
+
+
+def written_to(case, plan_path, random_layers):
+    """On a rank: what is said of a weight that somebody moved on one replica."""
+    pipe = pipeline_of(case, penstock.Plan.load(plan_path), build(case.model)[0])
+    (x, y), *_ = build(case.model)[1]
+    if pipe.rank == 3:
+        with torch.no_grad():
+            next(p for p in pipe.update.named.values() if p.numel()).view(-1)[0] += 1e-3
+    try:
+        pipe.step(x, y)
+    except Exception as error:
+        return f"{type(error.__cause__ or error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.ranks
+def test_replicas_that_part_are_refused_by_name(ranks, tmp_path):
+    case = Case(model="mlp", cuts=2, replicas=2, micro_batches=4, codec="raw")
+    plan, random_layers = plan_of(case)
+    plan.save(tmp_path / "plan.json")
+    found = [
+        text for text, _ in ranks.try_run(strict, case, str(tmp_path / "plan.json"), random_layers, ranks=4)
+    ]
+    assert any(
+        "replicas of a stage hold the same bits" in text and "of stage 1 differs on rank 2 and rank 3" in text
+        for text in found
+    )
+
+
+def strict(*told):
+    said = written_to(*told)
+    if said:
+        raise RuntimeError(said)
+
+
+def of_outputs(case, plan_path, random_layers):
+    pipe = pipeline_of(case, penstock.Plan.load(plan_path), build(case.model)[0])
+    (x, y), *_ = build(case.model)[1]
+    with pytest.raises(penstock.PlanError, match="has outputs of its own micro-batches, found outputs=True"):
+        pipe.step(x, y, outputs=True)
+    return [str(pipe).count("ranks"), len(pipe.step(x, y).busy_seconds), pipe.step(x, y).stages[1].rank]
+
+
+@pytest.mark.ranks
+def test_outputs_of_replicas_are_refused_and_reports_name_their_ranks(ranks, tmp_path):
+    case = Case(model="mlp", cuts=2, replicas=2, micro_batches=4, codec="raw")
+    plan, random_layers = plan_of(case)
+    plan.save(tmp_path / "plan.json")
+    found = ranks.run(of_outputs, case, str(tmp_path / "plan.json"), random_layers, ranks=4)
+    assert found == [[3, 4, 2]] * 4
+
+
+def test_one_process_runs_replicas_as_one():
+    case = Case(model="mlp", cuts=2, replicas=[2, 1], micro_batches=5)
+
+    assert differences(case) == []
+
+
+def refused(case, plan_path, random_layers):
+    try:
+        pipeline_of(case, penstock.Plan.load(plan_path), build(case.model)[0])
+    except penstock.PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_a_second_forward_with_batch_norms_is_refused(ranks, tmp_path):
+    case = Case(model="residual", cuts=2, replicas=[2, 1], recompute=True)
+    plan, random_layers = plan_of(case)
+    plan.save(tmp_path / "plan.json")
+    found = ranks.run(refused, case, str(tmp_path / "plan.json"), random_layers, ranks=3)
+    assert all("take recompute=false, or one rank a stage" in said for said in found)

@@ -1,0 +1,79 @@
+"""Running statistics that forwards set aside: added in order they are the plain model's, bit for bit."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from reference import same_bits
+from torch import nn
+
+from penstock.compression.errors import StageError
+from penstock.pipeline.runtime.running_statistics import RunningStatistics, batch_norms
+
+
+class _OnlyOne:
+    """The group of a replica without others."""
+
+    size = 1
+
+    def all_gather(self, mine, *, at):
+        return [mine]
+
+
+ALONE: Any = _OnlyOne()
+
+
+def networks(momentum, dtype=torch.float32) -> Any:
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm2d(n, momentum=momentum) for n in (3, 8)]
+    model = nn.Sequential(norms[0], nn.Conv2d(3, 8, 3), norms[1], nn.ReLU()).to(dtype)
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 1 / 3, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_what_is_set_aside_adds_up_to_the_plain_statistics(momentum, dtype, layout):
+    model, plain = networks(momentum, dtype)
+    statistics = RunningStatistics(batch_norms(dict(model.named_modules())))
+    for _ in range(20):
+        batch = [(torch.randn(3, 3, 6, 6, dtype=dtype) + 0.2).to(memory_format=layout) for _ in range(3)]
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        for number, x in enumerate(batch):
+            with statistics.forward(number):
+                assert same_bits(model(x), plain(x))
+        assert all(same_bits(value, before[key]) for key, value in model.state_dict().items())
+        statistics.exchange(ALONE, 3)
+        statistics.begin()
+        for key, value in plain.state_dict().items():
+            assert same_bits(model.state_dict()[key], value), key
+
+
+def test_a_frozen_norm_reads_its_own_and_is_left_alone():
+    model, plain = networks(0.1)
+    for one in (model, plain):
+        one[2].eval()
+        one[2].running_mean += 1
+    statistics = RunningStatistics(batch_norms(dict(model.named_modules())))
+    x = torch.randn(3, 3, 6, 6)
+    with statistics.forward(0):
+        assert same_bits(model(x), plain(x))
+    statistics.exchange(ALONE, 1)
+    assert all(same_bits(a, b) for a, b in zip(model.buffers(), plain.buffers(), strict=True))
+
+
+def test_what_a_kernel_adds_otherwise_is_refused_by_name_and_leaves_the_model_as_it_was():
+    model, plain = networks(0.1)
+    statistics = RunningStatistics(batch_norms(dict(model.named_modules())))
+    with (
+        pytest.raises(StageError, match=r"how 0 adds them for an input of strides .* is not known"),
+        statistics.forward(0),
+    ):
+        model(torch.randn(3, 6, 6, 6)[:, ::2])  # an input with gaps is summed in float64
+    with pytest.raises(StageError, match="runs once in a forward, and 0 ran twice"), statistics.forward(1):
+        model[0](model[0](torch.randn(3, 3, 6, 6)))
+    assert all(same_bits(a, b) for a, b in zip(model.buffers(), plain.buffers(), strict=True))
+    assert model[0].momentum == 0.1
+    assert not model[0]._forward_hooks
+    assert not model[0]._forward_pre_hooks
