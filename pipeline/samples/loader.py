@@ -71,7 +71,7 @@ class Loader:
                  tell: is told of samples that are left out, and of caches that are gone."""
         self.workers, self.waited, self.broken, self.counts = workers, 0.0, 0, Counts()
         self.times: Times | None = None
-        self._tell, self._expected, self._said = tell, iter(places), set[str]()
+        self._tell, self._expected, self._said = tell, iter(places), False
         self._caches = [through.cache for through in reading.through.values()]
         self._warm_up, self._epoch, self._skips = warm_up, None, reading.skips
         ahead = {"prefetch_factor": AHEAD, "multiprocessing_context": start} if workers else {}
@@ -109,10 +109,9 @@ class Loader:
         self.waited, self.counts = self.waited + waited, self.counts.plus(read.counts)
         if self._warm_up is not None:
             self._measure(self._warm_up, place, read, waited)
-        for note in read.notes:
-            if note not in self._said:  # once, of however many processes
-                self._said.add(note)
-                self._tell(note)
+        if read.notes and not self._said:  # once, of however many processes
+            self._said = True
+            self._tell(read.notes[0])
         if read.batch is None:
             raise unreadable(read.broken, skips=self._skips)
         for one in read.broken:
