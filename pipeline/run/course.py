@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +59,7 @@ def course(config: TrainConfig, samples: Samples, *, done: int) -> Course:
         epochs=config.epochs,
         steps=count_steps(config, samples),
         steps_of_an_epoch=steps_of_an_epoch(config, samples),
-        tests=0 if samples.test is None else math.ceil(samples.num_samples("test") / config.batch_size),
+        tests=0 if samples.test is None else samples.num_batches("test", batch_size=config.batch_size),
         done=done,
     )
 
@@ -82,11 +81,13 @@ def loader(
     skips = bool(config.data.get("skip_broken", False))
     needs = Needs(inputs=skips or pipe.reads_inputs, targets=skips or pipe.reads_targets)
     tables = {"train": train} | ({} if samples.test is None else {"test": samples.test})
-    read = [table for table in tables.values() if needs.inputs or not isinstance(table, PartTable)]
+    read = {
+        split: table for split, table in tables.items() if needs.inputs or not isinstance(table, PartTable)
+    }
     spare = cores() // config.local_ranks - (config.threads or 1)
     asked = config.data.get("workers", AUTO)
-    workers = workers_of(asked, read, cores=spare) if read else 0
-    brings = {"train": through} if through is not None and train in read else {}
+    workers = workers_of(asked, read.values(), cores=spare) if read else 0
+    brings = {"train": through} if through is not None and "train" in read else {}
     reading = Reading(
         tables=tables,
         batch_size=config.batch_size,
