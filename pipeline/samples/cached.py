@@ -98,7 +98,7 @@ class Through:
     def samples(self, indices: Sequence[int]) -> list[Any]:
         """Return samples."""
         return [
-            self.reads.decode(index, data) if sample is None else sample
+            sample if data is None or sample is not None else self.reads.decode(index, data)
             for index, (data, sample) in zip(indices, self._brought(indices), strict=True)
         ]
 
