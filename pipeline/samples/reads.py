@@ -42,13 +42,15 @@ class Reads(Protocol):
 
 
 class Files:
-    """Reads of a data set with ``read(index)``, ``decode(index, data)`` and, where it has files, ``path``."""
+    """Reads of a data set with ``read(index)``, ``decode(index, data)`` and, where it has files, ``path``.
+
+    What reads the files is part of their name: another may make other bytes of them."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self.data = ""
         if hasattr(dataset, "path"):
-            names = hashlib.blake2b(digest_size=16)
+            names = hashlib.blake2b(_reader(dataset).encode(errors="surrogateescape"), digest_size=16)
             for index in range(len(dataset)):
                 names.update(f"{os.path.abspath(dataset.path(index))}\0".encode(errors="surrogateescape"))
             self.data = f"files {names.hexdigest()}"
@@ -104,7 +106,7 @@ class Part:
     """``read`` and ``decode`` of a ``Subset``."""
 
     def __init__(self, dataset: Any, indices: Sequence[int]) -> None:
-        self._dataset, self._indices = dataset, indices
+        self.whole, self._indices = dataset, indices
         if hasattr(dataset, "path"):
             self.path: Callable[[int], str] = self._path
 
@@ -113,14 +115,14 @@ class Part:
 
     def read(self, index: int) -> bytes:
         """Return the bytes of a sample."""
-        return self._dataset.read(self._indices[index])
+        return self.whole.read(self._indices[index])
 
     def decode(self, index: int, data: bytes) -> Any:
         """Return the sample of these bytes."""
-        return self._dataset.decode(self._indices[index], data)
+        return self.whole.decode(self._indices[index], data)
 
     def _path(self, index: int) -> str:
-        return self._dataset.path(self._indices[index])
+        return self.whole.path(self._indices[index])
 
 
 class Whole:
@@ -181,6 +183,15 @@ def _files_of(dataset: Any) -> Any:
         if plain and getattr(dataset.loader, "__module__", "") == folder.__module__ and _by_pillow():
             return Folder(dataset)
     return None
+
+
+def _reader(dataset: Any) -> str:
+    """Which function reads the files of a data set, and where that stands."""
+    while isinstance(dataset, Part):
+        dataset = dataset.whole
+    read = type(dataset).read
+    code = getattr(read, "__code__", None)
+    return f"{code.co_filename if code else read.__module__}:{read.__qualname__}\0"
 
 
 def _tells(dataset: Any) -> bool:

@@ -169,6 +169,68 @@ def test_a_file_that_changes_is_read_anew(path, tmp_path):
         assert data.__getitems__(list(data.sampler))[2] == b"anew" * 20
 
 
+class Written(Dataset[Any]):
+    """Files of two bytes each, read as they are."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __len__(self) -> int:
+        return 4
+
+    def path(self, index: int) -> str:
+        return str(self.root / f"{index}.bin")
+
+    def read(self, index: int) -> bytes:
+        return Path(self.path(index)).read_bytes()
+
+    def decode(self, index: int, data: bytes) -> bytes:
+        return data
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.decode(index, self.read(index))
+
+
+class Backwards(Written):
+    """The same files, read otherwise."""
+
+    def read(self, index: int) -> bytes:
+        return super().read(index)[::-1]
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.decode(index, self.read(index))
+
+
+def test_files_that_are_read_otherwise_are_other_samples(path, tmp_path):
+    for index in range(4):
+        (tmp_path / f"{index}.bin").write_bytes(bytes([index, 200]))
+    with broker_thread(path, policy("never_evict", 100 * PAGE)):
+        hits = {}
+        for job, dataset in enumerate((Written(tmp_path), Backwards(tmp_path), Written(tmp_path))):
+            for name, one in (("whole", dataset), ("part", Subset(dataset, [0, 1, 2, 3]))):
+                data = penstock.cached(one, job=f"{name}{job}", socket=path, shuffle=False)
+                assert data.__getitems__(list(data.sampler)) == [dataset[index] for index in range(4)]
+                hits[name, job] = data.through.counts.hits
+        assert [hits["whole", job] for job in range(3)] == [0, 0, 4]
+
+
+class Nothing(Dataset[Any]):
+    """Draws, and then has no sample, as those do whose collate function leaves such out."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(1) if index % 2 else [torch.rand(1), None][1]
+
+
+def test_a_sample_that_is_none_is_a_sample(path):
+    with broker_thread(path, policy("never_evict", 100 * PAGE)):
+        data = penstock.cached(Nothing(), job="a", decoded=True, socket=path, shuffle=False)
+        for _ in range(2):
+            assert [sample is None for sample in data.__getitems__(list(data.sampler))] == [True, False] * 2
+
+
 def folder(root: Path) -> Path:
     source = torch.Generator().manual_seed(0)
     for name in ("cats", "dogs"):
