@@ -118,7 +118,7 @@ class Reading:
         """Return the samples of an epoch in their order, int64."""
         key = split, epoch if split in self.shuffled else 0
         if key not in self._orders:
-            for old in [one for one in self._orders if one[0] == split]:
+            for old in [one for one in self._orders if one[0] == split][:-1]:  # an epoch, and the next one
                 del self._orders[old]
             number = len(self.tables[split])
             drawn = split in self.shuffled
