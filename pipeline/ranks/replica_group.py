@@ -7,7 +7,7 @@ Source: claims C1 and C4 of CN107463448A (one update an iteration by collective 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -60,8 +60,7 @@ class ReplicaGroup:
         self._do(lambda: dist.all_gather([_raw(row) for row in rows], _raw(mine), group=self.group), at, mine)
         return rows
 
-    def _do(self, call: object, at: str, item: torch.Tensor) -> None:
-        assert callable(call), "what the replicas do"
+    def _do(self, call: Callable[[], object], at: str, item: torch.Tensor) -> None:
         self.world.collective(call, f"{at} of stage {self.stage}", item)
 
 
