@@ -8,6 +8,7 @@ is known for some, tried on random inputs of every shape, and refused where it i
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -79,10 +80,10 @@ class RunningStatistics:
         self.seen[micro_batch] = seen = {}
         handles, own = [], dict[str, tuple[Any, ...]]()
 
-        def before(name: str, norm: Any, x: torch.Tensor) -> None:
+        def before(name: str, norm: Any, given: tuple[torch.Tensor, ...]) -> None:
             if not norm.training:
                 return
-            code = self._formula(name, norm, x)
+            code = self._formula(name, norm, given[0])
             own[name] = (norm.momentum, *(getattr(norm, key) for key in BUFFERS), code)
             norm.momentum = 1.0
             for key in BUFFERS:
@@ -93,7 +94,7 @@ class RunningStatistics:
             for key, buffer in zip(BUFFERS, buffers, strict=True):
                 setattr(norm, key, buffer)
 
-        def after(name: str, norm: Any) -> None:
+        def after(name: str, norm: Any, *_: object) -> None:
             if name not in own:
                 return
             code = torch.tensor([float(own[name][-1])], dtype=torch.float64)
@@ -107,9 +108,8 @@ class RunningStatistics:
             seen[name] = found
 
         for name, norm in self.norms.items():
-            first = lambda module, args, name=name: before(name, module, args[0])  # noqa: E731
-            last = lambda module, args, output, name=name: after(name, module)  # noqa: E731
-            handles += [norm.register_forward_pre_hook(first), norm.register_forward_hook(last)]
+            handles.append(norm.register_forward_pre_hook(functools.partial(before, name)))
+            handles.append(norm.register_forward_hook(functools.partial(after, name)))
         try:
             yield
         finally:
