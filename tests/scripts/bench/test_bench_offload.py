@@ -252,7 +252,8 @@ def told(tmp_path) -> RunFolder:
     return folder
 
 
-def test_runs_train_alike_and_count_what_the_disk_moved(told, tmp_path):
+def test_runs_train_alike_and_count_what_the_disk_moved(told, tmp_path, monkeypatch):
+    everything_leaves(monkeypatch)
     words = {"options": {"memory": {"prefetch_layers": 2}}, "path": str(tmp_path), "warmup": 1, "steps": 2}
     kept, disk = (
         offload_turn.train(told.path, words | {"contestant": name}, None) for name in ("device", "disk")
@@ -260,8 +261,8 @@ def test_runs_train_alike_and_count_what_the_disk_moved(told, tmp_path):
     assert kept["losses"] == disk["losses"]
     assert len(kept["losses"]) == 3
     assert (kept["bytes_written"], kept["bytes_read"], kept["direct"]) == (0, 0, None)
-    # How much hangs on who is faster: what is read before it was written is never written, nor read.
-    assert min(disk["bytes_written"], disk["bytes_read"]) >= 0
+    assert disk["bytes_written"] > 0
+    assert disk["direct"] is not None
     assert min(kept["seconds"], disk["seconds"]) > 0
     assert (tmp_path / "steps").read_text() == "3"
 
