@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Ranks
+from ranks import Ranks, give_back_memory
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -37,6 +37,13 @@ def same_start() -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def memory_goes_back() -> Iterator[None]:
+    """Several workers and their ranks share a machine."""
+    yield
+    give_back_memory()
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """A pool of real ranks: processes kept for the whole test run, a new gloo group for every job."""
 
+import ctypes
+import gc
 import multiprocessing
 import tempfile
 import traceback
@@ -58,6 +60,13 @@ class Ranks:
         self.workers.clear()
 
 
+def give_back_memory():
+    """Let the system have what this process no longer needs: glibc would keep a gigabyte and more for good."""
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
 def _answer(pipe):
     try:
         return pipe.recv() if pipe.poll(DEADLINE) else (SILENT, None)
@@ -75,6 +84,7 @@ def _serve(pipe):
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    gc.freeze()  # what is here by now is not looked through after every job
     pipe.send(READY)
     while True:
         try:
@@ -94,3 +104,5 @@ def _serve(pipe):
             pipe.recv()  # a group that is destroyed earlier hides the true error from the other ranks
             if dist.is_initialized():
                 dist.destroy_process_group()
+        result = None
+        give_back_memory()
