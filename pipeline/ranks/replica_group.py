@@ -41,9 +41,15 @@ class ReplicaGroup:
         """How many replicas there are."""
         return len(self.ranks)
 
-    def add_up(self, numbers: torch.Tensor, *, at: str) -> None:
-        """Sum up real ``numbers`` over the replicas, in place; all of them get the same bits."""
-        self._do(lambda: dist.all_reduce(numbers, group=self.group), at, numbers)
+    def begin_to_add_up(self, numbers: torch.Tensor, *, at: str) -> dist.Work:
+        """Begin to sum up real ``numbers`` over the replicas, in place; all of them get the same bits."""
+        begun: list[dist.Work] = []
+        self._do(lambda: begun.append(self.group.allreduce([numbers])), at, numbers)
+        return begun[0]
+
+    def finish(self, work: dist.Work, item: torch.Tensor, *, at: str) -> None:
+        """Wait until what was begun with ``item`` has been done."""
+        self._do(work.wait, at, item)
 
     def largest(self, numbers: torch.Tensor, *, at: str) -> None:
         """The largest over the replicas, place by place, in place."""

@@ -83,7 +83,7 @@ class Engine:
             self._begin(step)
             if not step.messages.continues:
                 self.update.begin()
-            self.replicas.begin(len(step.micro_batches))
+            self.replicas.begin(step)
             if fetches:
                 self.memory.begin([_pass(instruction) for instruction in step.program])
             for number, instruction in enumerate(step.program):
@@ -180,7 +180,9 @@ class Engine:
         stage, index = self.stages[instruction.stage], instruction.micro_batch
         assert index is not None
         run = stage.backward if instruction.op is Op.B else stage.backward_inputs
-        gradients = run(index, self.frames.receive(step, instruction))
+        arrived = self.frames.receive(step, instruction)
+        with self.replicas.backward(stage.index, index):
+            gradients = run(index, arrived)
         if self.replicas.keeps:
             self.replicas.keep(stage.index, index)
         self.frames.send_outputs(step, instruction, gradients)

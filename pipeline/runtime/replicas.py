@@ -20,10 +20,13 @@ from ...stages.planner.plan import Plan
 from ...stages.stage.stage import Stage
 from ..ranks.replica_group import ReplicaGroup
 from ..ranks.world import World
+from ..schedules.instruction import Op
 from ..weights.clip import DTYPES
 from ..weights.flat import FlatGradients
 from ..weights.optimizers import Named
 from .running_statistics import BUFFERS, RunningStatistics, batch_norms, norms_of
+from .slices import Slices
+from .step import Step
 
 _NOTHING = contextlib.nullcontext()
 EVERY = 100  # updates from one at which replicas are compared to the next
@@ -50,17 +53,21 @@ class Replicas:
         several = [] if world.is_alone else [stage for stage in named if plan.replicas[stage] > 1]
         self.groups = {s: ReplicaGroup(world, plan.stages[s].ranks, stage=s) for s in several}
         self.flats = {s: FlatGradients(named[s], pieces=plan.replicas[s]) for s in several}
+        self.slices = {s: Slices(flat, self.groups[s]) for s, flat in self.flats.items()}
         self.statistics = {s: RunningStatistics(norms_of(stages[s])) for s in several}
         self.keeps = bool(several) and plan.exact
         self.updates = dict.fromkeys(several, 0)
-        self.begin(0)
+        self.number, self.last = 0, dict[int, int | None]()
 
-    def begin(self, num_micro_batches: int) -> None:
-        """A step of so many micro-batches begins."""
-        self.number = num_micro_batches
+    def begin(self, step: Step) -> None:
+        """A step begins."""
+        if not self.groups:
+            return
+        self.number = len(step.micro_batches)
+        self.last = {i.stage: i.micro_batch for i in step.program if i.op is Op.B}
         self.kept: dict[int, dict[int, Mapping[torch.dtype, torch.Tensor]]] = {s: {} for s in self.groups}
-        for statistics in self.statistics.values():
-            statistics.begin()
+        for each in (*self.statistics.values(), *self.slices.values()):
+            each.begin()
         self.has = {s: flat.has() * 0 for s, flat in self.flats.items()}
         self.like: dict[int, list[torch.Tensor | None]] = {
             s: [None] * len(flat.named) for s, flat in self.flats.items()
@@ -70,6 +77,12 @@ class Replicas:
         """The block in which the layers of ``stage`` run forward."""
         found = self.statistics.get(stage)
         return _NOTHING if found is None else found.forward(micro_batch)
+
+    def backward(self, stage: int, micro_batch: int) -> contextlib.AbstractContextManager[None]:
+        """The block in which ``micro_batch`` goes backward through ``stage``."""
+        if stage not in self.slices or self.keeps or micro_batch != self.last[stage]:
+            return _NOTHING
+        return self.slices[stage].finals()
 
     def keep(self, stage: int, micro_batch: int) -> None:
         """Take the gradients of a micro-batch, which has just gone backward, so that the next starts anew."""
@@ -87,23 +100,14 @@ class Replicas:
         if stage not in self.groups:
             return
         flat, group = self.flats[stage], self.groups[stage]
-        self.statistics[stage].exchange(group, self.number)
-        if not flat.named:
-            return
         if not self.keeps:
             self.has[stage] = flat.has()
             self.like[stage] = [parameter.grad for _, parameter in flat.named]
-        group.largest(has := self.has[stage], at="which gradients there are")
-        sums = self._in_order(stage) if self.keeps else self._together(stage)
-        flat.spread(sums, has, like=self.like[stage])
-
-    def _together(self, stage: int) -> dict[torch.dtype, torch.Tensor]:
-        """The sums over replicas, each of which has summed up its own micro-batches."""
-        found = self.flats[stage].gather()
-        for flat in found.values():
-            numbers = torch.view_as_real(flat) if flat.is_complex() else flat
-            self.groups[stage].add_up(numbers, at="the sum of the gradients")
-        return found
+        sums = self._in_order(stage) if self.keeps else self.slices[stage].sums()
+        self.statistics[stage].exchange(group, self.number)
+        if flat.named:
+            group.largest(has := self.has[stage], at="which gradients there are")
+            flat.spread(sums, has, like=self.like[stage])
 
     def _in_order(self, stage: int) -> dict[torch.dtype, torch.Tensor]:
         """The sums over micro-batches in ascending order: each replica adds up its slice for all."""

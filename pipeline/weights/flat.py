@@ -1,11 +1,14 @@
 """Gradients in one flat buffer for each dtype, each at the offset of its parameter.
 
-A gradient that there is none of is -0.0 throughout, to which adding changes no bit of a sum: 0.0 would make
-0.0 of -0.0. So buffers add up whole, whichever parameters got a gradient where.
+They lie in the order in which a backward ends them, the last parameter first, so that a slice of the buffer is
+whole while the backward goes on before it. A gradient that there is none of is -0.0 throughout, to which adding
+changes no bit of a sum: 0.0 would make 0.0 of -0.0. So buffers add up whole, whichever parameters got a gradient
+where.
 Source: claim C2 of CN107463448A (the offset of each weight in one buffer)."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,44 +17,79 @@ from ...compression.errors import StageError
 from .optimizers import Named
 
 Buffers = Mapping[torch.dtype, torch.Tensor]
+SLICE_BYTES = 4 << 20  # long against the time that a collective takes to begin, short against a backward
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """Elements ``start`` to ``stop`` of the buffer of a dtype: the gradients of the parameters at ``places``."""
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+    places: tuple[int, ...]
 
 
 class FlatGradients:
     """The buffers of the gradients of the ``named`` parameters of a stage, on the host.
 
     ``offsets``: by dtype of each parameter its place among them and its offset in the buffer.
+    ``slices``: whole parameters of some bytes each, in the order in which they are likely to be final.
 
-    Args:    pieces: into how many equal parts a buffer must go."""
+    Args:    pieces: into how many equal parts a buffer must go.
+             slice_bytes: how long a slice is, but for its last parameter."""
 
-    def __init__(self, named: Named, *, pieces: int) -> None:
+    def __init__(self, named: Named, *, pieces: int, slice_bytes: int = SLICE_BYTES) -> None:
         """Lay them out."""
         self.named, self.offsets, self.sizes = named, dict[torch.dtype, list[tuple[int, int]]](), {}
-        for place, (_, parameter) in enumerate(named):
+        for place, (_, parameter) in reversed([*enumerate(named)]):
             if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
                 start = self.sizes.get(parameter.dtype, 0)
                 self.offsets.setdefault(parameter.dtype, []).append((place, start))
                 self.sizes[parameter.dtype] = start + parameter.numel()
+        self.slices = sorted(self._sliced(slice_bytes), key=lambda one: -min(one.places))
         self.sizes = {dtype: -(-size // pieces) * pieces for dtype, size in self.sizes.items()}
 
-    def gather(self) -> dict[torch.dtype, torch.Tensor]:
-        """Copies of the gradients that there are, of all parameters together.
-
-        Raises: StageError: one is not dense."""
-        found = {}
-        for dtype, places in self.offsets.items():
-            nothing = complex(-0.0, -0.0) if dtype.is_complex else -0.0
-            flat = found[dtype] = torch.full((self.sizes[dtype],), nothing, dtype=dtype)
-            for place, start in places:
-                name, parameter = self.named[place]
-                if (gradient := parameter.grad) is None:
-                    continue
-                if gradient.layout != torch.strided:
-                    raise StageError(
-                        f"replicas add up dense gradients, and {name} has a sparse one; make its layer with "
-                        "sparse=False, or take one rank a stage"
-                    )
-                flat[start : start + gradient.numel()].view(gradient.shape).copy_(gradient)
+    def _sliced(self, slice_bytes: int) -> list[Slice]:
+        found = []
+        for dtype, offsets in self.offsets.items():
+            places, begin = list[int](), 0
+            for place, start in offsets:
+                places.append(place)
+                stop = start + self.named[place][1].numel()
+                if (stop - begin) * dtype.itemsize >= slice_bytes or place == offsets[-1][0]:
+                    found.append(Slice(dtype, begin, stop, tuple(places)))
+                    places, begin = [], stop
         return found
+
+    def empty(self) -> dict[torch.dtype, torch.Tensor]:
+        """Buffers without any gradient."""
+        return {
+            dtype: torch.full((size,), complex(-0.0, -0.0) if dtype.is_complex else -0.0, dtype=dtype)
+            for dtype, size in self.sizes.items()
+        }
+
+    def gather(self) -> dict[torch.dtype, torch.Tensor]:
+        """Copies of the gradients that there are, of all parameters together; raises what ``take`` does."""
+        found = self.empty()
+        for dtype, offsets in self.offsets.items():
+            for place, start in offsets:
+                self.take(found[dtype], place, start)
+        return found
+
+    def take(self, flat: torch.Tensor, place: int, start: int) -> None:
+        """Copy the gradient of the parameter at ``place``, if there is one, to ``flat`` from ``start`` on.
+
+        Raises: StageError: it is not dense."""
+        name, parameter = self.named[place]
+        if (gradient := parameter.grad) is None:
+            return
+        if gradient.layout != torch.strided:
+            raise StageError(
+                f"replicas add up dense gradients, and {name} has a sparse one; make its layer with "
+                "sparse=False, or take one rank a stage"
+            )
+        flat[start : start + gradient.numel()].view(gradient.shape).copy_(gradient)
 
     def has(self) -> torch.Tensor:
         """For each parameter 1 if it has a gradient now, else 0."""
@@ -62,8 +100,8 @@ class FlatGradients:
 
         Args:    like: by place what to write them into; None: made anew, in the layout of the parameter."""
         told = has.tolist()
-        for dtype, places in self.offsets.items():
-            for place, start in places:
+        for dtype, offsets in self.offsets.items():
+            for place, start in offsets:
                 parameter = self.named[place][1]
                 if not told[place]:
                     parameter.grad = None

@@ -18,16 +18,29 @@ def named() -> Any:
     return [("a", a), ("b", b), ("c", c), ("d", d)]
 
 
-def test_offsets_follow_each_other_by_dtype_and_the_rest_is_minus_zero():
+def test_offsets_go_from_the_last_to_the_first_by_dtype_and_the_rest_is_minus_zero():
     pairs = named()
     flat = FlatGradients(pairs, pieces=3)
-    assert flat.offsets == {torch.float32: [(0, 0), (1, 6), (3, 38)], torch.complex64: [(2, 0)]}
+    assert flat.offsets == {torch.float32: [(3, 0), (1, 2), (0, 34)], torch.complex64: [(2, 0)]}
     assert flat.sizes == {torch.float32: 42, torch.complex64: 3}
     found = flat.gather()
-    assert torch.equal(found[torch.float32][6:38], pairs[1][1].grad.reshape(-1))
-    rest = torch.cat([found[torch.float32][:6], found[torch.float32][38:]])
+    assert torch.equal(found[torch.float32][2:34], pairs[1][1].grad.reshape(-1))
+    rest = torch.cat([found[torch.float32][:2], found[torch.float32][34:]])
     assert torch.equal(rest.view(torch.int32), torch.full((10,), -0.0).view(torch.int32))
     assert flat.has().tolist() == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("slice_bytes", "expected"),
+    [
+        (1, [("float32", 0, 2, (3,)), ("complex64", 0, 3, (2,)), ("float32", 2, 34, (1,)), ("float32", 34, 40, (0,))]),
+        (9, [("complex64", 0, 3, (2,)), ("float32", 0, 34, (3, 1)), ("float32", 34, 40, (0,))]),
+        (1000, [("complex64", 0, 3, (2,)), ("float32", 0, 40, (3, 1, 0))]),
+    ],
+)  # fmt: skip
+def test_slices_are_whole_parameters_in_the_order_in_which_all_of_each_are_final(slice_bytes, expected):
+    found = FlatGradients(named(), pieces=3, slice_bytes=slice_bytes).slices
+    assert [(str(one.dtype)[6:], one.start, one.stop, one.places) for one in found] == expected
 
 
 def test_a_sum_of_two_keeps_minus_zero_and_what_nobody_has_stays_none():

@@ -1,0 +1,110 @@
+"""The sum of gradients over replicas, slice by slice, while the backward goes on.
+
+In the last backward of a step the gradient of a parameter is final as soon as autograd has added to it. When all
+of a slice of the flat buffer are, the slice goes out, in an order that is the same on all replicas; what no
+backward ended goes out at the update. What is not there is not waited for: the collectives run in threads of
+gloo, and this thread in the backward.
+Source: claims C1 and C2 of CN107463448A; Li et al., PyTorch Distributed, VLDB 2020, section 3.2 (buckets of
+gradients, filled in the reverse order of a forward)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from ...compression.errors import StageError, TransportError
+from ..ranks.replica_group import ReplicaGroup
+from ..weights.flat import FlatGradients
+
+
+class Slices:
+    """The slices of one stage: of one step after another ``finals`` around its last backward, then ``sums``."""
+
+    def __init__(self, flat: FlatGradients, group: ReplicaGroup) -> None:
+        self.flat, self.group = flat, group
+        self.start_of = {place: start for pairs in flat.offsets.values() for place, start in pairs}
+        self.slice_of = {place: number for number, one in enumerate(flat.slices) for place in one.places}
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.buffers: dict[torch.dtype, torch.Tensor] = {}
+        self.missing = [set(one.places) for one in self.flat.slices]
+        self.works: list[dist.Work] = []
+        self.taken: dict[int, tuple[torch.Tensor, int]] = {}
+        self.lost: TransportError | None = None
+
+    @contextlib.contextmanager
+    def finals(self) -> Iterator[None]:
+        """The block of the last backward of a step; what hooks of others make of a gradient is in it."""
+        handles = [
+            self.flat.named[place][1].register_post_accumulate_grad_hook(functools.partial(self._final, place))
+            for place in self.slice_of
+            if self.flat.named[place][1].requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def sums(self) -> dict[torch.dtype, torch.Tensor]:
+        """The sums of all gradients.
+
+        Raises: StageError: a gradient changed after it went out. TransportError: a replica is lost."""
+        for place in self.slice_of:
+            if place not in self.taken:
+                self._take(place)
+            self._check(place)
+        for missing in self.missing:
+            missing.clear()
+        self._go_on()
+        if self.lost:
+            raise self.lost
+        for one, work in zip(self.flat.slices, self.works, strict=True):
+            self.group.finish(work, self._numbers(one.dtype, one.start, one.stop), at=_AT)
+        found, self.buffers = self.buffers, {}
+        return found
+
+    def _final(self, place: int, _: torch.Tensor) -> None:
+        self._take(place)
+        self.missing[self.slice_of[place]].discard(place)
+        self._go_on()
+
+    def _take(self, place: int) -> None:
+        self.buffers = self.buffers or self.flat.empty()
+        parameter = self.flat.named[place][1]
+        if parameter.grad is not None:
+            self.flat.take(self.buffers[parameter.dtype], place, self.start_of[place])
+            self.taken[place] = parameter.grad, parameter.grad._version
+
+    def _check(self, place: int) -> None:
+        name, parameter = self.flat.named[place]
+        if place in self.taken:
+            gradient, version = self.taken[place]
+            if parameter.grad is not gradient or gradient._version != version:
+                raise StageError(
+                    f"the gradient of {name} was summed up over replicas when its last backward had ended it, and "
+                    "something wrote to it since; write to gradients in a hook of the optimizer's step"
+                )
+
+    def _go_on(self) -> None:
+        """Send the next slices, as far as they are whole; an error is raised where somebody waits."""
+        while self.lost is None and len(self.works) < len(self.missing) and not self.missing[len(self.works)]:
+            one = self.flat.slices[len(self.works)]
+            try:
+                numbers = self._numbers(one.dtype, one.start, one.stop)
+                self.works.append(self.group.begin_to_add_up(numbers, at=_AT))
+            except TransportError as error:
+                self.lost = error
+
+    def _numbers(self, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+        flat = self.buffers[dtype][start:stop]
+        return torch.view_as_real(flat) if flat.is_complex() else flat
+
+
+_AT = "the sum of the gradients"

@@ -1,0 +1,117 @@
+"""Sums of gradients that go out while the backward runs have the bits of sums behind it, and do go out."""
+
+import contextlib
+
+import pytest
+import torch
+from cases import Case, parameters, pipeline_of, plan_of
+from reference import same_bits
+from zoo import build
+
+import penstock
+from penstock.pipeline.runtime.slices import Slices
+from penstock.pipeline.weights.flat import FlatGradients
+
+CASES = [
+    Case(model="mlp", cuts=1, replicas=2, codec="raw"),
+    Case(model="mlp", cuts=2, replicas=[2, 1], micro_batches=5, weights_first=True, optimizer="adamw"),
+    Case(model="mlp", cuts=1, replicas=3, micro_batches=4, scaler=(2.0**14, 2)),
+    Case(model="residual", cuts=2, replicas=[1, 2], micro_batches=4, schedule="gpipe"),
+    Case(model="tied", cuts=("random", 3, 1), replicas=[1, 2, 1], micro_batches=5, dtype=torch.float64),
+    Case(model="gpt_relu", cuts=2, replicas=2, dtype=torch.bfloat16, weights_first=True),
+    Case(model="gated", cuts=2, replicas=2, recompute=True),
+    Case(model="gpt_tied", cuts=2, replicas=2, steps=2),
+    Case(model="resnet18", cuts=1, replicas=2, steps=1),
+]
+
+
+def trained(case, plan, *, early, slice_bytes):
+    """The state after training, and how many slices of how many were out when a last backward ended."""
+    pipe = pipeline_of(case, plan, build(case.model, case.dtype)[0])
+    replicas, out = pipe.replicas, []
+    for stage, flat in replicas.flats.items():
+        replicas.flats[stage] = flat = FlatGradients(
+            flat.named, pieces=plan.replicas[stage], slice_bytes=slice_bytes
+        )
+        slices = replicas.slices[stage] = Slices(flat, replicas.groups[stage])
+        whole = slices.finals if early else contextlib.nullcontext
+        slices.finals = counting(slices, whole, out)
+    for x, y in build(case.model, case.dtype, case.steps)[1]:
+        pipe.step(x, y)
+    return {k: v.clone() for k, v in pipe.update.named.items()}, out, pipe.world
+
+
+def counting(slices, whole, out):
+    @contextlib.contextmanager
+    def finals():
+        with whole():
+            yield
+        out.append((len(slices.works), len(slices.missing)))
+
+    return finals
+
+
+def compared(case, plan_path, random_layers):
+    """On a rank: whether both ways end alike, and how many slices each had out early."""
+    plan = penstock.Plan.load(plan_path)
+    (ours, out, world), (theirs, late, _) = (
+        trained(case, plan, early=early, slice_bytes=300) for early in (True, False)
+    )
+    assert sum(begun for begun, _ in late) == 0
+    world.barrier()
+    return all(same_bits(ours[name], theirs[name]) for name in theirs), out
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", parameters(CASES))
+def test_slices_that_go_out_early_sum_up_to_the_same_bits(case, ranks, tmp_path):
+    plan, random_layers = plan_of(case)
+    plan.save(tmp_path / "plan.json")
+    found = ranks.run(compared, case, str(tmp_path / "plan.json"), random_layers, ranks=plan.num_ranks)
+    assert all(alike for alike, _ in found)
+    out = [pair for _, pairs in found for pair in pairs]
+    assert len(out) == case.steps * sum(number for number in plan.replicas if number > 1)
+    assert sum(begun for begun, _ in out) > 0.5 * sum(number for _, number in out)
+
+
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def meddling(case, plan_path, random_layers, when):
+    """On a rank: what is said of somebody who writes to a gradient, before or after it was taken."""
+    pipe = pipeline_of(case, penstock.Plan.load(plan_path), build(case.model)[0])
+    parameter = next(iter(pipe.update.named.values()))
+    if when == "in a hook":
+        parameter.register_post_accumulate_grad_hook(halve)
+    else:
+        backward = pipe.engine.stages[0].backward
+
+        def then_written(*given):
+            found = backward(*given)
+            halve(parameter)
+            return found
+
+        pipe.engine.stages[0].backward = then_written
+    (x, y), *_ = build(case.model)[1]
+    try:
+        pipe.step(x, y)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_a_gradient_that_changes_behind_its_last_backward_is_refused_by_name(ranks, tmp_path):
+    case = Case(model="mlp", cuts=1, replicas=2, micro_batches=2, codec="raw")
+    plan, random_layers = plan_of(case)
+    plan.save(tmp_path / "plan.json")
+    job = meddling, case, str(tmp_path / "plan.json"), random_layers
+    assert ranks.run(*job, "in a hook", ranks=2) == ["", ""]
+    said = ranks.run(*job, "behind it", ranks=2)
+    assert all("was summed up over replicas when its last backward had ended it" in one for one in said)
+
+
+def test_a_pipeline_without_replicas_has_no_slices():
+    plan, _ = plan_of(Case(model="mlp", cuts=2))
+    assert pipeline_of(Case(model="mlp", cuts=2), plan, build("mlp")[0]).replicas.slices == {}
