@@ -117,10 +117,12 @@ class ReplicasConfig:
     Attributes:
         count: ranks of every stage; or of each by a list such as [2,1]; ranks= is their sum
         exact: they add gradients micro-batch by micro-batch, for the bits of one rank; takes memory and bytes
+        shrink: a replica that is lost is done without: the run goes on from its last checkpoint
     """
 
     count: Any = 1
     exact: bool = False
+    shrink: bool = False
 
     def __post_init__(self) -> None:
         listed = isinstance(self.count, list) and self.count != []
@@ -134,6 +136,19 @@ class ReplicasConfig:
     def several(self) -> bool:
         """Whether a stage has more than one."""
         return self.count != 1
+
+    def check_shrink(self, *, plan: str | None, nodes: int) -> None:
+        """Refuse to go on with fewer where there is one of each stage, or several machines."""
+        if self.shrink and not self.several and plan is None:
+            raise ConfigError(
+                "replicas.shrink=true does without a replica that is lost, found replicas.count=1; add "
+                "replicas.count=, or take max_restarts= and min_ranks="
+            )
+        if self.shrink and nodes > 1:
+            raise ConfigError(
+                f"replicas.shrink=true leaves a machine with fewer ranks than others, found nodes={nodes}; "
+                "take max_restarts=, or one machine"
+            )
 
     def num_stages(self, ranks: int) -> int:
         """How many stages there are on so many ranks."""

@@ -190,6 +190,7 @@ class TrainConfig(MachinesConfig, PlanConfig):
             one_of(LOGGERS, "logger", name)
         self._check_update()
         self.check_machines()
+        self.replicas.check_shrink(plan=self.plan, nodes=self.nodes)
         self.check_ranks(self.ranks, fixed=self._keeps_ranks())
 
     @property
@@ -216,7 +217,7 @@ class TrainConfig(MachinesConfig, PlanConfig):
         if self.streams:
             return f"weights={self.weights} of schedule={self.schedule}, which resumes on the same cuts"
         if self.replicas.several:
-            return f"replicas.count={self.replicas.count}"
+            return f"replicas.count={self.replicas.count}, which shrinks by replicas.shrink=true"
         given = {"plan": self.plan, "program": self.program, "nodes": self.nodes if self.nodes > 1 else None}
         return next((f"{name}={value}" for name, value in given.items() if value), None)
 

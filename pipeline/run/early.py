@@ -158,10 +158,12 @@ def _check_launcher(config: TrainConfig) -> None:
     """Refuse to start again, or on other machines, what somebody else's launcher starts."""
     if not Launched.of_environment():
         return
-    for name, none in (("max_restarts", 0), ("nodes", 1)):
-        if (asked := getattr(config, name)) != none:
+    asked = {"max_restarts": config.max_restarts, "nodes": config.nodes - 1 and config.nodes}
+    asked["replicas.shrink"] = "true" if config.replicas.shrink else 0
+    for name, value in asked.items():
+        if value:
             raise ConfigError(
-                f"{name}={asked} is for ranks that penstock starts; tell the launcher (torchrun has "
+                f"{name}={value} is for ranks that penstock starts; tell the launcher (torchrun has "
                 "--max-restarts and --nnodes), and leave it out here"
             )
 

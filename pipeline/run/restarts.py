@@ -1,7 +1,8 @@
 """Ranks that were killed, lost or hang are started again, and the run goes on from its last checkpoint.
 
 A rank's own error would come again, so it ends the run at once. A rank that is lost again at once may have no
-place any more: where the user allows it (``min_ranks=``), the run goes on with one rank less."""
+place any more: where the user allows it (``min_ranks=``), the run goes on with one rank less. A replica of a
+stage can be done without at once (``replicas.shrink=true``), on the same cuts."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from ...compression.errors import PenstockError
 from ...conf.schema import AGAIN, TrainConfig
 from ...stages.planner.plan import Plan
 from ..ranks.failure import Lost
+from ..schedules.replicated import without
 from . import console
 from .metrics import Metrics
 from .resume import resolve
@@ -25,18 +27,27 @@ def persist(
     *,
     replan: Callable[[TrainConfig], Plan],
 ) -> None:
-    """Run the ranks by ``start``, and where some are lost, again: ``config.max_restarts`` times at most.
+    """Run the ranks by ``start``, and where some are lost, again: ``config.max_restarts`` times at most, and as
+    often as a lost replica may be done without.
 
-    Args:   config: ``resume`` and, with fewer ranks, ``ranks`` become those of the last start.
+    Args:   config: ``resume`` and, with fewer ranks, ``ranks`` and ``replicas`` become those of the last start.
             replan: makes the plan for other ranks, and keeps it in ``folder``.
     Raises: PenstockError: what ended the last start.
     """
-    before, lost_before = config.resume, None
-    for restart in range(1, config.max_restarts + 2):
+    before, lost_before, restart = config.resume, None, 0
+    while True:
         steps = _num_steps(folder)
         try:
             return start(config, plan)
         except Lost as lost:
+            if config.replicas.shrink and (fewer := without(plan, lost.rank)):
+                plan = fewer
+                _take_replicas(config, plan)
+                folder.save(config, plan)
+                where = _go_back(config, folder, before)
+                console.warn(f"{lost}; {where}, without it: replicas.count={config.replicas.count}")
+                continue
+            restart += 1
             if restart > config.max_restarts:
                 raise
             at_once = lost.rank == lost_before is not None and _num_steps(folder) <= steps + 1
@@ -47,7 +58,12 @@ def persist(
                 plan, how = _with_fewer_ranks(config, plan, replan)
                 told += f", {how}"
             console.warn(told)
-    raise AssertionError("the last start returns or raises")
+
+
+def _take_replicas(config: TrainConfig, plan: Plan) -> None:
+    """Have ``config`` say the replicas of ``plan``."""
+    config.ranks, config.stages = plan.num_ranks, plan.num_stages
+    config.replicas.count = list(plan.replicas)
 
 
 def _go_back(config: TrainConfig, folder: RunFolder, before: str | None) -> str:

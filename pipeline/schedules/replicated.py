@@ -8,6 +8,7 @@ Source: Narayanan et al., PipeDream, SOSP 2019, section 3.2 (round robin over th
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from ...stages.planner.plan import Plan
@@ -31,6 +32,18 @@ def dealt(replicas: Sequence[int]) -> list[tuple[int, ...]]:
     """The ranks of stages that have so many replicas each, in their order."""
     starts = [sum(replicas[:stage]) for stage in range(len(replicas))]
     return [tuple(range(start, start + n)) for start, n in zip(starts, replicas, strict=True)]
+
+
+def without(plan: Plan, rank: int | None) -> Plan | None:
+    """``plan`` without the replica that is ``rank``; None where its stage has no other.
+
+    Stages stay as they are cut, and ranks close up."""
+    lost = next((s for s, stage in enumerate(plan.stages) if rank in stage.ranks), None)
+    if lost is None or plan.replicas[lost] == 1:
+        return None
+    left = dealt([number - (stage == lost) for stage, number in enumerate(plan.replicas)])
+    stages = [dataclasses.replace(one, ranks=own) for one, own in zip(plan.stages, left, strict=True)]
+    return dataclasses.replace(plan, stages=tuple(stages))
 
 
 def replicated(schedule: Schedule, ranks: Sequence[Sequence[int]], *, deepens: bool) -> Schedule:

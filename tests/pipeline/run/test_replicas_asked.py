@@ -13,8 +13,8 @@ from penstock.pipeline.run.resume import check
 from penstock.scripts import command
 
 
-def config(count, exact=False, kind: Any = PlanConfig, **options) -> Any:
-    return kind(replicas=ReplicasConfig(count=count, exact=exact), **options)
+def config(count, exact=False, shrink=False, kind: Any = PlanConfig, **options) -> Any:
+    return kind(replicas=ReplicasConfig(count=count, exact=exact, shrink=shrink), **options)
 
 
 def test_ranks_are_shared_by_the_replicas_of_every_stage():
@@ -40,7 +40,12 @@ def test_ranks_are_shared_by_the_replicas_of_every_stage():
         ({"count": []}, "replicas.count=\\[\\] must be"),
         (
             {"count": 2, "ranks": 4, "min_ranks": 3, "max_restarts": 1, "kind": TrainConfig},
-            "replicas.count=2",
+            "replicas.count=2, which shrinks by replicas.shrink=true",
+        ),
+        ({"count": 1, "shrink": True, "kind": TrainConfig}, "found replicas.count=1; add replicas.count="),
+        (
+            {"count": 2, "shrink": True, "nodes": 2, "master": "a:1", "ranks": 4, "kind": TrainConfig},
+            "fewer ranks than others, found nodes=2",
         ),
     ],
 )

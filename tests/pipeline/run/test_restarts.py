@@ -122,6 +122,29 @@ def test_a_rank_that_dies_again_at_once_is_done_without(whole, monkeypatch, capf
     assert losses("run") == losses(whole)
 
 
+def test_a_lost_replica_is_done_without_and_the_bits_stay(whole, monkeypatch, capfd):
+    deadly(monkeypatch, victim=2)
+    job = f"{KEPT} ranks=3 replicas.count=[1,2] replicas.exact=true replicas.shrink=true"
+    assert penstock(f"{job} hydra.run.dir=run") == 0
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if "without it" in line]
+    assert said.startswith("penstock: rank 2 (stage 1) was killed by SIGKILL")
+    assert "; goes on behind step " in said
+    assert said.endswith(", without it: replicas.count=[1, 1]")
+    plan = json.loads(Path("run/plan.json").read_text())
+    assert [stage["ranks"] for stage in plan["stages"]] == [[0], [1]]
+    assert same_run("run", whole)
+    assert losses("run") == losses(whole)
+
+
+@pytest.mark.slow
+def test_a_rank_without_replicas_ends_the_run_by_name(monkeypatch, capfd):
+    deadly(monkeypatch, victim=0)
+    job = f"{KEPT} ranks=3 replicas.count=[1,2] replicas.shrink=true"
+    assert penstock(f"{job} hydra.run.dir=run") == 2
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith("penstock: rank 0 (stage 0) was killed by SIGKILL")
+
+
 def test_a_rank_that_is_lost_again_later_keeps_its_place(capfd):
     """Steps that are done again after a restart count as done."""
     config = TrainConfig(max_restarts=2, min_ranks=1)
@@ -169,3 +192,5 @@ def test_a_launcher_restarts_its_own_ranks(monkeypatch, capfd):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert penstock(f"{JOB} max_restarts=1") == 2
     assert "max_restarts=1 is for ranks that penstock starts; tell the launcher" in capfd.readouterr().err
+    assert penstock(f"{JOB} replicas.count=2 replicas.shrink=true") == 2
+    assert "replicas.shrink=true is for ranks that penstock starts" in capfd.readouterr().err
