@@ -158,8 +158,9 @@ def _check_launcher(config: TrainConfig) -> None:
     """Refuse to start again, or on other machines, what somebody else's launcher starts."""
     if not Launched.of_environment():
         return
+    shrinks = "true" if config.replicas.shrink else ""
     asked = {"max_restarts": config.max_restarts, "nodes": config.nodes - 1 and config.nodes}
-    asked["replicas.shrink"] = "true" if config.replicas.shrink else 0
+    asked |= {"replicas.shrink": shrinks}
     for name, value in asked.items():
         if value:
             raise ConfigError(

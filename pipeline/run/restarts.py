@@ -27,10 +27,10 @@ def persist(
     *,
     replan: Callable[[TrainConfig], Plan],
 ) -> None:
-    """Run the ranks by ``start``, and where some are lost, again: ``config.max_restarts`` times at most, and as
-    often as a lost replica may be done without.
+    """Run the ranks by ``start``, and where some are lost, again: ``config.max_restarts`` times at most, and
+    as often as a lost replica may be done without.
 
-    Args:   config: ``resume`` and, with fewer ranks, ``ranks`` and ``replicas`` become those of the last start.
+    Args:   config: ``resume``, ``ranks`` and ``replicas`` become those of the last start.
             replan: makes the plan for other ranks, and keeps it in ``folder``.
     Raises: PenstockError: what ended the last start.
     """

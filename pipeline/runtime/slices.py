@@ -1,9 +1,9 @@
 """The sum of gradients over replicas, slice by slice, while the backward goes on.
 
-In the last backward of a step the gradient of a parameter is final as soon as autograd has added to it. When all
-of a slice of the flat buffer are, the slice goes out, in an order that is the same on all replicas; what no
-backward ended goes out at the update. What is not there is not waited for: the collectives run in threads of
-gloo, and this thread in the backward.
+In the last backward of a step the gradient of a parameter is final as soon as autograd has added to it. When
+all of a slice of the flat buffer are, the slice goes out, in an order that is the same on all replicas; what no
+backward ended goes out at the update. Nobody waits until then: the sums run in threads of gloo, and the backward
+in this one.
 Source: claims C1 and C2 of CN107463448A; Li et al., PyTorch Distributed, VLDB 2020, section 3.2 (buckets of
 gradients, filled in the reverse order of a forward)."""
 
@@ -22,7 +22,7 @@ from ..weights.flat import FlatGradients
 
 
 class Slices:
-    """The slices of one stage: of one step after another ``finals`` around its last backward, then ``sums``."""
+    """The slices of one stage: in each step ``finals`` around its last backward, then ``sums``."""
 
     def __init__(self, flat: FlatGradients, group: ReplicaGroup) -> None:
         self.flat, self.group = flat, group
@@ -41,10 +41,11 @@ class Slices:
     @contextlib.contextmanager
     def finals(self) -> Iterator[None]:
         """The block of the last backward of a step; what hooks of others make of a gradient is in it."""
+        parameters = {place: self.flat.named[place][1] for place in self.slice_of}
         handles = [
-            self.flat.named[place][1].register_post_accumulate_grad_hook(functools.partial(self._final, place))
-            for place in self.slice_of
-            if self.flat.named[place][1].requires_grad
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._final, place))
+            for place, parameter in parameters.items()
+            if parameter.requires_grad
         ]
         try:
             yield
@@ -88,8 +89,8 @@ class Slices:
             gradient, version = self.taken[place]
             if parameter.grad is not gradient or gradient._version != version:
                 raise StageError(
-                    f"the gradient of {name} was summed up over replicas when its last backward had ended it, and "
-                    "something wrote to it since; write to gradients in a hook of the optimizer's step"
+                    f"the gradient of {name} was summed up over replicas when its last backward had ended "
+                    "it, and something wrote to it since; write to gradients in a hook of the optimizer's step"
                 )
 
     def _go_on(self) -> None:

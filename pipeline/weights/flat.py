@@ -1,9 +1,9 @@
 """Gradients in one flat buffer for each dtype, each at the offset of its parameter.
 
-They lie in the order in which a backward ends them, the last parameter first, so that a slice of the buffer is
-whole while the backward goes on before it. A gradient that there is none of is -0.0 throughout, to which adding
-changes no bit of a sum: 0.0 would make 0.0 of -0.0. So buffers add up whole, whichever parameters got a gradient
-where.
+They lie in the order in which a backward ends them, the last parameter first, so that a slice of the buffer
+is whole while the backward goes on before it. A gradient that there is none of is -0.0 throughout, to which
+adding changes no bit of a sum: 0.0 would make 0.0 of -0.0. So buffers add up whole, whichever parameters got a
+gradient where.
 Source: claim C2 of CN107463448A (the offset of each weight in one buffer)."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLICE_BYTES = 4 << 20  # long against the time that a collective takes to begin,
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Elements ``start`` to ``stop`` of the buffer of a dtype: the gradients of the parameters at ``places``."""
+    """Elements ``start`` to ``stop`` of the buffer of a dtype: gradients of the parameters at ``places``."""
 
     dtype: torch.dtype
     start: int

@@ -1,6 +1,7 @@
 """Sums of gradients that go out while the backward runs have the bits of sums behind it, and do go out."""
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,15 @@ def halve(parameter):
     parameter.grad.mul_(0.5)
 
 
+def written_behind(backward, parameter) -> Any:
+    def run(*given):
+        found = backward(*given)
+        halve(parameter)
+        return found
+
+    return run
+
+
 def meddling(case, plan_path, random_layers, when):
     """On a rank: what is said of somebody who writes to a gradient, before or after it was taken."""
     pipe = pipeline_of(case, penstock.Plan.load(plan_path), build(case.model)[0])
@@ -85,14 +95,7 @@ def meddling(case, plan_path, random_layers, when):
     if when == "in a hook":
         parameter.register_post_accumulate_grad_hook(halve)
     else:
-        backward = pipe.engine.stages[0].backward
-
-        def then_written(*given):
-            found = backward(*given)
-            halve(parameter)
-            return found
-
-        pipe.engine.stages[0].backward = then_written
+        pipe.engine.stages[0].backward = written_behind(pipe.engine.stages[0].backward, parameter)
     (x, y), *_ = build(case.model)[1]
     try:
         pipe.step(x, y)

@@ -61,7 +61,7 @@ class Ranks:
 
 
 def give_back_memory():
-    """Let the system have what this process no longer needs: glibc would keep a gigabyte and more for good."""
+    """Let the system have what this process no longer needs: glibc would keep gigabytes for good."""
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

@@ -33,11 +33,19 @@ def test_offsets_go_from_the_last_to_the_first_by_dtype_and_the_rest_is_minus_ze
 @pytest.mark.parametrize(
     ("slice_bytes", "expected"),
     [
-        (1, [("float32", 0, 2, (3,)), ("complex64", 0, 3, (2,)), ("float32", 2, 34, (1,)), ("float32", 34, 40, (0,))]),
+        (
+            1,
+            [
+                ("float32", 0, 2, (3,)),
+                ("complex64", 0, 3, (2,)),
+                ("float32", 2, 34, (1,)),
+                ("float32", 34, 40, (0,)),
+            ],
+        ),
         (9, [("complex64", 0, 3, (2,)), ("float32", 0, 34, (3, 1)), ("float32", 34, 40, (0,))]),
         (1000, [("complex64", 0, 3, (2,)), ("float32", 0, 40, (3, 1, 0))]),
     ],
-)  # fmt: skip
+)
 def test_slices_are_whole_parameters_in_the_order_in_which_all_of_each_are_final(slice_bytes, expected):
     found = FlatGradients(named(), pieces=3, slice_bytes=slice_bytes).slices
     assert [(str(one.dtype)[6:], one.start, one.stop, one.places) for one in found] == expected
