@@ -1,9 +1,9 @@
 """The sum of gradients over replicas, slice by slice, while the backward goes on.
 
 In the last backward of a step the gradient of a parameter is final as soon as autograd has added to it. When
-all of a slice of the flat buffer are, the slice goes out, in an order that is the same on all replicas; what no
-backward ended goes out at the update. Nobody waits until then: the sums run in threads of gloo, and the backward
-in this one.
+all of a slice of the flat buffer are, the slice goes out, in an order that is the same on all replicas; what
+no backward ended goes out at the update. Nobody waits until then: the sums run in threads of gloo, and the
+backward in this one.
 Source: claims C1 and C2 of CN107463448A; Li et al., PyTorch Distributed, VLDB 2020, section 3.2 (buckets of
 gradients, filled in the reverse order of a forward)."""
 
@@ -90,7 +90,7 @@ class Slices:
             if parameter.grad is not gradient or gradient._version != version:
                 raise StageError(
                     f"the gradient of {name} was summed up over replicas when its last backward had ended "
-                    "it, and something wrote to it since; write to gradients in a hook of the optimizer's step"
+                    "it, and something wrote to it since; write to it in a hook of the optimizer's step"
                 )
 
     def _go_on(self) -> None:
