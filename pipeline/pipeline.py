@@ -116,7 +116,7 @@ class Pipeline(Assembly):
     @property
     def is_last(self) -> bool:
         """Whether this process holds the last stage (its first replica), where losses and outputs are."""
-        return self.world.is_alone or self.plan.rank_of(-1, 0) == self.rank
+        return self.world.is_alone or self.plan.owner(-1) == self.rank
 
     def step(self, inputs: Any, targets: Any = None, *, outputs: bool = False) -> Report:
         """Train on one batch: micro-batches through the schedule, one update.
