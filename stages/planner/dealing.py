@@ -66,7 +66,14 @@ def split_shares(shares: Sequence[int], ranks: Sequence[Sequence[int]]) -> tuple
         raise PlanError(
             f"there is a share for each rank, found {len(shares)} shares for {number} ranks; give as many"
         )
-    found = [tuple(shares[rank] for rank in own) for own in ranks]
-    for stage, (own, some) in enumerate(zip(ranks, found, strict=True)):
-        check_shares(some, replicas=len(own), of=f"of stage {stage}")
-    return tuple(() if len(set(some)) == 1 else some for some in found)
+    found = ([shares[rank] for rank in own] for own in ranks)
+    return tuple(shares_of_stage(some, stage, len(some)) for stage, some in enumerate(found))
+
+
+def shares_of_stage(shares: Sequence[int], stage: int, replicas: int) -> tuple[int, ...]:
+    """The shares of a stage that has so many replicas; () where they are alike.
+
+    Raises:  PlanError: it cannot be dealt by them."""
+    if shares:
+        check_shares(shares, replicas=replicas, of=f"of stage {stage}")
+    return tuple(shares) if len(set(shares)) > 1 else ()

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Self
 
-from .dealing import place_of
+from ...compression.errors import PlanError
+from .dealing import place_of, shares_of_stage
 from .plan_stage import PlanStage
 
 
@@ -62,6 +63,13 @@ class Placed:
         """The same with these shares of each stage; none where its replicas are to take as many.
 
         Raises:  PlanError: a stage cannot be dealt by them."""
-        pairs = zip(self.stages, shares, strict=True)
-        stages = tuple(dataclasses.replace(stage, shares=tuple(own)) for stage, own in pairs)
-        return dataclasses.replace(self, stages=stages)
+        if len(shares) != self.num_stages:
+            raise PlanError(
+                f"every stage has its shares, found shares of {len(shares)} stages for {self.num_stages}; give "
+                "those of each"
+            )
+        found = map(shares_of_stage, shares, range(self.num_stages), self.replicas)
+        pairs = zip(self.stages, found, strict=True)
+        return dataclasses.replace(
+            self, stages=tuple(dataclasses.replace(stage, shares=own) for stage, own in pairs)
+        )
