@@ -8,6 +8,8 @@ from typing import Any
 from ..compression.errors import ConfigError
 from .rules import at_least, count_or_auto, one_of
 
+EVEN, MEASURED, REPLAY = SHARES = ("even", "measured", "replay")  # of replicas, beside weights
+
 
 @dataclass
 class MemoryConfig:
@@ -118,13 +120,28 @@ class ReplicasConfig:
         count: ranks of every stage; or of each by a list such as [2,1]; ranks= is their sum
         exact: they add gradients micro-batch by micro-batch, for the bits of one rank; takes memory and bytes
         shrink: a replica that is lost is done without: the run goes on from its last checkpoint
+        shares: even; measured, by speed, as it is from step to step; weights of all ranks: [3,1]; or replay
+        log: for replay: the run, or its shares.jsonl, whose shares are taken again step by step
     """
 
     count: Any = 1
     exact: bool = False
     shrink: bool = False
+    shares: Any = "even"
+    log: str | None = None
 
     def __post_init__(self) -> None:
+        weights = isinstance(self.shares, list) and self.shares != []
+        if not (self.shares in SHARES or (weights and all(type(n) is int and n >= 0 for n in self.shares))):
+            raise ConfigError(
+                f"replicas.shares={self.shares} must be {', '.join(SHARES)}, or whole numbers from 0, one "
+                "for each rank, as [3,1]"
+            )
+        if (self.log is None) == (self.shares == REPLAY):
+            raise ConfigError(
+                f"replicas.log= says whose shares replicas.shares=replay takes again, found log={self.log} "
+                f"and shares={self.shares}; give both or neither"
+            )
         listed = isinstance(self.count, list) and self.count != []
         for one in self.count if listed else [self.count]:
             if type(one) is not int or one < 1:
@@ -143,6 +160,11 @@ class ReplicasConfig:
             raise ConfigError(
                 "replicas.shrink=true does without a replica that is lost, found replicas.count=1; add "
                 "replicas.count=, or take max_restarts= and min_ranks="
+            )
+        if self.shrink and self.shares == REPLAY:
+            raise ConfigError(
+                "replicas.shares=replay takes the shares of a run with as many replicas, found "
+                "replicas.shrink=true; drop either"
             )
         if self.shrink and nodes > 1:
             raise ConfigError(

@@ -50,8 +50,15 @@ def load(pipe: Pipeline, folder: str | Path) -> Mapping[str, Any]:
     with pipe.agreement.together("loading a checkpoint"):
         parts = pipe.state.checked(pipe.update, state, pipe.plan, keys=keys)
     pipe.num_steps = pipe.state.load(pipe.update, parts, names=names)
+    pipe.begin_shares(shares_in(found))
     pipe.same.restart()
     return found.notes
+
+
+def shares_in(found: Checkpoint) -> list[list[int]]:
+    """By what weight the replicas of each stage took its micro-batches when the checkpoint was made."""
+    stages = found.index["plan"]["stages"]
+    return [stage.get("shares") or [1] * len(stage.get("ranks", [0])) for stage in stages]
 
 
 class Saving:

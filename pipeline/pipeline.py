@@ -5,7 +5,6 @@ rank keeps its own stages. Either way a step has the bits of the plain loop over
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -23,21 +22,21 @@ from ..stages.planner.plan import Plan
 from .ranks.world import World
 from .runtime import facts
 from .runtime.arguments import check_gradients
-from .runtime.assembly import Assembly
-from .runtime.batches import joined, micro_batches
-from .runtime.gather import gather_flows, gather_reports, gather_spans
-from .runtime.loss import total_loss
+from .runtime.batches import micro_batches
+from .runtime.gather import gather_flows, gather_spans
 from .runtime.replicas import check_outputs
 from .runtime.report import Report, described
+from .runtime.running import Running
 from .runtime.step import Step
 from .runtime.values import Init
 from .runtime.where import Given
+from .schedules.shares import Course
 from .schedules.span import Span
 from .weights.optimizers import Named
 from .weights.scale import Scaler
 
 
-class Pipeline(Assembly):
+class Pipeline(Running):
     """Trains ``model`` as ``plan`` says; every rank passes the same arguments and the same batches.
 
     They compare it all, and the first difference is refused on every rank; functions (``loss``, ``weight``,
@@ -69,6 +68,8 @@ class Pipeline(Assembly):
             several, of which a rank reads what its stages hold.
         init_weights: the same without a file, or for the buffers that a file does not have: a function of
             (name, tensor) that writes into the tensor, with random numbers seeded for each by its name.
+        shares: how replicas share micro-batches, by rank 0: None: as the plan says; "measured": in proportion
+            to speed, from step to step; or (step, shares of every stage) as another run had them.
     Raises:
         PlanError: the plan was made for another model, a cut cannot be trained exactly, ranks were given
             different things, or another rank refused.
@@ -97,14 +98,16 @@ class Pipeline(Assembly):
         disk: DiskOptions = ANYWHERE,
         load_weights: str | Path | None = None,
         init_weights: Init | None = None,
+        shares: str | Course | None = None,
     ) -> None:
-        self.leaves, self.asked = world is None, 0  # asked: told to all ranks with the next report
+        self.leaves = world is None
         super().__init__(
             model, plan, loss=loss, optimizer=optimizer, scheduler=scheduler, clip=clip,
             clip_scope=clip_scope, scaler=scaler, autocast=autocast, weight=weight, seed=seed,
             deadline=deadline, world=world or World.default(deadline=deadline), device=device, guard=guard,
             memory=memory, disk=disk, load_weights=load_weights, init_weights=init_weights,
         )  # fmt: skip
+        self.share_by(shares)
 
     def __str__(self) -> str:
         return described(self.plan, here=list(self.stages), num_steps=self.num_steps)
@@ -112,11 +115,6 @@ class Pipeline(Assembly):
     def __repr__(self) -> str:
         first, _, _ = str(self).partition(",")
         return f"<{first}, rank {self.rank}>"
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this process holds the last stage (its first replica), where losses and outputs are."""
-        return self.world.is_alone or self.plan.rank_of(-1, 0) == self.rank
 
     def step(self, inputs: Any, targets: Any = None, *, outputs: bool = False) -> Report:
         """Train on one batch: micro-batches through the schedule, one update.
@@ -148,6 +146,7 @@ class Pipeline(Assembly):
         others = functools.partial(self.feed.messages, step)
         self.policy.end(others, self.engine.meter.spans, report.seconds)
         self.num_steps += 1
+        self.next_shares(report, len(batches))
         return report
 
     def drain(self, *, outputs: bool = False) -> Report | None:
@@ -206,6 +205,7 @@ class Pipeline(Assembly):
             parts = self.state.checked(self.update, state, self.plan)
             self.agreement.agree("a state to load", lambda: facts.of_state(parts))
             self.num_steps = self.state.load(self.update, parts)
+        self.begin_shares()
         self.same.restart()
 
     def timeline(self) -> list[Span]:
@@ -224,27 +224,3 @@ class Pipeline(Assembly):
         self.close_stages(keeps_model=keeps_model)
         if self.leaves and not self.engine.failures.first:
             self.world.close()
-
-    def _run(self, step: Step, *, num_samples: int, began: float, outputs: bool) -> Report:
-        """Run a step, or what drains a stream; put together the loss, and what each stage did."""
-        engine = self.engine
-        try:
-            with self.world.device.current():
-                engine.step(dataclasses.replace(step, keeps_outputs=outputs))
-        except BaseException:
-            self.feed.restart()  # what was in flight is lost
-            self.usage.restart()
-            raise
-        self.feed.ran(step)
-        reports = self.usage.fill(engine.meter.reports, engine.meter.spans, rank=self.rank)
-        losses = self.replicas.losses(engine.losses)
-        shares = {index: step.micro_batches[index].share for index in losses}
-        mine = total_loss(losses, shares, mean=self.plan.streams) if self.is_last else 0.0
-        told = gather_reports(self.world, mine, reports, ranks=self.ranks_of_stages, asked=self.asked)
-        return Report(
-            step=self.num_steps,
-            seconds=time.perf_counter() - began,
-            num_samples=num_samples,
-            outputs=joined(list(engine.outputs.values())),
-            **told,
-        )

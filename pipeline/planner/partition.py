@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from ...compression.errors import PlanError
 from ...compression.names import AUTO
 from ...stages.planner.asked import Asked
+from ...stages.planner.dealing import counts_of, split_shares
 from ...stages.planner.layer_profile import Profile
 from ...stages.planner.plan import Plan
 from ...stages.planner.rank_memory import Copies, copies, exchanges
@@ -55,6 +57,7 @@ def partition(
     program: Sequence[str] = (),
     replicas: int | Sequence[int] = 1,
     exact: bool = False,
+    shares: Sequence[int] = (),
     disk_rate: float | None = None,
 ) -> Plan:
     """Cut a measured model into stages, exactly: of the fastest cuts, to 5 %, the one that sends least.
@@ -84,6 +87,8 @@ def partition(
         program: the lines of ``schedule="custom"``, one per rank; they place the stages.
         replicas: ranks of every stage, or of each ([2, 1]), which take its micro-batches in turn.
         exact: replicas add up gradients in the plain loop's order, for its bits.
+        shares: how much of its stage each rank takes, by weight ([3, 1]: three micro-batches of four); for
+            all ranks in their order, where there are replicas. Default: as many.
         disk_rate: bytes per second of the disk, for "auto"; 0: none may be used, None: not measured.
     Raises:
         PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
@@ -97,11 +102,17 @@ def partition(
     check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
     given = named_cuts(profile, cuts) if cuts else None
     several: tuple[int, ...] | None = None
+    weighed: tuple[tuple[int, ...], ...] = ()
     asked = {"stages": stages, "ranks": ranks, "cuts": tuple(cuts) if cuts else None}
     if replicas != 1:
         several = replica_counts(replicas, stages=stages, ranks=ranks, given=given)
         check_replicas(dealt(several), schedule=schedule, weights=weights, micro_batches=micro_batches)
+        weighed = split_shares(shares, dealt(several)) if shares else ((),) * len(several)
         stages = ranks = len(several)  # cut for one rank a stage
+    elif shares:
+        raise PlanError(
+            f"shares are for stages with replicas, found shares {list(shares)}; give replicas= too"
+        )
     stages, ranks = sizes(stages, ranks, given, schedule, program)
     places = allowed_cuts(profile) if given is None else given
     check_places(profile, places, stages)
@@ -117,14 +128,16 @@ def partition(
         each = micro_batches
         one, laid = schedule_named(schedule, program), stages_on(fixed or range(ranks))
         if several:
-            one = replicated(one, dealt(several), deepens=schedule == DEEPENED)
+            one = replicated(one, dealt(several), shares=weighed, deepens=schedule == DEEPENED)
             laid = [[stage] for stage, number in enumerate(several) for _ in range(number)]
         make = functools.partial(one, laid, each)
 
     def there(programs: Programs) -> list[Copies]:
         options = {"optimizer_state": optimizer_state, "device": profile.device, **held}
         counts = waiting(programs, weights=weights, micro_batches=each)
-        exchanged = [exchanges(n, micro_batches, exact=exact) for n in several or [1] * len(counts)]
+        dealing = zip(several, weighed, strict=True) if several else [(1, ())] * len(counts)
+        each_has = [counts_of(own or (1,) * n, micro_batches) for n, own in dealing]
+        exchanged = [exchanges(those, exact=exact) for those in each_has]
         return [
             copies(number, old_versions=old, recompute=recompute, exchanged=more, **options)
             for (number, old), more in zip(counts, exchanged, strict=True)
@@ -144,7 +157,7 @@ def partition(
     if extra_in_flight == AUTO:
         most = most_extra(make, lambda programs: costs.fit(spans, there(programs)))
     known = ("fingerprint", "input_shapes", "input_dtypes", "signature", "leaves")
-    return Plan(
+    made = Plan(
         stages=tuple(
             costs.stage(*span, place, ranks=dealt(several)[rank] if several else (rank,), **held)
             for span, place, rank in spans
@@ -164,6 +177,7 @@ def partition(
         asked=Asked(**asked, replicas=several),
         **{name: getattr(profile, name) for name in known},
     )
+    return made.with_shares(weighed) if weighed else made
 
 
 def _cut(

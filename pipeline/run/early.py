@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ...compression.errors import ConfigError, ScheduleError
 from ...compression.names import AUTO, check_name
 from ...conf import groups
-from ...conf.parts import MemoryConfig
+from ...conf.parts import EVEN, MEASURED, REPLAY, MemoryConfig
 from ...conf.planning import PlanningConfig
 from ...conf.rules import count_or_auto
 from ...conf.schema import PlanConfig, TrainConfig
+from ...stages.planner.dealing import split_shares
 from ...stages.planner.plan import Plan, check_tiers
 from ...stages.planner.rules import check_mirror, check_replicas, check_versions
 from ...stages.units import is_zero, parse_bytes, parse_rate, share_of
@@ -27,6 +29,7 @@ from ..schedules import schedule_named
 from ..schedules.placement import layout, placed, placement, stages_on
 from ..schedules.replicated import dealt
 from ..schedules.written import load_program
+from .shares_log import read_course
 
 ALL = "all"
 """The schedule that stands for every one: they are compared, and the best is planned."""
@@ -54,6 +57,11 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
                 )
     _check_schedule(config, () if given else program(config.program))
     check_name(config.codec)
+    if given is None:
+        _check_shares(config)
+    if config.replicas.log is not None:
+        read_course(config.replicas.log)
+        config.replicas.log = str(Path(config.replicas.log).absolute())
     memory = config.memory
     if given is None:  # else every stage has its own
         tiers = {"tier": memory.tier, "weights": memory.weights, "parameters": memory.parameters}
@@ -121,6 +129,7 @@ def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
     counts = list(plan.replicas)
     decided["replicas.count"] = counts if len(set(counts)) > 1 else counts[0]
     decided["replicas.exact"] = plan.exact
+    decided["replicas.shares"] = _shares_by(plan, config.replicas.shares)
     for key, value in decided.items():
         group, _, name = key.rpartition(".")
         place = getattr(config, group) if group else config
@@ -130,6 +139,31 @@ def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
         setattr(place, name, value)
     config.__post_init__()  # its rules hold for what the plan decided, too
     return plan
+
+
+def _shares_by(plan: Plan, asked: Any) -> Any:
+    """What ``replicas.shares=`` is with a plan: as asked where it says nothing else, else what it says."""
+    ranks = [stage.ranks for stage in plan.stages]
+    if isinstance(asked, list) and plan.with_shares(split_shares(asked, ranks)).shares == plan.shares:
+        return asked
+    if asked in (MEASURED, REPLAY):
+        return asked
+    if not any(stage.shares for stage in plan.stages):
+        return EVEN
+    found = zip(plan.ranks, sum(plan.shares, ()), strict=True)
+    return [share for _, share in sorted(found)]
+
+
+def _check_shares(config: PlanConfig) -> None:
+    """Refuse shares where nothing is shared, and weights by which nothing can be dealt."""
+    asked = config.replicas
+    if asked.shares != EVEN and not asked.several:
+        raise ConfigError(
+            f"replicas.shares={asked.shares} is for stages on several ranks, found replicas.count=1; give "
+            "replicas.count=, or leave it out"
+        )
+    if isinstance(asked.shares, list):
+        split_shares(asked.shares, dealt(asked.of_stages(config.num_stages)))
 
 
 def _check_loading(options: Mapping[str, Any]) -> None:

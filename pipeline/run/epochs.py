@@ -75,7 +75,7 @@ def evaluate(
             total += targets.numel()
     if not number:
         return {}
-    last = plan.rank_of(-1, 0)
+    last = plan.owner(-1)
     right, lost, total = (
         pipe.world.broadcast(number, last, at="the test's result") for number in (right, lost, total)
     )

@@ -203,7 +203,7 @@ def summarise(
     """
     stages, predicted = [], predicted_bytes(plan, [total["live_micro_batches"] for total in totals.stages])
     for number, (stage, total) in enumerate(zip(plan.stages, totals.stages, strict=True)):
-        entry: dict[str, Any] = {"stage": number, "rank": plan.rank_of(number, 0)}
+        entry: dict[str, Any] = {"stage": number, "rank": plan.owner(number)}
         entry |= {"layers": len(stage.layers), "first_layer": stage.layers[0], "last_layer": stage.layers[-1]}
         entry |= {"parameters": sum(sizes[name] for name in stage.parameters)} | total
         entry |= {"bubble": totals.bubble(totals.ranks[number]), "predicted_bytes": predicted[number]}

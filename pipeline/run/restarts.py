@@ -64,6 +64,8 @@ def _take_replicas(config: TrainConfig, plan: Plan) -> None:
     """Have ``config`` say the replicas of ``plan``."""
     config.ranks, config.stages = plan.num_ranks, plan.num_stages
     config.replicas.count = list(plan.replicas)
+    if isinstance(config.replicas.shares, list):
+        config.replicas.shares = [share for own in plan.shares for share in own]
 
 
 def _go_back(config: TrainConfig, folder: RunFolder, before: str | None) -> str:

@@ -43,7 +43,7 @@ BY_NATURE = ("threads", "micro_batches", "deterministic", "device", "tf32")
 OF_A_STREAM = ("micro_batches", "checkpoint.every", "extra_in_flight")
 """What decides which weights a micro-batch of a stream sees; a checkpoint drains it."""
 
-SINCE = {"data.skip_broken": False}
+SINCE = {"data.skip_broken": False, "replicas.shares": "even", "replicas.log": None}
 """What options were before there was a choice, for checkpoints that do not name them."""
 
 OF_THE_LENGTH = ("epochs", "max_steps")
@@ -62,6 +62,7 @@ class Source:
         ours, theirs = _both(config, self.checkpoint.notes)
         if config.stages is None:
             theirs["stages"] = None  # as many as the plan had
+        theirs = SINCE | theirs
         if any(ours.get(key) != theirs.get(key) for key in {*ours, *theirs} if _root(key) in ASKED):
             return None
         return self._plan

@@ -57,6 +57,7 @@ class RunFolder:
     trace = _File("timeline.json")  # the last step, for ui.perfetto.dev
     schedules = _File("schedules.json")  # how the schedules compare; ``schedules_picture`` shows them
     schedules_picture = _File("schedules.png")  # the simulated step of every schedule, drawn
+    shares = _File("shares.jsonl")  # by what weight replicas took micro-batches, from which step on
     model = _File("model.safetensors")  # the trained weights under the plain model's names
     plans = _File("plans")  # the plans that a bench compares
     checkpoints = _File("checkpoints")  # a folder for each
@@ -90,7 +91,7 @@ class RunFolder:
                 resumes: this is that run, which goes on; its metrics stay.
         Raises: ConfigError: it cannot be removed.
         """
-        begun = () if resumes else (self.metrics, self.timeline, self.trace)
+        begun = () if resumes else (self.metrics, self.timeline, self.trace, self.shares)
         left = [*(path for path in begun if path.exists()), *self.errors.glob("*")]
         with refusing(self.path):
             for path in left:

@@ -64,7 +64,7 @@ def _budget(plan: Plan, rank: int, ranks: Sequence[int]) -> int | None:
     """What a process may hold: where one runs all ranks, it has the memory of all."""
     if plan.memory is None:
         return None
-    return plan.memory * len({plan.rank_of(s, 0) for s, other in enumerate(ranks) if other == rank})
+    return plan.memory * len({plan.owner(s) for s, other in enumerate(ranks) if other == rank})
 
 
 def foretell(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None]:

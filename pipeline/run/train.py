@@ -39,6 +39,7 @@ from .restarts import persist
 from .resume import Source, resolve
 from .run_folder import RunFolder, config_of
 from .run_length import check_batches, count_updates
+from .shares_log import asked_shares
 from .train_rank import train_rank
 
 
@@ -175,6 +176,7 @@ def assemble(
         guard=config.guard,
         memory=build.memory(config.memory),
         disk=disk_options(config, folder),
+        shares=asked_shares(config.replicas, plan),
         **sources(config.model),
     )
 

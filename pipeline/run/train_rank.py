@@ -25,6 +25,7 @@ from .model_file import keeping, writer
 from .resume import take_over
 from .run_folder import RunFolder
 from .run_length import count_steps
+from .shares_log import SharesLog
 from .step_files import save_step
 from .tier_rows import foretell
 
@@ -48,10 +49,12 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell) as kept,
             Asked(pipe, kept.now) as asked,
             contextlib.closing(loads) as batches,
+            SharesLog(pipe, folder.shares if first else None, tell=tell) as shares,
         ):
             metrics.totals.load(notes.get("totals"))
             kept.notes = lambda: {"config": options, "totals": vars(metrics.totals)}
             see = [metrics.add, progress.step, foretell(plan, tell), loggers.step, kept.after, asked.after]
+            see.append(shares.after)
             more = {"see": see, "between": asked.between, "log": loggers.test, "note": tell}
             test = run_epochs(pipe, plan, config, ahead, batches, **more)
     pipe.drain()

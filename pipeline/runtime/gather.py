@@ -30,21 +30,20 @@ def gather_reports(
     for stage in range(len(ranks)):
         mine += reports.get(stage, StageReport()).numbers()
     rows = world.all_gather(mine, at="the report of a step")
-    told, losses, *_ = zip(*rows, strict=True)
+    asks, losses, *_ = zip(*rows, strict=True)
     size = len(StageReport().numbers())
     found = [
         [StageReport.of(rows[rank][2 + size * stage : 2 + size * (stage + 1)]) for rank in own]
         for stage, own in enumerate(ranks)
     ]
-    answer = {"loss": sum(losses), "stages": tuple(map(together, found)), "asked": int(max(told))}
+    answer = {"loss": sum(losses), "stages": tuple(map(together, found)), "asked": int(max(asks))}
     if max(map(len, ranks)) == 1:
         return answer
-    busy = {
-        rank: one.compute_seconds
-        for own, some in zip(ranks, found, strict=True)
-        for rank, one in zip(own, some, strict=True)
-    }
-    return answer | {"busy": tuple(busy[rank] for rank in sorted(busy))}
+    pairs = [zip(own, some, strict=True) for own, some in zip(ranks, found, strict=True)]
+    of_ranks = {rank: one for pair in pairs for rank, one in pair}
+    told = [of_ranks[rank] for rank in sorted(of_ranks)]
+    busy, worked = (tuple(getattr(one, f"{name}_seconds") for one in told) for name in ("compute", "worked"))
+    return answer | {"busy": busy, "worked": worked}
 
 
 def gather_spans(world: World, spans: Sequence[Span]) -> list[Span]:

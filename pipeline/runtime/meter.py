@@ -81,6 +81,7 @@ class Meter:
         for _, index, op, _, start, waited, end, _, raw, sent, _ in self.spans:
             report = self.reports[index]
             report.compute_seconds += end - start - waited
+            report.worked_seconds += (end - start - waited) * (op != "U")  # there replicas wait for others
             report.waiting_seconds += waited
             if op == "F":
                 report.forward_raw += raw

@@ -42,18 +42,18 @@ LEAST_MIRRORED = 1 << 12  # bytes of a parameter from which on moving it is wort
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ownership:
     """``layers``: the stage of every layer; ``stage_of``: the stage of every parameter by its first name;
-    ``rank_of``: who runs a stage for a micro-batch, rank 0 without a group; ``here``: the parameters of each
+    ``owner``: the rank that answers for a stage, rank 0 without a group; ``here``: the parameters of each
     stage of this process."""
 
     layers: Sequence[int]
     stage_of: Mapping[str, int]
-    rank_of: Callable[[int, int], int]
+    owner: Callable[[int], int]
     here: Mapping[int, Named]
 
     @property
     def ranks(self) -> dict[str, int]:
         """The rank of every parameter."""
-        return {name: self.rank_of(stage, 0) for name, stage in self.stage_of.items()}
+        return {name: self.owner(stage) for name, stage in self.stage_of.items()}
 
     @property
     def tensors(self) -> dict[int, list[nn.Parameter]]:
@@ -71,7 +71,7 @@ def ownership(model: nn.Module, plan: Plan, graph: LayerGraph, steps: Steps, wor
     return Ownership(
         layers=layers,
         stage_of=stage_of,
-        rank_of=(lambda stage, micro_batch: 0) if world.is_alone else plan.rank_of,
+        owner=(lambda stage: 0) if world.is_alone else plan.owner,
         here={s: [(n, p) for n, p in model.named_parameters() if stage_of[n] == s] for s in mine},
     )
 

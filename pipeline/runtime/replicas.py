@@ -73,6 +73,10 @@ class Replicas:
             s: [None] * len(flat.named) for s, flat in self.flats.items()
         }
 
+    def holders(self, stage: int) -> list[int]:
+        """The place of the replica of ``stage`` that has each micro-batch of the step."""
+        return [self.plan.place_of(stage, micro_batch) for micro_batch in range(self.number)]
+
     def forward(self, stage: int, micro_batch: int) -> contextlib.AbstractContextManager[None]:
         """The block in which the layers of ``stage`` run forward."""
         found = self.statistics.get(stage)
@@ -104,19 +108,18 @@ class Replicas:
             self.has[stage] = flat.has()
             self.like[stage] = [parameter.grad for _, parameter in flat.named]
         sums = self._in_order(stage) if self.keeps else self.slices[stage].sums()
-        self.statistics[stage].exchange(group, self.number)
+        self.statistics[stage].exchange(group, self.holders(stage))
         if flat.named:
             group.largest(has := self.has[stage], at="which gradients there are")
             flat.spread(sums, has, like=self.like[stage])
 
     def _in_order(self, stage: int) -> dict[torch.dtype, torch.Tensor]:
         """The sums over micro-batches in ascending order: each replica adds up its slice for all."""
-        group, kept, found = self.groups[stage], self.kept[stage], {}
+        group, kept, found, holders = self.groups[stage], self.kept[stage], {}, self.holders(stage)
         for dtype, size in self.flats[stage].sizes.items():
             total = torch.empty(size // group.size, dtype=dtype)
             piece = torch.empty_like(total)
-            for micro_batch in range(self.number):
-                holder = micro_batch % group.size
+            for micro_batch, holder in enumerate(holders):
                 pieces = kept[micro_batch][dtype].chunk(group.size) if holder == group.place else ()
                 into = piece if micro_batch else total
                 group.scatter(into, pieces, holder, at=f"the gradients of micro-batch {micro_batch}")
@@ -134,7 +137,8 @@ class Replicas:
         for index, loss in mine.items():
             told[index] = torch.tensor([1 + DTYPES.index(loss.dtype), float(loss)], dtype=torch.float64)
         rows = torch.stack(group.all_gather(told, at="the losses"))
-        found = [rows[index % group.size, index].tolist() for index in range(self.number)]
+        holders = self.holders(self.plan.num_stages - 1)
+        found = [rows[holder, index].tolist() for index, holder in enumerate(holders)]
         return {i: torch.tensor(loss, dtype=DTYPES[int(kind) - 1]) for i, (kind, loss) in enumerate(found)}
 
     def updated(self, stage: int) -> None:

@@ -27,7 +27,7 @@ class StageReport:
     Of all stages of ``rank`` together: the most bytes that each tier had in the step, on a CPU its device
     (``device_tier``) with the frames that lie there; ``grew_bytes``: what of it was new when the step ended
     and stays; ``held_up_seconds``: waited for room. ``exposed_seconds``: a backward waited for what its
-    stage had moved away."""
+    stage had moved away. ``worked_seconds``: those of ``compute_seconds`` that are of micro-batches."""
 
     rank: int = 0
     forward_raw: int = 0
@@ -50,6 +50,7 @@ class StageReport:
     held_up_seconds: float = 0.0
     exposed_seconds: float = 0.0
     compute_seconds: float = 0.0
+    worked_seconds: float = 0.0
     waiting_seconds: float = 0.0
 
     def numbers(self) -> list[float]:
@@ -64,7 +65,7 @@ class StageReport:
 
 SUMMED = frozenset(
     "forward_raw forward_sent backward_raw backward_sent saved_raw saved_kept exposed_seconds "
-    "compute_seconds waiting_seconds held_up_seconds".split()
+    "compute_seconds worked_seconds waiting_seconds held_up_seconds".split()
 )
 """What replicas of a stage did together; of the rest, the most that one of them had counts."""
 
@@ -86,7 +87,7 @@ class Report:
     """One step; the same on every rank but for ``seconds``, which each rank measures itself, and for
     ``outputs``: the model's on the batch, if they were asked for, where the last stage is. ``asked``: the
     largest ``Pipeline.asked`` of all ranks, 0 where nobody was asked for anything. ``busy``: the seconds in
-    which each rank computed, where replicas of a stage are several."""
+    which each rank computed, where replicas of a stage are several; ``worked``: on its micro-batches."""
 
     step: int
     loss: float
@@ -96,6 +97,7 @@ class Report:
     outputs: Any = None
     asked: int = 0
     busy: tuple[float, ...] = ()
+    worked: tuple[float, ...] = ()
 
     @property
     def bytes_raw(self) -> int:

@@ -118,18 +118,21 @@ class RunningStatistics:
             for handle in handles:
                 handle.remove()
 
-    def exchange(self, group: ReplicaGroup, number: int) -> None:
-        """Add what all replicas saw of ``number`` micro-batches, in ascending order."""
+    def exchange(self, group: ReplicaGroup, holders: Sequence[int]) -> None:
+        """Add what all replicas saw of the micro-batches of a step, in ascending order.
+
+        Args:    holders: the place of the replica that had each of them."""
         if not self.norms:
             return
         sizes = {name: 1 + 2 * norm.running_mean.numel() for name, norm in self.norms.items()}
-        mine = torch.zeros(-(-number // group.size), sum(sizes.values()), dtype=torch.float64)
+        lines = [holders[:micro_batch].count(holder) for micro_batch, holder in enumerate(holders)]
+        mine = torch.zeros(1 + max(lines, default=0), sum(sizes.values()), dtype=torch.float64)
         for micro_batch, seen in self.seen.items():
             parts = [seen.get(name, torch.zeros(size, dtype=torch.float64)) for name, size in sizes.items()]
-            mine[micro_batch // group.size] = torch.cat(parts)
+            mine[lines[micro_batch]] = torch.cat(parts)
         rows = group.all_gather(mine, at="the running statistics")
-        for micro_batch in range(number):
-            row = rows[micro_batch % group.size][micro_batch // group.size]
+        for holder, line in zip(holders, lines, strict=True):
+            row = rows[holder][line]
             for norm, told in zip(self.norms.values(), row.split([*sizes.values()]), strict=True):
                 if code := int(told[0]):
                     _add(norm, told[1:].chunk(2), code - 1)

@@ -64,7 +64,7 @@ class State:
             if (first := firsts.setdefault(id(tensor), key)) != key:
                 self.shared[key] = first
             self.expected[key] = torch.empty_like(tensor, device="meta")
-            self.source[key] = own.rank_of(min(read), 0)
+            self.source[key] = own.owner(min(read))
             if read & set(stages) or id(tensor) in held:
                 self.held[key] = tensor
         self.stages = {

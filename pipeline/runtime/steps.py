@@ -71,7 +71,8 @@ class Steps:
         """
         if mode not in self.stage_of:
             raise PlanError(self.refusal)
-        key = mode, extra, tuple(tuple((x.shape, x.stride(), x.dtype) for x in batch) for batch in inputs)
+        shapes = tuple(tuple((x.shape, x.stride(), x.dtype) for x in batch) for batch in inputs)
+        key = mode, extra, self.plan.shares, shapes
         if key not in self.known:
             if len(self.known) == KEPT:
                 del self.known[next(iter(self.known))]
@@ -100,14 +101,15 @@ class Steps:
         if mode == "train":
             programs, order, window = self._training(len(inputs), pairs, extra)
         else:
-            runs = [(s, self.plan.rank_of(s, 0)) for s in range(self.plan.num_stages)]
+            runs = [(s, self.plan.owner(s)) for s in range(self.plan.num_stages)]
             ranks = range(self.plan.num_ranks)
             programs = [[Instruction(s, Op.F, 0) for s, owner in runs if owner == rank] for rank in ranks]
             order, window = [Instruction(s, Op.F, 0) for s in range(self.plan.num_stages)], 2
-        firsts = max(self.plan.replicas)  # of a replica, one of these is its first micro-batch
+        rank_of = self.plan.rank_of if mode == "train" else lambda stage, micro_batch: self.plan.owner(stage)
+        firsts = first_micro_batches(self.plan, len(inputs))
         messages = {
             index: micro_batch_messages(
-                index, route, rank_of=self.plan.rank_of, codecs=self.codecs, tied=index < firsts
+                index, route, rank_of=rank_of, codecs=self.codecs, tied=index in firsts
             )
             for index, route in enumerate(routed)
         }
@@ -173,6 +175,16 @@ def pairs_of(routed: Iterable[tuple[Route, ...]]) -> list[tuple[int, int]]:
     """The (source, target) pairs of stages that some value of some micro-batch travels over."""
     distinct = {id(route): route for route in routed}
     return sorted({pair for route in distinct.values() for pair in edges(route)})
+
+
+def first_micro_batches(plan: Plan, number: int) -> set[int]:
+    """Those of ``number`` micro-batches that are the first of some replica, with which its tied parameters
+    come; the others on the way of these have them anew."""
+    found: dict[tuple[int, int], int] = {}
+    for micro_batch in range(number):
+        for stage in range(plan.num_stages):
+            found.setdefault((stage, plan.place_of(stage, micro_batch)), micro_batch)
+    return set(found.values())
 
 
 def _check_cuts(traced: Traced, stage_of: Sequence[int], record: Probe) -> None:

@@ -1,16 +1,20 @@
 """Programs of stages that may have replicas: a rank runs the micro-batches that are dealt to it.
 
 The schedule is asked for one rank a stage, and each of its programs is dealt over the replicas of the stage.
-What is left of a legal order is a legal order; and with as many more in flight as there are replicas, every
-replica has as many as a rank alone would have.
+What is left of a legal order is a legal order; and with so many times more in flight as its smallest share
+goes into all of them, every replica has as many as a rank alone would have: with equal shares, as there are
+replicas.
 
 Source: Narayanan et al., PipeDream, SOSP 2019, section 3.2 (round robin over the replicas of a stage)."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from itertools import zip_longest
 
+from ...stages.planner.dealing import place_of
 from ...stages.planner.plan import Plan
 from . import Schedule, schedule_named
 from .instruction import Instruction
@@ -25,7 +29,8 @@ DEEPENED = "1f1b"  # takes more in flight than its own; gpipe has all there are
 def schedule_of(plan: Plan) -> Schedule:
     """The schedule of ``plan``, which knows the replicas of its stages."""
     schedule = schedule_named(plan.schedule, plan.program)
-    return replicated(schedule, [stage.ranks for stage in plan.stages], deepens=plan.schedule == DEEPENED)
+    ranks, deepens = [stage.ranks for stage in plan.stages], plan.schedule == DEEPENED
+    return replicated(schedule, ranks, shares=plan.shares, deepens=deepens)
 
 
 def dealt(replicas: Sequence[int]) -> list[tuple[int, ...]]:
@@ -37,22 +42,34 @@ def dealt(replicas: Sequence[int]) -> list[tuple[int, ...]]:
 def without(plan: Plan, rank: int | None) -> Plan | None:
     """``plan`` without the replica that is ``rank``; None where its stage has no other.
 
-    Stages stay as they are cut, and ranks close up."""
+    Stages stay as they are cut, ranks close up, and the shares of the other replicas are as they were."""
     lost = next((s for s, stage in enumerate(plan.stages) if rank in stage.ranks), None)
     if lost is None or plan.replicas[lost] == 1:
         return None
-    left = dealt([number - (stage == lost) for stage, number in enumerate(plan.replicas)])
-    stages = [dataclasses.replace(one, ranks=own) for one, own in zip(plan.stages, left, strict=True)]
+    stages = list(plan.stages)
+    pairs = zip(stages[lost].ranks, plan.shares[lost], strict=True)
+    kept = tuple(share for one, share in pairs if one != rank)
+    stages[lost] = dataclasses.replace(stages[lost], ranks=kept, shares=kept if len(set(kept)) > 1 else ())
+    left = dealt([len(stage.ranks) for stage in stages])
+    stages = [dataclasses.replace(one, ranks=own) for one, own in zip(stages, left, strict=True)]
     return dataclasses.replace(plan, stages=tuple(stages))
 
 
-def replicated(schedule: Schedule, ranks: Sequence[Sequence[int]], *, deepens: bool) -> Schedule:
+def replicated(
+    schedule: Schedule,
+    ranks: Sequence[Sequence[int]],
+    *,
+    deepens: bool,
+    shares: Sequence[tuple[int, ...]] = (),
+) -> Schedule:
     """``schedule`` for stages that run on these ``ranks``, each with a stage of its own.
 
-    Args:    deepens: it takes micro-batches in flight beyond its own."""
-    most = max(map(len, ranks))
-    if most == 1:
+    Args:    deepens: it takes micro-batches in flight beyond its own.
+             shares: those of the ranks of each stage; none: all alike."""
+    if max(map(len, ranks)) == 1:
         return schedule
+    weights = [own or (1,) * len(some) for own, some in zip_longest(shares, ranks, fillvalue=())]
+    most = max(math.ceil(sum(own) / min(filter(None, own))) for own in weights)
 
     def programs(
         stages_of_rank: Sequence[Sequence[int]], num_micro_batches: int, *, extra_in_flight: int = 0
@@ -60,9 +77,9 @@ def replicated(schedule: Schedule, ranks: Sequence[Sequence[int]], *, deepens: b
         extra = most * (1 + extra_in_flight) - 1 if deepens else extra_in_flight
         whole = schedule([[stage] for stage in range(len(ranks))], num_micro_batches, extra_in_flight=extra)
         found: dict[int, list[Instruction]] = {}
-        for program, own in zip(whole, ranks, strict=True):
+        for program, own, weight in zip(whole, ranks, weights, strict=True):
             for instruction in program:
-                rank = own[(instruction.micro_batch or 0) % len(own)]
+                rank = own[place_of(weight, instruction.micro_batch or 0)]
                 found.setdefault(rank, []).append(instruction)
         return [found.get(rank, []) for rank in range(len(stages_of_rank))]
 

@@ -85,7 +85,7 @@ class Racer:
     def warm_up(self, config: BenchPipelineConfig) -> float:
         """Take the steps that are not timed, see how many fit into a run; return the loss of the first."""
         world = World.default()
-        first = world.broadcast(self.take_step() or 0.0, self.plan.rank_of(-1, 0))
+        first = world.broadcast(self.take_step() or 0.0, self.plan.owner(-1))
         self.num_steps = max(1, config.warmup - 1)
         seconds = world.broadcast(self.run(), 0)
         self.num_steps = steps_in(config.seconds, seconds_per_step=seconds, most=config.steps)

@@ -17,7 +17,7 @@ from ..units import show_bytes, show_rate
 from ..weights.policies import WeightPolicy, policy_named
 from .asked import Asked
 from .old_plans import from_version_1
-from .plan_stage import PlanStage
+from .placed import Placed
 from .plan_table import table
 from .rules import check_again, check_extra, check_mirror, check_replicas, check_versions, streams
 
@@ -33,7 +33,7 @@ def check_tiers(**found: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Placed):
     """What ``partition`` decides and ``Pipeline`` runs; what is decided for a stage, its ``PlanStage`` says.
 
     ``extra_in_flight``: micro-batches in flight beyond the schedule's own, to begin with; up to
@@ -50,7 +50,6 @@ class Plan:
     Raises:  PlanError: the fields contradict each other.
     """
 
-    stages: tuple[PlanStage, ...]
     schedule: str
     micro_batches: int
     extra_in_flight: int
@@ -108,31 +107,6 @@ class Plan:
             raise PlanError("sizes, seconds and counts of a plan are never negative; make the plan anew")
 
     @property
-    def num_stages(self) -> int:
-        """Number of stages."""
-        return len(self.stages)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The rank of each stage, for those who show it; who asks where something runs asks ``rank_of``."""
-        return tuple(rank for stage in self.stages for rank in stage.ranks)
-
-    def rank_of(self, stage: int, micro_batch: int) -> int:
-        """The rank that runs ``stage`` (-1: the last) for ``micro_batch``."""
-        ranks = self.stages[stage].ranks
-        return ranks[micro_batch % len(ranks)]
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """How many ranks each stage has."""
-        return tuple(len(stage.ranks) for stage in self.stages)
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of processes the plan is made for."""
-        return max(self.ranks) + 1
-
-    @property
     def policy(self) -> WeightPolicy:
         """What the stages do with their weights; in which tier, each says for itself."""
         return policy_named(self.weights, schedule=self.schedule, prediction=self.prediction)
@@ -149,12 +123,6 @@ class Plan:
             return None
         names = ("schedule", "weights", "prediction")
         return {name: getattr(self, name) for name in names} | {"cuts": list(self.cuts)}
-
-    @property
-    def stages_of_rank(self) -> list[list[int]]:
-        """The stages of each rank, as the schedules take them."""
-        numbered = list(enumerate(self.stages))
-        return [[s for s, stage in numbered if rank in stage.ranks] for rank in range(self.num_ranks)]
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -230,6 +198,8 @@ def _title(plan: Plan) -> str:
         parts.append("forwards run again")
     if max(plan.replicas) > 1:
         parts.append(f"replicas {list(plan.replicas)}{' that add as one' * plan.exact}")
+    if any(stage.shares for stage in plan.stages):
+        parts.append(f"shares {[list(own) for own in plan.shares]}")
     if plan.link is not None:
         parts.append(f"link {show_rate(plan.link)}")
     if plan.memory is not None:

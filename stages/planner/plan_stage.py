@@ -6,6 +6,7 @@ import dataclasses
 
 from ...compression.errors import CodecError, PlanError
 from ...compression.names import GPU, HOST, check_name, is_device
+from .dealing import check_shares
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,14 +18,15 @@ class PlanStage:
     save (None: all of them), ``bytes_forward`` and ``bytes_backward`` are those of the tensors
     that pass the cut behind the stage, unpacked.
 
-    ``ranks``: who runs it: one rank, or replicas that take its micro-batches in turn; ``device``: what
-    computes, cpu, cuda (the GPU of its rank) or cuda:1, None for what its rank computes on; ``tier``: where
-    saved tensors wait for their backward (``TIERS``); ``weights_tier``: where a version of its weights waits
-    that no instruction reads right now; ``parameters_tier``: where its parameters are, with their gradients
-    and what the optimizer keeps, while no layer reads them; ``recompute``: whether a backward runs its
-    forward again. ``codecs``: by name of a value that the stage makes and sends, the codec that it travels
-    in, or under "auto" begins with; ``gradient_codecs``: the same for the gradients that it sends up, by name
-    of their values. What has no codec here has that of the plan.
+    ``ranks``: who runs it: one rank, or replicas that take its micro-batches in turn; ``shares``: by what
+    weight each of these takes some (0: none), empty where all take as many; ``device``: what computes, cpu,
+    cuda (the GPU of its rank) or cuda:1, None for what its rank computes on; ``tier``: where saved tensors
+    wait for their backward (``TIERS``); ``weights_tier``: where a version of its weights waits that no
+    instruction reads right now; ``parameters_tier``: where its parameters are, with their gradients and what
+    the optimizer keeps, while no layer reads them; ``recompute``: whether a backward runs its forward again.
+    ``codecs``: by name of a value that the stage makes and sends, the codec that it travels in, or under
+    "auto" begins with; ``gradient_codecs``: the same for the gradients that it sends up, by name of their
+    values. What has no codec here has that of the plan.
     Raises:  PlanError: a decision that nothing can run.
     """
 
@@ -44,6 +46,7 @@ class PlanStage:
     weights_tier: str = "device"
     parameters_tier: str = "device"
     recompute: bool = False
+    shares: tuple[int, ...] = ()
     codecs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
     gradient_codecs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
@@ -52,6 +55,8 @@ class PlanStage:
         if not self.ranks or len(set(self.ranks)) != len(self.ranks):
             found = f"found ranks {list(self.ranks)} {here}"
             raise PlanError(f"a stage runs on one rank, or on replicas that are each another, {found}")
+        if self.shares:
+            check_shares(self.shares, replicas=len(self.ranks), of=here)
         if self.device is not None and not is_device(self.device):
             raise PlanError(
                 f"a stage computes on device {HOST}, {GPU} or {GPU}:N, found {self.device!r} {here}; "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from ...compression.names import HOST
 
@@ -92,10 +93,12 @@ def copies(
     return Copies(parameters=waits, largest=whole, **there)
 
 
-def exchanges(replicas: int, micro_batches: int, *, exact: bool) -> int:
+def exchanges(counts: Sequence[int], *, exact: bool) -> int:
     """How often the bytes of a stage's parameters are there, while its replicas sum up gradients, beside the
     gradients: once as a flat buffer; where the sum is ``exact``, for each micro-batch of a replica, and of
-    the sum."""
-    if replicas == 1:
+    the sum.
+
+    Args:    counts: the micro-batches of each replica."""
+    if len(counts) == 1:
         return 0
-    return -(-micro_batches // replicas) + 1 if exact else 1
+    return max(counts) + 1 if exact else 1

@@ -25,6 +25,26 @@ EXACT = [
     Case(model="resnet18", cuts=2, replicas=2, steps=1),
     Case(model="mobilenet", cuts=2, replicas=[2, 1], steps=1),
 ]
+# By weight: one rank has nothing to do, all shares of a stage differ, pairs of replicas meet that did not.
+EXACT += [
+    Case(model="mlp", cuts=1, replicas=2, shares=(29, 3), micro_batches=12, optimizer="adamw"),
+    Case(model="mlp", cuts=2, replicas=2, shares=(3, 1, 1, 0), micro_batches=5, codec="raw"),
+    Case(model="residual", cuts=2, replicas=2, shares=(2, 1, 1, 3), micro_batches=6, optimizer="adamw"),
+    Case(model="residual", cuts=1, replicas=2, shares=(1, 0), schedule="gpipe", scaler=(2.0**14, 2)),
+    Case(model="residual", cuts=2, replicas=[1, 2], shares=(1, 0, 1), micro_batches=4, tier="packed"),
+    Case(
+        model="tied", cuts=("random", 3, 1), replicas=[2, 2, 1], shares=(2, 1, 1, 3, 1), micro_batches=7,
+        dtype=torch.float64,
+    ),
+    Case(
+        model="tied", cuts=("random", 3, 1), replicas=[1, 3, 2], shares=(1, 1, 0, 5, 0, 1), micro_batches=7,
+    ),
+    Case(model="gpt_tied", cuts=2, replicas=2, shares=(1, 0, 1, 2), micro_batches=4, steps=2),
+    Case(
+        model="dag0", cuts=("random", 3, 3), replicas=[2, 1, 2], shares=(3, 1, 1, 1, 2), micro_batches=5,
+        steps=2,
+    ),
+]  # fmt: skip
 EXACT = [Case(**{**vars(case), "exact": True}) for case in EXACT]
 
 

@@ -57,6 +57,7 @@ class Case:
     parameters_tier: str = "device"
     replicas: object = 1
     exact: bool = False
+    shares: tuple = ()
 
     def __str__(self):
         shown = [
@@ -81,7 +82,7 @@ def marked(parameter, model):
 
 
 VERSIONS = ("weights", "weights_tier", "parameters_tier", "weights_first", "recompute", "prediction")
-VERSIONS += ("program", "replicas", "exact")
+VERSIONS += ("program", "replicas", "exact", "shares")
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """replicas.count= and replicas.exact=: what they make of ranks and stages, and what is refused of them."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from penstock.pipeline.run.resume import check
 from penstock.scripts import command
 
 
-def config(count, exact=False, shrink=False, kind: Any = PlanConfig, **options) -> Any:
-    return kind(replicas=ReplicasConfig(count=count, exact=exact, shrink=shrink), **options)
+def config(count, kind: Any = PlanConfig, **given) -> Any:
+    names = {field.name for field in dataclasses.fields(ReplicasConfig)} & set(given)
+    replicas = {name: given.pop(name) for name in names}
+    return kind(replicas=ReplicasConfig(count=count, **replicas), **given)
 
 
 def test_ranks_are_shared_by_the_replicas_of_every_stage():
@@ -43,6 +46,10 @@ def test_ranks_are_shared_by_the_replicas_of_every_stage():
             "replicas.count=2, which shrinks by replicas.shrink=true",
         ),
         ({"count": 1, "shrink": True, "kind": TrainConfig}, "found replicas.count=1; add replicas.count="),
+        (
+            {"count": 2, "shrink": True, "shares": "replay", "log": "x", "ranks": 2, "kind": TrainConfig},
+            "with as many replicas, found replicas.shrink=true",
+        ),
         (
             {"count": 2, "shrink": True, "nodes": 2, "master": "a:1", "ranks": 4, "kind": TrainConfig},
             "fewer ranks than others, found nodes=2",
@@ -73,7 +80,7 @@ def test_what_needs_no_torch_is_refused_at_once(options, said):
 )
 def test_a_run_goes_on_with_other_replicas_and_says_where_bits_may_differ(count, exact, told):
     said = []
-    made = config(count, exact, kind=TrainConfig, ranks=2)
+    made = config(count, exact=exact, kind=TrainConfig, ranks=2)
     notes = {"config": {**vars(made), "replicas": {"count": [1, 1], "exact": False}}}
     for name in ("memory", "checkpoint", "clip"):
         notes["config"][name] = vars(getattr(made, name))

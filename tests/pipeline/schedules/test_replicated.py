@@ -3,12 +3,13 @@
 import itertools
 
 import pytest
+from cases import Case, plan_of
 
 from penstock.compression.errors import ScheduleError
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.pipeline.schedules.instruction import Op, parse_program, show
 from penstock.pipeline.schedules.live import live_micro_batches
-from penstock.pipeline.schedules.replicated import dealt, replicated
+from penstock.pipeline.schedules.replicated import dealt, replicated, without
 from penstock.pipeline.schedules.simulate import outline, simulate
 from penstock.pipeline.schedules.verify import smallest_window, verify
 
@@ -35,6 +36,20 @@ def test_literals_of_two_replicas_before_one():
         "1F0 1F2 1B0 1B2",
         "1F1 1B1",
     ]
+
+
+def test_a_lost_replica_leaves_the_others_with_their_shares():
+    plan, _ = plan_of(Case(model="mlp", cuts=2, replicas=[3, 1], micro_batches=6))
+    plan = plan.with_shares(((1, 2, 3), (1,)))
+    left = without(plan, 1)
+    assert left is not None
+    assert [(stage.ranks, stage.shares) for stage in left.stages] == [((0, 1), (1, 3)), ((2,), ())]
+    again = without(left, 0)
+    assert again is not None
+    assert [(stage.ranks, stage.shares) for stage in again.stages] == [((0,), ()), ((1,), ())]
+    assert without(again, 0) is None
+    assert without(plan, 3) is None
+    assert without(plan, None) is None
 
 
 def test_pairs_of_replicas_are_pipelines_of_their_own():

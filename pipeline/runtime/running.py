@@ -1,0 +1,75 @@
+"""What a pipeline does with a step that was planned: run it, tell of it, and share out the next one."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from ...stages.planner.plan import Plan
+from ..schedules.shares import Course, Shares
+from .assembly import Assembly
+from .batches import joined
+from .gather import gather_reports
+from .loss import total_loss
+from .report import Report
+from .sharing import Sharing, sharing_of
+from .step import Step
+
+
+class Running(Assembly):
+    """The parts of a pipeline while they run.
+
+    Attributes: asked: a number told to all ranks with the next report."""
+
+    sharing: Sharing
+    asked = 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process holds the last stage (its first replica), where losses and outputs are."""
+        return self.world.is_alone or self.plan.owner(-1) == self.rank
+
+    def share_by(self, asked: str | Course | None) -> None:
+        """Share out the steps as ``asked`` on rank 0, from the next one on; collective.
+
+        Raises:  PlanError: it means nothing, or suits another plan."""
+        with self.agreement.together("sharing out micro-batches"):
+            (asked, *_) = self.agreement.exchange("its shares", asked)
+            self.sharing = sharing_of(asked, self.plan, alone=self.world.is_alone)
+        self.begin_shares()
+
+    def begin_shares(self, kept: Shares = ()) -> None:
+        """Begin with the step that is next; ``kept``: the shares of a checkpoint that was loaded."""
+        self._take(self.sharing.begin(self.plan, self.num_steps, kept))
+
+    def next_shares(self, report: Report, number: int) -> None:
+        """Take up the shares of the next step, behind one of ``number`` micro-batches, which is reported."""
+        self._take(self.sharing.after(self.plan, self.num_steps, number=number, seconds=report.worked))
+
+    def _take(self, plan: Plan) -> None:
+        if plan is not self.plan:
+            self.plan = self.steps.plan = self.replicas.plan = plan
+
+    def _run(self, step: Step, *, num_samples: int, began: float, outputs: bool) -> Report:
+        """Run a step, or what drains a stream; put together the loss, and what each stage did."""
+        engine = self.engine
+        try:
+            with self.world.device.current():
+                engine.step(dataclasses.replace(step, keeps_outputs=outputs))
+        except BaseException:
+            self.feed.restart()  # what was in flight is lost
+            self.usage.restart()
+            raise
+        self.feed.ran(step)
+        reports = self.usage.fill(engine.meter.reports, engine.meter.spans, rank=self.rank)
+        losses = self.replicas.losses(engine.losses)
+        shares = {index: step.micro_batches[index].share for index in losses}
+        mine = total_loss(losses, shares, mean=self.plan.streams) if self.is_last else 0.0
+        told = gather_reports(self.world, mine, reports, ranks=self.ranks_of_stages, asked=self.asked)
+        return Report(
+            step=self.num_steps,
+            seconds=time.perf_counter() - began,
+            num_samples=num_samples,
+            outputs=joined(list(engine.outputs.values())),
+            **told,
+        )
