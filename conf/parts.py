@@ -119,6 +119,7 @@ class ReplicasConfig:
     Attributes:
         count: ranks of every stage; or of each by a list such as [2,1]; ranks= is their sum
         exact: they add gradients micro-batch by micro-batch, for the bits of one rank; takes memory and bytes
+        sharded: each updates some parameters for all, and keeps the optimizer's state of these only
         shrink: a replica that is lost is done without: the run goes on from its last checkpoint
         shares: even; measured, by speed, as it is from step to step; weights of all ranks: [3,1]; or replay
         log: for replay: the run, or its shares.jsonl, whose shares are taken again step by step
@@ -126,6 +127,7 @@ class ReplicasConfig:
 
     count: Any = 1
     exact: bool = False
+    sharded: bool = False
     shrink: bool = False
     shares: Any = "even"
     log: str | None = None

@@ -57,6 +57,7 @@ def partition(
     program: Sequence[str] = (),
     replicas: int | Sequence[int] = 1,
     exact: bool = False,
+    sharded: bool = False,
     shares: Sequence[int] = (),
     disk_rate: float | None = None,
 ) -> Plan:
@@ -87,6 +88,7 @@ def partition(
         program: the lines of ``schedule="custom"``, one per rank; they place the stages.
         replicas: ranks of every stage, or of each ([2, 1]), which take its micro-batches in turn.
         exact: replicas add up gradients in the plain loop's order, for its bits.
+        sharded: each replica updates some parameters, and keeps the optimizer's state of these only.
         shares: how much of its stage each rank takes, by weight ([3, 1]: three micro-batches of four); for
             all ranks in their order, where there are replicas. Default: as many.
         disk_rate: bytes per second of the disk, for "auto"; 0: none may be used, None: not measured.
@@ -133,14 +135,23 @@ def partition(
         make = functools.partial(one, laid, each)
 
     def there(programs: Programs) -> list[Copies]:
-        options = {"optimizer_state": optimizer_state, "device": profile.device, **held}
+        options = {"device": profile.device, **held}
         counts = waiting(programs, weights=weights, micro_batches=each)
-        dealing = zip(several, weighed, strict=True) if several else [(1, ())] * len(counts)
+        dealing = [*zip(several, weighed, strict=True)] if several else [(1, ())] * len(counts)
         each_has = [counts_of(own or (1,) * n, micro_batches) for n, own in dealing]
         exchanged = [exchanges(those, exact=exact) for those in each_has]
+        whole = 1.0 if optimizer_state is None else optimizer_state
+        states = [whole / (n if sharded else 1) for n, _ in dealing]
         return [
-            copies(number, old_versions=old, recompute=recompute, exchanged=more, **options)
-            for (number, old), more in zip(counts, exchanged, strict=True)
+            copies(
+                number,
+                old_versions=old,
+                recompute=recompute,
+                exchanged=more,
+                optimizer_state=state,
+                **options,
+            )
+            for (number, old), more, state in zip(counts, exchanged, states, strict=True)
         ]
 
     costs = Costs(
@@ -174,6 +185,7 @@ def partition(
         prediction=prediction,
         program=tuple(program),
         exact=exact,
+        sharded=sharded,
         asked=Asked(**asked, replicas=several),
         **{name: getattr(profile, name) for name in known},
     )

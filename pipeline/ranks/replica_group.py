@@ -47,6 +47,20 @@ class ReplicaGroup:
         self._do(lambda: begun.append(self.group.allreduce([numbers])), at, numbers)
         return begun[0]
 
+    def begin_to_add_up_at(self, owner: int, numbers: torch.Tensor, *, at: str) -> dist.Work:
+        """The same for the ``owner``-th replica alone; what the others then have there is nothing."""
+        options = dist.ReduceOptions()
+        options.rootRank = owner
+        begun: list[dist.Work] = []
+        self._do(lambda: begun.append(self.group.reduce([numbers], options)), at, numbers)
+        return begun[0]
+
+    def begin_to_broadcast(self, item: torch.Tensor, source: int, *, at: str) -> dist.Work:
+        """Begin to fill ``item`` on all replicas with that of the ``source``-th."""
+        begun: list[dist.Work] = []
+        self._do(lambda: begun.append(self.group.broadcast([_raw(item)], _from(source))), at, item)
+        return begun[0]
+
     def finish(self, work: dist.Work, item: torch.Tensor, *, at: str) -> None:
         """Wait until what was begun with ``item`` has been done."""
         self._do(work.wait, at, item)
@@ -68,6 +82,12 @@ class ReplicaGroup:
 
     def _do(self, call: Callable[[], object], at: str, item: torch.Tensor) -> None:
         self.world.collective(call, f"{at} of stage {self.stage}", item)
+
+
+def _from(source: int) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    return options
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

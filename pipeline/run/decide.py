@@ -126,6 +126,7 @@ def partition_options(config: PlanConfig) -> dict[str, Any]:
         **{name: getattr(config, name) for name in OF_A_PLAN},
         "replicas": config.replicas.count,
         "exact": config.replicas.exact,
+        "sharded": config.replicas.sharded,
         "shares": config.replicas.shares if isinstance(config.replicas.shares, list) else (),
         "optimizer_state": state_per_byte(build.optimizer(config.optimizer)) if config.optimizer else None,
         "memory": memory.device,

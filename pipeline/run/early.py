@@ -128,7 +128,7 @@ def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
     decided["memory.parameters"] = plan.of_stages("parameters_tier")
     counts = list(plan.replicas)
     decided["replicas.count"] = counts if len(set(counts)) > 1 else counts[0]
-    decided["replicas.exact"] = plan.exact
+    decided |= {"replicas.exact": plan.exact, "replicas.sharded": plan.sharded}
     decided["replicas.shares"] = _shares_by(plan, config.replicas.shares)
     for key, value in decided.items():
         group, _, name = key.rpartition(".")

@@ -120,6 +120,11 @@ def check_update(model: nn.Module, plan: Plan, *, clip: object, scope: str, scal
             f"with {STREAM} there is no moment at which all stages hold the same step; take "
             "clip_scope=stage, the norm over each stage's gradients, or clip=None"
         )
+    if clip is not None and scope == "stage" and plan.sharded and max(plan.replicas) > 1:
+        raise PlanError(
+            "where each replica updates some parameters none has all gradients of its stage, found "
+            "clip_scope=stage; take clip_scope=global, or sharded=False"
+        )
     _check_scaler(model, plan, scaler)
 
 

@@ -113,9 +113,7 @@ class Assembly:
             own = self._cut(model, autocast, watching, memory, disk)
             self.reads_inputs = 0 in self.stages  # of a batch; else they may be on the meta device
             self.reads_targets = plan.num_stages - 1 in self.stages or weight is not None
-            self.replicas = Replicas(
-                plan, self.world, named=own.here, stages=self.stages, held=self.state.of_stage
-            )
+            self.replicas = Replicas(plan, world, own=own, stages=self.stages, held=self.state.of_stage)
             mirrors = {s: stage.mirror for s, stage in self.stages.items() if stage.mirror is not None}
             make = functools.partial(MirroredUpdate, mirrors=mirrors) if mirrors else Update
             self.update = make(
@@ -131,8 +129,9 @@ class Assembly:
                 together=plan.schedule != STREAM,
                 guard=watching,
                 exchange=self.replicas.exchange,
+                divided=plan.sharded,
             )
-            check_apart(optimizer, [*model.named_parameters()], own.stage_of, self.update.optimizers)
+            check_apart(optimizer, [*model.named_parameters()], own.parts, self.update.optimizers)
             self.policy = policy_named(
                 plan.codec,
                 named=plan.named_codecs,

@@ -32,6 +32,7 @@ from ...stages.tracing.graph import LayerGraph
 from ...stages.tracing.layers import parts_of
 from ...stages.weights.stashing import versions_of
 from ..ranks.world import World
+from ..weights.flat import owners_of
 from ..weights.optimizers import Named
 from .steps import Steps
 
@@ -42,18 +43,24 @@ LEAST_MIRRORED = 1 << 12  # bytes of a parameter from which on moving it is wort
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ownership:
     """``layers``: the stage of every layer; ``stage_of``: the stage of every parameter by its first name;
-    ``owner``: the rank that answers for a stage, rank 0 without a group; ``here``: the parameters of each
-    stage of this process."""
+    ``owner``: the rank that answers for a stage, rank 0 without a group; ``updaters``: that of a parameter
+    which one of several replicas updates; ``here``: the parameters of each stage of this process."""
 
     layers: Sequence[int]
     stage_of: Mapping[str, int]
     owner: Callable[[int], int]
+    updaters: Mapping[str, int]
     here: Mapping[int, Named]
 
     @property
     def ranks(self) -> dict[str, int]:
-        """The rank of every parameter."""
-        return {name: self.owner(stage) for name, stage in self.stage_of.items()}
+        """The rank of every parameter, and of what an optimizer keeps of it."""
+        return {name: self.owner(stage) for name, stage in self.stage_of.items()} | self.updaters
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """For every parameter a number of the optimizer that has it."""
+        return self.updaters or self.stage_of
 
     @property
     def tensors(self) -> dict[int, list[nn.Parameter]]:
@@ -68,12 +75,25 @@ def ownership(model: nn.Module, plan: Plan, graph: LayerGraph, steps: Steps, wor
     pairs = zip(layers, owned_parameters(graph), strict=True)
     stage_of = {name: stage for stage, names in pairs for name in names}
     mine = [s for s in range(plan.num_stages) if world.is_alone or world.rank in plan.stages[s].ranks]
+    of_stages = [
+        [(n, p) for n, p in model.named_parameters() if stage_of[n] == s] for s in range(plan.num_stages)
+    ]
     return Ownership(
         layers=layers,
         stage_of=stage_of,
         owner=(lambda stage: 0) if world.is_alone else plan.owner,
-        here={s: [(n, p) for n, p in model.named_parameters() if stage_of[n] == s] for s in mine},
+        updaters=_updaters(plan, of_stages) if plan.sharded and not world.is_alone else {},
+        here={s: of_stages[s] for s in mine},
     )
+
+
+def _updaters(plan: Plan, of_stages: Sequence[Named]) -> dict[str, int]:
+    """The rank that updates each parameter, of replicas that divide them among each other."""
+    found = {}
+    for stage, named in zip(plan.stages, of_stages, strict=True):
+        places = owners_of([p.nbytes for _, p in named], replicas=len(stage.ranks))
+        found |= {name: stage.ranks[place] for (name, _), place in zip(named, places, strict=True)}
+    return found
 
 
 def _check_shared(graph: LayerGraph, steps: Steps, plan: Plan) -> None:

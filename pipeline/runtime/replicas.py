@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from ..ranks.world import World
 from ..schedules.instruction import Op
 from ..weights.clip import DTYPES
 from ..weights.flat import FlatGradients
-from ..weights.optimizers import Named
+from .ownership import Ownership
 from .running_statistics import BUFFERS, RunningStatistics, batch_norms, norms_of
 from .slices import Slices
 from .step import Step
@@ -35,7 +35,7 @@ EVERY = 100  # updates from one at which replicas are compared to the next
 class Replicas:
     """What the stages of this process do together with their replicas on other ranks; nothing where none is.
 
-    Args:    named: the parameters of each stage of this process.
+    Args:    own: the parameters of each stage of this process, and who updates them.
              stages: those themselves.
              held: all tensors of each of these stages by name, which are the same on every replica."""
 
@@ -44,15 +44,20 @@ class Replicas:
         plan: Plan,
         world: World,
         *,
-        named: Mapping[int, Named],
+        own: Ownership,
         stages: Mapping[int, Stage],
         held: Callable[[int], Mapping[str, torch.Tensor]],
         every: int = EVERY,
     ) -> None:
         self.plan, self.held, self.every = plan, held, every
-        several = [] if world.is_alone else [stage for stage in named if plan.replicas[stage] > 1]
+        several = [] if world.is_alone else [stage for stage in own.here if plan.replicas[stage] > 1]
         self.groups = {s: ReplicaGroup(world, plan.stages[s].ranks, stage=s) for s in several}
-        self.flats = {s: FlatGradients(named[s], pieces=plan.replicas[s]) for s in several}
+        self.flats = {
+            s: FlatGradients(
+                own.here[s], pieces=plan.replicas[s], owners=_owners(plan.stages[s].ranks, s, own)
+            )
+            for s in several
+        }
         self.slices = {s: Slices(flat, self.groups[s]) for s, flat in self.flats.items()}
         self.statistics = {s: RunningStatistics(norms_of(stages[s])) for s in several}
         self.keeps = bool(several) and plan.exact
@@ -72,6 +77,10 @@ class Replicas:
         self.like: dict[int, list[torch.Tensor | None]] = {
             s: [None] * len(flat.named) for s, flat in self.flats.items()
         }
+        for stage, group in self.groups.items():
+            if self.plan.sharded or self.plan.place_of(stage, 0) != group.place:
+                for _, parameter in self.flats[stage].named:
+                    parameter.grad = None  # one that no optimizer took away counts once, with micro-batch 0
 
     def holders(self, stage: int) -> list[int]:
         """The place of the replica of ``stage`` that has each micro-batch of the step."""
@@ -111,6 +120,8 @@ class Replicas:
         self.statistics[stage].exchange(group, self.holders(stage))
         if flat.named:
             group.largest(has := self.has[stage], at="which gradients there are")
+            if self.plan.sharded:  # only the sums of what this replica updates are surely here
+                has = has * torch.tensor([owner == group.place for owner in flat.owners])
             flat.spread(sums, has, like=self.like[stage])
 
     def _in_order(self, stage: int) -> dict[torch.dtype, torch.Tensor]:
@@ -142,11 +153,14 @@ class Replicas:
         return {i: torch.tensor(loss, dtype=DTYPES[int(kind) - 1]) for i, (kind, loss) in enumerate(found)}
 
     def updated(self, stage: int) -> None:
-        """Compare what the replicas of ``stage`` hold, at the first update and every hundredth.
+        """Give each other what some updated for all; compare what the replicas of ``stage`` hold, at the
+        first update and every hundredth.
 
         Raises: Disagreement: it is not the same; the sentence names the first tensor."""
         if stage not in self.groups:
             return
+        if self.plan.sharded:
+            self.slices[stage].share_parameters()
         self.updates[stage] += 1
         if (self.updates[stage] - 1) % self.every:
             return
@@ -160,6 +174,11 @@ class Replicas:
                         f"differs on rank {group.ranks[0]} and rank {rank} behind update "
                         f"{self.updates[stage]}; see that nothing but the pipeline writes to the model"
                     )
+
+
+def _owners(ranks: Sequence[int], stage: int, own: Ownership) -> list[int]:
+    """The place among ``ranks`` of who updates each parameter of ``stage``; none: all of them do."""
+    return [ranks.index(own.updaters[name]) for name, _ in own.here[stage] if own.updaters]
 
 
 def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ...compression.errors import StageError, TransportError
 from ..ranks.replica_group import ReplicaGroup
-from ..weights.flat import FlatGradients
+from ..weights.flat import FlatGradients, Slice
 
 
 class Slices:
@@ -67,9 +67,25 @@ class Slices:
         if self.lost:
             raise self.lost
         for one, work in zip(self.flat.slices, self.works, strict=True):
-            self.group.finish(work, self._numbers(one.dtype, one.start, one.stop), at=_AT)
+            self.group.finish(work, self._numbers(one), at=_AT)
         found, self.buffers = self.buffers, {}
         return found
+
+    def share_parameters(self) -> None:
+        """Have every replica take each parameter from the one that updates it.
+
+        Raises:  TransportError: a replica is lost."""
+        buffers, works, group = self.flat.empty(), [], self.group
+        for one in self.flat.slices:
+            assert one.owner is not None, "somebody updated it"
+            if one.owner == group.place:
+                self.flat.gather_parameters(buffers, one)
+            part = buffers[one.dtype][one.start : one.stop]
+            works.append(group.begin_to_broadcast(part, one.owner, at=_UPDATED))
+        for one, work in zip(self.flat.slices, works, strict=True):
+            group.finish(work, buffers[one.dtype][one.start : one.stop], at=_UPDATED)
+            if one.owner != group.place:
+                self.flat.spread_parameters(buffers, one)
 
     def _final(self, place: int, _: torch.Tensor) -> None:
         self._take(place)
@@ -98,14 +114,17 @@ class Slices:
         while self.lost is None and len(self.works) < len(self.missing) and not self.missing[len(self.works)]:
             one = self.flat.slices[len(self.works)]
             try:
-                numbers = self._numbers(one.dtype, one.start, one.stop)
-                self.works.append(self.group.begin_to_add_up(numbers, at=_AT))
+                numbers = self._numbers(one)
+                if one.owner is None:
+                    self.works.append(self.group.begin_to_add_up(numbers, at=_AT))
+                else:
+                    self.works.append(self.group.begin_to_add_up_at(one.owner, numbers, at=_AT))
             except TransportError as error:
                 self.lost = error
 
-    def _numbers(self, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
-        flat = self.buffers[dtype][start:stop]
+    def _numbers(self, one: Slice) -> torch.Tensor:
+        flat = self.buffers[one.dtype][one.start : one.stop]
         return torch.view_as_real(flat) if flat.is_complex() else flat
 
 
-_AT = "the sum of the gradients"
+_AT, _UPDATED = "the sum of the gradients", "the updated parameters"

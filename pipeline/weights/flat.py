@@ -9,7 +9,8 @@ Source: claim C2 of CN107463448A (the offset of each weight in one buffer)."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -22,12 +23,24 @@ SLICE_BYTES = 4 << 20  # long against the time that a collective takes to begin,
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Elements ``start`` to ``stop`` of the buffer of a dtype: gradients of the parameters at ``places``."""
+    """Elements ``start`` to ``stop`` of the buffer of a dtype: gradients of the parameters at ``places``.
+
+    ``owner``: the replica that updates these, where one does."""
 
     dtype: torch.dtype
     start: int
     stop: int
     places: tuple[int, ...]
+    owner: int | None = None
+
+
+def owners_of(sizes: Sequence[int], *, replicas: int) -> list[int]:
+    """Which of ``replicas`` updates each parameter of so many bytes: neighbours together, bytes evenly."""
+    found, begin, whole = list[int](), 0, max(1, sum(sizes))
+    for size in sizes:
+        found.append(min(replicas - 1, (2 * begin + size) * replicas // (2 * whole)))
+        begin += size
+    return found
 
 
 class FlatGradients:
@@ -37,10 +50,19 @@ class FlatGradients:
     ``slices``: whole parameters of some bytes each, in the order in which they are likely to be final.
 
     Args:    pieces: into how many equal parts a buffer must go.
+             owners: by place the replica that updates a parameter; none: all of them do.
              slice_bytes: how long a slice is, but for its last parameter."""
 
-    def __init__(self, named: Named, *, pieces: int, slice_bytes: int = SLICE_BYTES) -> None:
+    def __init__(
+        self,
+        named: Named,
+        *,
+        pieces: int,
+        owners: Sequence[int] = (),
+        slice_bytes: int = SLICE_BYTES,
+    ) -> None:
         """Lay them out."""
+        self.owners = owners or [None] * len(named)
         self.named, self.offsets, self.sizes = named, dict[torch.dtype, list[tuple[int, int]]](), {}
         for place, (_, parameter) in reversed([*enumerate(named)]):
             if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
@@ -54,11 +76,12 @@ class FlatGradients:
         found = []
         for dtype, offsets in self.offsets.items():
             places, begin = list[int](), 0
-            for place, start in offsets:
+            for (place, start), (after, _) in pairwise([*offsets, (None, 0)]):
                 places.append(place)
-                stop = start + self.named[place][1].numel()
-                if (stop - begin) * dtype.itemsize >= slice_bytes or place == offsets[-1][0]:
-                    found.append(Slice(dtype, begin, stop, tuple(places)))
+                stop, owner = start + self.named[place][1].numel(), self.owners[place]
+                full = (stop - begin) * dtype.itemsize >= slice_bytes
+                if full or after is None or self.owners[after] != owner:
+                    found.append(Slice(dtype, begin, stop, tuple(places), owner))
                     places, begin = [], stop
         return found
 
@@ -76,6 +99,22 @@ class FlatGradients:
             for place, start in offsets:
                 self.take(found[dtype], place, start)
         return found
+
+    def gather_parameters(self, flats: Buffers, one: Slice) -> None:
+        """Copy the parameters of a slice to where their gradients are in ``flats``."""
+        for place, flat in self._parts(flats, one):
+            flat.copy_(self.named[place][1].detach())
+
+    def spread_parameters(self, flats: Buffers, one: Slice) -> None:
+        """Write the parameters of a slice from there."""
+        for place, flat in self._parts(flats, one):
+            self.named[place][1].detach().copy_(flat)
+
+    def _parts(self, flats: Buffers, one: Slice) -> Iterator[tuple[int, torch.Tensor]]:
+        start = one.start
+        for place in one.places:
+            parameter = self.named[place][1]
+            yield place, flats[one.dtype][start : (start := start + parameter.numel())].view(parameter.shape)
 
     def take(self, flat: torch.Tensor, place: int, start: int) -> None:
         """Copy the gradient of the parameter at ``place``, if there is one, to ``flat`` from ``start`` on.

@@ -48,7 +48,8 @@ class Update:
              clip: largest L2 norm of the gradients, or None; ``scope``: of all, or of each stage.
              together: whether the stages update in rounds; else each on its own, whatever others find.
              guard: checks the gradients before an update; None: nothing does.
-             exchange: makes the gradients of a stage, which replicas share, those of the whole batch."""
+             exchange: makes the gradients of a stage, which replicas share, those of the whole batch.
+             divided: the optimizers here have what ``owner`` says is of this rank only."""
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class Update:
         together: bool = True,
         guard: Guard | None = None,
         exchange: Callable[[int], None] = lambda stage: None,
+        divided: bool = False,
     ) -> None:
         self.exchange = exchange
         self.world, self.scale, self.guard = world, scale_of(scaler), guard
@@ -73,15 +75,30 @@ class Update:
         self.names = {id(parameter): name for name, parameter in self.named.items()}
         self.owner, self.optimizer = owner, optimizer
         self.clip, self.scope, self.together = clip, scope, together
-        self.optimizers = {
-            stage: made for stage, named in parameters.items() if (made := make_optimizer(optimizer, named))
+        updated = {
+            stage: [pair for pair in named if not divided or owner[pair[0]] == world.rank]
+            for stage, named in parameters.items()
         }
+        self.optimizers = {
+            stage: made for stage, named in updated.items() if (made := make_optimizer(optimizer, named))
+        }
+        if divided:
+            self._check_all_updated([pair for named in updated.values() for pair in named])
         for stage, made in self.optimizers.items():
             weights[stage].bind(made)
         self.schedulers = (
             {stage: scheduler(made) for stage, made in self.optimizers.items()} if scheduler else {}
         )
         self.begin()
+
+    def _check_all_updated(self, named: Named) -> None:
+        """Refuse gradients that stay from step to step, where one of several replicas has them."""
+        known = {id(parameter) for parameter in self.tensors()}
+        if left := next((n for n, p in named if p.requires_grad and id(p) not in known), None):
+            raise PlanError(
+                f"where replicas divide the update, the optimizer has every parameter that wants a gradient, "
+                f"and {left} is in none; set requires_grad=False for it, or take sharded=False"
+            )
 
     def begin(self) -> None:
         """Nothing is in flight: gradients start from None (sums that start from zeros lose -0.0), rounds

@@ -42,7 +42,8 @@ class Plan(Placed):
     ``weights``: which version of the weights a micro-batch sees (``POLICIES``); ``prediction``: forwards run
     with the weights as they are expected to be at the backward; ``weights_first``: in a backward a layer's
     weight gradient comes before the gradient of its input. ``program``: a custom schedule, a line for each
-    rank. ``exact``: replicas add up gradients micro-batch by micro-batch, as the plain loop does.
+    rank. ``exact``: replicas add up gradients micro-batch by micro-batch, as the plain loop does;
+    ``sharded``: each of them updates some parameters for all, and keeps the optimizer's state of these.
     ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
     ``asked``: which cuts ``partition`` was asked for; None in a plan that does not know.
     ``signature``: how the model is called, None for by position; ``leaves``: what is one layer, by request or
@@ -65,6 +66,7 @@ class Plan(Placed):
     prediction: bool = False
     program: tuple[str, ...] = ()
     exact: bool = False
+    sharded: bool = False
     asked: Asked | None = dataclasses.field(default=None, compare=False)
     signature: Signature | None = dataclasses.field(default=None, compare=False)
     leaves: tuple[str, ...] = dataclasses.field(default=(), compare=False)
@@ -198,6 +200,8 @@ def _title(plan: Plan) -> str:
         parts.append("forwards run again")
     if max(plan.replicas) > 1:
         parts.append(f"replicas {list(plan.replicas)}{' that add as one' * plan.exact}")
+    if plan.sharded:
+        parts.append("the optimizer's state divided among them")
     if any(stage.shares for stage in plan.stages):
         parts.append(f"shares {[list(own) for own in plan.shares]}")
     if plan.link is not None:

@@ -9,6 +9,7 @@ EXACT = [
     Case(model="mlp", cuts=1, replicas=2, micro_batches=3, optimizer="adamw"),
     Case(model="mlp", cuts=2, replicas=[2, 1], micro_batches=5, scheduler=True, codec="raw"),
     Case(model="mlp", cuts=2, replicas=[1, 3], micro_batches=5, schedule="gpipe"),
+    Case(model="mlp", cuts=1, replicas=2, optimizer="no_biases"),  # whose gradients stay from step to step
     Case(model="gated", cuts=("random", 2, 2), replicas=2, micro_batches=5, codec="zero_value+exponent"),
     Case(model="tied", cuts=("random", 3, 1), replicas=[1, 2, 1], micro_batches=5, dtype=torch.float64),
     Case(model="gpt_tied", cuts=2, replicas=2, micro_batches=4, steps=2),

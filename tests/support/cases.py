@@ -19,6 +19,7 @@ OPTIMIZERS = {
     "plain": lambda named: torch.optim.SGD(named, lr=0.05),
     "nesterov": lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, nesterov=True),
     "adam": lambda named: torch.optim.Adam(named, lr=1e-3),
+    "no_biases": lambda named: torch.optim.SGD([p for n, p in named if "bias" not in n], lr=0.05),
     "adamw": lambda named: torch.optim.AdamW(named, lr=1e-3),
 }
 
@@ -57,6 +58,7 @@ class Case:
     parameters_tier: str = "device"
     replicas: object = 1
     exact: bool = False
+    sharded: bool = False
     shares: tuple = ()
 
     def __str__(self):
@@ -82,7 +84,7 @@ def marked(parameter, model):
 
 
 VERSIONS = ("weights", "weights_tier", "parameters_tier", "weights_first", "recompute", "prediction")
-VERSIONS += ("program", "replicas", "exact", "shares")
+VERSIONS += ("program", "replicas", "exact", "sharded", "shares")
 
 
 @functools.cache

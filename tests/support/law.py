@@ -147,7 +147,8 @@ def _rank_differences(case, plan_path, random_layers):
             found += [
                 f"step {report.step} gradient {n}"
                 for n, p in mine.items()
-                if not same_layout(expected["gradients"][n], p.grad)
+                if not (case.sharded and p.grad is None)  # updated by another replica
+                and not same_layout(expected["gradients"][n], p.grad)
             ]
         state = pipe.state_dict()
         found += scale_differences(case, state, expected)

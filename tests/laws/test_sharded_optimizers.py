@@ -1,0 +1,124 @@
+"""Replicas that divide the update: the plain loop's bits, each a part of the state, all in a checkpoint."""
+
+import dataclasses
+
+import pytest
+import torch
+from cases import Case, on_ranks, parameters, pipeline_of, plan_of
+from law import plain_of, rank_differences, state_differences
+from reference import same_bits
+from zoo import build
+
+import penstock
+from penstock.pipeline.weights.flat import owners_of
+
+CASES = [
+    Case(model="mlp", cuts=1, replicas=2, optimizer="adamw", scheduler=True),
+    Case(model="mlp", cuts=2, replicas=[2, 1], micro_batches=5, codec="raw", scaler=(2.0**14, 2)),
+    Case(model="tied", cuts=("random", 3, 1), replicas=[1, 2, 1], micro_batches=5, dtype=torch.float64),
+    Case(model="residual", cuts=1, replicas=3, micro_batches=4, optimizer="adam", schedule="gpipe"),
+    Case(model="gpt_relu", cuts=2, replicas=2, dtype=torch.bfloat16, optimizer="nesterov"),
+    Case(model="gpt_tied", cuts=2, replicas=2, steps=2, optimizer="adamw"),
+]
+EXACT = [Case(**{**vars(case), "exact": True, "sharded": True}) for case in CASES]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", parameters(EXACT))
+def test_sharded_optimizers_have_the_bits_of_the_plain_loop(case, ranks, tmp_path):
+    assert on_ranks(ranks, rank_differences, case, tmp_path) == []
+
+
+def both(case, plan_path, random_layers, folder):
+    """On a rank: whether sums at owners train like sums on all; what its optimizer has; what resumes."""
+    plan = penstock.Plan.load(plan_path)
+    model, batches = build(case.model, case.dtype, 3)
+    found, kept = [], []
+    for sharded in (True, False):
+        changed = dataclasses.replace(plan, sharded=False)
+        pipe = pipeline_of(case, plan if sharded else changed, build(case.model, case.dtype)[0])
+        for x, y in batches[:2]:
+            pipe.step(x, y)
+        found.append({name: p.detach().clone() for name, p in pipe.update.named.items()})
+        kept.append(sum(t.numel() for made in pipe.update.optimizers.values() for p in made.state.values()
+                        for t in p.values() if isinstance(t, torch.Tensor)))  # fmt: skip
+        missing = [n for n, p in pipe.update.named.items() if p.grad is None]
+        assert bool(missing) == sharded
+        if sharded:
+            penstock.save(pipe, folder)
+    pipe = pipeline_of(case, changed, build(case.model, case.dtype)[0])  # goes on with whole optimizers
+    penstock.load(pipe, folder)
+    pipe.step(*batches[2])
+    state = pipe.state_dict()
+    *_, expected = plain_of(case, model, batches, random_layers)
+    differ = state_differences(state, model, expected["optimizer"]) if pipe.rank == 0 and plan.exact else []
+    return all(same_bits(found[0][n], found[1][n]) for n in found[0]), kept, differ
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("exact", [False, True])
+def test_each_replica_keeps_a_part_and_a_checkpoint_has_it_all(exact, ranks, tmp_path):
+    case = Case(
+        model="mlp", cuts=1, replicas=2, optimizer="adamw", codec="raw", sharded=True, exact=exact, clip=None
+    )
+    plan, random_layers = plan_of(case)
+    plan.save(tmp_path / "plan.json")
+    job = both, case, str(tmp_path / "plan.json"), random_layers, str(tmp_path / "kept")
+    found = ranks.run(*job, ranks=2)
+    assert [alike for alike, _, _ in found] == [True, True]
+    parts, wholes = zip(*(kept for _, kept, _ in found), strict=True)
+    assert sum(parts) == wholes[0] == wholes[1]
+    assert max(parts) < 0.9 * wholes[0]
+    assert [differ for *_, differ in found] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "replicas", "expected"),
+    [
+        ([1, 1, 1, 1], 2, [0, 0, 1, 1]),
+        ([6, 1, 1], 2, [0, 1, 1]),
+        ([1, 1, 6], 3, [0, 0, 1]),
+        ([0, 0], 2, [0, 0]),
+        ([], 2, []),
+        ([5], 3, [1]),
+    ],
+)
+def test_parameters_are_divided_evenly_and_neighbours_stay_together(sizes, replicas, expected):
+    assert owners_of(sizes, replicas=replicas) == expected
+
+
+def test_a_clip_by_stage_is_refused():
+    case = Case(model="mlp", cuts=1, replicas=2, sharded=True, clip_scope="stage")
+    plan, _ = plan_of(case)
+    with pytest.raises(penstock.PlanError, match="take clip_scope=global, or sharded=False"):
+        pipeline_of(case, plan, build("mlp")[0])
+
+
+def test_a_plan_counts_a_part_of_the_state(tmp_path):
+    whole, part = (
+        plan_of(Case(model="mlp", cuts=1, replicas=2, sharded=sharded))[0] for sharded in (False, True)
+    )
+    assert part.stages[0].memory_bytes < whole.stages[0].memory_bytes
+    assert "the optimizer's state divided among them" in str(part)
+    part.save(tmp_path / "plan.json")
+    assert penstock.Plan.load(tmp_path / "plan.json") == part
+
+
+def refused(case, plan_path, random_layers):
+    """On a rank: what is said of the case."""
+    try:
+        pipeline_of(case, penstock.Plan.load(plan_path), build(case.model)[0])
+    except penstock.PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_a_parameter_that_no_optimizer_has_is_refused_by_name(ranks, tmp_path):
+    case = Case(model="mlp", cuts=1, replicas=2, sharded=True, optimizer="no_biases")
+    plan, random_layers = plan_of(case)
+    plan.save(tmp_path / "plan.json")
+    found = ranks.run(refused, case, str(tmp_path / "plan.json"), random_layers, ranks=2)
+    assert all(
+        "bias is in none; set requires_grad=False for it, or take sharded=False" in one for one in found
+    )
