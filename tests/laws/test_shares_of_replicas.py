@@ -82,7 +82,7 @@ def trained(plan_path, shares, slow_rank, folder):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("replicas", [[2], [1, 2]], ids=str)
+@pytest.mark.parametrize("replicas", [[2], pytest.param([1, 2], marks=pytest.mark.slow)], ids=str)
 def test_a_rank_that_slows_down_gets_less_and_a_replay_has_the_bits(replicas, ranks, tmp_path):
     plan = plan_of(replicas)
     plan.save(tmp_path / "plan.json")
