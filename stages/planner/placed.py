@@ -65,8 +65,8 @@ class Placed:
         Raises:  PlanError: a stage cannot be dealt by them."""
         if len(shares) != self.num_stages:
             raise PlanError(
-                f"every stage has its shares, found shares of {len(shares)} stages for {self.num_stages}; give "
-                "those of each"
+                f"every stage has its shares, found shares of {len(shares)} stages for {self.num_stages}; "
+                "give those of each"
             )
         found = map(shares_of_stage, shares, range(self.num_stages), self.replicas)
         pairs = zip(self.stages, found, strict=True)
