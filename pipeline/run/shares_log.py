@@ -98,8 +98,10 @@ def asked_shares(replicas: ReplicasConfig, plan: Plan) -> str | Course | None:
     Raises: ConfigError: the log is of other cuts."""
     if replicas.shares == MEASURED:
         return MEASURED
-    if replicas.shares != REPLAY or replicas.log is None or not Path(replicas.log).exists():
-        return None  # rank 0 has it, which decides for all
+    if replicas.shares != REPLAY or replicas.log is None:
+        return None
+    if not Path(replicas.log).exists():
+        return REPLAY  # which rank 0 refuses, and decides for the others
     lines = read_course(replicas.log)
     theirs = next((line["cuts"] for line in lines if line["cuts"] != list(plan.cuts)), None)
     if theirs is not None:
@@ -114,16 +116,21 @@ def _is_line(line: Any) -> bool:
     if not isinstance(line, dict) or set(line) != {"step", "shares", "cuts"} or type(line["step"]) is not int:
         return False
     rows = line["shares"]
-    return (
-        isinstance(line["cuts"], list) and isinstance(rows, list) and all(isinstance(r, list) for r in rows)
-    )
+    listed = isinstance(line["cuts"], list) and isinstance(rows, list)
+    return listed and all(isinstance(row, list) for row in rows)
 
 
 def _lines_before(first: int, path: Path) -> list[dict[str, Any]]:
-    try:
-        return [line for line in read_course(str(path)) if line["step"] < first]
-    except ConfigError:  # the run was killed while it wrote
-        return []
+    kept = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:  # the run was killed while it wrote
+            break
+        if not _is_line(line) or line["step"] >= first:
+            break
+        kept.append(line)
+    return kept
 
 
 def _listed(plan: Plan) -> list[list[int]]:

@@ -31,8 +31,9 @@ def by_speed(seconds: Sequence[float], number: int) -> tuple[int, ...]:
     by_rest = sorted(range(len(due)), key=lambda place: (counts[place] - due[place], place))
     for place in by_rest[: number - sum(counts)]:
         counts[place] += 1
-    while least and min(counts) == 0:
-        counts[max(range(len(counts)), key=lambda place: (counts[place] - due[place], counts[place]))] -= 1
+    while min(counts) < least:
+        some = [place for place, count in enumerate(counts) if count > least]
+        counts[max(some, key=lambda place: (counts[place] - due[place], counts[place]))] -= 1
         counts[counts.index(0)] += 1
     return tuple(counts)
 

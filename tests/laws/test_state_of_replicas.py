@@ -1,5 +1,6 @@
 """What replicas hold is the same on all, is there once in a checkpoint, and goes on with another number."""
 
+import dataclasses
 import json
 
 import pytest
@@ -16,6 +17,10 @@ TWO = Case(
 ONE = Case(
     model="residual", cuts=2, replicas=[1, 2], micro_batches=4, exact=True, optimizer="adamw", scheduler=True
 )
+SHARED = [  # by weight, and one replica fewer
+    dataclasses.replace(TWO, shares=(2, 1, 1, 3)),
+    dataclasses.replace(TWO, replicas=[2, 1], shares=(0, 1, 1)),
+]
 
 
 def saved(case, plan_path, random_layers, folder):
@@ -42,17 +47,20 @@ def resumed(case, plan_path, random_layers, folder):
 
 
 @pytest.mark.ranks
-def test_a_checkpoint_has_every_tensor_once_and_goes_on_with_fewer_replicas(ranks, tmp_path):
-    plan, random_layers = plan_of(TWO)
+@pytest.mark.parametrize(("before", "behind"), [(TWO, ONE), SHARED], ids=["even", "by weight"])
+def test_a_checkpoint_has_every_tensor_once_and_goes_on_with_fewer_replicas(before, behind, ranks, tmp_path):
+    plan, random_layers = plan_of(before)
     plan.save(tmp_path / "two.json")
     folder = tmp_path / "kept"
-    assert ranks.run(saved, TWO, str(tmp_path / "two.json"), random_layers, str(folder), ranks=4) == [2] * 4
+    assert (
+        ranks.run(saved, before, str(tmp_path / "two.json"), random_layers, str(folder), ranks=4) == [2] * 4
+    )
     parts = json.loads((folder / "index.json").read_text())["parts"]
     sizes = [part["bytes"] for part in parts]
     assert min(sizes[0], sizes[2]) > 10 * max(sizes[1], sizes[3])  # only headers
-    plan, _ = plan_of(ONE)
+    plan, _ = plan_of(behind)
     plan.save(tmp_path / "one.json")
-    found = ranks.run(resumed, ONE, str(tmp_path / "one.json"), random_layers, str(folder), ranks=3)
+    found = ranks.run(resumed, behind, str(tmp_path / "one.json"), random_layers, str(folder), ranks=3)
     assert found == [[]] * 3
 
 

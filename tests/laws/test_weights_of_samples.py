@@ -66,11 +66,11 @@ def errors(shares, dtype, plan_path):
     return ours, error([p.grad for p in plain.module.parameters()], list(whole.values()))
 
 
-def plan_of(shares, replicas, dtype):
+def plan_of(shares, replicas, dtype, weights=()):
     x, _ = batch_of(shares, dtype)
     graph = penstock.trace(build(dtype), (x[:ROWS],))
     profile = penstock.measure(graph, (x[:ROWS],), repeats=1)
-    options = {"micro_batches": len(shares), "codec": "raw", "replicas": replicas}
+    options = {"micro_batches": len(shares), "codec": "raw", "replicas": replicas, "shares": weights}
     return penstock.partition(profile, stages=None if isinstance(replicas, list) else 1, **options)
 
 
@@ -98,6 +98,23 @@ def test_a_split_batch_has_the_gradient_of_the_whole(shares, replicas, dtype, ra
     assert ours <= LIMITS[dtype]
     if plan.num_stages == 1:
         assert plain > 0.1  # what the law is there for
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
+@pytest.mark.parametrize(
+    ("weights", "replicas"),
+    [((3, 1), 2), ((1, 0), 2), ((2, 1, 1, 3), [2, 2]), ((1, 5, 0, 1), [1, 3])],
+    ids=str,
+)
+def test_micro_batches_dealt_by_weight_have_the_gradient_of_the_whole(
+    weights, replicas, dtype, ranks, tmp_path
+):
+    shares = (29, 3, 5, 17, 0)
+    plan = plan_of(shares, replicas, dtype, weights)
+    plan.save(tmp_path / "plan.json")
+    found = ranks.run(errors, shares, dtype, str(tmp_path / "plan.json"), ranks=plan.num_ranks)
+    assert max(ours for ours, _ in found) <= LIMITS[dtype]
 
 
 @pytest.mark.ranks

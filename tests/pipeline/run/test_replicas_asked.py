@@ -1,6 +1,8 @@
 """replicas.count= and replicas.exact=: what they make of ranks and stages, and what is refused of them."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from penstock.conf.parts import ReplicasConfig
 from penstock.conf.schema import PlanConfig, TrainConfig
 from penstock.pipeline.run import early
 from penstock.pipeline.run.resume import check
+from penstock.pipeline.run.shares_log import read_course
 from penstock.scripts import command
 
 
@@ -76,6 +79,50 @@ def test_what_needs_no_torch_is_refused_at_once(options, said):
 
 
 @pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"shares": [1, -1]},
+            r"shares=\[1, -1\] must be even, measured, replay, or whole numbers from 0",
+        ),
+        ({"shares": [1, 0.5]}, "or whole numbers from 0"),
+        ({"shares": []}, "or whole numbers from 0"),
+        ({"shares": "fast"}, "replicas.shares=fast must be even, measured, replay"),
+        ({"shares": "replay"}, "found log=None and shares=replay; give both or neither"),
+        ({"log": "run"}, "found log=run and shares=even; give both or neither"),
+        ({"shares": [1, 1, 1]}, "a share for each rank, found 3 shares for 2 ranks"),
+        ({"shares": [0, 0]}, "some replica of a stage has a share, found shares \\[0, 0\\] of stage 0"),
+        (
+            {"shares": "measured", "count": 1, "ranks": 1},
+            "is for stages on several ranks",
+        ),
+        ({"shares": "replay", "log": "nowhere"}, "replicas.log=nowhere: nowhere cannot be read"),
+    ],
+    ids=str,
+)
+def test_shares_that_deal_nothing_are_refused_in_one_sentence(options, said):
+    with pytest.raises((ConfigError, PlanError), match=said) as refused:
+        early.check(config(**{"count": 2, "ranks": 2} | options))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is no log of shares"),
+        ("{", "is damaged"),
+        ('{"step": 0, "shares": [[1]]}\n', "is no log of shares"),
+        ('{"step": "0", "shares": [[1]], "cuts": []}\n', "is no log of shares"),
+        ('{"step": 0, "shares": [1], "cuts": []}\n', "is no log of shares"),
+    ],
+)
+def test_a_log_that_is_none_is_refused(text, said, tmp_path):
+    (tmp_path / "shares.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_course(str(tmp_path))
+
+
+@pytest.mark.parametrize(
     ("count", "exact", "told"), [(2, True, 0), (2, False, 1), (1, False, 0)], ids=["exact", "sums", "one"]
 )
 def test_a_run_goes_on_with_other_replicas_and_says_where_bits_may_differ(count, exact, told):
@@ -101,3 +148,72 @@ def test_a_plan_says_its_replicas_and_train_takes_them_from_it(tmp_path, monkeyp
     assert (found.ranks, found.stages, found.replicas.count, found.replicas.exact) == (3, 2, [1, 2], True)
     with pytest.raises(ConfigError, match=r"replicas.count=2 contradicts plan=run/plan.json"):
         early.load_plan(config(2, kind=TrainConfig, ranks=2, plan="run/plan.json"), ["replicas.count=2"])
+    plan.with_shares([(), (3, 1)]).save("shared.json")
+    given = {"count": [1, 2], "kind": TrainConfig, "ranks": 3, "plan": "shared.json", "micro_batches": 4}
+    for asked, found in [
+        ("even", [1, 3, 1]),
+        ("measured", "measured"),
+        ([5, 3, 1], [5, 3, 1]),
+    ]:
+        typed = [] if asked == "even" else ["replicas.shares=..."]
+        made = config(shares=asked, **given, batch_size=48)
+        early.load_plan(made, typed)
+        assert made.replicas.shares == found
+    for asked in ("even", [1, 1, 1]):
+        with pytest.raises(ConfigError, match=r"plan=shared.json with replicas.shares=\[1, 3, 1\]"):
+            early.load_plan(config(shares=asked, **given, batch_size=48), ["replicas.shares=..."])
+
+
+JOB = (
+    "model=mlp model.hidden=[16,12] data.size=8 data.channels=1 batch_size=200 micro_batches=6 epochs=2"
+    " seed=3 threads=1 checkpoint.every=3 optimizer.momentum=0.5 replicas.count=2 ranks=2"
+)
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def course(folder):
+    return [
+        (line["step"], line["shares"])
+        for line in map(json.loads, Path(folder, "shares.jsonl").read_text().splitlines())
+    ]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_run_logs_its_shares_goes_on_with_them_and_is_had_again(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+
+    def train(typed, code=0):
+        capfd.readouterr()
+        assert command.run(["train", *JOB.split(), *typed.split()]) == code
+        return "".join(capfd.readouterr())
+
+    train("replicas.shares=measured max_steps=9 hydra.run.dir=run")
+    assert course("run")[0] == (0, [[1, 1]])
+    Path("log").mkdir()
+    told = [(0, [[3, 1]]), (2, [[1, 5]]), (4, [[1, 0]])]
+    lines = [json.dumps({"step": step, "shares": shares, "cuts": []}) + "\n" for step, shares in told]
+    Path("log/shares.jsonl").write_text("".join(lines))
+    said = train("replicas.shares=replay replicas.log=log max_steps=9 hydra.run.dir=again")
+    assert "shares of replicas behind step 2: stage 0 [1, 5]" in said
+    assert course("again") == told
+    train("replicas.shares=replay replicas.log=again/shares.jsonl max_steps=9 hydra.run.dir=third")
+    assert losses("again") == losses("third")
+    assert same_files("again/model.safetensors", "third/model.safetensors")
+    early = "checkpoints/step_00000003"
+    train(f"replicas.shares=replay replicas.log=log max_steps=9 hydra.run.dir=on resume=again/{early}")
+    assert course("on") == [(3, [[1, 5]]), (4, [[1, 0]])]
+    assert same_files("again/model.safetensors", "on/model.safetensors")
+    train("replicas.exact=true replicas.shares=[5,1] max_steps=9 hydra.run.dir=exact")
+    train(f"ranks=1 replicas.count=1 max_steps=9 hydra.run.dir=one resume=exact/{early}")
+    assert same_files("one/model.safetensors", "exact/model.safetensors")
+    said = train("ranks=4 replicas.shares=replay replicas.log=log max_steps=9 hydra.run.dir=cut", code=2)
+    assert "has the shares of cuts=[], found cuts=[" in said
+    assert "add plan=PATH" in said
+
+
+def same_files(a, b):
+    return Path(a).read_bytes() == Path(b).read_bytes()

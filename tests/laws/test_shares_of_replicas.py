@@ -1,0 +1,143 @@
+"""Shares by measured speed on real ranks: who slows down gets less, replays have the bits, resumes go on."""
+
+import hashlib
+import json
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import penstock
+from penstock.stages.planner.dealing import counts_of
+
+ROWS, STEPS, SLOW_FROM = 24, 14, 4
+
+
+class Throttle(nn.Module):
+    """Passes on what it is given, late."""
+
+    seconds = 0.0
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return x
+
+
+def build():
+    torch.manual_seed(0)
+    layers = nn.Linear(12, 16), nn.ReLU(), Throttle(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5)
+    return nn.Sequential(*layers)
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        yield torch.randn(ROWS, 12, generator=generator), torch.randint(0, 5, (ROWS,), generator=generator)
+
+
+def plan_of(replicas, micro_batches=6, **options):
+    model, (x, _) = build(), next(batches())
+    example = (x[: ROWS // micro_batches],)
+    graph = penstock.trace(model, example, leaves=[Throttle])
+    profile = penstock.measure(graph, example, repeats=1)
+    return penstock.partition(
+        profile, cuts=["_1"] if len(replicas) > 1 else None, stages=len(replicas), replicas=replicas,
+        micro_batches=micro_batches, codec="raw", **options,
+    )  # fmt: skip
+
+
+def pipeline(plan_path, shares=None):
+    return penstock.Pipeline(
+        build(),
+        penstock.Plan.load(plan_path),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
+        shares=shares,
+    )
+
+
+def learned(pipe):
+    """A digest of everything that was trained, on rank 0."""
+    state = pipe.state_dict()
+    kept = [one["state"]["momentum_buffer"] for _, one in sorted(state["optimizer"].items())]
+    tensors = [*state["model"].values(), *kept] if pipe.rank == 0 else []
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def trained(plan_path, shares, slow_rank, folder):
+    """On a rank: the shares from step to step, and what was learned; ``slow_rank`` slows down on its way."""
+    pipe = pipeline(plan_path, shares)
+    found = [[0, pipe.plan.shares]]
+    for step, (x, y) in enumerate(batches()):
+        slow = step >= SLOW_FROM and dist.get_rank() == slow_rank
+        Throttle.seconds = 0.04 if slow else 0.004
+        pipe.step(x, y)
+        found.append([pipe.num_steps, pipe.plan.shares])
+    Throttle.seconds = 0.0
+    if folder:
+        penstock.save(pipe, folder)
+    return found, learned(pipe)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("replicas", [[2], pytest.param([1, 2], marks=pytest.mark.slow)], ids=str)
+def test_a_rank_that_slows_down_gets_less_and_a_replay_has_the_bits(replicas, ranks, tmp_path):
+    plan = plan_of(replicas)
+    plan.save(tmp_path / "plan.json")
+    last, number, told = plan.num_stages - 1, plan.num_ranks, str(tmp_path / "plan.json")
+    rows = ranks.run(trained, told, "measured", number - 1, None, ranks=number)
+    course = rows[0][0]
+    assert all(found == course for found, _ in rows)  # decided alike everywhere
+    of_slow = [counts_of(shares[last], 6)[-1] for _, shares in course]
+    assert of_slow[SLOW_FROM] > of_slow[SLOW_FROM + 10] == of_slow[-1] == 1
+    again = ranks.run(trained, told, course, -1, None, ranks=number)
+    assert again[0] == rows[0]  # whoever is slow now
+    even = ranks.run(trained, told, None, -1, None, ranks=number)
+    assert even[0][1] != rows[0][1]  # the sums hang on the shares: a replay is needed
+
+
+def resumed(plan_path, shares, folder):
+    """On a rank: the shares with which a run goes on, and the loss of its next step."""
+    pipe = pipeline(plan_path, shares)
+    penstock.load(pipe, folder)
+    begun = pipe.plan.shares
+    return begun, pipe.num_steps, pipe.step(*next(batches())).loss
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_has_the_shares_and_other_numbers_of_replicas_begin_evenly(ranks, tmp_path):
+    folder, paths = str(tmp_path / "kept"), {n: str(tmp_path / f"{n}.json") for n in (1, 2, 3)}
+    for number, path in paths.items():
+        plan_of([number]).save(path)
+    ((course, _), _) = ranks.run(trained, paths[2], "measured", 1, folder, ranks=2)
+    shares = course[-1][1]
+    assert shares == ((5, 1),)
+    index = json.loads((tmp_path / "kept" / "index.json").read_text())
+    assert [stage["shares"] for stage in index["plan"]["stages"]] == [[5, 1]]
+    found = ranks.run(resumed, paths[2], "measured", folder, ranks=2)
+    assert [row[:2] for row in found] == [(shares, STEPS)] * 2
+    found = ranks.run(resumed, paths[2], [(0, [[1, 1]]), (STEPS, [[2, 1]])], folder, ranks=2)
+    assert [row[0] for row in found] == [((2, 1),)] * 2
+    assert [row[0] for row in ranks.run(resumed, paths[2], None, folder, ranks=2)] == [((1, 1),)] * 2
+    *_, loss = found[0]
+    for number in (3, 1):
+        found = ranks.run(resumed, paths[number], "measured" if number > 1 else None, folder, ranks=number)
+        assert [row[:2] for row in found] == [(((1,) * number,), STEPS)] * number
+        assert found[0][2] == pytest.approx(loss, rel=1e-5)
+
+
+def disagreeing(plan_path):
+    """On a rank: what is said where rank 1 asks for a replay of something, and rank 0 of nothing."""
+    try:
+        return pipeline(plan_path, "fast" if dist.get_rank() == 0 else None).plan.shares
+    except penstock.PlanError as error:
+        return str(error)
+
+
+@pytest.mark.ranks
+def test_rank_0_decides_and_is_refused_for_all(ranks, tmp_path):
+    plan_of([2]).save(tmp_path / "plan.json")
+    found = ranks.run(disagreeing, str(tmp_path / "plan.json"), ranks=2)
+    assert all("found 'fast'" in said for said in found)

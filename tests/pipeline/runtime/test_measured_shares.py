@@ -1,0 +1,98 @@
+"""Shares from step to step without ranks: who slows down gets less, noise moves nothing, and replay."""
+
+import random
+
+import pytest
+from profiles import NET
+
+from penstock.compression.errors import PlanError
+from penstock.pipeline.planner.partition import partition
+from penstock.pipeline.runtime.sharing import Measured, Planned, sharing_of
+from penstock.stages.planner.dealing import counts_of
+
+EVEN = partition(NET, replicas=[2, 2], micro_batches=8, codec="raw")
+
+
+def after(sharing, plan, seconds, step=0, number=8):
+    """The plan behind a step in which each rank took so long for a micro-batch."""
+    counts = [n for own in plan.shares for n in counts_of(own, number)]
+    worked = [n * one for n, one in zip(counts, seconds, strict=True)]
+    return sharing.after(plan, step, number=number, seconds=worked)
+
+
+@pytest.mark.parametrize("slower", [1.5, 2, 4, 8])
+def test_a_rank_that_slows_down_gets_less_within_ten_steps_and_again_as_much(slower):
+    sharing, random_numbers = Measured(), random.Random(0)
+    plan = sharing.begin(EVEN, 0, ())
+    for step in range(20):
+        plan = after(sharing, plan, [random_numbers.uniform(0.98, 1.02) for _ in range(4)], step)
+    assert plan is EVEN
+    for step in range(10):
+        plan = after(sharing, plan, [1, 1, 1, slower], step)
+    assert plan.shares[0] == (1, 1)
+    assert plan.shares[1][0] > 4 > plan.shares[1][1] > 0
+    slowed = plan.shares[1]
+    for step in range(12):
+        plan = after(sharing, plan, [1, 1, 1, 1], step)
+    assert plan == EVEN
+    assert slowed == {1.5: (5, 3), 2: (5, 3), 4: (6, 2), 8: (7, 1)}[slower]
+
+
+def test_the_first_step_counts_for_nothing_and_a_batch_of_fewer_micro_batches_as_it_is():
+    sharing = Measured()
+    plan = sharing.begin(EVEN, 0, ())
+    assert after(sharing, plan, [1, 1, 1, 50]) is plan
+    assert after(sharing, plan, [1, 1, 1, 1]) is plan
+    for _ in range(5):
+        assert after(sharing, plan, [1, 1, 1, 1], number=3) is plan
+
+
+def test_who_had_nothing_gets_one_and_is_seen():
+    plan = EVEN.with_shares([(1, 0), ()])
+    sharing = Measured()
+    plan = sharing.begin(plan, 0, ())
+    for _ in range(2):
+        plan = after(sharing, plan, [1, 1, 1, 1])
+    assert plan.shares == ((1, 1), (1, 1))
+
+
+def test_a_checkpoint_is_taken_up_by_as_many_replicas_and_else_left():
+    kept = ((5, 3), (1, 1))
+    assert Measured().begin(EVEN, 7, kept).shares == kept
+    assert Measured().begin(EVEN, 7, ((5, 3), (1,))) is EVEN
+    assert Measured().begin(EVEN, 7, ((8,),)) is EVEN
+    assert Planned().begin(EVEN, 7, kept) is EVEN
+
+
+def test_a_course_is_had_again_from_any_step_on():
+    course = [(2, [[5, 3], [4, 4]]), (5, [[4, 4], [7, 1]])]
+    sharing = sharing_of(course, EVEN, alone=False)
+    plan, found = sharing.begin(EVEN, 0, ()), []
+    for step in range(1, 8):
+        found.append(plan.shares)
+        plan = sharing.after(plan, step, number=8, seconds=[9, 1, 1, 9])
+    even, first, second = ((1, 1), (1, 1)), ((5, 3), (1, 1)), ((1, 1), (7, 1))
+    assert found == [even, even, first, first, first, second, second]
+    assert sharing.begin(EVEN, 4, ((1, 7), (1, 7))).shares == first
+    assert sharing.begin(EVEN, 9, ()).shares == second
+
+
+def test_one_process_has_the_plan_and_what_means_nothing_is_refused():
+    assert isinstance(sharing_of("measured", EVEN, alone=True), Planned)
+    assert isinstance(sharing_of(None, EVEN, alone=False), Planned)
+    assert isinstance(sharing_of("measured", EVEN, alone=False), Measured)
+    for asked, said in [
+        ("fast", "found 'fast'"),
+        ([(0, [[1, 1]])], "found shares of 1 stages for 2"),
+        ([(0, [[1, 1, 1], [1, 1]])], r"found shares \[1, 1, 1\] for 2 of stage 0"),
+        (
+            [(3, [[1, 1], [1, 1]]), (3, [[2, 1], [1, 1]])],
+            "every step once, ascending, found steps \\[3, 3\\]",
+        ),
+    ]:
+        with pytest.raises(PlanError, match=said):
+            sharing_of(asked, EVEN, alone=False)
+    with pytest.raises(PlanError, match="the plan has one rank a stage"):
+        sharing_of("measured", partition(NET, stages=2, codec="raw"), alone=False)
+    with pytest.raises(PlanError, match="the plan has one rank a stage"):
+        sharing_of([], partition(NET, stages=2, codec="raw"), alone=False)
