@@ -117,10 +117,12 @@ class ReplicasConfig:
     Attributes:
         count: ranks of every stage; or of each by a list such as [2,1]; ranks= is their sum
         exact: they add gradients micro-batch by micro-batch, for the bits of one rank; takes memory and bytes
+        threads: in training all ranks are threads of one process
     """
 
     count: Any = 1
     exact: bool = False
+    threads: bool = False
 
     def __post_init__(self) -> None:
         listed = isinstance(self.count, list) and self.count != []
@@ -151,6 +153,22 @@ class ReplicasConfig:
             raise ConfigError(
                 f"every replica of a stage has a rank of its own, found ranks={ranks} for "
                 f"replicas.count={self.count} of {num_stages} stages; take ranks={sum(counts)}"
+            )
+
+    def check_threads(self, *, ranks: int, nodes: int, max_restarts: int) -> None:
+        """Refuse what threads of one process cannot be."""
+        if not self.threads:
+            return
+        if ranks == 1:
+            raise ConfigError("replicas.threads=true gives each rank a thread, found ranks=1; raise ranks")
+        if nodes > 1:
+            raise ConfigError(
+                f"replicas.threads=true puts all ranks into one process, found nodes={nodes}; drop either"
+            )
+        if max_restarts:
+            raise ConfigError(
+                "threads of one process are lost together, so none is started again, found "
+                f"replicas.threads=true and max_restarts={max_restarts}; drop either"
             )
 
     def of_stages(self, num_stages: int) -> list[int]:

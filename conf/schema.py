@@ -191,6 +191,7 @@ class TrainConfig(MachinesConfig, PlanConfig):
         self._check_update()
         self.check_machines()
         self.check_ranks(self.ranks, fixed=self._keeps_ranks())
+        self.replicas.check_threads(ranks=self.ranks, nodes=self.nodes, max_restarts=self.max_restarts)
 
     @property
     def local_ranks(self) -> int:

@@ -12,7 +12,6 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 from ...compression.errors import PlanError
-from . import launch
 from .signals import heard
 from .thread_group import ThreadGroup
 
@@ -45,17 +44,14 @@ def leave(group: ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
-def are_threads(group: ProcessGroup | None) -> bool:
-    """Whether the ranks are threads of this process."""
-    return isinstance(group, ThreadGroup)
+def thread_of(group: ProcessGroup | None) -> int | None:
+    """The number of this rank where ranks are threads; None where they are processes."""
+    return group.place if isinstance(group, ThreadGroup) else None
 
 
-def local_rank_of(group: ProcessGroup | None) -> int:
-    """The number of this rank among those of its machine."""
-    return group.place if isinstance(group, ThreadGroup) else launch.local_rank()
-
-
-def hearing(group: ProcessGroup | None, tell: Callable[[int], None]) -> contextlib.AbstractContextManager[None]:
+def hearing(
+    group: ProcessGroup | None, tell: Callable[[int], None]
+) -> contextlib.AbstractContextManager[None]:
     """The block in which a signal that asks a run to stop calls ``tell``; of a process only the main thread
     hears, which tells the ranks."""
     return group.post.hearing(tell) if isinstance(group, ThreadGroup) else heard(tell)

@@ -69,13 +69,13 @@ class ThreadGroup(ProcessGroup):
         place = key.index(self.place)
         return ThreadGroup(self.post, place, len(key), deadline=self.seconds, name=name)
 
-    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Work:  # noqa: N803
+    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Work:
         """Begin to send; the buffer is the receiver's to read until it has ended."""
         letter = Letter(self.post, tensors[0], self.seconds, sends=True)
         self.post.match((self.name, self.place, dstRank, tag), letter)
         return letter
 
-    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> Work:  # noqa: N803
+    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> Work:
         """Begin to receive."""
         letter = Letter(self.post, tensors[0], self.seconds, sends=False)
         self.post.match((self.name, srcRank, self.place, tag), letter)
@@ -124,7 +124,7 @@ class ThreadGroup(ProcessGroup):
         """Wait for everybody."""
         return self._all(torch.empty(0), lambda found: None)
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         """What torch calls it."""
         return "threads"
 

@@ -22,14 +22,22 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from ...compression.errors import ConfigError, Disagreement, PenstockError, TransportError
-from .signals import Stopped
+from .failure import cause, leave, read_failures
+from .notices import MOMENT
+from .post import Post
+from .processes import Ends
+from .signals import Stopped, heard
 from .thread_group import ThreadGroup
 from .world import World
+
+_LAST_WORDS_SECONDS = 2 * MOMENT
+"""How long a thread whose wait has ended may take to find out why."""
 
 T = TypeVar("T")
 
@@ -54,8 +62,40 @@ def worlds_of(ranks: int, *, deadline: float) -> list[World]:
     return [World(group, deadline=deadline) for group in ThreadGroup.founded(ranks, deadline=deadline)]
 
 
+def start_threads(
+    work: Callable[[World], None],
+    *,
+    errors: Path,
+    stages_of_rank: Sequence[Sequence[int]],
+    deadline: float,
+) -> None:
+    """Do the work of all ranks of a run, each a thread; with ``errors``, and what is raised, as ``start_ranks``.
+
+    A signal that asks to stop is told to those who listen; before anybody does, it stops all."""
+    worlds = worlds_of(len(stages_of_rank), deadline=deadline)
+
+    def rank(world: World) -> None:
+        try:
+            work(world)
+        except Stopped:
+            raise
+        except BaseException as error:
+            leave(errors, error, rank=world.rank)
+            raise
+
+    with heard(post_of(worlds[0]).hear):
+        try:
+            run_threads(worlds, rank)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            ends = Ends(codes={}, stuck=[])
+            raise cause(ends, read_failures(errors), stages_of_rank=stages_of_rank) from error
+
+
 def run_threads(worlds: Sequence[World], function: Callable[[World], T]) -> list[T]:
     """The same in worlds that were made together."""
+    post = post_of(worlds[0])
     ended: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
     results: dict[int, T] = {}
     num_threads = torch.get_num_threads()
@@ -69,7 +109,7 @@ def run_threads(worlds: Sequence[World], function: Callable[[World], T]) -> list
             world.close()
         except BaseException as found:  # SystemExit in a layer ends a run as any other does
             error = found
-            _tell(world, found)
+            _tell(world, post, found)
         ended.put((world.rank, error))
 
     threads = [
@@ -87,34 +127,35 @@ def run_threads(worlds: Sequence[World], function: Callable[[World], T]) -> list
             threads[rank].join()
             if error is not None:
                 errors.append(error)
-                until = min(until, time.monotonic() + seconds)
+                until = min(until, time.monotonic() + seconds + _LAST_WORDS_SECONDS)
     except queue.Empty:
         names = ", ".join(threads[rank].name for rank in sorted(left))
         errors[0].add_note(f"{names} did not end within {seconds:g} s, and may still run")
     except BaseException as stop:  # Ctrl-C
-        _group(worlds[0]).post.end(f"{type(stop).__name__} ended all ranks")
+        post.end(f"{type(stop).__name__} ended all ranks")
         for thread in threads:
             if thread.ident is not None:
-                thread.join(seconds)
+                thread.join(seconds + _LAST_WORDS_SECONDS)
         raise
     if errors:
         raise min(errors, key=_consequence)
     return [results[world.rank] for world in worlds]
 
 
-def _tell(world: World, error: BaseException) -> None:
+def _tell(world: World, post: Post, error: BaseException) -> None:
     """Tell the others why this rank ends, and end their waits."""
     said = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
     said = said if said.startswith(f"rank {world.rank}") else f"rank {world.rank}: {said}"
     if not isinstance(error, TransportError | Stopped):
         with contextlib.suppress(Exception):
             world.notices.post_failure(said)
-    _group(world).post.end(said)
+    post.end(said)
 
 
-def _group(world: World) -> ThreadGroup:
+def post_of(world: World) -> Post:
+    """Where the threads of a world leave things for each other."""
     assert isinstance(world.group, ThreadGroup), "made by worlds_of"
-    return world.group
+    return world.group.post
 
 
 def _consequence(error: BaseException) -> int:

@@ -155,7 +155,7 @@ def _check_disk(memory: MemoryConfig) -> None:
 
 
 def _check_launcher(config: TrainConfig) -> None:
-    """Refuse to start again, or on other machines, what somebody else's launcher starts."""
+    """Refuse to start again, as threads, or on other machines, what somebody else's launcher starts."""
     if not Launched.of_environment():
         return
     for name, none in (("max_restarts", 0), ("nodes", 1)):
@@ -164,6 +164,10 @@ def _check_launcher(config: TrainConfig) -> None:
                 f"{name}={asked} is for ranks that penstock starts; tell the launcher (torchrun has "
                 "--max-restarts and --nnodes), and leave it out here"
             )
+    if config.replicas.threads:
+        raise ConfigError(
+            "replicas.threads=true makes ranks of one process, and a launcher has started several; drop either"
+        )
 
 
 def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
