@@ -1,4 +1,4 @@
-"""Groups of ranks: made beside somebody else's, parted, asked and left, for processes and for threads alike."""
+"""Groups of ranks, made, parted, asked and left: gloo's between processes, and those of threads."""
 
 from __future__ import annotations
 

@@ -114,7 +114,8 @@ class Letter(Work):
 
     def __init__(self, post: Post, buffer: torch.Tensor, seconds: float, *, sends: bool) -> None:
         super().__init__()
-        assert buffer.is_contiguous() and not is_gpu(buffer.device), "frames are packed, on the host"
+        assert buffer.is_contiguous(), "frames are packed"
+        assert not is_gpu(buffer.device), "frames travel on the host"
         self.post, self.buffer, self.seconds, self.sends, self.there = post, buffer, seconds, sends, False
 
     def meet(self, other: Letter) -> None:

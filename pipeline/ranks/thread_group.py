@@ -1,8 +1,8 @@
 """A group of ranks that are threads of one process: what torch's groups do, through the memory they share.
 
 Of what all do together each leaves a copy, which the others read; sums go in the order of ranks, so all have
-the same bits. Ending wakes everybody who waits, which gloo between threads does not: its connections close with
-the last reference to a group (torch 2.15), and the traceback of a rank that failed holds one.
+the same bits. Ending wakes everybody who waits, which gloo between threads does not: its connections close
+with the last reference to a group (torch 2.15), and the traceback of a rank that failed holds one.
 Source: claim C7 of CN107463448A (an independent thread for each CPU or GPU)."""
 
 from __future__ import annotations

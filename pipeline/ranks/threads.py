@@ -1,11 +1,12 @@
 """Ranks as threads of one process: a named thread for each, which end together.
 
-A process for each rank is the default: threads share the interpreter's lock, and a layer that crashes takes all
-of them. Their frames stay in one memory, and one process holds the interpreter, torch and the data set once.
+A process for each rank is the default: threads share the interpreter's lock, and a layer that crashes takes
+all of them. Their frames stay in one memory, and one process has loaded the interpreter and torch once.
 What threads share and processes do not:
 
-    generators         torch's for each device, Python's and NumPy's: ``seeds.TURN``. A random layer is seeded,
-                       runs and puts the states back in one turn; so do initial values, samples read here, trials
+    generators         torch's for each device, Python's and NumPy's: ``seeds.TURN``. A random layer is
+                       seeded, runs and puts the states back in one turn; so do initial values, samples that
+                       are read here, and trials of optimizers
     recording a model  exchanges methods of torch: one at a time, and other threads' calls pass it by
     numbers of threads of torch, OpenMP and MKL: each thread has its own; it begins with its starter's
     grad mode, autocast, hooks on saved tensors, profilers: each thread has its own
@@ -69,7 +70,7 @@ def start_threads(
     stages_of_rank: Sequence[Sequence[int]],
     deadline: float,
 ) -> None:
-    """Do the work of all ranks of a run, each a thread; with ``errors``, and what is raised, as ``start_ranks``.
+    """Do the work of all ranks of a run, each a thread; arguments and errors are those of ``start_ranks``.
 
     A signal that asks to stop is told to those who listen; before anybody does, it stops all."""
     worlds = worlds_of(len(stages_of_rank), deadline=deadline)

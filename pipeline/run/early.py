@@ -166,7 +166,8 @@ def _check_launcher(config: TrainConfig) -> None:
             )
     if config.replicas.threads:
         raise ConfigError(
-            "replicas.threads=true makes ranks of one process, and a launcher has started several; drop either"
+            "replicas.threads=true puts all ranks into one process, and a launcher has started a process for "
+            "each; drop either"
         )
 
 
