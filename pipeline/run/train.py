@@ -217,9 +217,7 @@ def join(config: TrainConfig, plan: Plan, folder: RunFolder, *, init: Callable[.
         samples = prepare(config)
         # No other reference to the model is kept: the pipeline drops the layers of other ranks.
         model = [build.model(config.model, describe=samples.describe, seed=config.seed)]
-    given = (
-        world if thread_of(world.group) is not None else None
-    )  # a process knows it by itself, and leaves it
+    given = None if thread_of(world.group) is None else world  # a process knows its own, and leaves it
     pipe = assemble(config, plan, samples, model.pop(), folder=folder, world=given)
     with contextlib.ExitStack() as ends:
         if given:
