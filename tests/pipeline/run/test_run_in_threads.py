@@ -16,7 +16,6 @@ from penstock.scripts import command
 JOB = (
     "model=mlp model.hidden=[16,12] data.size=8 data.channels=1 batch_size=200 micro_batches=4 max_steps=8"
     " optimizer.momentum=0.5 scheduler=cosine epochs=2 seed=3 threads=1 checkpoint.every=2 codec=zero_value"
-    " deadline=20"
 )
 THREADS = f"{JOB} replicas.threads=true"
 
