@@ -1,10 +1,12 @@
 """``replicas.threads=true``: a run whose ranks are threads leaves what one of processes does."""
 
 import json
+import re
 import threading
 from pathlib import Path
 
 import pytest
+from faults import ended, started
 from reference import same_bits
 from safetensors.torch import load_file
 
@@ -96,3 +98,17 @@ def test_a_launcher_and_threads_are_refused_together(monkeypatch, capfd):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert command.run(["train", *f"{THREADS} ranks=2".split()]) == 2
     assert "replicas.threads=true puts all ranks into one process, and a launcher" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_error_in_a_thread_is_told_by_rank_and_place_and_leaves_its_traceback(tmp_path):
+    more = "ranks=2 replicas.threads=true hydra.run.dir=run"
+    code, out, error, seconds = ended(started(tmp_path, more, fault="0 update 5 raise"))
+    assert code == 2, out + error
+    found = re.fullmatch(
+        r"penstock: rank (\d), stage \1, update, step 2: ValueError: sky; its traceback is in (\S+)\n", error
+    )
+    assert found, error
+    assert Path(found[2]).name == f"rank{found[1]}.json"
+    assert "raise ValueError" in (tmp_path / found[2]).read_text()
+    assert seconds < 100
