@@ -43,11 +43,11 @@ class Together(Work):
 class ThreadGroup(ProcessGroup):
     """A rank's end of a group of threads; torch.distributed's functions take it as ``group=``.
 
-    Args:    name: of the group, the same on all its ranks."""
+    Args:    key: of the group, the same on all its ranks."""
 
-    def __init__(self, post: Post, rank: int, size: int, *, deadline: float, name: Key = ()) -> None:
+    def __init__(self, post: Post, rank: int, size: int, *, deadline: float, key: Key = ()) -> None:
         super().__init__(rank, size)
-        self.post, self.seconds, self.place, self.name = post, deadline, rank, name
+        self.post, self.seconds, self.place, self.key = post, deadline, rank, key
         self.ranks, self._made, self._number = range(size), Counter[Key](), 0
 
     @staticmethod
@@ -63,25 +63,26 @@ class ThreadGroup(ProcessGroup):
 
     def part(self, ranks: Sequence[int]) -> ThreadGroup:
         """This rank's end of a group of some of the ranks; each of them asks for it, and nobody else."""
-        key = tuple(ranks)
-        self._made[key] += 1
-        name = (*self.name, key, self._made[key])
-        place = key.index(self.place)
-        return ThreadGroup(self.post, place, len(key), deadline=self.seconds, name=name)
+        chosen = tuple(ranks)
+        self._made[chosen] += 1
+        key, place = (*self.key, chosen, self._made[chosen]), chosen.index(self.place)
+        return ThreadGroup(self.post, place, len(chosen), deadline=self.seconds, key=key)
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Work:
         """Begin to send; the buffer is the receiver's to read until it has ended."""
         letter = Letter(self.post, tensors[0], self.seconds, sends=True)
-        self.post.match((self.name, self.place, dstRank, tag), letter)
+        self.post.match((self.key, self.place, dstRank, tag), letter)
         return letter
 
     def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> Work:
         """Begin to receive."""
         letter = Letter(self.post, tensors[0], self.seconds, sends=False)
-        self.post.match((self.name, srcRank, self.place, tag), letter)
+        self.post.match((self.key, srcRank, self.place, tag), letter)
         return letter
 
-    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
+    def allgather(  # pyright: ignore[reportIncompatibleMethodOverride]  (one of its forms)
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None
+    ) -> Work:
         """Everybody's tensor, by rank."""
 
         def fill(found: list[torch.Tensor]) -> None:
@@ -90,29 +91,32 @@ class ThreadGroup(ProcessGroup):
 
         return self._all(input_tensors[0], fill)
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+    def allreduce(  # pyright: ignore[reportIncompatibleMethodOverride]  (one of its forms)
+        self, tensors: list[torch.Tensor], opts: Any = None
+    ) -> Work:
         """The sum (or largest, smallest) over the ranks, in their order, in place."""
         return self._all(tensors[0], lambda found: tensors[0].copy_(_added(found, opts)))
 
-    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """The same on one rank; the others keep what they have."""
-        root = opts.rootRank
+        root = _root(opts)
         if self.place == root:
             return self._all(tensors[0], lambda found: tensors[0].copy_(_added(found, opts)), of=(root,))
         return self._all(tensors[0], None, of=(root,))
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """What one rank has, on all."""
-        root, mine = opts.rootRank, tensors[0] if self.place == opts.rootRank else None
+        root = _root(opts)
+        mine = tensors[0] if self.place == root else None
         return self._all(mine, lambda found: tensors[0].copy_(found[0]), by=(root,))
 
-    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Work:
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """A piece for each of what one rank has."""
-        root, piece = opts.rootRank, output_tensors[0]
+        root, piece = _root(opts), output_tensors[0]
         mine = torch.stack(list(input_tensors[0])) if self.place == root else None
         return self._all(mine, lambda found: piece.copy_(found[0][self.place]), by=(root,))
 
-    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Work:
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """Of the sums over the ranks one piece for each."""
 
         def add(found: list[torch.Tensor]) -> None:
@@ -120,7 +124,9 @@ class ThreadGroup(ProcessGroup):
 
         return self._all(torch.stack(list(input_tensors[0])), add)
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(  # pyright: ignore[reportIncompatibleMethodOverride]  (one of its forms)
+        self, opts: Any = None
+    ) -> Work:
         """Wait for everybody."""
         return self._all(torch.empty(0), lambda found: None)
 
@@ -142,14 +148,18 @@ class ThreadGroup(ProcessGroup):
         self._number += 1
         number, readers = self._number, len(self.ranks if of is None else of)
         if mine is not None:
-            self.post.leave((self.name, number, self.place), mine.detach().clone(), readers)
+            self.post.leave((self.key, number, self.place), mine.detach().clone(), readers)
 
         def do(seconds: float) -> None:
             if then is not None:
                 sources = self.ranks if by is None else by
-                then([self.post.take((self.name, number, source), seconds) for source in sources])
+                then([self.post.take((self.key, number, source), seconds) for source in sources])
 
         return Together(do, self.seconds)
+
+
+def _root(opts: Any) -> int:
+    return 0 if opts is None else opts.rootRank
 
 
 def _added(found: Sequence[torch.Tensor], opts: Any) -> torch.Tensor:
