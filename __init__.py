@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .pipeline.pipeline import Pipeline as Pipeline
     from .pipeline.planner.partition import partition as partition
     from .pipeline.ranks.launch import init as init
+    from .pipeline.ranks.threads import in_threads as in_threads
     from .pipeline.runtime.report import Report as Report
     from .pipeline.samples.shared import cached as cached
     from .stages.memory.offload import offload as offload
@@ -72,6 +73,7 @@ _HOMES = {
     "load": "pipeline.checkpoint",
     "Report": "pipeline.runtime.report",
     "init": "pipeline.ranks.launch",
+    "in_threads": "pipeline.ranks.threads",
     "cached": "pipeline.samples.shared",
 }
 

@@ -123,6 +123,7 @@ class ReplicasConfig:
         shrink: a replica that is lost is done without: the run goes on from its last checkpoint
         shares: even; measured, by speed, as it is from step to step; weights of all ranks: [3,1]; or replay
         log: for replay: the run, or its shares.jsonl, whose shares are taken again step by step
+        threads: in training all ranks are threads of one process
     """
 
     count: Any = 1
@@ -131,6 +132,7 @@ class ReplicasConfig:
     shrink: bool = False
     shares: Any = "even"
     log: str | None = None
+    threads: bool = False
 
     def __post_init__(self) -> None:
         weights = isinstance(self.shares, list) and self.shares != []
@@ -190,6 +192,22 @@ class ReplicasConfig:
             raise ConfigError(
                 f"every replica of a stage has a rank of its own, found ranks={ranks} for "
                 f"replicas.count={self.count} of {num_stages} stages; take ranks={sum(counts)}"
+            )
+
+    def check_threads(self, *, ranks: int, nodes: int, max_restarts: int) -> None:
+        """Refuse what threads of one process cannot be."""
+        if not self.threads:
+            return
+        if ranks == 1:
+            raise ConfigError("replicas.threads=true gives each rank a thread, found ranks=1; raise ranks")
+        if nodes > 1:
+            raise ConfigError(
+                f"replicas.threads=true puts all ranks into one process, found nodes={nodes}; drop either"
+            )
+        if max_restarts:
+            raise ConfigError(
+                "threads of one process are lost together, so none is started again, found "
+                f"replicas.threads=true and max_restarts={max_restarts}; drop either"
             )
 
     def of_stages(self, num_stages: int) -> list[int]:

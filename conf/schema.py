@@ -192,6 +192,7 @@ class TrainConfig(MachinesConfig, PlanConfig):
         self.check_machines()
         self.replicas.check_shrink(plan=self.plan, nodes=self.nodes)
         self.check_ranks(self.ranks, fixed=self._keeps_ranks())
+        self.replicas.check_threads(ranks=self.ranks, nodes=self.nodes, max_restarts=self.max_restarts)
 
     @property
     def local_ranks(self) -> int:

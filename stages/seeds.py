@@ -1,9 +1,13 @@
-"""Random layers are seeded one by one, so that a run does not depend on how the model is cut."""
+"""Random layers are seeded one by one, so that a run does not depend on how the model is cut.
+
+Torch has one generator for each device of a process, and Python and NumPy one: where ranks are threads, who
+seeds them, draws and puts them back does it in one turn."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -11,6 +15,10 @@ import torch
 
 from .device import CPU, device_of, is_gpu
 from .meta_watch import watching
+
+TURN = threading.RLock()
+"""Held by whoever seeds and draws from generators of the process, or exchanges methods of torch; nobody who
+holds it waits for another rank. Not a state: it guards those that torch, Python and NumPy have once."""
 
 
 def layer_seed(seed: int, step: int, micro_batch: int, name: str) -> int:
@@ -41,12 +49,13 @@ def drew(generators: Sequence[torch.Generator], before: Sequence[torch.Tensor]) 
 @contextlib.contextmanager
 def seeded(seed: int | None, generators: Sequence[torch.Generator]) -> Iterator[None]:
     """Run a random layer from ``seed`` (None: from where they are); put the states back afterwards."""
-    before = [generator.get_state() for generator in generators]
-    if seed is not None:
-        for generator in generators:
-            generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
+    with TURN:
+        before = [generator.get_state() for generator in generators]
+        if seed is not None:
+            for generator in generators:
+                generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)

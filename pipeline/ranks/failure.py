@@ -45,9 +45,11 @@ class Failure:
     trace: list[str]
 
 
-def leave(errors: Path, error: BaseException) -> Failure:
-    """Write what ended this rank into the folder ``errors``, whole or not at all; returns it."""
-    rank = int(os.environ.get("RANK", "0"))
+def leave(errors: Path, error: BaseException, *, rank: int | None = None) -> Failure:
+    """Write what ended this rank into the folder ``errors``, whole or not at all; returns it.
+
+    Args: rank: where it is a thread; None: as the environment says."""
+    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     path = errors / f"rank{rank}.json"
     consequence = isinstance(error, TransportError) or _GLOO in str(error)
     sentence = str(error) if isinstance(error, PenstockError) else _unexpected(error)

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from ...compression.pool import Pool
 from ...stages.device import Device
+from .groups import thread_of
 from .staged import Direct, StagedTransport
 from .transport import GlooTransport, LocalTransport, Transport
 from .world import World
@@ -42,8 +43,8 @@ def identity_of(device: Device) -> str | None:
 def direct_routes(world: World, gpus: Sequence[str | None], *, deadline: float) -> dict[int, Direct]:
     """How payloads of this rank go to others from GPU to GPU, by rank; collective among those with one."""
     mine, ranks = gpus[world.rank], [rank for rank, identity in enumerate(gpus) if identity]
-    if mine is None or len({gpus[rank] for rank in ranks}) < 2:
-        return {}
+    if mine is None or len({gpus[rank] for rank in ranks}) < 2 or thread_of(world.group) is not None:
+        return {}  # to NCCL a process is a rank
     assert world.group is not None, "a world of several ranks has a group"
     members = [dist.get_process_group_ranks(world.group)[rank] for rank in ranks]
     down, up = _group(members, deadline), _group(members, deadline)

@@ -1,7 +1,8 @@
 """What ranks leave for each other in the store of their group: why one stops, and that one still runs.
 
 The store may have gone with the rank or the link that held it, and torch's look-ups in such a store never
-return. So each runs in a thread that is given a moment, and after one that got stuck no other is tried."""
+return. So each runs in a thread that is given a moment, and after one that got stuck whoever asked tries no
+other."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ def bounded(call: Callable[[], T], *, seconds: float) -> T:
 
     Raises: TimeoutError: it does not, or an earlier one still has not; it is left to itself.
     """
-    # A thread that is stuck is the memory of it: the store did not answer once.
-    if any(thread.name == _ASKING for thread in threading.enumerate()):
+    # A thread that is stuck is the memory of it: the store did not answer this thread once.
+    name = f"{_ASKING}-{threading.get_ident()}"
+    if any(thread.name == name for thread in threading.enumerate()):
         raise TimeoutError("the store of the ranks did not answer before")
     answers: list[T] = []
     errors: list[BaseException] = []
@@ -40,7 +42,7 @@ def bounded(call: Callable[[], T], *, seconds: float) -> T:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=ask, name=_ASKING, daemon=True)
+    thread = threading.Thread(target=ask, name=name, daemon=True)
     thread.start()
     thread.join(seconds)
     if errors:

@@ -6,14 +6,12 @@ Source: claims C1 and C4 of CN107463448A (one update an iteration by collective 
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import ProcessGroup
 
+from . import groups
 from .world import World
 
 
@@ -25,16 +23,7 @@ class ReplicaGroup:
         assert world.group is not None, "replicas are ranks of their own"
         self.world, self.ranks, self.stage = world, tuple(ranks), stage
         self.place = self.ranks.index(world.rank)
-        known = dist.get_process_group_ranks(world.group)
-        self.group = cast(
-            ProcessGroup,
-            dist.new_group(
-                [known[rank] for rank in self.ranks],
-                backend="gloo",
-                timeout=datetime.timedelta(seconds=world.deadline),
-                use_local_synchronization=True,  # ranks of other stages need not come
-            ),
-        )
+        self.group = groups.part(world.group, self.ranks, deadline=world.deadline)
 
     @property
     def size(self) -> int:

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
 
 from ...compression.errors import TransportError
 from ...stages.device import Device
-from . import notices
+from . import groups, notices
 from .notices import Notices
 
 if TYPE_CHECKING:
@@ -55,10 +54,10 @@ class World:
         self.rank, self.size, self.notices = 0, 1, Notices(None, 0, 1)
         if process_group is None:
             return
-        self.group = process_group if process_group in _FOUNDED else _beside(process_group, deadline)
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        store = distributed_c10d._get_process_group_store(self.group)
-        self.notices = Notices(store, self.rank, self.size)
+        own = process_group in _FOUNDED
+        self.group = process_group if own else groups.beside(process_group, deadline=deadline)
+        self.rank, self.size = self.group.rank(), self.group.size()
+        self.notices = Notices(groups.store_of(self.group), self.rank, self.size)
 
     @staticmethod
     def alone(device: Device | None = None) -> World:
@@ -89,11 +88,12 @@ class World:
         """Everybody's ``numbers`` (equally many on every rank, kept as float64), by rank.
 
         ``at``, here and below: what the ranks do together, for the sentence of a rank that loses them."""
-        if self.is_alone:
+        group = self.group
+        if group is None:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        self.collective(lambda: dist.all_gather(rows, mine, group=self.group), at, mine)
+        self.collective(lambda: group.allgather([rows], [mine]).wait(), at, mine)
         return [row.tolist() for row in rows]
 
     def all_reduce(self, numbers: Sequence[float], *, at: str = "") -> list[float]:
@@ -110,32 +110,32 @@ class World:
 
     def all_gather_json(self, item: Any, *, at: str = "") -> list[Any]:
         """Everybody's ``item`` (anything JSON can say), by rank, on every rank."""
-        if self.is_alone:
+        group = self.group
+        if group is None:
             return [item]
         data = torch.frombuffer(bytearray(json.dumps(item).encode()), dtype=torch.uint8)
         sizes = [int(row[0]) for row in self.all_gather([data.numel()], at=at)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
         rows = [torch.empty_like(padded) for _ in sizes]
-        self.collective(lambda: dist.all_gather(rows, padded, group=self.group), at, padded)
+        self.collective(lambda: group.allgather([rows], [padded]).wait(), at, padded)
         return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
 
     def gather(self, frames: Sequence[torch.Tensor], *, at: str = "") -> list[list[torch.Tensor]] | None:
         """Everybody's ``frames`` (1-D uint8 tensors), by rank, on rank 0; None elsewhere."""
-        if self.is_alone:
+        group = self.group
+        if group is None:
             return [list(frames)]
         sizes = self.all_gather_json([frame.numel() for frame in frames], at=at)
         if self.rank:
             for frame in frames:
-                self.collective(lambda x=frame: dist.send(x, group=self.group, group_dst=0), at, frame)
+                self.collective(lambda x=frame: group.send([x], 0, 0).wait(), at, frame)
             return None
         gathered = [list(frames)]
         for source, lengths in enumerate(sizes[1:], start=1):
             rows = [torch.empty(length, dtype=torch.uint8) for length in lengths]
             for row in rows:
-                self.collective(
-                    lambda x=row, source=source: dist.recv(x, group=self.group, group_src=source), at, row
-                )
+                self.collective(lambda x=row, source=source: group.recv([x], source, 0).wait(), at, row)
             gathered.append(rows)
         return gathered
 
@@ -162,30 +162,22 @@ class World:
             notices.bounded(
                 lambda: self.notices.part(_LEAVING_SECONDS), seconds=_LEAVING_SECONDS + notices.MOMENT
             )
-        dist.destroy_process_group(self.group)
+        groups.leave(self.group)
         self.group = None
 
     def collective(self, call: Callable[[], Any], at: str, item: torch.Tensor) -> None:
         """Do what several ranks do together with ``item``; raises TransportError where one is lost."""
         try:
             call()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            # torch's report of a failure knows no group of threads, and fails where there is a default group.
+            cause = error if isinstance(error, RuntimeError) else error.__context__
+            if not isinstance(cause, RuntimeError):
+                raise
             where = f" in {at} ({item.nbytes:,} bytes of each) within {self.deadline:g} s" if at else ""
             raise TransportError(
-                f"rank {self.rank} lost the group of ranks{where}: {self.notices.why(error)}"
+                f"rank {self.rank} lost the group of ranks{where}: {self.notices.why(cause)}"
             ) from error
-
-
-def _beside(process_group: ProcessGroup, deadline: float) -> ProcessGroup:
-    """A gloo group of the same ranks."""
-    group = dist.new_group(
-        dist.get_process_group_ranks(process_group),
-        backend="gloo",
-        timeout=datetime.timedelta(seconds=deadline),
-        use_local_synchronization=True,  # no other rank need come
-    )
-    assert isinstance(group, ProcessGroup)
-    return group
 
 
 def found(store: Store, *, rank: int, ranks: int, deadline: float) -> World:

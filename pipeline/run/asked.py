@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Callable
 
 from ..pipeline import Pipeline
-from ..ranks.signals import Stopped, heard
+from ..ranks.groups import hearing
+from ..ranks.signals import Stopped
 from ..runtime.report import Report
 
 
@@ -20,7 +21,7 @@ class Asked:
         self._listening = contextlib.ExitStack()
 
     def __enter__(self) -> Asked:
-        self._listening.enter_context(heard(self._note))
+        self._listening.enter_context(hearing(self.pipe.world.group, self._note))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -86,6 +86,8 @@ def loader(
     }
     spare = cores() // config.local_ranks - (config.threads or 1)
     asked = config.data.get("workers", AUTO)
+    threads = config.replicas.threads  # a process is not forked from among them, and one for each is dear
+    asked = 0 if threads and asked == AUTO else asked
     workers = workers_of(asked, read.values(), cores=spare) if read else 0
     brings = {"train": through} if through is not None and "train" in read else {}
     reading = Reading(
@@ -104,6 +106,7 @@ def loader(
         ahead,
         workers=workers,
         pinned=pipe.world.device.is_gpu and needs.inputs,
+        start="spawn" if threads else None,
         warm_up=WarmUp(**counts) if brings else None,
         tell=tell,
     )

@@ -189,7 +189,7 @@ def _check_disk(memory: MemoryConfig) -> None:
 
 
 def _check_launcher(config: TrainConfig) -> None:
-    """Refuse to start again, or on other machines, what somebody else's launcher starts."""
+    """Refuse to start again, as threads, or on other machines, what somebody else's launcher starts."""
     if not Launched.of_environment():
         return
     shrinks = "true" if config.replicas.shrink else ""
@@ -201,6 +201,11 @@ def _check_launcher(config: TrainConfig) -> None:
                 f"{name}={value} is for ranks that penstock starts; tell the launcher (torchrun has "
                 "--max-restarts and --nnodes), and leave it out here"
             )
+    if config.replicas.threads:
+        raise ConfigError(
+            "replicas.threads=true puts all ranks into one process, and a launcher has started a process for "
+            "each; drop either"
+        )
 
 
 def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:

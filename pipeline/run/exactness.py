@@ -33,12 +33,13 @@ def begin(config: PlanConfig) -> None:
         _on_gpu(config)
 
 
-def place(config: PlanConfig) -> Device:
+def place(config: PlanConfig, *, local: int | None = None) -> Device:
     """Return where this rank computes, where the plan names nothing else.
 
+    Args:   local: its number on its machine, where it is a thread; None: as the environment says.
     Raises: ConfigError: it is not there.
     """
-    return device_named(config.device, local_rank=local_rank())
+    return device_named(config.device, local_rank=local_rank() if local is None else local)
 
 
 def _on_gpu(config: PlanConfig) -> None:

@@ -12,9 +12,12 @@ Where there are several, each of them starts at ``join``; ``train_rank`` runs on
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,10 +25,13 @@ from torch import nn
 from ...compression.errors import PlanError, ScheduleError
 from ...conf.schema import TrainConfig
 from ...stages.planner.plan import Plan
+from ...stages.seeds import TURN
 from ..pipeline import Pipeline
+from ..ranks.groups import thread_of
 from ..ranks.launch import init, run_rank, start_ranks
 from ..ranks.launched import Launched
 from ..ranks.nodes import Lead
+from ..ranks.threads import start_threads
 from ..ranks.world import World
 from ..samples.samples import Samples
 from . import build, console, early, sharing
@@ -91,8 +97,14 @@ def _train(
                 return run_led(__name__, config, plan, folder, lead)
             with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
                 told.tell(config, plan)
-                arguments = [str(told.path), str(folder.path)]
-                start_ranks(__name__, arguments, errors=told.errors, stages_of_rank=plan.stages_of_rank)
+                given: Any = {"errors": told.errors, "stages_of_rank": plan.stages_of_rank}
+                if config.replicas.threads:
+                    return start_threads(
+                        lambda world: join(copy.deepcopy(config), plan, folder, init=lambda **_: world),
+                        deadline=config.deadline,
+                        **given,
+                    )
+                start_ranks(__name__, [str(told.path), str(folder.path)], **given)
 
     def replan(config: TrainConfig) -> Plan:
         config.stages = stages
@@ -110,6 +122,8 @@ def _train(
         with traced(config, folder.errors):
             join(config, plan, folder, init=launched.init)
     else:
+        if pipe:
+            pipe.close(keeps_model=False)
         del pipe  # the ranks need the memory
         if place(config).is_gpu:
             torch.accelerator.empty_cache()  # this process keeps it otherwise
@@ -153,11 +167,18 @@ def rehearse(
 
 
 def assemble(
-    config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module, *, folder: RunFolder | None = None
+    config: TrainConfig,
+    plan: Plan,
+    samples: Samples,
+    model: nn.Module,
+    *,
+    folder: RunFolder | None = None,
+    world: World | None = None,
 ) -> Pipeline:
     """Return the pipeline of this process: in a group of ranks its own stages, else all of them.
 
     Args:   folder: where the tier disk has its file unless ``memory.path=`` says otherwise.
+            world: of a rank that is a thread.
     Raises: PenstockError: the model, the plan, the optimizer and the schedule do not go together.
     """
     return Pipeline(
@@ -172,7 +193,8 @@ def assemble(
         autocast=build.autocast(config.autocast),
         seed=config.seed,
         deadline=config.deadline,
-        device=place(config),
+        world=world,
+        device=place(config, local=world and world.rank),
         guard=config.guard,
         memory=build.memory(config.memory),
         disk=disk_options(config, folder),
@@ -192,11 +214,17 @@ def follow(launched: Launched) -> None:
 
 def join(config: TrainConfig, plan: Plan, folder: RunFolder, *, init: Callable[..., World] = init) -> None:
     """Train as one rank among others, who meet by ``init``."""
-    init(deadline=config.deadline)
-    samples = prepare(config)
-    # No other reference to the model is kept: the pipeline drops the layers of other ranks.
-    model = [build.model(config.model, describe=samples.describe, seed=config.seed)]
-    train_rank(config, plan, folder, samples, assemble(config, plan, samples, model.pop(), folder=folder))
+    world = init(deadline=config.deadline)
+    with TURN:  # where ranks are threads: what a person's code draws here is its own
+        samples = prepare(config)
+        # No other reference to the model is kept: the pipeline drops the layers of other ranks.
+        model = [build.model(config.model, describe=samples.describe, seed=config.seed)]
+    given = None if thread_of(world.group) is None else world  # a process knows its own, and leaves it
+    pipe = assemble(config, plan, samples, model.pop(), folder=folder, world=given)
+    with contextlib.ExitStack() as ends:
+        if given:
+            ends.callback(pipe.close, keeps_model=False)
+        train_rank(config, plan, folder, samples, pipe)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from ...stages.planner.rules import STREAM
 from ...stages.stage.route import Route
 from ...stages.tracing.graph import LayerGraph, fingerprint
 from ...stages.tracing.probe import Probe
+from ..ranks.groups import check_own
 from ..ranks.world import World
 from ..weights.update import SCOPES, Named
 
@@ -161,12 +162,13 @@ def _check_scaler(model: nn.Module, plan: Plan, scaler: object) -> None:
 
 
 def check_plan(plan: Plan, model: nn.Module, world: World) -> None:
-    """A group of ranks has as many as the plan, the model the parameters and buffers it was made for."""
+    """A group of ranks has as many as the plan, each with a model of its own, which the plan was made for."""
     if not world.is_alone and world.size != plan.num_ranks:
         raise PlanError(
             f"the plan is made for {plan.num_ranks} ranks, {world.size} were started; start as many, "
             "or plan again"
         )
+    check_own(world.group, model)
     if plan.fingerprint != fingerprint(model):
         raise PlanError(
             "a plan belongs to the model it was made for, and this model has other parameters or "

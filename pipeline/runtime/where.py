@@ -19,6 +19,7 @@ from ...stages.places import device_given, device_named, home_of
 from ...stages.planner.plan import Plan
 from ...stages.tracing.layers import parts_of
 from ...stages.units import show_bytes
+from ..ranks.groups import thread_of
 from ..ranks.launch import local_rank
 from ..ranks.world import World
 from .agreement import Agreement
@@ -34,13 +35,19 @@ def rank_device(model: nn.Module, world: World, given: Given) -> Device:
     Raises: ConfigError, PlanError: it is not there, or two were given."""
     if given is None:
         return world.device if world.has_device else device_of(home_of(model))
-    device = device_given(given, local_rank=local_rank())
+    device = device_given(given, local_rank=_number(world))
     if world.has_device and world.device.torch != device.torch:
         raise PlanError(
             f"a rank computes on one device, found device={device.torch} and a World on "
             f"{world.device.torch}; give one of them"
         )
     return world.device if world.has_device else device
+
+
+def _number(world: World) -> int:
+    """The number of this rank among those of its machine."""
+    thread = thread_of(world.group)
+    return local_rank() if thread is None else thread
 
 
 def stage_devices(plan: Plan, world: World, device: Device) -> dict[int, Device]:
@@ -53,7 +60,7 @@ def stage_devices(plan: Plan, world: World, device: Device) -> dict[int, Device]
             continue
         same = stage.device is None or (stage.device == GPU and is_gpu(device.torch))
         try:
-            found[number] = device if same else device_named(str(stage.device), local_rank=local_rank())
+            found[number] = device if same else device_named(str(stage.device), local_rank=_number(world))
         except ConfigError as error:
             raise PlanError(f"stage {number} of the plan: {error}") from error
     kinds = {one.torch.type: f"stage {number} on {one.torch}" for number, one in found.items()}

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import get_worker_info
 
 from ...compression.errors import ConfigError, PenstockError
+from ...stages.seeds import TURN
 from .cached import Counts, Through
 from .tables import BatchTable, PartTable, SampleTable, StreamTable, Table, batch_of
 
@@ -191,19 +192,20 @@ def drawing(place: Place, *, seed: int) -> Iterator[None]:
 
     One thread computes, as in a process that loads ahead: another number of them may add in another order."""
     number = _number(f"{seed}/{place.epoch}/{place.split} {place.number}")
-    before = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
     threads = torch.get_num_threads()
-    torch.default_generator.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.default_generator.set_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
+    with TURN:
+        before = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+        torch.default_generator.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number % 2**32)
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            torch.default_generator.set_state(before[0])
+            random.setstate(before[1])
+            np.random.set_state(before[2])
 
 
 def _stuck(batch: Any) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from ...compression.errors import PlanError
-from ...stages.seeds import seeded
+from ...stages.seeds import TURN, seeded
 
 Named = list[tuple[str, torch.nn.Parameter]]
 Make = Callable[[Named], Optimizer]
@@ -101,10 +101,11 @@ def state_per_byte(optimizer: Make) -> float | None:
 @contextlib.contextmanager
 def random_kept() -> Iterator[None]:
     """Put every random state back behind a block."""
-    python, arrays = random.getstate(), numpy.random.get_state()
-    try:
-        with seeded(None, [torch.default_generator]):
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(arrays)
+    with TURN:
+        python, arrays = random.getstate(), numpy.random.get_state()
+        try:
+            with seeded(None, [torch.default_generator]):
+                yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(arrays)

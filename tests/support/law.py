@@ -133,11 +133,40 @@ def _rank_differences(case, plan_path, random_layers):
     model, batches = build(case.model, case.dtype, case.steps)
     plain = copy.deepcopy(model)
     pipe = pipeline_of(case, plan, model)
-    mine = pipe.update.named
     del model
-    found = []
-    for (x, y), expected in zip(batches, plain_of(case, plain, batches, random_layers), strict=True):
-        report = pipe.step(x, y)
+    loop = plain_of(case, plain, batches, random_layers)
+    return differences_of_rank(case, pipe, batches, ({**expected, "plain": plain} for expected in loop))
+
+
+def thread_differences(case):
+    """The same on the ranks of a plan as threads of this process."""
+    plan, random_layers = plan_of(case)
+    model, batches = build(case.model, case.dtype, case.steps)
+    plain, models = copy.deepcopy(model), [copy.deepcopy(model) for _ in range(plan.num_ranks)]
+    loop = plain_of(case, plain, batches, random_layers)  # draws from the generator of all threads: first
+    expected = [copy.deepcopy({**step, "plain": plain}) for step in loop]
+
+    def train(world):
+        pipe = pipeline_of(case, plan, models[world.rank], world=world)
+        try:
+            return differences_of_rank(case, pipe, batches, expected)
+        finally:
+            pipe.close()
+
+    assert plan.num_ranks > 1
+    before = torch.get_rng_state()
+    with garbage():
+        found = penstock.in_threads(train, ranks=plan.num_ranks, deadline=case.deadline)
+    if not same_bits(torch.get_rng_state(), before):
+        found.append(["the state of the generator of all threads"])
+    return [f"rank {rank}: {what}" for rank, of_rank in enumerate(found) for what in of_rank]
+
+
+def differences_of_rank(case, pipe, batches, steps):
+    """What differs on one rank from the ``steps`` of the plain loop, each with the plain model behind it."""
+    mine, found, plain = pipe.update.named, [], None
+    for (x, y), expected in zip(batches, steps, strict=True):
+        plain, report = expected["plain"], pipe.step(x, y)
         found += (
             []
             if report.loss == expected["loss"]

@@ -4,6 +4,7 @@ It knows tensors and modules, and nothing of how a run is watched."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,6 +47,7 @@ class Nodes:
     guard, ``shape`` where Python read the shape of its result, ``sizes`` the shapes of the tensors in it."""
 
     def __init__(self, model: nn.Module) -> None:
+        self.quiet, self.thread = 0, threading.get_ident()
         self.graph = fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
         self.kind = home_of(model).type
@@ -56,6 +58,10 @@ class Nodes:
         self.names = {id(tensor): name for name, tensor in held}
         self.held = [tensor for _, tensor in held]  # alive, so that no other tensor gets such an id
         self.nodes: dict[int, tuple[Callable[[], torch.Tensor | None], fx.Node]] = {}
+
+    def is_away(self) -> bool:
+        """Whether what runs is not recorded: a layer from within, or what another thread does."""
+        return bool(self.quiet) or threading.get_ident() != self.thread
 
     def input(self, name: str, tensor: torch.Tensor) -> None:
         """The next input of the model."""

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
-from ...seeds import drew, states_of
+from ...seeds import TURN, drew, states_of
 from .affine import mapped
 from .buffers import Buffers, only_read
 from .nodes import Nodes
@@ -50,33 +50,34 @@ class Recorder(Nodes, TorchFunctionMode):
     ) -> None:
         TorchFunctionMode.__init__(self)
         Nodes.__init__(self, model)
-        self.leaf, self.functions, self.quiet = leaf, functions, 0
+        self.leaf, self.functions = leaf, functions
         self.paths = {module: path for path, module in model.named_modules()}
-        self.reads, self.notes = Reads(self.paths, lambda: self.quiet), notes
-        self.altering, self.expects = Altering(way), list(expects)
-        self.patches, self.buffers = Patches(self._patches()), Buffers(model, written)
+        self.reads, self.notes = Reads(self.paths, self.is_away), notes
+        self.altering, self.expects, self.patches = Altering(way), list(expects), Patches(())
+        self.buffers = Buffers(model, written)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """The block in which the model is called."""
-        with self.patches.on(), self:
-            yield
+        """The block in which the model is called; one at a time in a process."""
+        with TURN:
+            self.patches = Patches(self._patches())  # of what stands there now
+            with self.patches.on(), self:
+                yield
 
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
         """What does not pass through torch's dispatch: modules, autograd Functions, scripted and wrapped
         ones."""
         apply, scripted = torch.autograd.Function.__dict__["apply"], torch.jit.ScriptFunction.__call__
-        recorder = self
 
         def applied(function: type, *args: Any, **kwargs: Any) -> Any:
             run = apply.__get__(None, function)
-            if function is CheckpointFunction and not recorder.quiet:
+            if function is CheckpointFunction and not self.is_away():
                 return at_once(*args)
-            return recorder.opaque("call_function", run, function.__name__, run, args, kwargs)
+            return self.opaque("call_function", run, function.__name__, run, args, kwargs)
 
         def script(function: Any, *args: Any, **kwargs: Any) -> Any:
             run = functools.partial(scripted, function)
-            return recorder.opaque("call_function", run, function.name, run, args, kwargs)
+            return self.opaque("call_function", run, function.name, run, args, kwargs)
 
         for kind in kinds_that_are_called():
             yield kind, "__call__", self._called(kind.__call__)
@@ -101,7 +102,7 @@ class Recorder(Nodes, TorchFunctionMode):
         return run
 
     def _module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.quiet:
+        if self.is_away():
             return call(module, *args, **kwargs)
         path = self.paths.get(module)
         self.stack.append((self.stack[-1][0] if path is None else path, type(module)))
@@ -137,7 +138,7 @@ class Recorder(Nodes, TorchFunctionMode):
         single: bool = False,
     ) -> Any:
         """Run something as one node, whatever it does inside."""
-        if self.quiet:
+        if self.is_away():
             return run(*args, **kwargs)
         self.quiet += 1
         try:

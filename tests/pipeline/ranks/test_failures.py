@@ -181,7 +181,7 @@ def test_a_store_that_does_not_answer_once_is_not_asked_again():
     answer.set()
     assert not asked
     assert time.monotonic() - begun < 30
-    while any(thread.name == "penstock-store" for thread in threading.enumerate()):
+    while any(thread.name.startswith("penstock-store") for thread in threading.enumerate()):
         time.sleep(0.01)
     assert notices.bounded(lambda: 5, seconds=60) == 5
 

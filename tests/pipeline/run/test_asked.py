@@ -39,6 +39,7 @@ def whole(tmp_path_factory):
         ("0 read 121 SIGUSR1", "ranks=2", signal.SIGUSR1),
         ("1 forward 5 SIGTERM", "ranks=2", signal.SIGTERM),
         ("1 read 61 SIGTERM@launcher", "ranks=3", signal.SIGTERM),
+        ("0 read 121 SIGTERM", "ranks=2 replicas.threads=true", signal.SIGTERM),
         (
             "0 test 1 SIGTERM",
             "ranks=2 batch_size=5",

@@ -1,0 +1,174 @@
+"""A group of ranks that are threads of one process: what torch's groups do, through the memory they share.
+
+Of what all do together each leaves a copy, which the others read; sums go in the order of ranks, so all have
+the same bits. Ending wakes everybody who waits, which gloo between threads does not: its connections close
+with the last reference to a group (torch 2.15), and the traceback of a rank that failed holds one.
+Source: claim C7 of CN107463448A (an independent thread for each CPU or GPU)."""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import ProcessGroup, ReduceOp, Store, Work
+
+from .post import Key, Letter, Post
+
+_ADD: Mapping[Any, Callable[..., torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.MIN: torch.minimum,
+}
+
+
+class Together(Work):
+    """What several ranks do together, done by whoever waits for it."""
+
+    def __init__(self, do: Callable[[float], None], seconds: float) -> None:
+        super().__init__()
+        self.do, self.seconds, self.done = do, seconds, False
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Take what the others left."""
+        if not self.done:
+            with torch.no_grad():
+                self.do(timeout.total_seconds() if timeout else self.seconds)
+            self.done = True
+        return True
+
+
+class ThreadGroup(ProcessGroup):
+    """A rank's end of a group of threads; torch.distributed's functions take it as ``group=``.
+
+    Args:    key: of the group, the same on all its ranks."""
+
+    def __init__(self, post: Post, rank: int, size: int, *, deadline: float, key: Key = ()) -> None:
+        super().__init__(rank, size)
+        self.post, self.seconds, self.place, self.key = post, deadline, rank, key
+        self.ranks, self._made, self._number = range(size), Counter[Key](), 0
+
+    @staticmethod
+    def founded(ranks: int, *, deadline: float) -> list[ThreadGroup]:
+        """The ends of a new group, by rank; any wait takes ``deadline`` seconds at most."""
+        post = Post()
+        return [ThreadGroup(post, rank, ranks, deadline=deadline) for rank in range(ranks)]
+
+    @property
+    def store(self) -> Store:
+        """Where the ranks leave notices."""
+        return self.post.store
+
+    def part(self, ranks: Sequence[int]) -> ThreadGroup:
+        """This rank's end of a group of some of the ranks; each of them asks for it, and nobody else."""
+        chosen = tuple(ranks)
+        self._made[chosen] += 1
+        key, place = (*self.key, chosen, self._made[chosen]), chosen.index(self.place)
+        return ThreadGroup(self.post, place, len(chosen), deadline=self.seconds, key=key)
+
+    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Work:
+        """Begin to send; the buffer is the receiver's to read until it has ended."""
+        letter = Letter(self.post, tensors[0], self.seconds, sends=True)
+        self.post.match((self.key, self.place, dstRank, tag), letter)
+        return letter
+
+    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> Work:
+        """Begin to receive."""
+        letter = Letter(self.post, tensors[0], self.seconds, sends=False)
+        self.post.match((self.key, srcRank, self.place, tag), letter)
+        return letter
+
+    def allgather(  # pyright: ignore[reportIncompatibleMethodOverride]  (one of its forms)
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None
+    ) -> Work:
+        """Everybody's tensor, by rank."""
+
+        def fill(found: list[torch.Tensor]) -> None:
+            for row, theirs in zip(output_tensors[0], found, strict=True):
+                row.copy_(theirs)
+
+        return self._all(input_tensors[0], fill)
+
+    def allreduce(  # pyright: ignore[reportIncompatibleMethodOverride]  (one of its forms)
+        self, tensors: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """The sum (or largest, smallest) over the ranks, in their order, in place."""
+        return self._all(tensors[0], lambda found: tensors[0].copy_(_added(found, opts)))
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        """The same on one rank; the others keep what they have."""
+        root = _root(opts)
+        if self.place == root:
+            return self._all(tensors[0], lambda found: tensors[0].copy_(_added(found, opts)), of=(root,))
+        return self._all(tensors[0], None, of=(root,))
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        """What one rank has, on all."""
+        root = _root(opts)
+        mine = tensors[0] if self.place == root else None
+        return self._all(mine, lambda found: tensors[0].copy_(found[0]), by=(root,))
+
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
+        """A piece for each of what one rank has."""
+        root, piece = _root(opts), output_tensors[0]
+        mine = torch.stack(list(input_tensors[0])) if self.place == root else None
+        return self._all(mine, lambda found: piece.copy_(found[0][self.place]), by=(root,))
+
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
+        """Of the sums over the ranks one piece for each."""
+
+        def add(found: list[torch.Tensor]) -> None:
+            output_tensors[0].copy_(_added([theirs[self.place] for theirs in found], opts))
+
+        return self._all(torch.stack(list(input_tensors[0])), add)
+
+    def barrier(  # pyright: ignore[reportIncompatibleMethodOverride]  (one of its forms)
+        self, opts: Any = None
+    ) -> Work:
+        """Wait for everybody."""
+        return self._all(torch.empty(0), lambda found: None)
+
+    def getBackendName(self) -> str:
+        """What torch calls it."""
+        return "threads"
+
+    def _all(
+        self,
+        mine: torch.Tensor | None,
+        then: Callable[[list[torch.Tensor]], object] | None,
+        *,
+        by: Sequence[int] | None = None,
+        of: Sequence[int] | None = None,
+    ) -> Work:
+        """Leave a copy of ``mine``, and do something with those of the ranks ``by`` (None: all of them).
+
+        Args:    of: the ranks that read; None: all. This one does if there is something to do ``then``."""
+        self._number += 1
+        number, readers = self._number, len(self.ranks if of is None else of)
+        if mine is not None:
+            self.post.leave((self.key, number, self.place), mine.detach().clone(), readers)
+
+        def do(seconds: float) -> None:
+            if then is not None:
+                sources = self.ranks if by is None else by
+                then([self.post.take((self.key, number, source), seconds) for source in sources])
+
+        return Together(do, self.seconds)
+
+
+def _root(opts: Any) -> int:
+    return 0 if opts is None else opts.rootRank
+
+
+def _added(found: Sequence[torch.Tensor], opts: Any) -> torch.Tensor:
+    """The sum, or what else is asked for, in the order of ranks."""
+    asked = ReduceOp.SUM if opts is None else opts.reduceOp
+    add = next((add for kind, add in _ADD.items() if asked == kind), None)
+    if add is None:
+        raise ValueError(f"ranks that are threads add up, or take the largest or smallest, found {asked}")
+    total = found[0]
+    for theirs in found[1:]:
+        total = add(total, theirs)
+    return total

@@ -1,0 +1,164 @@
+"""Ranks as threads of one process: a named thread for each, which end together.
+
+A process for each rank is the default: threads share the interpreter's lock, and a layer that crashes takes
+all of them. Their frames stay in one memory, and one process has loaded the interpreter and torch once.
+What threads share and processes do not:
+
+    generators         torch's for each device, Python's and NumPy's: ``seeds.TURN``. A random layer is
+                       seeded, runs and puts the states back in one turn; so do initial values, samples that
+                       are read here, and trials of optimizers
+    recording a model  exchanges methods of torch: one at a time, and other threads' calls pass it by
+    numbers of threads of torch, OpenMP and MKL: each thread has its own; it begins with its starter's
+    grad mode, autocast, hooks on saved tensors, profilers: each thread has its own
+    deterministic and default dtype, warning filters, folder, environment: one, which nobody here changes
+    signals            the main thread hears them, and tells the ranks (``groups.hearing``)
+    memory             what a report tells of the process is told by each rank
+
+Source: claim C7 of CN107463448A (an independent thread for each CPU or GPU)."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from ...compression.errors import ConfigError, Disagreement, PenstockError, TransportError
+from .failure import cause, leave, read_failures
+from .notices import MOMENT
+from .post import Post
+from .processes import Ends
+from .signals import Stopped, heard
+from .thread_group import ThreadGroup
+from .world import World
+
+_LAST_WORDS_SECONDS = 2 * MOMENT
+"""How long a thread whose wait has ended may take to find out why."""
+
+T = TypeVar("T")
+
+
+def in_threads(function: Callable[[World], T], *, ranks: int, deadline: float = 60.0) -> list[T]:
+    """Call ``function(world)`` in so many threads at once, each a rank of its own; they are gone at the end.
+
+    A Pipeline in it takes that ``world=world`` and a model that no other thread has. What draws from torch's
+    own generator (``torch.randn``) is done before, or with a ``torch.Generator``: it would draw among layers.
+
+    Args:    deadline: seconds that a wait for all of them may take, and the others once one has failed.
+    Returns: what the calls return, by rank.
+    Raises:  what the first call raised that failed by itself; the others are told, and end.
+    """
+    if ranks < 1:
+        raise ConfigError(f"ranks={ranks} must be 1 or more: each is a thread")
+    return run_threads(worlds_of(ranks, deadline=deadline), function)
+
+
+def worlds_of(ranks: int, *, deadline: float) -> list[World]:
+    """The worlds of so many threads, by rank."""
+    return [World(group, deadline=deadline) for group in ThreadGroup.founded(ranks, deadline=deadline)]
+
+
+def start_threads(
+    work: Callable[[World], None],
+    *,
+    errors: Path,
+    stages_of_rank: Sequence[Sequence[int]],
+    deadline: float,
+) -> None:
+    """Do the work of all ranks of a run, each a thread; arguments and errors are those of ``start_ranks``.
+
+    A signal that asks to stop is told to those who listen; before anybody does, it stops all."""
+    worlds = worlds_of(len(stages_of_rank), deadline=deadline)
+
+    def rank(world: World) -> None:
+        try:
+            work(world)
+        except Stopped:
+            raise
+        except BaseException as error:
+            leave(errors, error, rank=world.rank)
+            raise
+
+    with heard(post_of(worlds[0]).hear):
+        try:
+            run_threads(worlds, rank)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            ends = Ends(codes={}, stuck=[])
+            raise cause(ends, read_failures(errors), stages_of_rank=stages_of_rank) from error
+
+
+def run_threads(worlds: Sequence[World], function: Callable[[World], T]) -> list[T]:
+    """The same in worlds that were made together."""
+    post = post_of(worlds[0])
+    ended: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
+    results: dict[int, T] = {}
+    num_threads = torch.get_num_threads()
+
+    def run(world: World) -> None:
+        error = None
+        try:
+            torch.set_num_threads(num_threads)
+            torch.get_num_threads()  # torch keeps a thread's number from here on
+            results[world.rank] = function(world)
+            world.close()
+        except BaseException as found:  # SystemExit in a layer ends a run as any other does
+            error = found
+            _tell(world, post, found)
+        ended.put((world.rank, error))
+
+    threads = [
+        threading.Thread(target=run, args=(world,), name=f"rank{world.rank}", daemon=True) for world in worlds
+    ]
+    seconds, errors, left = worlds[0].deadline, list[BaseException](), set(range(len(worlds)))
+    try:
+        for thread in threads:
+            thread.start()
+        until = float("inf")
+        while left:
+            wait = None if until == float("inf") else max(0.0, until - time.monotonic())
+            rank, error = ended.get(timeout=wait)
+            left.discard(rank)
+            threads[rank].join()
+            if error is not None:
+                errors.append(error)
+                until = min(until, time.monotonic() + seconds + _LAST_WORDS_SECONDS)
+    except queue.Empty:
+        names = ", ".join(threads[rank].name for rank in sorted(left))
+        errors[0].add_note(f"{names} did not end within {seconds:g} s, and may still run")
+    except BaseException as stop:  # Ctrl-C
+        post.end(f"{type(stop).__name__} ended all ranks")
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(seconds + _LAST_WORDS_SECONDS)
+        raise
+    if errors:
+        raise min(errors, key=_consequence)
+    return [results[world.rank] for world in worlds]
+
+
+def _tell(world: World, post: Post, error: BaseException) -> None:
+    """Tell the others why this rank ends, and end their waits."""
+    said = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+    said = said if said.startswith(f"rank {world.rank}") else f"rank {world.rank}: {said}"
+    if not isinstance(error, TransportError | Stopped):
+        with contextlib.suppress(Exception):
+            world.notices.post_failure(said)
+    post.end(said)
+
+
+def post_of(world: World) -> Post:
+    """Where the threads of a world leave things for each other."""
+    assert isinstance(world.group, ThreadGroup), "made by worlds_of"
+    return world.group.post
+
+
+def _consequence(error: BaseException) -> int:
+    """How far from the cause: a rank's own error, what another one refused, a rank that was lost."""
+    return 2 if isinstance(error, TransportError) else int(isinstance(error, Disagreement))

@@ -1,0 +1,131 @@
+"""Laws L1 and L8 where ranks are threads of one process: the bits of the plain loop, or its sums."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from cases import Case, parameters
+from law import thread_differences
+from reference import plain_loop, same_bits
+from torch import nn
+
+import penstock
+
+L1 = [
+    Case(model="mlp", cuts=2),
+    Case(model="mlp", cuts=3, schedule="gpipe", codec="raw", micro_batches=5, optimizer="adamw"),
+    Case(model="mlp", cuts=4, ranks=2, schedule="interleaved", micro_batches=5),
+    Case(model="mlp", cuts=3, schedule="zb_h1", micro_batches=5),
+    Case(model="mlp", cuts=3, micro_batches=11, extra_in_flight=1, scheduler=True),
+    Case(model="gated", cuts=2, codec="auto", micro_batches=5, steps=12, extra_in_flight="auto"),
+    Case(model="tied", cuts=("random", 4, 1), dtype=torch.float64),
+    Case(model="residual", cuts=2, schedule="gpipe"),
+    Case(model="dag0", cuts=("random", 3, 10), steps=2),
+    Case(model="gpt_relu", cuts=2, tier="disk", steps=2),
+    Case(model="gpt_tied", cuts=4, extra_in_flight=1),
+]
+EXACT = [
+    Case(model="mlp", cuts=1, replicas=3, micro_batches=5, optimizer="adamw"),
+    Case(model="mlp", cuts=2, replicas=[2, 1], micro_batches=5, codec="raw", scheduler=True),
+    Case(model="mlp", cuts=2, replicas=[1, 3], micro_batches=5, schedule="gpipe"),
+    Case(model="residual", cuts=2, replicas=2, micro_batches=4, optimizer="adamw"),
+    Case(model="residual", cuts=2, replicas=[1, 2], codec="raw", schedule="gpipe", dtype=torch.float64),
+    Case(model="residual", cuts=1, replicas=3, tier="packed", scaler=(2.0**14, 2)),
+    Case(model="tied", cuts=("random", 3, 1), replicas=[1, 2, 1], micro_batches=5, codec="raw"),
+    Case(model="tied", cuts=("random", 3, 1), replicas=[2, 1, 1], schedule="gpipe", micro_batches=5),
+    Case(model="gated", cuts=2, replicas=2, recompute=True, weights_first=False),
+    Case(model="dag0", cuts=("random", 2, 3), replicas=[2, 1], micro_batches=5, schedule="gpipe", steps=2),
+    Case(model="dag0", cuts=("random", 2, 3), replicas=2, micro_batches=5, codec="raw", steps=2),
+    Case(model="gpt_tied", cuts=2, replicas=2, micro_batches=4, steps=2),
+    Case(model="gpt_gelu_dropout", cuts=2, replicas=[2, 1], codec="raw", schedule="gpipe", steps=2),
+    Case(model="resnet18", cuts=2, replicas=2, steps=1),
+]
+EXACT = [Case(**{**vars(case), "exact": True}) for case in EXACT]
+
+
+@pytest.mark.parametrize("case", parameters(L1 + EXACT))
+def test_threads_have_the_bits_of_the_plain_loop(case):
+    threads = names()
+    assert thread_differences(case) == []
+    assert names() == threads
+
+
+def names():
+    """The threads of this process; that of a progress bar comes when a first model is drawn."""
+    return sorted(thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor")
+
+
+def mean_of_squares(outputs, targets):
+    return (outputs - targets).square().mean()
+
+
+def sgd(named):
+    return torch.optim.SGD(named, lr=0.1)
+
+
+def plan_of(model, x, micro_batches, **options):
+    part = x[: len(x) // micro_batches]
+    profile = penstock.measure(penstock.trace(model, (part,)), (part,), repeats=1)
+    return penstock.partition(profile, micro_batches=micro_batches, codec="raw", **options)
+
+
+def trained(plan, model, batches, *, loss=mean_of_squares, **options):
+    """Gradients of the last step and the losses of all, by rank."""
+    models = [copy.deepcopy(model) for _ in range(plan.num_ranks)]
+
+    def train(world):
+        pipe = penstock.Pipeline(models[world.rank], plan, loss=loss, optimizer=sgd, world=world, **options)
+        losses = [pipe.step(x, y).loss for x, y in batches]
+        pipe.close()
+        return losses, {name: p.grad for name, p in pipe.update.named.items()}
+
+    return penstock.in_threads(train, ranks=plan.num_ranks)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_threads_that_draw_at_once_draw_what_one_would(recompute):
+    """Layers that draw long are most of the model, so without a turn for each the draws would mix."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(part for _ in range(12) for part in (nn.Linear(64, 64), nn.Dropout(0.3))))
+    batches = [(torch.randn(4096, 64), torch.randn(4096, 64)) for _ in range(2)]
+    plan = plan_of(model, batches[0][0], 4, stages=1, replicas=4, exact=True, recompute=recompute)
+    plain, before = copy.deepcopy(model), torch.get_rng_state()
+    found = trained(plan, model, batches)
+    assert same_bits(torch.get_rng_state(), before)
+    random = {str(2 * i + 1) for i in range(12)} | {f"_{2 * i + 1}" for i in range(12)}
+    expected = list(
+        plain_loop(plain, batches, loss=mean_of_squares, optimizer=sgd, micro_batches=4, random=random)
+    )
+    for losses, gradients in found:
+        assert losses == [step["loss"] for step in expected]
+        assert [n for n, g in expected[-1]["gradients"].items() if not same_bits(g, gradients[n])] == []
+
+
+@pytest.mark.parametrize(
+    ("shares", "replicas"), [((29, 3), 2), ((1, 1, 30), 3), ((32, 1, 0, 7), [2, 1])], ids=str
+)
+def test_threads_that_split_a_batch_have_the_gradient_of_the_whole(shares, replicas):
+    rows = 32
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 5)).double()
+    x = torch.randn(rows * len(shares), 12, dtype=torch.float64)
+    counts = torch.cat([torch.arange(rows) < share for share in shares])
+    y = torch.where(counts, torch.randint(0, 5, (len(x),)), -1)
+
+    def counted(targets):
+        return int((targets >= 0).sum())
+
+    def loss(outputs, targets):
+        lost = nn.functional.cross_entropy(outputs, targets, ignore_index=-1, reduction="sum")
+        return lost / max(1, counted(targets))
+
+    plan = plan_of(
+        model, x, len(shares), stages=len(replicas) if replicas == [2, 1] else 1, replicas=replicas
+    )
+    whole = copy.deepcopy(model)
+    loss(whole(x), y).backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    for _, gradients in trained(plan, model, [(x, y)], loss=loss, weight=counted):
+        for name, gradient in gradients.items():
+            assert float((gradient - expected[name]).norm() / expected[name].norm()) <= 1e-13, name
