@@ -26,8 +26,17 @@ from ..schedules.placement import layout, placed, placement, stages_on
 from ..schedules.replicated import DEEPENED, dealt, replicated
 from .choose import TooSmall, cheapest, is_open
 from .costs import Costs, with_margin
-from .counts import check_arguments, check_counts, check_places, replica_counts, sizes
+from .counts import (
+    check_arguments,
+    check_counts,
+    check_idle,
+    check_places,
+    replica_counts,
+    sizes,
+    stage_counts,
+)
 from .cuts import allowed_cuts, named_cuts
+from .divide import shortest
 from .programs import endless_programs, most_extra, waiting
 from .split import smallest_limit, split
 
@@ -53,8 +62,9 @@ def partition(
     recompute: bool = False,
     prediction: bool = False,
     program: Sequence[str] = (),
-    replicas: int | Sequence[int] = 1,
+    replicas: int | str | Sequence[int] = 1,
     exact: bool = False,
+    idle: bool = False,
     disk_rate: float | None = None,
 ) -> Plan:
     """Cut a measured model into stages, exactly: of the fastest cuts, to 5 %, the one that sends least.
@@ -82,8 +92,11 @@ def partition(
         recompute: saved tensors are not kept: each stage runs a forward again ahead of its backward.
         prediction: of ``async_1f1b``: forwards run with weights expected at their backwards.
         program: the lines of ``schedule="custom"``, one per rank; they place the stages.
-        replicas: ranks of every stage, or of each ([2, 1]), which take its micro-batches in turn.
+        replicas: ranks of every stage, or of each ([2, 1]), which take its micro-batches in turn; "auto": all
+            ``ranks`` are dealt so that the simulated step is shortest, over ``stages`` if given, else over
+            as many as suits it.
         exact: replicas add up gradients in the plain loop's order, for its bits.
+        idle: of "auto": ranks that would not shorten the simulated step are left out.
         disk_rate: bytes per second of the disk, for "auto"; 0: none may be used, None: not measured.
     Raises:
         PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
@@ -96,6 +109,10 @@ def partition(
         return cheapest(functools.partial(partition, **asked_for), profile, disk_rate=disk_rate, **open_)
     check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
     given = named_cuts(profile, cuts) if cuts else None
+    if replicas == AUTO:
+        numbers = stage_counts(stages, given, ranks, most=len(allowed_cuts(profile)) + 1)
+        return shortest(partition, {**asked_for, **open_}, stages=numbers)
+    check_idle(idle)
     several: tuple[int, ...] | None = None
     asked = {"stages": stages, "ranks": ranks, "cuts": tuple(cuts) if cuts else None}
     if replicas != 1:

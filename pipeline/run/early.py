@@ -18,7 +18,7 @@ from ...conf.planning import PlanningConfig
 from ...conf.rules import count_or_auto
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.planner.plan import Plan, check_tiers
-from ...stages.planner.rules import check_mirror, check_replicas, check_versions
+from ...stages.planner.rules import check_mirror, check_replicas, check_replicated, check_versions
 from ...stages.units import is_zero, parse_bytes, parse_rate, share_of
 from ..ranks.launch import check_ranks, secret
 from ..ranks.launched import Launched
@@ -47,6 +47,11 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
         _check_launcher(config)
         if config.nodes > 1:
             secret()
+        if config.replicas.idle and (config.nodes > 1 or Launched.of_environment()):
+            raise ConfigError(
+                "replicas.idle=true leaves out ranks that penstock starts on one machine, found those of "
+                "several machines or of a launcher; drop it, and all ranks have work"
+            )
         for name in config.loggers:
             if name != "csv" and not _findable(name):
                 raise ConfigError(
@@ -189,6 +194,8 @@ def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
     several = {"schedule": config.schedule, "weights": config.weights}
     check_mirror(**several, parameters_tier=tier, replicas=max(counts))
     check_replicas(dealt(counts), **several, micro_batches=config.micro_batches)
+    if config.replicas.auto:
+        check_replicated("replicas.count=auto", **several)
     if layout(config.schedule) == "custom":
         if not (isinstance(config, TrainConfig) and config.plan):
             placed(lines)
