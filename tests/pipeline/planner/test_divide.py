@@ -128,6 +128,7 @@ def test_walking_gives_the_slowest_stage_the_next_rank():
         plan = partition(FIRST_SLOW, codec="raw", cuts=["a"], ranks=ranks, replicas="auto")
         assert walked(cuts=["a"], ranks=ranks) == plan
     assert walked(cuts=["a"], ranks=4).replicas == (3, 1)  # and not (2, 2), which is a little shorter
+    assert walked(cuts=["a"], ranks=4, micro_batches=2).replicas == (2, 2)  # no replica without a micro-batch
     assert walked(stages=2, ranks=30, micro_batches=40).replicas == (20, 10)
     assert walked(stages=1, ranks=3, micro_batches=4, idle=True).replicas == (2,)
 
