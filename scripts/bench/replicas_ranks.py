@@ -5,13 +5,14 @@ that a busy machine is busy for all sides alike."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import json
-import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle, islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,12 @@ from ...pipeline.run import build
 from ...pipeline.run.decide import prepare
 from ...pipeline.run.epochs import loss
 from ...pipeline.run.run_length import training_batches
-from ...pipeline.schedules.instruction import Instruction, Op
-from ...pipeline.schedules.simulate import durations, simulate
-from ...pipeline.schedules.span import Span
 from ...stages.files import save_json
 from ...stages.planner.plan import Plan
 from . import replicas_sides as sides
 from .fairness import is_random, refuse_other_losses
 from .harness import alternate
+from .replicas_side import Side
 
 NUM_BATCHES = 4
 """Batches kept in memory and used in turn."""
@@ -44,64 +43,8 @@ SETTLING_SECONDS = 0.02
 """Until what was sent before an exchange has left."""
 
 
-class Side:
-    """A pipeline on the first ranks of all, of which this is one if it is ``here``; ``factor``: how often
-    as long as it takes each forward and backward of this rank lasts."""
-
-    def __init__(self, plan: Plan, world: World | None, make: Callable[..., Pipeline], batches: Any) -> None:
-        self.plan, self.here, self.factor = plan, world is not None, 1.0
-        self.batches, self.spans = cycle(batches), list[Span]()
-        if world is None:
-            return
-        self.pipe = make(plan, world)
-        run = self.pipe.engine.run
-        for op in (Op.F, Op.B):
-            run[op] = functools.partial(self._slowed, run[op])
-
-    def _slowed(self, run: Callable[..., None], *what: Any) -> None:
-        began = time.perf_counter()
-        run(*what)
-        if self.factor > 1:
-            time.sleep((self.factor - 1) * (time.perf_counter() - began))
-
-    def run(self, steps: int) -> float:
-        """Take steps together with the other ranks of the side; return the seconds of one, by all ranks'
-        clocks."""
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in range(steps if self.here else 0):
-            self.last = self.pipe.step(*next(self.batches))
-        if self.here:
-            self.spans += self.pipe.timeline()
-        dist.barrier()
-        return (time.perf_counter() - began) / steps
-
-    def simulated(self) -> float:
-        """A step if each instruction took its usual time of the runs, and messages none."""
-        known = durations(self.spans)
-
-        def work(one: Instruction) -> float:
-            return known.get((one.stage, one.op.value), 0.0)
-
-        return simulate(self.pipe.engine.meter.step.messages, work=work, transfer=lambda _: 0.0).seconds
-
-    def updates(self) -> float:
-        """Seconds of an update and the exchange in front of it."""
-        return seconds_of_updates(self.spans)
-
-
-def seconds_of_updates(spans: Sequence[Span]) -> float:
-    """Seconds of an update, of the stage that takes longest: the median over steps of what it takes on the
-    rank that waits least for others."""
-    found: dict[int, dict[int, list[float]]] = {}
-    for span in spans:
-        if span.op == Op.U.value:
-            found.setdefault(span.stage, {}).setdefault(span.rank, []).append(span.end - span.start)
-    return max(statistics.median(map(min, zip(*ranks.values(), strict=True))) for ranks in found.values())
-
-
 class Everybody:
-    """All sides of this rank, and the world of all ranks."""
+    """The sides of this rank, of which those of one part are there at a time, and the world of all ranks."""
 
     def __init__(self, config: BenchReplicasConfig, folder: Path) -> None:
         self.config, self.world = config, init(deadline=config.deadline)
@@ -109,9 +52,11 @@ class Everybody:
         samples = prepare(job)
         batches = list(islice(training_batches(job, samples, epoch=0), NUM_BATCHES))
         made = {number: dist.new_group(list(range(number))) for number in range(2, self.world.size)}
-        self.worlds = {n: World(group) for n, group in made.items() if self.world.rank < n}
-        worlds = self.worlds | {1: World.alone(), self.world.size: self.world}
-        self.random = False
+        limit = config.deadline
+        self.worlds = {n: World(g, deadline=limit) for n, g in made.items() if self.world.rank < n}
+        self.by_size = self.worlds | {1: World.alone(), self.world.size: self.world}
+        self.random, self.batches = False, batches
+        self.plans = {path.stem: Plan.load(path) for path in sorted((folder / "plans").glob("*.json"))}
 
         def make(plan: Plan, world: World) -> Pipeline:
             model = build.model(config.model, describe=samples.describe, seed=config.seed).train()
@@ -120,28 +65,38 @@ class Everybody:
             optimizer = build.optimizer(config.optimizer)
             return Pipeline(model, plan, loss=loss, optimizer=optimizer, world=world, **common)
 
-        self.all: dict[str, Side] = {}
-        for path in sorted((folder / "plans").glob("*.json")):
-            plan = Plan.load(path)
-            everywhere = path.stem == sides.ALONE and self.world.rank < 2  # to sum up two speeds
-            here = self.world.rank < plan.num_ranks or everywhere
-            self.all[path.stem] = Side(plan, worlds[plan.num_ranks] if here else None, make, batches)
+        self.make, self.all = make, dict[str, Side]()
 
-    def warm_up(self) -> None:
-        """A step of everybody, whose losses must be one."""
-        for side in self.all.values():
+    @contextlib.contextmanager
+    def taking_part(self, names: Iterable[str]) -> Iterator[None]:
+        """Make sides, which have taken a step when the block begins, and let go of them behind it: memory is
+        for what is compared. Their losses must be one."""
+        for name in names:
+            plan = self.plans[name]
+            everywhere = name == sides.ALONE and self.world.rank < 2  # to sum up two speeds
+            here = self.world.rank < plan.num_ranks or everywhere
+            world = self.by_size[plan.num_ranks] if here else None
+            self.all[name] = side = Side(plan, world, self.make, self.batches)
             side.run(1)
         mine = {name: side.last.loss for name, side in self.all.items() if side.here}
-        refuse_other_losses(mine, random=self.random)
+        if mine:
+            refuse_other_losses(mine, random=self.random)
+        yield
+        for side in self.all.values():
+            if side.here:
+                side.pipe.close(keeps_model=False)
+        self.all.clear()
+        gc.collect()
 
     def speeds(self) -> dict[str, Any]:
         """Runs of two ranks, of which one takes its time, beside each of them on its own."""
         taken: dict[str, Any] = {}
         for factor in self.config.factors:
-            names = [sides.EVEN, *([name] if (name := sides.weighted(factor)) in self.all else [])]
-            turns: dict[str, Any] = {sides.ALONE: functools.partial(self._each, factor)}
-            turns |= {name: functools.partial(self._throttled, name, factor) for name in names}
-            taken[str(factor)] = alternate(turns, self.config.repeats)
+            names = [sides.EVEN, *([name] if (name := sides.weighted(factor)) in self.plans else [])]
+            with self.taking_part([sides.ALONE, *names]):
+                turns: dict[str, Any] = {sides.ALONE: functools.partial(self._each, factor)}
+                turns |= {name: functools.partial(self._throttled, name, factor) for name in names}
+                taken[str(factor)] = alternate(turns, self.config.repeats)
         return taken
 
     def _throttled(self, name: str, factor: float) -> float:
@@ -168,25 +123,29 @@ class Everybody:
     def turns(self, part: str) -> dict[str, Any]:
         """Seconds of a step of every side of a part, in turn; of each what was simulated from its spans."""
         names = sides.PARTS[part]
-        for name in names:
-            self.all[name].spans.clear()
-        runs = alternate(
-            {n: functools.partial(self.all[n].run, self.config.steps) for n in names}, self.config.repeats
-        )
-        if self.world.rank:
-            return {}
-        found = {name: self.all[name] for name in names}
-        return {
-            name: {"seconds": runs[name], "simulated": side.simulated(), "update": side.updates()}
-            for name, side in found.items()
-        }
+        with self.taking_part(names):
+            for name in names:
+                self.all[name].spans.clear()
+            steps = self.config.steps
+            turns = {name: functools.partial(self.all[name].run, steps) for name in names}
+            runs = alternate(turns, self.config.repeats)
+            if self.world.rank:
+                return {}
+            return {
+                name: {"seconds": runs[name], "simulated": side.simulated(), "update": side.updates()}
+                for name, side in self.all.items()
+            }
 
     def bytes(self) -> dict[str, Any]:
         """What a step of every side sends, by what it is: frames by their own sizes, the exchange and all by
         what the system counted of every process."""
-        return {name: self._bytes(self.all[name]) for name in sides.PARTS["bytes"]}
+        return {name: self._bytes(name) for name in sides.PARTS["bytes"]}
 
-    def _bytes(self, side: Side) -> dict[str, Any]:
+    def _bytes(self, name: str) -> dict[str, Any]:
+        with self.taking_part([name]):
+            return self._counted(self.all[name])
+
+    def _counted(self, side: Side) -> dict[str, Any]:
         exchanged, total = [0], 0
         if side.here:
             update = side.pipe.update
@@ -228,7 +187,6 @@ def race_rank(folder: Path, parts: Sequence[str]) -> None:
     """Take part on this rank; rank 0 writes ``measured.json``."""
     told: Mapping[str, Any] = json.loads((folder / "race.json").read_text())
     everybody = Everybody(BenchReplicasConfig(**told), folder)
-    everybody.warm_up()
     run = {"speeds": everybody.speeds, "bytes": everybody.bytes}
     found = {part: run[part]() if part in run else everybody.turns(part) for part in parts}
     for world in everybody.worlds.values():

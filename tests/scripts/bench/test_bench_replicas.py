@@ -15,8 +15,8 @@ from penstock.scripts import command
 from penstock.scripts.bench import replicas_sides as sides
 from penstock.scripts.bench import topics
 from penstock.scripts.bench.replicas_bench import figure, plans_of
-from penstock.scripts.bench.replicas_ranks import seconds_of_updates
 from penstock.scripts.bench.replicas_rows import byte_rows, cells, speed_rows, turn_rows
+from penstock.scripts.bench.replicas_side import seconds_of_updates
 
 PROFILE = profile_of(
     [layer_of(f"l{i}", forward=1 + i, backward=2, size=400) for i in range(4)],
