@@ -25,6 +25,7 @@ from ...pipeline.ranks.world import World
 from ...pipeline.run import build
 from ...pipeline.run.decide import prepare
 from ...pipeline.run.epochs import loss
+from ...pipeline.run.metrics import DIRECTIONS
 from ...pipeline.run.run_length import training_batches
 from ...stages.files import save_json
 from ...stages.planner.plan import Plan
@@ -51,9 +52,10 @@ class Everybody:
         job = config.job()
         samples = prepare(job)
         batches = list(islice(training_batches(job, samples, epoch=0), NUM_BATCHES))
-        made = {number: dist.new_group(list(range(number))) for number in range(2, self.world.size)}
-        limit = config.deadline
-        self.worlds = {n: World(g, deadline=limit) for n, g in made.items() if self.world.rank < n}
+        made = [dist.new_group(list(range(number))) for number in range(2, self.world.size)]  # all found all
+        mine = [group for group in made if isinstance(group, dist.ProcessGroup)]
+        founded = [World(group, deadline=config.deadline) for group in mine]
+        self.worlds = {world.size: world for world in founded}
         self.by_size = self.worlds | {1: World.alone(), self.world.size: self.world}
         self.random, self.batches = False, batches
         self.plans = {path.stem: Plan.load(path) for path in sorted((folder / "plans").glob("*.json"))}
@@ -146,7 +148,7 @@ class Everybody:
             return self._counted(self.all[name])
 
     def _counted(self, side: Side) -> dict[str, Any]:
-        exchanged, total = [0], 0
+        exchanged, total, frames = [0], 0, (0, 0)
         if side.here:
             update = side.pipe.update
             plain = update.exchange
@@ -164,13 +166,14 @@ class Everybody:
             before = written()
             report = side.pipe.step(*next(side.batches))
             time.sleep(SETTLING_SECONDS)
+            frames = tuple(sum(getattr(s, f"{way}_sent") for s in report.stages) for way in DIRECTIONS)
             total, update.exchange = sides.wire_bytes(before, written()), plain
         rows = self.world.all_gather([total, exchanged[0]])
         if self.world.rank:
             return {}
         return {
-            "activations": sum(stage.forward_sent for stage in report.stages),
-            "gradients": sum(stage.backward_sent for stage in report.stages),
+            "activations": frames[0],
+            "gradients": frames[1],
             "exchange_of_ranks": [int(row[1]) for row in rows],
             "total_of_ranks": [int(row[0]) for row in rows],
             "parameters": [4 * stage.num_parameters for stage in side.plan.stages],

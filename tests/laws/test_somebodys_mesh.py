@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,9 @@ loss = torch.nn.functional.cross_entropy
 def documented(mesh):
     """What the page has people write."""
     (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    names = {"mesh": mesh}
+    names: dict[str, Any] = {"mesh": mesh}
     exec(block, names)
-    return names
+    return names["make"]
 
 
 def ddp_step(model, optimizer, x, y, number):
@@ -41,12 +42,12 @@ def ddp_step(model, optimizer, x, y, number):
 def differences(case, plan_path):
     """On a rank: what of its stage is not what DDP has, step by step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    names, row = documented(mesh), mesh["dp"].get_local_rank()
+    make, row = documented(mesh), mesh["dp"].get_local_rank()
     model, batches = build(case.model, case.dtype, case.steps)
     plain = DistributedDataParallel(build(case.model, case.dtype)[0], process_group=mesh["dp"].get_group())
     theirs = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
     plan, world = penstock.Plan.load(plan_path), World.from_mesh(mesh["pp"])
-    pipe = penstock.Pipeline(model, plan, loss=loss, optimizer=names["make"], world=world)
+    pipe = penstock.Pipeline(model, plan, loss=loss, optimizer=make, world=world)
     found, expected = [], dict(plain.module.named_parameters())
     for step, batch in enumerate(batches):
         x, y = (tensor.chunk(2)[row] for tensor in batch)
