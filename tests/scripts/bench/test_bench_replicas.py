@@ -19,8 +19,8 @@ from penstock.scripts.bench.replicas_rows import byte_rows, cells, speed_rows, t
 from penstock.scripts.bench.replicas_side import seconds_of_updates
 
 PROFILE = profile_of(
-    [layer_of(f"l{i}", forward=1 + i, backward=2, size=400) for i in range(4)],
-    [value_of(i, [i + 1]) for i in range(-1, 4)],
+    [layer_of(f"l{i}", forward=1, backward=2, size=400) for i in range(6)],
+    [value_of(i, [i + 1]) for i in range(-1, 6)],
 )
 CONFIG = BenchReplicasConfig(batch_size=100, micro_batches=4, factors=[1, 3])
 PLANS = plans_of(CONFIG, PROFILE)
@@ -110,6 +110,7 @@ def test_shares_by_speed_are_as_near_as_micro_batches_let_them():
 
 def test_sides_that_are_compared_are_cut_alike():
     assert PLANS[sides.SAME].cuts == PLANS[sides.BESIDE].cuts == PLANS[sides.BESIDE_EXACT].cuts
+    assert PLANS[sides.SAME].cuts != PLANS[sides.TWO].cuts
     assert [PLANS[name].replicas for name in (sides.EVEN, sides.BESIDE, sides.SAME)] == [(2,), (1, 2), (1, 1)]
     assert PLANS[sides.BESIDE_EXACT].exact
     only = plans_of(BenchReplicasConfig(parts=["stages"], batch_size=100, micro_batches=4), PROFILE)
