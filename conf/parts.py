@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..compression.errors import ConfigError
+from ..compression.names import AUTO
 from .rules import at_least, count_or_auto, one_of
 
 EVEN, MEASURED, REPLAY = SHARES = ("even", "measured", "replay")  # of replicas, beside weights
@@ -117,13 +118,14 @@ class ReplicasConfig:
     """Ranks that share the micro-batches of a stage.
 
     Attributes:
-        count: ranks of every stage; or of each by a list such as [2,1]; ranks= is their sum
+        count: ranks of every stage; of each by a list such as [2,1]; ranks= is their sum; auto: the fastest
         exact: they add gradients micro-batch by micro-batch, for the bits of one rank; takes memory and bytes
         sharded: each updates some parameters for all, and keeps the optimizer's state of these only
         shrink: a replica that is lost is done without: the run goes on from its last checkpoint
         shares: even; measured, by speed, as it is from step to step; weights of all ranks: [3,1]; or replay
         log: for replay: the run, or its shares.jsonl, whose shares are taken again step by step
         threads: in training all ranks are threads of one process
+        idle: with count=auto, ranks that would not shorten the simulated step are left out
     """
 
     count: Any = 1
@@ -133,6 +135,7 @@ class ReplicasConfig:
     shares: Any = "even"
     log: str | None = None
     threads: bool = False
+    idle: bool = False
 
     def __post_init__(self) -> None:
         weights = isinstance(self.shares, list) and self.shares != []
@@ -146,16 +149,33 @@ class ReplicasConfig:
                 f"replicas.log= says whose shares replicas.shares=replay takes again, found log={self.log} "
                 f"and shares={self.shares}; give both or neither"
             )
+        if self.idle and not self.auto:
+            raise ConfigError(
+                f"replicas.idle=true leaves out ranks that do not help, and replicas.count={self.count} says "
+                "how many have work; take replicas.count=auto, or drop it"
+            )
+        if self.auto and weights:
+            raise ConfigError(
+                f"replicas.shares={self.shares} has a weight for each rank of known replicas, found "
+                "replicas.count=auto; give a number for each stage, or take replicas.shares=measured"
+            )
+        if self.auto:
+            return
         listed = isinstance(self.count, list) and self.count != []
         for one in self.count if listed else [self.count]:
             if type(one) is not int or one < 1:
                 raise ConfigError(
-                    f"replicas.count={self.count} must be a number from 1, or a list of such, as [2,1]"
+                    f"replicas.count={self.count} must be a number from 1, a list of such, as [2,1], or auto"
                 )
 
     @property
+    def auto(self) -> bool:
+        """Whether the planner chooses them."""
+        return self.count == AUTO
+
+    @property
     def several(self) -> bool:
-        """Whether a stage has more than one."""
+        """Whether a stage may have more than one."""
         return self.count != 1
 
     def check_shrink(self, *, plan: str | None, nodes: int) -> None:
@@ -177,12 +197,21 @@ class ReplicasConfig:
             )
 
     def num_stages(self, ranks: int) -> int:
-        """How many stages there are on so many ranks."""
+        """How many stages there are on so many ranks, at least."""
+        if self.auto:
+            return 1
         return len(self.count) if isinstance(self.count, list) else max(1, ranks // self.count)
 
     def check(self, *, num_stages: int, ranks: int) -> None:
         """Refuse counts that do not suit the stages and ranks."""
         counts = self.of_stages(num_stages)
+        if self.auto:
+            if ranks < num_stages:
+                raise ConfigError(
+                    f"with replicas every stage has a rank of its own, found ranks={ranks} for {num_stages} "
+                    f"stages; raise ranks to {num_stages}, or lower stages"
+                )
+            return
         if len(counts) != num_stages:
             raise ConfigError(
                 f"replicas.count={counts} has a number for each of {len(counts)} stages, found {num_stages} "
@@ -211,5 +240,7 @@ class ReplicasConfig:
             )
 
     def of_stages(self, num_stages: int) -> list[int]:
-        """How many each stage has."""
+        """How many each stage has, at least."""
+        if self.auto:
+            return [1] * num_stages
         return list(self.count) if isinstance(self.count, list) else [self.count] * num_stages

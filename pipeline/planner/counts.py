@@ -64,7 +64,7 @@ def replica_counts(
     for one in [replicas] if listed is None else listed:
         if type(one) is not int or one < 1:
             raise PlanError(
-                f"replicas is a number from 1, or a list with one for each stage, found {replicas!r}"
+                f'replicas is a number from 1, a list with one for each stage, or "auto", found {replicas!r}'
             )
     if listed is not None:
         number = stages if given is None else len(given) + 1
@@ -87,6 +87,36 @@ def replica_counts(
             f"{list(counts)}; take ranks={sum(counts)}"
         )
     return counts
+
+
+def stage_counts(
+    stages: int | None, given: Sequence[int] | None, ranks: int | None, *, most: int
+) -> Sequence[int]:
+    """How many stages there may be where the search divides ``ranks`` over them, at most ``most``."""
+    if ranks is None:
+        raise PlanError('replicas="auto" divides ranks over the stages, found none; say ranks=4')
+    if stages is None and given is None:
+        return range(1, min(ranks, most) + 1)
+    number = _num_stages(stages, given, None)
+    if number > ranks:
+        raise PlanError(
+            f"with replicas every stage has a rank of its own, found ranks={ranks} for {number} stages; "
+            f"raise ranks to {number}, or lower stages"
+        )
+    return [number]
+
+
+def check_asked(replicas: object, *, idle: bool, shares: Sequence[int]) -> None:
+    """Refuse what does not suit the replicas that are asked for: ranks to leave out, or shares."""
+    if idle and replicas != AUTO:
+        raise PlanError(
+            'idle=True leaves out ranks that replicas="auto" does not need; take "auto", or drop it'
+        )
+    if shares and replicas in (1, AUTO):
+        raise PlanError(
+            f"shares are for stages whose replicas are known, found shares {list(shares)} and "
+            f"replicas={replicas}; give replicas= a number for each stage"
+        )
 
 
 def _num_stages(stages: int | None, given: Sequence[int] | None, ranks: int | None) -> int:

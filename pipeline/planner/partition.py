@@ -28,8 +28,17 @@ from ..schedules.placement import layout, placed, placement, stages_on
 from ..schedules.replicated import DEEPENED, dealt, replicated
 from .choose import TooSmall, cheapest, is_open
 from .costs import Costs, with_margin
-from .counts import check_arguments, check_counts, check_places, replica_counts, sizes
+from .counts import (
+    check_arguments,
+    check_asked,
+    check_counts,
+    check_places,
+    replica_counts,
+    sizes,
+    stage_counts,
+)
 from .cuts import allowed_cuts, named_cuts
+from .divide import shortest
 from .programs import endless_programs, most_extra, waiting
 from .split import smallest_limit, split
 
@@ -55,10 +64,11 @@ def partition(
     recompute: bool = False,
     prediction: bool = False,
     program: Sequence[str] = (),
-    replicas: int | Sequence[int] = 1,
+    replicas: int | str | Sequence[int] = 1,
     exact: bool = False,
     sharded: bool = False,
     shares: Sequence[int] = (),
+    idle: bool = False,
     disk_rate: float | None = None,
 ) -> Plan:
     """Cut a measured model into stages, exactly: of the fastest cuts, to 5 %, the one that sends least.
@@ -86,11 +96,14 @@ def partition(
         recompute: saved tensors are not kept: each stage runs a forward again ahead of its backward.
         prediction: of ``async_1f1b``: forwards run with weights expected at their backwards.
         program: the lines of ``schedule="custom"``, one per rank; they place the stages.
-        replicas: ranks of every stage, or of each ([2, 1]), which take its micro-batches in turn.
+        replicas: ranks of every stage, or of each ([2, 1]), which take its micro-batches in turn; "auto": all
+            ``ranks`` are dealt so that the simulated step is shortest, over ``stages`` if given, else over
+            as many as suits it.
         exact: replicas add up gradients in the plain loop's order, for its bits.
         sharded: each replica updates some parameters, and keeps the optimizer's state of these only.
         shares: how much of its stage each rank takes, by weight ([3, 1]: three micro-batches of four); for
             all ranks in their order, where there are replicas. Default: as many.
+        idle: of "auto": ranks that would not shorten the simulated step are left out.
         disk_rate: bytes per second of the disk, for "auto"; 0: none may be used, None: not measured.
     Raises:
         PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
@@ -103,6 +116,10 @@ def partition(
         return cheapest(functools.partial(partition, **asked_for), profile, disk_rate=disk_rate, **open_)
     check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
     given = named_cuts(profile, cuts) if cuts else None
+    check_asked(replicas, idle=idle, shares=shares)
+    if replicas == AUTO:
+        numbers = stage_counts(stages, given, ranks, most=len(allowed_cuts(profile)) + 1)
+        return shortest(partition, {**asked_for, **open_}, stages=numbers)
     several: tuple[int, ...] | None = None
     weighed: tuple[tuple[int, ...], ...] = ()
     asked = {"stages": stages, "ranks": ranks, "cuts": tuple(cuts) if cuts else None}
@@ -111,10 +128,6 @@ def partition(
         check_replicas(dealt(several), schedule=schedule, weights=weights, micro_batches=micro_batches)
         weighed = split_shares(shares, dealt(several)) if shares else ((),) * len(several)
         stages = ranks = len(several)  # cut for one rank a stage
-    elif shares:
-        raise PlanError(
-            f"shares are for stages with replicas, found shares {list(shares)}; give replicas= too"
-        )
     stages, ranks = sizes(stages, ranks, given, schedule, program)
     places = allowed_cuts(profile) if given is None else given
     check_places(profile, places, stages)
@@ -135,7 +148,7 @@ def partition(
         make = functools.partial(one, laid, each)
 
     def there(programs: Programs) -> list[Copies]:
-        options = {"device": profile.device, **held}
+        options = {"device": profile.device, "recompute": recompute, **held}
         counts = waiting(programs, weights=weights, micro_batches=each)
         dealing = [*zip(several, weighed, strict=True)] if several else [(1, ())] * len(counts)
         each_has = [counts_of(own or (1,) * n, micro_batches) for n, own in dealing]
@@ -143,14 +156,7 @@ def partition(
         whole = 1.0 if optimizer_state is None else optimizer_state
         states = [whole / (n if sharded else 1) for n, _ in dealing]
         return [
-            copies(
-                number,
-                old_versions=old,
-                recompute=recompute,
-                exchanged=more,
-                optimizer_state=state,
-                **options,
-            )
+            copies(number, old_versions=old, exchanged=more, optimizer_state=state, **options)
             for (number, old), more, state in zip(counts, exchanged, states, strict=True)
         ]
 

@@ -139,6 +139,14 @@ class World:
             gathered.append(rows)
         return gathered
 
+    def level(self) -> None:
+        """Have some ranks of this world found groups of their own next; collective among all of it.
+
+        Torch names such a group by how many groups a rank has founded before, and ranks that have been in
+        different ones would wait for each other under different names."""
+        world = distributed_c10d._world
+        world.group_count = int(max(row[0] for row in self.all_gather([world.group_count])))
+
     def isend(self, tensor: torch.Tensor, target: int, *, tag: int) -> dist.Work:
         """Begin to send real numbers to rank ``target``; raises RuntimeError where the connection is gone."""
         assert self.group is not None, "there is somebody to send to"

@@ -67,7 +67,7 @@ def decide(
             profile: what was measured, where it was already.
     Raises: PlanError: the model cannot be traced, or cut as asked.
     """
-    return partition(
+    plan = partition(
         profile or look(config, samples, model=model, autocast=autocast),
         schedule=config.schedule,
         weights=config.weights,
@@ -75,6 +75,12 @@ def decide(
         program=program(config.program),
         **partition_options(config),
     )
+    if config.replicas.idle and plan.num_ranks < config.ranks:
+        console.warn(
+            f"ranks={plan.num_ranks} of {config.ranks}: no way to give more of them work has a shorter step, "
+            "simulated with the exchange of gradients"
+        )
+    return plan
 
 
 def look(
@@ -128,6 +134,7 @@ def partition_options(config: PlanConfig) -> dict[str, Any]:
         "exact": config.replicas.exact,
         "sharded": config.replicas.sharded,
         "shares": config.replicas.shares if isinstance(config.replicas.shares, list) else (),
+        "idle": config.replicas.idle,
         "optimizer_state": state_per_byte(build.optimizer(config.optimizer)) if config.optimizer else None,
         "memory": memory.device,
         "tier": memory.tier,

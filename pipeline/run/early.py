@@ -20,7 +20,7 @@ from ...conf.rules import count_or_auto
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.planner.dealing import split_shares
 from ...stages.planner.plan import Plan, check_tiers
-from ...stages.planner.rules import check_mirror, check_replicas, check_versions
+from ...stages.planner.rules import check_mirror, check_replicas, check_replicated, check_versions
 from ...stages.units import is_zero, parse_bytes, parse_rate, share_of
 from ..ranks.launch import check_ranks, secret
 from ..ranks.launched import Launched
@@ -50,6 +50,11 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
         _check_launcher(config)
         if config.nodes > 1:
             secret()
+        if config.replicas.idle and (config.nodes > 1 or Launched.of_environment()):
+            raise ConfigError(
+                "replicas.idle=true leaves out ranks that penstock starts on one machine, found those of "
+                "several machines or of a launcher; drop it, and all ranks have work"
+            )
         for name in config.loggers:
             if name != "csv" and not _findable(name):
                 raise ConfigError(
@@ -192,20 +197,14 @@ def _check_launcher(config: TrainConfig) -> None:
     """Refuse to start again, as threads, or on other machines, what somebody else's launcher starts."""
     if not Launched.of_environment():
         return
-    shrinks = "true" if config.replicas.shrink else ""
     asked = {"max_restarts": config.max_restarts, "nodes": config.nodes - 1 and config.nodes}
-    asked |= {"replicas.shrink": shrinks}
+    asked |= {f"replicas.{name}": getattr(config.replicas, name) and "true" for name in ("shrink", "threads")}
     for name, value in asked.items():
         if value:
             raise ConfigError(
                 f"{name}={value} is for ranks that penstock starts; tell the launcher (torchrun has "
                 "--max-restarts and --nnodes), and leave it out here"
             )
-    if config.replicas.threads:
-        raise ConfigError(
-            "replicas.threads=true puts all ranks into one process, and a launcher has started a process for "
-            "each; drop either"
-        )
 
 
 def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
@@ -231,6 +230,8 @@ def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
     several = {"schedule": config.schedule, "weights": config.weights}
     check_mirror(**several, parameters_tier=tier, replicas=max(counts))
     check_replicas(dealt(counts), **several, micro_batches=config.micro_batches)
+    if config.replicas.auto:
+        check_replicated("replicas.count=auto", **several)
     if layout(config.schedule) == "custom":
         if not (isinstance(config, TrainConfig) and config.plan):
             placed(lines)

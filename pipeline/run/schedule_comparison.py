@@ -13,7 +13,7 @@ from typing import Any
 from ...compression.errors import PenstockError, PlanError
 from ...stages.planner.layer_profile import Profile, sizes_of
 from ...stages.planner.plan import Plan
-from ...stages.planner.rank_memory import copies
+from ...stages.planner.rank_memory import copies, exchanges
 from ...stages.units import show_bytes, show_seconds
 from ..planner.costs import with_margin
 from ..planner.partition import partition
@@ -204,6 +204,7 @@ def _memory(
         stage, options = plan.stages[number], {"optimizer_state": state, "device": profile.device}
         decided = ("tier", "weights_tier", "parameters_tier", "recompute")
         options |= {name: getattr(stage, name) for name in decided}
+        options["exchanged"] = exchanges(plan.replicas[number], plan.micro_batches, exact=plan.exact)
         there = copies(in_flight, old_versions=versions[number] - 1, **options)
         return there.of(**sizes[number], entered=plan.bytes_entering(number))
 

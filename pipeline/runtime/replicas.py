@@ -51,6 +51,8 @@ class Replicas:
     ) -> None:
         self.plan, self.held, self.every = plan, held, every
         several = [] if world.is_alone else [stage for stage in own.here if plan.replicas[stage] > 1]
+        if max(plan.replicas) > 1 and not world.is_alone:
+            world.level()
         self.groups = {s: ReplicaGroup(world, plan.stages[s].ranks, stage=s) for s in several}
         self.flats = {
             s: FlatGradients(

@@ -17,6 +17,9 @@ from .live import Programs
 from .messages import Message, StepMessages
 from .span import Span, bubbles
 
+EXCHANGE_RATE = 1e9  # bytes per second that are copied, or passed on one machine: seen of 44 MB between two
+_FLOAT = 4  # bytes of a parameter: a plan knows their number
+
 Work = Callable[[Instruction], float]
 Transfer = Callable[[Message], float]
 
@@ -58,7 +61,8 @@ def step_seconds(traffic: StepMessages, *, work: Work, transfer: Transfer) -> fl
 def simulate_plan(
     plan: Plan, programs: Programs, *, work: Mapping[tuple[int, str], float] | None = None
 ) -> Simulation:
-    """Simulate what a plan predicts: tensors pass its link as they are, updates take no time.
+    """Simulate what a plan predicts: tensors pass its link as they are, updates take no time but the exchange
+    of gradients that replicas begin with.
 
     I and W take half of a backward each: a plan knows only the whole.
 
@@ -70,6 +74,7 @@ def simulate_plan(
         stage, op = plan.stages[instruction.stage], instruction.op
         backward = stage.backward_seconds
         predicted = {Op.F: stage.forward_seconds, Op.B: backward, Op.I: backward / 2, Op.W: backward / 2}
+        predicted[Op.U] = exchange_seconds(plan, instruction.stage)
         return measured.get((instruction.stage, op.value), predicted.get(op, 0.0))
 
     def transfer(message: Message) -> float:
@@ -78,7 +83,22 @@ def simulate_plan(
         cut = plan.stages[min(message.source, message.target)]
         return 8 * (cut.bytes_forward if message.op is Op.F else cut.bytes_backward) / plan.link
 
-    return simulate(outline(programs), work=seconds, transfer=transfer)
+    several = [[Instruction(s, Op.U) for s in own if plan.replicas[s] > 1] for own in plan.stages_of_rank]
+    whole = [[*program, *more] for program, more in zip(programs, several, strict=True)]
+    return simulate(outline(whole), work=seconds, transfer=transfer)
+
+
+def exchange_seconds(plan: Plan, stage: int) -> float:
+    """Seconds in which replicas of a stage sum up their gradients, behind the last of their backwards.
+
+    Gradients are copied to a buffer and back. A sum passes each rank's link as a ring does it; an exact one
+    has each micro-batch cut to pieces by who had it, one after the other, and the sums gathered."""
+    replicas, size = plan.replicas[stage], _FLOAT * plan.stages[stage].num_parameters
+    if replicas == 1:
+        return 0.0
+    rounds = plan.micro_batches + 1 if plan.exact else 2
+    rate = min(EXCHANGE_RATE, plan.link / 8 if plan.link else EXCHANGE_RATE)
+    return 2 * size / EXCHANGE_RATE + rounds * size * (replicas - 1) / replicas / rate
 
 
 def simulate_spans(spans: Sequence[Span]) -> Simulation:

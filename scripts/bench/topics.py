@@ -17,6 +17,7 @@ from ...conf.bench_cache import BenchCacheConfig
 from ...conf.bench_checkpoint import BenchCheckpointConfig
 from ...conf.bench_codecs import BenchCodecsConfig
 from ...conf.bench_offload import BenchOffloadConfig
+from ...conf.bench_replicas import BenchReplicasConfig
 from ...conf.convergence import BenchConvergenceConfig
 from ...pipeline.ranks.launch import check_ranks
 from ...pipeline.run import early
@@ -28,6 +29,7 @@ from .cache_sides import PARTS, READS
 from .codecs_peers import PEERS
 from .contestants import POLICIES, entrants
 from .offload_sides import CASES, CONTESTANTS, NETWORKS, TRACES, bytes_of, files
+from .replicas_sides import PARTS as REPLICAS
 from .shaped_links import links_of
 
 CLASSES = ("synthetic", "images", "text", "integers", "masks", "job")
@@ -110,6 +112,12 @@ def offload(config: BenchOffloadConfig, typed: Sequence[str] = ()) -> None:
         raise ConfigError(f"path={config.path} is no folder; name the one for the file of the tier disk")
 
 
+def replicas(config: BenchReplicasConfig, typed: Sequence[str] = ()) -> None:
+    """Refuse a job that cannot be trained, and parts that are not known."""
+    early.check(config.job(), typed)
+    _known("parts", config.parts, REPLICAS)
+
+
 def _known(option: str, asked: Sequence[str], known: Collection[str]) -> None:
     for name in asked:
         if name not in known:
@@ -130,6 +138,7 @@ TOPICS = {
         early=pipeline,
         home=lambda config: "link_race" if config.schedule == "1f1b" else "schedules",
     ),
+    "replicas": Topic(schema=BenchReplicasConfig, early=replicas, home=lambda config: "replicas_bench"),
 }
 
 

@@ -11,14 +11,15 @@ import dataclasses
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """``stages``, ``ranks`` and ``cuts`` as a person gave them, None: left to the planner; ``replicas``
-    where there are some."""
+    where there are some, ``divided``: how it was asked for where the planner chose them."""
 
     stages: int | None
     ranks: int | None
     cuts: tuple[str, ...] | None
     replicas: tuple[int, ...] | None = None
+    divided: str | None = None
 
     def __str__(self) -> str:
         said = {"stages": self.stages, "ranks": self.ranks, "cuts": self.cuts and f"[{','.join(self.cuts)}]"}
-        said |= {"replicas": self.replicas and list(self.replicas)}
+        said |= {"replicas": self.divided or (self.replicas and list(self.replicas))}
         return " ".join(f"{name}={value}" for name, value in said.items() if value is not None)

@@ -32,8 +32,9 @@ def figure(stages: Sequence[PlanStage], *, title: str) -> "Figure":
 
     made = Figure(figsize=(max(6.5, 1.1 + 2.35 * len(stages)), 5.2), layout="constrained")
     blocks, bars = made.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    several = any(len(stage.ranks) > 1 for stage in stages)  # then every stage has ranks of its own
     for number, stage in enumerate(stages):
-        _draw_stage(blocks, number, stage)
+        _draw_stage(blocks, number, stage, shade=RANKS[(number if several else stage.ranks[0]) % 2])
         if number + 1 < len(stages):
             _draw_link(blocks, number, stage, local=stages[number + 1].ranks == stage.ranks)
     blocks.set_ylim(0, 1)
@@ -49,16 +50,16 @@ def _write(
     axes.text(x, y, text, ha="center", va=va, fontsize=size, **style)
 
 
-def _draw_stage(axes: "Axes", number: int, stage: PlanStage) -> None:
+def _draw_stage(axes: "Axes", number: int, stage: PlanStage, *, shade: str) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     left, ranks = number * (WIDTH + GAP), ",".join(map(str, stage.ranks))
-    look: Any = {"boxstyle": "round,pad=0,rounding_size=0.04", "fc": RANKS[stage.ranks[0] % 2], "ec": LINE}
+    look: Any = {"boxstyle": "round,pad=0,rounding_size=0.04", "fc": shade, "ec": LINE}
     axes.add_patch(FancyBboxPatch((left, 0.02), WIDTH, 0.96, gid=f"stage {number}", **look))
     middle = left + WIDTH / 2
     layers = stage.layers[:1] if len(stage.layers) == 1 else (stage.layers[0], "to", stage.layers[-1])
     _write(axes, middle, 0.9, f"stage {number}", size=12, fontweight="bold")
-    _write(axes, middle, 0.79, f"rank {ranks}", color=LINE)
+    _write(axes, middle, 0.79, f"rank{'s' * (len(stage.ranks) > 1)} {ranks}", color=LINE)
     _write(axes, middle, 0.54, "\n".join(map(_fitting, layers)), family="monospace")
     facts = (
         f"{len(stage.layers)} layer{'s' * (len(stage.layers) > 1)}",
@@ -89,16 +90,18 @@ def _draw_link(axes: "Axes", number: int, stage: PlanStage, *, local: bool) -> N
 
 
 def _draw_seconds(axes: "Axes", stages: Sequence[PlanStage]) -> None:
-    """A bar per stage in ms, and a line at the slowest, which sets the pace."""
+    """A bar per stage in ms, and a line at the slowest, which sets the pace; replicas share a stage's bar."""
     middles = [number * (WIDTH + GAP) + WIDTH / 2 for number in range(len(stages))]
-    forward = [1e3 * stage.forward_seconds for stage in stages]
-    backward = [1e3 * stage.backward_seconds for stage in stages]
+    forward = [1e3 * stage.forward_seconds / len(stage.ranks) for stage in stages]
+    backward = [1e3 * stage.backward_seconds / len(stage.ranks) for stage in stages]
     totals = [sum(pair) for pair in zip(forward, backward, strict=True)]
     axes.bar(middles, forward, WIDTH * 0.62, color=FORWARD, label="forward")
     axes.bar(middles, backward, WIDTH * 0.62, bottom=forward, color=BACKWARD, label="backward")
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # over the line of the slowest
-    for middle, total in zip(middles, totals, strict=True):
-        _write(axes, middle, total + 0.02 * max(totals), show_seconds(total / 1e3), va="bottom", bbox=behind)
+    for middle, total, stage in zip(middles, totals, stages, strict=True):
+        said, number = show_seconds(total / 1e3), len(stage.ranks)
+        said += f" ({show_seconds(number * total / 1e3)} by {number})" if number > 1 else ""
+        _write(axes, middle, total + 0.02 * max(totals), said, va="bottom", bbox=behind)
     axes.axhline(max(totals), color=LINE, linewidth=1, linestyle="dotted", zorder=0)
     axes.set_ylim(0, max(*totals, 1e-9) * 1.2)
     axes.set_xlim(-0.12, middles[-1] + WIDTH / 2 + 0.12)

@@ -104,17 +104,7 @@ def check_replicas(
     counts = [len(own) for own in ranks]
     if max(counts) == 1:
         return
-    if streams(schedule, weights):
-        asked = f"schedule={schedule}" if schedule == STREAM else f"weights={weights}"
-        raise PlanError(
-            f"replicas of a stage update together, and with {asked} there is no moment at which they could, "
-            f"found replicas {counts}; take schedule=1f1b, or one rank a stage"
-        )
-    if schedule not in REPLICATED:
-        raise PlanError(
-            f"stages have replicas under {' and '.join(REPLICATED)}, found replicas {counts} with "
-            f"schedule={schedule}; take one of these, or one rank a stage"
-        )
+    check_replicated(f"replicas {counts}", schedule=schedule, weights=weights)
     if max(counts) > micro_batches >= 1:
         raise PlanError(
             f"each replica of a stage gets a micro-batch at least, found {max(counts)} replicas and "
@@ -125,4 +115,22 @@ def check_replicas(
         raise PlanError(
             f"with replicas every rank runs one stage, found ranks {[list(own) for own in ranks]}; give each "
             "replica a rank of its own"
+        )
+
+
+def check_replicated(found: str, *, schedule: str, weights: str) -> None:
+    """Refuse a schedule whose stages cannot have replicas.
+
+    Args:    found: the replicas that were asked for, in words.
+    Raises:  PlanError: it is one of those."""
+    if streams(schedule, weights):
+        asked = f"schedule={schedule}" if schedule == STREAM else f"weights={weights}"
+        raise PlanError(
+            f"replicas of a stage update together, and with {asked} there is no moment at which they could, "
+            f"found {found}; take schedule=1f1b, or one rank a stage"
+        )
+    if schedule not in REPLICATED:
+        raise PlanError(
+            f"stages have replicas under {' and '.join(REPLICATED)}, found {found} with "
+            f"schedule={schedule}; take one of these, or one rank a stage"
         )

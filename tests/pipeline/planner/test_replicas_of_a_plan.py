@@ -43,10 +43,10 @@ def test_memory_has_the_buffers_of_the_exchange():
         ({"replicas": []}, "found 0 stages|has a number for each"),
         ({"ranks": 3, "replicas": 2}, "take a multiple of 2 ranks, found ranks=3"),
         ({"stages": 2, "ranks": 2, "replicas": 2}, "found ranks=2 for replicas \\[2, 2\\]; take ranks=4"),
-        ({"stages": 2, "replicas": 0}, "a number from 1, or a list with one for each stage, found 0"),
+        ({"stages": 2, "replicas": 0}, 'a number from 1, a list with one for each stage, or "auto", found 0'),
         (
             {"stages": 2, "replicas": "auto"},
-            "a number from 1, or a list with one for each stage, found 'auto'",
+            "divides ranks over the stages, found none; say ranks=4",
         ),
         ({"stages": 1, "replicas": 3, "micro_batches": 2}, "found 3 replicas and micro_batches=2"),
         ({"stages": 2, "replicas": 2, "schedule": "async_1f1b"}, "no moment at which they could"),

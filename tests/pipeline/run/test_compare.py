@@ -81,6 +81,17 @@ def test_memory_is_parameters_thrice_old_versions_and_what_is_in_flight():
     assert found["1f1b double_buffered"].memory == (4 * 400 + 2 * 1000, 4 * 400 + 1000)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_replicas_are_compared_with_what_they_exchange(exact):
+    found = compare(even(2), stages=2, ranks=3, micro_batches=6, replicas="auto", exact=exact)
+    assert set(rows(found)) == {"gpipe", "1f1b"}
+    for one in found.candidates:
+        planned = [stage.memory_bytes for stage in one.plan.stages for _ in stage.ranks]
+        assert list(one.memory) == planned, one.name
+        assert sum(span.op == "U" for span in one.panel.spans) == 2  # of the two replicas
+    assert "under gpipe and 1f1b, found replicas=auto" in found.left_out["zb_h1"]
+
+
 def test_memory_knows_the_optimizer_and_what_a_tier_leaves():
     layers = [layer_of(f"l{i}", size=400, saved=1000, packed=200) for i in range(2)]
     profile = profile_of(layers, [value_of(0, [1])])

@@ -41,8 +41,10 @@ def test_ranks_are_shared_by_the_replicas_of_every_stage():
         ),
         ({"count": 2, "ranks": 3}, "found ranks=3 for replicas.count=2 of 1 stages; take ranks=2"),
         ({"count": 0}, "replicas.count=0 must be a number from 1"),
-        ({"count": [2, -1], "ranks": 1}, "must be a number from 1, or a list of such"),
-        ({"count": "auto"}, "replicas.count=auto must be"),
+        ({"count": [2, -1], "ranks": 1}, "must be a number from 1, a list of such, as \\[2,1\\], or auto"),
+        ({"count": "most"}, "replicas.count=most must be"),
+        ({"count": "auto", "ranks": 2, "stages": 3}, "found ranks=2 for 3 stages; raise ranks to 3"),
+        ({"count": 2, "ranks": 4, "idle": True}, "replicas.count=2 says how many have work; take"),
         ({"count": []}, "replicas.count=\\[\\] must be"),
         (
             {"count": 2, "ranks": 4, "min_ranks": 3, "max_restarts": 1, "kind": TrainConfig},
@@ -71,11 +73,20 @@ def test_counts_that_do_not_suit_are_refused(options, said):
         ({"weights": "double_buffered"}, "no moment at which they could"),
         ({"schedule": "interleaved"}, "stages have replicas under gpipe and 1f1b"),
         ({"micro_batches": 1}, "each replica of a stage gets a micro-batch at least"),
+        ({"count": "auto", "schedule": "zb_h1"}, "found replicas.count=auto with schedule=zb_h1"),
+        ({"count": "auto", "weights": "double_buffered"}, "found replicas.count=auto; take schedule=1f1b"),
     ],
 )
 def test_what_needs_no_torch_is_refused_at_once(options, said):
     with pytest.raises(PlanError, match=said):
-        early.check(config(2, ranks=4, **options))
+        early.check(config(**{"count": 2, "ranks": 4} | options))
+
+
+def test_ranks_of_several_machines_are_not_left_out(monkeypatch):
+    monkeypatch.setenv("PENSTOCK_SECRET", "0123456789abcdef0123456789abcdef")
+    asked = config("auto", idle=True, kind=TrainConfig, ranks=4, nodes=2, master="127.0.0.1:29500")
+    with pytest.raises(ConfigError, match="found those of several machines or of a launcher; drop it"):
+        early.check(asked)
 
 
 @pytest.mark.parametrize(
@@ -217,3 +228,30 @@ def test_a_run_logs_its_shares_goes_on_with_them_and_is_had_again(tmp_path, monk
 
 def same_files(a, b):
     return Path(a).read_bytes() == Path(b).read_bytes()
+
+
+def test_a_person_lets_the_planner_divide_the_ranks(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    job = "model=mlp model.hidden=[16,12] data.size=8 data.channels=1 batch_size=48 micro_batches=4 threads=1"
+    asked = "ranks=3 stages=2 replicas.count=auto"
+    assert command.run(["plan", *job.split(), *asked.split(), "hydra.run.dir=run"]) == 0
+    plan = Plan.load("run/plan.json")
+    assert plan.replicas in ((1, 2), (2, 1))
+    assert str(plan.asked) == "stages=2 ranks=3 replicas=auto"
+    assert f"replicas {list(plan.replicas)}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_ranks_that_do_not_help_are_left_out_where_that_is_allowed(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    job = "model=mlp model.hidden=[16,12] data.size=8 data.channels=1 batch_size=48 micro_batches=2 threads=1"
+    asked = "ranks=4 stages=1 replicas.count=auto epochs=1 max_steps=2"  # two replicas get a micro-batch
+    assert command.run(["train", *job.split(), *asked.split(), "hydra.run.dir=refused"]) == 2
+    assert "found ranks=4 for 1 stages and micro_batches=2; raise micro_batches" in capfd.readouterr().err
+    assert (
+        command.run(["train", *job.split(), *asked.split(), "replicas.idle=true", "hydra.run.dir=run"]) == 0
+    )
+    plan, out = Plan.load("run/plan.json"), capfd.readouterr()
+    assert plan.num_ranks < 4
+    assert f"ranks={plan.num_ranks} of 4: no way to give more of them work" in out.out + out.err

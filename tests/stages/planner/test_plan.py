@@ -406,3 +406,15 @@ def test_the_picture_shows_stages_links_and_seconds(tmp_path):
     assert [bar.get_height() for bar in rectangles] == pytest.approx([12.3] * 3 + [300] * 3)
     PLAN.draw(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_picture_shows_what_replicas_make_of_a_stage():
+    stages = stage_of("conv1", "relu", ranks=(0, 1)), stage_of("fc", ranks=(2,))
+    blocks, bars = figure(stages, title="a plan").axes
+    assert [text.get_text() for text in blocks.texts if "rank" in text.get_text()] == ["ranks 0,1", "rank 2"]
+    faces = [patch.get_facecolor() for patch in blocks.patches if patch.get_gid()]
+    assert faces[0] != faces[1]
+    heights = [bar.get_height() for bar in bars.patches if isinstance(bar, Rectangle)]
+    assert heights == pytest.approx([12.3 / 2, 12.3, 150, 300])
+    assert {text.get_text() for text in bars.texts} == {"156 ms (312 ms by 2)", "312 ms"}
+    assert "0,1" in str(dataclasses.replace(PLAN, stages=stages, extra_in_flight=0)).splitlines()[2].split()

@@ -1,0 +1,169 @@
+"""Ranks divided over stages by the planner: what brute force over all divisions finds in made-up profiles."""
+
+import dataclasses
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from profiles import NET, layer_of, profile_of, profiles, value_of
+
+from penstock.compression.errors import PlanError
+from penstock.pipeline.planner import divide
+from penstock.pipeline.planner.choose import TooSmall
+from penstock.pipeline.planner.partition import partition
+from penstock.pipeline.planner.programs import step_programs
+from penstock.pipeline.schedules.simulate import EXCHANGE_RATE, exchange_seconds, simulate_plan
+
+FIRST_SLOW = profile_of(
+    [layer_of("a", forward=20, backward=40, size=40), layer_of("b", forward=10, backward=20, size=40)],
+    [value_of(i, [i + 1]) for i in range(-1, 2)],
+)
+
+
+def seconds_of(plan):
+    return simulate_plan(plan, step_programs(plan)).seconds
+
+
+def by_brute_force(profile, ranks, stages=None, **options):
+    """The shortest step of all plans with replicas that add up to ``ranks``."""
+    found = []
+    for number in [stages] if stages else range(1, ranks + 1):
+        for counts in product(range(1, ranks + 1), repeat=number):
+            if sum(counts) == ranks:
+                try:
+                    found.append(seconds_of(partition(profile, codec="raw", replicas=counts, **options)))
+                except PlanError:
+                    continue
+    return min(found, default=None)
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    profiles(),
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.sampled_from([None, "8kbit", "1Mbit"]),
+    st.booleans(),
+)
+def test_the_division_is_the_one_that_brute_force_finds(profile, ranks, micro_batches, link, exact):
+    options = {"micro_batches": micro_batches, "link": link, "exact": exact}
+    least = by_brute_force(profile, ranks, **options)
+    if least is None:
+        with pytest.raises(PlanError):
+            partition(profile, codec="raw", ranks=ranks, replicas="auto", **options)
+        return
+    plan = partition(profile, codec="raw", ranks=ranks, replicas="auto", **options)
+    assert plan.num_ranks == ranks
+    assert seconds_of(plan) == pytest.approx(least)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas"), [(2, (1, 1)), (3, (2, 1)), (4, (2, 2)), (5, (3, 2)), (6, (4, 2))]
+)
+def test_the_slow_stage_gets_more_ranks(ranks, replicas):
+    assert partition(FIRST_SLOW, codec="raw", stages=2, ranks=ranks, replicas="auto").replicas == replicas
+
+
+def test_without_a_link_and_with_cuts_of_no_use_ranks_share_all_layers():
+    plan = partition(FIRST_SLOW, codec="raw", ranks=4, replicas="auto")
+    assert plan.replicas == (4,)  # whole batches in a quarter of the time, and no bubble
+    assert partition(FIRST_SLOW, codec="raw", cuts=["a"], ranks=3, replicas="auto").replicas == (2, 1)
+
+
+def test_what_gradients_take_to_exchange_counts():
+    heavy = [dataclasses.replace(layer, num_parameters=10**8) for layer in FIRST_SLOW.layers]
+    plan = partition(
+        dataclasses.replace(FIRST_SLOW, layers=tuple(heavy)), codec="raw", ranks=2, replicas="auto"
+    )
+    assert plan.replicas == (1, 1)
+    two = partition(FIRST_SLOW, codec="raw", replicas=[2], micro_batches=4)
+    size = 4 * two.stages[0].num_parameters
+    assert exchange_seconds(two, 0) == pytest.approx(
+        3 * size / EXCHANGE_RATE
+    )  # there, back and a ring's round
+    assert exchange_seconds(dataclasses.replace(two, exact=True), 0) == pytest.approx(
+        4.5 * size / EXCHANGE_RATE
+    )
+    assert exchange_seconds(dataclasses.replace(two, link=8e3), 0) == pytest.approx(size / 1e3, rel=1e-3)
+    assert exchange_seconds(partition(FIRST_SLOW, codec="raw", stages=1), 0) == 0.0
+    one = partition(FIRST_SLOW, codec="raw", replicas=[1], micro_batches=4)
+    assert seconds_of(two) == pytest.approx(seconds_of(one) / 2 + exchange_seconds(two, 0))
+
+
+def test_ranks_stay_idle_only_where_that_is_allowed():
+    options = {"codec": "raw", "stages": 1, "micro_batches": 4, "replicas": "auto"}
+    assert partition(FIRST_SLOW, ranks=3, **options).replicas == (3,)
+    assert partition(FIRST_SLOW, ranks=3, idle=True, **options).replicas == (
+        2,
+    )  # 4 micro-batches in two turns
+    plan = partition(FIRST_SLOW, ranks=9, idle=True, **options)
+    assert (plan.replicas, str(plan.asked)) == ((4,), "stages=1 ranks=9 replicas=auto, idle")
+    with pytest.raises(
+        PlanError, match=r"found ranks=9 for 1 stages and micro_batches=4; raise micro_batches"
+    ):
+        partition(FIRST_SLOW, ranks=9, **options)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(profiles(), st.integers(2, 5), st.integers(2, 6))
+def test_where_there_are_too_many_the_slowest_stage_gets_the_next(profile, ranks, micro_batches):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(divide, "MOST", 0)
+        try:
+            plan = partition(profile, codec="raw", ranks=ranks, micro_batches=micro_batches, replicas="auto")
+        except PlanError:
+            return
+    assert plan.num_ranks == ranks
+    least = by_brute_force(profile, ranks, micro_batches=micro_batches)
+    assert least is not None
+    assert seconds_of(plan) >= least - 1e-12
+
+
+def test_walking_gives_the_slowest_stage_the_next_rank():
+    def walked(**options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(divide, "MOST", 0)
+            return partition(FIRST_SLOW, codec="raw", replicas="auto", **options)
+
+    for ranks in (2, 3, 5, 6):
+        plan = partition(FIRST_SLOW, codec="raw", cuts=["a"], ranks=ranks, replicas="auto")
+        assert walked(cuts=["a"], ranks=ranks) == plan
+    assert walked(cuts=["a"], ranks=4).replicas == (3, 1)  # and not (2, 2), which is a little shorter
+    assert walked(cuts=["a"], ranks=4, micro_batches=2).replicas == (2, 2)  # no replica without a micro-batch
+    assert walked(stages=2, ranks=30, micro_batches=40).replicas == (20, 10)
+    assert walked(stages=1, ranks=3, micro_batches=4, idle=True).replicas == (2,)
+
+
+def test_a_budget_that_nothing_fits_is_refused_with_the_least_one():
+    with pytest.raises(TooSmall) as refused:
+        partition(NET, codec="raw", ranks=2, replicas="auto", memory=100)
+    least = min(
+        refused.value.needed for replicas in ([2], [1, 1]) for refused in [_refused(replicas)] if refused
+    )
+    assert refused.value.needed == least
+    plan = partition(NET, codec="raw", ranks=2, replicas="auto", memory=least)
+    assert plan.replicas == (1, 1)  # the layers of both stages do not fit one rank
+
+
+def _refused(replicas):
+    with pytest.raises(TooSmall) as refused:
+        partition(NET, codec="raw", replicas=replicas, memory=100)
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, 'replicas="auto" divides ranks over the stages, found none; say ranks=4'),
+        ({"ranks": 2, "stages": 3}, "found ranks=2 for 3 stages; raise ranks to 3, or lower stages"),
+        ({"ranks": 1, "cuts": ["conv1"]}, "found ranks=1 for 2 stages"),
+        ({"ranks": 4, "cuts": ["conv1"], "stages": 3}, "1 cuts make 2 stages, found stages=3"),
+        ({"ranks": 4, "schedule": "zb_h1"}, "found replicas=auto with schedule=zb_h1"),
+        ({"ranks": 4, "schedule": "async_1f1b"}, "found replicas=auto; take schedule=1f1b"),
+        ({"ranks": 4, "replicas": 2, "idle": True}, "idle=True leaves out ranks"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(options, said):
+    with pytest.raises(PlanError, match=said):
+        partition(NET, **{"replicas": "auto", "codec": "raw"} | options)
