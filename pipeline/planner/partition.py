@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from ...compression.errors import PlanError
 from ...compression.names import AUTO
 from ...stages.planner.asked import Asked
 from ...stages.planner.dealing import counts_of, split_shares

@@ -66,6 +66,16 @@ def check_own(group: ProcessGroup | None, model: nn.Module) -> None:
         )
 
 
+def founded() -> int:
+    """How many groups this process has founded, as torch counts them."""
+    return distributed_c10d._world.group_count
+
+
+def set_founded(number: int) -> None:
+    """Count the next group from ``number`` on."""
+    distributed_c10d._world.group_count = number
+
+
 def _gloo(ranks: Sequence[int], *, deadline: float) -> ProcessGroup:
     group = dist.new_group(
         list(ranks),

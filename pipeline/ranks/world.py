@@ -144,8 +144,8 @@ class World:
 
         Torch names such a group by how many groups a rank has founded before, and ranks that have been in
         different ones would wait for each other under different names."""
-        world = distributed_c10d._world
-        world.group_count = int(max(row[0] for row in self.all_gather([world.group_count])))
+        if groups.thread_of(self.group) is None:
+            groups.set_founded(int(max(row[0] for row in self.all_gather([groups.founded()]))))
 
     def isend(self, tensor: torch.Tensor, target: int, *, tag: int) -> dist.Work:
         """Begin to send real numbers to rank ``target``; raises RuntimeError where the connection is gone."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -51,6 +51,30 @@ def make_optimizer(optimizer: Make, named: Iterable[tuple[str, torch.nn.Paramete
             "Adam"
         )
     return made
+
+
+def make_optimizers(
+    optimizer: Make, parameters: Mapping[int, Named], *, mine: Collection[str] | None
+) -> dict[int, Optimizer]:
+    """The optimizers of stages that have some of their ``parameters``.
+
+    Args:    mine: the names of those that this rank updates, where replicas divide them; None: all.
+    Raises:  PlanError: what ``make_optimizer`` raises; or one of ``mine`` wants a gradient and is in none:
+             it would stay from step to step where one of several replicas has it."""
+    found = {}
+    for stage, named in parameters.items():
+        updated = named if mine is None else [pair for pair in named if pair[0] in mine]
+        made = make_optimizer(optimizer, updated)
+        if made is not None:
+            found[stage] = made
+        known = {id(p) for group in (made.param_groups if made else ()) for p in group["params"]}
+        left = (n for n, p in updated if p.requires_grad and id(p) not in known)
+        if mine is not None and (name := next(left, None)):
+            raise PlanError(
+                "where replicas divide the update, the optimizer has every parameter that wants a gradient, "
+                f"and {name} is in none; set requires_grad=False for it, or take sharded=False"
+            )
+    return found
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

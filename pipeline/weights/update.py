@@ -25,7 +25,7 @@ from .clip import clip_together
 from .entries import Entries
 from .kinds import is_plain, kind_of
 from .optimizer_checks import check_kept, check_optimizer, saved_settings
-from .optimizers import Make, Named, make_optimizer
+from .optimizers import Make, Named, make_optimizers
 from .scale import Scaler, scale_of
 from .state_checks import check_scaler, check_scheduler
 
@@ -75,30 +75,14 @@ class Update:
         self.names = {id(parameter): name for name, parameter in self.named.items()}
         self.owner, self.optimizer = owner, optimizer
         self.clip, self.scope, self.together = clip, scope, together
-        updated = {
-            stage: [pair for pair in named if not divided or owner[pair[0]] == world.rank]
-            for stage, named in parameters.items()
-        }
-        self.optimizers = {
-            stage: made for stage, named in updated.items() if (made := make_optimizer(optimizer, named))
-        }
-        if divided:
-            self._check_all_updated([pair for named in updated.values() for pair in named])
+        mine = {n for n in self.named if owner[n] == world.rank} if divided else None
+        self.optimizers = make_optimizers(optimizer, parameters, mine=mine)
         for stage, made in self.optimizers.items():
             weights[stage].bind(made)
         self.schedulers = (
             {stage: scheduler(made) for stage, made in self.optimizers.items()} if scheduler else {}
         )
         self.begin()
-
-    def _check_all_updated(self, named: Named) -> None:
-        """Refuse gradients that stay from step to step, where one of several replicas has them."""
-        known = {id(parameter) for parameter in self.tensors()}
-        if left := next((n for n, p in named if p.requires_grad and id(p) not in known), None):
-            raise PlanError(
-                f"where replicas divide the update, the optimizer has every parameter that wants a gradient, "
-                f"and {left} is in none; set requires_grad=False for it, or take sharded=False"
-            )
 
     def begin(self) -> None:
         """Nothing is in flight: gradients start from None (sums that start from zeros lose -0.0), rounds

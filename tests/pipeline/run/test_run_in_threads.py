@@ -97,7 +97,7 @@ def test_a_launcher_and_threads_are_refused_together(monkeypatch, capfd):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert command.run(["train", *f"{THREADS} ranks=2".split()]) == 2
-    assert "replicas.threads=true puts all ranks into one process, and a launcher" in capfd.readouterr().err
+    assert "replicas.threads=true is for ranks that penstock starts" in capfd.readouterr().err
 
 
 @pytest.mark.slow
