@@ -5,6 +5,9 @@ the same bits. Ending wakes everybody who waits, which gloo between threads does
 with the last reference to a group (torch 2.15), and the traceback of a rank that failed holds one.
 Source: claim C7 of CN107463448A (an independent thread for each CPU or GPU)."""
 
+# Each method of a ProcessGroup has several forms; ours is the one that torch.distributed calls.
+# pyright: reportIncompatibleMethodOverride=false
+
 from __future__ import annotations
 
 import datetime
@@ -80,9 +83,7 @@ class ThreadGroup(ProcessGroup):
         self.post.match((self.key, srcRank, self.place, tag), letter)
         return letter
 
-    def allgather(  # pyright: ignore[reportIncompatibleMethodOverride]  (one of its forms)
-        self, output_tensors: Any, input_tensors: Any, opts: Any = None
-    ) -> Work:
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """Everybody's tensor, by rank."""
 
         def fill(found: list[torch.Tensor]) -> None:
@@ -91,9 +92,7 @@ class ThreadGroup(ProcessGroup):
 
         return self._all(input_tensors[0], fill)
 
-    def allreduce(  # pyright: ignore[reportIncompatibleMethodOverride]  (one of its forms)
-        self, tensors: list[torch.Tensor], opts: Any = None
-    ) -> Work:
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """The sum (or largest, smallest) over the ranks, in their order, in place."""
         return self._all(tensors[0], lambda found: tensors[0].copy_(_added(found, opts)))
 
@@ -124,9 +123,7 @@ class ThreadGroup(ProcessGroup):
 
         return self._all(torch.stack(list(input_tensors[0])), add)
 
-    def barrier(  # pyright: ignore[reportIncompatibleMethodOverride]  (one of its forms)
-        self, opts: Any = None
-    ) -> Work:
+    def barrier(self, opts: Any = None) -> Work:
         """Wait for everybody."""
         return self._all(torch.empty(0), lambda found: None)
 

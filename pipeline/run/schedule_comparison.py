@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from ...compression.errors import PenstockError, PlanError
+from ...stages.planner.dealing import counts_of
 from ...stages.planner.layer_profile import Profile, sizes_of
 from ...stages.planner.plan import Plan
 from ...stages.planner.rank_memory import copies, exchanges
@@ -204,7 +205,10 @@ def _memory(
         stage, options = plan.stages[number], {"optimizer_state": state, "device": profile.device}
         decided = ("tier", "weights_tier", "parameters_tier", "recompute")
         options |= {name: getattr(stage, name) for name in decided}
-        options["exchanged"] = exchanges(plan.replicas[number], plan.micro_batches, exact=plan.exact)
+        counts = counts_of(plan.shares[number], plan.micro_batches)
+        options["exchanged"] = exchanges(counts, exact=plan.exact)
+        if plan.sharded:
+            options["optimizer_state"] = (1.0 if state is None else state) / len(counts)
         there = copies(in_flight, old_versions=versions[number] - 1, **options)
         return there.of(**sizes[number], entered=plan.bytes_entering(number))
 

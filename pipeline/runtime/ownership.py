@@ -55,7 +55,7 @@ class Ownership:
     @property
     def ranks(self) -> dict[str, int]:
         """The rank of every parameter, and of what an optimizer keeps of it."""
-        return {name: self.owner(stage) for name, stage in self.stage_of.items()} | self.updaters
+        return {name: self.owner(stage) for name, stage in self.stage_of.items()} | dict(self.updaters)
 
     @property
     def parts(self) -> Mapping[str, int]:

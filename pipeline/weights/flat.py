@@ -76,11 +76,11 @@ class FlatGradients:
         found = []
         for dtype, offsets in self.offsets.items():
             places, begin = list[int](), 0
-            for (place, start), (after, _) in pairwise([*offsets, (None, 0)]):
+            for (place, start), (after, _) in pairwise([*offsets, (-1, 0)]):
                 places.append(place)
                 stop, owner = start + self.named[place][1].numel(), self.owners[place]
                 full = (stop - begin) * dtype.itemsize >= slice_bytes
-                if full or after is None or self.owners[after] != owner:
+                if full or after < 0 or self.owners[after] != owner:
                     found.append(Slice(dtype, begin, stop, tuple(places), owner))
                     places, begin = [], stop
         return found

@@ -188,6 +188,7 @@ def differences_of_rank(case, pipe, batches, steps):
             ]
     outputs = pipe.evaluate(batches[0][0])
     if pipe.is_last:
+        assert plain is not None
         with torch.no_grad(), casting(case.autocast):
             found += [] if same_bits(outputs, plain.eval()(batches[0][0])) else ["outputs of evaluate"]
     return found

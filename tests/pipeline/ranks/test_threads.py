@@ -71,14 +71,14 @@ def test_an_error_in_one_thread_ends_all_and_is_the_one_that_is_raised():
     assert all("rank 2: ValueError: the third layer broke" in said for said in told.values())
 
 
-def test_an_error_is_told_where_somebody_else_has_a_default_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def test_an_error_is_told_where_somebody_else_has_a_default_group(tmp_path):
+    dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
 
     def work(world):
         group = ReplicaGroup(world, [0, 1], stage=0)
         if world.rank:
             raise ValueError("it broke")
-        group.add_up(torch.ones(3), at="a sum")
+        group.largest(torch.ones(3), at="a sum")
 
     try:
         with pytest.raises(ValueError, match="it broke"):
@@ -171,7 +171,9 @@ def test_threads_that_share_a_model_are_refused_on_all_of_them():
 
 def test_a_signal_is_told_to_the_threads_that_listen():
     worlds, heard = worlds_of(2, deadline=30), []
-    post = worlds[0].group.post
+    group = worlds[0].group
+    assert isinstance(group, ThreadGroup)
+    post = group.post
 
     def work(world):
         with hearing(world.group, lambda number: heard.append((world.rank, number))):

@@ -37,6 +37,7 @@ from penstock.scripts.bench import (
     link_race,
     offload_bench,
     race,
+    replicas_bench,
     schedules,
 )
 from penstock.scripts.bench.torch_pipelines import CLASSES, TorchPipeline
@@ -288,6 +289,7 @@ def test_what_was_published_can_be_shown_again(path):
         "checkpoint": checkpoint_bench,
         "offload": offload_bench,
         "cache": cache_bench,
+        "replicas": replicas_bench,
     }
     assert shows[topic].figure(found).axes
     if topic in ("pipeline", "schedules"):
