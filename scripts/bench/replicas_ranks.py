@@ -150,8 +150,8 @@ class Everybody:
     def _counted(self, side: Side) -> dict[str, Any]:
         exchanged, total, frames = [0], 0, (0, 0)
         if side.here:
-            update = side.pipe.update
-            plain = update.exchange
+            update, replicas = side.pipe.update, side.pipe.engine.replicas
+            plain, overlapping = update.exchange, replicas.backward
 
             def counted(stage: int) -> None:
                 side.pipe.world.barrier()
@@ -160,14 +160,16 @@ class Everybody:
                 plain(stage)
                 exchanged[0] += sides.wire_bytes(before, written())
 
-            update.exchange = counted
+            update.exchange = counted  # all of it: no slice goes out while the backward sends frames
+            replicas.backward = lambda stage, micro_batch: contextlib.nullcontext()
             side.pipe.step(*next(side.batches))
             exchanged[0] = 0
             before = written()
             report = side.pipe.step(*next(side.batches))
             time.sleep(SETTLING_SECONDS)
             frames = tuple(sum(getattr(s, f"{way}_sent") for s in report.stages) for way in DIRECTIONS)
-            total, update.exchange = sides.wire_bytes(before, written()), plain
+            total = sides.wire_bytes(before, written())
+            update.exchange, replicas.backward = plain, overlapping
         rows = self.world.all_gather([total, exchanged[0]])
         if self.world.rank:
             return {}

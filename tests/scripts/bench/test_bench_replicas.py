@@ -148,7 +148,8 @@ def test_a_small_one_runs(tmp_path, monkeypatch, capfd):
     for word in ("of the parameters", "1:4", "[1, 2] exact", "two stages, cut as [1, 2]"):
         assert word in out
     results = json.loads(Path("run/results.json").read_text())
-    assert [row["factor"] for row in results["speeds"]] == [1, 4]
+    shown = [(row["side"], row["factor"]) for row in results["speeds"]]
+    assert shown == [(side, factor) for factor in (1, 4) for side in (sides.EVEN, sides.WEIGHTED)]
     assert all(row["share"] > 0 for row in results["speeds"])
     found = {row["side"]: row for row in results["bytes"]}
     assert found[sides.EVEN]["of_parameters"] == pytest.approx(
