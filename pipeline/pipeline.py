@@ -121,7 +121,8 @@ class Pipeline(Running):
 
         Args:    inputs: a tensor, a tuple (positional) or a dict (by name) of tensors; dimension 0 is the
                  batch; what the example had beside tensors may stand between them; ``Constant`` tensors go
-                 to every micro-batch whole. What is not read here (``reads_inputs``) may be on meta.
+                 to every micro-batch whole. What is not read here (``reads_inputs``) may be on meta;
+                 of a ``Split`` the micro-batches that another replica ``reads``.
                  targets: a tensor, tuple or dict of tensors, split along dimension 0 like the inputs; None
                  for a model that computes its own loss.
                  outputs: keep the model's outputs for the report, on the last stage's rank; of a stream,
@@ -137,12 +138,13 @@ class Pipeline(Running):
         with self.same.batch("step", self.num_steps):
             self.engine.flags.check("train")
             check_gradients()
-            given, call = self.call.tensors(inputs), self.call
-            number, weight = self.plan.micro_batches, self.weight
-            batches = micro_batches(given, targets, number, weight, whole=call.whole, **self.ends)
+            given, call = self.call.columns(inputs), self.call
+            ends = {"whole": call.whole, "reads": self.reads, **self.ends}
+            batches = micro_batches(given, targets, self.plan.micro_batches, self.weight, **ends)
             self.same.compare(lambda: facts.of_batch(given, call.names, targets))
             step = self.feed.feed(batches, step=self.num_steps, extra=self.policy.extra)
-        report = self._run(step, num_samples=call.samples_of(given), began=began, outputs=outputs)
+        samples = sum(call.samples_of(batch.inputs) for batch in batches)
+        report = self._run(step, num_samples=samples, began=began, outputs=outputs)
         others = functools.partial(self.feed.messages, step)
         self.policy.end(others, self.engine.meter.spans, report.seconds)
         self.num_steps += 1
@@ -178,7 +180,8 @@ class Pipeline(Running):
         with self.same.batch("evaluation", self.same.counts["evaluation"]):
             self.engine.flags.check("eval")
             given, call = self.call.tensors(inputs), self.call
-            (batch,) = micro_batches(given, None, 1, None, whole=call.whole, **self.ends)
+            ends = {"whole": call.whole, "reads": self.reads_tests, **self.ends}
+            (batch,) = micro_batches(given, None, 1, None, **ends)
             self.same.compare(lambda: facts.of_batch(given, call.names, None))
             messages, program = self.steps.step("eval", [batch.inputs])
         number, whole = self.num_steps, {0: batch}

@@ -79,7 +79,11 @@ def loader(
     Raises: ConfigError: the samples cannot be cached as asked."""
     train, through = share(config, samples, pipe, folder=folder, tell=tell)
     skips = bool(config.data.get("skip_broken", False))
-    needs = Needs(inputs=skips or pipe.reads_inputs, targets=skips or pipe.reads_targets)
+    needs = Needs()
+    if not skips:
+        test = pipe.reads_tests()
+        split = () if through is not None else _split(pipe)
+        needs = Needs(inputs=pipe.reads_inputs, targets=pipe.reads_targets, split=split, test=test)
     tables = {"train": train} | ({} if samples.test is None else {"test": samples.test})
     read = {
         split: table for split, table in tables.items() if needs.inputs or not isinstance(table, PartTable)
@@ -110,3 +114,11 @@ def loader(
         warm_up=WarmUp(**counts) if brings else None,
         tell=tell,
     )
+
+
+def _split(pipe: Pipeline) -> tuple[bool, ...]:
+    """For each micro-batch whether this rank reads its inputs; nothing where no rank reads a part of them, or
+    nobody knows ahead which."""
+    if pipe.plan.replicas[0] == 1 or pipe.sharing.follows:
+        return ()
+    return tuple(pipe.reads(micro_batch) for micro_batch in range(pipe.plan.micro_batches))

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ...compression.errors import PlanError
 from ...stages.device import KINDS, Device
+from ...stages.tracing.capture.call import Column
 
 
 class MicroBatch(NamedTuple):
@@ -30,12 +31,13 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(
-    inputs: tuple[torch.Tensor, ...],
+    inputs: Sequence[Column],
     targets: Any,
     number: int,
     weight: Callable[[Any], float] | None,
     *,
     whole: Sequence[bool] = (),
+    reads: Callable[[int], bool] = lambda micro_batch: True,
     first: Device | None = None,
     last: Device | None = None,
 ) -> list[MicroBatch]:
@@ -43,28 +45,28 @@ def micro_batches(
 
     ``weight(targets)`` says over how much the loss of a micro-batch is a mean; None: over its samples.
     ``whole``: which of the inputs are constants, that every micro-batch gets all of.
+    ``reads``: which micro-batches go through the first stage here, if that is here.
     ``first``, ``last``: where the stages are that read the inputs and the targets; None: not here."""
     leaves, spec = tree_flatten(targets)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     kept = list(whole) or [False] * len(inputs)
     several = [*(x for x, all_of in zip(inputs, kept, strict=True) if not all_of), *tensors]
-    _refuse_unsplit(leaves, (*inputs, *tensors), samples=len(several[0]) if several[0].dim() else 0)
-    if first is not None:
-        _refuse_unread("inputs", inputs)
+    given = [part for x in inputs for part in ([x] if isinstance(x, torch.Tensor) else x)]
+    _refuse_unsplit(leaves, (*given, *tensors), samples=_length(several[0]) or 0)
     if last is not None or weight is not None:
         _refuse_unread("targets", tensors)
-    lengths = {x.shape[0] if x.dim() else None for x in several}
+    lengths = {_length(x) for x in several}
     if len(lengths) != 1 or not (length := lengths.pop()):
-        found = sorted({str(tuple(x.shape)) for x in several})
+        found = sorted({str(tuple(x.shape)) for x in (*given, *tensors)})
         raise PlanError(
             "inputs and targets of a batch have the same number of samples, one or more, found "
             f"{', '.join(found)}; what has no samples is traced as penstock.Constant(tensor)"
         )
     number = min(number, length)
-    split = [
-        [x] * number if all_of else x.tensor_split(number) for x, all_of in zip(inputs, kept, strict=True)
-    ]
     sizes = [length // number + (i < length % number) for i in range(number)]  # those of tensor_split
+    split = [[x] * number if all_of else _parts(x, sizes) for x, all_of in zip(inputs, kept, strict=True)]
+    here = [first is not None and reads(i) for i in range(number)]
+    _refuse_unread("inputs", (x[i] for x in split for i in range(number) if here[i]))
     split_targets = [
         leaf.tensor_split(number) if isinstance(leaf, torch.Tensor) else [leaf] * number for leaf in leaves
     ]
@@ -77,13 +79,35 @@ def micro_batches(
         )
     return [
         MicroBatch(
-            inputs=tuple(_fresh(x[i], first) for x in split),
+            inputs=tuple(_fresh(x[i], first if here[i] else None) for x in split),
             targets=tree_map_only(torch.Tensor, lambda t: _moved(t, last), parts[i]),
             share=weights[i] / total,
             index=i,
         )
         for i in range(number)
     ]
+
+
+def _length(column: Column) -> int | None:
+    """How many samples it has; None: dimensions are missing."""
+    parts = [column] if isinstance(column, torch.Tensor) else column
+    return sum(len(part) for part in parts) if all(part.dim() for part in parts) else None
+
+
+def _parts(column: Column, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Those of the micro-batches; what was split already must be split alike."""
+    if isinstance(column, torch.Tensor):
+        return column.tensor_split(len(sizes))
+    if (found := [len(part) for part in column]) != list(sizes):
+        raise PlanError(
+            f"inputs that were split have the sizes of tensor_split, {_listed(sizes)} here, found "
+            f"{_listed(found)}; split them by plan.micro_batches"
+        )
+    return column
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 def _refuse_unsplit(targets: Sequence[Any], tensors: Sequence[torch.Tensor], *, samples: int) -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from ... import __version__
 from ...stages.autocast import autocast_state
 from ...stages.device import CPU, KINDS
+from ...stages.tracing.capture.call import Column
 from ...stages.tracing.graph import LayerGraph
 from ...stages.tracing.layers import parts_of
 from ..weights.update import Named
@@ -170,9 +171,14 @@ def of_layers(graph: LayerGraph) -> list[Fact]:
     return facts
 
 
-def of_batch(inputs: Sequence[torch.Tensor], names: Iterable[str], targets: Any) -> list[Fact]:
+def of_batch(inputs: Sequence[Column], names: Iterable[str], targets: Any) -> list[Fact]:
     """The shapes of a batch, and its bits."""
-    given = [(f"input {name}", tensor) for name, tensor in zip(names, inputs, strict=True)]
+    given = list[tuple[str, Any]]()
+    for name, column in zip(names, inputs, strict=True):
+        if isinstance(column, torch.Tensor):
+            given.append((f"input {name}", column))
+        else:
+            given += [(f"input {name} of micro-batch {i}", part) for i, part in enumerate(column)]
     given += [(f"targets{keystr(path)}", leaf) for path, leaf in tree_flatten_with_path(targets)[0]]
     tensors = [(what, item) for what, item in given if isinstance(item, torch.Tensor)]
     forms = {what: _form(item) if isinstance(item, torch.Tensor) else _shown(item) for what, item in given}

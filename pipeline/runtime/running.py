@@ -29,6 +29,14 @@ class Running(Assembly):
         """Whether this process holds the last stage (its first replica), where losses and outputs are."""
         return self.world.is_alone or self.plan.owner(-1) == self.rank
 
+    def reads(self, micro_batch: int) -> bool:
+        """Whether this process reads the inputs of a micro-batch of the next step: runs its first stage."""
+        return self.world.is_alone or self.plan.rank_of(0, micro_batch) == self.rank
+
+    def reads_tests(self, _: int = 0) -> bool:
+        """Whether it reads what is evaluated, which one replica of the first stage does."""
+        return self.world.is_alone or self.plan.owner(0) == self.rank
+
     def share_by(self, asked: str | Course | None) -> None:
         """Share out the steps as ``asked`` on rank 0, from the next one on; collective.
 

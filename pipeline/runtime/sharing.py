@@ -18,7 +18,11 @@ MEASURED = "measured"
 
 
 class Sharing(abc.ABC):
-    """What shares a plan has."""
+    """What shares a plan has.
+
+    Attributes: follows: whether they may change between steps."""
+
+    follows = True
 
     @abc.abstractmethod
     def begin(self, plan: Plan, step: int, kept: Shares) -> Plan:
@@ -32,6 +36,8 @@ class Sharing(abc.ABC):
 
 class Planned(Sharing):
     """Those of the plan, always."""
+
+    follows = False
 
     def begin(self, plan: Plan, step: int, kept: Shares) -> Plan:
         """The plan."""

@@ -6,10 +6,7 @@ processes load for it, and on whether it was stopped in between."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import random
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -18,15 +15,15 @@ from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import get_worker_info
 
 from ...compression.errors import ConfigError, PenstockError
-from ...stages.seeds import TURN
+from ...stages.tracing.capture.call import Split
 from .cached import Counts, Through
+from .drawn import drawing, order_of
 from .tables import BatchTable, PartTable, SampleTable, StreamTable, Table, batch_of
 
 
@@ -40,10 +37,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What of a batch a rank computes with; the rest may come without memory, on the meta device."""
+    """What of a batch a rank computes with; the rest may come without memory, on the meta device.
+
+    Args:    split: where inputs come as a ``Split``, for each micro-batch of training whether they are
+                 read; test: whether those of a test are."""
 
     inputs: bool = True
     targets: bool = True
+    split: tuple[bool, ...] = ()
+    test: bool = True
 
 
 class Broken(NamedTuple):
@@ -144,11 +146,16 @@ class Reading:
 
     def _parts(self, table: SampleTable | BatchTable, indices: Tensor, place: Place) -> tuple[Any, Any]:
         needs = self.needs
-        with drawing(place, seed=self.seed):
-            if not isinstance(table, PartTable) or (needs.inputs and needs.targets):
+        with drawing(*place, seed=self.seed):
+            if not isinstance(table, PartTable) or needs == Needs():
                 return batch_of(table, indices)
             inputs, targets = table.form(len(indices))
-            inputs = table.inputs_of(indices) if needs.inputs else inputs
+            if place.split == "train" and needs.split:
+                parts = indices.tensor_split(min(len(needs.split), len(indices)))
+                read = zip(parts, needs.split, strict=False)
+                inputs = Split(tuple(table.inputs_of(i) if own else table.form(len(i))[0] for i, own in read))
+            elif needs.inputs and (needs.test or place.split == "train"):
+                inputs = table.inputs_of(indices)
             return inputs, table.targets_of(indices) if needs.targets else targets
 
     def _tried(self, table: SampleTable | BatchTable, index: int, place: Place) -> Broken | None:
@@ -164,10 +171,10 @@ class Reading:
         batch = None
         try:
             if epoch != place.epoch or number > place.number:
-                with drawing(place._replace(number=0), seed=self.seed):
+                with drawing(*place._replace(number=0), seed=self.seed):
                     number, samples = 0, table.stream(place.epoch)
             for here in range(number, place.number + 1):
-                with drawing(place._replace(number=here), seed=self.seed):
+                with drawing(*place._replace(number=here), seed=self.seed):
                     found = list(islice(samples, self.batch_size))
                     batch = table.collate(found) if here == place.number and found else None
         except Exception as error:
@@ -178,34 +185,6 @@ class Reading:
             short = ValueError(f"its stream ended ahead of it, though its length is {len(table)}")
             return None, (_broken(short, table, place, number),)
         return batch, ()
-
-
-def order_of(num_samples: int, *, seed: int, epoch: int) -> Tensor:
-    """Return a permutation from a generator of its own."""
-    own = torch.Generator().manual_seed(_number(f"{seed}/{epoch}/samples"))
-    return torch.randperm(num_samples, generator=own)
-
-
-@contextlib.contextmanager
-def drawing(place: Place, *, seed: int) -> Iterator[None]:
-    """Begin the generators that everybody draws from at a number of ``place``, and leave them as they were.
-
-    One thread computes, as in a process that loads ahead: another number of them may add in another order."""
-    number = _number(f"{seed}/{place.epoch}/{place.split} {place.number}")
-    threads = torch.get_num_threads()
-    with TURN:
-        before = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-        torch.default_generator.manual_seed(number)
-        random.seed(number)
-        np.random.seed(number % 2**32)
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-            torch.default_generator.set_state(before[0])
-            random.setstate(before[1])
-            np.random.set_state(before[2])
 
 
 def _stuck(batch: Any) -> str:
@@ -228,11 +207,6 @@ def unreadable(broken: Sequence[Broken], *, skips: bool = False) -> ConfigError:
     error = ConfigError(f"{first}{more}{told} or remove it{skip}")
     error.add_note(first.traceback)
     return error
-
-
-def _number(name: str) -> int:
-    """Return 64 bits that belong to ``name``."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def _broken(error: Exception, table: Table, place: Place, index: int) -> Broken:

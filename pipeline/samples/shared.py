@@ -16,8 +16,8 @@ from .cache.client import Client
 from .cache.messages import Hello
 from .cache.place import default_socket
 from .cached import Cache, CachedDataset, Through
+from .drawn import order_of
 from .options import check_count
-from .reading import order_of
 from .reads import Reads, reads_of
 
 ENDLESS = 1 << 20  # epochs of who does not say how many

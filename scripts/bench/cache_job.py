@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ...pipeline.samples.cache.loads import Load, Outcome
 from ...pipeline.samples.cache.policy import Times
-from ...pipeline.samples.reading import order_of
+from ...pipeline.samples.drawn import order_of
 from ...pipeline.samples.shared import Shared, cached
 from .slow_store import samples
 

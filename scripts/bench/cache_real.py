@@ -23,7 +23,7 @@ from ...pipeline.samples.cache.pages import PAGE_BYTES, pages_of
 from ...pipeline.samples.cache.simple import NeverEvict
 from ...pipeline.samples.cache.simulator import Simulated, simulate
 from ...pipeline.samples.cache.storage import TokenBucket
-from ...pipeline.samples.reading import order_of
+from ...pipeline.samples.drawn import order_of
 from ...stages.units import parse_bytes
 from . import slow_store
 from .beside import beside, processes

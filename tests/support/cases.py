@@ -60,6 +60,7 @@ class Case:
     exact: bool = False
     sharded: bool = False
     shares: tuple = ()
+    splits: bool = False
 
     def __str__(self):
         shown = [

@@ -7,6 +7,7 @@ import torch
 from cases import OPTIMIZERS, decayed, loss_of, pipeline_of, plan_of, scaler_of
 from late import garbage
 from reference import casting, plain_loop, same_bits
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from zoo import build
 
 import penstock
@@ -162,11 +163,21 @@ def thread_differences(case):
     return [f"rank {rank}: {what}" for rank, of_rank in enumerate(found) for what in of_rank]
 
 
+def split_for(pipe, inputs):
+    """The inputs of a batch by micro-batch, without memory where this rank does not read them."""
+    leaves, spec = tree_flatten(inputs)
+    number = min(pipe.plan.micro_batches, len(leaves[0]))
+    rows = zip(*(leaf.tensor_split(number) for leaf in leaves), strict=True)
+    given = [[leaf if pipe.reads(i) else leaf.to("meta") for leaf in row] for i, row in enumerate(rows)]
+    return penstock.Split(tuple(tree_unflatten(row, spec) for row in given))
+
+
 def differences_of_rank(case, pipe, batches, steps):
     """What differs on one rank from the ``steps`` of the plain loop, each with the plain model behind it."""
     mine, found, plain = pipe.update.named, [], None
     for (x, y), expected in zip(batches, steps, strict=True):
-        plain, report = expected["plain"], pipe.step(x, y)
+        given = split_for(pipe, x) if case.splits else x
+        plain, report = expected["plain"], pipe.step(given, y)
         found += (
             []
             if report.loss == expected["loss"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from ....compression.errors import PlanError
 from .signature import PLAIN
 
 Example = tuple[Any, ...] | Mapping[str, Any]
+Column = torch.Tensor | tuple[torch.Tensor, ...]
+"""An input of a batch: whole, or of each micro-batch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +35,13 @@ class Constant:
                 f"penstock.Constant holds a tensor, found {self.tensor!r}; give numbers, flags and None as "
                 "they are"
             )
+
+
+class Split(NamedTuple):
+    """The inputs of a batch, cut into its micro-batches as ``torch.tensor_split`` cuts; each is as a whole
+    batch would be, on the meta device where this process does not read it (``Pipeline.reads``)."""
+
+    micro_batches: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +104,20 @@ class Call:
             ):
                 found = self._by_structure((tuple(found), {}), found)
         return tuple(map(_tensor, found))
+
+    def columns(self, given: Any) -> tuple[Column, ...]:
+        """The tensors of a batch as ``tensors`` has them; of a ``Split`` those of every micro-batch.
+
+        Raises: PlanError: as there."""
+        if not isinstance(given, Split):
+            return self.tensors(given)
+        rows = [self.tensors(one) for one in given.micro_batches]
+        if not rows:
+            raise PlanError("penstock.Split has the inputs of every micro-batch, found none; give them")
+        columns = zip(*rows, strict=True)
+        return tuple(
+            column[0] if whole else column for column, whole in zip(columns, self.whole, strict=True)
+        )
 
     def samples_of(self, tensors: Sequence[torch.Tensor]) -> int:
         """The samples of a micro-batch: the length of its first input that is no constant."""

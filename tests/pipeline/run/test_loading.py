@@ -13,7 +13,7 @@ from brokers import PAGE, broker_thread, state, within
 from PIL import Image
 
 from penstock.pipeline.samples.cache.policies import policy
-from penstock.pipeline.samples.reading import order_of
+from penstock.pipeline.samples.drawn import order_of
 from penstock.scripts import command
 
 JOB = (

@@ -223,6 +223,27 @@ def test_a_rank_reads_only_what_it_computes_with(tmp_path):
                 assert part.is_meta or same_bits(part, all_of)
 
 
+def test_replicas_read_their_own_micro_batches(tmp_path):
+    texts = Path(tmp_path / "text")
+    texts.write_text("penstock " * 40)
+    for samples in (images(tmp_path), text(path=str(texts), length=8)):
+        (whole,) = taken(parts(samples), [Place("train", 0, 0)])
+        expected = whole[0].tensor_split(3)
+        for own in ((True, False, True), (False, True, False), (False,) * 3):
+            needs = Needs(split=own, test=False)
+            ((inputs, targets),) = taken(parts(samples, needs=needs), [Place("train", 0, 0)])
+            assert same_bits(targets, whole[1])
+            for part, rows, mine in zip(inputs.micro_batches, expected, own, strict=True):
+                assert part.is_meta != mine
+                assert (part.shape, part.dtype, part.stride()) == (rows.shape, rows.dtype, rows.stride())
+                assert part.is_meta or same_bits(part, rows)
+        few = parts(samples, needs=Needs(split=(False,) * 9))  # a batch of fewer samples than micro-batches
+        ((inputs, _),) = taken(few, [Place("train", 0, 0)])
+        assert len(inputs.micro_batches) == 4
+        tests = Reading(tables={"test": samples.test}, batch_size=4, seed=0, needs=Needs(test=False))
+        assert taken(tests, [Place("test", 0, 0)])[0][0].is_meta
+
+
 def parts(samples: Any, **options: Any) -> Reading:
     return Reading(tables={"train": samples.train}, batch_size=4, seed=0, **options)
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.compression.errors import TransportError
 from penstock.conf.bench_cache import BenchCacheConfig
-from penstock.pipeline.samples.reading import order_of
+from penstock.pipeline.samples.drawn import order_of
 from penstock.scripts import command
 from penstock.scripts.bench import cache_bench, cache_hit, cache_jobs, cache_loaders, cache_real
 from penstock.scripts.bench.cache_job import Job, Watched

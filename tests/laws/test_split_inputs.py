@@ -1,0 +1,89 @@
+"""Inputs that come split, each micro-batch where it is read alone: the plain loop's bits."""
+
+import copy
+
+import pytest
+import torch
+from cases import Case, on_ranks, parameters
+from law import rank_differences, split_for
+from reference import same_bits
+from torch import nn
+
+import penstock
+
+CASES = [
+    Case(model="mlp", cuts=1, replicas=2, micro_batches=5, exact=True),
+    Case(model="residual", cuts=2, replicas=[2, 1], micro_batches=4, exact=True, schedule="gpipe"),
+    Case(model="dag1", cuts=2, replicas=[1, 2], micro_batches=4, exact=True),
+    Case(model="gpt_tied", cuts=1, replicas=[3], shares=(3, 1, 0), micro_batches=4, exact=True),
+]
+SPLIT = [Case(**{**vars(case), "splits": True}) for case in CASES]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", parameters(SPLIT))
+def test_inputs_that_only_their_replica_has_train_like_the_plain_loop(case, ranks, tmp_path):
+    assert on_ranks(ranks, rank_differences, case, tmp_path) == []
+
+
+def pipeline(model, x, **options):
+    profile = penstock.measure(penstock.trace(model, (x[:2],)), (x[:2],), repeats=1)
+    plan = penstock.partition(profile, micro_batches=3, codec="raw", **options)
+    return penstock.Pipeline(model, plan, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD)
+
+
+@pytest.mark.parametrize("samples", [9, 7, 2])
+def test_a_split_batch_is_the_batch(samples):
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)), *torch.randn(2, samples, 6)
+    other = copy.deepcopy(model)
+    whole, split = pipeline(model, x, stages=2), pipeline(other, x, stages=2)
+    for _ in range(2):
+        found = split.step(split_for(split, x), y[:, :2])
+        assert (found.loss, found.num_samples) == (whole.step(x, y[:, :2]).loss, samples)
+    assert all(map(same_bits, model.parameters(), other.parameters()))
+
+
+X, Y = torch.ones(7, 6), torch.ones(7, 2)
+META = X.to("meta")
+
+
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        (
+            (X[:2], X[2:4], X[4:]),
+            r"have the sizes of tensor_split, 3, 2, 2 here, found 2, 2, 3; split them by",
+        ),
+        ((X[:4], X[4:]), r"3, 2, 2 here, found 4, 3"),
+        ((X[:3], X[3:5]), r"the same number of samples, one or more, found \(2, 6\), \(3, 6\), \(7, 2\)"),
+        ((), r"penstock\.Split has the inputs of every micro-batch, found none"),
+        ((X[:3], META[3:5], X[5:]), r"are read on this rank, found some on the meta device; ask pipe\.reads"),
+    ],
+)
+def test_a_split_that_does_not_suit_is_refused(parts, told):
+    pipe = pipeline(nn.Linear(6, 2), X, stages=1)
+    with pytest.raises(penstock.PlanError, match=told):
+        pipe.step(penstock.Split(parts), Y)
+
+
+def different(plan_path):
+    """On a rank: what is said where a micro-batch is not the same on two ranks that have it."""
+    torch.manual_seed(0)
+    pipe = penstock.Pipeline(
+        nn.Linear(6, 2), penstock.Plan.load(plan_path), loss=nn.functional.mse_loss, optimizer=torch.optim.SGD
+    )
+    parts = list((X + pipe.rank).tensor_split(3))
+    parts[0] = X[:3]
+    try:
+        pipe.step(penstock.Split(tuple(parts)), Y)
+    except penstock.PlanError as error:
+        return str(error)
+
+
+@pytest.mark.ranks
+def test_two_that_have_one_micro_batch_must_have_the_same(ranks, tmp_path):
+    torch.manual_seed(0)
+    pipeline(nn.Linear(6, 2), X, stages=1, replicas=2).plan.save(tmp_path / "plan.json")
+    for told in ranks.run(different, str(tmp_path / "plan.json"), ranks=2):
+        assert "the checksum of the input input of micro-batch 1 of the batch is" in told
