@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import multiprocessing
+import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -148,10 +151,19 @@ class Loader:
 
 
 def _begin(_: int) -> None:
-    """A process that loads: signals are for whoever started it, and ends it."""
+    """A process that loads: signals are for whoever started it, and it ends with that, killed or not.
+
+    torch's own watch waits for another parent, which a process of a fork server never gets."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
+    if (parent := multiprocessing.parent_process()) is not None:
+        threading.Thread(target=_end_with, args=(parent,), name="penstock-orphan", daemon=True).start()
+
+
+def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _ask_for_deaths(batches: Any) -> None:

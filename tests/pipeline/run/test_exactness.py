@@ -97,7 +97,7 @@ def test_a_plan_whose_stage_says_cuda_is_refused_where_there_is_none(tmp_path, m
 
 def test_a_run_gives_its_device_to_the_pipeline(on_gpu, monkeypatch):
     device = Noting(torch.device("meta"), is_gpu=True)
-    monkeypatch.setattr(train, "place", lambda config: device)
+    monkeypatch.setattr(train, "place", lambda config, local=None: device)
     monkeypatch.setattr(train, "Pipeline", lambda model, plan, **given: given)
     monkeypatch.setattr(train, "count_updates", lambda config, samples: 1)
     config: Any = TrainConfig(loss_scale=8.0, optimizer={"_target_": "torch.optim.SGD", "lr": 0.1})

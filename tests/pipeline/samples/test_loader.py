@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -193,6 +195,49 @@ def test_what_cannot_leave_a_process_is_named_and_nobody_waits_for_it():
     reads = Reading(tables={"train": odd.train}, batch_size=4, seed=0)
     with pytest.raises(ConfigError, match=r"a lock cannot leave the process .*take data.workers=0"):
         taken(reads, PLACES[:1], workers=1)
+
+
+LOADS = """
+import os, sys, torch
+from torch.utils.data import TensorDataset
+from penstock.pipeline.samples.given import samples_of
+from penstock.pipeline.samples.loader import Loader
+from penstock.pipeline.samples.reading import Place, Reading
+
+if __name__ == "__main__":
+    data = TensorDataset(torch.ones(8, 1), torch.ones(8))
+    tables = {"train": samples_of(data, target="my.data", batch_size=None).train}
+    places = [Place("train", epoch, 0) for epoch in range(99)]
+    reading = Reading(tables=tables, batch_size=4, seed=0)
+    loader = Loader(reading, places, workers=2, start=sys.argv[1])
+    loader.take(places[0])
+    print(*(one.pid for one in loader._batches._workers), flush=True)
+    sys.stdin.read()
+"""
+
+
+def runs(process: Path) -> bool:
+    try:
+        return "\nState:\tZ" not in (process / "status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+def test_who_loads_ends_with_a_rank_that_is_killed(start, tmp_path):
+    (tmp_path / "loads.py").write_text(LOADS)
+    asked = [sys.executable, "loads.py", start]
+    with subprocess.Popen(asked, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        loads = [Path("/proc") / pid for pid in rank.stdout.readline().decode().split()]
+        assert len(loads) == 2
+        assert all(map(runs, loads))
+        rank.kill()
+    until = time.monotonic() + 20
+    while any(map(runs, loads)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def images(root: Path) -> Any:
