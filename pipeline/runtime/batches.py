@@ -64,7 +64,7 @@ def micro_batches(
         )
     number = min(number, length)
     sizes = [length // number + (i < length % number) for i in range(number)]  # those of tensor_split
-    split = [[x] * number if all_of else _parts(x, sizes) for x, all_of in zip(inputs, kept, strict=True)]
+    split = [_parts(x, sizes, whole=all_of) for x, all_of in zip(inputs, kept, strict=True)]
     here = [first is not None and reads(i) for i in range(number)]
     _refuse_unread("inputs", (x[i] for x in split for i in range(number) if here[i]))
     split_targets = [
@@ -94,10 +94,10 @@ def _length(column: Column) -> int | None:
     return sum(len(part) for part in parts) if all(part.dim() for part in parts) else None
 
 
-def _parts(column: Column, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+def _parts(column: Column, sizes: Sequence[int], *, whole: bool) -> Sequence[torch.Tensor]:
     """Those of the micro-batches; what was split already must be split alike."""
     if isinstance(column, torch.Tensor):
-        return column.tensor_split(len(sizes))
+        return [column] * len(sizes) if whole else column.tensor_split(len(sizes))
     if (found := [len(part) for part in column]) != list(sizes):
         raise PlanError(
             f"inputs that were split have the sizes of tensor_split, {_listed(sizes)} here, found "

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ def _begin(_: int) -> None:
         threading.Thread(target=_end_with, args=(parent,), name="penstock-orphan", daemon=True).start()
 
 
-def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
+def _end_with(parent: BaseProcess) -> None:
     parent.join()
     os._exit(1)
 

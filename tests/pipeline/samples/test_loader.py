@@ -285,6 +285,7 @@ def test_replicas_read_their_own_micro_batches(tmp_path):
         few = parts(samples, needs=Needs(split=(False,) * 9))  # a batch of fewer samples than micro-batches
         ((inputs, _),) = taken(few, [Place("train", 0, 0)])
         assert len(inputs.micro_batches) == 4
+        assert samples.test is not None
         tests = Reading(tables={"test": samples.test}, batch_size=4, seed=0, needs=Needs(test=False))
         assert taken(tests, [Place("test", 0, 0)])[0][0].is_meta
 
