@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from .stages.planner.measure import measure as measure
     from .stages.planner.plan import Plan as Plan
     from .stages.seeds import layer_seed as layer_seed
+    from .stages.split_inputs import Split as Split
     from .stages.tracing.capture.call import Constant as Constant
-    from .stages.tracing.capture.call import Split as Split
     from .stages.tracing.graph import LayerGraph as LayerGraph
     from .stages.tracing.graph import trace as trace
 
@@ -59,7 +59,7 @@ _HOMES = {
     "StageError": "compression.errors",
     "CheckpointError": "compression.errors",
     "Constant": "stages.tracing.capture.call",
-    "Split": "stages.tracing.capture.call",
+    "Split": "stages.split_inputs",
     "trace": "stages.tracing.graph",
     "LayerGraph": "stages.tracing.graph",
     "measure": "stages.planner.measure",

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ...compression.errors import PlanError
 from ...stages.device import KINDS, Device
-from ...stages.tracing.capture.call import Column
+from ...stages.split_inputs import Column
 
 
 class MicroBatch(NamedTuple):

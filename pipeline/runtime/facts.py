@@ -23,7 +23,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from ... import __version__
 from ...stages.autocast import autocast_state
 from ...stages.device import CPU, KINDS
-from ...stages.tracing.capture.call import Column
+from ...stages.split_inputs import Column
 from ...stages.tracing.graph import LayerGraph
 from ...stages.tracing.layers import parts_of
 from ..weights.update import Named

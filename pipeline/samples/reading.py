@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import get_worker_info
 
 from ...compression.errors import ConfigError, PenstockError
-from ...stages.tracing.capture.call import Split
+from ...stages.split_inputs import Split
 from .cached import Counts, Through
 from .drawn import drawing, order_of
 from .tables import BatchTable, PartTable, SampleTable, StreamTable, Table, batch_of

@@ -8,18 +8,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ....compression.errors import PlanError
+from ...split_inputs import Column, Split
 from .signature import PLAIN
 
 Example = tuple[Any, ...] | Mapping[str, Any]
-Column = torch.Tensor | tuple[torch.Tensor, ...]
-"""An input of a batch: whole, or of each micro-batch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,13 +34,6 @@ class Constant:
                 f"penstock.Constant holds a tensor, found {self.tensor!r}; give numbers, flags and None as "
                 "they are"
             )
-
-
-class Split(NamedTuple):
-    """The inputs of a batch, cut into its micro-batches as ``torch.tensor_split`` cuts; each is as a whole
-    batch would be, on the meta device where this process does not read it (``Pipeline.reads``)."""
-
-    micro_batches: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
