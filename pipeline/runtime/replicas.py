@@ -188,7 +188,9 @@ def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """One number for the bytes of each tensor."""
     found = []
     for tensor in tensors:
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        seen = tensor.detach().cpu().resolve_conj().resolve_neg()
+        plain = seen.clone(memory_format=torch.contiguous_format)
+        data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
         found.append(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True))
     return torch.tensor(found, dtype=torch.int64)
 
