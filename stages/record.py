@@ -76,6 +76,6 @@ def _read_fields(kind: Any, value: Any, where: str) -> Any:
 
 
 def shortened(value: Any) -> str:
-    """A JSON value in at most sixty characters, for an error's sentence."""
-    text = json.dumps(value)
+    """A value in at most sixty characters, as JSON as far as it can be, for an error's sentence."""
+    text = json.dumps(value, default=repr)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -106,8 +106,12 @@ def stage_counts(
     return [number]
 
 
-def check_asked(replicas: object, *, idle: bool, shares: Sequence[int]) -> None:
+def check_asked(replicas: object, *, idle: bool, shares: object) -> None:
     """Refuse what does not suit the replicas that are asked for: ranks to leave out, or shares."""
+    if isinstance(shares, str) or not isinstance(shares, Sequence):
+        raise PlanError(
+            f"shares are a list of whole numbers, one for each rank, found {shares!r}; give such as [3, 1]"
+        )
     if idle and replicas != AUTO:
         raise PlanError(
             'idle=True leaves out ranks that replicas="auto" does not need; take "auto", or drop it'

@@ -82,17 +82,21 @@ def ownership(model: nn.Module, plan: Plan, graph: LayerGraph, steps: Steps, wor
         layers=layers,
         stage_of=stage_of,
         owner=(lambda stage: 0) if world.is_alone else plan.owner,
-        updaters=_updaters(plan, of_stages) if plan.sharded and not world.is_alone else {},
+        updaters=_updaters(plan, of_stages, graph) if plan.sharded and not world.is_alone else {},
         here={s: of_stages[s] for s in mine},
     )
 
 
-def _updaters(plan: Plan, of_stages: Sequence[Named]) -> dict[str, int]:
-    """The rank that updates each parameter, of replicas that divide them among each other."""
+def _updaters(plan: Plan, of_stages: Sequence[Named], graph: LayerGraph) -> dict[str, int]:
+    """The rank that updates each parameter, of replicas that divide them among each other; those in one
+    memory are updated by one."""
     found = {}
     for stage, named in zip(plan.stages, of_stages, strict=True):
         places = owners_of([p.nbytes for _, p in named], replicas=len(stage.ranks))
         found |= {name: stage.ranks[place] for (name, _), place in zip(named, places, strict=True)}
+    for group in graph.shared[0]:
+        names = [name for name in group if name in found]
+        found |= {name: found[names[0]] for name in names}
     return found
 
 

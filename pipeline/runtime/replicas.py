@@ -80,6 +80,7 @@ class Replicas:
             s: [None] * len(flat.named) for s, flat in self.flats.items()
         }
         for stage, group in self.groups.items():
+            check_hooks(self.flats[stage].named)
             if self.plan.sharded or self.plan.place_of(stage, 0) != group.place:
                 for _, parameter in self.flats[stage].named:
                     parameter.grad = None  # one that no optimizer took away counts once, with micro-batch 0
@@ -187,9 +188,23 @@ def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """One number for the bytes of each tensor."""
     found = []
     for tensor in tensors:
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        seen = tensor.detach().cpu().resolve_conj().resolve_neg()
+        plain = seen.clone(memory_format=torch.contiguous_format)
+        data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
         found.append(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True))
     return torch.tensor(found, dtype=torch.int64)
+
+
+def check_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse hooks that see a gradient behind each backward: of one rank the sum until then, here a part.
+
+    Raises:  PlanError: a parameter has one."""
+    if name := next((name for name, p in named if getattr(p, "_post_accumulate_grad_hooks", None)), ""):
+        raise PlanError(
+            f"replicas add up what each has of a gradient, and {name} has a hook that sees it behind each "
+            "backward (register_post_accumulate_grad_hook); take a hook of the optimizer's step, or one rank "
+            "a stage"
+        )
 
 
 def check_replicated(plan: Plan, model: nn.Module, *, written: frozenset[str]) -> None:
@@ -199,6 +214,7 @@ def check_replicated(plan: Plan, model: nn.Module, *, written: frozenset[str]) -
     Raises:  PlanError: the model has something of the kind."""
     if max(plan.replicas) == 1:
         return
+    check_hooks(model.named_parameters())
     if sparse := next((n for n, m in model.named_modules() if getattr(m, "sparse", False) is True), ""):
         raise PlanError(
             f"replicas add up dense gradients, and {sparse} gives sparse ones; make it with sparse=False, or "

@@ -12,7 +12,7 @@ from .batches import joined
 from .gather import gather_reports
 from .loss import total_loss
 from .report import Report
-from .sharing import Sharing, sharing_of
+from .sharing import Sharing, check_asked, sharing_of
 from .step import Step
 
 
@@ -42,6 +42,7 @@ class Running(Assembly):
 
         Raises:  PlanError: it means nothing, or suits another plan."""
         with self.agreement.together("sharing out micro-batches"):
+            check_asked(asked)
             (asked, *_) = self.agreement.exchange("its shares", asked)
             self.sharing = sharing_of(asked, self.plan, alone=self.world.is_alone)
         self.begin_shares()

@@ -80,19 +80,43 @@ class Replayed(Sharing):
 
     def __init__(self, plan: Plan, course: Course) -> None:
         """Refuse a course of another plan, now."""
+        self.planned = plan.shares
         self.course = [(step, plan.with_shares(shares).shares) for step, shares in course]
         steps = [step for step, _ in course]
         if sorted(set(steps)) != steps:
             raise PlanError(f"a course of shares has every step once, ascending, found steps {steps}")
 
     def begin(self, plan: Plan, step: int, kept: Shares) -> Plan:
-        """With the last ones up to ``step``."""
-        found = [shares for first, shares in self.course if first <= step]
-        return plan.with_shares(found[-1]) if found and found[-1] != plan.shares else plan
+        """With the last ones up to ``step``, also where that is earlier than what ran before."""
+        *_, found = self.planned, *(shares for first, shares in self.course if first <= step)
+        return plan if found == plan.shares else plan.with_shares(found)
 
     def after(self, plan: Plan, step: int, *, number: int, seconds: Sequence[float]) -> Plan:
         """With the last ones up to ``step``."""
         return self.begin(plan, step, ())
+
+
+def check_asked(asked: object) -> None:
+    """Refuse what is no list of steps with the shares of every stage, before others are told of it; whether
+    it suits the plan, ``sharing_of`` knows.
+
+    Raises:  PlanError: it is something else."""
+    if asked is None or isinstance(asked, str):
+        return
+    listed = isinstance(asked, list | tuple)
+    for one in asked if listed else [asked]:
+        pair = listed and isinstance(one, list | tuple) and len(one) == 2 and type(one[0]) is int
+        if not pair or not _is_rows(one[1]):
+            raise PlanError(
+                "shares as another run had them are pairs of a step and the shares of every stage, all whole "
+                f"numbers, found {one!r:.60}; give such as [(0, [[3, 1], [1, 1]])]"
+            )
+
+
+def _is_rows(shares: object) -> bool:
+    if not isinstance(shares, list | tuple) or not all(isinstance(row, list | tuple) for row in shares):
+        return False
+    return all(type(one) is int for row in shares for one in row)
 
 
 def sharing_of(asked: str | Course | None, plan: Plan, *, alone: bool) -> Sharing:

@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from cases import Case, on_ranks, parameters, pipeline_of, plan_of
+from cases import OPTIMIZERS, Case, on_ranks, parameters, pipeline_of, plan_of
 from law import plain_of, rank_differences, state_differences
-from reference import same_bits
+from reference import plain_loop, same_bits
+from torch.nn.functional import linear, mse_loss
 from zoo import build
 
 import penstock
@@ -122,3 +123,33 @@ def test_a_parameter_that_no_optimizer_has_is_refused_by_name(ranks, tmp_path):
     assert all(
         "bias is in none; set requires_grad=False for it, or take sharded=False" in one for one in found
     )
+
+
+class OneMemory(torch.nn.Module):
+    """The second parameter lies in the memory of the first."""
+
+    def __init__(self):
+        super().__init__()
+        drawn = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+        self.first, self.second = torch.nn.Parameter(drawn), torch.nn.Parameter(drawn[:2])
+
+    def forward(self, x):
+        return linear(torch.relu(linear(x, self.first)), self.second)
+
+
+def test_parameters_in_one_memory_are_updated_by_one_replica():
+    models, x, y = [OneMemory() for _ in range(3)], torch.ones(4, 8), torch.ones(4, 2)
+    profile = penstock.measure(penstock.trace(models[2], (x[:2],)), (x[:2],), repeats=1)
+    plan = penstock.partition(profile, stages=1, replicas=2, micro_batches=2, exact=True, sharded=True)
+
+    def train(world):
+        pipe = penstock.Pipeline(
+            models[world.rank], plan, loss=mse_loss, optimizer=OPTIMIZERS["sgd"], world=world
+        )
+        pipe.step(x, y)
+        pipe.close()
+
+    penstock.in_threads(train, ranks=2)
+    [*_] = plain_loop(models[2], [(x, y)], loss=mse_loss, optimizer=OPTIMIZERS["sgd"], micro_batches=2)
+    for one in models[:2]:
+        assert all(same_bits(a, b) for a, b in zip(one.parameters(), models[2].parameters(), strict=True))

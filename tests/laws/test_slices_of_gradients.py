@@ -10,6 +10,7 @@ from reference import same_bits
 from zoo import build
 
 import penstock
+from penstock.pipeline.runtime.replicas import check_replicated
 from penstock.pipeline.runtime.slices import Slices
 from penstock.pipeline.weights.flat import FlatGradients
 
@@ -89,7 +90,7 @@ def written_behind(backward, parameter) -> Any:
 
 
 def meddling(case, plan_path, random_layers, when):
-    """On a rank: what is said of somebody who writes to a gradient, before or after it was taken."""
+    """On a rank: what is said of somebody who writes to a gradient by hooks, or behind its backward."""
     pipe = pipeline_of(case, penstock.Plan.load(plan_path), build(case.model)[0])
     parameter = next(iter(pipe.update.named.values()))
     if when == "in a hook":
@@ -110,7 +111,8 @@ def test_a_gradient_that_changes_behind_its_last_backward_is_refused_by_name(ran
     plan, random_layers = plan_of(case)
     plan.save(tmp_path / "plan.json")
     job = meddling, case, str(tmp_path / "plan.json"), random_layers
-    assert ranks.run(*job, "in a hook", ranks=2) == ["", ""]
+    said = ranks.run(*job, "in a hook", ranks=2)
+    assert all("a hook that sees it behind each backward" in one for one in said)
     said = ranks.run(*job, "behind it", ranks=2)
     assert all("was summed up over replicas when its last backward had ended it" in one for one in said)
 
@@ -118,3 +120,10 @@ def test_a_gradient_that_changes_behind_its_last_backward_is_refused_by_name(ran
 def test_a_pipeline_without_replicas_has_no_slices():
     plan, _ = plan_of(Case(model="mlp", cuts=2))
     assert pipeline_of(Case(model="mlp", cuts=2), plan, build("mlp")[0]).replicas.slices == {}
+
+
+def test_a_model_with_hooks_behind_the_backward_is_refused_where_stages_have_replicas():
+    (plan, _), (model, _) = plan_of(Case(model="mlp", cuts=1, replicas=2)), build("mlp")
+    next(model.parameters()).register_post_accumulate_grad_hook(halve)
+    with pytest.raises(penstock.PlanError, match="take a hook of the optimizer's step, or one rank a stage"):
+        check_replicated(plan, model, written=frozenset())

@@ -10,6 +10,7 @@ from law import differences, plain_of, state_differences
 from zoo import build
 
 import penstock
+from penstock.pipeline.runtime.replicas import digests
 
 TWO = Case(
     model="residual", cuts=2, replicas=2, micro_batches=4, exact=True, optimizer="adamw", scheduler=True
@@ -136,3 +137,11 @@ def test_a_second_forward_with_batch_norms_is_refused(ranks, tmp_path):
     plan.save(tmp_path / "plan.json")
     found = ranks.run(refused, case, str(tmp_path / "plan.json"), random_layers, ranks=3)
     assert all("take recompute=false, or one rank a stage" in said for said in found)
+
+
+def test_a_digest_is_that_of_what_a_tensor_holds_however_it_is_seen():
+    held = torch.tensor([1 + 2j, 3 - 4j])
+    seen = [held.conj(), held.conj().imag, held.real[:0], held.real[1:], held.to(torch.complex128)]
+    plain = [tensor.resolve_conj().resolve_neg().clone() for tensor in seen]
+    assert torch.equal(digests(seen), digests(plain))
+    assert len(set(digests([held, *seen]).tolist())) == 6

@@ -7,7 +7,7 @@ from profiles import NET
 
 from penstock.compression.errors import PlanError
 from penstock.pipeline.planner.partition import partition
-from penstock.pipeline.runtime.sharing import Measured, Planned, sharing_of
+from penstock.pipeline.runtime.sharing import Measured, Planned, check_asked, sharing_of
 from penstock.stages.planner.dealing import counts_of
 
 EVEN = partition(NET, replicas=[2, 2], micro_batches=8, codec="raw")
@@ -75,6 +75,7 @@ def test_a_course_is_had_again_from_any_step_on():
     assert found == [even, even, first, first, first, second, second]
     assert sharing.begin(EVEN, 4, ((1, 7), (1, 7))).shares == first
     assert sharing.begin(EVEN, 9, ()).shares == second
+    assert sharing.begin(EVEN.with_shares(second), 1, ()) == EVEN  # an earlier state was loaded
 
 
 def test_one_process_has_the_plan_and_what_means_nothing_is_refused():
@@ -96,3 +97,9 @@ def test_one_process_has_the_plan_and_what_means_nothing_is_refused():
         sharing_of("measured", partition(NET, stages=2, codec="raw"), alone=False)
     with pytest.raises(PlanError, match="the plan has one rank a stage"):
         sharing_of([], partition(NET, stages=2, codec="raw"), alone=False)
+
+
+@pytest.mark.parametrize("asked", [7, [0], [("a", [[3, 1]])], [(0, [3, 1])], [(0, [["3", 1]])], {1}])
+def test_a_course_that_is_none_is_refused(asked):
+    with pytest.raises(PlanError, match="pairs of a step and the shares of every stage"):
+        check_asked(asked)

@@ -103,6 +103,8 @@ def test_a_stage_refuses_shares_that_nothing_can_be_dealt_by(shares, said):
         ({"replicas": 2, "shares": [1, 1]}, "a share for each rank, found 2 shares for 4 ranks"),
         ({"replicas": 2, "shares": [1, 1, 0, 0]}, r"found shares \[0, 0\] of stage 1"),
         ({"replicas": 2, "shares": [1, -1, 1, 1]}, "found -1 .* of stage 0"),
+        ({"replicas": 2, "shares": [3j, 1, 1, 1]}, r'found 3j in shares \["3j", 1\] of stage 0'),
+        ({"replicas": 2, "shares": 3}, "a list of whole numbers, one for each rank, found 3"),
         ({"shares": [1, 1]}, "shares are for stages whose replicas are known"),
     ],
 )
