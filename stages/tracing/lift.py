@@ -6,11 +6,12 @@ used."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import fx, nn
 
+from ...compression.errors import PlanError
 from .layers import tensor_at
 
 
@@ -27,6 +28,17 @@ def _parameter_uses(
                 if parameter.requires_grad:
                     uses.setdefault(id(parameter), []).append((node, name))
     return uses
+
+
+def _refuse_segments(name: str, uses: Iterable[tuple[fx.Node, str | None]]) -> None:
+    """Refuse a parameter whose gradients the plain loop adds one after another: a reentrant checkpoint has a
+    backward of its own."""
+    users = [user for node, inside in uses for user in ((node,) if inside else node.users)]
+    if len({user.meta.get("segment", 0) for user in users}) > 1:
+        raise PlanError(
+            f"{name} is used in a torch.utils.checkpoint with use_reentrant=True and outside of it, so its "
+            "gradient is not added up at once; take use_reentrant=False"
+        )
 
 
 def lift_shared(
@@ -48,6 +60,8 @@ def lift_shared(
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     lifted: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
     for key, uses in _parameter_uses(root, graph, constants).items():
+        if key in names:
+            _refuse_segments(names[key], uses)
         shared = key in names and (names[key] in tied or len({node for node, _ in uses}) > 1)
         if not shared:
             continue

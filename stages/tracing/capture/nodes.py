@@ -44,10 +44,12 @@ class Nodes:
 
     In a node's ``meta``: ``nn_module_stack`` as torch.fx has it, ``where`` the file and line of the model's
     code, ``modes`` (grad mode and autocast) where they differ from those around the run, ``expect`` for a
-    guard, ``shape`` where Python read the shape of its result, ``sizes`` the shapes of the tensors in it."""
+    guard, ``segment`` the number of the reentrant checkpoint in which it ran, ``shape`` where Python read the
+    shape of its result, ``sizes`` the shapes of the tensors in it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.quiet, self.thread = 0, threading.get_ident()
+        self.segment, self.segments = 0, 0
         self.graph = fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
         self.kind = home_of(model).type
@@ -62,6 +64,15 @@ class Nodes:
     def is_away(self) -> bool:
         """Whether what runs is not recorded: a layer from within, or what another thread does."""
         return bool(self.quiet) or threading.get_ident() != self.thread
+
+    def in_segment(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Run one reentrant checkpoint, whose parts are seen."""
+        self.segments += 1
+        before, self.segment = self.segment, self.segments
+        try:
+            return run(*args)
+        finally:
+            self.segment = before
 
     def input(self, name: str, tensor: torch.Tensor) -> None:
         """The next input of the model."""
@@ -128,6 +139,8 @@ class Nodes:
             node.meta["modes"] = now
         if expect is not None:
             node.meta["expect"] = expect
+        if self.segment:
+            node.meta["segment"] = self.segment
         return node
 
     def refuse_chance(self, given: Any) -> None:

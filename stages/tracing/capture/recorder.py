@@ -72,7 +72,7 @@ class Recorder(Nodes, TorchFunctionMode):
         def applied(function: type, *args: Any, **kwargs: Any) -> Any:
             run = apply.__get__(None, function)
             if function is CheckpointFunction and not self.is_away():
-                return at_once(*args)
+                return self.in_segment(at_once, *args)
             return self.opaque("call_function", run, function.__name__, run, args, kwargs)
 
         def script(function: Any, *args: Any, **kwargs: Any) -> Any:

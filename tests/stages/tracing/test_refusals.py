@@ -312,6 +312,24 @@ class Checkpointed(nn.Module):
 Checkpointed.__module__ = "torch.nn.modules.made_up"  # a leaf of the trace
 
 
+class Segments(nn.Module):
+    """Two reentrant checkpoints, a layer in both, or in one and outside of it, or in one alone."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.names, self.a, self.b, self.end = names, nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        for name in self.names:
+            run = getattr(self, name[0])
+            x = (
+                run(x)
+                if len(name) == 1
+                else checkpoint(lambda v, run=run: run(run(v)), x, use_reentrant=True)
+            )
+        return self.end(x)
+
+
 def in_inference_mode():
     with torch.inference_mode():
         return Two()
@@ -366,6 +384,14 @@ MODELS = {
         lambda: nn.Sequential(nn.Linear(6, 6), Checkpointed(), nn.Linear(6, 3)),
         "layer _1 checkpoints with use_reentrant=True, .* use use_reentrant=False",
     ),
+    "checkpointed twice": (
+        lambda: Segments("b", "a+", "a+"),
+        r"a\.weight is used in a torch\.utils\.checkpoint with use_reentrant=True and outside of it",
+    ),
+    "checkpointed once": (
+        lambda: Segments("a", "a+", "b"),
+        r"a\.weight is used in .* take use_reentrant=False",
+    ),
     "a buffer that grows": (
         lambda: nn.Sequential(nn.Linear(6, 6), holding(Grows(6), "running_mean", torch.zeros(1))),
         r"forward gives 1\.running_mean another shape, \(6,\) instead of \(1,\)",
@@ -379,6 +405,12 @@ def test_what_cannot_be_traced_or_trained_is_refused_by_path(name):
     made, told = MODELS[name]
     with pytest.raises(penstock.PlanError, match=told):
         every(made())
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says where it has no gradient
+def test_a_reentrant_checkpoint_of_its_own_layers_has_the_bits():
+    torch.manual_seed(0)
+    run_beside_plain(Segments("b", "a+"), torch.randn(9, 6), torch.randint(3, (9,)), ["b"])
 
 
 def test_max_norm_is_refused_with_a_remedy_that_works():
