@@ -178,7 +178,8 @@ def _rows(tensor: Tensor) -> tuple[int, ...]:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    flat = plain.as_strided((plain.numel(),), (1,))  # one element may have any stride
+    return flat.view(torch.uint8).numpy().data
 
 
 def _damaged(path: Path, found: str) -> CheckpointError:

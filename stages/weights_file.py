@@ -64,7 +64,7 @@ class WeightsFile:
         entry = self.entries[name]
         direct = out.device == CPU and out.is_contiguous()
         whole = out.detach() if direct else torch.empty(entry.shape, dtype=entry.dtype)
-        data = whole.reshape(-1).view(torch.uint8).numpy().data
+        data = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
         with self._told(), entry.path.open("rb", buffering=0) as file:
             file.seek(entry.start)
             done = 0

@@ -31,7 +31,8 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a.is_meta or b.is_meta:
         return a.is_meta and b.is_meta  # which have no bits
     a, b = (t.detach().to_dense() if t.layout != torch.strided else t for t in (a, b))
-    a, b = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (a, b))
+    a, b = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (a, b))
+    a, b = (t.as_strided((t.numel(),), (1,)) for t in (a, b))  # one element may have any stride
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 

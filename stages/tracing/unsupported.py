@@ -42,6 +42,8 @@ def _of_another_kind(module: nn.Module) -> Iterator[str]:
 
 def _not_trainable(module: nn.Module) -> Iterator[str]:
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
+            yield f"has a tensor without strides, {name} ({tensor.layout}); hold it dense"
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             yield f"is lazy, its {name} has no shape yet; run the model once on a batch: model(x)"
         if tensor is not None and tensor.is_inference():

@@ -340,6 +340,12 @@ def holding(module, name, item):
     return module
 
 
+def sparse():
+    module = nn.Identity()
+    module.register_buffer("rows", torch.eye(3).to_sparse())
+    return nn.Sequential(nn.Linear(6, 3), module)
+
+
 def pruned():
     return nn.Sequential(nn.Linear(6, 8), prune.l1_unstructured(nn.Linear(8, 3), "weight", 0.5))
 
@@ -384,6 +390,10 @@ MODELS = {
         lambda: nn.Sequential(nn.Linear(6, 6), Checkpointed(), nn.Linear(6, 3)),
         "layer _1 checkpoints with use_reentrant=True, .* use use_reentrant=False",
     ),
+    "a sparse buffer": (
+        sparse,
+        r"1 has a tensor without strides, rows \(torch\.sparse_coo\); hold it dense",
+    ),
     "checkpointed twice": (
         lambda: Segments("b", "a+", "a+"),
         r"a\.weight is used in a torch\.utils\.checkpoint with use_reentrant=True and outside of it",
@@ -411,6 +421,15 @@ def test_what_cannot_be_traced_or_trained_is_refused_by_path(name):
 def test_a_reentrant_checkpoint_of_its_own_layers_has_the_bits():
     torch.manual_seed(0)
     run_beside_plain(Segments("b", "a+"), torch.randn(9, 6), torch.randint(3, (9,)), ["b"])
+
+
+def test_a_parameter_of_one_element_may_have_any_stride(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 3), nn.PReLU(init=0.5), nn.Linear(3, 3))
+    model[1].weight = nn.Parameter(torch.randn(4)[::3][:1])
+    pipe = run_beside_plain(model, torch.randn(9, 6), torch.randint(3, (9,)), ["_0"])
+    penstock.save(pipe, tmp_path / "kept")
+    penstock.load(pipe, tmp_path / "kept")
 
 
 def test_max_norm_is_refused_with_a_remedy_that_works():
