@@ -90,7 +90,7 @@ def casting(dtype):
 
 def bits(tensor):
     """A tensor as integers: torch.equal takes -0.0 for 0.0 and no NaN for itself."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def same_bits(a, b):
