@@ -23,7 +23,7 @@ loss = torch.nn.functional.cross_entropy
 
 def documented(mesh):
     """What the page has people write."""
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (block,) = re.findall(r"```python\n([^`]*mesh[^`]*)```", PAGE.read_text())
     names: dict[str, Any] = {"mesh": mesh}
     exec(block, names)
     return names["make"]
