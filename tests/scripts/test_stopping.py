@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -32,6 +33,7 @@ def test_ctrl_c_ends_a_command_in_the_middle_of_a_long_layer(again):
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begins\n"
+        time.sleep(0.5)  # until it is in the middle
         process.send_signal(signal.SIGINT)
         if again:  # at once
             process.send_signal(signal.SIGTERM)

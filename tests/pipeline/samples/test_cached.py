@@ -442,3 +442,5 @@ def test_a_server_of_redis_holds_samples_for_several_machines(redis_url):
     with pytest.warns(UserWarning, match="goes on without the sample cache: redis://"):
         found = jobs[1].__getitems__([0, 1, 2])
     assert [x.tolist() for x, _, _ in found] == [x.tolist() for x, _, _ in plain]
+    for data in jobs:
+        data.through.cache.close()

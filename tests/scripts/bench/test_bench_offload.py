@@ -316,6 +316,7 @@ def test_a_small_one_runs(tmp_path, monkeypatch, capfd):
     kept = [("kept", None), ("kept_as_it_comes", None)]
     assert names == [*kept, ("disk", None), *[("disk", "1GiB")] * limited]
     assert results["disk"]["kept_within"].keys() == ({"1GiB"} if limited else set())
-    assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in results["disk"]["rows"])
+    assert all(row["seconds"] > 0 for row in results["disk"]["rows"])
+    assert any(row["peak_bytes"] > 0 for row in results["disk"]["rows"])  # a small one may fit what was there
     assert results["placement"][0]["gap"] <= 0.005
     assert sorted(path.name for path in Path("run").iterdir()) == ["results.json", "results.png"]
