@@ -105,18 +105,20 @@ def check_asked(asked: object) -> None:
         return
     listed = isinstance(asked, list | tuple)
     for one in asked if listed else [asked]:
-        pair = listed and isinstance(one, list | tuple) and len(one) == 2 and type(one[0]) is int
-        if not pair or not _is_rows(one[1]):
+        if not listed or not _is_entry(one):
             raise PlanError(
                 "shares as another run had them are pairs of a step and the shares of every stage, all whole "
                 f"numbers, found {one!r:.60}; give such as [(0, [[3, 1], [1, 1]])]"
             )
 
 
-def _is_rows(shares: object) -> bool:
-    if not isinstance(shares, list | tuple) or not all(isinstance(row, list | tuple) for row in shares):
+def _is_entry(one: object) -> bool:
+    if not isinstance(one, list | tuple) or len(one) != 2:
         return False
-    return all(type(one) is int for row in shares for one in row)
+    step, shares = one
+    if type(step) is not int or not isinstance(shares, list | tuple):
+        return False
+    return all(isinstance(row, list | tuple) and all(type(n) is int for n in row) for row in shares)
 
 
 def sharing_of(asked: str | Course | None, plan: Plan, *, alone: bool) -> Sharing:
