@@ -308,8 +308,8 @@ def test_a_model_and_data_of_ones_own_train_on_ranks():
 def test_a_rank_that_fails_ends_the_run_with_one_sentence(how, told, monkeypatch, capfd):
     monkeypatch.setenv("HOW", how)
     started = time.monotonic()
-    code = command.run(["train", *OWN_JOB.split(), "cuts=[relu]", "deadline=10", "hydra.run.dir=run"])
-    assert time.monotonic() - started < 40
+    code = command.run(["train", *OWN_JOB.split(), "cuts=[relu]", "deadline=60", "hydra.run.dir=run"])
+    assert time.monotonic() - started < 120
     _, error = capfd.readouterr()
     assert code == 2
     for words in told:
