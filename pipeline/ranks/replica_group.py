@@ -63,9 +63,11 @@ class ReplicaGroup:
         mine = [_raw(one) for one in pieces] if source == self.place else None
         self._do(lambda: dist.scatter(_raw(piece), mine, group=self.group, group_src=source), at, piece)
 
-    def all_gather(self, mine: torch.Tensor, *, at: str) -> list[torch.Tensor]:
-        """What every replica has of this shape and dtype, in their order."""
-        rows = [torch.empty_like(mine) for _ in self.ranks]
+    def all_gather(
+        self, mine: torch.Tensor, *, at: str, into: Sequence[torch.Tensor] = ()
+    ) -> list[torch.Tensor]:
+        """What every replica has of this shape and dtype, in their order; ``into``: these, else new ones."""
+        rows = [*into] or [torch.empty_like(mine) for _ in self.ranks]
         self._do(lambda: dist.all_gather([_raw(row) for row in rows], _raw(mine), group=self.group), at, mine)
         return rows
 

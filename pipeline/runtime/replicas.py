@@ -72,7 +72,7 @@ class Replicas:
             return
         self.number = len(step.micro_batches)
         self.last = {i.stage: i.micro_batch for i in step.program if i.op is Op.B}
-        self.kept: dict[int, dict[int, Mapping[torch.dtype, torch.Tensor]]] = {s: {} for s in self.groups}
+        self.kept: dict[int, dict[int, dict[torch.dtype, torch.Tensor]]] = {s: {} for s in self.groups}
         for each in (*self.statistics.values(), *self.slices.values()):
             each.begin()
         self.has = {s: flat.has() * 0 for s, flat in self.flats.items()}
@@ -126,20 +126,22 @@ class Replicas:
             if self.plan.sharded:  # only the sums of what this replica updates are surely here
                 has = has * torch.tensor([owner == group.place for owner in flat.owners])
             flat.spread(sums, has, like=self.like[stage])
+            flat.give_back(sums, *self.kept[stage].values())
 
     def _in_order(self, stage: int) -> dict[torch.dtype, torch.Tensor]:
         """The sums over micro-batches in ascending order: each replica adds up its slice for all."""
-        group, kept, found, holders = self.groups[stage], self.kept[stage], {}, self.holders(stage)
-        for dtype, size in self.flats[stage].sizes.items():
-            total = torch.empty(size // group.size, dtype=dtype)
-            piece = torch.empty_like(total)
+        group, kept, holders = self.groups[stage], self.kept[stage], self.holders(stage)
+        found = self.flats[stage].buffers()
+        for dtype, sums in found.items():
+            parts = sums.chunk(group.size)
+            total, piece = parts[group.place], parts[group.place - 1]  # another's until its owner tells it
             for micro_batch, holder in enumerate(holders):
                 pieces = kept[micro_batch][dtype].chunk(group.size) if holder == group.place else ()
                 into = piece if micro_batch else total
                 group.scatter(into, pieces, holder, at=f"the gradients of micro-batch {micro_batch}")
                 if micro_batch:
                     total += piece
-            found[dtype] = torch.cat(group.all_gather(total, at="the sum of the gradients"))
+            group.all_gather(total, into=parts, at="the sum of the gradients")
         return found
 
     def losses(self, mine: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:

@@ -75,7 +75,7 @@ class Slices:
         """Have every replica take each parameter from the one that updates it.
 
         Raises:  TransportError: a replica is lost."""
-        buffers, works, group = self.flat.empty(), [], self.group
+        buffers, works, group = self.flat.buffers(), [], self.group
         for one in self.flat.slices:
             assert one.owner is not None, "somebody updated it"
             if one.owner == group.place:
@@ -86,6 +86,7 @@ class Slices:
             group.finish(work, buffers[one.dtype][one.start : one.stop], at=_UPDATED)
             if one.owner != group.place:
                 self.flat.spread_parameters(buffers, one)
+        self.flat.give_back(buffers)
 
     def _final(self, place: int, _: torch.Tensor) -> None:
         self._take(place)
@@ -93,10 +94,10 @@ class Slices:
         self._go_on()
 
     def _take(self, place: int) -> None:
-        self.buffers = self.buffers or self.flat.empty()
+        self.buffers = self.buffers or self.flat.buffers()
         parameter = self.flat.named[place][1]
+        self.flat.take(self.buffers[parameter.dtype], place, self.start_of[place])
         if parameter.grad is not None:
-            self.flat.take(self.buffers[parameter.dtype], place, self.start_of[place])
             self.taken[place] = parameter.grad, parameter.grad._version
 
     def _check(self, place: int) -> None:

@@ -3,7 +3,7 @@
 They lie in the order in which a backward ends them, the last parameter first, so that a slice of the buffer
 is whole while the backward goes on before it. A gradient that there is none of is -0.0 throughout, to which
 adding changes no bit of a sum: 0.0 would make 0.0 of -0.0. So buffers add up whole, whichever parameters got
-a gradient where.
+a gradient where. They are used again in each step: new memory costs a system more than the copies into it.
 Source: claim C2 of CN107463448A (the offset of each weight in one buffer)."""
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class FlatGradients:
                 self.sizes[parameter.dtype] = start + parameter.numel()
         self.slices = sorted(self._sliced(slice_bytes), key=lambda one: -min(one.places))
         self.sizes = {dtype: -(-size // pieces) * pieces for dtype, size in self.sizes.items()}
+        self._spent: list[dict[torch.dtype, torch.Tensor]] = []
 
     def _sliced(self, slice_bytes: int) -> list[Slice]:
         found = []
@@ -85,16 +86,19 @@ class FlatGradients:
                     places, begin = [], stop
         return found
 
-    def empty(self) -> dict[torch.dtype, torch.Tensor]:
-        """Buffers without any gradient."""
-        return {
-            dtype: torch.full((size,), complex(-0.0, -0.0) if dtype.is_complex else -0.0, dtype=dtype)
-            for dtype, size in self.sizes.items()
-        }
+    def buffers(self) -> dict[torch.dtype, torch.Tensor]:
+        """Buffers to ``take`` every gradient into, -0.0 behind the last: given back before, else new."""
+        if self._spent:
+            return self._spent.pop()
+        return {dtype: torch.full((size,), _none(dtype), dtype=dtype) for dtype, size in self.sizes.items()}
+
+    def give_back(self, *spent: dict[torch.dtype, torch.Tensor]) -> None:
+        """Nobody reads these buffers any more, nor writes them."""
+        self._spent += spent
 
     def gather(self) -> dict[torch.dtype, torch.Tensor]:
         """Copies of the gradients that there are, of all parameters together; raises what ``take`` does."""
-        found = self.empty()
+        found = self.buffers()
         for dtype, offsets in self.offsets.items():
             for place, start in offsets:
                 self.take(found[dtype], place, start)
@@ -117,11 +121,12 @@ class FlatGradients:
             yield place, flats[one.dtype][start : (start := start + parameter.numel())].view(parameter.shape)
 
     def take(self, flat: torch.Tensor, place: int, start: int) -> None:
-        """Copy the gradient of the parameter at ``place``, if there is one, to ``flat`` from ``start`` on.
+        """Copy the gradient of the parameter at ``place``, -0.0 for none, to ``flat`` from ``start`` on.
 
         Raises: StageError: it is not dense."""
         name, parameter = self.named[place]
         if (gradient := parameter.grad) is None:
+            flat[start : start + parameter.numel()].fill_(_none(flat.dtype))
             return
         if gradient.layout != torch.strided:
             raise StageError(
@@ -149,3 +154,7 @@ class FlatGradients:
                 gradient = torch.empty_like(parameter, requires_grad=False) if into is None else into
                 flat = flats[dtype][start : start + parameter.numel()]
                 parameter.grad = gradient.copy_(flat.view(parameter.shape))
+
+
+def _none(dtype: torch.dtype) -> complex:
+    return complex(-0.0, -0.0) if dtype.is_complex else -0.0

@@ -50,6 +50,25 @@ def test_what_is_set_aside_adds_up_to_the_plain_statistics(momentum, dtype, layo
             assert same_bits(model.state_dict()[key], value), key
 
 
+@pytest.mark.parametrize("shared", [["running_mean", "running_var"], ["num_batches_tracked"]], ids="+".join)
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_norms_that_share_a_buffer_add_to_it_one_after_the_other(shared, momentum):
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.BatchNorm2d(3, momentum=momentum) for _ in range(3)))
+    for name in shared:
+        setattr(model[2], name, getattr(model[0], name))
+    plain = copy.deepcopy(model)
+    statistics = RunningStatistics(batch_norms(dict(model.named_modules())))
+    for _ in range(3):
+        statistics.begin()
+        for number, x in enumerate(torch.randn(2, 4, 3, 6, 6) + 0.2):
+            with statistics.forward(number):
+                assert same_bits(model(x), plain(x))
+        statistics.exchange(ALONE, [0, 0])
+        for key, value in plain.state_dict().items():
+            assert same_bits(model.state_dict()[key], value), key
+
+
 def test_a_frozen_norm_reads_its_own_and_is_left_alone():
     model, plain = networks(0.1)
     for one in (model, plain):

@@ -30,6 +30,22 @@ def test_offsets_go_from_the_last_to_the_first_by_dtype_and_the_rest_is_minus_ze
     assert flat.has().tolist() == [1, 1, 1, 0]
 
 
+def test_buffers_that_were_given_back_hold_nothing_of_what_was_in_them():
+    pairs = named()
+    flat = FlatGradients(pairs, pieces=3)
+    first = flat.gather()
+    rows = {dtype: one.data_ptr() for dtype, one in first.items()}
+    for _, parameter in pairs:
+        parameter.grad = None
+    flat.give_back(first)
+    again = flat.gather()
+    assert {dtype: one.data_ptr() for dtype, one in again.items()} == rows
+    for found in again.values():
+        numbers = torch.view_as_real(found) if found.is_complex() else found
+        assert torch.equal(numbers.view(torch.int32), torch.full_like(numbers, -0.0).view(torch.int32))
+    assert flat.buffers()[torch.float32].data_ptr() != rows[torch.float32]
+
+
 @pytest.mark.parametrize(
     ("slice_bytes", "expected"),
     [
