@@ -49,7 +49,7 @@ class ThreadGroup(ProcessGroup):
     Args:    key: of the group, the same on all its ranks."""
 
     def __init__(self, post: Post, rank: int, size: int, *, deadline: float, key: Key = ()) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue] (torch 2.14's stubs know another one)
         self.post, self.seconds, self.place, self.key = post, deadline, rank, key
         self.ranks, self._made, self._number = range(size), Counter[Key](), 0
 

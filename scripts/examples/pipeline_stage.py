@@ -1,4 +1,4 @@
-"""torch's own pipeline with packed saved tensors: one line registers ``penstock.offload`` on every stage.
+"""torch's own pipeline with packed saved tensors: ``penstock.offload`` around the forward of every stage.
 
     torchrun --nproc-per-node 2 scripts/examples/pipeline_stage.py
 
@@ -8,9 +8,7 @@ the saved tensors of every micro-batch packed until its backward, and compares a
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -33,19 +31,25 @@ def network() -> list[nn.Module]:
     return [first, second]
 
 
+class Packed(nn.Module):
+    """A stage with the saved tensors of its forwards packed until their backward."""
+
+    def __init__(self, module: nn.Module, saved: Offload) -> None:
+        super().__init__()
+        self.module, self.saved = module, saved
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """What ``module`` makes of ``inputs``."""
+        with self.saved:
+            return self.module(inputs)
+
+
 def gradients(
     module: nn.Module, images: torch.Tensor, labels: torch.Tensor, saved: Offload | None
 ) -> list[torch.Tensor]:
     """One step of 1F1B: the gradients of this rank's stage; ``saved`` is entered around every forward."""
-    rank = dist.get_rank()
-    stage = PipelineStage(module, rank, dist.get_world_size(), torch.device("cpu"))
-
-    @contextlib.contextmanager
-    def packed(info: object) -> Iterator[None]:
-        with saved or contextlib.nullcontext():
-            yield
-
-    stage.register_forward_context(packed)
+    rank, runs = dist.get_rank(), Packed(module, saved) if saved else module
+    stage = PipelineStage(runs, rank, dist.get_world_size(), torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=nn.functional.cross_entropy)
     if rank == 0:
         schedule.step(images)
