@@ -142,7 +142,7 @@ def _stage_seconds(stage: PlanStage, rates: dict[str, float], micro_batches: int
     away = stage.saved_bytes / rates[stage.tier] if stage.tier != "device" else 0.0
     forward, backward = max(stage.forward_seconds, away), max(stage.backward_seconds, away)
     if stage.parameters_tier != "device":  # read twice, its gradient twice more; updated once a step
-        one = 4 * stage.num_parameters / rates[stage.parameters_tier]
+        one = max(0, 4 * stage.num_parameters - stage.staying_bytes) / rates[stage.parameters_tier]
         forward, backward = max(forward, away + one), max(backward, away + 3 * one)
         backward += 6 * one / micro_batches
     return forward + backward

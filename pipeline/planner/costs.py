@@ -81,13 +81,39 @@ class Costs:
             )
         ]
 
-    def memory(self, start: int, end: int, rank: int, copies: Sequence[Copies] = ()) -> int:
-        """Predicted bytes on a rank; ``copies``: in the place of its own."""
+    def memory(
+        self, start: int, end: int, rank: int, copies: Sequence[Copies] = (), *, staying: int = 0
+    ) -> int:
+        """Predicted bytes on a rank; ``copies``: in the place of its own; ``staying``: bytes of parameters
+        that stay where the others leave."""
         sizes = {what: sums[end] - sums[start] for what, sums in self.sizes.items()}
         sizes |= {"entered": self.forward_bytes[start], "largest": self.largest.of(start, end)}
         sizes["near"] = self.near.of(start, end)
         sizes["neighbours"] = self.neighbours.of(self.with_parameters[start], self.with_parameters[end])
-        return (copies or self.copies)[rank].of(**sizes)
+        return (copies or self.copies)[rank].of(**sizes, staying=staying)
+
+    def staying(
+        self, spans: Sequence[tuple[tuple[int, int], int, int]], copies: Sequence[Copies]
+    ) -> list[int]:
+        """Of every stage, bytes of parameters that may stay, where the others leave, beside all else.
+
+        Where saved tensors leave as well half of the room is for them: they stay as long as there is any."""
+        found: list[int] = []
+        room: dict[int, int] = {}
+        for (start, end), place, rank in spans:
+            room.setdefault(rank, (self.budget or 0) * 100 // (100 + TOLERANCE))
+            room[rank] -= self.memory(start, end, place, copies)
+        for (start, end), place, rank in spans:
+            there = copies[place]
+            most = self.sizes["parameters"][end] - self.sizes["parameters"][start]
+            fits = (
+                math.floor(max(0, room[rank]) / there.staying / (1 + bool(there.near)))
+                if there.staying
+                else 0
+            )
+            found.append(min(fits, most))
+            room[rank] -= math.ceil(found[-1] * there.staying)
+        return found
 
     def fit(self, spans: Iterable[tuple[tuple[int, int], int, int]], copies: Sequence[Copies] = ()) -> bool:
         """Whether ranks keep to the budget that hold so many ``copies``; ``spans``: the positions of every
@@ -117,7 +143,7 @@ class Costs:
 
         return span
 
-    def stage(self, start: int, end: int, rank: int, **decided: Any) -> PlanStage:
+    def stage(self, start: int, end: int, rank: int, *, staying: int = 0, **decided: Any) -> PlanStage:
         """The stage made of these layers, with its predictions and what was decided for it."""
         layers = self.profile.layers[start:end]
         parameters = tuple(dict.fromkeys(name for layer in layers for name in layer.parameters))
@@ -127,7 +153,8 @@ class Costs:
             num_parameters=sum(layer.num_parameters for layer in layers),
             forward_seconds=sum(layer.forward_seconds for layer in layers),
             backward_seconds=sum(map(self._backward, layers)),
-            memory_bytes=self.memory(start, end, rank),
+            memory_bytes=self.memory(start, end, rank, staying=staying),
+            staying_bytes=staying,
             saved_bytes=sum(layer.saved_bytes for layer in layers),
             near_bytes=self.near.of(start, end),
             bytes_forward=self.forward_bytes[end],

@@ -172,11 +172,14 @@ def partition(
     most = extra
     if extra_in_flight == AUTO:
         most = most_extra(make, lambda programs: costs.fit(spans, there(programs)))
+    staying = costs.staying(spans, there(make(extra_in_flight=most)))
     known = ("fingerprint", "input_shapes", "input_dtypes", "signature", "leaves")
     made = Plan(
         stages=tuple(
-            costs.stage(*span, place, ranks=dealt(several)[rank] if several else (rank,), **held)
-            for span, place, rank in spans
+            costs.stage(
+                *span, place, staying=stay, ranks=dealt(several)[rank] if several else (rank,), **held
+            )
+            for (span, place, rank), stay in zip(spans, staying, strict=True)
         ),
         schedule=schedule,
         micro_batches=micro_batches,

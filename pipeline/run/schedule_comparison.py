@@ -210,6 +210,6 @@ def _memory(
         if plan.sharded:
             options["optimizer_state"] = (1.0 if state is None else state) / len(counts)
         there = copies(in_flight, old_versions=versions[number] - 1, **options)
-        return there.of(**sizes[number], entered=plan.bytes_entering(number))
+        return there.of(**sizes[number], entered=plan.bytes_entering(number), staying=stage.staying_bytes)
 
     return most_held(programs, held)

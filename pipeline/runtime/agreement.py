@@ -22,7 +22,8 @@ from .facts import Fact, of_process
 
 EVERY = 100  # batches between two that are compared
 DECISIONS = (
-    "device", "tier", "weights_tier", "parameters_tier", "recompute", "codecs", "gradient_codecs",
+    "device", "tier", "weights_tier", "parameters_tier", "staying_bytes", "recompute",
+    "codecs", "gradient_codecs",
 )  # of a stage  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from ...stages.device import Device
 from ...stages.memory.disk import Disk
 from ...stages.memory.io_threads import MOST_WAITING, REQUEST_BYTES
 from ...stages.memory.mirror import Mirror
-from ...stages.memory.readers import readers_of, sharing
+from ...stages.memory.readers import but_staying, readers_of, sharing
 from ...stages.memory.room import DiskOptions
 from ...stages.memory.store import UNLIMITED, StoreOptions
 from ...stages.memory.stores import open_store
@@ -198,5 +198,5 @@ def mirror_of(
         traced, layers = steps.layers(mode, index)
         runs.append((traced, layers, parts_of(model, traced, layers), steps.shapes.real[mode]))
     able = {id(parameter) for _, parameter in own.here[index]} - shared
-    readers = readers_of(runs, able)
+    readers = but_staying(readers_of(runs, able), plan.stages[index].staying_bytes)
     return Mirror(open_store(tier, stores), readers=readers, packs=tier == "packed", min_bytes=LEAST_MIRRORED)

@@ -5,7 +5,7 @@ layer of another stage, the outputs of the model, a layer that returns the param
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx, nn
@@ -30,6 +30,25 @@ def readers_of(
         for name, parameters in read.items():
             found[name] = _once([*found.get(name, ()), *parameters])
     return {name: [p for p in some if id(p) in own and id(p) not in near] for name, some in found.items()}
+
+
+def but_staying(readers: Mapping[str, list[Parameter]], num_bytes: int) -> dict[str, list[Parameter]]:
+    """The same without parameters that stay: those of whole layers, the smallest first, while they fit.
+
+    Many small ones cost more to move than few large ones of as many bytes."""
+    seen: set[int] = set()
+    own: list[list[Parameter]] = []
+    for parameters in readers.values():
+        own.append([p for p in parameters if id(p) not in seen])
+        seen |= {id(p) for p in own[-1]}
+    stays: set[int] = set()
+    for size, first in sorted(
+        ((sum(p.nbytes for p in first), first) for first in own), key=lambda one: one[0]
+    ):
+        if (num_bytes := num_bytes - size) < 0:
+            break
+        stays |= {id(p) for p in first}
+    return {name: [p for p in some if id(p) not in stays] for name, some in readers.items()}
 
 
 def _reads(

@@ -219,5 +219,6 @@ def _weights(plan: Plan) -> list[str]:
     if (tier := plan.of_stages("weights_tier")) != "device":
         parts.append(f"old weights {tier}")
     if (tier := plan.of_stages("parameters_tier")) != "device":
-        parts.append(f"parameters {tier}")
+        staying = sum(stage.staying_bytes for stage in plan.stages)
+        parts.append(f"parameters {tier}{f' but {show_bytes(staying)}' * bool(staying)}")
     return parts + ["weight gradients first"] * plan.weights_first

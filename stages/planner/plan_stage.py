@@ -23,7 +23,8 @@ class PlanStage:
     cuda (the GPU of its rank) or cuda:1, None for what its rank computes on; ``tier``: where saved tensors
     wait for their backward (``TIERS``); ``weights_tier``: where a version of its weights waits that no
     instruction reads right now; ``parameters_tier``: where its parameters are, with their gradients and what
-    the optimizer keeps, while no layer reads them; ``recompute``: whether a backward runs its forward again.
+    the optimizer keeps, while no layer reads them, but for ``staying_bytes`` of them, which stay with the
+    device; ``recompute``: whether a backward runs its forward again.
     ``codecs``: by name of a value that the stage makes and sends, the codec that it travels in, or under
     "auto" begins with; ``gradient_codecs``: the same for the gradients that it sends up, by name of their
     values. What has no codec here has that of the plan.
@@ -45,6 +46,7 @@ class PlanStage:
     tier: str = "device"
     weights_tier: str = "device"
     parameters_tier: str = "device"
+    staying_bytes: int = 0
     recompute: bool = False
     shares: tuple[int, ...] = ()
     codecs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)

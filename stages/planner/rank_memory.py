@@ -23,7 +23,8 @@ class Copies:
     """How often the bytes of layers are there: their parameters, what a micro-batch saves as it is, and that
     packed; what entered with it, where the rest is made again. ``near``: what the layers save that are near
     the one that runs, where the rest leaves. ``largest``: of the parameters of the layer that has most, where
-    layers have theirs only while they run; then those of its ``neighbours`` may be there, too."""
+    layers have theirs only while they run; then those of its ``neighbours`` may be there, too, and those that
+    are ``staying``."""
 
     parameters: float
     saved: int
@@ -31,6 +32,7 @@ class Copies:
     near: int = 0
     entered: int = 0
     largest: float = 0
+    staying: float = 0
 
     def of(
         self,
@@ -42,13 +44,15 @@ class Copies:
         entered: int = 0,
         largest: int = 0,
         neighbours: int = 0,
+        staying: int = 0,
     ) -> int:
         """Bytes in all; ``packed``: what is left of ``saved`` when it is packed; ``near``: the most of it
         that layers near each other save, None: all of it; ``neighbours``: the most parameters of
-        ``NEIGHBOURS`` layers."""
+        ``NEIGHBOURS`` layers; ``staying``: those of layers that keep theirs, where the others do not."""
         kept = self.saved * saved
         if self.near:  # where layers are few, nothing is far
             kept = min(kept, self.near * (saved if near is None else near) + self.packed * packed)
+        kept += math.ceil(self.staying * staying)
         if self.largest:
             kept += max(math.ceil(self.largest * largest), neighbours + GRADIENTS * largest)
         return math.ceil(self.parameters * parameters) + kept + self.entered * entered
@@ -89,8 +93,9 @@ def copies(
     whole = 2 + state + exchanged
     if parameters_tier == "device":
         return Copies(parameters=whole + versions, **there)
-    waits = 0 if parameters_tier in leaves else whole
-    return Copies(parameters=waits, largest=whole, **there)
+    if parameters_tier not in leaves:
+        return Copies(parameters=whole, largest=whole, **there)
+    return Copies(parameters=0, largest=whole, staying=whole, **there)
 
 
 def exchanges(counts: Sequence[int], *, exact: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import penstock
 from penstock import PlanError
 
 ROWS, WIDTH, DEPTH = 1024, 256, 12
+WHOLE = 4  # times the bytes of a parameter: gradient, and what Adam keeps, too
 LAYER = ROWS // 4 * WIDTH * 4  # bytes that a layer saves of a micro-batch
 
 
@@ -85,6 +87,20 @@ def test_a_share_of_the_memory_gives_the_same_bits_and_is_kept_to(schedule, shar
     first = reports[0].stages[0]
     foretold = first.device_tier + first.grew_bytes
     assert max(held[1:]) <= 1.25 * foretold  # threads decide what leaves a moment earlier
+
+
+def test_parameters_that_find_room_stay_with_the_same_bits(tmp_path):
+    planned: dict[str, Any] = {"stages": 2, "ranks": 1, "parameters_tier": "disk", "memory": "55%"}
+    reports, state, most = trained(tmp_path, tier="device", **planned)
+    assert differences(state) == []
+    assert max(report.stages[0].device_tier for report in reports) <= most
+    disk = reports[-1].stages[0].disk_tier
+    whole = WHOLE * sum(parameter.nbytes for parameter in deep().parameters())
+    layer = WHOLE * 4 * (WIDTH + 1) * WIDTH
+    assert 0 < disk < whole - 2 * layer
+    plan = penstock.partition(measured(), tier="device", micro_batches=4, optimizer_state=2.0, **planned)
+    stays = sum(stage.staying_bytes * WHOLE // layer * layer for stage in plan.stages)
+    assert disk <= whole - stays
 
 
 def test_everything_kept_is_foretold_to_the_byte(tmp_path):

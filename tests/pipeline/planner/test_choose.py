@@ -65,6 +65,31 @@ def test_what_a_person_fixed_stays():
     assert chosen(net(), "60%", recompute=True)[2]
 
 
+@pytest.mark.parametrize(
+    ("tier", "saved", "room", "expected"),
+    [
+        ("device", KIB, 60 * KIB, 20 * KIB),  # weights, gradients, momentum
+        ("disk", KIB, 60 * KIB, 10 * KIB),  # half of the room is for saved tensors
+        ("device", KIB, 3 * KIB - 1, KIB - 1),
+        ("device", KIB, 1 << 30, 24 * 10 * KIB),  # all there are
+    ],
+)
+def test_parameters_stay_as_far_as_there_is_room(tier, saved, room, expected):
+    options = {"stages": 1, "micro_batches": 4, "schedule": "gpipe", "tier": tier, "parameters_tier": "disk"}
+    (least,) = partition(net(saved=saved), **options).stages
+    memory = -(-(least.memory_bytes + room) * 105 // 100)
+    (stage,) = partition(net(saved=saved), memory=memory, **options).stages
+    assert (least.staying_bytes, stage.staying_bytes) == (0, expected)
+    assert stage.memory_bytes == least.memory_bytes + 3 * expected
+
+
+def test_stages_of_a_rank_share_what_room_there_is():
+    options = {"stages": 2, "ranks": 1, "micro_batches": 4, "parameters_tier": "disk"}
+    least = sum(stage.memory_bytes for stage in partition(net(), **options).stages)
+    plan = partition(net(), memory=-(-(least + 450 * KIB) * 105 // 100), **options)
+    assert [stage.staying_bytes for stage in plan.stages] == [120 * KIB, 30 * KIB]
+
+
 def test_a_share_is_that_of_what_is_held_when_nothing_moves():
     kept = partition(net(), stages=2, micro_batches=4)
     whole = max(stage.memory_bytes for stage in kept.stages)

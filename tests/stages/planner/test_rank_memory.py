@@ -59,6 +59,15 @@ def test_of_a_mirror_neighbours_are_there_or_all_that_belongs_to_one(options, ex
     assert copies(4, **options).of(**sizes) == expected + 400
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"parameters_tier": "disk"}, 3 * 200), ({"parameters_tier": "packed"}, 0), ({}, 0)],
+)
+def test_parameters_that_stay_count_where_the_others_leave(options, expected):
+    there = copies(4, **options)
+    assert there.of(parameters=WEIGHTS, staying=200) - there.of(parameters=WEIGHTS) == expected
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
 def test_the_largest_layer_of_any_run_of_layers(count):
     numbers = [(7 * i) % 11 for i in range(count)]
