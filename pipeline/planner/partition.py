@@ -175,7 +175,7 @@ def partition(
     known = ("fingerprint", "input_shapes", "input_dtypes", "signature", "leaves")
     made = Plan(
         stages=tuple(
-            costs.stage(*span, place, ranks=dealt(several)[rank] if several else (rank,), **held)
+            costs.stage(*span, place, ranks=tuple(dealt(several)[rank]) if several else (rank,), **held)
             for span, place, rank in spans
         ),
         schedule=schedule,
