@@ -84,7 +84,7 @@ def test_frozen_parameters_of_eight_bits_are_left_where_they_are(exact, sharded)
 
 
 def test_more_replicas_than_could_ever_be_are_refused_before_they_are_listed():
-    plan, model, x = planned(nn.Sequential(nn.Linear(6, 8), nn.Tanh()))
+    _, model, x = planned(nn.Sequential(nn.Linear(6, 8), nn.Tanh()))
     profile = penstock.measure(penstock.trace(model, (x[:3],)), (x[:3],), repeats=1)
     with pytest.raises(penstock.PlanError, match="found 1000000000000 replicas and micro_batches=4"):
         penstock.partition(profile, stages=1, replicas=10**12, micro_batches=4)
