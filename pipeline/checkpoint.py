@@ -50,7 +50,7 @@ def load(pipe: Pipeline, folder: str | Path) -> Mapping[str, Any]:
     with pipe.agreement.together("loading a checkpoint"):
         parts = pipe.state.checked(pipe.update, state, pipe.plan, keys=keys)
     pipe.num_steps = pipe.state.load(pipe.update, parts, names=names)
-    pipe.begin_shares(shares_in(found))
+    pipe.begin_shares(shares_in(found), seconds_in(found))
     pipe.same.restart()
     return found.notes
 
@@ -59,6 +59,13 @@ def shares_in(found: Checkpoint) -> list[list[int]]:
     """By what weight the replicas of each stage took its micro-batches when the checkpoint was made."""
     stages = found.index["plan"]["stages"]
     return [stage.get("shares") or [1] * len(stage.get("ranks", [0])) for stage in stages]
+
+
+def seconds_in(found: Checkpoint) -> dict[int, float]:
+    """The smoothed seconds of ranks for a micro-batch, on which its next shares hang, if it has them."""
+    told = found.index.get("seconds", {})
+    pairs = told.items() if isinstance(told, dict) else ()
+    return {int(rank): one for rank, one in pairs if rank.isdecimal() and isinstance(one, float) and one > 0}
 
 
 class Saving:
@@ -82,6 +89,7 @@ class Saving:
             "scaler": pipe.update.scale.state(),
             "versions": pipe.plan.versions,
             "plan": pipe.plan.to_json(),
+            "seconds": {str(rank): one for rank, one in pipe.sharing.known().items()},
             "made_by": {"penstock": __version__, "torch": str(torch.__version__)},
             "threads": torch.get_num_threads(),
         }

@@ -24,7 +24,7 @@ from .runtime import facts
 from .runtime.arguments import check_gradients
 from .runtime.batches import micro_batches
 from .runtime.gather import gather_flows, gather_spans
-from .runtime.replicas import check_outputs
+from .runtime.replica_checks import check_outputs
 from .runtime.report import Report, described
 from .runtime.running import Running
 from .runtime.step import Step

@@ -177,7 +177,7 @@ def partition(
     made = Plan(
         stages=tuple(
             costs.stage(
-                *span, place, staying=stay, ranks=dealt(several)[rank] if several else (rank,), **held
+                *span, place, staying=stay, ranks=tuple(dealt(several)[rank]) if several else (rank,), **held
             )
             for (span, place, rank), stay in zip(spans, staying, strict=True)
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ...conf.parts import MEASURED, REPLAY
 from ...conf.planning import PlanningConfig
 from ...stages.planner.layer_dependencies import dependencies
 from ...stages.planner.layer_profile import Profile
@@ -14,6 +15,11 @@ from ..weights.optimizers import state_per_byte
 from . import build
 from .decide import model_name
 from .run_folder import RunFolder
+
+_SHARES = {
+    MEASURED: "replicas.shares=measured: training begins with these shares and follows the speed of ranks",
+    REPLAY: "replicas.shares=replay: training takes those of replicas.log= step by step",
+}
 
 
 def views(
@@ -28,7 +34,7 @@ def views(
     rule = plan.policy.rule
     versions = [rule.old_versions(stage, plan.num_stages) if rule else 0 for stage in stages]
     state = state_per_byte(build.optimizer(config.optimizer)) if config.optimizer else None
-    lines, files = list[str](), list[Path]()
+    lines, files = [_SHARES[asked]] if (asked := str(config.replicas.shares)) in _SHARES else [], list[Path]()
     if config.graph:
         from ...stages.planner.graph_picture import draw  # matplotlib takes a second to import
 

@@ -52,7 +52,8 @@ from .auto import policy_named
 from .engine import Engine
 from .ownership import Ownership, disk_of, make_stages, ownership
 from .process_memory import ResidentMemory, Usage
-from .replicas import Replicas, check_replicated
+from .replica_checks import check_replicated
+from .replicas import Replicas
 from .state import State
 from .steps import Steps, SynchronousFeed
 from .stream import StreamFeed
@@ -213,7 +214,7 @@ class Assembly:
         self.agreement.agree("the layers of a model", lambda: facts.of_layers(graph))
         check_layers(self.plan, graph)
         if not self.world.is_alone:
-            check_replicated(self.plan, model, written=graph.written)
+            check_replicated(self.plan, model, graph)
         self.call = graph.train.call
         self.steps = Steps(self.plan, graph, model, self.world)
         self.feed = StreamFeed(self.plan, self.steps) if self.plan.streams else SynchronousFeed(self.steps)

@@ -13,9 +13,8 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
 
-from ...compression.errors import Disagreement, PlanError
+from ...compression.errors import Disagreement
 from ...stages.planner.plan import Plan
 from ...stages.stage.stage import Stage
 from ..ranks.replica_group import ReplicaGroup
@@ -24,7 +23,8 @@ from ..schedules.instruction import Op
 from ..weights.clip import DTYPES
 from ..weights.flat import FlatGradients
 from .ownership import Ownership
-from .running_statistics import BUFFERS, RunningStatistics, batch_norms, norms_of
+from .replica_checks import check_apart, check_hooks, check_trained, trained
+from .running_statistics import RunningStatistics, inside, norms_of
 from .slices import Slices
 from .step import Step
 
@@ -61,7 +61,9 @@ class Replicas:
             for s in several
         }
         self.slices = {s: Slices(flat, self.groups[s]) for s, flat in self.flats.items()}
-        self.statistics = {s: RunningStatistics(norms_of(stages[s])) for s in several}
+        self.statistics = {
+            s: RunningStatistics(norms_of(stages[s]), inside=inside(stages[s])) for s in several
+        }
         self.keeps = bool(several) and plan.exact
         self.updates = dict.fromkeys(several, 0)
         self.number, self.last = 0, dict[int, int | None]()
@@ -105,6 +107,7 @@ class Replicas:
         if stage not in self.groups:
             return
         flat, like = self.flats[stage], self.like[stage]
+        check_apart(flat.named)
         self.kept[stage][micro_batch] = flat.gather()
         self.has[stage] |= flat.has()
         for place, (_, parameter) in enumerate(flat.named):
@@ -117,12 +120,16 @@ class Replicas:
             return
         flat, group = self.flats[stage], self.groups[stage]
         if not self.keeps:
+            check_apart(flat.named)
             self.has[stage] = flat.has()
             self.like[stage] = [parameter.grad for _, parameter in flat.named]
         sums = self._in_order(stage) if self.keeps else self.slices[stage].sums()
         self.statistics[stage].exchange(group, self.holders(stage))
         if flat.named:
-            group.largest(has := self.has[stage], at="which gradients there are")
+            told = torch.stack([self.has[stage], *trained(flat.named)])
+            group.largest(told, at="which gradients there are")
+            check_trained(flat.named, told[1:], stage=stage)
+            has = told[0]
             if self.plan.sharded:  # only the sums of what this replica updates are surely here
                 has = has * torch.tensor([owner == group.place for owner in flat.owners])
             flat.spread(sums, has, like=self.like[stage])
@@ -195,50 +202,3 @@ def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
         found.append(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True))
     return torch.tensor(found, dtype=torch.int64)
-
-
-def check_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse hooks that see a gradient behind each backward: of one rank the sum until then, here a part.
-
-    Raises:  PlanError: a parameter has one."""
-    if name := next((name for name, p in named if getattr(p, "_post_accumulate_grad_hooks", None)), ""):
-        raise PlanError(
-            f"replicas add up what each has of a gradient, and {name} has a hook that sees it behind each "
-            "backward (register_post_accumulate_grad_hook); take a hook of the optimizer's step, or one rank "
-            "a stage"
-        )
-
-
-def check_replicated(plan: Plan, model: nn.Module, *, written: frozenset[str]) -> None:
-    """Refuse what replicas would train otherwise than one.
-
-    Args:    written: the buffers that a forward writes to.
-    Raises:  PlanError: the model has something of the kind."""
-    if max(plan.replicas) == 1:
-        return
-    check_hooks(model.named_parameters())
-    if sparse := next((n for n, m in model.named_modules() if getattr(m, "sparse", False) is True), ""):
-        raise PlanError(
-            f"replicas add up dense gradients, and {sparse} gives sparse ones; make it with sparse=False, or "
-            "take one rank a stage"
-        )
-    norms = batch_norms(dict(model.named_modules(remove_duplicate=False)))
-    if found := sorted(written - {f"{name}.{key}" for name in norms for key in BUFFERS}):
-        raise PlanError(
-            f"replicas see some micro-batches each, and a forward writes to {found[0]}, which is no running "
-            "statistic of a batch norm; take one rank a stage"
-        )
-    if written and any(stage.recompute for stage in plan.stages):
-        raise PlanError(
-            f"replicas set the running statistics of batch norms aside, found {min(written)} and "
-            "recompute=true; take recompute=false, or one rank a stage"
-        )
-
-
-def check_outputs(plan: Plan, asked: bool) -> None:
-    """Refuse to hand out the outputs of a step where replicas have them; raises PlanError."""
-    if asked and plan.replicas[-1] > 1:
-        raise PlanError(
-            f"each of {plan.replicas[-1]} replicas of the last stage has outputs of its own micro-batches, "
-            "found outputs=True; evaluate the batch, or give the last stage one rank"
-        )

@@ -12,7 +12,7 @@ from .batches import joined
 from .gather import gather_reports
 from .loss import total_loss
 from .report import Report
-from .sharing import Sharing, check_asked, sharing_of
+from .sharing import NONE, Seconds, Sharing, check_asked, sharing_of
 from .step import Step
 
 
@@ -47,9 +47,9 @@ class Running(Assembly):
             self.sharing = sharing_of(asked, self.plan, alone=self.world.is_alone)
         self.begin_shares()
 
-    def begin_shares(self, kept: Shares = ()) -> None:
-        """Begin with the step that is next; ``kept``: the shares of a checkpoint that was loaded."""
-        self._take(self.sharing.begin(self.plan, self.num_steps, kept))
+    def begin_shares(self, kept: Shares = (), seconds: Seconds = NONE) -> None:
+        """Begin with the step that is next; ``kept``, ``seconds``: those of a checkpoint that was loaded."""
+        self._take(self.sharing.begin(self.plan, self.num_steps, kept, seconds))
 
     def next_shares(self, report: Report, number: int) -> None:
         """Take up the shares of the next step, behind one of ``number`` micro-batches, which is reported."""

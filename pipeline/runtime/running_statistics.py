@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...compression.errors import StageError
 from ...stages.stage.stage import Stage
+from ...stages.tracing.leaves import is_compiled
 from ..ranks.replica_group import ReplicaGroup
+from .unread import Unread, unwatched
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 TRIED = 512  # sums that a formula is tried on, at least
@@ -55,6 +57,14 @@ def batch_norms(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     }
 
 
+def inside(stage: Stage) -> set[str]:
+    """The batch norms of a stage that are part of a larger layer, in which nobody looks; a compiled one would
+    be compiled with who looks."""
+    tops = stage.parts["train"].modules
+    plain = [path for path, top in tops.items() if not any(map(is_compiled, top.modules()))]
+    return {name for path in plain for name in norms_of(stage) if name.startswith(f"{path}.")}
+
+
 def norms_of(stage: Stage) -> dict[str, Any]:
     """The batch norms that the layers of a stage run, by their names in the model."""
     tops = stage.parts["train"].modules.items()
@@ -66,8 +76,12 @@ def norms_of(stage: Stage) -> dict[str, Any]:
 class RunningStatistics:
     """Those of the batch norms of one stage, by the names of the modules in the model."""
 
-    def __init__(self, norms: Mapping[str, Any]) -> None:
-        self.norms = {name: norm for name, norm in norms.items() if norm.running_mean is not None}
+    def __init__(self, norms: Mapping[str, Any], *, inside: Collection[str] = ()) -> None:
+        """``inside``: those that are part of a larger layer."""
+        self.inside, self.norms = (
+            inside,
+            {name: norm for name, norm in norms.items() if norm.running_mean is not None},
+        )
         self.known: dict[tuple[object, ...], int] = {}
         self.begin()
 
@@ -81,10 +95,11 @@ class RunningStatistics:
         self.seen[micro_batch] = seen = {}
         handles, own = [], dict[str, tuple[Any, ...]]()
 
-        def before(name: str, norm: Any, given: tuple[torch.Tensor, ...]) -> None:
+        @unwatched
+        def before(name: str, norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not norm.training:
                 return
-            code = self._formula(name, norm, given[0])
+            code = self._formula(name, norm, *args, **kwargs)
             own[name] = (norm.momentum, *(getattr(norm, key) for key in BUFFERS), code)
             norm.momentum = 1.0
             for key in BUFFERS:
@@ -95,6 +110,7 @@ class RunningStatistics:
             for key, buffer in zip(BUFFERS, buffers, strict=True):
                 norm._buffers[key] = buffer
 
+        @unwatched
         def after(name: str, norm: Any, *_: object) -> None:
             if name not in own:
                 return
@@ -109,15 +125,21 @@ class RunningStatistics:
             seen[name] = found
 
         for name, norm in self.norms.items():
-            handles.append(norm.register_forward_pre_hook(functools.partial(before, name)))
+            first = functools.partial(before, name)
+            handles.append(norm.register_forward_pre_hook(first, with_kwargs=True))
             handles.append(norm.register_forward_hook(functools.partial(after, name)))
         try:
-            yield
+            with self._unread() if self.inside else contextlib.nullcontext():
+                yield
         finally:
             for name in [*own]:
                 restore(name, self.norms[name])
             for handle in handles:
                 handle.remove()
+
+    def _unread(self) -> Unread:
+        norms = {name: norm for name, norm in self.norms.items() if norm.training}
+        return Unread({id(getattr(norm, k)): f"{name}.{k}" for name, norm in norms.items() for k in BUFFERS})
 
     def exchange(self, group: ReplicaGroup, holders: Sequence[int]) -> None:
         """Add what all replicas saw of the micro-batches of a step, in ascending order.
@@ -135,10 +157,11 @@ class RunningStatistics:
         for holder, line in zip(holders, lines, strict=True):
             _add([*zip(self.norms.values(), rows[holder][line].split([*sizes.values()]), strict=True)])
 
-    def _formula(self, name: str, norm: Any, x: torch.Tensor) -> int:
+    def _formula(self, name: str, norm: Any, input: torch.Tensor) -> int:
         """Counted from 1, how the sums of ``norm`` are rounded: the formula of the mean, then the other.
 
         Raises: StageError: by none that is known."""
+        x = input  # as torch names it, for who calls by name
         key = name, x.shape, x.stride(), x.dtype, norm.momentum
         if key in self.known:
             return self.known[key]
@@ -151,10 +174,12 @@ class RunningStatistics:
             return mean, var
 
         fits = [[True] * len(FORMULAS) for _ in range(2)]
-        drawn = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        room = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        memory = torch.empty(max(0, room), dtype=x.dtype, device=x.device)
+        drawn = memory.as_strided(x.shape, x.stride())  # of elements that are one, too
         with torch.no_grad():
             for _ in range(max(4, math.ceil(TRIED / like.numel()))):
-                drawn.copy_(torch.randn(x.shape, generator=generator) + 0.5)
+                memory.copy_(torch.randn(len(memory), generator=generator) + 0.5)
                 new = run(torch.zeros_like(like), torch.zeros_like(like), 1.0)
                 times = torch.rand(like.shape, generator=generator).to(like) + 0.5
                 old = [one * times for one in new]  # alike, or few roundings would differ

@@ -7,7 +7,7 @@ Source: claims C5 and C6 of CN107463448A (nodes of unlike devices)."""
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ...compression.errors import PlanError
 from ...stages.planner.dealing import counts_of
@@ -15,6 +15,8 @@ from ...stages.planner.plan import Plan
 from ..schedules.shares import Course, Shares, better, smoothed
 
 MEASURED = "measured"
+Seconds = Mapping[int, float]
+NONE: Seconds = {}
 
 
 class Sharing(abc.ABC):
@@ -25,9 +27,13 @@ class Sharing(abc.ABC):
     follows = True
 
     @abc.abstractmethod
-    def begin(self, plan: Plan, step: int, kept: Shares) -> Plan:
-        """``plan`` as it begins with ``step``; ``kept``: the shares of a checkpoint that was loaded, if one
-        was."""
+    def begin(self, plan: Plan, step: int, kept: Shares, seconds: Seconds = NONE) -> Plan:
+        """``plan`` as it begins with ``step``; ``kept``, ``seconds``: the shares, and what was ``known``,
+        of a checkpoint that was loaded, if one was."""
+
+    def known(self) -> Seconds:
+        """The seconds of ranks for a micro-batch, as far as the next shares hang on them."""
+        return NONE
 
     @abc.abstractmethod
     def after(self, plan: Plan, step: int, *, number: int, seconds: Sequence[float]) -> Plan:
@@ -39,7 +45,7 @@ class Planned(Sharing):
 
     follows = False
 
-    def begin(self, plan: Plan, step: int, kept: Shares) -> Plan:
+    def begin(self, plan: Plan, step: int, kept: Shares, seconds: Seconds = NONE) -> Plan:
         """The plan."""
         return plan
 
@@ -52,10 +58,15 @@ class Measured(Sharing):
     """By speed: seconds of each rank for a micro-batch, smoothed, from all steps but the first, which is slow
     for reasons of its own."""
 
-    def begin(self, plan: Plan, step: int, kept: Shares) -> Plan:
+    def begin(self, plan: Plan, step: int, kept: Shares, seconds: Seconds = NONE) -> Plan:
         """With what was kept, if it is of as many replicas; else as it is."""
-        self.first, self.seconds = True, dict[int, float]()
-        return plan.with_shares(kept) if tuple(map(len, kept)) == plan.replicas else plan
+        alike = tuple(map(len, kept)) == plan.replicas
+        self.first, self.seconds = True, dict(seconds) if alike else {}
+        return plan.with_shares(kept) if alike else plan
+
+    def known(self) -> Seconds:
+        """Smoothed, of the ranks that were seen."""
+        return dict(self.seconds)
 
     def after(self, plan: Plan, step: int, *, number: int, seconds: Sequence[float]) -> Plan:
         """With shares by speed where the slowest replica of a stage gains by them."""
@@ -86,7 +97,7 @@ class Replayed(Sharing):
         if sorted(set(steps)) != steps:
             raise PlanError(f"a course of shares has every step once, ascending, found steps {steps}")
 
-    def begin(self, plan: Plan, step: int, kept: Shares) -> Plan:
+    def begin(self, plan: Plan, step: int, kept: Shares, seconds: Seconds = NONE) -> Plan:
         """With the last ones up to ``step``, also where that is earlier than what ran before."""
         *_, found = self.planned, *(shares for first, shares in self.course if first <= step)
         return plan if found == plan.shares else plan.with_shares(found)

@@ -33,10 +33,10 @@ def schedule_of(plan: Plan) -> Schedule:
     return replicated(schedule, ranks, shares=plan.shares, deepens=deepens)
 
 
-def dealt(replicas: Sequence[int]) -> list[tuple[int, ...]]:
-    """The ranks of stages that have so many replicas each, in their order."""
+def dealt(replicas: Sequence[int]) -> list[range]:
+    """The ranks of stages that have so many replicas each, in their order; anybody may ask for many."""
     starts = [sum(replicas[:stage]) for stage in range(len(replicas))]
-    return [tuple(range(start, start + n)) for start, n in zip(starts, replicas, strict=True)]
+    return [range(start, start + n) for start, n in zip(starts, replicas, strict=True)]
 
 
 def without(plan: Plan, rank: int | None) -> Plan | None:
@@ -51,7 +51,7 @@ def without(plan: Plan, rank: int | None) -> Plan | None:
     kept = tuple(share for one, share in pairs if one != rank)
     stages[lost] = dataclasses.replace(stages[lost], ranks=kept, shares=kept if len(set(kept)) > 1 else ())
     left = dealt([len(stage.ranks) for stage in stages])
-    stages = [dataclasses.replace(one, ranks=own) for one, own in zip(stages, left, strict=True)]
+    stages = [dataclasses.replace(one, ranks=tuple(own)) for one, own in zip(stages, left, strict=True)]
     return dataclasses.replace(plan, stages=tuple(stages))
 
 

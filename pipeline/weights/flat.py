@@ -65,7 +65,7 @@ class FlatGradients:
         self.owners = owners or [None] * len(named)
         self.named, self.offsets, self.sizes = named, dict[torch.dtype, list[tuple[int, int]]](), {}
         for place, (_, parameter) in reversed([*enumerate(named)]):
-            if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
+            if adds_up(parameter.dtype):
                 start = self.sizes.get(parameter.dtype, 0)
                 self.offsets.setdefault(parameter.dtype, []).append((place, start))
                 self.sizes[parameter.dtype] = start + parameter.numel()
@@ -154,6 +154,11 @@ class FlatGradients:
                 gradient = torch.empty_like(parameter, requires_grad=False) if into is None else into
                 flat = flats[dtype][start : start + parameter.numel()]
                 parameter.grad = gradient.copy_(flat.view(parameter.shape))
+
+
+def adds_up(dtype: torch.dtype) -> bool:
+    """Whether gradients of this dtype can be: no whole numbers, and torch adds no two of eight bits."""
+    return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
 
 
 def _none(dtype: torch.dtype) -> complex:

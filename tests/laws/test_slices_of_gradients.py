@@ -10,7 +10,7 @@ from reference import same_bits
 from zoo import build
 
 import penstock
-from penstock.pipeline.runtime.replicas import check_replicated
+from penstock.pipeline.runtime.replica_checks import check_replicated
 from penstock.pipeline.runtime.slices import Slices
 from penstock.pipeline.weights.flat import FlatGradients
 
@@ -124,6 +124,7 @@ def test_a_pipeline_without_replicas_has_no_slices():
 
 def test_a_model_with_hooks_behind_the_backward_is_refused_where_stages_have_replicas():
     (plan, _), (model, _) = plan_of(Case(model="mlp", cuts=1, replicas=2)), build("mlp")
+    graph = penstock.trace(model, (torch.randn(4, 3, 8, 8),))
     next(model.parameters()).register_post_accumulate_grad_hook(halve)
     with pytest.raises(penstock.PlanError, match="take a hook of the optimizer's step, or one rank a stage"):
-        check_replicated(plan, model, written=frozenset())
+        check_replicated(plan, model, graph)

@@ -153,7 +153,12 @@ def test_a_plan_says_its_replicas_and_train_takes_them_from_it(tmp_path, monkeyp
     assert command.run(["plan", *job.split(), *asked.split(), "hydra.run.dir=run"]) == 0
     plan = Plan.load("run/plan.json")
     assert (plan.replicas, plan.exact, plan.num_ranks) == ((1, 2), True, 3)
-    assert "replicas [1, 2] that add as one" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "replicas [1, 2] that add as one" in said
+    assert "replicas.shares" not in said
+    measured = f"{asked} replicas.shares=measured hydra.run.dir=measured"
+    assert command.run(["plan", *job.split(), *measured.split()]) == 0
+    assert "training begins with these shares and follows the speed of ranks" in capsys.readouterr().out
     found = TrainConfig(plan="run/plan.json", model={}, micro_batches=4, batch_size=48)
     early.load_plan(found, [])
     assert (found.ranks, found.stages, found.replicas.count, found.replicas.exact) == (3, 2, [1, 2], True)

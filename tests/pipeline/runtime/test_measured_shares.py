@@ -1,10 +1,14 @@
 """Shares from step to step without ranks: who slows down gets less, noise moves nothing, and replay."""
 
+import copy
 import random
 
 import pytest
+import torch
 from profiles import NET
+from torch import nn
 
+import penstock
 from penstock.compression.errors import PlanError
 from penstock.pipeline.planner.partition import partition
 from penstock.pipeline.runtime.sharing import Measured, Planned, check_asked, sharing_of
@@ -62,6 +66,49 @@ def test_a_checkpoint_is_taken_up_by_as_many_replicas_and_else_left():
     assert Measured().begin(EVEN, 7, ((5, 3), (1,))) is EVEN
     assert Measured().begin(EVEN, 7, ((8,),)) is EVEN
     assert Planned().begin(EVEN, 7, kept) is EVEN
+
+
+def test_seconds_go_on_with_a_checkpoint_of_as_many_replicas():
+    whole, parted = Measured(), Measured()
+    plan = again = parted.begin(whole.begin(EVEN, 0, ()), 0, ())
+    for step, slower in enumerate([1, 1, 1, 2, 2, 2, 2]):
+        plan = after(whole, plan, [1, 1, 1, slower], step)
+        if step == 4:
+            parted, kept = Measured(), (again.shares, parted.known())
+            again = parted.begin(EVEN, step, *kept)
+            after(parted, again, [9, 9, 9, 9], step)  # the first step counts for nothing
+        again = after(parted, again, [1, 1, 1, slower], step)
+        assert (again.shares, parted.known()) == (plan.shares, whole.known()), step
+    assert Measured().begin(EVEN, 7, ((8,),), parted.known()) is EVEN
+    assert plan.shares[1] != (1, 1)
+    fewer = Measured()
+    fewer.begin(EVEN, 7, ((8,),), parted.known())
+    assert fewer.known() == {}
+
+
+def test_a_checkpoint_has_the_seconds_in_its_index(tmp_path):
+    model, x = nn.Linear(6, 8), torch.randn(16, 6)
+    profile = penstock.measure(penstock.trace(model, (x[:4],)), (x[:4],), repeats=1)
+    plan = partition(profile, stages=1, replicas=2, micro_batches=4)
+    models = [[copy.deepcopy(model) for _ in range(2)] for _ in range(2)]
+
+    def train(world):
+        pipes = [
+            penstock.Pipeline(
+                some[world.rank], plan, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD, world=world,
+                shares="measured",
+            )
+            for some in models
+        ]  # fmt: skip
+        for _ in range(3):
+            pipes[0].step(x, torch.zeros(16, 8))
+        penstock.save(pipes[0], tmp_path)
+        penstock.load(pipes[1], tmp_path)
+        return [pipe.sharing.known() for pipe in pipes]
+
+    for first, second in penstock.in_threads(train, ranks=2, deadline=30):
+        assert first == second
+        assert sorted(first) == [0, 1]
 
 
 def test_a_course_is_had_again_from_any_step_on():

@@ -96,3 +96,49 @@ def test_what_a_kernel_adds_otherwise_is_refused_by_name_and_leaves_the_model_as
     assert model[0].momentum == 0.1
     assert not model[0]._forward_hooks
     assert not model[0]._forward_pre_hooks
+
+
+def test_a_norm_may_be_called_by_keyword_and_on_elements_that_are_one():
+    torch.manual_seed(0)
+    norm: Any = nn.BatchNorm1d(3)
+    statistics, x = RunningStatistics({"norm": norm}), torch.randn(4, 3)
+    with statistics.forward(0):
+        norm(input=x)
+    statistics.exchange(ALONE, [0])
+    plain = nn.BatchNorm1d(3)
+    plain(x)
+    assert same_bits(norm.running_var, plain.running_var)
+    with statistics.forward(1), pytest.raises(StageError, match=r"strides \(3, 1, 0\)"):
+        norm(x.unsqueeze(2).expand(-1, -1, 5))
+
+
+class Reading(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.norm, self.what = nn.BatchNorm1d(3), what
+
+    def forward(self, x):
+        return self.what(self.norm, x)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda norm, x: norm(x) + norm.running_mean,
+        lambda norm, x: norm(x) * norm.num_batches_tracked.item(),
+        lambda norm, x: nn.functional.batch_norm(x, norm.running_mean, norm.running_var, training=True),
+    ],
+)
+def test_statistics_that_a_larger_layer_uses_by_itself_are_refused(what):
+    model: Any = Reading(what)
+    statistics = RunningStatistics({"layer.norm": model.norm}, inside={"layer.norm"})
+    with (
+        statistics.forward(0),
+        pytest.raises(StageError, match=r"a layer that uses layer\.norm\.\w+ by itself"),
+    ):
+        model(torch.randn(4, 3))
+    model.what = lambda norm, x: norm(x.to(norm.running_mean.dtype)).view(-1, len(norm.running_var))
+    plain, x = copy.deepcopy(model), torch.randn(4, 3)
+    with statistics.forward(1):
+        found = model(x)
+    assert same_bits(found, plain(x))

@@ -1,0 +1,115 @@
+"""What replicas would train otherwise than one rank is refused by name."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock
+from penstock.pipeline.runtime.replica_checks import check_replicated
+
+
+class Own(nn.Module):
+    def __init__(self, norm, what):
+        super().__init__()
+        self.first, self.norm, self.what = nn.Linear(6, 8), norm, what
+
+    def forward(self, x):
+        return self.what(self.norm, self.first(x))
+
+
+class Normed(nn.BatchNorm1d):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("norm", "what"),
+    [
+        (nn.BatchNorm1d, lambda norm, x: norm(x) + norm.running_mean),
+        (nn.BatchNorm1d, lambda norm, x: norm(x - norm.running_mean)),
+        (nn.BatchNorm1d, lambda norm, x: F.batch_norm(x, norm.running_mean, norm.running_var, training=True)),
+        (Normed, lambda norm, x: norm(x)),
+    ],
+)
+def test_statistics_that_a_forward_uses_by_itself_are_refused(norm, what):
+    plan, model, x = planned(Own(norm(8), what))
+    with pytest.raises(penstock.PlanError, match=r"a forward that uses norm\.\w+ by itself"):
+        check_replicated(plan, model, penstock.trace(model, (x[:3],)))
+
+
+def test_statistics_that_are_only_read_where_nobody_writes_them_are_as_good_as_any_buffer():
+    plan, model, x = planned(Own(nn.BatchNorm1d(8).eval(), lambda norm, x: norm(x) + norm.running_mean))
+    check_replicated(plan, model, penstock.trace(model, (x[:3],)))
+
+
+class Two(nn.Module):
+    """Autograd gives both views the same gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.p, self.q = (
+            nn.Linear(6, 8),
+            nn.Parameter(torch.ones(2, 4)),
+            nn.Parameter(torch.ones(4, 2)),
+        )
+
+    def forward(self, x):
+        return self.first(x) * (self.p.view(8) + self.q.view(8))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_gradients_of_two_parameters_in_one_memory_are_refused(exact):
+    with pytest.raises(penstock.StageError, match=r"gave p and q one tensor for both.*q\.clone\(\)"):
+        trained(Two(), exact=exact)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_parameter_that_some_replicas_froze_is_refused(exact, later):
+    def freeze(rank, step, model):
+        model.first.weight.requires_grad_(rank == 0 or step < later)
+
+    with pytest.raises(penstock.PenstockError, match=r"first\.weight of stage 0 requires a gradient on some"):
+        trained(Own(nn.Tanh(), lambda norm, x: norm(x)), exact=exact, before=freeze)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+def test_frozen_parameters_of_eight_bits_are_left_where_they_are(exact, sharded):
+    model = Own(nn.Tanh(), lambda norm, x: norm(x) * norm.scale.float())
+    model.norm.scale = nn.Parameter(torch.rand(8).to(torch.float8_e4m3fn), requires_grad=False)
+    assert trained(model, exact=exact, sharded=sharded) == [2, 2]
+
+
+def test_more_replicas_than_could_ever_be_are_refused_before_they_are_listed():
+    _, model, x = planned(nn.Sequential(nn.Linear(6, 8), nn.Tanh()))
+    profile = penstock.measure(penstock.trace(model, (x[:3],)), (x[:3],), repeats=1)
+    with pytest.raises(penstock.PlanError, match="found 1000000000000 replicas and micro_batches=4"):
+        penstock.partition(profile, stages=1, replicas=10**12, micro_batches=4)
+
+
+def planned(model, **options):
+    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+    example = (x[:3],)
+    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
+    return penstock.partition(profile, stages=1, replicas=2, micro_batches=4, **options), model, x
+
+
+def trained(model, *, before=lambda rank, step, model: None, **options):
+    """How many steps each of two threads was trained."""
+    plan, _, x = planned(model, **options)
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def train(world):
+        pipe = penstock.Pipeline(
+            models[world.rank], plan, loss=F.mse_loss, optimizer=torch.optim.SGD, world=world, deadline=30
+        )
+        for step in range(2):
+            before(world.rank, step, models[world.rank])
+            pipe.step(x, torch.zeros(12, 8))
+        pipe.close()
+        return pipe.num_steps
+
+    return penstock.in_threads(train, ranks=2, deadline=30)
