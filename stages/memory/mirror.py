@@ -90,10 +90,14 @@ class Mirror:
         self._optimizer = optimizer
 
     def begin(self) -> None:
-        """A step begins: no gradient is left of the one before, and gradients leave when they are final."""
+        """A step begins: no gradient is left of the one before but what no optimizer takes away, and
+        gradients leave when they are final."""
         self.peak_bytes = self.near_bytes
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        taken = {id(parameter) for group in groups for parameter in group["params"]}
         for one in self._all.values():
-            one.forget_gradient()
+            if id(one.parameter) in taken:
+                one.forget_gradient()
             if one.parameter.requires_grad and not one.hooked:
                 one.hooked = True
                 added = functools.partial(self._added, one)

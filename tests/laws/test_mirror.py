@@ -55,6 +55,8 @@ CASES = [
     Case(model="mlp", cuts=2, scaler=(2.0**120, 2), steps=4, clip=None, **HOST),
     Case(model="mlp", cuts=2, scaler=1024.0, scheduler=True, **PACKED),
     Case(model="mlp", cuts=2, guard=True, **HOST),
+    Case(model="mlp", cuts=2, optimizer="no_biases", **PACKED),  # whose gradients stay from step to step
+    Case(model="mlp", cuts=3, optimizer="no_biases", clip=None, recompute=True, parameters_tier="disk"),
     Case(model="residual", cuts=3, **PACKED),
     Case(model="residual_channels_last", cuts=2, schedule="gpipe", tier="packed", **PACKED),
     Case(model="residual", cuts=3, recompute=True, **HOST),
