@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CUSTOM, Case, on_ranks, parameters
+from cases import CUSTOM, OPTIMIZERS, Case, on_ranks, parameters
 from far import FarStore
 from law import differences, everything_leaves, rank_differences, state_differences
 from reference import plain_loop, same_bits
@@ -465,6 +465,38 @@ def test_in_a_backward_few_frozen_layers_are_near(far):
     pipe.step(BATCH, BATCH)
     assert len(near) == 4
     assert max(near) <= 3 * 64 * 64 * 4
+
+
+def hooked(model):
+    """Hooks that read the parameter whose gradient comes, and change that."""
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient, p=parameter: gradient + 0.1 * p.detach().norm())
+        parameter.register_post_accumulate_grad_hook(_shrink)
+
+
+def _shrink(parameter):
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.9).add_(0.1 * parameter.detach().norm())
+
+
+@pytest.mark.parametrize("when", ["ahead of the pipeline", "behind it"])
+def test_hooks_on_parameters_find_them_and_their_gradients_near(when, far):
+    (model, batches), (plain, _) = build("mlp"), build("mlp")
+    example = (batches[0][0][:4],)
+    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
+    plan = penstock.partition(profile, stages=2, micro_batches=3, parameters_tier="host")
+    sgd = OPTIMIZERS["sgd"]
+    hooked(plain)
+    if when == "ahead of the pipeline":
+        hooked(model)
+    pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=sgd)
+    if when == "behind it":
+        hooked(model)
+    loop = plain_loop(plain, batches, loss=cross_entropy, optimizer=sgd, micro_batches=3)
+    for (x, y), expected in zip(batches, loop, strict=True):
+        pipe.step(x, y)
+        assert state_differences(pipe.state_dict(), plain, expected["optimizer"]) == []
+    pipe.close()
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
