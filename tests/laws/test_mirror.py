@@ -467,6 +467,48 @@ def test_in_a_backward_few_frozen_layers_are_near(far):
     assert max(near) <= 3 * 64 * 64 * 4
 
 
+class ByNorm(torch.autograd.Function):
+    """x * |w|, whose backward reads w itself, not what autograd saved of it."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.w = w
+        return x * w.norm()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.w.detach().norm(), None
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(192))
+
+    def forward(self, x):
+        return ByNorm.apply(x * 2, self.w)
+
+
+@pytest.mark.parametrize("leaves", [(), (Normed,)])
+def test_what_a_backward_of_a_person_s_keeps_stays(leaves, far):
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Flatten(), nn.Linear(192, 192), Normed(), nn.Linear(192, 10)) for _ in "12"]
+    model, plain = models
+    plain.load_state_dict(model.state_dict())
+    _, batches = build("mlp")
+    example, sgd = (batches[0][0][:4],), OPTIMIZERS["sgd"]
+    profile = penstock.measure(penstock.trace(model, example, leaves=leaves), example, repeats=1)
+    plan = penstock.partition(profile, stages=1, micro_batches=3, parameters_tier="host")
+    pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=sgd)
+    loop = plain_loop(plain, batches, loss=cross_entropy, optimizer=sgd, micro_batches=3)
+    for (x, y), expected in zip(batches, loop, strict=True):
+        pipe.step(x, y)
+        assert state_differences(pipe.state_dict(), plain, expected["optimizer"]) == []
+    assert model[2].w.numel() == 192
+    assert model[1].weight.numel() == 0
+    pipe.close()
+
+
 def hooked(model):
     """Hooks that read the parameter whose gradient comes, and change that."""
     for parameter in model.parameters():
