@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...compression.dtypes import DTYPE_NUMBERS
-from ..device import KINDS
 from ..tracing.layers import Layer
 from .packer import SavedTensorPacker
 from .saved_storage import SavedStorage, WriteCounter, refuse_written
-from .tensor_view import view_of
+from .tensor_view import is_elements, view_of
 
 Took = Callable[[SavedStorage], None]
 Read = Callable[[SavedStorage, int, WriteCounter], Tensor]
@@ -86,12 +84,8 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is nothing but a part of its storage, on a device that we pack on."""
     return (
         type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and tensor.device.type in KINDS
-        and tensor.dtype in DTYPE_NUMBERS
-        and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
-        and tensor.data_ptr() % tensor.itemsize == 0
+        and is_elements(tensor)
     )
 
 

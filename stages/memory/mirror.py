@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -64,7 +63,6 @@ class Mirror:
         self._walks = False  # a forward runs
         self._soon: list[ParameterMemory] = []  # brought ahead
         self._optimizer: Optimizer | None = None
-        self._hooks: list[Any] = []
         self.peak_bytes = 0
 
     @property
@@ -90,15 +88,18 @@ class Mirror:
         self._optimizer = optimizer
 
     def begin(self) -> None:
-        """A step begins: no gradient is left of the one before, and gradients leave when they are final."""
+        """A step begins: no gradient is left of the one before but what no optimizer takes away, and
+        gradients leave when they are final."""
         self.peak_bytes = self.near_bytes
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        taken = {id(parameter) for group in groups for parameter in group["params"]}
         for one in self._all.values():
-            one.forget_gradient()
-            if one.parameter.requires_grad and not one.hooked:
-                one.hooked = True
-                added = functools.partial(self._added, one)
-                self._hooks.append(one.parameter.register_hook(functools.partial(self._arrives, one)))
-                self._hooks.append(one.parameter.register_post_accumulate_grad_hook(added))
+            if id(one.parameter) in taken:
+                one.forget_gradient()
+            if one.parameter.requires_grad:
+                one.hook(
+                    first=functools.partial(self._arrives, one), last=functools.partial(self._added, one)
+                )
 
     def layer_done(self, done: Layer | None, following: Layer | None) -> None:
         """Between two layers of a forward: what ``done`` read leaves, what ``following`` reads comes."""
@@ -212,9 +213,8 @@ class Mirror:
     def close(self) -> None:
         """The model keeps the parameters that it has: after ``pull_all`` all of them."""
         self.frames.ahead.close()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for one in self._all.values():
+            one.unhook()
 
     def _pull(self, turn: Turn) -> None:
         for one in (self._all[id(parameter)] for parameter in turn):

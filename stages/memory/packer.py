@@ -98,11 +98,11 @@ class SavedTensorPacker:
                 self.bring([weakref.ref(before)])
             before = before.previous()
         if storage.state in ("resident", "leaving"):
-            return storage.read(number)
+            return writes.counted(storage.read(number))
         began = time.perf_counter()
         found = storage.read(number)
         self.exposed_seconds += time.perf_counter() - began
-        return found
+        return writes.counted(found)
 
     def bring(self, storages: Sequence[weakref.ref[SavedStorage]]) -> None:
         """Bring back ``storages``, which are on their way now: the store begins with all of them at once."""

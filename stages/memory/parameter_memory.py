@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -22,8 +22,8 @@ class ParameterMemory:
     Attributes: turn: the part of the mirror that it belongs to; storage: the identity of its memory while it
                 is near, by which parts of it are known."""
 
-    __slots__ = ("_ahead", "_frames", "_gradient", "_lock", "_memory", "_soon", "_state", "_version",
-                 "hooked", "near", "parameter", "storage", "turn")  # fmt: skip
+    __slots__ = ("_ahead", "_frames", "_gradient", "_hooks", "_lock", "_memory", "_soon", "_state",
+                 "_version", "near", "parameter", "storage", "turn")  # fmt: skip
 
     def __init__(self, frames: Frames, parameter: Parameter, turn: int) -> None:
         self._frames, self.parameter, self.turn = frames, parameter, turn
@@ -32,7 +32,8 @@ class ParameterMemory:
         self._ahead, self._lock = cast(Tensor | None, None), threading.Lock()  # values brought ahead
         self._soon = False
         self._state: dict[Any, TensorMemory] = {}
-        self._version, self.near, self.hooked = parameter._version, True, False
+        self._version, self.near = parameter._version, True
+        self._hooks: tuple[Any, ...] = ()  # the first and the last on its gradient
         self.storage = parameter.untyped_storage()._cdata
 
     @property
@@ -117,6 +118,23 @@ class ParameterMemory:
 
     # -- its gradient -------------------------------------------------------------------------------------
 
+    def hook(self, *, first: Callable[[Tensor], None], last: Callable[[Tensor], None]) -> None:
+        """Call ``first`` with a gradient ahead of all other hooks, ``last`` behind them: those of people, who
+        may have added some since, read the parameter in between."""
+        if not self._hooks:
+            ahead = self.parameter.register_hook(first)
+            self._hooks = ahead, self.parameter.register_post_accumulate_grad_hook(last)
+        ahead, behind = self._hooks
+        on_gradient, added = self.parameter._backward_hooks, self.parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+        _reorder(on_gradient, lambda key: key != ahead.id)
+        _reorder(added, lambda key: key == behind.id)
+
+    def unhook(self) -> None:
+        """Call nobody any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = ()
+
     def bring_gradient(self) -> None:
         """What there is of its gradient comes, to be written; its values are near."""
         if self._gradient is not None:
@@ -165,3 +183,12 @@ class ParameterMemory:
                 memory = self._state[key] = TensorMemory(self._frames, item)
                 if memory.put(item):
                     hollow(item)
+
+
+def _reorder(hooks: dict[int, Any], place: Callable[[int], bool]) -> None:
+    """Have the ``hooks`` of a tensor in the order of ``place``, in which torch then calls them."""
+    order = sorted(hooks, key=place)
+    if order != list(hooks):
+        found = {key: hooks[key] for key in order}
+        hooks.clear()
+        hooks.update(found)

@@ -74,6 +74,7 @@ def _reads(
                 else:
                     read[traced.layers[user].node].append(parameter)
     near |= {id(p) for p in _given(traced.output, parts)}
+    near |= {id(p) for layer in layers if layer.name in record.keeping for p in read[layer.node]}
     return {layer.name: _once(read[layer.node]) for layer in layers}
 
 

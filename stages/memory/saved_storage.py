@@ -62,6 +62,12 @@ class WriteCounter:
             torch.autograd.graph.increment_version(tensor)
             return self.changed
 
+    def counted(self, tensor: Tensor) -> Tensor:
+        """Return what ``tensor`` has as a tensor that shares this count: whoever writes to it is found."""
+        shares = self._probe.detach()
+        shares.data = tensor
+        return shares
+
     def refuse(self) -> None:
         """Raise StageError if there was a write."""
         refuse_written(self._version, self._probe._version)

@@ -15,29 +15,21 @@ import torch
 from torch import Tensor
 
 from ...compression.codec import decode, encode
-from ...compression.dtypes import DTYPE_NUMBERS
 from ...compression.frame import ALIGNMENT
 from ...compression.pool import Frame
-from ..device import KINDS, is_gpu
+from ..device import is_gpu
 from ..worker import Worker
 from .gauge import Share
 from .packer import FOR_SAVED
 from .store import Store, UnpooledBuffers
-from .tensor_view import Bytes, TensorView, bytes_around, empty, row_view, view_of
+from .tensor_view import Bytes, TensorView, bytes_around, empty, is_elements, row_view, view_of
 
 _WORTH = 16 / 15  # raw bytes per byte of frame from which on it is worth to unpack
 
 
 def may_leave(tensor: Tensor, *, min_bytes: int) -> bool:
     """Whether ``tensor`` is nothing but plain elements in memory, of ``min_bytes`` bytes or more."""
-    return (
-        tensor.layout is torch.strided
-        and tensor.device.type in KINDS
-        and tensor.dtype in DTYPE_NUMBERS
-        and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())
-        and tensor.numel() * tensor.itemsize >= max(1, min_bytes)
-        and tensor.data_ptr() % tensor.itemsize == 0
-    )
+    return is_elements(tensor) and tensor.numel() * tensor.itemsize >= max(1, min_bytes)
 
 
 class Frames:

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...compression.dtypes import DTYPE_NUMBERS
 from ...compression.errors import StageError
 from ...compression.frame import ALIGNMENT
 from ...compression.geometry import geometry
-from ..device import CPU
+from ..device import CPU, KINDS
 from ..tracing.layers import Layer
 
 
@@ -62,6 +63,17 @@ def view_of(tensor: Tensor, layer: Layer | None = None) -> TensorView:
     """Return how ``tensor``, saved by ``layer``, lies in its storage."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     return TensorView(layer, tensor.dtype, tuple(tensor.size()), tensor.stride(), start)
+
+
+def is_elements(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is nothing but elements in memory, as they stand there, on a device that we know."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type in KINDS
+        and tensor.dtype in DTYPE_NUMBERS
+        and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+        and tensor.data_ptr() % tensor.itemsize == 0
+    )
 
 
 def row_view(num_elements: int, dtype: torch.dtype) -> TensorView:

@@ -20,7 +20,7 @@ from ..seeds import drew, generators_of, states_of
 from .layers import Layer, Parts, Traced, is_local, run_layer
 from .probe_record import Outputs, ProbeRecorder
 from .proof import zeros_that_stop
-from .reached import edges_of, leads, reached, runs_own_code
+from .reached import edges_of, keeps_itself, leads, reached, runs_own_code
 from .unseen import Contents
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -65,12 +65,13 @@ class Value:
 class Probe:
     """The record: values by number, outputs of every node, random layers, refused cuts with reasons.
 
-    ``seeded``: the random layers, and those that run code of a person's, which may begin to draw."""
+    ``seeded``: the random layers, and those that run a person's code; ``keeping``: whose backward is one."""
 
     values: tuple[Value, ...]
     outputs: dict[fx.Node, Outputs]
     random: frozenset[str]
     seeded: frozenset[str]
+    keeping: frozenset[str]
     refused: dict[int, str]
     samples: int
 
@@ -88,11 +89,11 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
     for index, layer in enumerate(traced.layers):
         _record_layer(recorder, layer, index, env, parts, samples)
         _refuse_written_constants(recorder, layer, traced, parts)
+    end = len(traced.layers)
     for number in recorder.reads(traced.output):
-        recorder.users[number].add(len(traced.layers))
+        recorder.users[number].add(end)
     for name, buffer in _local(traced.output, parts).items():
-        key = buffer.untyped_storage()._cdata
-        recorder.accesses.setdefault(key, (name, set()))[1].add(len(traced.layers))
+        recorder.accesses.setdefault(buffer.untyped_storage()._cdata, (name, set()))[1].add(end)
     stops = zeros_that_stop(traced, parts, recorder.outputs, recorder.last_writer, recorder.watched())
     asked = {i for i in recorder.reads(traced.output) if getattr(recorder.objects[i], "requires_grad", False)}
     last = reached(recorder.leads, asked, len(traced.layers))
@@ -102,6 +103,7 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
         outputs=recorder.outputs,
         random=frozenset(recorder.random),
         seeded=frozenset(recorder.random | recorder.own),
+        keeping=frozenset(recorder.keeping),
         refused={},
         samples=samples,
     )
@@ -120,8 +122,7 @@ def _record_layer(
     at_hand = [*recorder.beside(tensors), *buffers.values()]
     versions, contents = [t._version for t in at_hand], Contents(at_hand)
     recorder.kept += contents.storages
-    states = states_of(recorder.generators)
-    before = edges_of((i, recorder.objects[i]) for i in read)
+    states, before = states_of(recorder.generators), edges_of((i, recorder.objects[i]) for i in read)
     try:
         env[layer.node] = run_layer(layer, env, parts, samples=samples)
     except Exception as error:
@@ -129,17 +130,16 @@ def _record_layer(
         raise PlanError(f"layer {layer.name} does not take an input of shape {size}: {error}") from error
     if drew(recorder.generators, states):
         recorder.random.add(layer.name)
-    if runs_own_code(layer, parts):
-        recorder.own.add(layer.name)
+    recorder.own |= {layer.name} if runs_own_code(layer, parts) else set()
     changed = [t for t, before in zip(at_hand, versions, strict=True) if t._version != before]
     # batch_norm writes its statistics without giving them a new version, others through .data or NumPy
     other, counted = contents.changed(), {id(t) for t in changed}
     unseen = [t for t in at_hand if id(t) not in counted and t.untyped_storage()._cdata in other]
     recorder.unseen |= {recorder.numbers[id(t)]: index for t in unseen if id(t) in recorder.numbers}
     changed += unseen
+    recorder.written |= {id(t) for t in changed}
     for storage in {t.untyped_storage()._cdata for t in changed}:
         recorder.writes.setdefault(storage, []).append(index)
-    recorder.written |= {id(t) for t in changed}
     for name, buffer in buffers.items():
         recorder.accesses.setdefault(buffer.untyped_storage()._cdata, (name, set()))[1].add(index)
     for tensor in (t for t in tensors if t.layout == torch.strided):  # a layer may have returned a buffer
@@ -150,14 +150,15 @@ def _record_layer(
     recorder.add(layer.node, index, env[layer.node])
     after = edges_of((i, recorder.objects[i]) for i in recorder.outputs[layer.node].values)
     recorder.leads[index] = leads(layer, parts, made=after, read=before)
+    recorder.keeping |= {layer.name} if keeps_itself(layer, parts, made=after, read=before) else set()
 
 
 def _buffers(layer: Layer, parts: Parts) -> dict[str, torch.Tensor]:
     """The buffers that a layer may write to, by name."""
     found = _local(layer.node, parts)
     if layer.node.op == "call_module":
-        module = parts.modules[str(layer.node.target)]
-        found |= {f"{layer.node.target}.{name}": buffer for name, buffer in module.named_buffers()}
+        named = parts.modules[str(layer.node.target)].named_buffers()
+        found |= {f"{layer.node.target}.{name}": buffer for name, buffer in named}
     return found
 
 

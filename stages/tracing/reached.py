@@ -49,6 +49,20 @@ def _led_to(edge: tuple[Node, int], read: Edges) -> set[int]:
     return found
 
 
+def keeps_itself(layer: Layer, parts: Parts, *, made: Edges, read: Edges) -> bool:
+    """Whether a backward of a person's is among those of ``layer``: it reads what it likes, saved or not."""
+    ahead = [] if _is_own(layer, parts) else [node for node, _ in made]
+    before, seen = {node for node, _ in read}, set[Node]()
+    while ahead:
+        node = ahead.pop()
+        if isinstance(node, BackwardCFunction) and node not in before:
+            return True
+        if node not in seen and node not in before:
+            seen.add(node)
+            ahead += [following for following, _ in node.next_functions if following is not None]
+    return False
+
+
 def _is_own(layer: Layer, parts: Parts) -> bool:
     """Whether torch alone says what a layer does."""
     node = layer.node

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CUSTOM, Case, on_ranks, parameters
+from cases import CUSTOM, OPTIMIZERS, Case, on_ranks, parameters
 from far import FarStore
 from law import differences, everything_leaves, rank_differences, state_differences
 from reference import plain_loop, same_bits
@@ -55,6 +55,8 @@ CASES = [
     Case(model="mlp", cuts=2, scaler=(2.0**120, 2), steps=4, clip=None, **HOST),
     Case(model="mlp", cuts=2, scaler=1024.0, scheduler=True, **PACKED),
     Case(model="mlp", cuts=2, guard=True, **HOST),
+    Case(model="mlp", cuts=2, optimizer="no_biases", **PACKED),  # whose gradients stay from step to step
+    Case(model="mlp", cuts=3, optimizer="no_biases", clip=None, recompute=True, parameters_tier="disk"),
     Case(model="residual", cuts=3, **PACKED),
     Case(model="residual_channels_last", cuts=2, schedule="gpipe", tier="packed", **PACKED),
     Case(model="residual", cuts=3, recompute=True, **HOST),
@@ -463,6 +465,80 @@ def test_in_a_backward_few_frozen_layers_are_near(far):
     pipe.step(BATCH, BATCH)
     assert len(near) == 4
     assert max(near) <= 3 * 64 * 64 * 4
+
+
+class ByNorm(torch.autograd.Function):
+    """x * |w|, whose backward reads w itself, not what autograd saved of it."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.w = w
+        return x * w.norm()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.w.detach().norm(), None
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(192))
+
+    def forward(self, x):
+        return ByNorm.apply(x * 2, self.w)
+
+
+@pytest.mark.parametrize("leaves", [(), (Normed,)])
+def test_what_a_backward_of_a_person_s_keeps_stays(leaves, far):
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Flatten(), nn.Linear(192, 192), Normed(), nn.Linear(192, 10)) for _ in "12"]
+    model, plain = models
+    plain.load_state_dict(model.state_dict())
+    _, batches = build("mlp")
+    example, sgd = (batches[0][0][:4],), OPTIMIZERS["sgd"]
+    profile = penstock.measure(penstock.trace(model, example, leaves=leaves), example, repeats=1)
+    plan = penstock.partition(profile, stages=1, micro_batches=3, parameters_tier="host")
+    pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=sgd)
+    loop = plain_loop(plain, batches, loss=cross_entropy, optimizer=sgd, micro_batches=3)
+    for (x, y), expected in zip(batches, loop, strict=True):
+        pipe.step(x, y)
+        assert state_differences(pipe.state_dict(), plain, expected["optimizer"]) == []
+    assert model[2].w.numel() == 192
+    assert model[1].weight.numel() == 0
+    pipe.close()
+
+
+def hooked(model):
+    """Hooks that read the parameter whose gradient comes, and change that."""
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient, p=parameter: gradient + 0.1 * p.detach().norm())
+        parameter.register_post_accumulate_grad_hook(_shrink)
+
+
+def _shrink(parameter):
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.9).add_(0.1 * parameter.detach().norm())
+
+
+@pytest.mark.parametrize("when", ["ahead of the pipeline", "behind it"])
+def test_hooks_on_parameters_find_them_and_their_gradients_near(when, far):
+    (model, batches), (plain, _) = build("mlp"), build("mlp")
+    example = (batches[0][0][:4],)
+    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
+    plan = penstock.partition(profile, stages=2, micro_batches=3, parameters_tier="host")
+    sgd = OPTIMIZERS["sgd"]
+    hooked(plain)
+    if when == "ahead of the pipeline":
+        hooked(model)
+    pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=sgd)
+    if when == "behind it":
+        hooked(model)
+    loop = plain_loop(plain, batches, loss=cross_entropy, optimizer=sgd, micro_batches=3)
+    for (x, y), expected in zip(batches, loop, strict=True):
+        pipe.step(x, y)
+        assert state_differences(pipe.state_dict(), plain, expected["optimizer"]) == []
+    pipe.close()
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])

@@ -10,6 +10,7 @@ import torch
 from reference import same_bits
 from saving import memory_threads, settle
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from penstock.compression.errors import CodecError, ConfigError, PlanError, StageError
@@ -390,6 +391,29 @@ def test_a_write_to_what_was_saved_is_found(large, when):
         loss.backward()
 
 
+class DoublesWhatItSaved(torch.autograd.Function):
+    """x * 3, whose backward writes to what it saved: torch finds it when another node reads that."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * 3 + 0 * x.mul_(2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"tier": "disk"}, {"min_bytes": "1GiB"}], ids=str)
+def test_a_write_by_a_backward_is_found_by_whoever_reads_behind_it(settings):
+    x = zeros_and_ones(1 << 16)
+    with everything(**settings):
+        loss = DoublesWhatItSaved.apply((x * 2).exp()).sum()
+    with pytest.raises(StageError, match=r"must not be written to.*at version 1 that was saved at version 0"):
+        loss.backward()
+
+
 def test_a_weight_that_the_optimizer_moved_is_found():
     second = nn.Linear(20, 20)
     model = nn.Sequential(nn.Linear(20, 20), second)
@@ -472,6 +496,18 @@ def test_what_is_no_plain_tensor_passes_through():
         w = torch.view_as_complex(values.view(300, 2)).conj().exp().abs().sum()
     assert saved.bytes_raw < 20_000
     (y + z + w).backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself
+def test_dual_numbers_have_zeros_without_memory_which_pass_through():
+    x, weight = torch.randn(40, 50), torch.randn(50, 60, requires_grad=True)
+    found = []
+    for block in (contextlib.nullcontext, everything):
+        with forward_ad.dual_level(), block():
+            y, tangent = forward_ad.unpack_dual((forward_ad.make_dual(x, torch.ones_like(x)) @ weight).tanh())
+            loss = (y * tangent).sum()
+        found.append(torch.autograd.grad(loss, weight)[0])
+    assert same_bits(*found)
 
 
 def test_a_small_part_of_a_large_storage_does_not_take_it_along():
