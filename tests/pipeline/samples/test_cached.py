@@ -419,6 +419,27 @@ def test_samples_are_counted_from_the_end_and_end_as_those_of_a_list(path):
         assert data.through.cache.is_connected  # type: ignore[attr-defined]
 
 
+def test_a_data_set_that_grows_or_shrinks_is_read_and_told(path):
+    class Grown(Readable):
+        number = NUMBER
+
+        def __len__(self) -> int:
+            return self.number
+
+        def decode(self, index: int, data: bytes) -> Any:
+            return data
+
+    with broker_thread(path, policy("never_evict", 1000 * PAGE)):
+        inner = Grown()
+        data = penstock.cached(inner, job="a", socket=path, epochs=4)
+        inner.number = NUMBER // 2
+        assert [data[index][0] for index in data.sampler] == list(data.order(0))
+        inner.number = NUMBER + 5
+        with pytest.warns(UserWarning, match="of 60 samples is asked for 65; it may not grow in a job"):
+            assert [data[index][0] for index in data.sampler] == list(data.order(1))
+        assert [data[index][0] for index in data.sampler] == list(data.order(2))
+
+
 def test_data_of_unknown_name_is_shared_with_nobody(path):
     with broker_thread(path, policy("never_evict", 1000 * PAGE)):
         one = penstock.cached(Readable(1), job="a", socket=path, shuffle=False)
