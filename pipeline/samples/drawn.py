@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,47 @@ def drawing(split: str, epoch: int, number: int, *, seed: int) -> Iterator[None]
             torch.default_generator.set_state(before[0])
             random.setstate(before[1])
             np.random.set_state(before[2])
+
+
+def generators(own: Iterable[Any] = ()) -> tuple[object, ...]:
+    """The states of the generators that everybody draws from, and of ``own_generators``."""
+    _, keys, *rest = np.random.get_state(legacy=True)
+    everybodys = torch.default_generator.get_state().numpy().tobytes(), random.getstate(), repr(rest)
+    return *everybodys, keys.tobytes(), *(_KINDS[type(one)](one) for one in own)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def own_generators(owner: Any) -> list[Any]:
+    """Return the generators that hang on ``owner``, a data set: on itself, its transforms, what it wraps."""
+    found, seen, level = [], {id(owner)}, [owner]
+    for _ in range(_DEEPEST):
+        inner = [one for each in level for one in _held(each) if id(one) not in seen]
+        level = list({id(one): one for one in inner}.values())[:_MOST]
+        seen |= set(map(id, level))
+        found += [one for one in level if type(one) in _KINDS]
+    return found
+
+
+def _held(owner: Any) -> Iterable[Any]:
+    """What may have a generator and hangs on ``owner``; what is long holds samples."""
+    if isinstance(owner, Tensor | np.ndarray | type):
+        return ()
+    if isinstance(owner, list | tuple):
+        held: Iterable[Any] = owner if len(owner) <= _LONGEST else ()
+    elif isinstance(owner, dict):
+        held = owner.values() if len(owner) <= _LONGEST else ()
+    else:
+        held = getattr(owner, "__dict__", {}).values()
+    return [one for one in held if not isinstance(one, str | bytes | int | float | None)]
+
+
+_DEEPEST, _MOST, _LONGEST = 4, 200, 50
+_KINDS: dict[type, Callable[[Any], object]] = {
+    torch.Generator: lambda one: one.get_state().numpy().tobytes(),
+    random.Random: lambda one: one.getstate(),
+    np.random.Generator: lambda one: repr(one.bit_generator.state),
+    np.random.RandomState: lambda one: repr(one.get_state(legacy=False)),
+}
+"""Generators that people own, and what tells whether one has moved."""
 
 
 def _number(name: str) -> int:

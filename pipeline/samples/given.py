@@ -26,13 +26,18 @@ from ...compression.errors import ConfigError
 from .reading import Place, Reading, unreadable
 from .samples import Description, Samples
 
-LABELS = "labels"
+LABELS = ("labels", "label")
+"""The targets of a sample that is a dict; Hugging Face's data sets call one so, and its models many."""
+
+TESTS = ("validation", "val", "test")
+"""The splits of a mapping that are tested on, the first there is: the last is often kept without targets."""
 
 WORKS = (
     "return torch.utils.data.TensorDataset(inputs, targets)",
     "return train_dataset, test_dataset",
     "return torch.utils.data.DataLoader(dataset, collate_fn=mine)",
     "return train_loader, test_loader",
+    'return {"train": train_dataset, "test": test_dataset}',
     "return penstock.pipeline.samples.Samples(train=.., test=.., describe=..)",
 )
 """What a function of one's own may end with."""
@@ -96,7 +101,7 @@ def samples_of(made: object, *, target: str, batch_size: int | None, skips: bool
     """
     if isinstance(made, Samples):
         return made
-    parts = list(made) if isinstance(made, tuple | list) and len(made) == 2 else [made]
+    parts, passed_by = _parts(made)
     if not all(map(_is_split, parts)):
         raise ConfigError(
             f"data._target_={target} returns {_shown(made)}; what works is one of: {'; '.join(WORKS)}"
@@ -104,6 +109,8 @@ def samples_of(made: object, *, target: str, batch_size: int | None, skips: bool
     names = ["train", "test"][: len(parts)]
     tables = [_table(part, target=target, name=name) for name, part in zip(names, parts, strict=True)]
     notes = [note for part in parts[:1] if (note := _unused(part, batch_size))]
+    if passed_by:
+        notes.append(f"data._target_={target} also returns {', '.join(passed_by)}, which nothing reads")
     if len(parts) == 1:
         notes.append(
             f"data._target_={target} returns nothing to test on, so no accuracy is told; return (train, test)"
@@ -117,20 +124,31 @@ def samples_of(made: object, *, target: str, batch_size: int | None, skips: bool
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
-    """Inputs and targets of a batch: of a pair, or of a mapping with the targets as "labels".
+    """Inputs and targets of a batch: of a pair, or of a mapping with the targets as "labels" or "label".
 
     Raises: ConfigError: it is neither.
     """
-    if isinstance(batch, Mapping) and LABELS in batch:
-        return {name: value for name, value in batch.items() if name != LABELS}, batch[LABELS]
+    if isinstance(batch, Mapping) and (found := next((name for name in LABELS if name in batch), None)):
+        return {name: value for name, value in batch.items() if name != found}, batch[found]
     if isinstance(batch, tuple | list) and len(batch) == 2:
         inputs, targets = batch
         return tuple(inputs) if isinstance(inputs, list) else inputs, targets
     found = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else _shown(batch)
     raise ConfigError(
-        f'a sample is (input, target), ((input, input), target), or a dict of tensors with "{LABELS}", found '
+        "a sample is (input, target), ((input, input), target), or a dict of tensors with "
+        f'"{LABELS[0]}", found '
         f"{found}; return such ones, or give a DataLoader a collate_fn that does"
     )
+
+
+def _parts(made: object) -> tuple[list[Any], list[str]]:
+    """What may be the splits of ``made``, and the names of what else it has."""
+    if isinstance(made, Mapping) and "train" in made:
+        tested = [name for name in TESTS if name in made][:1]
+        return [made[name] for name in ("train", *tested)], [
+            str(name) for name in made if name not in ("train", *tested)
+        ]
+    return list(made) if isinstance(made, tuple | list) and len(made) == 2 else [made], []
 
 
 def _is_split(part: object) -> bool:
@@ -143,13 +161,15 @@ def _is_split(part: object) -> bool:
 
 
 def _table(part: Any, *, target: str, name: str) -> Collated | Streamed:
-    dataset = part.dataset if isinstance(part, DataLoader) else part
-    if not hasattr(dataset, "__len__"):
+    dataset: Any = part.dataset if isinstance(part, DataLoader) else part
+    try:
+        len(dataset)
+    except (TypeError, NotImplementedError):
         raise ConfigError(
-            f"data._target_={target} returns a {type(dataset).__name__} to {name}, which does not tell "
-            "how many samples an epoch has, and a run must know its steps; give it __len__, or return a "
+            f"data._target_={target} returns {_shown(dataset)} to {name}, which does not tell how many "
+            "samples an epoch has, and a run must know its steps; give its class __len__, or return a "
             "map-style Dataset, with __len__ and __getitem__"
-        )
+        ) from None
     put = _collate(part) if isinstance(part, DataLoader) else default_collate
     streams = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     table = Streamed(dataset=dataset, put=put) if streams else Collated(dataset=dataset, collate=put)
@@ -207,8 +227,12 @@ def _num_classes(dataset: Any) -> int:
         return _num_classes(dataset.dataset)
     if isinstance(classes := getattr(dataset, "classes", None), Sequence):
         return len(classes)
+    if isinstance(features := getattr(dataset, "features", None), Mapping):  # of Hugging Face's
+        for name in LABELS:
+            if isinstance(number := getattr(features.get(name), "num_classes", None), int):
+                return number
     at_hand = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else None
-    for targets in (at_hand, getattr(dataset, "targets", None), getattr(dataset, LABELS, None)):
+    for targets in (at_hand, getattr(dataset, "targets", None), getattr(dataset, LABELS[0], None)):
         if isinstance(targets, Tensor | Sequence) and len(targets):
             numbers = torch.as_tensor(targets)
             whole = not (numbers.is_floating_point() or numbers.is_complex())
@@ -220,4 +244,5 @@ def _shown(made: object) -> str:
     if isinstance(made, tuple | list):
         few = ", ".join(type(part).__name__ for part in made[:4])
         return f"a {type(made).__name__} of {len(made)} ({few}{', ..' if len(made) > 4 else ''})"
-    return f"a {type(made).__name__}" if made is not None else "None"
+    kind = type(made).__name__
+    return "None" if made is None else f"{'an' if kind[0] in 'AEIO' else 'a'} {kind}"

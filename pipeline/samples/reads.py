@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import random
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset, Subset
 
 from ...compression.errors import ConfigError
 from .cache.sample_bytes import from_bytes, to_bytes
+from .drawn import generators, own_generators
 
 _STAMP = struct.Struct("<qq")  # bytes and nanoseconds of a file
 
@@ -133,9 +131,11 @@ class Whole:
 
     def load(self, index: int) -> tuple[bytes | None, Any]:
         """Return a sample; its bytes only if nothing was drawn and they are sure to come back the same."""
-        before = _generators()
+        own = own_generators(self._dataset)
+        before = generators(own)
         sample = self._dataset[index]
-        return to_bytes(sample) if before == _generators() else None, sample
+        drawn = before != generators(own)
+        return None if drawn else to_bytes(sample), sample
 
     def decode(self, index: int, data: bytes) -> Any:
         """Return the sample of these bytes."""
@@ -205,13 +205,6 @@ def _tells(dataset: Any) -> bool:
         for name in ("read", "decode", "__getitem__")
     ]
     return max(places[:2]) < len(kinds) and min(places[:2]) <= places[2]
-
-
-def _generators() -> tuple[object, ...]:
-    """The states of the generators that everybody draws from."""
-    _, keys, *rest = np.random.get_state(legacy=True)
-    own = torch.default_generator.get_state().numpy().tobytes(), random.getstate()
-    return *own, keys.tobytes(), rest  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _by_pillow() -> bool:

@@ -57,6 +57,7 @@ class Client:
               following: those of the next epoch, None if this is the last.
         """
         self._begun = epoch, order, following
+        self._check(max(len(order), len(following or ())))
         self._asked(lambda link: link.begin(epoch, order, following), None, new=True)
 
     def measured(self, times: Times) -> None:
@@ -70,6 +71,7 @@ class Client:
         Args: epoch: which; None: that which the run began last, in whatever process."""
         number = NOWHERE if epoch is None else epoch
         once = list(dict.fromkeys(indices))
+        self._check(max(once, default=0) + 1)
         found: dict[int, Hit | None] = {}
         for at in range(0, len(once), MOST_AT_ONCE):
             part = once[at : at + MOST_AT_ONCE]
@@ -145,6 +147,15 @@ class Client:
         """In a child: close the copies of what belongs to the parent."""
         self.close()
         self._next_try, self._is_new, self._process = 0.0, True, os.getpid()
+
+    def _check(self, num_samples: int) -> None:
+        """Do without the cache from now on where there are more samples than it was told of.
+
+        It would take a number beyond them for a mistake, and close."""
+        told = self._hello.num_samples
+        if num_samples > told and not self._refused:
+            self._refused = True
+            self._lost(f"a data set of {told} samples is asked for {num_samples}; it may not grow in a job")
 
     def _asked(self, ask: Callable[[Link], _T], otherwise: _T, *, new: bool = False) -> _T:
         """Ask the broker, or go on with ``otherwise``; ``new``: what a new connection says anyway."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from brokers import PAGE, broker_process, broker_thread, state, within
@@ -128,6 +130,44 @@ def test_a_sample_that_draws_is_never_kept_and_the_others_are(path):
     drawing = sum(index % 3 == 0 for index in range(NUMBER))
     assert told["cache"]["hits"] >= (EPOCHS - 1) * (NUMBER - drawing - BATCH)
     assert told["cache"]["loads"] >= EPOCHS * (drawing - BATCH)
+
+
+OWN: dict[str, Any] = {
+    "torch": lambda: torch.Generator().manual_seed(1),
+    "python": lambda: random.Random(1),
+    "numpy": lambda: np.random.default_rng(1),
+    "old numpy": lambda: np.random.RandomState(1),
+}
+DRAWS: dict[str, Any] = {
+    "torch": lambda own: float(torch.rand((), generator=own)),
+    "numpy": lambda own: float(own.random()),
+    "old numpy": lambda own: float(own.rand()),
+    "python": lambda own: own.random(),
+}
+
+
+class Noisy(Dataset[Any]):
+    """Draws from a generator of its own, which hangs on what it calls."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.transforms = kind, [{"noise": OWN[kind]()}]
+
+    def __len__(self) -> int:
+        return NUMBER
+
+    def __getitem__(self, index: int) -> Any:
+        return index + DRAWS[self.kind](self.transforms[0]["noise"]), index
+
+
+@pytest.mark.parametrize("kind", list(OWN))
+def test_a_sample_that_draws_from_a_generator_of_its_own_is_not_kept(path, kind):
+    plain = Noisy(kind)
+    with broker_thread(path, policy("never_evict", 1000 * PAGE)):
+        data = penstock.cached(Noisy(kind), job="a", decoded=True, socket=path, epochs=2)
+        for epoch in range(2):
+            assert [data[index] for index in data.sampler] == [plain[index] for index in data.order(epoch)]
+        assert data.through.counts.hits == 0
+        data.through.cache.close()
 
 
 class Drawn(Drawing):
@@ -377,6 +417,27 @@ def test_samples_are_counted_from_the_end_and_end_as_those_of_a_list(path):
             with pytest.raises(IndexError):
                 data[beyond]
         assert data.through.cache.is_connected  # type: ignore[attr-defined]
+
+
+def test_a_data_set_that_grows_or_shrinks_is_read_and_told(path):
+    class Grown(Readable):
+        number = NUMBER
+
+        def __len__(self) -> int:
+            return self.number
+
+        def decode(self, index: int, data: bytes) -> Any:
+            return data
+
+    with broker_thread(path, policy("never_evict", 1000 * PAGE)):
+        inner = Grown()
+        data = penstock.cached(inner, job="a", socket=path, epochs=4)
+        inner.number = NUMBER // 2
+        assert [data[index][0] for index in data.sampler] == list(data.order(0))
+        inner.number = NUMBER + 5
+        with pytest.warns(UserWarning, match="of 60 samples is asked for 65; it may not grow in a job"):
+            assert [data[index][0] for index in data.sampler] == list(data.order(1))
+        assert [data[index][0] for index in data.sampler] == list(data.order(2))
 
 
 def test_data_of_unknown_name_is_shared_with_nobody(path):

@@ -245,10 +245,44 @@ class Counted(Streamed):
         return 10
 
 
+class Unwilling(Streamed):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize("made", [Streamed(), DataLoader(Streamed()), (table(), Streamed())])
 def test_a_stream_of_unknown_length_is_refused(made):
     with pytest.raises(ConfigError, match=r"a Streamed to (train|test), which does not tell how many"):
         given(made)
+
+
+def test_a_length_that_is_no_answer_is_none():
+    late = Streamed()
+    late.__len__ = lambda: 10  # pyright: ignore[reportAttributeAccessIssue]  (Python asks the class)
+    for made in (late, Unwilling()):
+        with pytest.raises(ConfigError, match="give its class __len__"):
+            given(made)
+
+
+@pytest.mark.parametrize(
+    ("more", "tested"),
+    [((), None), (("test",), 6), (("test", "validation", "extra"), 7), (("val",), 8)],
+)
+def test_splits_by_name_train_and_are_tested(more, tested):
+    rows = {"train": 10, "test": 6, "validation": 7, "val": 8, "extra": 9}
+    samples = given({name: table(rows[name]) for name in (*more, "train")})
+    assert samples.num_samples("train") == 10
+    assert (None if samples.test is None else samples.num_samples("test")) == tested
+    if len(more) > 1:
+        assert samples.notes == ("data._target_=my.data also returns test, extra, which nothing reads",)
+
+
+def test_targets_may_be_called_label():
+    inputs, targets = first(given(Items(lambda i: {"x": torch.full((2,), float(i)), "label": i})))
+    assert inputs.keys() == {"x"}
+    assert targets.tolist() == [0, 1, 2, 3]
+    inputs, targets = first(given(Items(lambda i: {"label": i, "labels": -i})))  # the one that it always was
+    assert (inputs["label"].tolist(), targets.tolist()) == ([0, 1, 2, 3], [0, -1, -2, -3])
 
 
 def test_a_stream_keeps_its_order_in_every_epoch_and_from_any_batch_on():
@@ -276,7 +310,7 @@ def test_a_stream_that_ends_ahead_of_its_length_is_named():
     ("made", "found"),
     [
         (None, "None"),
-        ({"train": table()}, "a dict"),
+        ({"rows": table()}, "a dict"),
         ((torch.ones(2), torch.ones(2)), "a tuple of 2 (Tensor, Tensor)"),
         ((table(), table(), table()), "a tuple of 3 (TensorDataset, TensorDataset, TensorDataset)"),
         (torch.ones(2).numpy(), "a ndarray"),
@@ -290,7 +324,7 @@ def test_anything_else_is_refused_with_lines_that_work(made, found):
         str(refused.value)
         == f"data._target_=my.data returns {found}; what works is one of: {'; '.join(WORKS)}"
     )
-    assert len(WORKS) == 5
+    assert len(WORKS) == 6
 
 
 def test_a_data_set_without_samples_is_refused():
