@@ -17,10 +17,10 @@ from torch import fx, nn
 from ...compression.errors import PlanError
 from ...compression.geometry import geometry
 from ..seeds import drew, generators_of, states_of
-from .layers import Layer, Parts, Traced, is_local, run_layer
-from .probe_record import Outputs, ProbeRecorder
+from .layers import Layer, Parts, Traced, run_layer
+from .probe_record import Outputs, ProbeRecorder, buffers_at, local_at
 from .proof import zeros_that_stop
-from .reached import edges_of, keeps_itself, leads, reached, runs_own_code
+from .reached import Hung, edges_of, keeps_itself, leads, reached, runs_own_code
 from .unseen import Contents
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -92,7 +92,7 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
     end = len(traced.layers)
     for number in recorder.reads(traced.output):
         recorder.users[number].add(end)
-    for name, buffer in _local(traced.output, parts).items():
+    for name, buffer in local_at(traced.output, parts).items():
         recorder.accesses.setdefault(buffer.untyped_storage()._cdata, (name, set()))[1].add(end)
     stops = zeros_that_stop(traced, parts, recorder.outputs, recorder.last_writer, recorder.watched())
     asked = {i for i in recorder.reads(traced.output) if getattr(recorder.objects[i], "requires_grad", False)}
@@ -118,13 +118,14 @@ def _record_layer(
 ) -> None:
     read = list(recorder.reads(layer.node, [source for _, source in layer.lifted]))
     tensors = [t for i in read if isinstance(t := recorder.objects[i], torch.Tensor)]
-    buffers = _buffers(layer, parts)
+    buffers = buffers_at(layer, parts)
     at_hand = [*recorder.beside(tensors), *buffers.values()]
     versions, contents = [t._version for t in at_hand], Contents(at_hand)
     recorder.kept += contents.storages
     states, before = states_of(recorder.generators), edges_of((i, recorder.objects[i]) for i in read)
     try:
-        env[layer.node] = run_layer(layer, env, parts, samples=samples)
+        with Hung() as hung:
+            env[layer.node] = run_layer(layer, env, parts, samples=samples)
     except Exception as error:
         size = next((tuple(t.shape) for t in tensors), ())
         raise PlanError(f"layer {layer.name} does not take an input of shape {size}: {error}") from error
@@ -150,26 +151,14 @@ def _record_layer(
     recorder.add(layer.node, index, env[layer.node])
     after = edges_of((i, recorder.objects[i]) for i in recorder.outputs[layer.node].values)
     recorder.leads[index] = leads(layer, parts, made=after, read=before)
-    recorder.keeping |= {layer.name} if keeps_itself(layer, parts, made=after, read=before) else set()
-
-
-def _buffers(layer: Layer, parts: Parts) -> dict[str, torch.Tensor]:
-    """The buffers that a layer may write to, by name."""
-    found = _local(layer.node, parts)
-    if layer.node.op == "call_module":
-        named = parts.modules[str(layer.node.target)].named_buffers()
-        found |= {f"{layer.node.target}.{name}": buffer for name, buffer in named}
-    return found
-
-
-def _local(node: fx.Node, parts: Parts) -> dict[str, torch.Tensor]:
-    return {str(n.target): parts.tensors[str(n.target)] for n in node.all_input_nodes if is_local(n)}
+    keeps = hung.any or keeps_itself(layer, parts, made=after, read=before)
+    recorder.keeping |= {layer.name} if keeps else set()
 
 
 def _refuse_written_constants(recorder: ProbeRecorder, layer: Layer, traced: Traced, parts: Parts) -> None:
     """A tensor made in forward was made once, while tracing: what a layer writes to it would stay for
     ever."""
-    for name, tensor in _local(layer.node, parts).items():
+    for name, tensor in local_at(layer.node, parts).items():
         if id(tensor) in recorder.written and name not in traced.buffers:
             raise PlanError(
                 f"layer {layer.name} writes to {name}, a tensor that was made once, while tracing; make "

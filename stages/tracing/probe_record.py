@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from .layers import is_local
+from .layers import Layer, Parts, is_local
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,3 +112,17 @@ class ProbeRecorder:
         return {
             i: t.untyped_storage()._cdata for i in numbers if isinstance(t := self.objects[i], torch.Tensor)
         }
+
+
+def buffers_at(layer: Layer, parts: Parts) -> dict[str, torch.Tensor]:
+    """The buffers that a layer may write to, by name."""
+    found = local_at(layer.node, parts)
+    if layer.node.op == "call_module":
+        named = parts.modules[str(layer.node.target)].named_buffers()
+        found |= {f"{layer.node.target}.{name}": buffer for name, buffer in named}
+    return found
+
+
+def local_at(node: fx.Node, parts: Parts) -> dict[str, torch.Tensor]:
+    """The tensors of the model that a node is given, by name."""
+    return {str(n.target): parts.tensors[str(n.target)] for n in node.all_input_nodes if is_local(n)}

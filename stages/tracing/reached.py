@@ -6,16 +6,19 @@ of a person may take another way in every run, and a backward of his own may ret
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from .layers import Layer, Parts
 from .probe_record import Leads
 from .proof import is_of_torch
 
 Edges = dict[tuple[Node, int], int]  # of a graph, and the number of the value that it belongs to
+HANGS = ("register_hook", "register_post_accumulate_grad_hook")
 _OWN = ("torch", "torch.functional", "torch.nn.functional", "_operator", "math", "builtins")
 
 
@@ -47,6 +50,19 @@ def _led_to(edge: tuple[Node, int], read: Edges) -> set[int]:
         elif not isinstance(place[0], BackwardCFunction) and "CppNode" not in place[0].name():
             ahead += [(node, number) for node, number in place[0].next_functions if node is not None]
     return found
+
+
+class Hung(TorchFunctionMode):
+    """The block in which a layer runs; ``any``: it hung functions on gradients, which read what they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One call of torch."""
+        self.any |= getattr(func, "__name__", "") in HANGS
+        return func(*args, **kwargs or {})
 
 
 def keeps_itself(layer: Layer, parts: Parts, *, made: Edges, read: Edges) -> bool:

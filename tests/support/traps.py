@@ -272,6 +272,31 @@ class WrittenUnseen(Base):
         return self.end(y * y.cos())
 
 
+class Scaled(nn.Module):
+    """Hands torch a function that reads the module it came from, in a backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(20))
+
+    def forward(self, x):
+        y = x * 2
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * self.scale.detach().norm())
+        return y + self.scale
+
+
+class HookInForward(Base):
+    """A hook reads the weights of now, not those of when the forward was recorded."""
+
+    def __init__(self):
+        super().__init__()
+        self.scaled = Scaled()
+
+    def forward(self, x):
+        return self.end(self.scaled(self.a(x.flatten(1))))
+
+
 TRAPS = {
     kind.__name__: kind
     for kind in (
@@ -284,6 +309,7 @@ TRAPS = {
         Transposed,
         Expanded,
         GapsInGradient,
+        HookInForward,
         OnePixel,
         ReadThrice,
         CalledFourTimes,

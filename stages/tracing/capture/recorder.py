@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -28,6 +29,8 @@ from .reads import Reads
 from .sizes import called
 from .told import NUMBERS, Altering, numbers_in, plain_number, plain_numbers, replaced
 from .values import FACTS, SHAPE, node_name, plain
+
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class Recorder(Nodes, TorchFunctionMode):
@@ -173,7 +176,7 @@ class Recorder(Nodes, TorchFunctionMode):
         return replaced(result, told) if found else result
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """One call of torch."""
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "call")
@@ -183,6 +186,8 @@ class Recorder(Nodes, TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "__dlpack__":
             raise self.unrecordable("its elements are handed to another library")
+        if any(isinstance(leaf, FUNCTIONS) for leaf in tree_leaves((args, kwargs))):  # they may read anything
+            raise self.unrecordable(f"a function of its own is handed to {name}")
         if name in ("__get__", "__set__", "__delete__"):
             return self._property(func, name, args)
         given, watched = self.named((args, kwargs)), self.buffers.among((args, kwargs))
@@ -215,13 +220,8 @@ class Recorder(Nodes, TorchFunctionMode):
                     f"{name} is replaced by what cannot be written into it (where only the first run does "
                     "so, call the model once, under torch.no_grad(), before it is traced)"
                 )
-            self.emit(
-                "call_function",
-                torch.Tensor.copy_,
-                ((self.node_of(old), self.node_of(new)), {}),
-                None,
-                "copy_",
-            )
+            given = (self.node_of(old), self.node_of(new)), {}
+            self.emit("call_function", torch.Tensor.copy_, given, None, "copy_")
 
     def _property(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
         """``x.T`` and ``x.data`` make tensors, ``x.shape`` and ``x.device`` do not."""
