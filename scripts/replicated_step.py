@@ -56,7 +56,7 @@ def plan_of(replicas: Sequence[int]) -> Plan:
             memory_bytes=0,
             bytes_forward=0,
             bytes_backward=0,
-            ranks=ranks,
+            ranks=tuple(ranks),
         )
         for number, ((forward, backward), ranks) in enumerate(zip(SECONDS, dealt(replicas), strict=True))
     ]

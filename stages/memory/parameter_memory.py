@@ -125,9 +125,9 @@ class ParameterMemory:
             ahead = self.parameter.register_hook(first)
             self._hooks = ahead, self.parameter.register_post_accumulate_grad_hook(last)
         ahead, behind = self._hooks
-        on_gradient, added = self.parameter._backward_hooks, self.parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
-        _reorder(on_gradient, lambda key: key != ahead.id)
-        _reorder(added, lambda key: key == behind.id)
+        parameter: Any = self.parameter
+        _reorder(parameter._backward_hooks, lambda key: key != ahead.id)
+        _reorder(parameter._post_accumulate_grad_hooks, lambda key: key == behind.id)
 
     def unhook(self) -> None:
         """Call nobody any more."""

@@ -476,7 +476,8 @@ class ByNorm(torch.autograd.Function):
         return x * w.norm()
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
         return gradient * ctx.w.detach().norm(), None
 
 
@@ -504,12 +505,12 @@ def test_what_a_backward_of_a_person_s_keeps_stays(leaves, far):
     for (x, y), expected in zip(batches, loop, strict=True):
         pipe.step(x, y)
         assert state_differences(pipe.state_dict(), plain, expected["optimizer"]) == []
-    assert model[2].w.numel() == 192
-    assert model[1].weight.numel() == 0
+    assert model.get_parameter("2.w").numel() == 192
+    assert model.get_parameter("1.weight").numel() == 0
     pipe.close()
 
 
-def hooked(model):
+def hang_hooks(model):
     """Hooks that read the parameter whose gradient comes, and change that."""
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient, p=parameter: gradient + 0.1 * p.detach().norm())
@@ -528,12 +529,12 @@ def test_hooks_on_parameters_find_them_and_their_gradients_near(when, far):
     profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
     plan = penstock.partition(profile, stages=2, micro_batches=3, parameters_tier="host")
     sgd = OPTIMIZERS["sgd"]
-    hooked(plain)
+    hang_hooks(plain)
     if when == "ahead of the pipeline":
-        hooked(model)
+        hang_hooks(model)
     pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=sgd)
     if when == "behind it":
-        hooked(model)
+        hang_hooks(model)
     loop = plain_loop(plain, batches, loss=cross_entropy, optimizer=sgd, micro_batches=3)
     for (x, y), expected in zip(batches, loop, strict=True):
         pipe.step(x, y)

@@ -15,7 +15,7 @@ class Readable(Dataset):
     def __init__(self, salt=0):
         self.salt, self.reads = salt, []
 
-    def __len__(self):
+    def __len__(self) -> int:
         return NUMBER
 
     def read(self, index):
