@@ -15,6 +15,9 @@ from ...stages.planner.plan_stage import PlanStage
 from ...stages.planner.rank_memory import NEIGHBOURS, Copies
 from .split import TOLERANCE, Span
 
+BESIDE = (
+    8  # of a budget, one part in so many is for frames, the layer that runs, and what waits to be written
+)
 PICOSECONDS = 10**12  # times are compared as integers: rounding of sums would decide between equals
 
 
@@ -95,13 +98,15 @@ class Costs:
     def staying(
         self, spans: Sequence[tuple[tuple[int, int], int, int]], copies: Sequence[Copies]
     ) -> list[int]:
-        """Of every stage, bytes of parameters that may stay, where the others leave, beside all else.
+        """Of every stage, bytes of parameters that may stay, where the others leave: all else goes first, and
+        what no plan counts (``BESIDE``).
 
         Where saved tensors leave as well half of the room is for them: they stay as long as there is any."""
         found: list[int] = []
         room: dict[int, int] = {}
         for (start, end), place, rank in spans:
-            room.setdefault(rank, (self.budget or 0) * 100 // (100 + TOLERANCE))
+            budget = self.budget or 0
+            room.setdefault(rank, budget * 100 // (100 + TOLERANCE) - budget // BESIDE)
             room[rank] -= self.memory(start, end, place, copies)
         for (start, end), place, rank in spans:
             there = copies[place]

@@ -391,12 +391,7 @@ def test_ctrl_c_is_one_sentence(monkeypatch, capfd):
 def test_a_signal_ends_the_ranks_too_and_says_what_is_left(number, ranks, told, tmp_path):
     job = f"train {SMALL} ranks={ranks} epochs=100000 hydra.run.dir=run".split()
     command = [sys.executable, "-m", "penstock.scripts.command", *job]
-    heard = signal.signal(number, signal.SIG_DFL)  # nohup and the like leave it ignored, to children too
-    try:
-        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    finally:
-        signal.signal(number, heard)
-    with started as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert any(line.startswith("step 1/") for line in process.stdout)
