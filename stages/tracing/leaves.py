@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import difflib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...compression.errors import PlanError
+from ..seeds import TURN
 
 Leaf = str | type[nn.Module] | Callable[..., Any]
 
@@ -26,12 +27,17 @@ def is_compiled(module: nn.Module) -> bool:
     return made or module._compiled_call_impl is not None
 
 
-def as_written() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
     """The block in which compiled pieces run as they were written: shapes and identities are the same, and
-    none of the few versions that torch keeps of a compiled function is spent on tensors without memory."""
+    none of the few versions that torch keeps of a compiled function is spent on tensors without memory.
+
+    One thread at a time: torch has one stance for all, and of two that overlap the last would keep it."""
     if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
+        yield
+        return
+    with TURN, torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def chosen_leaves(

@@ -1,6 +1,7 @@
 """Compiled pieces: one layer each, and the bits of the plain loop over the same pieces."""
 
 import shutil
+import threading
 from typing import cast
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock
 
 import penstock
+from penstock.stages.tracing.leaves import as_written
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # torch's own, while it compiles
@@ -128,6 +130,31 @@ def test_what_runs_in_the_pipeline_is_the_compiled_piece():
     assert ran[before:] == [{"cpu"}] * 3
     assert {"meta"} not in ran
     assert list(pipe.state_dict()["model"]) == list(model.state_dict())
+
+
+def test_threads_that_run_as_written_leave_compiled_what_was():
+    entered, goes_on = threading.Event(), threading.Event()
+
+    def first():
+        with as_written():
+            entered.set()
+            goes_on.wait(1)  # the other one has begun by then, and would end later
+
+    def second():
+        goes_on.set()
+        with as_written():
+            thread.join(2)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    entered.wait()
+    other = threading.Thread(target=second)
+    other.start()
+    thread.join()
+    other.join()
+    calls = []
+    compiled(nn.ReLU(), lambda graph, _: calls.append(graph) or graph.forward)(torch.ones(2))
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("in_place", [False, True])
