@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -29,8 +28,6 @@ from .reads import Reads
 from .sizes import called
 from .told import NUMBERS, Altering, numbers_in, plain_number, plain_numbers, replaced
 from .values import FACTS, SHAPE, node_name, plain
-
-FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class Recorder(Nodes, TorchFunctionMode):
@@ -176,7 +173,7 @@ class Recorder(Nodes, TorchFunctionMode):
         return replaced(result, told) if found else result
 
     def __torch_function__(
-        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """One call of torch."""
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "call")
@@ -186,10 +183,10 @@ class Recorder(Nodes, TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "__dlpack__":
             raise self.unrecordable("its elements are handed to another library")
-        if any(isinstance(leaf, FUNCTIONS) for leaf in tree_leaves((args, kwargs))):  # they may read anything
-            raise self.unrecordable(f"a function of its own is handed to {name}")
         if name in ("__get__", "__set__", "__delete__"):
             return self._property(func, name, args)
+        if any(callable(leaf) and not isinstance(leaf, type) for leaf in tree_leaves((args, kwargs))):
+            raise self.unrecordable(f"a function is handed to {name}, which may read what it likes")
         given, watched = self.named((args, kwargs)), self.buffers.among((args, kwargs))
         states = states_of(self.generators)
         if self.altering.count:

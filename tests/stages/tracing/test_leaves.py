@@ -210,3 +210,35 @@ def test_a_function_may_change_the_list_that_it_is_given():
     graph = penstock.trace(Shifting(), X, leaves=[shifted])
     assert list(graph.layers) == ["shifted", "linear"]
     assert penstock.measure(graph, X, repeats=2).layers
+
+
+class Doubles:
+    def __call__(self, gradient):
+        return gradient * 2
+
+
+class Hooked(nn.Module):
+    """Hands torch what calls a module, in a backward."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.weight, self.hook = nn.Parameter(torch.ones(8)), hook
+
+    def twice(self, gradient):
+        return gradient * 2
+
+    def forward(self, x):
+        y = x * self.weight
+        if y.requires_grad:
+            y.register_hook(self.hook or self.twice)
+        return y + 1
+
+
+HOOKS = {"a lambda": lambda g: g * 2, "an object": Doubles(), "a module": nn.ReLU(), "a method": None}
+
+
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=[*HOOKS])
+def test_a_module_that_hands_torch_what_it_calls_later_is_one_layer(hook):
+    model = nn.Sequential(nn.Linear(8, 8), Hooked(hook), nn.Linear(8, 8))
+    graph = penstock.trace(model, (torch.randn(2, 8),))
+    assert [layer.name for layer in graph.train.layers] == ["_0", "_1", "_2"]
