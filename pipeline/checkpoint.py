@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,7 +66,11 @@ def seconds_in(found: Checkpoint) -> dict[int, float]:
     """The smoothed seconds of ranks for a micro-batch, on which its next shares hang, if it has them."""
     told = found.index.get("seconds", {})
     pairs = told.items() if isinstance(told, dict) else ()
-    return {int(rank): one for rank, one in pairs if rank.isdecimal() and isinstance(one, float) and one > 0}
+    return {
+        int(rank): one
+        for rank, one in pairs
+        if rank.isdecimal() and isinstance(one, float) and 0 < one < math.inf
+    }
 
 
 class Saving:

@@ -15,9 +15,7 @@ from ...stages.planner.plan_stage import PlanStage
 from ...stages.planner.rank_memory import NEIGHBOURS, Copies
 from .split import TOLERANCE, Span
 
-BESIDE = (
-    8  # of a budget, one part in so many is for frames, the layer that runs, and what waits to be written
-)
+BESIDE = 8  # one part in so many of a budget is for frames, the layer that runs, what waits to be written
 PICOSECONDS = 10**12  # times are compared as integers: rounding of sums would decide between equals
 
 
@@ -102,22 +100,21 @@ class Costs:
         what no plan counts (``BESIDE``).
 
         Where saved tensors leave as well half of the room is for them: they stay as long as there is any."""
-        found: list[int] = []
-        room: dict[int, int] = {}
+        budget = self.budget or 0
+        room = dict.fromkeys(
+            (rank for *_, rank in spans), budget * 100 // (100 + TOLERANCE) - budget // BESIDE
+        )
         for (start, end), place, rank in spans:
-            budget = self.budget or 0
-            room.setdefault(rank, budget * 100 // (100 + TOLERANCE) - budget // BESIDE)
             room[rank] -= self.memory(start, end, place, copies)
+        found = []
         for (start, end), place, rank in spans:
-            there = copies[place]
-            most = self.sizes["parameters"][end] - self.sizes["parameters"][start]
-            fits = (
-                math.floor(max(0, room[rank]) / there.staying / (1 + bool(there.near)))
-                if there.staying
-                else 0
-            )
-            found.append(min(fits, most))
-            room[rank] -= math.ceil(found[-1] * there.staying)
+            there, sums = copies[place], self.sizes["parameters"]
+            stays = 0
+            if there.staying and room[rank] > 0:
+                fits = room[rank] / there.staying / (2 if there.near else 1)
+                stays = min(math.floor(fits), sums[end] - sums[start])
+            room[rank] -= math.ceil(stays * there.staying)
+            found.append(stays)
         return found
 
     def fit(self, spans: Iterable[tuple[tuple[int, int], int, int]], copies: Sequence[Copies] = ()) -> bool:

@@ -78,10 +78,8 @@ class RunningStatistics:
 
     def __init__(self, norms: Mapping[str, Any], *, inside: Collection[str] = ()) -> None:
         """``inside``: those that are part of a larger layer."""
-        self.inside, self.norms = (
-            inside,
-            {name: norm for name, norm in norms.items() if norm.running_mean is not None},
-        )
+        self.inside = inside
+        self.norms = {name: norm for name, norm in norms.items() if norm.running_mean is not None}
         self.known: dict[tuple[object, ...], int] = {}
         self.begin()
 

@@ -65,7 +65,8 @@ class Value:
 class Probe:
     """The record: values by number, outputs of every node, random layers, refused cuts with reasons.
 
-    ``seeded``: the random layers, and those that run a person's code; ``keeping``: whose backward is one."""
+    ``seeded``: the random layers, and those that run code of a person's, which may begin to draw.
+    ``keeping``: those whose backward runs such code, which may read a parameter that nobody saved."""
 
     values: tuple[Value, ...]
     outputs: dict[fx.Node, Outputs]
@@ -131,16 +132,17 @@ def _record_layer(
         raise PlanError(f"layer {layer.name} does not take an input of shape {size}: {error}") from error
     if drew(recorder.generators, states):
         recorder.random.add(layer.name)
-    recorder.own |= {layer.name} if runs_own_code(layer, parts) else set()
+    if runs_own_code(layer, parts):
+        recorder.own.add(layer.name)
     changed = [t for t, before in zip(at_hand, versions, strict=True) if t._version != before]
     # batch_norm writes its statistics without giving them a new version, others through .data or NumPy
     other, counted = contents.changed(), {id(t) for t in changed}
     unseen = [t for t in at_hand if id(t) not in counted and t.untyped_storage()._cdata in other]
     recorder.unseen |= {recorder.numbers[id(t)]: index for t in unseen if id(t) in recorder.numbers}
     changed += unseen
-    recorder.written |= {id(t) for t in changed}
     for storage in {t.untyped_storage()._cdata for t in changed}:
         recorder.writes.setdefault(storage, []).append(index)
+    recorder.written |= {id(t) for t in changed}
     for name, buffer in buffers.items():
         recorder.accesses.setdefault(buffer.untyped_storage()._cdata, (name, set()))[1].add(index)
     for tensor in (t for t in tensors if t.layout == torch.strided):  # a layer may have returned a buffer
@@ -151,8 +153,8 @@ def _record_layer(
     recorder.add(layer.node, index, env[layer.node])
     after = edges_of((i, recorder.objects[i]) for i in recorder.outputs[layer.node].values)
     recorder.leads[index] = leads(layer, parts, made=after, read=before)
-    keeps = hung.any or keeps_itself(layer, parts, made=after, read=before)
-    recorder.keeping |= {layer.name} if keeps else set()
+    if hung.any or keeps_itself(layer, parts, made=after, read=before):
+        recorder.keeping.add(layer.name)
 
 
 def _refuse_written_constants(recorder: ProbeRecorder, layer: Layer, traced: Traced, parts: Parts) -> None:

@@ -41,7 +41,7 @@ class ProbeRecorder:
         self.outputs: dict[fx.Node, Outputs] = {}
         self.random: set[str] = set()
         self.own: set[str] = set()  # layers that run code of a person's
-        self.keeping: set[str] = set()  # those whose backward is one
+        self.keeping: set[str] = set()  # those whose backward runs such code
         self.accesses: dict[int, tuple[str, set[int]]] = {}
         self.written: set[int] = set()
         self.writes: dict[int, list[int]] = {}

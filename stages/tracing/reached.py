@@ -18,7 +18,7 @@ from .probe_record import Leads
 from .proof import is_of_torch
 
 Edges = dict[tuple[Node, int], int]  # of a graph, and the number of the value that it belongs to
-HANGS = ("register_hook", "register_post_accumulate_grad_hook")
+_HANGS = ("register_hook", "register_post_accumulate_grad_hook")
 _OWN = ("torch", "torch.functional", "torch.nn.functional", "_operator", "math", "builtins")
 
 
@@ -61,7 +61,7 @@ class Hung(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One call of torch."""
-        self.any |= getattr(func, "__name__", "") in HANGS
+        self.any |= getattr(func, "__name__", "") in _HANGS
         return func(*args, **kwargs or {})
 
 
