@@ -13,6 +13,7 @@ import torch
 from ranks import Ranks, give_back_memory
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+pytest_plugins = ["sampling"]
 
 # A job in the background and nohup leave these ignored, to children too: tests of them waited for ever.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

@@ -6,77 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from cases import OPTIMIZERS, on_ranks, parameters, plan_of
+from cases import OPTIMIZERS, plan_of
 from reference import same_bits
-from streams import StreamCase, differences, rank_differences
+from streams import StreamCase
 from zoo import build, cross_entropy
 
 import penstock
 from penstock.compression.errors import PlanError
 
 TWO: dict[str, Any] = {"schedule": "1f1b", "weights": "double_buffered"}
-CASES = [
-    *(
-        StreamCase(model="mlp", weights=weights, optimizer=optimizer, codec=codec)
-        for weights in ("latest", "stashed", "vertical_sync")
-        for optimizer, codec in (("sgd", "zero_value"), ("adamw", "raw"))
-    ),
-    StreamCase(model="mlp", cuts=1),
-    StreamCase(model="mlp", micro_batches=1, steps=14),
-    StreamCase(model="mlp", cuts=4, ranks=2, micro_batches=5, scheduler=True, clip=0.5),
-    StreamCase(model="mlp", cuts="every", micro_batches=2, weights="vertical_sync"),
-    *(
-        StreamCase(model="mlp", prediction=True, weights=weights, optimizer=optimizer)
-        for weights in ("latest", "stashed")
-        for optimizer in ("nesterov", "adam")
-    ),
-    *(StreamCase(model="mlp", weights_tier=tier, optimizer="adamw") for tier in ("packed", "host", "disk")),
-    StreamCase(model="mlp", weights="vertical_sync", weights_tier="packed"),
-    StreamCase(model="mlp", **TWO, micro_batches=4, clip=0.5, scheduler=True),
-    StreamCase(model="mlp", **TWO, micro_batches=2, cuts=1),
-    StreamCase(model="mlp", **TWO, micro_batches=5, cuts=2, optimizer="adamw", codec="raw"),
-    StreamCase(model="mlp", **TWO, micro_batches=4, ranks=2, weights_tier="packed"),
-    StreamCase(model="mlp", **TWO, micro_batches=4, weights_tier="disk", tier="disk"),
-    StreamCase(model="penalized", cuts=3, weights="vertical_sync", steps=2),
-    StreamCase(model="penalized", cuts=3, **TWO, steps=4),
-    StreamCase(model="residual", cuts=3, steps=3),
-    StreamCase(model="residual_channels_last", cuts=3, steps=3, tier="packed", weights_tier="packed"),
-    StreamCase(model="residual", **TWO, cuts=3, steps=3, micro_batches=3),
-    StreamCase(model="gpt_tied", optimizer="adamw", steps=4),
-    StreamCase(model="gpt_tied", weights="vertical_sync", steps=4),
-    StreamCase(model="gpt_tied", **TWO, micro_batches=4, steps=4),
-    StreamCase(model="gpt_gelu_dropout", weights="latest", cuts=3, steps=4),
-    StreamCase(model="tied", cuts=("random", 4, 1), steps=4),
-    StreamCase(model="tied", cuts=("random", 4, 2), weights="vertical_sync", steps=4),
-    StreamCase(model="gated", cuts="every", steps=2),
-    StreamCase(model="gated", cuts=3, codec="auto", micro_batches=2, steps=8),
-    *(StreamCase(model=f"dag{i}", cuts=("random", 2 + i % 3, i), steps=3) for i in range(6)),
-    StreamCase(model="dag0", cuts=("random", 7, 5), steps=3, weights="vertical_sync"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", parameters(CASES))
-def test_asynchronous_training_equals_its_replay(case):
-    assert differences(case) == []
-
-
-RANKS = [
-    StreamCase(model="mlp", cuts=2),
-    StreamCase(model="mlp", cuts=4, micro_batches=2, weights="vertical_sync", optimizer="adamw"),
-    StreamCase(model="mlp", cuts=4, ranks=2, weights_tier="packed"),
-    StreamCase(model="mlp", **TWO, cuts=3, clip=0.5),
-    StreamCase(model="residual", cuts=2, steps=3),
-    StreamCase(model="gpt_tied", cuts=3, steps=3),
-    StreamCase(model="dag2", cuts=("random", 3, 5), steps=2, micro_batches=4),
-    StreamCase(model="gated", cuts=3, codec="auto", micro_batches=2, steps=8),
-    StreamCase(model="dag1", cuts=("random", 4, 11), steps=3),
-]
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", parameters(RANKS))
-def test_ranks_equal_the_replay(case, ranks, tmp_path):
-    assert on_ranks(ranks, rank_differences, case, tmp_path) == []
 
 
 def stream(**more):

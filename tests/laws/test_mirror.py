@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CUSTOM, OPTIMIZERS, Case, on_ranks, parameters
+from cases import OPTIMIZERS
 from far import FarStore
-from law import differences, everything_leaves, rank_differences, state_differences
+from law import everything_leaves, state_differences
 from reference import plain_loop, same_bits
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from traps import TRAPS
 from zoo import build, cross_entropy
 
 import penstock
@@ -38,68 +37,6 @@ def far(monkeypatch):
 
     monkeypatch.setattr(ownership, "open_store", open_store)
     return made
-
-
-CASES = [
-    Case(model="mlp", cuts=2, parameters_tier="disk"),
-    Case(model="gpt_relu", cuts=2, tier="disk", parameters_tier="disk", optimizer="adamw"),
-    Case(model="mlp", cuts=3, **PACKED),
-    Case(model="mlp", cuts=1, schedule="gpipe", optimizer="adamw", **HOST),
-    Case(model="mlp", cuts=4, ranks=2, schedule="interleaved", micro_batches=5, **PACKED),
-    Case(model="mlp", cuts=4, ranks=2, schedule="zbv", micro_batches=5, codec="raw", **HOST),
-    Case(model="mlp", cuts=3, ranks=2, schedule="custom", program=CUSTOM, **PACKED),
-    Case(model="mlp", cuts=2, weights_first=True, optimizer="adamw", **HOST),
-    Case(model="mlp", cuts=2, clip=None, scheduler=True, **PACKED),
-    Case(model="mlp", cuts=2, clip_scope="stage", optimizer="nesterov", **HOST),
-    Case(model="mlp", cuts=2, scaler=(2.0**120, 2), steps=4, **PACKED),
-    Case(model="mlp", cuts=2, scaler=(2.0**120, 2), steps=4, clip=None, **HOST),
-    Case(model="mlp", cuts=2, scaler=1024.0, scheduler=True, **PACKED),
-    Case(model="mlp", cuts=2, guard=True, **HOST),
-    Case(model="mlp", cuts=2, optimizer="no_biases", **PACKED),  # whose gradients stay from step to step
-    Case(model="mlp", cuts=3, optimizer="no_biases", clip=None, recompute=True, parameters_tier="disk"),
-    Case(model="residual", cuts=3, **PACKED),
-    Case(model="residual_channels_last", cuts=2, schedule="gpipe", tier="packed", **PACKED),
-    Case(model="residual", cuts=3, recompute=True, **HOST),
-    Case(model="tied", cuts="every", schedule="zb_h1", **PACKED),
-    Case(model="tied", cuts=1, optimizer="adam", **PACKED),
-    Case(model="gated", cuts="every", schedule="gpipe", dtype=torch.bfloat16, **HOST),
-    Case(model="penalized", cuts=2, **HOST),
-    Case(model="gpt_relu", cuts=3, autocast=torch.bfloat16, micro_batches=5, tier="host", **PACKED),
-    Case(model="gpt_tied", cuts=2, steps=2, recompute=True, **PACKED),
-    Case(model="gpt_tied", cuts=4, ranks=2, schedule="dualpipev", micro_batches=5, steps=2, **HOST),
-    Case(model="gpt_gelu_dropout", cuts=2, steps=2, tier="packed", **PACKED),
-    Case(model="resnet18", cuts=3, steps=2, **PACKED),
-    Case(model="densenet", cuts=2, steps=1, **HOST),
-    *(Case(model=f"dag{i}", cuts=("random", 3, i), steps=2, **PACKED) for i in range(6)),
-]
-OF_TRAPS = [Case(model=name, cuts="every", steps=2, schedule="gpipe", **PACKED) for name in TRAPS]
-
-
-@pytest.mark.parametrize("case", parameters([*CASES, *OF_TRAPS]))
-def test_a_mirror_has_the_bits_of_the_plain_loop(case):
-    assert differences(case) == []
-
-
-@pytest.mark.parametrize("case", parameters([*CASES[:3], *CASES[6:10], *CASES[12:17], *CASES[19:23]]))
-def test_so_it_has_where_the_store_copies_what_it_is_given(case, far):
-    assert differences(case) == []
-    assert far
-    assert any(store.num_puts for store in far)
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(model="resnet18", cuts=2, steps=2, **PACKED),
-        Case(model="gpt_tied", cuts=2, steps=2, optimizer="adamw", tier="packed", **HOST),
-        Case(model="mlp", cuts=4, ranks=2, schedule="interleaved", scaler=(2.0**120, 2), steps=4, **PACKED),
-    ],
-    ids=str,
-)
-def test_ranks_have_the_bits_of_the_plain_loop(case, ranks, tmp_path):
-    assert on_ranks(ranks, rank_differences, case, tmp_path) == []
 
 
 def deep(layers: int = 12, width: int = 64) -> nn.Sequential:
@@ -330,73 +267,9 @@ def test_what_a_mirror_does_not_go_with_is_refused_by_the_plan(options, said):
     assert str(refused.value).count(". ") == 0
 
 
-def test_a_checkpoint_in_the_middle_goes_on_with_the_same_bits(tmp_path, far):
-    case = Case(model="gpt_tied", cuts=2, optimizer="adamw", steps=4)
-    trained = []
-    for stops in (False, True):
-        model, batches = build(case.model, None, 4)
-        pipe = resumed(model, batches)
-        for number, (x, y) in enumerate(batches):
-            if stops and number == 2:
-                penstock.save(pipe, tmp_path / "checkpoint")
-                pipe.close()
-                model, _ = build(case.model)
-                pipe = resumed(model, batches)
-                penstock.load(pipe, tmp_path / "checkpoint")
-            if number % 2:
-                pipe.evaluate(x)
-            pipe.step(x, y)
-        trained.append(pipe.state_dict())
-    assert same_state(*trained)
-
-
-def test_a_state_loads_with_and_without_a_mirror(far):
-    model, batches = build("residual")
-    pipe = resumed(model, batches)
-    pipe.step(*batches[0])
-    state = pipe.state_dict()
-    for tier in ("device", "packed"):
-        other, _ = build("residual")
-        again = resumed(other, batches, parameters_tier=tier)
-        again.load_state_dict(state)
-        assert same_state(again.state_dict(), state)
-        for x, y in batches[1:]:
-            again.step(x, y)
-        trained = again.state_dict()
-        again.close()
-        assert same_state(trained, resumed_from(state, batches))
-
-
-def resumed_from(state: Any, batches: Any) -> Any:
-    model, _ = build("residual")
-    pipe = resumed(model, batches, parameters_tier="device")
-    pipe.load_state_dict(state)
-    for x, y in batches[1:]:
-        pipe.step(x, y)
-    return pipe.state_dict()
-
-
 def resumed(model: nn.Module, batches: Any, **options: Any) -> Any:
     options = {"stages": 2, "micro_batches": 3, "loss": cross_entropy, **options}
     return made(model, batch=batches[0][0], **options)
-
-
-def same_state(one: Any, other: Any) -> bool:
-    """Whether the tensors of two states have the same bits."""
-    pairs = [(one["model"][name], tensor) for name, tensor in other["model"].items()]
-    for name, kept in other["optimizer"].items():
-        pairs += [(one["optimizer"][name]["state"][what], item) for what, item in kept["state"].items()]
-    return all(same_bits(a, b) for a, b in pairs)
-
-
-def test_evaluation_brings_and_takes_parameters_too(far):
-    model, batches = build("residual")
-    plain, _ = build("residual")
-    pipe = resumed(model, batches)
-    with torch.no_grad():
-        expected = plain.eval()(batches[0][0])
-    assert same_bits(pipe.evaluate(batches[0][0]), expected)
-    assert all(p.numel() == 0 for p in model.parameters())
 
 
 def test_what_forwards_save_is_counted_beside_a_mirror(monkeypatch):

@@ -7,41 +7,12 @@ from typing import Any
 import pytest
 import streams
 import torch
-from cases import CUSTOM, Case, on_ranks, parameters
-from law import differences, rank_differences
 from streams import StreamCase
 from torch import Tensor, nn
-from traps import TRAPS
 from zoo import cross_entropy
 
 import penstock
 from penstock import PlanError, StageError
-
-CASES = [
-    Case(model="mlp", cuts=3),
-    Case(model="mlp", cuts=4, ranks=2, schedule="zbv", micro_batches=5, codec="raw"),
-    Case(model="mlp", cuts=3, ranks=2, schedule="custom", program=CUSTOM),
-    Case(model="mlp", cuts=2, weights_first=True, optimizer="adamw"),
-    Case(model="mlp", cuts=2, scaler=(2.0**120, 2), steps=4),
-    Case(model="gated", cuts="every", schedule="gpipe", dtype=torch.bfloat16),
-    Case(model="tied", cuts="every", schedule="zb_h1"),
-    Case(model="gpt_relu", cuts=3, autocast=torch.bfloat16, micro_batches=5, extra_in_flight=1),
-    Case(model="gpt_gelu_dropout", cuts=4, ranks=2, schedule="interleaved", steps=2),
-    Case(model="gpt_tied", cuts=4, ranks=2, schedule="dualpipev", micro_batches=5, steps=2),
-    Case(model="resnet18", cuts=3, schedule="zb_h1", steps=2),
-    Case(model="resnet18_channels_last", cuts=3, schedule="gpipe", weights_first=True, steps=1),
-    Case(model="densenet", cuts=4, steps=1),
-    Case(model="mlp", cuts=3, late=(0,)),
-    *(Case(model=f"dag{i}", cuts=("random", 3, i), steps=2) for i in range(6)),
-    *(Case(model=name, cuts="every", steps=2, schedule="gpipe") for name in TRAPS),
-    *(Case(model=name, cuts="every", steps=2, schedule="zb_h1") for name in TRAPS),
-]
-AGAIN: dict[str, Any] = {"recompute": True}
-
-
-@pytest.mark.parametrize("case", parameters([streams.dataclasses.replace(case, **AGAIN) for case in CASES]))
-def test_forwards_that_run_again_have_the_bits_of_the_plain_loop(case):
-    assert differences(case) == []
 
 
 @pytest.mark.parametrize(
@@ -55,20 +26,6 @@ def test_forwards_that_run_again_have_the_bits_of_the_plain_loop(case):
 )
 def test_they_see_the_weights_of_the_first_time_without_a_flush(case):
     assert streams.differences(case) == []
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(model="gpt_tied", cuts=3, schedule="zb_h1", recompute=True, steps=2),
-        Case(model="resnet18", cuts=2, recompute=True, steps=2),
-    ],
-    ids=str,
-)
-def test_ranks_have_the_bits_of_the_plain_loop(case, ranks, tmp_path):
-    assert on_ranks(ranks, rank_differences, case, tmp_path) == []
 
 
 class Mean(nn.Module):

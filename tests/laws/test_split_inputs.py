@@ -4,26 +4,11 @@ import copy
 
 import pytest
 import torch
-from cases import Case, on_ranks, parameters
-from law import rank_differences, split_for
+from law import split_for
 from reference import same_bits
 from torch import nn
 
 import penstock
-
-CASES = [
-    Case(model="mlp", cuts=1, replicas=2, micro_batches=5, exact=True),
-    Case(model="residual", cuts=2, replicas=[2, 1], micro_batches=4, exact=True, schedule="gpipe"),
-    Case(model="dag1", cuts=2, replicas=[1, 2], micro_batches=4, exact=True),
-    Case(model="gpt_tied", cuts=1, replicas=[3], shares=(3, 1, 0), micro_batches=4, exact=True),
-]
-SPLIT = [Case(**{**vars(case), "splits": True}) for case in CASES]
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", parameters(SPLIT))
-def test_inputs_that_only_their_replica_has_train_like_the_plain_loop(case, ranks, tmp_path):
-    assert on_ranks(ranks, rank_differences, case, tmp_path) == []
 
 
 def pipeline(model, x, **options):

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from cases import Case, pipeline_of, plan_of
-from law import differences, plain_of, state_differences
+from law import plain_of, state_differences
 from zoo import build
 
 import penstock
@@ -114,29 +114,6 @@ def test_outputs_of_replicas_are_refused_and_reports_name_their_ranks(ranks, tmp
     plan.save(tmp_path / "plan.json")
     found = ranks.run(of_outputs, case, str(tmp_path / "plan.json"), random_layers, ranks=4)
     assert found == [[3, 4, 2]] * 4
-
-
-def test_one_process_runs_replicas_as_one():
-    case = Case(model="mlp", cuts=2, replicas=[2, 1], micro_batches=5)
-
-    assert differences(case) == []
-
-
-def refused(case, plan_path, random_layers):
-    try:
-        pipeline_of(case, penstock.Plan.load(plan_path), build(case.model)[0])
-    except penstock.PlanError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.ranks
-def test_a_second_forward_with_batch_norms_is_refused(ranks, tmp_path):
-    case = Case(model="residual", cuts=2, replicas=[2, 1], recompute=True)
-    plan, random_layers = plan_of(case)
-    plan.save(tmp_path / "plan.json")
-    found = ranks.run(refused, case, str(tmp_path / "plan.json"), random_layers, ranks=3)
-    assert all("take recompute=false, or one rank a stage" in said for said in found)
 
 
 def test_a_digest_is_that_of_what_a_tensor_holds_however_it_is_seen():

@@ -11,6 +11,7 @@ from late import LateDevice
 from zoo import build, cross_entropy
 
 import penstock
+from penstock.pipeline.planner.choose import TooSmall
 from penstock.pipeline.ranks.world import World
 from penstock.stages.memory.options import MemoryOptions
 
@@ -61,6 +62,13 @@ class Case:
     sharded: bool = False
     shares: tuple = ()
     splits: bool = False
+    budget: str | None = None  # bytes of the device tier; "least": the smallest that the planner takes
+    far: bool = False  # a store that keeps nothing of what it is given but its bytes
+    world: str = "alone"  # or "threads", "processes"
+    resume: str = (
+        ""  # after the first step, from a checkpoint: on the "same" plan or an "other"; from a "state"
+    )
+    evaluates: bool = False  # behind each step
 
     def __str__(self):
         shown = [
@@ -84,8 +92,8 @@ def marked(parameter, model):
     return pytest.param(parameter, id=str(parameter), marks=pytest.mark.slow if model in LARGE else ())
 
 
-VERSIONS = ("weights", "weights_tier", "parameters_tier", "weights_first", "recompute", "prediction")
-VERSIONS += ("program", "replicas", "exact", "sharded", "shares")
+PLANNED = ("weights", "weights_tier", "parameters_tier", "weights_first", "recompute", "prediction")
+PLANNED += ("program", "replicas", "exact", "sharded", "shares")
 
 
 @functools.cache
@@ -109,25 +117,49 @@ def plan_of(case):
         "tier": case.tier,
         "ranks": case.ranks,
     }
-    settings |= {name: getattr(case, name) for name in VERSIONS if hasattr(case, name)}
+    settings |= {name: getattr(case, name) for name in PLANNED if hasattr(case, name)}
     if isinstance(case.cuts, int):
-        return penstock.partition(profile, stages=case.cuts, **settings), random_layers
-    chosen = case.cuts
-    if case.cuts == "every":
-        chosen = [names[i] for i in legal]
+        settings["stages"] = case.cuts
+    elif case.cuts == "every":
+        settings["cuts"] = [names[i] for i in legal]
     elif case.cuts[0] == "random":
         _, stages, seed = case.cuts
-        chosen = [names[i] for i in sorted(random.Random(seed).sample(legal, stages - 1))]
-    return penstock.partition(profile, cuts=list(chosen), **settings), random_layers
+        settings["cuts"] = [names[i] for i in sorted(random.Random(seed).sample(legal, stages - 1))]
+    else:
+        settings["cuts"] = list(case.cuts)
+    return penstock.partition(profile, **settings, memory=budget_of(case, profile, settings)), random_layers
+
+
+def budget_of(case, profile, settings):
+    """The bytes of a case's budget: "least" is what a refusal of one byte calls the smallest that does."""
+    if case.budget != "least":
+        return case.budget
+    with pytest.raises(TooSmall) as refused:
+        penstock.partition(profile, **settings, memory="1B")
+    return refused.value.needed
 
 
 def on_ranks(ranks, differences, case, folder):
     """The ``differences`` that every rank of a plan finds. Measured is here alone, not on each of them."""
     plan, random_layers = plan_of(case)
     plan.save(folder / "plan.json")
+    (plan_of(resumed_case(case))[0] if case.resume == "other" else plan).save(folder / "resumed.json")
     found = ranks.run(differences, case, str(folder / "plan.json"), random_layers, ranks=plan.num_ranks)
     assert len(found) == plan.num_ranks > 1
     return [f"rank {rank}: {what}" for rank, of_rank in enumerate(found) for what in of_rank]
+
+
+def resumed_case(case):
+    """The case that goes on from a checkpoint of another: another schedule and tiers, alone other cuts."""
+    away = {"late": (), "budget": None, "recompute": False, "extra_in_flight": 0}
+    away["tier"] = "packed" if case.tier == "device" else "device"
+    other = {"schedule": "gpipe" if case.schedule == "1f1b" else "1f1b", "program": (), **away}
+    if case.replicas == 1:
+        other["ranks"] = plan_of(case)[0].num_ranks
+        other["parameters_tier"] = "host" if case.parameters_tier == "device" else "device"
+        if case.world == "alone":
+            other |= {"ranks": None, "cuts": 1 if case.cuts == 2 else 2}
+    return dataclasses.replace(case, **other)
 
 
 def pipeline_of(case, plan, model, *, world=None):

@@ -1,16 +1,21 @@
 """Law L1 as one function: a pipeline and the plain loop, step by step, every bit of the training state."""
 
+import contextlib
 import copy
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
-from cases import OPTIMIZERS, decayed, loss_of, pipeline_of, plan_of, scaler_of
+from cases import OPTIMIZERS, decayed, loss_of, on_ranks, pipeline_of, plan_of, resumed_case, scaler_of
+from far import FarStore
 from late import garbage
 from reference import casting, plain_loop, same_bits
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from zoo import build
 
 import penstock
+from penstock.pipeline.runtime import ownership
 from penstock.stages.memory.saved import SavedActivations
 from penstock.stages.stage import stage
 
@@ -50,55 +55,140 @@ def everything_leaves(patch):
         self.wait()
 
     patch.setattr(stage, "LEAST_SAVED", 1)
+    patch.setattr(ownership, "LEAST_MIRRORED", 1)
     patch.setattr(SavedActivations, "offload", waits)
 
 
-def differences(case):
-    """Train a pipeline and the plain loop side by side; names of everything that differs in a bit."""
-    with pytest.MonkeyPatch.context() as patch:
-        everything_leaves(patch)
-        with garbage():
-            return _differences(case)
+@contextlib.contextmanager
+def surroundings(case):
+    """What a case needs to show a fault: memory that is overwritten when it is free, tensors that leave."""
+    with pytest.MonkeyPatch.context() as patch, garbage():
+        if case.world == "alone":  # ranks keep their own pace, so that threads overtake each other
+            everything_leaves(patch)
+        patch.setattr(ownership, "LEAST_MIRRORED", 1)
+        if case.far:
+            patch.setattr(ownership, "open_store", lambda tier, options: FarStore())
+        yield
 
 
-def _differences(case):
+def differences(case, ranks=None):
+    """Train a pipeline and the plain loop side by side; names of everything that differs in a bit.
+
+    ``ranks``: the pool of processes for cases whose world are processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        if case.world == "processes":
+            return on_ranks(ranks, rank_differences, case, Path(folder))
+        if case.world == "threads":
+            return thread_differences(case, folder)
+        plan, random_layers = plan_of(case)
+        with surroundings(case):
+            model, batches = build(case.model, case.dtype, case.steps)
+            plain, _ = build(case.model, case.dtype)  # not a copy, which may forget that it is compiled
+            loop = plain_of(case, plain, batches, random_layers)
+            steps = ({**step, "plain": plain} for step in loop)
+            return trained(case, model, batches, steps, plans_of(case, plan), folder)
+
+
+def plans_of(case, plan):
+    """The plan of a case and the one that a resumed half of it goes on with."""
+    return plan, plan_of(resumed_case(case))[0] if case.resume == "other" else plan
+
+
+def rank_differences(case, plan_path, random_layers):
+    """The same on this rank of a group: its own gradients, and on rank 0 the gathered state."""
+    with surroundings(case):
+        other = Path(plan_path).with_name("resumed.json") if case.resume else plan_path
+        plans = [penstock.Plan.load(path) for path in (plan_path, other)]
+        model, batches = build(case.model, case.dtype, case.steps)
+        plain = copy.deepcopy(model)
+        loop = plain_of(case, plain, batches, random_layers)
+        steps = ({**step, "plain": plain} for step in loop)
+        return trained(case, model, batches, steps, plans, Path(plan_path).parent / "checkpoint")
+
+
+def thread_differences(case, folder):
+    """The same on the ranks of a plan as threads of this process."""
     plan, random_layers = plan_of(case)
+    plans = plans_of(case, plan)
     model, batches = build(case.model, case.dtype, case.steps)
-    plain, _ = build(case.model, case.dtype)  # not a copy, which may forget that it is compiled
-    pipe = pipeline_of(case, plan, model)
-    found = []
-    for (x, y), expected in zip(batches, plain_of(case, plain, batches, random_layers), strict=True):
-        report = pipe.step(x, y)
-        step = report.step
-        losses = [pipe.engine.losses[i] for i in range(len(expected["losses"]))]
-        found += [
-            f"step {step} loss {i}"
-            for i, (a, b) in enumerate(zip(losses, expected["losses"], strict=True))
-            if not same_bits(a, b)
-        ]
-        found += (
-            []
-            if report.loss == expected["loss"]
-            else [f"step {step} reported loss {report.loss} {expected['loss']}"]
-        )
-        with pipe.near():
-            gradients = {name: p.grad for name, p in model.named_parameters()}
-        found += [
-            f"step {step} gradient {n}"
-            for n, g in expected["gradients"].items()
-            if not same_layout(g, gradients[n])
-        ]
-        state = pipe.state_dict()
-        found += [f"step {step} {what}" for what in state_differences(state, plain, expected["optimizer"])]
-        found += scale_differences(case, state, expected)
+    plain, models = copy.deepcopy(model), [copy.deepcopy(model) for _ in range(plan.num_ranks)]
+    loop = plain_of(case, plain, batches, random_layers)  # draws from the generator of all threads: first
+    expected = [copy.deepcopy({**step, "plain": plain}) for step in loop]
+
+    def train(world):
+        return trained(case, models[world.rank], batches, expected, plans, folder, world=world)
+
+    assert plan.num_ranks > 1
+    before = torch.get_rng_state()
+    with surroundings(case):
+        found = penstock.in_threads(train, ranks=plan.num_ranks, deadline=case.deadline)
+    if not same_bits(torch.get_rng_state(), before):
+        found.append(["the state of the generator of all threads"])
+    return [f"rank {rank}: {what}" for rank, of_rank in enumerate(found) for what in of_rank]
+
+
+def trained(case, model, batches, steps, plans, folder, *, world=None):
+    """What differs on this rank from the ``steps`` of the plain loop, each with the plain model behind it."""
+    found, again = [], copy.deepcopy(model) if case.resume else None
+    pipe = pipeline_of(case, plans[0], model, world=world)
+    try:
+        for number, ((x, y), expected) in enumerate(zip(batches, steps, strict=True)):
+            if case.resume and number == 1:
+                with torch.no_grad():  # all of it is to be replaced
+                    for parameter in again.parameters():
+                        parameter.mul_(3)
+                pipe = resumed(case, pipe, again, plans[1], folder, world=world)
+            found += [f"step {number} {what}" for what in step_differences(case, pipe, x, y, expected)]
+            if case.evaluates:
+                outputs = pipe.evaluate(batches[0][0])
+                alike = not pipe.is_last or _same(outputs, _evaluated(expected["plain"], case, batches))
+                found += [] if alike else [f"outputs of evaluate behind step {number}"]
+    finally:
+        pipe.close_stages(keeps_model=False)
     return found
 
 
-def scale_differences(case, state, expected):
-    """How a GradScaler of the pipeline, on any rank, differs from that of the plain loop."""
-    if not isinstance(case.scaler, tuple) or state["scaler"] == expected["scaler"]:
-        return []
-    return [f"step {state['step']} scaler {state['scaler']} {expected['scaler']}"]
+def resumed(case, pipe, model, plan, folder, *, world):
+    """Another pipeline over ``model`` that goes on where ``pipe`` ends."""
+    state = pipe.state_dict() if case.resume == "state" else penstock.save(pipe, folder)
+    pipe.close_stages(keeps_model=False)
+    pipe = pipeline_of(resumed_case(case) if case.resume == "other" else case, plan, model, world=world)
+    pipe.load_state_dict(state) if case.resume == "state" else penstock.load(pipe, folder)
+    return pipe
+
+
+def step_differences(case, pipe, x, y, expected):
+    """What differs in one step."""
+    report, mine = pipe.step(split_for(pipe, x) if case.splits else x, y), pipe.update.named
+    if report.loss != expected["loss"]:
+        yield f"loss {report.loss} {expected['loss']}"
+    if pipe.world.is_alone:
+        losses = [pipe.engine.losses[i] for i in range(len(expected["losses"]))]
+        pairs = zip(losses, expected["losses"], strict=True)
+        yield from (f"loss {i}" for i, (a, b) in enumerate(pairs) if not same_bits(a, b))
+    with pipe.near():
+        for name, parameter in mine.items():
+            if case.sharded and parameter.grad is None:  # updated by another replica
+                continue
+            if not same_layout(expected["gradients"][name], parameter.grad):
+                yield f"gradient {name}"
+    state = pipe.state_dict()
+    if isinstance(case.scaler, tuple) and state["scaler"] != expected["scaler"]:
+        yield f"scaler {state['scaler']} {expected['scaler']}"
+    if pipe.rank == 0:
+        yield from state_differences(state, expected["plain"], expected["optimizer"])
+
+
+def _evaluated(plain, case, batches):
+    """The outputs of the plain model in eval mode."""
+    with torch.no_grad(), casting(case.autocast):
+        outputs = plain.eval()(batches[0][0])
+    plain.train()
+    return outputs
+
+
+def _same(ours, theirs):
+    return all(map(same_bits, tree_leaves(ours), tree_leaves(theirs)))
 
 
 def same_layout(a, b):
@@ -123,46 +213,6 @@ def state_differences(state, plain, optimizer):
     return found
 
 
-def rank_differences(case, plan_path, random_layers):
-    """The same on this rank of a group: its own gradients, and on rank 0 the gathered state."""
-    with garbage():
-        return _rank_differences(case, plan_path, random_layers)
-
-
-def _rank_differences(case, plan_path, random_layers):
-    plan = penstock.Plan.load(plan_path)
-    model, batches = build(case.model, case.dtype, case.steps)
-    plain = copy.deepcopy(model)
-    pipe = pipeline_of(case, plan, model)
-    del model
-    loop = plain_of(case, plain, batches, random_layers)
-    return differences_of_rank(case, pipe, batches, ({**expected, "plain": plain} for expected in loop))
-
-
-def thread_differences(case):
-    """The same on the ranks of a plan as threads of this process."""
-    plan, random_layers = plan_of(case)
-    model, batches = build(case.model, case.dtype, case.steps)
-    plain, models = copy.deepcopy(model), [copy.deepcopy(model) for _ in range(plan.num_ranks)]
-    loop = plain_of(case, plain, batches, random_layers)  # draws from the generator of all threads: first
-    expected = [copy.deepcopy({**step, "plain": plain}) for step in loop]
-
-    def train(world):
-        pipe = pipeline_of(case, plan, models[world.rank], world=world)
-        try:
-            return differences_of_rank(case, pipe, batches, expected)
-        finally:
-            pipe.close()
-
-    assert plan.num_ranks > 1
-    before = torch.get_rng_state()
-    with garbage():
-        found = penstock.in_threads(train, ranks=plan.num_ranks, deadline=case.deadline)
-    if not same_bits(torch.get_rng_state(), before):
-        found.append(["the state of the generator of all threads"])
-    return [f"rank {rank}: {what}" for rank, of_rank in enumerate(found) for what in of_rank]
-
-
 def split_for(pipe, inputs):
     """The inputs of a batch by micro-batch, without memory where this rank does not read them."""
     leaves, spec = tree_flatten(inputs)
@@ -170,36 +220,3 @@ def split_for(pipe, inputs):
     rows = zip(*(leaf.tensor_split(number) for leaf in leaves), strict=True)
     given = [[leaf if pipe.reads(i) else leaf.to("meta") for leaf in row] for i, row in enumerate(rows)]
     return penstock.Split(tuple(tree_unflatten(row, spec) for row in given))
-
-
-def differences_of_rank(case, pipe, batches, steps):
-    """What differs on one rank from the ``steps`` of the plain loop, each with the plain model behind it."""
-    mine, found, plain = pipe.update.named, [], None
-    for (x, y), expected in zip(batches, steps, strict=True):
-        given = split_for(pipe, x) if case.splits else x
-        plain, report = expected["plain"], pipe.step(given, y)
-        found += (
-            []
-            if report.loss == expected["loss"]
-            else [f"step {report.step} loss {report.loss} {expected['loss']}"]
-        )
-        with pipe.near():
-            found += [
-                f"step {report.step} gradient {n}"
-                for n, p in mine.items()
-                if not (case.sharded and p.grad is None)  # updated by another replica
-                and not same_layout(expected["gradients"][n], p.grad)
-            ]
-        state = pipe.state_dict()
-        found += scale_differences(case, state, expected)
-        if pipe.rank == 0:
-            found += [
-                f"step {report.step} {what}"
-                for what in state_differences(state, plain, expected["optimizer"])
-            ]
-    outputs = pipe.evaluate(batches[0][0])
-    if pipe.is_last:
-        assert plain is not None
-        with torch.no_grad(), casting(case.autocast):
-            found += [] if same_bits(outputs, plain.eval()(batches[0][0])) else ["outputs of evaluate"]
-    return found

@@ -1,157 +1,238 @@
-"""Law L1 over the whole product of models, stages, schedules, codecs and optimizers, in random order.
+"""The laws' factors, what of them goes together, and their product: every pair once, or at random.
 
-The tests take a few cases of it; what nobody thought of combining is found by combining everything. It takes
-hours, so it is run before a release, and a part of it at any time:
+A case that failed is run again by its own line, which names everything and no seed:
 
-    python tests/support/product.py --models mlp,resnet18 --schedules zb_h1,zbv --limit 100 --seed 1
+    python tests/support/product.py "Case(model='mlp', cuts=2, schedule='zb_h1', tier='packed')"
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import itertools
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import law
+import streams
 import torch
-from cases import OPTIMIZERS, Case, plan_of
-from law import differences
+from allpairspy import AllPairs
+from cases import CUSTOM, Case
+from ranks import Ranks
+from streams import StreamCase
 
-from penstock import ScheduleError
-from penstock.pipeline.schedules import SCHEDULES
-from penstock.stages.planner.plan import TIERS
+TWO_A_RANK = ("interleaved", "zbv", "dualpipev")
+NORMED = ("residual", "residual_channels_last", "dag")
+"""Models with batch norms: their statistics forbid a second forward on replicas."""
 
-# Batches of 11 samples: in 3, 4 or 8 micro-batches the last ones are smaller.
-MODELS = {"mlp": 8, "resnet18": 4, "densenet": 3, "gpt_gelu_dropout": 4, "gpt_tied": 4}
-"""The micro-batches of each: BatchNorm needs two samples or more in every one."""
+FACTORS: dict[str, tuple] = {
+    "model": ("mlp", "penalized", "tied", "gated", *NORMED, "gpt_relu", "gpt_tied"),
+    "codec": (
+        "raw", "zero_value", "exponent", "byte_plane", "zero_value+exponent", "zero_value+lz4", "auto",
+    ),
+    "schedule": ("gpipe", "1f1b", "zb_h1", *TWO_A_RANK, "custom"),
+    "cuts": (1, 2, 3, 4, "every", "random"),
+    "tier": ("device", "packed", "host", "disk"),
+    "parameters_tier": ("device", "packed", "host", "disk", "far"),
+    "world": ("alone", "threads", "processes", "late", "late processes"),
+    "micro_batches": (1, 2, 3, 5),
+    "replicas": (1, 2, 3, (2, 1), (1, 2)),
+    "shares": ("even", "uneven"),
+    "optimizer": ("sgd", "plain", "nesterov", "adam", "no_biases", "adamw"),
+    "scaler": (None, (2.0**14, 2), (2.0**120, 2), 1024.0),
+    "dtype": (None, torch.float64, torch.bfloat16),
+    "resume": ("", "same", "other", "state"),
+    "extra_in_flight": (0, 1, "auto"),
+    "autocast": (None, torch.bfloat16),
+    "clip": (1.0, 0.05, None),
+    "budget": (None, "least"),
+    "recompute": (False, True),
+    "weights_first": (False, True),
+    "scheduler": (False, True),
+    "guard": (False, True),
+    "sharded": (False, True),
+    "splits": (False, True),
+    "evaluates": (False, True),
+}  # fmt: skip
+"""The values of every factor, the ones with most values first; dimension 0 of all batches is 11."""
 
-STAGES = (1, 2, 3, 4)
-CODECS = ("raw", "zero_value", "zero_value+exponent", "byte_plane", "auto")
+
+def unsuited(row: dict[str, Any]) -> str:
+    """Why values do not go together, "" if they do; some factors may be missing in ``row``."""
+
+    def has(factor: str, *values: Any) -> bool:
+        return factor in row and row[factor] in values
+
+    def lacks(factor: str, *values: Any) -> bool:
+        return factor in row and row[factor] not in values
+
+    replicated = lacks("replicas", 1)
+    rules = {
+        "two stages a rank": has("schedule", *TWO_A_RANK) and lacks("cuts", 2, 4, "random"),
+        "its program has three stages": has("schedule", "custom") and lacks("cuts", 3),
+        "its program has three micro-batches": has("schedule", "custom") and lacks("micro_batches", 3),
+        "its order is fixed": has("extra_in_flight", 1) and lacks("schedule", "1f1b", "zb_h1"),
+        "a forward that runs again keeps nothing": has("recompute", True) and lacks("tier", "device"),
+        "a checkpoint has no gradients": lacks("resume", "") and has("optimizer", "no_biases"),
+        "the state of all ranks is on the first": has("resume", "state") and lacks("world", "alone", "late"),
+        "a rank for itself": has("cuts", 1) and has("replicas", 1) and lacks("world", "alone", "late"),
+        "one rank for two": has("schedule", *TWO_A_RANK)
+        and has("cuts", 2)
+        and lacks("world", "alone", "late"),
+        "a cast of what is cast": lacks("dtype", None) and lacks("autocast", None),
+        "a budget chooses tiers": lacks("budget", None)
+        and (lacks("tier", "device") or lacks("parameters_tier", "device") or has("recompute", True)),
+        "a late device is no GPU with a mirror": has("world", "late", "late processes")
+        and (lacks("parameters_tier", "device") or lacks("budget", None) or replicated),
+        "replicas": replicated
+        and (
+            lacks("schedule", "gpipe", "1f1b")
+            or lacks("cuts", 1, 2)
+            or lacks("parameters_tier", "device")
+            or lacks("budget", None)
+            or has("world", "late", "late processes")
+        ),
+        "replicas by stage": has("replicas", (2, 1), (1, 2)) and lacks("cuts", 2),
+        "four ranks at most": has("replicas", 3) and lacks("cuts", 1),
+        "no second forward of batch norms": replicated and has("recompute", True) and has("model", *NORMED),
+        "for replicas": has("replicas", 1)
+        and (has("shares", "uneven") or has("sharded", True) or has("splits", True)),
+        "each parameter has an optimizer": has("sharded", True) and has("optimizer", "no_biases"),
+        "split inputs are those of ranks": has("splits", True) and has("world", "alone"),
+    }
+    return next((rule for rule, broken in rules.items() if broken), "")
 
 
-def _one_each(stages: int) -> list[int]:
-    """As many ranks as stages; half as many, so that neighbours share one, where that is something else."""
-    return [stages, *([stages // 2] if stages > 2 and stages % 2 == 0 else [])]
+def _draw(row: dict[str, Any], seed: int) -> None:
+    """Draw what a value leaves open: which graph, which cuts."""
+    if row["model"] == "dag":
+        row["model"] = f"dag{seed % 6}"
+    if row["cuts"] == "random":
+        row["cuts"] = ("random", 4, seed % 1000)
 
 
-def _two_each(stages: int) -> list[int]:
-    return [stages // 2] if stages % 2 == 0 else []
+def case_of(row: dict[str, Any], seed: int) -> Case:
+    """The case of a full row."""
+    row = dict(row)
+    _draw(row, seed)
+    stages, replicas = row["cuts"], row["replicas"]
+    several = row["world"] not in ("alone", "late")
+    if row["schedule"] == "custom":
+        row |= {"ranks": 2, "program": CUSTOM}
+    elif row["schedule"] in TWO_A_RANK:
+        row["ranks"] = 2 if stages != 2 else 1
+    elif several and stages not in (1, 2, 3):
+        row["ranks"] = 2
+    if row["budget"]:
+        row |= {"tier": "auto", "parameters_tier": "auto"}
+    if row["parameters_tier"] == "far":
+        row |= {"parameters_tier": "packed", "far": True}
+    if replicas != 1:
+        ranks = sum(replicas) if isinstance(replicas, tuple) else replicas * stages
+        shares = [3, 1, 1, 2, 1, 1][:ranks] if row.pop("shares") == "uneven" else ()
+        row |= {"exact": True, "shares": tuple(shares)}
+        row["replicas"] = list(replicas) if isinstance(replicas, tuple) else replicas
+    else:
+        del row["shares"]
+    if row["world"].startswith("late"):
+        row["late"] = (0, 1, 2, 3) if several else (0,)
+        row["world"] = "processes" if several else "alone"
+    return Case(**row, steps=3)
 
 
-RANKS: dict[str, Callable[[int], list[int]]] = {
-    "gpipe": _one_each,
-    "1f1b": _one_each,
-    "zb_h1": _one_each,
-    "interleaved": _two_each,
-    "zbv": _two_each,
-    "dualpipev": _two_each,
+STREAMS: dict[str, tuple] = {
+    "model": ("mlp", "penalized", "tied", "gated", *NORMED, "gpt_tied"),
+    "codec": FACTORS["codec"],
+    "policy": ("latest", "stashed", "vertical_sync", "double_buffered", "latest ahead", "stashed ahead"),
+    "cuts": FACTORS["cuts"],
+    "optimizer": ("sgd", "plain", "nesterov", "adam", "adamw"),
+    "micro_batches": (1, 2, 3, 4, 5),
+    "tier": FACTORS["tier"],
+    "weights_tier": FACTORS["tier"],
+    "clip": (None, 0.5),
+    "world": ("alone", "processes"),
+    "recompute": (False, True),
+    "scheduler": (False, True),
 }
-"""The synchronous schedules, and the numbers of ranks that suit each for a number of stages."""
+"""Asynchronous training; "ahead": with the weights that are predicted for the backward."""
+
+SHARED = ("tied", "gpt_tied", "dag", "penalized")
+"""Models of which several stages read one parameter."""
 
 
-def product(
-    models: Sequence[str],
-    stages: Sequence[int],
-    schedules: Sequence[str],
-    codecs: Sequence[str],
-    optimizers: Sequence[str],
-) -> Iterator[Case]:
-    """Every case of the product; all stages run in this process, whatever their ranks."""
-    for model, cuts, schedule in itertools.product(models, stages, schedules):
-        for ranks, codec, optimizer in itertools.product(RANKS[schedule](cuts), codecs, optimizers):
-            yield Case(
-                model=model,
-                cuts=cuts,
-                ranks=ranks,
-                schedule=schedule,
-                codec=codec,
-                optimizer=optimizer,
-                micro_batches=MODELS[model],
-                steps=2,
-            )
+def unsuited_streams(row: dict[str, Any]) -> str:
+    """The same as ``unsuited`` for asynchronous training."""
+    policy, ahead = row.get("policy", ""), str(row.get("policy")).endswith("ahead")
+    rules = {
+        "every stage has a micro-batch": policy == "double_buffered"
+        and row.get("micro_batches", 5)
+        < {"every": 99, "random": 4}.get(row.get("cuts", 1), row.get("cuts", 1)),
+        "the newest weights are those of one stage": policy.startswith("latest")
+        and row.get("model") in SHARED,
+        "a second forward sees the same weights": row.get("recompute")
+        and (ahead or policy == "latest" or row.get("tier", "device") != "device"),
+        "a rank for itself": row.get("cuts") == 1 and row.get("world") == "processes",
+    }
+    return next((rule for rule, broken in rules.items() if broken), "")
 
 
-def run(cases: Sequence[Case], *, seconds: float) -> int:
-    """Run the cases until the time is over; print a line per failure and a count, return the failures."""
-    began, failed, done = time.monotonic(), 0, 0
-    unsuitable: set[str] = set()
-    for case in cases:
-        if time.monotonic() - began > seconds:
-            break
-        if constraint := _constraint(case):
-            unsuitable.add(constraint)
-            continue
-        done += 1
-        if reason := _failure(case):
-            failed += 1
-            print(f"FAILED {case!r}: {reason}", flush=True)
-    for constraint in sorted(unsuitable):
-        print(f"left out: {constraint}")
-    taken = time.monotonic() - began
-    print(f"{done} of {len(cases)} cases run in {taken:.0f} s, {failed} failed", flush=True)
-    return failed
+def stream_of(row: dict[str, Any], seed: int) -> StreamCase:
+    """The asynchronous case of a full row."""
+    weights, _, ahead = row["policy"].partition(" ")
+    row = {name: value for name, value in row.items() if name != "policy"}
+    _draw(row, seed)
+    if row["cuts"] not in (1, 2, 3) and row["world"] == "processes":
+        row["ranks"] = 2
+    if weights == "double_buffered":
+        row["schedule"] = "1f1b"
+    return StreamCase(**row, weights=weights, prediction=bool(ahead), steps=3)
 
 
-def _constraint(case: Case) -> str:
-    """Why the schedule itself does not take so many stages, ranks and micro-batches; nothing if it does."""
-    try:
-        plan, _ = plan_of(case)
-        SCHEDULES[case.schedule](plan.stages_of_rank, case.micro_batches)
-    except ScheduleError as error:
-        return str(error)
-    return ""
+def pairs(factors: dict[str, tuple], seed: int, unsuited: Callable[[dict], str]) -> Iterator[dict[str, Any]]:
+    """Rows in which every two values of two factors meet once, where a row can have both."""
+    names, chance = list(factors), random.Random(seed)
+    values = [chance.sample(factors[name], len(factors[name])) for name in names]
+    for row in AllPairs(
+        values, filter_func=lambda given: not unsuited(dict(zip(names, given, strict=False)))
+    ):
+        yield dict(zip(names, row, strict=True))
 
 
-def _failure(case: Case) -> str:
-    """What differs from the plain loop, or what was raised; nothing if the law holds."""
-    try:
-        found = differences(case)
-    except Exception as error:  # whatever it is, the other cases are still to be run
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return f"{len(found)} differences, first {found[0]}" if found else ""
+def draws(factors: dict[str, tuple], seed: int, unsuited: Callable[[dict], str]) -> Iterator[dict[str, Any]]:
+    """Rows at random, without end: factors in random order, each a value that goes with those before it."""
+    chance = random.Random(seed)
+    while True:
+        row: dict[str, Any] = {}
+        for name in chance.sample(list(factors), len(factors)):
+            suited = [value for value in factors[name] if not unsuited({**row, name: value})]
+            if not suited:
+                break
+            row[name] = chance.choice(suited)
+        else:
+            yield {name: row[name] for name in factors}
 
 
-def _some_of(names: Sequence[object], kind: type = str) -> Callable[[str], list]:
-    def chosen(text: str) -> list:
-        found = [kind(word) for word in text.split(",")]
-        if unknown := [name for name in found if name not in names]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]} is not known; known are {names}")
-        return found
-
-    return chosen
+def differences(case: Case, ranks: Ranks | None = None) -> list[str]:
+    """What of a case differs from the plain loop, or from the replay; and the line that runs it again."""
+    found = (streams if isinstance(case, StreamCase) else law).differences(case, ranks)
+    return [*found, f'again: python tests/support/product.py "{case!r}"'] if found else []
 
 
-def main() -> int:
-    """Run what the command line asks for; the exit code says whether anything failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    lists = {"models": MODELS, "schedules": RANKS, "codecs": CODECS, "optimizers": OPTIMIZERS}
-    for option, names in ((option, list(known)) for option, known in lists.items()):
-        parser.add_argument(f"--{option}", type=_some_of(names), default=names, metavar=",".join(names))
-    parser.add_argument("--stages", type=_some_of(STAGES, int), default=STAGES, metavar="1,2,3,4")
-    parser.add_argument("--limit", type=int, help="run only so many cases")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many")
-    parser.add_argument("--seed", type=int, default=0, help="of the order")
-    parser.add_argument(
-        "--late", action="store_true", help="on a device that does everything late, in any tier"
-    )
-    asked = parser.parse_args()
-    for schedule in asked.schedules:
-        if schedule not in SCHEDULES:
-            print(f"schedule={schedule} is not known here and is skipped")
-    schedules = [schedule for schedule in asked.schedules if schedule in SCHEDULES]
+def main(lines: Sequence[str]) -> int:
+    """Run the cases that are given as Python; return how many differ."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    cases = list(product(asked.models, asked.stages, schedules, asked.codecs, asked.optimizers))
-    chance = random.Random(asked.seed)
-    chance.shuffle(cases)
-    if asked.late:
-        cases = [dataclasses.replace(case, late=(0,), tier=chance.choice(TIERS)) for case in cases]
-    return 1 if run(cases[: asked.limit], seconds=asked.seconds) else 0
+    ranks, failed = Ranks(), 0
+    try:
+        for line in lines:
+            case = eval(line, {"Case": Case, "StreamCase": StreamCase, "torch": torch})
+            found = differences(case, ranks)
+            print(case, *found or ["the same bits"], sep="\n  ")
+            failed += bool(found)
+    finally:
+        ranks.close()
+    return failed
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -2,10 +2,12 @@
 
 import copy
 import dataclasses
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
-from cases import OPTIMIZERS, Case, plan_of
+from cases import OPTIMIZERS, Case, on_ranks, plan_of
 from law import everything_leaves
 from reference import same_bits
 from replay import Replay
@@ -37,8 +39,11 @@ def settings_of(case):
     return settings
 
 
-def differences(case):
+def differences(case, ranks=None):
     """Names of everything in which a pipeline and the replay of its stages differ."""
+    if case.world == "processes":
+        with tempfile.TemporaryDirectory() as folder:
+            return on_ranks(ranks, rank_differences, case, Path(folder))
     with pytest.MonkeyPatch.context() as patch:
         everything_leaves(patch)
         plan, random_layers = plan_of(case)

@@ -62,7 +62,7 @@ class Penalized(nn.Module):
 class Dag(nn.Module):
     """A seeded random graph: early and late users, tied layers, identities, chunks, sizes, in-place."""
 
-    def __init__(self, seed, layers=60, width=20, pool=5):
+    def __init__(self, seed, layers=24, width=20, pool=5):
         super().__init__()
         self.seed, self.layers, self.width = seed, layers, width
         self.start, self.end = nn.Linear(192, width), nn.Linear(width, 10)
@@ -148,7 +148,7 @@ def mlp():
 
 
 def gpt(**settings):
-    return GPT(vocabulary=61, length=16, width=48, heads=4, layers=3, **settings)
+    return GPT(vocabulary=61, length=16, width=48, heads=4, layers=2, **settings)
 
 
 def residual():

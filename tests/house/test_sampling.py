@@ -1,0 +1,95 @@
+"""The two sizes of the suite: what runs by default, with --all, and as a part of the rest."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+SUITE = """
+import time
+import pytest
+from hypothesis import given, settings, strategies
+
+@pytest.mark.parametrize("number", range(3))
+def test_quick(number):
+    pass
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_slow(number, request):
+    time.sleep(0.3)
+
+@given(strategies.integers())
+def test_examples(number):
+    print("examples", settings.default.max_examples)
+
+def test_without_what_it_needs():
+    pytest.skip("needs a GPU")
+"""
+
+
+@pytest.fixture
+def suite(tmp_path):
+    (tmp_path / "test_suite.py").write_text(SUITE)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: belongs to --all alone\n")
+
+    def run(*options):
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "sampling",
+            "-p",
+            "no:cacheprovider",
+            "-rA",
+            *options,
+        ]
+        surroundings = {"PYTHONPATH": str(SUPPORT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=60
+        )
+        return done.returncode, re.findall(r"PASSED \S+::(\S+)", done.stdout), done.stdout + done.stderr
+
+    return run
+
+
+def test_slow_tests_are_left_to_all(suite):
+    code, names, text = suite("--seed", "five")
+    assert (code, len(names)) == (0, 4)
+    assert not any("slow" in name for name in names)
+    assert "examples 30\n" in text
+    assert "1  needs a GPU" in text
+    assert "--seed five" in text
+    code, names, text = suite("--all")
+    assert (code, len(names)) == (0, 24)
+    assert "examples 500\n" in text
+
+
+def test_a_shard_is_in_the_order_of_its_seed_and_can_be_repeated(suite):
+    _, first, _ = suite("--shard", "five", "--first", "7")
+    _, again, _ = suite("--shard", "five", "--first", "7")
+    _, other, _ = suite("--shard", "six", "--first", "7")
+    assert first == again != other
+    assert len(first) == len(other) == 7
+    assert all("slow" in name for name in first)
+
+
+@pytest.mark.parametrize(
+    "workers", [[], ["-n", "2", "--dist", "load", "--maxschedchunk", "1"]], ids=["one", "two"]
+)
+def test_a_shard_that_ends_with_its_time_says_what_ran(suite, workers):
+    code, names, text = suite("--shard", "five", "--minutes", "0.03", *workers)
+    assert code == 0
+    assert 0 < len(names) <= 20
+    _, again, _ = suite(*re.search(r"check (--shard five --first \d+)", text)[1].split())
+    assert set(names) == set(again)
+
+
+def test_parts_of_a_shard_without_one_are_refused(suite):
+    code, _, text = suite("--minutes", "8")
+    assert code == 4
+    assert "--shard SEED" in text
