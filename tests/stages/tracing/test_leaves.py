@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from small_pipelines import differences, model_of
+from small_pipelines import batch, differences, model_of
 from torch import nn
 
 import penstock
@@ -126,7 +126,7 @@ def without_dropout():
     "leaves", [[], [Block], [Block, scaled]], ids=["none", "blocks", "blocks and a function"]
 )
 def test_training_over_leaves_has_the_bits_of_the_plain_loop(leaves):
-    assert differences(without_dropout, leaves=leaves) == []
+    assert differences(without_dropout, data=batch(8), leaves=leaves, evaluates=False) == []
 
 
 def test_a_random_leaf_is_seeded_by_its_name():
