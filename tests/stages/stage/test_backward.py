@@ -1,12 +1,15 @@
 """However a backward is cut and ordered, it leaves the bits of the whole."""
 
 import collections
+import contextlib
+import dataclasses
 import gc
 
 import pytest
 import torch
 from believing import believing
-from cases import OPTIMIZERS, Case, parameters, plan_of
+from cases import Case, parameters
+from law import differences
 from reference import same_bits
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
@@ -14,92 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from traps import TRAPS, NoGradientBack
-from zoo import build, cross_entropy
 
-import penstock
-from penstock.stages.stage import stage as stages
+from penstock.stages.stage import stage
 from penstock.stages.stage.backward import Split, run
 from penstock.stages.stage.receive import Receive
 from penstock.stages.stage.weights_first import run_weights_first
-
-
-class Whole:
-    """Every backward at once; ``seen`` gets all gradients of received values as they are sent."""
-
-    def __init__(self, stage, seen):
-        self.stage, self.seen = stage, seen
-        stage.backward = self.backward
-
-    def __call__(self, micro_batch, gradients):
-        return type(self.stage).backward(self.stage, micro_batch, gradients)
-
-    def backward(self, micro_batch, gradients):
-        found = self(micro_batch, gradients)
-        self.seen += [(f"stage {self.stage.index} {micro_batch} value {n}", g) for n, g in found.items()]
-        return found
-
-    def end(self, num_left=0):
-        """The last backward of a step has run."""
-
-
-class Halves(Whole):
-    """The first half when the backward is due, the second one micro-batch later: zero-bubble order."""
-
-    def __init__(self, stage, seen):
-        super().__init__(stage, seen)
-        self.waiting = []
-
-    def __call__(self, micro_batch, gradients):
-        found = self.stage.backward_inputs(micro_batch, gradients)
-        self.waiting.append(micro_batch)
-        self.end(1)
-        return found
-
-    def end(self, num_left=0):
-        while len(self.waiting) > num_left:
-            self.stage.backward_weights(self.waiting.pop(0))
-
-
-class WeightsFirst(Whole):
-    """The whole backward, with the weights of every layer before its feature map."""
-
-    def __init__(self, stage, seen):
-        super().__init__(stage, seen)
-        stage.weights_first, stage.reuse = True, believing()
-
-
-def trained(case, kind, autocast=None):
-    """Everything that training leaves behind, by name, when every stage runs ``kind`` of backward."""
-    plan, _ = plan_of(case)
-    model, batches = build(case.model, case.dtype, case.steps)
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "LEAST_SAVED", 1)
-        pipe = penstock.Pipeline(
-            model,
-            plan,
-            loss=cross_entropy,
-            optimizer=OPTIMIZERS[case.optimizer],
-            clip=case.clip,
-            autocast=autocast,
-        )
-        runs = [kind(stage, seen) for stage in pipe.engine.stages.values()]
-        update = pipe.engine.update.step
-        patch.setattr(pipe.engine.update, "step", lambda stage: ([run.end() for run in runs], update(stage)))
-        for x, y in batches:
-            report = pipe.step(x, y)
-            seen.append(("loss", torch.tensor(report.loss)))
-            seen += [(name, p.grad) for name, p in model.named_parameters()]
-            seen += list(pipe.state_dict()["model"].items())
-    assert not any(stage.running for stage in pipe.engine.stages.values())
-    return seen
-
-
-def differences(expected, found):
-    """The names of what differs in a bit or a stride."""
-    return [
-        name for (name, a), (other, b) in zip(expected, found, strict=True) if name != other or not same(a, b)
-    ]
 
 
 def same(a, b):
@@ -111,32 +33,26 @@ def same(a, b):
 
 
 CASES = [
-    Case(model="mlp", cuts="every", schedule="gpipe"),
+    Case(model="mlp", cuts="every"),
+    Case(model="mlp", cuts=1, tier="packed", codec="raw"),
     Case(model="gated", cuts=3, dtype=torch.bfloat16, steps=2),
+    Case(model="gated", cuts="every", tier="packed", steps=1),
     Case(model="tied", cuts=3, tier="packed"),
+    Case(model="tied", cuts=3, tier="host", steps=1),
     Case(model="gpt_tied", cuts=4, steps=1),
-    Case(model="residual", cuts=2, steps=1, micro_batches=2, schedule="gpipe"),
+    Case(model="residual", cuts=2, steps=1, micro_batches=2),
     *(Case(model=f"dag{i}", cuts=2 + i % 2, steps=1, micro_batches=2) for i in range(2)),
-    *(
-        Case(model=name, cuts="every", steps=1, tier="packed" if len(name) % 2 else "device")
-        for name in TRAPS
-    ),
+    *(Case(model=name, cuts="every", steps=1, tier=("device", "packed")[len(name) % 2]) for name in TRAPS),
+    *(Case(model=name, cuts=2, steps=1, autocast=torch.bfloat16) for name in ("tied", "gated", "gpt_relu")),
 ]
+ORDERS = {"halves": {"schedule": "zb_h1"}, "weights first": {"weights_first": True}}
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("case", parameters(CASES))
-def test_every_order_of_a_backward_has_the_bits_of_the_whole(case):
-    expected = trained(case, Whole)
-    for kind in (Halves, WeightsFirst):
-        assert differences(expected, trained(case, kind)) == []
-
-
-@pytest.mark.parametrize("model", ["tied", "gated", "gpt_relu"])
-def test_casts_of_the_weights_change_no_bit(model):
-    case = Case(model=model, cuts=2, steps=1, schedule="gpipe")
-    expected = trained(case, Whole, torch.bfloat16)
-    for kind in (Halves, WeightsFirst):
-        assert differences(expected, trained(case, kind, torch.bfloat16)) == []
+def test_every_order_of_a_backward_has_the_bits_of_the_plain_loop(case, order, monkeypatch):
+    monkeypatch.setattr(stage, "Reuse", believing)
+    assert differences(dataclasses.replace(case, **ORDERS[order])) == []
 
 
 class Piece:
@@ -171,7 +87,7 @@ class Piece:
 
 
 def all_same(found, expected):
-    return len(found) == len(expected) and all(map(same, found, expected))
+    return all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 
 class Ways(nn.Module):
@@ -255,16 +171,6 @@ def convolutions():
     return nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8), nn.LayerNorm(8)
 
 
-def test_halves_are_those_of_two_plain_calls_of_autograd():
-    module, x = nn.Sequential(*convolutions(), nn.Linear(8, 2)), torch.randn(6, 3, 6, 6)
-    found = Piece(module, x).halves()
-    received, gradient = x.clone().requires_grad_(), Piece(module, x).roots[0][1]
-    sent = module(received)
-    twin = [*torch.autograd.grad(sent, received, gradient, retain_graph=True)]
-    twin += torch.autograd.grad(sent, list(module.parameters()), gradient)
-    assert all_same(found, twin)
-
-
 class Counted(TorchDispatchMode):
     """Counts products, norms, and the outputs that convolutions are asked for."""
 
@@ -316,23 +222,18 @@ def test_a_hook_on_a_halved_gradient_is_heeded_once():
     assert all_same(Piece(module, x).first(), expected)
 
 
-def weakly(tensor):
-    return StorageWeakRef(tensor.untyped_storage())
-
-
 def watched(module, x):
     """A piece, and a function that tells which of its layers' outputs are still in memory."""
-    made = {}
-    handles = [
-        layer.register_forward_hook(
-            lambda m, i, o, k=k: made.update({k: StorageWeakRef(o.untyped_storage())})
-        )
-        for k, layer in enumerate(module)
-    ]
-    piece = Piece(module, x)
-    for handle in handles:
-        handle.remove()
-    return piece, lambda: [k for k, storage in made.items() if not storage.expired()]
+    made = []
+
+    def note(module, args, output):
+        made.append(StorageWeakRef(output.untyped_storage()))
+
+    with contextlib.ExitStack() as hooks:
+        for layer in module:
+            hooks.callback(layer.register_forward_hook(note).remove)
+        piece = Piece(module, x)
+    return piece, lambda: [index for index, storage in enumerate(made) if not storage.expired()]
 
 
 def test_the_first_half_lets_go_of_what_the_second_does_not_read():
@@ -377,7 +278,8 @@ class Peak(TorchDispatchMode):
         found = func(*args, **kwargs or {})
         tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
         for tensor in tensors:
-            self.alive[tensor.untyped_storage()._cdata] = weakly(tensor)
+            storage = tensor.untyped_storage()
+            self.alive[storage._cdata] = StorageWeakRef(storage)
         found_again = {k: torch.UntypedStorage._new_with_weak_ptr(r.cdata) for k, r in self.alive.items()}
         self.alive = {key: ref for key, ref in self.alive.items() if found_again[key] is not None}
         self.peak = max(self.peak, sum(s.nbytes() for s in found_again.values() if s is not None))

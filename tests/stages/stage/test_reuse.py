@@ -1,14 +1,20 @@
-"""A gradient that is written over the one it is computed from: the bits, who is spared, and the memory."""
+"""Weights first: what is written over what, who is spared, what is unpacked again, and the memory."""
+
+import weakref
+from typing import Any
 
 import pytest
 import torch
 from believing import believing
+from cases import OPTIMIZERS
 from reference import same_bits
 from test_backward import Peak, Piece, all_same
 from torch import nn
 
+import penstock
 from penstock.compression.errors import StageError
 from penstock.stages.stage import reuse as reusing
+from penstock.stages.stage.backward import run
 from penstock.stages.stage.reuse import Reuse, Spare
 from penstock.stages.stage.weights_first import run_weights_first
 
@@ -44,11 +50,8 @@ def test_trials_find_what_is_exact_and_it_is(name, dtype):
     expected, reuse = Piece(module, x).whole(), Reuse(least=0)
     found, num_reused = first(module, x, reuse)
     assert all_same(found, expected)
-    assert (num_reused, len(reuse.verdicts)) == (
-        2,
-        2,
-    )  # a linear layer and an activation were tried, each twice there
-    assert list(reuse.verdicts.values()) == [True, True]
+    assert num_reused == 2
+    assert [*reuse.verdicts.values()] == [True, True]  # of a linear layer and an activation, tried twice each
     found, num_reused = first(module, x, reuse)
     assert all_same(found, expected)
     assert num_reused == 4  # the last layer has longer rows than what arrives there, which others hold
@@ -81,10 +84,8 @@ def test_blocks_are_all_the_rows_and_none_is_small(num_rows):
 
 def test_what_differs_is_not_written_over_again(monkeypatch):
     torch.manual_seed(0)
-    module, x = (
-        nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh()),
-        torch.randn(128, 64),
-    )
+    layers, x = (nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh()), torch.randn(128, 64)
+    module = nn.Sequential(*layers)
     expected, reuse = Piece(module, x).whole(), Reuse(least=0)
     whole = reusing._by_rows
     by_rows = lambda *given: whole(*given) * (1 + 1e-6)  # noqa: E731, as of a library that adds otherwise
@@ -167,9 +168,7 @@ def test_a_frozen_layer_is_reused_and_one_with_a_shared_weight_is_not():
             module.requires_grad_(False)
         expected = Piece(module, x).whole()
         found, num_reused = first(module, x, believing())
-        assert all(
-            one is other is None or same_bits(one, other) for one, other in zip(found, expected, strict=True)
-        )
+        assert all_same(found, expected)
         assert num_reused == expected_count
 
 
@@ -212,3 +211,56 @@ def test_a_deep_network_needs_less(away, depth, less):
     found, ours = peak(Piece.first, module, x, away=away)
     assert all_same(found, expected)
     assert ours <= (1 - less) * most
+
+
+class Twice(nn.Module):
+    """What a linear layer behind it saves is nobody else's, and half of it is zero behind a ReLU."""
+
+    def forward(self, x):
+        return x * 2
+
+
+def trained(*, weights_first):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.ReLU(), Twice())]
+    model = nn.Sequential(*layers, nn.Linear(256, 10))
+    x, y = torch.randn(256, 256), torch.randint(0, 10, (256,))
+    profile = penstock.measure(penstock.trace(model, (x[:128],)), (x[:128],), repeats=1)
+    plan = penstock.partition(profile, stages=1, micro_batches=2, weights_first=weights_first, tier="packed")
+    settings: Any = {"loss": nn.functional.cross_entropy, "optimizer": OPTIMIZERS["plain"]}
+    pipe = penstock.Pipeline(model, plan, memory=penstock.MemoryOptions(prefetch_layers=0), **settings)
+    saved: Any = pipe.engine.stages[0].saved
+    forward = saved.offload
+    saved.offload = lambda *given: (forward(*given), saved.wait())  # all that is to leave has left
+    pipe.step(x, y)
+    pipe.close()
+    return saved.num_packs, saved.num_unpacks, [p.grad for p in model.parameters()]
+
+
+def test_what_is_given_up_is_not_unpacked_again():
+    packs, unpacks, expected = trained(weights_first=False)
+    assert packs >= unpacks >= 8
+    found = trained(weights_first=True)
+    assert abs(found[0] - packs) <= 1
+    assert found[1] <= unpacks + 1  # what is far away when it is read may be on its way, or not yet
+    assert all(same_bits(a, b) for a, b in zip(found[2], expected, strict=True))
+
+
+@pytest.mark.parametrize("way", [run, run_weights_first], ids=["whole", "first"])
+def test_a_gradient_ends_with_the_layer_that_read_it(way):
+    anchor = torch.zeros((), requires_grad=True)
+    x, gone, most = torch.randn(8, 16) + anchor, [], []
+    for _ in range(6):
+        product = nn.Linear(16, 16)(x)
+        x = torch.tanh(product)
+
+        def arrived(gradients):
+            gone.append(weakref.ref(gradients[0]))
+            most.append(len({id(found) for reference in gone if (found := reference()) is not None}))
+
+        for made in (x, product):
+            made.grad_fn.register_prehook(arrived)  # pyright: ignore[reportOptionalMemberAccess]
+    loss = x.sum()
+    way([(loss, None)], *([anchor, Reuse()] if way is run_weights_first else []))
+    assert len(most) == (12 if way is run else 18)  # a linear layer runs in two halves
+    assert max(most) <= 2

@@ -1,11 +1,12 @@
 """Two tensors in one memory: on one stage the bits of the plain loop, never on two; slices are no sharing."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from cases import OPTIMIZERS
-from reference import plain_loop, same_bits
+from small_pipelines import allowed, built, differences, nothing, profile_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,147 +23,94 @@ class Base(nn.Module):
         return self.c(torch.relu(self.d(torch.relu(self.b(self.a(x))))))
 
 
-class OneMemory(Base):
-    def __init__(self):
-        super().__init__()
-        self.d.weight.data = self.b.weight.data
+def one_memory(model):
+    model.d.weight.data = model.b.weight.data
 
 
-class Turned(Base):
-    def __init__(self):
-        super().__init__()
-        self.d.weight = nn.Parameter(self.b.weight.t())
+def turned(model):
+    model.d.weight = nn.Parameter(model.b.weight.t())
 
 
-class ThroughNumPy(Base):
-    def __init__(self):
-        super().__init__()
-        self.d.weight = nn.Parameter(torch.from_numpy(self.b.weight.detach().numpy()))
+def through_numpy(model):
+    model.d.weight = nn.Parameter(torch.from_numpy(model.b.weight.detach().numpy()))
 
 
-class FrozenAlias(Base):
-    """Reads what the other trains."""
-
-    def __init__(self):
-        super().__init__()
-        self.d.weight = nn.Parameter(self.b.weight.data, requires_grad=False)
+def frozen_alias(model):
+    """One that reads what the other trains."""
+    model.d.weight = nn.Parameter(model.b.weight.data, requires_grad=False)
 
 
-class BufferOfWeight(Base):
-    row: torch.Tensor
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("row", self.b.weight.data[0])
-
-    def forward(self, x):
-        return self.c(torch.relu(self.d(torch.relu(self.b(self.a(x))))) + self.row)
+def buffer_of_weight(model):
+    model.register_buffer("row", model.b.weight.data[0])
 
 
-class PlainOfWeight(BufferOfWeight):
+def plain_of_weight(model):
     """An attribute that nothing registers."""
-
-    def __init__(self):
-        super().__init__()
-        del self.row
-        self.row = self.b.weight.data[0]
+    model.row = model.b.weight.data[0]
 
 
-class TwiceOfWeight(PlainOfWeight):
-    """Computed in forward from what follows a weight."""
-
-    def forward(self, x):
-        return self.c(torch.relu(self.d(torch.relu(self.b(self.a(x))))) + self.row * 2)
-
-
-class OneStorage(Base):
+def one_storage(model):
     """Parameters are slices of one flat storage, two of them columns of one matrix."""
-
-    def __init__(self):
-        super().__init__()
-        matrix = torch.randn(8, 16)
-        self.b.weight.data, self.d.weight.data = matrix[:, :8], matrix[:, 8:]
-        rest = [*self.a.parameters(), *self.c.parameters()]
-        self.flat = torch.cat([p.data.reshape(-1) for p in rest])
-        for p, part in zip(rest, self.flat.split([p.numel() for p in rest]), strict=True):
-            p.data = part.view(p.shape)
+    matrix = torch.randn(8, 16)
+    model.b.weight.data, model.d.weight.data = matrix[:, :8], matrix[:, 8:]
+    rest = [*model.a.parameters(), *model.c.parameters()]
+    model.flat = torch.cat([p.data.reshape(-1) for p in rest])
+    for p, part in zip(rest, model.flat.split([p.numel() for p in rest]), strict=True):
+        p.data = part.view(p.shape)
 
 
-class FrozenTwice(Base):
+def frozen_twice(model):
     """Nobody writes to what both read."""
-
-    def __init__(self):
-        super().__init__()
-        self.b.weight.requires_grad_(False)
-        self.d.weight = nn.Parameter(self.b.weight.data, requires_grad=False)
+    model.b.weight.requires_grad_(False)
+    model.d.weight = nn.Parameter(model.b.weight.data, requires_grad=False)
 
 
-OPTIMIZED = {
-    **OPTIMIZERS,
-    "foreach": lambda named: torch.optim.Adam(named, lr=1e-2, foreach=True, weight_decay=0.1),
-    "fused": lambda named: torch.optim.AdamW(named, lr=1e-2, fused=True),
+def adds_row(self, x):
+    return self.c(torch.relu(self.d(torch.relu(self.b(self.a(x))))) + self.row)
+
+
+def adds_row_twice(self, x):
+    return self.c(torch.relu(self.d(torch.relu(self.b(self.a(x))))) + self.row * 2)
+
+
+def base(change, forward=Base.forward):
+    """What makes a Base to which ``change`` was made."""
+
+    def make():
+        model = type("Net", (Base,), {"forward": forward})()
+        change(model)
+        return model
+
+    return make
+
+
+FOREACH = functools.partial(torch.optim.Adam, lr=1e-2, foreach=True, weight_decay=0.1)
+FUSED = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
+ONE_MEMORY, BUFFER = base(one_memory), base(buffer_of_weight, adds_row)
+KEPT = {  # and the layers from the first to the last that stay on one stage
+    "one memory": (ONE_MEMORY, "b d"),
+    "turned": (base(turned), "b d"),
+    "through NumPy": (base(through_numpy), "b d"),
+    "a frozen alias": (base(frozen_alias), "b d"),
+    "a buffer": (BUFFER, "b add"),
+    "a plain tensor": (base(plain_of_weight, adds_row), "b add"),
+    "computed of one": (base(plain_of_weight, adds_row_twice), "b mul"),
+    "one storage": (base(one_storage), "a a"),
+    "frozen twice": (base(frozen_twice), "a a"),
 }
-KEPT = {OneMemory: "b d", Turned: "b d", ThroughNumPy: "b d", FrozenAlias: "b d"}
-KEPT |= {
-    BufferOfWeight: "b add",
-    PlainOfWeight: "b add",
-    TwiceOfWeight: "b mul",
-    OneStorage: "",
-    FrozenTwice: "",
-}
 
 
-def built(kind):
-    torch.manual_seed(0)
-    return kind()
-
-
-def batches():
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(9, 6, generator=generator), torch.randint(3, (9,), generator=generator))
-        for _ in range(3)
-    ]
-
-
-def profile_of(kind):
-    example = (batches()[0][0][:3].clone(),)
-    return penstock.measure(penstock.trace(built(kind), example), example, repeats=1)
-
-
-def allowed(profile):
-    return [layer.name for i, layer in enumerate(profile.layers[:-1]) if i not in profile.refused]
-
-
-def differences(kind, plan, optimizer):
-    """Names of what a pipeline and the plain loop do not share after every step; the state on rank 0."""
-    settings = {"loss": F.cross_entropy, "optimizer": OPTIMIZED[optimizer], "clip": 0.5}
-    model, plain = built(kind), built(kind)
-    pipe, found = penstock.Pipeline(model, plan, deadline=20, **settings), []
-    loop = plain_loop(plain, batches(), micro_batches=3, **settings)
-    for (x, y), expected in zip(batches(), loop, strict=True):
-        found += [] if pipe.step(x, y).loss == expected["loss"] else ["loss"]
-        state = pipe.state_dict()["model"]
-        if pipe.rank == 0:
-            found += [name for name, t in plain.state_dict().items() if not same_bits(t, state[name])]
-    with torch.no_grad():
-        outputs, expected = pipe.evaluate(batches()[0][0]), plain.eval()(batches()[0][0])
-    return found + ([] if not pipe.is_last or same_bits(outputs, expected) else ["outputs"])
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "foreach", "fused"])
+@pytest.mark.parametrize("optimizer", ["sgd", FOREACH, FUSED], ids=["sgd", "foreach", "fused"])
 @pytest.mark.parametrize("kind", KEPT)
 def test_what_shares_memory_on_one_stage_trains_as_the_plain_loop(kind, optimizer):
-    profile = profile_of(kind)
-    plan = penstock.partition(profile, cuts=allowed(profile), micro_batches=3)
-    assert differences(kind, plan, optimizer) == []
+    assert differences(KEPT[kind][0], [nothing] * 3, optimizer=optimizer, clip=0.5) == []
 
 
 @pytest.mark.parametrize("kind", KEPT)
 def test_no_cut_parts_what_shares_memory(kind):
-    profile = profile_of(kind)
-    names = [layer.name for layer in profile.layers]
-    first, last = KEPT[kind].split() or ("a", "a")
+    make, ends = KEPT[kind]
+    profile = profile_of(built(make))
+    names, (first, last) = [layer.name for layer in profile.layers], ends.split()
     parting = names[names.index(first) : names.index(last)]
     assert allowed(profile) == [name for name in names[:-1] if name not in parting]
     for name in parting:
@@ -170,79 +118,64 @@ def test_no_cut_parts_what_shares_memory(kind):
             penstock.partition(profile, cuts=[name])
 
 
+def on_ranks():
+    kinds = ONE_MEMORY, BUFFER, base(one_storage)
+    return [differences(kind, [nothing] * 3, cuts=["a"], ranks=2, clip=0.5) for kind in kinds]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", [OneMemory, BufferOfWeight, OneStorage])
-def test_ranks_train_what_shares_memory_on_one_of_them(kind, ranks):
-    plan = penstock.partition(profile_of(kind), cuts=["a"], micro_batches=3)
-    assert ranks.run(differences, kind, plan, "sgd", ranks=2) == [[], []]
+def test_ranks_train_what_shares_memory_on_one_of_them(ranks):
+    assert ranks.run(on_ranks, ranks=2) == [[[], [], []]] * 2
 
 
 def test_a_buffer_that_nobody_reads_holds_its_weight_with_the_first_layer():
-    class Unread(BufferOfWeight):
-        forward = Base.forward
-
-    assert allowed(profile_of(Unread)) == ["b", "relu", "d", "relu_1"]
+    assert allowed(profile_of(base(buffer_of_weight)())) == ["b", "relu", "d", "relu_1"]
 
 
 def test_a_plan_for_the_model_before_its_tensors_shared_memory_is_refused():
-    plan = penstock.partition(profile_of(Base), cuts=["relu"])
+    plan = penstock.partition(profile_of(built(Base)), cuts=["relu"])
     with pytest.raises(penstock.PlanError, match=r"b\.weight and d\.weight share memory"):
-        penstock.Pipeline(built(OneMemory), plan, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"])
+        penstock.Pipeline(built(ONE_MEMORY), plan, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"])
 
 
 def test_versions_of_what_shares_memory_are_refused():
-    profile = profile_of(BufferOfWeight)
+    profile = profile_of(built(BUFFER))
     plan = penstock.partition(profile, cuts=["a"], schedule="async_1f1b", weights="stashed")
     with pytest.raises(penstock.PlanError, match=r"versions of the weights need .* row shares that of"):
-        penstock.Pipeline(built(BufferOfWeight), plan, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"])
+        penstock.Pipeline(built(BUFFER), plan, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"])
 
 
 def test_a_forward_that_writes_into_a_weight_through_a_buffer_is_refused():
-    class Statistics(Base):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(8)
-            self.norm.running_mean = self.b.bias.data
+    def statistics(model):
+        model.norm = nn.BatchNorm1d(8)
+        model.norm.running_mean = model.b.bias.data
 
-        def forward(self, x):
-            return self.c(self.norm(self.b(self.a(x))))
-
+    make = base(statistics, lambda self, x: self.c(self.norm(self.b(self.a(x)))))
     with pytest.raises(penstock.PlanError, match=r"writes to norm\.running_mean, .* the parameter b\.bias"):
-        profile_of(Statistics)
+        profile_of(make())
 
 
 @pytest.mark.parametrize(
     "read", [lambda self: self.rows[0], lambda self: self.rows[0] * 2, lambda self: self.rows[0][:3].sum()]
 )
 def test_a_weight_that_a_trace_would_bake_in_through_another_tensor_is_refused(read):
-    class Baked(Base):
-        def __init__(self):
-            super().__init__()
-            self.row = self.b.weight.data[0]
-            self.rows = [self.b.weight.data[1]]
+    def rows(model):
+        model.row, model.rows = model.b.weight.data[0], [model.b.weight.data[1]]
 
-        def forward(self, x):
-            return self.c(self.d(self.b(self.a(x))) + read(self))
-
+    make = base(rows, lambda self, x: self.c(self.d(self.b(self.a(x))) + read(self)))
     with pytest.raises(penstock.PlanError, match=r"recorded run does not compute"):
-        profile_of(Baked)
+        profile_of(make())
 
 
 def test_buffers_whose_elements_repeat_are_read_like_others():
-    class Repeats(Base):
-        wide: torch.Tensor
-        windows: torch.Tensor
+    def repeats(model):
+        model.register_buffer("wide", torch.randn(1, 8).expand(8, 8))
+        model.register_buffer("windows", torch.randn(15).unfold(0, 8, 1))
 
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("wide", torch.randn(1, 8).expand(8, 8))
-            self.register_buffer("windows", torch.randn(15).unfold(0, 8, 1))
+    def forward(self, x):
+        return self.c(F.linear(F.linear(self.b(self.a(x)), self.wide), self.windows))
 
-        def forward(self, x):
-            return self.c(F.linear(F.linear(self.b(self.a(x)), self.wide), self.windows))
-
-    profile = profile_of(Repeats)
-    assert differences(Repeats, penstock.partition(profile, cuts=["a"], micro_batches=3), "sgd") == []
+    assert differences(base(repeats, forward), cuts=["a"], clip=0.5) == []
 
 
 def test_overlap_is_told_by_bytes():

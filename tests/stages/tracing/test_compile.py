@@ -1,5 +1,6 @@
 """Compiled pieces: one layer each, and the bits of the plain loop over the same pieces."""
 
+import concurrent.futures
 import shutil
 import threading
 from typing import cast
@@ -9,6 +10,7 @@ import torch
 import zoo
 from cases import Case, profile_of
 from law import differences
+from small_pipelines import pipeline_of
 from torch import nn
 from torchvision.models.resnet import BasicBlock
 
@@ -98,11 +100,7 @@ def test_so_it_has_with_the_default_backend():
 def test_a_compiled_module_is_one_layer_under_its_own_names():
     model, batches = zoo.build("compiled_net")
     graph = penstock.trace(model, (batches[0][0][:4].clone(),))
-    assert [n for n in graph.layers if n in ("layer1", "layer2", "layer3", "head")] == [
-        "layer1",
-        "layer2",
-        "head",
-    ]
+    assert {"layer1", "layer2", "layer3", "head"} & {*graph.layers} == {"layer1", "layer2", "head"}
     assert graph.layers[-2:] == ("mean", "head")
     assert "layer1._orig_mod.0.conv1.weight" in model.state_dict()
     assert model.layer2._compiled_call_impl is not None
@@ -120,11 +118,7 @@ def test_what_runs_in_the_pipeline_is_the_compiled_piece():
 
     model, batches = mlp(backend), zoo.images(8)
     example = (batches[0][0][:4].clone(),)
-    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
-    plan = penstock.partition(profile, stages=2, micro_batches=3)
-    pipe = penstock.Pipeline(
-        model, plan, loss=zoo.cross_entropy, optimizer=lambda n: torch.optim.SGD(n, lr=0.1)
-    )
+    pipe = pipeline_of(model, example=example)
     before = len(ran)
     pipe.step(*batches[0])  # 4, 4 and 3 samples: another size is told on the meta device, as it is written
     assert ran[before:] == [{"cpu"}] * 3
@@ -140,18 +134,12 @@ def test_threads_that_run_as_written_leave_compiled_what_was():
             entered.set()
             goes_on.wait(1)  # the other one has begun by then, and would end later
 
-    def second():
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        run = pool.submit(first)
+        entered.wait()
         goes_on.set()
         with as_written():
-            thread.join(2)
-
-    thread = threading.Thread(target=first)
-    thread.start()
-    entered.wait()
-    other = threading.Thread(target=second)
-    other.start()
-    thread.join()
-    other.join()
+            concurrent.futures.wait([run], 2)
     calls = []
     compiled(nn.ReLU(), lambda graph, _: calls.append(graph) or graph.forward)(torch.ones(2))
     assert len(calls) == 1

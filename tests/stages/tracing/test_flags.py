@@ -1,32 +1,17 @@
-"""What is set on the model between steps counts as in the plain loop, or is refused by the module's path."""
+"""What is set on the model between steps counts as in the plain loop, or is refused by the layer's name."""
 
 import copy
-import functools
-import gc
-import weakref
 
 import pytest
 import torch
 from cases import OPTIMIZERS
 from reference import plain_loop, same_bits
-from torch import fx, nn
+from small_pipelines import batch, built, differences, model_of, nothing, pipeline_of
+from torch import nn
+from torch.nn import functional as F
 from zoo import cross_entropy
 
 import penstock
-
-fx.wrap("kept")
-
-
-def kept(x, training):
-    """A function that is given a container's flag, as torchvision's stochastic_depth is."""
-    return x * (0.5 if training else 1.0)
-
-
-class Depth(nn.Module):
-    """A container whose forward reads its flag: the trace reads it once."""
-
-    def forward(self, x):
-        return kept(x, self.training)
 
 
 class Block(nn.Module):
@@ -42,98 +27,63 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.start, self.first, self.second = nn.Linear(6, 8), Block(), Block()
-        self.depth, self.end, self.relu = Depth(), nn.Linear(8, 3), nn.ReLU()
-        self.warmth, self.epoch, self.scale = 0.5, 0, nn.Parameter(torch.ones(8))
+        self.end, self.warmth, self.scale = nn.Linear(8, 3), 0.5, nn.Parameter(torch.ones(8))
 
     def forward(self, x):
         x = self.second(self.first(self.start(x)))
-        return self.end(self.relu(self.depth(x) * self.warmth * self.scale))
+        return self.end(torch.relu(x * self.warmth * self.scale))
 
 
-DROPS = ["first_drop", "second_drop"]
+def viewed():
+    """A view of a value that is used again behind it."""
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(self.middle(self.relu(x.view(-1, 8))) + x)
+
+    parts = {"first": nn.Linear(6, 8), "relu": nn.ReLU(), "middle": nn.Linear(8, 8), "last": nn.Linear(8, 3)}
+    return model_of(forward, **parts)
 
 
-def net():
-    torch.manual_seed(1)
-    return Net()
+def pooled():
+    """Zeros of a pool over a ReLU stop gradients: what is written there later might not."""
+
+    def forward(self, x):
+        x = self.pool(self.relu(self.first(x)[:, None]))
+        return self.last((self.act(x.view(-1, 1, 4)) + x)[:, 0])
+
+    parts = {"first": nn.Linear(6, 8), "relu": nn.ReLU(), "pool": nn.MaxPool1d(2), "act": nn.Hardswish()}
+    return model_of(forward, last=nn.Linear(4, 3), **parts)
 
 
-def batch():
-    torch.manual_seed(2)
-    return torch.randn(9, 6), torch.randint(3, (9,))
+class Twice(Net):
+    """The input of a dropout is read beside it."""
+
+    def forward(self, x):
+        x = self.start(x)
+        return self.end(torch.relu(self.first.drop(x)) + x)
 
 
-def pipe_of(model, *, cuts=None, ranks=None, **settings):
-    """A pipeline cut behind ``cuts``, or at every layer where a cut is allowed."""
-    example = (torch.randn(3, 6),)
-    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
-    if cuts is None:
-        cuts = [layer.name for i, layer in enumerate(profile.layers[:-1]) if i not in profile.refused]
-    plan = penstock.partition(profile, cuts=cuts, micro_batches=3, ranks=ranks)
-    settings = {"loss": cross_entropy, "optimizer": OPTIMIZERS["sgd"], "deadline": 30, **settings}
-    return penstock.Pipeline(model, plan, **settings)
+class Awake(nn.BatchNorm1d):
+    """Stays in train mode whatever it is told."""
+
+    def train(self, mode=True):
+        return super().train(True)
 
 
-def differences(changes, *, made=net, random=(), **settings):
-    """Train with ``changes[i]`` made to the model before step i, beside the plain loop; what differs."""
-    model = made()
-    plain = copy.deepcopy(model)
-    pipe = pipe_of(model, **settings)
-    loop = plain_loop(
-        plain,
-        [batch()] * len(changes),
-        loss=cross_entropy,
-        optimizer=OPTIMIZERS["sgd"],
-        micro_batches=3,
-        random=random,
-    )
-    found = []
-    for step, change in enumerate(changes):
-        change(model)
-        change(plain)
-        flags = [module.training for module in model.modules()]
-        report, expected = pipe.step(*batch()), next(loop)
-        state = pipe.state_dict()["model"]
-        if report.loss != expected["loss"]:
-            found.append(f"step {step}: loss {report.loss}, {expected['loss']}")
-        if pipe.rank == 0:
-            pairs = plain.state_dict().items()
-            found += [f"step {step}: {n}" for n, tensor in pairs if not same_bits(tensor, state[n])]
-        outputs = pipe.evaluate(batch()[0])
-        before = [module.training for module in plain.modules()]
-        with torch.no_grad():
-            wanted = plain.eval()(batch()[0])
-        for module, training in zip(plain.modules(), before, strict=True):
-            module.training = training
-        if pipe.is_last and not same_bits(outputs, wanted):
-            found.append(f"step {step}: outputs of evaluate")
-        if flags != [module.training for module in model.modules()]:
-            found.append(f"step {step}: the flags")
-    return found
-
-
-def nothing(model):
-    pass
-
-
-def sleep(path, model):
-    model.get_submodule(path).eval()
-
-
-def wake(path, model):
-    model.get_submodule(path).train()
-
-
-def still(path):
-    """Nothing, then a part in eval mode, then in train mode again."""
-    return [nothing, functools.partial(sleep, path), functools.partial(wake, path)]
+Awake.__module__ = "torch.nn.modules.made_up"  # a leaf of the trace
 
 
 def quiet():
-    """No container reads its flag, no layer draws."""
-    model = net()
-    model.register_module("depth", nn.Identity())
+    """No layer draws."""
+    model = Net()
     model.first.drop.p = model.second.drop.p = 0.0
+    return model
+
+
+def one_draws():
+    model = quiet()
+    model.second.drop.p = 0.5
     return model
 
 
@@ -145,63 +95,31 @@ def asleep():
     return model
 
 
-CUTS = ["start", "first_norm", "first_drop", "second_linear"]
+def awake():
+    model = quiet()
+    model.first.norm = Awake(8, momentum=0.0)
+    return model
 
 
-@pytest.mark.parametrize("path", ["first.norm", "first", "first.drop", "second"])
-def test_the_flags_of_the_moment_count(path):
-    assert differences(still(path), random=DROPS, cuts=CUTS) == []
+def sleep(path):
+    return lambda model: model.get_submodule(path).eval()
 
 
-def test_the_flags_of_the_moment_count_at_every_cut():
-    assert differences(still("first"), random=DROPS) == []
+def wake(path):
+    return lambda model: model.get_submodule(path).train()
 
 
-def test_the_flags_of_the_moment_count_on_ranks(ranks):
-    assert ranks.run(on_ranks, ranks=2) == [[], []]
+def still(path):
+    """Nothing, then a part in eval mode, then in train mode again."""
+    return [nothing, sleep(path), wake(path)]
 
 
-def on_ranks():
-    return differences(still("second.norm"), random=DROPS, cuts=["second_linear"], ranks=2)
+def set_on(path, name, value):
+    return lambda model: setattr(model.get_submodule(path), name, value)
 
 
-def test_a_part_that_was_traced_in_eval_mode_wakes():
-    changes = [nothing, functools.partial(wake, "first"), functools.partial(sleep, "first")]
-    assert differences(changes, made=asleep, random=["first_drop"], cuts=["start", "first_linear"]) == []
-
-
-def test_a_layer_that_wakes_where_its_output_is_sent_is_refused():
-    model = asleep()
-    pipe = pipe_of(model, cuts=["first_drop"])
-    pipe.step(*batch())
-    wake("first", model)
-    with pytest.raises(penstock.StageError, match=r"layer first_drop returned .* make the Pipeline anew"):
-        pipe.step(*batch())
-    sleep("first", model)
-    pipe.step(*batch())
-
-
-class Twice(Net):
-    """The input of a dropout is read beside it."""
-
-    def forward(self, x):
-        x = self.start(x)
-        return self.end(torch.relu(self.first.drop(x)) + x)
-
-
-def test_one_value_in_the_place_of_two_that_are_sent_is_refused():
-    model = Twice()
-    pipe = pipe_of(model, cuts=["first_drop"])
-    model.first.drop.eval()
-    with pytest.raises(penstock.StageError, match=r"layer first_drop returned .* make the Pipeline anew"):
-        pipe.step(*batch())
-    made = functools.partial(copy.deepcopy, Twice())
-    changes = still("first.drop")
-    assert differences(changes, made=made, random=["first_drop"], cuts=["start"]) == []
-
-
-def whole(model):
-    model.eval()
+def trains(path, flag):
+    return lambda model: model.get_submodule(path).requires_grad_(flag)
 
 
 def used(model):
@@ -212,158 +130,89 @@ def used(model):
     model.train()
 
 
-def test_a_whole_model_in_eval_mode_trains_so_as_in_the_plain_loop():
-    def noisy():
-        model = quiet()
-        model.second.drop.p = 0.5
-        return model
-
-    changes = [nothing, whole, lambda model: model.train()]
-    assert differences(changes, made=noisy, random=["second_drop"], cuts=CUTS) == []
-
-
-def test_running_the_model_in_eval_mode_between_steps_changes_nothing():
-    assert differences([nothing, used, used], random=DROPS, cuts=CUTS) == []
-
-
-def freeze(model):
-    model.start.requires_grad_(False)
-
-
-def melt(model):
-    model.start.requires_grad_(True)
-
-
 def hook(model):
     model.first.linear.register_forward_hook(lambda module, args, output: output * 2)
 
 
-def count(model):
-    model.epoch += 1
-
-
-CHANGES = {
-    "freezing": [nothing, freeze, melt],
-    "a hook on a layer": [nothing, hook],
-    "an attribute of a layer": [nothing, lambda model: setattr(model.first.norm, "momentum", 0.5)],
-    "dropout that begins later": [nothing, lambda model: setattr(model.first.drop, "p", 0.3)],
-    "an attribute that no forward reads": [nothing, count],
+DROPS, CUTS = ["first_drop", "second_drop"], ["start", "first_norm", "first_drop", "second_linear"]
+FEW = ["start", "second_linear"]
+IN_PLACE = [nothing, set_on("relu", "inplace", True), set_on("relu", "inplace", False)]
+COUNTS = {
+    "a norm sleeps": (Net, still("first.norm"), DROPS, CUTS),
+    "a block sleeps": (Net, still("first"), DROPS, CUTS),
+    "a dropout sleeps": (Net, still("first.drop"), DROPS, CUTS),
+    "another block sleeps": (Net, still("second"), DROPS, CUTS),
+    "a block sleeps, cut at every layer": (Net, still("first"), DROPS, None),
+    "a part wakes": (asleep, [nothing, wake("first"), sleep("first")], DROPS[:1], ["start", "first_linear"]),
+    "one value for two": (Twice, still("first.drop"), DROPS[:1], ["start"]),
+    "all sleep": (one_draws, [nothing, sleep(""), wake("")], DROPS[1:], CUTS),
+    "it ran in eval mode": (Net, [nothing, used, used], DROPS, CUTS),
+    "freezing": (Net, [nothing, trains("start", False), trains("start", True)], DROPS, FEW),
+    "a hook on a layer": (Net, [nothing, hook], DROPS, FEW),
+    "an attribute of a layer": (Net, [nothing, set_on("first.norm", "momentum", 0.5)], DROPS, FEW),
+    "dropout that begins later": (quiet, [nothing, set_on("first.drop", "p", 0.3)], DROPS[:1], FEW),
+    "a module that eval() leaves awake": (awake, [nothing, nothing], (), CUTS),
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_a_layer_reads_itself_counts(name):
-    made = quiet if "dropout" in name else net
-    random = ["first_drop"] if "dropout" in name else DROPS
-    assert differences(CHANGES[name], made=made, random=random, cuts=["start", "second_linear"]) == []
+@pytest.mark.parametrize("name", COUNTS)
+def test_what_is_set_on_a_layer_counts_as_in_the_plain_loop(name):
+    make, changes, random, cuts = COUNTS[name]
+    assert differences(make, changes, random=random, cuts=cuts) == []
 
 
-def replaced(model):
-    model.end = copy.deepcopy(model.end)
+@pytest.mark.parametrize("cut", ["middle", "first"])
+def test_a_write_through_a_view_counts_where_every_reader_sees_it(cut):
+    assert differences(viewed, IN_PLACE, cuts=[cut], evaluates=False) == []
 
 
-def own_forward(model):
-    model.first.forward = lambda x: x
+def on_ranks():
+    return differences(Net, still("second.norm"), random=DROPS, cuts=["second_linear"], ranks=2)
 
 
-def own_tensor(model):
-    model.scale = nn.Parameter(torch.zeros(8))
+def test_the_flags_of_the_moment_count_on_ranks(ranks):
+    assert ranks.run(on_ranks, ranks=2) == [[], []]
 
 
-def new_flag(model):
-    model.depth.training = 1
-
-
-REFUSED = {
-    "a flag that forward read": (functools.partial(sleep, "depth"), r"depth\.training was True"),
-    "the flags of all": (whole, r"depth\.training was True when the model was traced.* and is False now"),
-    "a number that forward read": (lambda model: setattr(model, "warmth", 0.25), r"warmth was 0\.5"),
-    "its type": (lambda model: setattr(model, "warmth", torch.tensor(0.5)), "warmth was 0.5 .* now"),
-    "the sign of a zero": (lambda model: setattr(model, "cold", -0.0), r"cold was 0\.0 .* is -0\.0 now"),
-    "a hook on a container": (lambda model: model.first.register_forward_hook(print), "through first"),
-    "another child": (replaced, "the trace went through the model"),
-    "another forward": (own_forward, "the trace went through first"),
-    "another parameter": (own_tensor, "the trace went through the model"),
-    "a hook on a ReLU": (
-        lambda model: model.relu.register_forward_hook(print),
-        "stay behind where relu gives",
+ACT_IN_PLACE = [set_on("act", "inplace", True), set_on("act", "inplace", False)]
+REFUSED = [  # the model, its cuts, a change and what takes it back, the sentence
+    (
+        asleep,
+        ["first_drop"],
+        [wake("first"), sleep("first")],
+        "first_drop returned .* make the Pipeline anew",
     ),
-}
+    (Twice, ["first_drop"], still("first.drop")[1:], "first_drop returned .* make the Pipeline anew"),
+    (viewed, ["first", "middle"], IN_PLACE[1:], "relu wrote to the memory of first, which goes on"),
+    (pooled, ["act"], ACT_IN_PLACE, "act wrote to the memory of pool, which goes on"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_trace_took_is_refused_when_it_changes(name):
-    class Cold(Net):
-        def __init__(self):
-            super().__init__()
-            self.cold = 0.0
-
-        def forward(self, x):
-            return super().forward(x) + self.cold
-
-    model = Cold()
-    pipe = pipe_of(model, cuts=["start"])
+@pytest.mark.parametrize(("make", "cuts", "changes", "subject"), REFUSED)
+def test_what_a_cut_was_made_without_is_refused_by_the_layer_until_it_is_set_back(
+    make, cuts, changes, subject
+):
+    model, (change, undo) = built(make), changes
+    pipe = pipeline_of(model, cuts=cuts)
     pipe.step(*batch())
-    change, told = REFUSED[name]
     change(model)
     for _ in range(2):
-        with pytest.raises(penstock.PlanError, match=told):
+        with pytest.raises(penstock.StageError, match=subject):
             pipe.step(*batch())
-    if "flag" in name:  # evaluating sets them itself
-        wanted = copy.deepcopy(model).eval()(batch()[0])
-        assert same_bits(pipe.evaluate(batch()[0]), wanted.detach())
-    else:
-        with pytest.raises(penstock.PlanError, match=told):
-            pipe.evaluate(batch()[0])
-
-
-def test_a_hook_on_all_modules_is_refused():
-    pipe = pipe_of(net(), cuts=["start"])
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    try:
-        with pytest.raises(penstock.PlanError, match="a hook on all modules"):
-            pipe.step(*batch())
-    finally:
-        handle.remove()
-    pipe.step(*batch())
-
-
-def test_autocast_around_a_pipeline_is_refused_with_the_option_for_it():
-    pipe = pipe_of(net(), cuts=["start"])
-    with torch.autocast("cpu", torch.bfloat16):
-        for call in (lambda: pipe.step(*batch()), lambda: pipe.evaluate(batch()[0])):
-            with pytest.raises(penstock.PlanError, match=r"torch\.autocast is on around it; .* autocast= to"):
-                call()
-        with pytest.raises(penstock.PlanError, match=r"torch\.autocast is on around it"):
-            pipe_of(net(), cuts=["start"])
-    pipe.step(*batch())
-
-
-def test_another_default_dtype_is_refused():
-    pipe = pipe_of(net(), cuts=["start"])
-    torch.set_default_dtype(torch.float64)
-    try:
-        with pytest.raises(
-            penstock.PlanError, match=r"default dtype was torch\.float32 .* torch\.float64 now"
-        ):
-            pipe.step(*(part if part.dtype == torch.int64 else part.float() for part in batch()))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    undo(model)
     pipe.step(*batch())
 
 
 def test_unfreezing_what_a_cut_was_made_without_is_refused_by_name():
-    model = net()
-    freeze(model)
-    pipe = pipe_of(model, cuts=["start", "first_norm"])
+    model = Net()
+    model.start.requires_grad_(False)
+    pipe = pipeline_of(model, cuts=["start", "first_norm"])
     pipe.step(*batch())
-    melt(model)
-    with pytest.raises(
-        penstock.StageError, match=r"layer start .* start\.weight, start\.bias unfrozen; make"
-    ):
+    model.start.requires_grad_(True)
+    with pytest.raises(penstock.StageError, match=r"start .* start\.weight, start\.bias unfrozen; make"):
         pipe.step(*batch())
     state = pipe.state_dict()
-    again = pipe_of(model, cuts=["start", "first_norm"])
+    again = pipeline_of(model, cuts=["start", "first_norm"])
     again.load_state_dict(state)
     again.step(*batch())
 
@@ -371,7 +220,7 @@ def test_unfreezing_what_a_cut_was_made_without_is_refused_by_name():
 def test_what_was_frozen_arrives_without_asking_for_a_gradient():
     """Some kernels are picked by it: a product folds its dimensions only where no gradient is asked for."""
     model, asked = quiet(), []
-    pipe = pipe_of(model, cuts=["first"])
+    pipe = pipeline_of(model, cuts=["first"])
     model.second.linear.register_forward_pre_hook(lambda module, args: asked.append(args[0].requires_grad))
     for part in (model.start, model.first):
         part.requires_grad_(False)
@@ -382,38 +231,31 @@ def test_what_was_frozen_arrives_without_asking_for_a_gradient():
     assert asked[-3:] == [True] * 3
 
 
-class Shared(nn.Module):
-    """One module called on two stages."""
+FROZEN, STILL = nn.Linear(8, 8).requires_grad_(False), nn.BatchNorm1d(8, affine=False).eval()
+SHARED = {
+    "trained": (FROZEN, trains("part", True), r"part\.(weight|bias) was frozen .* is used on several stages"),
+    "written": (STILL, wake("part"), "part was in eval mode .* writes to a buffer"),
+}
 
-    def __init__(self, part):
-        super().__init__()
-        self.start, self.part, self.end = nn.Linear(6, 8), part, nn.Linear(8, 3)
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_part_of_two_stages_that_is_trained_or_written_later_is_refused(name):
+    part, change, subject = SHARED[name]
 
     def forward(self, x):
         return self.end(self.part(torch.relu(self.part(self.start(x)))))
 
-
-def test_a_shared_part_that_trains_later_is_refused():
-    model = Shared(nn.Linear(8, 8).requires_grad_(False))
-    pipe = pipe_of(model, cuts=["relu"])
+    model = model_of(forward, start=nn.Linear(6, 8), part=copy.deepcopy(part), end=nn.Linear(8, 3))
+    pipe = pipeline_of(model, cuts=["relu"])
     pipe.step(*batch())
-    model.part.weight.requires_grad_(True)
-    with pytest.raises(penstock.PlanError, match=r"part\.weight was frozen .* is used on several stages"):
-        pipe.step(*batch())
-
-
-def test_shared_statistics_that_are_written_later_are_refused():
-    model = Shared(nn.BatchNorm1d(8, affine=False).eval())
-    pipe = pipe_of(model, cuts=["relu"])
-    pipe.step(*batch())
-    model.part.train()
-    with pytest.raises(penstock.PlanError, match=r"part was in eval mode .* writes to a buffer"):
+    change(model)
+    with pytest.raises(penstock.PlanError, match=subject):
         pipe.step(*batch())
 
 
 def test_a_failed_evaluation_leaves_the_flags():
-    model = net()
-    pipe = pipe_of(model, cuts=["start"])
+    model = Net()
+    pipe = pipeline_of(model, cuts=["start"])
     model.first.eval()
     flags = [module.training for module in model.modules()]
 
@@ -428,44 +270,9 @@ def test_a_failed_evaluation_leaves_the_flags():
     pipe.step(*batch())
 
 
-class Awake(nn.BatchNorm1d):
-    """Stays in train mode whatever it is told."""
-
-    def train(self, mode=True):
-        return super().train(True)
-
-
-Awake.__module__ = "torch.nn.modules.made_up"  # a leaf of the trace
-
-
-def test_evaluating_puts_modules_where_eval_puts_them():
-    def made():
-        model = quiet()
-        model.first.norm = Awake(8, momentum=0.0)
-        return model
-
-    assert differences([nothing, nothing], made=made, cuts=CUTS) == []
-
-
-def test_a_model_that_was_dropped_is_gone():
-    model = net()
-    pipe = pipe_of(model, cuts=["start"])
-    gone = [weakref.ref(module) for module in (model, model.first)]
-    model.epoch += 1
-    pipe.step(*batch())
-    del model
-    gc.collect()
-    assert [reference() for reference in gone] == [None, None]
-    pipe.step(*batch())
-    pipe.evaluate(batch()[0])
-
-
 def test_a_stream_takes_the_flags_of_the_step():
     model = quiet()
-    example = (torch.randn(3, 6),)
-    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
-    plan = penstock.partition(profile, cuts=["first_norm"], micro_batches=3, schedule="async_1f1b")
-    pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"])
+    pipe = pipeline_of(model, cuts=["first_norm"], schedule="async_1f1b")
     pipe.step(*batch())
     model.first.norm.eval()
     statistics = model.first.norm.get_buffer("running_mean")
@@ -475,3 +282,46 @@ def test_a_stream_takes_the_flags_of_the_step():
     model.warmth = 2.0
     with pytest.raises(penstock.PlanError, match=r"warmth was 0\.5"):
         pipe.step(*batch())
+
+
+class Cell(nn.Module):
+    """A layer of one's own, which draws where its table says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table = nn.Linear(8, 8), {"p": 0.0}
+
+    def forward(self, x):
+        return F.dropout(self.linear(x), self.table["p"], self.training)
+
+
+def noisy(model, patch):
+    model[1].table["p"] = 0.5
+
+
+def noisy_class(model, patch):
+    patch.setattr(Cell, "forward", lambda self, x: F.dropout(self.linear(x), 0.5, self.training))
+
+
+@pytest.mark.parametrize("change", [noisy, noisy_class])
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_layer_of_ones_own_that_begins_to_draw_is_seeded(change, seed, monkeypatch):
+    model = built(lambda: nn.Sequential(nn.Linear(6, 8), Cell(), nn.Linear(8, 3)))
+    plain, pipe = copy.deepcopy(model), pipeline_of(model, cuts=["_0"], leaves=[Cell])
+    calls = iter((step, index) for step in range(3) for index in range(3))
+
+    def seeded(module, args):
+        torch.manual_seed(penstock.layer_seed(0, *next(calls), "_1"))
+
+    plain[1].register_forward_pre_hook(seeded)
+    runs = plain_loop(plain, [batch()] * 3, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], micro_batches=3)
+    for step in range(3):
+        torch.manual_seed(seed)
+        assert pipe.step(*batch()).loss == next(runs)["loss"]
+        assert all(map(same_bits, model.parameters(), plain.parameters()))
+        if not step:
+            change(model, monkeypatch)
+            change(plain, monkeypatch)
+    monkeypatch.undo()
+    pipe.step(*batch())
+    assert not pipe.engine.flags.moved

@@ -1,11 +1,10 @@
 """What is one layer: by request, by itself where the data choose; and how a graph says so."""
 
-import copy
 import sys
 
 import pytest
 import torch
-from reference import same_bits
+from small_pipelines import batch, differences, model_of
 from torch import nn
 
 import penstock
@@ -66,16 +65,16 @@ def layers(leaves=()):
 
 
 @pytest.mark.parametrize(
-    "leaf", [Block, "Block", f"{Block.__module__}.Block"], ids=["class", "name", "dotted"]
+    ("leaf", "expected"),
+    [
+        (Block, ["blocks_0", "blocks_1"]),
+        ("Block", ["blocks_0", "blocks_1"]),
+        (f"{Block.__module__}.Block", ["blocks_0", "blocks_1"]),
+        ("blocks.1", ["blocks_0_a", "blocks_0_drop", "blocks_0_b", "blocks_1"]),
+    ],
 )
-def test_a_class_is_one_layer_wherever_it_stands(leaf):
-    found = layers([leaf])
-    assert [name for name in found if name.startswith("blocks")] == ["blocks_0", "blocks_1"]
-
-
-def test_a_path_is_one_layer_and_others_of_its_class_are_not():
-    found = [name for name in layers(["blocks.1"]) if name.startswith("blocks")]
-    assert found == ["blocks_0_a", "blocks_0_drop", "blocks_0_b", "blocks_1"]
+def test_a_class_is_one_layer_wherever_it_stands_and_a_path_there(leaf, expected):
+    assert [name for name in layers([leaf]) if name.startswith("blocks")] == expected
 
 
 @pytest.mark.parametrize("leaf", [scaled, f"{__name__}.scaled"], ids=["itself", "its name"])
@@ -94,29 +93,15 @@ def faded(x):
     return x * FACTORS["now"]
 
 
-class Fading(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.last(faded(self.first(x)))
+def fading():
+    return model_of(
+        lambda self, x: self.last(faded(self.first(x))), first=nn.Linear(6, 6), last=nn.Linear(6, 3)
+    )
 
 
 def test_a_function_that_is_one_layer_runs_again_each_time(monkeypatch):
-    model, plain = Fading(), Fading()
-    plain.load_state_dict(model.state_dict())
-    graph = penstock.trace(model, X, leaves=[faded])
-    plan = penstock.partition(penstock.measure(graph, X, repeats=1), stages=2, micro_batches=1)
-    pipe = penstock.Pipeline(model, plan, loss=nn.MSELoss(), optimizer=torch.optim.SGD)
-    update = torch.optim.SGD(plain.parameters())
-    for factor in (0.5, 2.0):
-        monkeypatch.setitem(FACTORS, "now", factor)
-        pipe.step(X, torch.ones(4, 3))
-        update.zero_grad()
-        nn.MSELoss()(plain(*X), torch.ones(4, 3)).backward()
-        update.step()
-    assert all(map(same_bits, model.parameters(), plain.parameters()))
+    changes = [lambda model, f=factor: monkeypatch.setitem(FACTORS, "now", f) for factor in (0.5, 2.0)]
+    assert differences(fading, changes, leaves=[faded]) == []
 
 
 def test_what_chooses_by_value_is_one_layer_by_itself_and_the_graph_says_why():
@@ -130,32 +115,18 @@ def test_what_chooses_by_value_is_one_layer_by_itself_and_the_graph_says_why():
     assert "by request" in str(penstock.trace(Net(), X, leaves=[Block]))
 
 
+def without_dropout():
+    model = Net()
+    for block in model.blocks:
+        block.get_submodule("drop").p = 0.0  # pyright: ignore[reportAttributeAccessIssue]
+    return model
+
+
 @pytest.mark.parametrize(
     "leaves", [[], [Block], [Block, scaled]], ids=["none", "blocks", "blocks and a function"]
 )
 def test_training_over_leaves_has_the_bits_of_the_plain_loop(leaves):
-    torch.manual_seed(0)
-    model = Net()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    plain = copy.deepcopy(model)
-    profile = penstock.measure(penstock.trace(model, X, leaves=leaves), X, repeats=1)
-    plan = penstock.partition(profile, stages=3, micro_batches=2)
-    assert set(plan.leaves) >= {"moe"}
-    pipe = penstock.Pipeline(
-        model, plan, loss=nn.functional.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
-    )
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(2):
-        x, y = torch.randn(7, 6), torch.randint(3, (7,))
-        pipe.step(x, y)
-        optimizer.zero_grad()
-        for part in torch.arange(7).tensor_split(2):
-            (nn.functional.cross_entropy(plain(x[part].clone()), y[part]) * (len(part) / 7)).backward()
-        optimizer.step()
-        pairs = zip(plain.parameters(), pipe.state_dict()["model"].values(), strict=True)
-        assert all(same_bits(a, b) for a, b in pairs), step
+    assert differences(without_dropout, data=batch(8), leaves=leaves, evaluates=False) == []
 
 
 def test_a_random_leaf_is_seeded_by_its_name():
@@ -197,17 +168,9 @@ def shifted(x, shifts):
     return torch.roll(x, shifts, dims=(0, 1))
 
 
-class Shifting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x):
-        return self.linear(shifted(x, [1, 2]))
-
-
 def test_a_function_may_change_the_list_that_it_is_given():
-    graph = penstock.trace(Shifting(), X, leaves=[shifted])
+    model = model_of(lambda self, x: self.linear(shifted(x, [1, 2])), linear=nn.Linear(6, 6))
+    graph = penstock.trace(model, X, leaves=[shifted])
     assert list(graph.layers) == ["shifted", "linear"]
     assert penstock.measure(graph, X, repeats=2).layers
 
@@ -216,29 +179,21 @@ class Doubles:
     def __call__(self, gradient):
         return gradient * 2
 
-
-class Hooked(nn.Module):
-    """Hands torch what calls a module, in a backward."""
-
-    def __init__(self, hook):
-        super().__init__()
-        self.weight, self.hook = nn.Parameter(torch.ones(8)), hook
-
-    def twice(self, gradient):
+    def method(self, gradient):
         return gradient * 2
 
-    def forward(self, x):
+
+HOOKS = [lambda gradient: gradient * 2, Doubles(), nn.ReLU(), Doubles().method]
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=["a lambda", "an object", "a module", "a method"])
+def test_a_module_that_hands_torch_what_it_calls_later_is_one_layer(hook):
+    def hooked(self, x):
         y = x * self.weight
         if y.requires_grad:
-            y.register_hook(self.hook or self.twice)
+            y.register_hook(self.hook)
         return y + 1
 
-
-HOOKS = {"a lambda": lambda g: g * 2, "an object": Doubles(), "a module": nn.ReLU(), "a method": None}
-
-
-@pytest.mark.parametrize("hook", HOOKS.values(), ids=[*HOOKS])
-def test_a_module_that_hands_torch_what_it_calls_later_is_one_layer(hook):
-    model = nn.Sequential(nn.Linear(8, 8), Hooked(hook), nn.Linear(8, 8))
-    graph = penstock.trace(model, (torch.randn(2, 8),))
+    part = model_of(hooked, weight=nn.Parameter(torch.ones(8)), hook=hook)
+    graph = penstock.trace(nn.Sequential(nn.Linear(8, 8), part, nn.Linear(8, 8)), (torch.randn(2, 8),))
     assert [layer.name for layer in graph.train.layers] == ["_0", "_1", "_2"]

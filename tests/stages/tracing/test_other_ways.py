@@ -1,13 +1,17 @@
 """Inputs with which a model goes another way than in its trace: the bits of the plain loop, or a refusal."""
 
+import copy
+
 import numpy
 import pytest
 import torch
-from reference import same_bits
+from small_pipelines import differences, nothing, pipeline_of
 from torch import fx, nn
 
 import penstock
 from penstock import PenstockError
+from penstock.compression.errors import PlanError
+from penstock.stages.tracing.scaled import scaled
 
 
 @fx.wrap
@@ -44,27 +48,14 @@ def numbers(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def square(outputs, targets):
+    return (outputs.float() ** 2).mean() * targets.mean()
+
+
 def trained(forward, inputs, example):
-    """A step in three micro-batches: whether the loss and gradients are those of the plain loop."""
-    torch.manual_seed(0)
-    model, plain = Net(forward), Net(forward)
-    plain.load_state_dict(model.state_dict())
-    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
-    plan = penstock.partition(profile, stages=2, micro_batches=3)
-    pipe = penstock.Pipeline(
-        model,
-        plan,
-        loss=lambda outputs, targets: (outputs.float() ** 2).mean() * targets.mean(),
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-    )
-    targets = torch.rand(len(inputs[0]))
-    pipe.step(inputs, targets)
-    parts = [x.tensor_split(3) for x in inputs]
-    for i, target in enumerate(targets.tensor_split(3)):
-        loss = (plain(*(part[i].clone() for part in parts)).float() ** 2).mean() * target.mean()
-        (loss * (len(target) / len(targets))).backward()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return all(same_bits(ours.grad, theirs.grad) for ours, theirs in pairs)
+    """What differs in a step of three micro-batches."""
+    data = inputs, torch.rand(len(inputs))
+    return differences(lambda: Net(forward), [nothing], data=data, example=(example,), loss=square)
 
 
 X, LONG = numbers(3, 4, seed=9), numbers(3, 5, 4, seed=9)
@@ -97,7 +88,7 @@ def test_another_way_is_refused_in_a_sentence(kind):
     with pytest.raises(
         PenstockError, match=r"does not go the same way|goes on from that|same calls every time"
     ):
-        trained(forward, (inputs,), (example,))
+        trained(forward, inputs, example)
 
 
 SAME = {
@@ -113,19 +104,31 @@ SAME = {
 @pytest.mark.parametrize("kind", SAME)
 def test_the_same_way_has_the_bits_of_the_plain_loop(kind):
     forward, inputs, example = SAME[kind]
-    assert trained(forward, (inputs,), (example,))
+    assert trained(forward, inputs, example) == []
 
 
 def test_a_constant_of_another_length_is_refused():
-    example = X, penstock.Constant(torch.ones(5))
     model = Net(lambda x, table: x * table.sum() / table.shape[0])
-    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
-    pipe = penstock.Pipeline(
-        model,
-        penstock.partition(profile, stages=2, micro_batches=3),
-        loss=lambda outputs, targets: outputs.mean(),
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-    )
+    example = X, penstock.Constant(torch.ones(5))
+    pipe = pipeline_of(model, cuts=["a"], example=example, loss=lambda outputs, targets: outputs.mean())
     pipe.step((numbers(7, 4), torch.ones(5)))
     with pytest.raises(PenstockError, match="does not go the same way"):
         pipe.step((numbers(7, 4), torch.ones(4)))
+
+
+def records(sizes):
+    """Records of real runs at a few sizes, of a model that makes a tensor of so many rows."""
+    own, example = Net(lambda x: x * torch.relu(torch.ones(sizes(len(x)))).mean()), (numbers(4, 4),)
+    return scaled(penstock.trace(own, example).train, lambda: copy.deepcopy(own), example)
+
+
+def test_a_size_that_follows_the_samples_is_told():
+    at_seven = records(lambda samples: 3 * samples + 1).at(7)
+    assert (at_seven.samples, at_seven.values[1].name, at_seven.values[1].shape) == (7, "ones", (22,))
+
+
+def test_a_size_that_follows_no_rule_is_told_where_it_ran_alone():
+    told = records(lambda samples: samples**2)
+    assert told.at(9).values[1].shape == (81,)
+    with pytest.raises(PlanError, match="the shape of ones follows no rule"):
+        told.at(7)
