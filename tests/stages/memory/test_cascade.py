@@ -11,8 +11,6 @@ import penstock
 from penstock.compression.memory import new_bytes
 from penstock.compression.pool import Frame
 from penstock.stages.memory.cascade import Cascade
-from penstock.stages.memory.disk import Disk
-from penstock.stages.memory.room import DiskOptions
 from penstock.stages.memory.store import StoreOptions, UnpooledBuffers
 from penstock.stages.memory.stores import open_store
 from penstock.stages.memory.tiers import Tiers
@@ -23,10 +21,8 @@ def frame(number: int) -> Frame:
 
 
 @pytest.fixture
-def disk(tmp_path):
-    found = Disk(DiskOptions(path=tmp_path))
-    yield found
-    found.close()
+def disk(opened):
+    return opened()[0]
 
 
 @pytest.mark.parametrize("limits", [{"host": 250}, {"device": 250}])

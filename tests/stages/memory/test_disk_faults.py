@@ -149,9 +149,7 @@ def test_a_disk_that_is_full_where_nothing_was_reserved_ends_in_one_sentence(ope
     kept = put_all(store, [64 << 10] * 2)
     disk.drain()
     store.put("large", frame_of(MIB)[0])
-    with pytest.raises(
-        StageError, match=f"1048576 bytes could not be written .* {small_disk}, found No"
-    ):
+    with pytest.raises(StageError, match=f"1048576 bytes could not be written .* {small_disk}, found No"):
         disk.drain()
     assert all(store.get(key).bytes.equal(values) for key, values in kept.items())
 
