@@ -14,6 +14,10 @@ def of(*pieces) -> Any:
     return extents, [extents.take(piece * UNIT) for piece in pieces]
 
 
+def test_lengths_are_whole_units():
+    assert [aligned(n) for n in (0, 1, UNIT, UNIT + 1)] == [0, UNIT, UNIT, 2 * UNIT]
+
+
 def test_the_smallest_room_that_fits_is_taken():
     extents, (first, _, third, _) = of(4, 1, 2, 1)
     extents.give(first)

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from profiles import measured
 from torch import nn
 from zoo import build
 
@@ -16,18 +17,15 @@ def both(name):
     model, batches = build(name)
     example = (batches[0][0][:4].clone(),)
     without = copy.deepcopy(model).to("meta")
-    return [penstock.measure(penstock.trace(m, example), example, repeats=1) for m in (model, without)]
+    return [measured(m, *example)[1] for m in (model, without)]
 
 
 @pytest.mark.parametrize("name", ["mlp", "tied", "residual", "gpt_gelu_dropout"])
 def test_a_profile_without_values_says_what_one_with_values_does(name):
     real, found = both(name)
-    assert [layer.name for layer in found.layers] == [layer.name for layer in real.layers]
-    assert [layer.parameter_bytes for layer in found.layers] == [
-        layer.parameter_bytes for layer in real.layers
-    ]
-    assert [layer.saved_bytes for layer in found.layers] == [layer.saved_bytes for layer in real.layers]
-    assert [layer.packed_bytes for layer in found.layers] == [layer.saved_bytes for layer in real.layers]
+    told = [(layer.name, layer.parameter_bytes, layer.saved_bytes) for layer in found.layers]
+    assert told == [(layer.name, layer.parameter_bytes, layer.saved_bytes) for layer in real.layers]
+    assert all(layer.packed_bytes == layer.saved_bytes for layer in found.layers)
     assert found.backward_reads == real.backward_reads
     assert found.refused == real.refused
     assert [v.contributions for v in found.values] == [v.contributions for v in real.values]
@@ -58,7 +56,7 @@ def test_one_layer_at_a_time_has_values(monkeypatch):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.Linear(8, 4))
     example = (torch.randn(3, 8),)
-    penstock.measure(penstock.trace(model, example), example, repeats=2)
+    measured(model, *example)
     assert most == [8 * 9 * 4, 0, 16 * 4, 4 * 9 * 4]
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
@@ -67,11 +65,10 @@ def test_an_example_without_values_is_as_good_but_for_its_integers():
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 4)).bfloat16()
     example = (torch.zeros(3, 7, dtype=torch.int64, device="meta"),)
-    found = penstock.measure(penstock.trace(model, example), example, repeats=1)
+    found = measured(model, *example)[1]
     assert found.layers[0].parameter_bytes == 5 * 8 * 2
     assert found.input_shapes == ((3, 7),)
     assert found.device == "cpu"
     assert found.signature is not None
     assert (found.signature.lowest, found.signature.highest) == ((0,), (0,))
-    plan = penstock.partition(found, stages=2)
-    assert plan.num_stages == 2
+    assert penstock.partition(found, stages=2).num_stages == 2
