@@ -85,7 +85,10 @@ def trained(folder, budget, **options):
     return state, reports[-1]
 
 
-@pytest.mark.parametrize("options", [{"tier": "host"}, {"tier": "host", "parameters_tier": "host"}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"tier": "host"}, marks=pytest.mark.slow), {"tier": "host", "parameters_tier": "host"}],
+)
 def test_a_pipeline_goes_on_in_the_next_tier_with_the_same_bits(options, tmp_path):
     expected, _ = trained(tmp_path, None)
     found, report = trained(tmp_path, "200KiB", **options)

@@ -233,19 +233,19 @@ def test_what_does_not_shrink_stays_without_a_copy():
     y.backward()
 
 
-class Keep(torch.autograd.Function):
-    """Saves what it gets, and shows it when it is back."""
+class Saves(torch.autograd.Function):
+    """A copy of its first tensor; saves all of them, and its gradient is what ``back`` makes of these."""
 
     @staticmethod
-    def forward(ctx, seen, first, *others):
-        ctx.seen = seen
-        ctx.save_for_backward(first, *others)
-        return first.sum()
+    def forward(ctx, back, *tensors):
+        ctx.back = back
+        ctx.save_for_backward(*tensors)
+        return tensors[0] * 1
 
     @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.seen.append(ctx.saved_tensors)
-        return None, ctx.saved_tensors[0] * grad, *[None] * (len(ctx.saved_tensors) - 1)
+    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+        saved = ctx.saved_tensors
+        return None, ctx.back(gradient, *saved), *[None] * (len(saved) - 1)
 
 
 def test_views_share_one_frame_and_lie_as_they_lay():
@@ -257,8 +257,8 @@ def test_views_share_one_frame_and_lie_as_they_lay():
     expected = [(v.clone(), v.stride(), v.storage_offset(), v.data_ptr() % 64) for v in views_of(x)]
     seen = []
     with offload(min_bytes="1KiB") as saved:
-        out = Keep.apply(seen, *views_of(x))
-    out.backward()
+        out = Saves.apply(lambda gradient, *saved: seen.append(saved) or gradient, *views_of(x))
+    out.sum().backward()
     (back,) = seen
     assert (saved.num_packs, saved.num_unpacks) == (1, 1)
     assert len({v.untyped_storage().data_ptr() for v in back}) == 1
@@ -278,9 +278,10 @@ def test_memory_that_begins_anywhere():
         expected[::3] = 0
         other[1::3] = 0
         expected[1::3] = 0
-        out = Keep.apply(seen, zeros_and_ones(8), other, other[7:].view(1, -1))
-    del other
-    out.backward()
+        tensors = zeros_and_ones(8), other, other[7:].view(1, -1)
+        out = Saves.apply(lambda gradient, *saved: seen.append(saved) or gradient, *tensors)
+    del other, tensors
+    out.sum().backward()
     _, back, part = seen[0]
     assert saved.num_unpacks == 1
     assert (back.data_ptr() % 64, part.data_ptr() - back.data_ptr()) == (address, 28)
@@ -369,25 +370,11 @@ def test_a_write_to_what_was_saved_is_found(large, when):
         loss.backward()
 
 
-class DoublesWhatItSaved(torch.autograd.Function):
-    """x * 3, whose backward writes to what it saved: torch finds it when another node reads that."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * 3
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        (gradient,), (x,) = gradients, ctx.saved_tensors
-        return gradient * 3 + 0 * x.mul_(2)
-
-
 @pytest.mark.parametrize("settings", [{}, {"tier": "disk"}, {"min_bytes": "1GiB"}], ids=str)
 def test_a_write_by_a_backward_is_found_by_whoever_reads_behind_it(settings):
     x = zeros_and_ones(1 << 16)
     with everything(**settings):
-        loss = DoublesWhatItSaved.apply((x * 2).exp()).sum()
+        loss = Saves.apply(lambda gradient, x: gradient + 0 * x.mul_(2), (x * 2).exp()).sum()
     with pytest.raises(StageError, match=r"must not be written to.*at version 1 that was saved at version 0"):
         loss.backward()
 
@@ -538,21 +525,10 @@ def test_the_example_with_torch_s_own_pipeline(ranks):
         assert raw > kept > 0
 
 
-class OddBools(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, bools):  # type: ignore[override]
-        ctx.save_for_backward(bools)
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, gradient):  # type: ignore[override]
-        return gradient * ctx.saved_tensors[0].view(torch.uint8), None
-
-
 def test_a_bool_that_is_a_view_of_other_bytes_comes_back_as_it_was():
     x, odd = torch.ones(1 << 12, requires_grad=True), (torch.arange(1 << 12) % 7).to(torch.uint8)
     with offload(min_bytes=1) as saved:
-        y = OddBools.apply(x, odd.clone().view(torch.bool)).sum()
-    y.backward()
+        y = Saves.apply(lambda _, x, bools: x * bools.view(torch.uint8), x, odd.clone().view(torch.bool))
+    y.sum().backward()
     assert saved.bytes_kept < saved.bytes_raw
     assert same_bits(x.grad, odd.float())

@@ -20,7 +20,10 @@ def both(name):
     return [measured(m, *example)[1] for m in (model, without)]
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied", "residual", "gpt_gelu_dropout"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("residual", "gpt_gelu_dropout")]
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", *SLOW])
 def test_a_profile_without_values_says_what_one_with_values_does(name):
     real, found = both(name)
     told = [(layer.name, layer.parameter_bytes, layer.saved_bytes) for layer in found.layers]
