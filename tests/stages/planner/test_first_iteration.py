@@ -1,18 +1,25 @@
-"""What the measuring run tells of intermediate data, against literals and a plain run of the model."""
+"""What a measuring run tells: intermediate data, against literals and a plain run; on a GPU; of no values."""
 
+import copy
 import dataclasses
 import json
+import weakref
 
 import pytest
 import torch
+from devices import Noting, Reads
 from profiles import measured
 from torch import nn
 from torch.nn import functional as F
 from zoo import ZOO, build
 
 import penstock
+from penstock import trace
+from penstock.stages.planner import layer_values, timed
+from penstock.stages.planner import measure as module
 from penstock.stages.planner.intermediate import KINDS
 from penstock.stages.planner.layer_profile import Profile
+from penstock.stages.planner.zeros import zero_count
 
 X = torch.arange(4 * 3 * 8 * 8).remainder(7).float().reshape(4, 3, 8, 8)
 
@@ -167,3 +174,91 @@ def test_a_profile_keeps_them_and_an_older_one_still_loads(profile, tmp_path):
         profile, intermediates=(), backward_reads={}
     )
     assert penstock.partition(old, stages=2).stages == penstock.partition(profile, stages=2).stages
+
+
+def both(name):
+    model, batches = build(name)
+    example = (batches[0][0][:4].clone(),)
+    without = copy.deepcopy(model).to("meta")
+    return [measured(m, *example)[1] for m in (model, without)]
+
+
+LARGER = [pytest.param(name, marks=pytest.mark.slow) for name in ("residual", "gpt_gelu_dropout")]
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", *LARGER])
+def test_a_profile_without_values_says_what_one_with_values_does(name):
+    real, found = both(name)
+    told = [(layer.name, layer.parameter_bytes, layer.saved_bytes) for layer in found.layers]
+    assert told == [(layer.name, layer.parameter_bytes, layer.saved_bytes) for layer in real.layers]
+    assert all(layer.packed_bytes == layer.saved_bytes for layer in found.layers)
+    assert found.backward_reads == real.backward_reads
+    assert found.refused == real.refused
+    assert [v.contributions for v in found.values] == [v.contributions for v in real.values]
+    assert (found.fingerprint, found.device, found.signature) == (real.fingerprint, "cpu", real.signature)
+    assert sum(layer.forward_seconds for layer in found.layers) > 0
+    assert sum(layer.backward_seconds for layer in found.layers) > 0
+
+
+def test_values_are_random_and_what_a_relu_lets_through_is_about_half():
+    _, found = both("mlp")
+    zeros = [value.zero_fraction for value in found.values if value.name in ("_2", "_4")]
+    assert len(zeros) == 2
+    assert all(0.2 < share < 0.8 for share in zeros)
+
+
+def test_one_layer_at_a_time_has_values(monkeypatch):
+    alive, most = [], []
+
+    def watched(*args):
+        assert [one for one in alive if one() is not None] == []
+        parts = layer_values.parts_with_values(*args)
+        alive.extend(weakref.ref(p) for m in parts.modules.values() for p in m.parameters())
+        most.append(sum(p.nbytes for m in parts.modules.values() for p in m.parameters()))
+        assert all(not p.is_meta for m in parts.modules.values() for p in m.parameters())
+        return parts
+
+    monkeypatch.setattr(timed, "parts_with_values", watched)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    example = (torch.randn(3, 8),)
+    measured(model, *example)
+    assert most == [8 * 9 * 4, 0, 16 * 4, 4 * 9 * 4]
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_an_example_without_values_is_as_good_but_for_its_integers():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 4)).bfloat16()
+    example = (torch.zeros(3, 7, dtype=torch.int64, device="meta"),)
+    found = measured(model, *example)[1]
+    assert found.layers[0].parameter_bytes == 5 * 8 * 2
+    assert found.input_shapes == ((3, 7),)
+    assert found.device == "cpu"
+    assert found.signature is not None
+    assert (found.signature.lowest, found.signature.highest) == ((0,), (0,))
+    assert penstock.partition(found, stages=2).num_stages == 2
+
+
+def test_seconds_come_from_the_marks_of_the_device_which_is_waited_for_once_a_run(monkeypatch):
+    device = Noting(is_gpu=True)
+    monkeypatch.setattr(module, "device_of", lambda found: device)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(3, 4)
+    graph = trace(model, (x,))
+    profile = module.measure(graph, (x,), repeats=1)
+    a_run = len(device.asked) // 2
+    first, second = device.asked[:a_run], device.asked[a_run:]
+    assert first == second == ["now"] * 12 + ["synchronize"] + ["seconds"] * 6
+    # Of the second run, whose marks are 2 ** 12 and on: forward between 0 and 1, backward between 2 and 3.
+    begun = [2.0 ** (12 + 4 * i) for i in range(3)]
+    assert [layer.forward_seconds for layer in profile.layers] == begun
+    assert [layer.backward_seconds for layer in profile.layers] == [4 * mark for mark in begun]
+
+
+def test_zeros_are_counted_without_a_wait_until_they_are_asked_for():
+    with Reads() as reads:
+        counted = zero_count(torch.tensor([0.0, 1.0, 0.0, 2.0]))
+        assert reads.count == 0
+        assert counted() == 0.5
+        assert reads.count == 1
+    assert zero_count(torch.zeros(0))() == zero_count(torch.ones(2).to_sparse())() == 0.0
