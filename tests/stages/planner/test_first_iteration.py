@@ -1,4 +1,4 @@
-"""What a measuring run tells: intermediate data, against literals and a plain run; on a GPU; of no values."""
+"""What a measuring run tells: of intermediate data, on a GPU, and of a model without values."""
 
 import copy
 import dataclasses
