@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -49,30 +50,27 @@ amounts = st.integers(0, 2**70)
 seconds = st.floats(0, 1e300, allow_nan=False)
 
 
+codecs = st.dictionaries(names, st.sampled_from(CODEC_NAMES), max_size=2)
+STAGES = st.fixed_dictionaries(
+    {
+        "parameters": st.lists(names, max_size=3).map(tuple),
+        "device": st.sampled_from([None, "cpu", "cuda", "cuda:3"]),
+        **dict.fromkeys(("num_parameters", "memory_bytes", "bytes_forward", "bytes_backward"), amounts),
+        **dict.fromkeys(("forward_seconds", "backward_seconds"), seconds),
+        **dict.fromkeys(("tier", "weights_tier", "parameters_tier"), st.sampled_from(TIERS)),
+        **dict.fromkeys(("codecs", "gradient_codecs"), codecs),
+    }
+)
+
+
 @st.composite
 def plans(draw):
     layers = iter(draw(st.lists(names, min_size=6, max_size=12, unique=True)))
-    sizes = draw(st.lists(st.integers(1, 2), min_size=1, max_size=5))
-    steps = draw(st.lists(st.integers(0, 1), min_size=len(sizes), max_size=len(sizes)))
+    decided = draw(st.lists(STAGES, min_size=1, max_size=5))
+    ranks = [0, *itertools.accumulate(draw(st.integers(0, 1)) for _ in decided[1:])]
     stages = tuple(
-        PlanStage(
-            layers=tuple(next(layers) for _ in range(size if number == 0 else 1)),
-            parameters=tuple(draw(st.lists(names, max_size=3))),
-            num_parameters=draw(amounts),
-            forward_seconds=draw(seconds),
-            backward_seconds=draw(seconds),
-            memory_bytes=draw(amounts),
-            bytes_forward=draw(amounts),
-            bytes_backward=draw(amounts),
-            ranks=(sum(steps[1 : number + 1]),),
-            device=draw(st.sampled_from([None, "cpu", "cuda", "cuda:3"])),
-            tier=draw(st.sampled_from(TIERS)),
-            weights_tier=draw(st.sampled_from(TIERS)),
-            parameters_tier=draw(st.sampled_from(TIERS)),
-            codecs=draw(st.dictionaries(names, st.sampled_from(CODEC_NAMES), max_size=2)),
-            gradient_codecs=draw(st.dictionaries(names, st.sampled_from(CODEC_NAMES), max_size=2)),
-        )
-        for number, size in enumerate(sizes)
+        PlanStage(layers=tuple(itertools.islice(layers, 1 + (number == 0))), ranks=(rank,), **one)
+        for number, (rank, one) in enumerate(zip(ranks, decided, strict=True))
     )
     return Plan(
         stages=stages,
@@ -121,7 +119,7 @@ VERSION_1 = """{
 }"""
 
 
-def test_a_plan_of_version_1_gives_its_ranks_and_tiers_to_the_stages(tmp_path):
+def test_a_plan_of_version_1_gives_its_ranks_and_tiers_to_the_stages_and_lacks_what_came_later(tmp_path):
     plan = load_text(tmp_path, VERSION_1)
     assert plan.ranks == (0, 1, 1)
     assert plan.stages_of_rank == [[0], [1, 2]]
@@ -131,9 +129,6 @@ def test_a_plan_of_version_1_gives_its_ranks_and_tiers_to_the_stages(tmp_path):
     assert plan.signature is not None
     plan.save(tmp_path / "again.json")
     assert Plan.load(tmp_path / "again.json") == plan
-
-
-def test_what_version_1_had_later_than_others_has_its_default(tmp_path):
     later = ("tier", "weights_tier", "program", "signature")
     old = {name: value for name, value in json.loads(VERSION_1).items() if name not in later}
     plan = load_text(tmp_path, json.dumps(old))
@@ -142,28 +137,24 @@ def test_what_version_1_had_later_than_others_has_its_default(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "sentence"),
+    ("key", "value", "found"),
     [
         ("ranks", [0, 1], r"plan.stages\[0\] lacks the key ranks"),
         ("ranks", ["0", 1, 1], r"plan.stages\[0\].ranks\[0\] is of type int"),
         ("ranks", [0, 2, 2], "every rank from 0 on a stage"),
-        ("tier", "tape", "tier is one of device, packed, host, disk, found 'tape'"),
+        ("tier", "tape", "found 'tape'"),
         ("stages", [1, 2, 3], r"plan.stages\[0\] is an object"),
     ],
 )
-def test_a_damaged_plan_of_version_1_is_refused_in_one_sentence(tmp_path, key, value, sentence):
-    with pytest.raises(PlanError, match=sentence) as error:
+def test_a_damaged_plan_of_version_1_is_refused(tmp_path, key, value, found):
+    with pytest.raises(PlanError, match=found):
         load_text(tmp_path, json.dumps(json.loads(VERSION_1) | {key: value}))
-    assert "\n" not in str(error.value)
 
 
 def test_a_plan_remembers_which_cuts_were_asked_for(tmp_path):
     asked = dataclasses.replace(PLAN, asked=Asked(stages=None, ranks=2, cuts=("relu", "pool")))
     asked.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").asked == asked.asked
-    old = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
-    del old["asked"]
-    assert load_text(tmp_path, json.dumps(old)).asked is None
     assert asked == PLAN, "what was decided is one plan, however it was asked for"
     assert str(asked) == str(PLAN)
     assert str(asked.asked) == "ranks=2 cuts=[relu,pool]"
