@@ -114,12 +114,11 @@ def test_while_there_is_room_nobody_looks_for_what_may_leave(held):
 
 def test_what_is_read_last_leaves_first(held):
     one = held(40 * MIB)
-    _, out = one.forward(waits=True)
+    _, _graph = one.forward(waits=True)
     run = one.saved._micro_batches[0]
     away = sorted(run.first_read(s) for s in run.alive() if s.state == "away")
     assert away == list(range(len(away)))
     assert len(away) >= 8
-    assert out.grad_fn is not None
 
 
 def test_the_forward_waits_for_a_slow_disk_and_that_is_counted(held):

@@ -207,7 +207,7 @@ def test_only_a_frame_of_what_was_saved_is_taken(what, saver):
         write_header(frame.buffer, header._replace(flags=MASKED, checksum=1))
     saved = saver(model, store=store)
     with saved.forward(0, {0: received}):
-        out = model.run(received, saved)
+        _graph = model.run(received, saved)
     saved.offload(0, {0: frame}, {})
     saved.wait()
     assert any(kept is frame for kept in store._frames.values()) == (what == "what was saved")
@@ -215,7 +215,6 @@ def test_only_a_frame_of_what_was_saved_is_taken(what, saver):
     assert bool(pool._lent) == (what == "what was saved")
     saved.drop(0)
     assert not pool._lent
-    assert out.grad_fn is not None
 
 
 def test_what_is_fetched_before_it_left_stays(saver):
@@ -252,17 +251,16 @@ def test_what_the_thread_raises_is_raised_once_by_who_waits(saver):
 
     model = net()
     saved = saver(model, store=Full())
-    out = forward(model, saved, batches(1)[0])
+    _graph = forward(model, saved, batches(1)[0])
     with pytest.raises(OSError, match="no space left"):
         saved.wait()
     saved._packer.check()
-    assert out.grad_fn is not None
 
 
 def test_a_failed_step_leaves_nothing(saver):
     model, store = net(), Store()
     saved = saver(model, store=store)
-    out = forward(model, saved, batches(1)[0])
+    _graph = forward(model, saved, batches(1)[0])
 
     def fail():
         with saved.forward(1, {}):
@@ -274,20 +272,18 @@ def test_a_failed_step_leaves_nothing(saver):
     assert saved._hooks is None
     saved.close()
     assert store.num_bytes == 0
-    assert out.grad_fn is not None
 
 
 def test_a_frame_that_was_damaged_in_the_store_is_told(saver):
     model, store = net(), Store()
     saved = saver(model, store=store)
-    out = forward(model, saved, batches(1)[0])
+    _graph = forward(model, saved, batches(1)[0])
     saved.wait()
     for frame in store._frames.values():
         frame.buffer[0] = 0
     saved.fetch(0)
     with pytest.raises(CodecError, match="it is damaged"):
         saved.wait()
-    assert out.grad_fn is not None
 
 
 def test_no_offload_has_every_method_of_saved_activations():
@@ -373,11 +369,10 @@ def test_storages_are_known_by_the_layer_that_reads_them_first(saver):
     model = net()
     saved = saver(model)
     with saved.forward(0, {}):
-        out = model.run(batches(1)[0], saved)
+        _graph = model.run(batches(1)[0], saved)
     run = saved._micro_batches[0]
     # A layer's result is saved by itself (ReLU) or by the next one; the pool saves its indices too.
     assert sorted(run.first_read(storage) for storage in run.alive()) == [0, 2, 2, 3, 6]
-    assert out.grad_fn is not None
 
 
 def test_layers_are_told_in_order_and_inside_of_a_forward(saver):

@@ -146,13 +146,12 @@ def test_what_somebody_still_holds_stays_until_the_forward_is_over(made):
         return x * x
 
     net.layers[0].node.target = keeps
-    seen, out = states_at(saved, net, DEPTH - 2)
+    seen, _graph = states_at(saved, net, DEPTH - 2)
     assert seen[0] == "resident"  # written to it may still be
     held.clear()
     saved.offload(0, {}, {})
     saved.wait()
     assert states(saved)[0] == "away"
-    assert out.grad_fn is not None
 
 
 def test_what_came_in_waits_for_its_frame(made):
@@ -163,7 +162,7 @@ def test_what_came_in_waits_for_its_frame(made):
     with saved.forward(0, {7: x}):
         first = [x]
         del x
-        out = net.run(first.pop(), saved)
+        _graph = net.run(first.pop(), saved)
     saved.wait()
     packs = saved.num_packs
     assert states(saved)[0] == "resident"
@@ -173,7 +172,6 @@ def test_what_came_in_waits_for_its_frame(made):
     frame.release()
     saved.drop(0)
     assert not pool._lent
-    assert out.grad_fn is not None
 
 
 def test_a_view_of_somebody_elses_memory_stays_during_the_forward(made):
@@ -248,12 +246,11 @@ def test_what_the_thread_raises_ends_the_step(made):
         raise RuntimeError("the thread died")
 
     with saved.forward(0, {}):
-        out = net.run(input_of(), saved)
+        _graph = net.run(input_of(), saved)
     vars(thread)["_leave"] = fail
     saved.offload(0, {}, {})
     with pytest.raises(RuntimeError, match="the thread died"):
         saved.wait()
-    assert out.grad_fn is not None
 
 
 @pytest.mark.parametrize("found", [-1, True, 1.5, "4"])
