@@ -162,14 +162,14 @@ def call(name, x):
     return WRITERS[name](x)
 
 
-def through_data(x):
-    x.data.relu_()
-    return x
+def through(view_of):
+    """A layer that writes unseen to what it reads, through ``view_of`` it."""
 
+    def write(x):
+        view_of(x).relu_()
+        return x
 
-def through_numpy(x):
-    x.numpy()[0, 0, 0, 0] += 1
-    return x
+    return write
 
 
 def into_other_memory(x):
@@ -177,18 +177,13 @@ def into_other_memory(x):
     return x
 
 
-def at_its_address(x):
-    """What another storage has there, as if that of ``x`` were freed and its memory given out again."""
-    other = torch.from_numpy(x.numpy())
-    return other.relu_()
-
-
 WRITERS = {
     "a layer wrote to it": torch.relu_,
-    "unseen through .data": through_data,
-    "unseen through NumPy": through_numpy,
+    "unseen through .data": through(lambda x: x.data),
+    "unseen through NumPy": through(lambda x: torch.from_numpy(x.numpy())),
     "its memory was exchanged": into_other_memory,
-    "its address is another's": at_its_address,
+    # What another storage has there, as if that of x were freed and its memory given out again.
+    "its address is another's": lambda x: torch.from_numpy(x.numpy()).relu_(),
 }
 
 
