@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +15,8 @@ BAD += [0, -1, True, 1e400, float("nan"), None, []]
 
 
 def test_sizes_and_rates():
-    for parse, kind, written in (parse_bytes, int, SIZES), (parse_rate, float, RATES):
+    cases: Any = (parse_bytes, int, SIZES), (parse_rate, float, RATES)
+    for parse, kind, written in cases:
         found = {text: parse(text) for text in written}
         assert found == written
         assert {type(value) for value in found.values()} == {kind}

@@ -113,7 +113,8 @@ def test_every_edge_goes_with_time_and_every_trained_parameter_is_updated(name):
     updated = [e.data for e in found.edges if e.way == UPDATE and not e.enters]
     trained = [n for n in updated if found.data[n].kind == "parameter"]
     outputs = model(batches[0][0][:4])
-    sum(each.sum() for each in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.stack([each.sum() for each in outputs]).sum().backward()
     with_gradient = [p.nbytes for p in model.parameters() if p.grad is not None]
     assert sum(found.data[n].num_bytes for n in trained) == sum(with_gradient)
 
