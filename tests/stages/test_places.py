@@ -29,14 +29,9 @@ def gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("count", "name", "local_rank", "found"),
     [
-        (0, "cpu", 1, "cpu"),
-        (0, "auto", 1, "cpu"),
-        (2, "cpu", 1, "cpu"),
-        (2, "auto", 1, "cuda:1"),
-        (2, "cuda", 0, "cuda:0"),
-        (2, "cuda", 3, "cuda:1"),  # more ranks than GPUs share them
-        (1, "cuda", 3, "cuda:0"),
-        (2, "cuda:0", 1, "cuda:0"),
+        *((0, "cpu", 1, "cpu"), (0, "auto", 1, "cpu"), (2, "cpu", 1, "cpu"), (2, "auto", 1, "cuda:1")),
+        *((2, "cuda", 0, "cuda:0"), (2, "cuda:0", 1, "cuda:0")),
+        *((2, "cuda", 3, "cuda:1"), (1, "cuda", 3, "cuda:0")),  # more ranks than GPUs share them
     ],
 )
 def test_a_name_means_a_device_of_this_rank(count, name, local_rank, found, gpus):
@@ -47,18 +42,15 @@ def test_a_name_means_a_device_of_this_rank(count, name, local_rank, found, gpus
 @pytest.mark.parametrize(
     ("count", "name", "told"),
     [
-        (0, "cuda", "device=cuda needs a GPU, and torch .* finds none; take device=cpu"),
-        (0, "cuda:0", "device=cuda:0 needs a GPU"),
-        (2, "cuda:2", "device=cuda:2 is not on this machine, which has cuda:0, cuda:1; take one of these"),
-        (2, "tpu", "device=tpu is not known; known are cpu, cuda, cuda:N and auto"),
-        (2, "cuda:", "device=cuda: is not known"),
-        (2, "cpu:1", "device=cpu:1 is not known"),
-        (2, "", "device= is not known"),
+        (0, "cuda", "needs a GPU.* take device=cpu"),
+        (0, "cuda:0", "needs a GPU"),
+        (2, "cuda:2", "which has cuda:0, cuda:1"),
+        *((2, name, "known are cpu, cuda, cuda:N and auto") for name in ("tpu", "cuda:", "cpu:1", "")),
     ],
 )
 def test_what_is_not_there_is_refused_in_one_sentence(count, name, told, gpus):
     gpus(count)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=f"device={name} .*{told}"):
         device_named(name)
 
 

@@ -28,9 +28,8 @@ def test_every_dtype_is_read_into_memory_of_any_layout(tmp_path):
         out = torch.empty_like(tensor)
         file.read(name, out)
         assert same_bits(out, tensor)
-        turned = torch.empty(tensor.shape[::-1], dtype=tensor.dtype).permute(
-            tuple(reversed(range(tensor.dim())))
-        )
+        turned = torch.empty(tensor.shape[::-1], dtype=tensor.dtype)
+        turned = turned.permute(tuple(reversed(range(tensor.dim()))))
         file.read(name, turned)
         assert same_bits(turned, tensor)
     assert file.entries["scalar"].form == "float32 ()"
@@ -47,14 +46,10 @@ def test_the_index_of_several_files_is_one(tmp_path):
     file.read("scalar", out)
     assert out == 2.5
     assert file.digest == WeightsFile(index).digest != WeightsFile(tmp_path / "a.safetensors").digest
-    index.write_text(json.dumps({"weight_map": where | {"more": "a.safetensors"}}))
-    with pytest.raises(penstock.ConfigError, match=r"a\.safetensors lacks more, which the index says it has"):
-        WeightsFile(index)
-    index.write_text(json.dumps({"weight_map": {"more": "../a.safetensors"}}))
-    with pytest.raises(
-        penstock.ConfigError, match=r"it names \.\./a\.safetensors, and its files lie beside it"
-    ):
-        WeightsFile(index)
+    for more, told in ("a.safetensors", r"a\.safetensors lacks more"), ("../a.safetensors", "lie beside it"):
+        index.write_text(json.dumps({"weight_map": where | {"more": more}}))
+        with pytest.raises(penstock.ConfigError, match=told):
+            WeightsFile(index)
 
 
 def written(tmp_path, entries, *, data=b"\0" * 16, length=None):
@@ -66,38 +61,18 @@ def written(tmp_path, entries, *, data=b"\0" * 16, length=None):
 
 
 GOOD = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+OFFSETS = [[0, 12], [4, 20], [-16, 0], [16, 0], 3]
+SHAPES = [[-2, -2], [2.0, 2], "22", [1 << 40, 1 << 40]]
+ODD = [{"data_offsets": one} for one in OFFSETS] + [{"shape": one} for one in SHAPES]
+HEADERS = [b"", b"{", b"[1]", b"\xff\xfe", b'{"w": 3}', b"[" * 9999]
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"data_offsets": [0, 12]},
-        {"data_offsets": [4, 20]},
-        {"data_offsets": [-16, 0]},
-        {"data_offsets": [16, 0]},
-        {"data_offsets": 3},
-        {"shape": [-2, -2]},
-        {"shape": [2.0, 2]},
-        {"shape": "22"},
-        {"shape": [1 << 40, 1 << 40]},
-        {"dtype": "F99"},
-        {"dtype": None},
-    ],
-    ids=str,
-)
-def test_what_a_header_says_is_held_against_the_file(entry, tmp_path):
+@pytest.mark.parametrize("header", [*ODD, {"dtype": "F99"}, {"dtype": None}, *HEADERS], ids=str)
+def test_what_a_header_says_is_held_against_the_file(header, tmp_path):
     WeightsFile(written(tmp_path, {"w": GOOD}))
-    path = written(tmp_path, {"w": GOOD | entry})
-    with pytest.raises(
-        penstock.ConfigError, match=r"odd\.safetensors is none, or was cut short: .*; give anoth"
-    ):
+    path = written(tmp_path, {"w": GOOD | header} if isinstance(header, dict) else header)
+    with pytest.raises(penstock.ConfigError, match=r"odd\.safetensors is none, or was cut short"):
         WeightsFile(path)
-
-
-@pytest.mark.parametrize("header", [b"", b"{", b"[1]", b"\xff\xfe", b'{"w": 3}', b"[" * 9999])
-def test_what_is_no_header_is_refused(header, tmp_path):
-    with pytest.raises(penstock.ConfigError, match="none, or was cut short: its header is none"):
-        WeightsFile(written(tmp_path, header))
 
 
 def test_a_header_that_ends_behind_the_file_is_not_read(tmp_path):

@@ -2,6 +2,7 @@
 
 from hypothesis import strategies as st
 
+import penstock
 from penstock.stages.planner.layer_profile import LayerProfile, Profile, ValueProfile
 
 MS = 1e-3
@@ -81,3 +82,9 @@ def profiles(draw):
         values.append(value_of(producer, sorted(users), draw(small), draw(st.booleans()), zeros))
     refused = draw(st.sets(st.integers(0, num_layers - 1), max_size=2))
     return profile_of(layers, values, dict.fromkeys(refused, "it says so"))
+
+
+def measured(model, x):
+    """The trace of a true model and its profile."""
+    graph = penstock.trace(model, (x,))
+    return graph, penstock.measure(graph, (x,), repeats=1)

@@ -65,6 +65,14 @@ def saved_for(net, *, store=None, codec="zero_value", min_bytes=1, thread=None):
     )
 
 
+def forward(net, saved, x):
+    """The output of a forward of micro-batch 0, which is over."""
+    with saved.forward(0, {}):
+        out = net.run(x, saved)
+    saved.offload(0, {}, {})
+    return out
+
+
 def gradients(net, x, settings, *, knows=True):
     """One forward and backward: output and gradients, and what kept the saved tensors (None: autograd)."""
     saved = NoOffload() if settings is None else saved_for(net, **settings)

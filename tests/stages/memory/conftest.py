@@ -1,8 +1,9 @@
-"""Disks of the tests in this folder."""
+"""What the tests in this folder make and leave nothing of: disks, and savers of what a net saves."""
 
 import threading
 
 import pytest
+from saving import memory_threads, saved_for, settle
 
 from penstock.stages.memory.disk import Disk
 from penstock.stages.memory.disk_store import DiskStore
@@ -30,3 +31,20 @@ def opened(tmp_path):
     for disk in disks:
         disk.close()
     assert not [thread for thread in threading.enumerate() if "penstock-disk" in thread.name]
+
+
+@pytest.fixture
+def saver():
+    """Makes what keeps the saved tensors of a net; behind the test no byte and no thread of it is left."""
+    settle()
+    made = []
+
+    def make(net, **options):
+        made.append(saved_for(net, **options))
+        return made[-1]
+
+    yield make
+    for saved in made:
+        saved.close()
+        assert saved._packer.store.num_bytes == 0
+    assert memory_threads() == []

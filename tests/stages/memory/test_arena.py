@@ -79,6 +79,7 @@ def test_literals() -> None:
     assert place([(0, 9, 0), (0, 9, 0)], limit=0) == [0, 0]
 
 
+@pytest.mark.slow
 def test_where_every_greedy_order_is_too_high() -> None:
     buffers = [(0, 7, 2), (0, 3, 6), (3, 5, 4), (5, 7, 7), (0, 4, 3), (3, 7, 4), (1, 2, 3)]
     with pytest.raises(PlanError, match=r"nothing was found: 14 bytes live at once, .* found has 15"):
@@ -99,6 +100,7 @@ def test_seven_buffers_lie_as_low_as_any_order_can_lay_them(buffers: list[Triple
     assert held(buffers, place(buffers)) == (optimum(buffers) if buffers else 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(triples(7), st.integers(0, 40))
 def test_a_limit_holds_or_is_refused_with_the_least_there_is(buffers: list[Triple], limit: int) -> None:
@@ -112,12 +114,14 @@ def test_a_limit_holds_or_is_refused_with_the_least_there_is(buffers: list[Tripl
             place(buffers, limit)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(triples(30, size=1 << 40))
 def test_many_never_lie_in_each_others_way(buffers: list[Triple]) -> None:
     assert held(buffers, place(buffers, work=10**7)) >= max_live(buffers)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(triples(7, size=6).filter(lambda found: any(size for *_, size in found)), st.integers(0, 3))
 def test_compiled_the_search_finds_what_python_finds(buffers: list[Triple], more: int) -> None:
@@ -128,6 +132,7 @@ def test_compiled_the_search_finds_what_python_finds(buffers: list[Triple], more
     assert run() == run(compiled=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [5, 20, 60, 120])
 @pytest.mark.parametrize("seed", range(3))
 def test_pieces_of_a_rectangle_fit_into_it(count: int, seed: int) -> None:
@@ -136,17 +141,20 @@ def test_pieces_of_a_rectangle_fit_into_it(count: int, seed: int) -> None:
     assert held(buffers, place(buffers)) <= 1024 * 1.005
 
 
+@pytest.mark.slow
 def test_the_same_work_finds_the_same() -> None:
     buffers = cut(5, 80)
     assert place(buffers, limit=1024) == place(buffers, limit=1024)
 
 
+@pytest.mark.slow
 def test_without_work_it_says_that_nothing_was_found() -> None:
     buffers = cut(0, 120)
     with pytest.raises(PlanError, match="nothing was found: 1024 bytes live at once"):
         place(buffers, 1024, work=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_hard_case_fits(corpora: Path, name: str) -> None:
     with (corpora / "minimalloc" / f"{name}.1048576.csv").open() as lines:
@@ -175,6 +183,7 @@ def test_refusals(buffers: Iterable[Any], found: str) -> None:
         place(list(buffers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [-1, 2.0, True, 1 << 63])
 def test_a_limit_is_a_number_of_bytes(limit: Any) -> None:
     with pytest.raises(PlanError, match="a limit is a whole number"):

@@ -65,6 +65,7 @@ def test_a_place_that_is_still_lent_is_not_lent_again() -> None:
     assert lent == {}
 
 
+@pytest.mark.slow
 def test_what_comes_in_another_size_is_lent_from_a_pool_that_keeps_it() -> None:
     arena = Counted()
     other = [("take", "a", 1), ("take", "b", 2), ("give", "a"), ("give", "b")]
@@ -76,6 +77,7 @@ def test_what_comes_in_another_size_is_lent_from_a_pool_that_keeps_it() -> None:
     assert (arena.num_new, arena.num_deviating) == (made, 3)
 
 
+@pytest.mark.slow
 def test_what_stays_over_a_step_has_a_buffer_of_its_own() -> None:
     arena = Counted()
     lent = run(arena, [("take", "x", 2), ("take", "y", 1), ("give", "y")])
@@ -84,6 +86,7 @@ def test_what_stays_over_a_step_has_a_buffer_of_its_own() -> None:
     assert arena.num_new == 4  # x, y, the allocation for y, z
 
 
+@pytest.mark.slow
 def test_a_step_that_changed_for_good_is_the_next_plan() -> None:
     arena = Counted()
     other = [("take", "a", 7), ("take", "b", 6), ("give", "a"), ("give", "b")]
@@ -96,6 +99,7 @@ def test_a_step_that_changed_for_good_is_the_next_plan() -> None:
     assert (arena.num_planned, arena.num_new) == (planned + 2, made)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6))
 def test_nobody_writes_into_what_another_has(seed: int) -> None:

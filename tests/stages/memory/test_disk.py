@@ -1,23 +1,26 @@
 """The disk of a rank: frames leave the memory and come back with the same bits, in whatever order."""
 
+import math
 import threading
 import time
 
 import pytest
 import torch
-from disks import MIB, SIZES, Slow, frame_of, put_all
+from disks import MIB, SIZES, Short, Slow, frame_of, put_all
 
 from penstock.compression.errors import ConfigError, PlanError
 from penstock.compression.pool import Pool
 from penstock.stages.memory.disk import Disk
+from penstock.stages.memory.disk_rate import disk_rate, timed
 from penstock.stages.memory.extents import aligned
 from penstock.stages.memory.room import DiskOptions
+from penstock.stages.memory.slab import Slab
 
 
 class Slower(Slow):
     """Slower than whatever else may run beside."""
 
-    seconds = 0.8
+    seconds = 0.5
 
 
 def begun(disk):
@@ -26,12 +29,13 @@ def begun(disk):
         time.sleep(0.001)
 
 
-def test_frames_of_all_lengths_come_back_and_leave_the_memory(opened):
-    disk, store = opened()
-    pool = Pool()
+@pytest.mark.parametrize(("slab", "own_buffers"), [(Slab, False), (Slab, True), (Short, False)])
+def test_frames_of_all_lengths_come_back_and_leave_the_memory(slab, own_buffers, opened):
+    disk, store = opened(slab)
+    pool = store.pool() if own_buffers else Pool()
     kept = put_all(store, pool=pool)
     disk.drain()
-    assert not pool._lent  # all went back to whoever lent them
+    assert own_buffers or not pool._lent  # all went back to whoever lent them
     assert disk.bytes_written == disk.num_bytes == sum(map(aligned, SIZES))
     for _ in range(2):
         for key, values in kept.items():
@@ -42,13 +46,6 @@ def test_frames_of_all_lengths_come_back_and_leave_the_memory(opened):
     for key in kept:
         store.drop(key)
     assert disk.num_bytes == store.num_bytes == 0
-
-
-def test_buffers_of_the_disk_and_of_others_are_written_alike(opened):
-    disk, store = opened()
-    kept = put_all(store, pool=store.pool())
-    disk.drain()
-    assert all(store.get(key).bytes.equal(values) for key, values in kept.items())
 
 
 def test_a_frame_that_is_wanted_before_it_is_written_is_the_one_in_memory(opened):
@@ -95,24 +92,20 @@ def test_what_is_fetched_is_read_once_and_counted_while_it_waits(opened):
     assert disk.bytes_read == 3 * aligned(10_000)
 
 
-def test_what_waits_to_be_written_counts_as_memory_that_it_leaves(opened):
-    disk, store = opened(Slower, depth=1)
+def test_what_waits_to_be_written_is_memory_that_it_leaves_and_makes_others_wait(opened):
+    disk, store = opened(Slower, depth=1, most_waiting=4 * MIB)
     put_all(store, [MIB] * 4)
     assert disk.memory.device.now == disk.memory.leaving.now > 2 * MIB
     assert store.tiers.disk.now == 4 * MIB
+    assert disk.seconds_waited == 0
+    store.put("one more", frame_of(MIB)[0])
+    assert disk.seconds_waited > 0
+    store.put("large", frame_of(6 * MIB)[0])  # alone it may be more
+    store.drop("large")
     store.drop(3)
     disk.drain()
     assert disk.memory.device.now == disk.memory.leaving.now == 0
-    assert (disk.memory.device.peak, store.tiers.disk.now) == (4 * MIB, 3 * MIB)
-
-
-def test_who_writes_faster_than_the_disk_waits_and_that_is_counted(opened):
-    disk, store = opened(Slower, depth=2, most_waiting=4 * MIB)
-    put_all(store, [MIB] * 6)
-    assert disk.seconds_waited > 0
-    assert disk.most_waited_bytes == 4 * MIB
-    store.put("large", frame_of(6 * MIB)[0])  # alone it may be more
-    disk.drain()
+    assert (disk.memory.device.peak, store.tiers.disk.now) == (6 * MIB, 4 * MIB)
 
 
 def test_reads_go_before_writes(opened):
@@ -154,25 +147,38 @@ def test_many_threads_put_get_and_drop_at_a_time(opened):
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "sentence"),
+    ("options", "kind", "found"),
     [
-        ({"path": "/nowhere/at/all"}, ConfigError, r"found /nowhere/at/all \(Not a directory\)"),
-        ({"budget": "much"}, PlanError, "memory.disk=much is not a size in bytes"),
-        ({"budget": 0}, PlanError, "memory.disk=0 is not a size in bytes"),
-        ({"per_day": "much"}, PlanError, "memory.disk_per_day=much is not a size in bytes"),
+        ({"path": "/nowhere/at/all"}, ConfigError, "/nowhere/at/all"),
+        ({"budget": "much"}, PlanError, "memory.disk=much"),
+        ({"budget": 0}, PlanError, "memory.disk=0"),
+        ({"per_day": "much"}, PlanError, "memory.disk_per_day=much"),
     ],
 )
-def test_what_cannot_be_is_refused(options, kind, sentence):
-    with pytest.raises(kind, match=sentence):
+def test_what_cannot_be_is_refused(options, kind, found):
+    with pytest.raises(kind, match=found):
         Disk(DiskOptions(**options))
 
 
-def test_it_says_what_it_did(opened, tmp_path):
-    disk, store = opened()
-    put_all(store, [MIB])
-    disk.drain()
-    past = "past" if disk.direct else "through"
-    assert (
-        str(disk)
-        == f"disk: {tmp_path}, {past} the page cache, 1 MiB written, 0 B read, 0.00 s waited for room"
-    )
+KIB = 1 << 10
+
+
+@pytest.mark.parametrize("num_frames", [1, 4, 11])
+def test_a_measurement_writes_and_reads_all_once_and_nothing_stays(num_frames, opened):
+    disk, num_bytes = opened()[0], num_frames * 64 * KIB
+    for times in (1, 2):
+        rates = timed(disk, num_frames=num_frames, frame_bytes=64 * KIB)
+        assert all(0 < rate < math.inf for rate in rates)
+        assert (disk.bytes_written, disk.bytes_read) == (times * num_bytes, times * num_bytes)
+        assert disk.num_bytes == disk.memory.device.now == 0
+
+
+def test_the_rates_are_those_of_the_disk_and_several_requests_are_under_way(opened):
+    written, read = timed(opened(Slow)[0], num_frames=8, frame_bytes=64 * KIB)
+    alone = 64 * KIB / Slow.seconds  # four at a time: twice Slow.seconds
+    assert 2 * alone < written < 4.01 * alone
+    assert 2 * alone < read < 4.01 * alone
+
+
+def test_where_no_file_can_be_there_is_no_rate(tmp_path):
+    assert disk_rate(DiskOptions(path=tmp_path / "nowhere")) is None

@@ -4,21 +4,14 @@ import errno
 import gc
 import mmap
 import os
-import threading
 import time
 
 import pytest
 import torch
-from disks import MIB, Fails, Short, Slow, frame_of, put_all
+from disks import MIB, Fails, Slow, frame_of, put_all
 
 from penstock.compression.errors import StageError
-from penstock.compression.memory import new_bytes
-from penstock.compression.pool import Frame
-from penstock.stages.memory.daily_bytes import COUNT_FILE
-from penstock.stages.memory.disk import Disk
 from penstock.stages.memory.extents import UNIT, aligned
-from penstock.stages.memory.room import DiskOptions
-from penstock.stages.memory.store import UnpooledBuffers
 
 
 def test_one_large_frame_keeps_several_requests_busy_in_spite_of_200_ms(opened):
@@ -30,13 +23,6 @@ def test_one_large_frame_keeps_several_requests_busy_in_spite_of_200_ms(opened):
     assert store.get("a").bytes.equal(values)
     assert disk._slab.most == 4
     assert time.perf_counter() - began < 16 * Slow.seconds / 2
-
-
-def test_short_writes_and_reads_go_on_where_they_stopped(opened):
-    disk, store = opened(Short)
-    kept = put_all(store)
-    disk.drain()
-    assert all(store.get(key).bytes.equal(values) for key, values in kept.items())
 
 
 @pytest.mark.parametrize("what", ["read", "write"])
@@ -61,10 +47,10 @@ def test_a_bit_that_flips_on_disk_is_found_and_its_frame_named(opened, at):
     with open(f"/proc/self/fd/{disk._slab._file}", "r+b", buffering=0) as file:
         was = os.pread(file.fileno(), 1, start)
         os.pwrite(file.fileno(), bytes([was[0] ^ 16]), start)
-    sentence = rf"found other bytes in the frame of 3000001 bytes at 4096 of the file in {disk.folder} "
-    sentence += rf"\(checksum [0-9a-f]{{16}} at {UNIT + at // MIB * MIB}, written [0-9a-f]{{16}}\); look at"
     for _ in range(2):
-        with pytest.raises(StageError, match=sentence):
+        with pytest.raises(
+            StageError, match=f"frame of 3000001 bytes at 4096 .* at {UNIT + at // MIB * MIB}, written"
+        ):
             store.get(1)
     for key in (0, 2):
         assert store.get(key).bytes.equal(kept[key])
@@ -77,9 +63,7 @@ def test_a_write_that_fails_is_told_to_whoever_comes_next_and_hangs_nobody(opene
     disk.drain()
     disk._slab.writing = error
     store.put("lost", frame_of(3 * MIB)[0])
-    kind, found = (
-        (StageError, "No space left on device; free space there") if error.args[1:] else (type(error), "dies")
-    )
+    kind, found = (StageError, "No space left .* free space") if error.args[1:] else (type(error), "dies")
     with pytest.raises(kind, match=found):
         disk.drain()
     with pytest.raises(kind, match=found):
@@ -104,9 +88,7 @@ def test_a_read_that_fails_is_told_to_whoever_waits_and_to_nobody_else(opened):
     disk.drain()
     disk._slab.reading = OSError(errno.EIO, "Input/output error")
     for _ in range(2):
-        with pytest.raises(
-            StageError, match=r"5242880 bytes could not be read from the disk of .* found Input/output"
-        ):
+        with pytest.raises(StageError, match=r"5242880 bytes could not be read .* Input/output error"):
             store.get(0)
     store.fetch(1)
     disk.drain()
@@ -134,9 +116,7 @@ def test_a_budget_bounds_the_file_and_the_rest_stays_in_memory(opened):
     frames = [frame_of(2 * UNIT, seed) for seed in range(4)]
     for frame, _ in frames[:2]:
         store.put(frame, frame)
-    with pytest.warns(
-        UserWarning, match=r"no room for 8 KiB more in .* within memory.disk=20.1 KiB; what finds"
-    ):
+    with pytest.warns(UserWarning, match="no room for 8 KiB .* memory.disk=20.1 KiB"):
         store.put(frames[2][0], frames[2][0])
     store.put(frames[3][0], frames[3][0])  # told once
     disk.drain()
@@ -160,9 +140,7 @@ def test_what_a_full_disk_has_no_space_for_stays_in_memory(opened, small_disk):
     assert all(store.get(key).bytes.equal(values) for key, values in kept.items())
 
 
-def test_a_disk_that_is_full_where_space_was_not_reserved_ends_in_one_sentence(
-    opened, small_disk, monkeypatch
-):
+def test_a_disk_that_is_full_where_nothing_was_reserved_ends_in_one_sentence(opened, small_disk, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
@@ -171,36 +149,9 @@ def test_a_disk_that_is_full_where_space_was_not_reserved_ends_in_one_sentence(
     kept = put_all(store, [64 << 10] * 2)
     disk.drain()
     store.put("large", frame_of(MIB)[0])
-    with pytest.raises(
-        StageError, match=f"1048576 bytes could not be written to the disk of {small_disk}, found No"
-    ):
+    with pytest.raises(StageError, match=f"1048576 bytes could not be written .* {small_disk}, found No"):
         disk.drain()
     assert all(store.get(key).bytes.equal(values) for key, values in kept.items())
-
-
-def test_the_cap_of_a_day_is_told_once_and_later_frames_stay(opened):
-    disk, store = opened(per_day="1MiB")
-    kept = put_all(store, [MIB // 2])
-    with pytest.warns(
-        UserWarning, match=r"disks wear by what is written, and memory.disk_per_day=1 MiB is reached"
-    ):
-        kept |= {f"more {key}": value for key, value in put_all(store, [MIB // 2 + 1] * 2).items()}
-    disk.drain()
-    assert disk.bytes_written == MIB // 2
-    del kept[0]
-    assert all(store.get(int(key[5:])).bytes.equal(value) for key, value in kept.items())
-
-
-def test_the_day_is_counted_in_a_folder_that_a_person_named(opened, tmp_path):
-    for expected in (False, True):
-        disk, store = opened(per_day="1MiB", shared=True)
-        if expected:
-            with pytest.warns(UserWarning, match="is reached"):
-                put_all(store, [MIB // 2 + UNIT])
-        else:
-            put_all(store, [MIB // 2 + UNIT])
-        disk.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["penstock_written_today.json"]
 
 
 def test_a_graph_that_the_garbage_collector_frees_in_the_middle_of_anything_hangs_nothing(opened):
@@ -225,38 +176,14 @@ def test_a_graph_that_the_garbage_collector_frees_in_the_middle_of_anything_hang
     assert disk.num_bytes == 0
 
 
-def test_a_count_of_the_day_that_cannot_be_kept_stops_nobody(tmp_path):
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    disk = Disk(DiskOptions(path=folder, per_day="100GiB"))
-    (folder / COUNT_FILE).unlink()
-    folder.rmdir()
-    done = []
-
-    def write():
-        for _ in range(70):
-            disk.write(Frame(new_bytes(1 << 20), 1 << 20, UnpooledBuffers()))
-        disk.drain()
-        disk.close()
-        done.append(disk.bytes_written)
-
-    thread = threading.Thread(target=write, daemon=True)
-    thread.start()
-    with pytest.warns(UserWarning, match="the bytes of a day cannot be kept in"):
-        thread.join(60)
-    assert done == [70 << 20]
-    assert disk.memory.leaving.now == 0
-
-
-def test_a_thread_that_finds_no_memory_is_told_to_who_writes(tmp_path, monkeypatch):
+def test_a_thread_that_finds_no_memory_is_told_to_who_writes(opened, monkeypatch):
     def none(*_):
-        raise OSError(12, "Cannot allocate memory")
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    disk = Disk(DiskOptions(path=tmp_path))
+    disk, _ = opened()
     with monkeypatch.context() as patch:
         patch.setattr(mmap, "mmap", none)
         with pytest.raises(OSError, match="Cannot allocate memory"):
-            disk.write(Frame(new_bytes(1 << 20), 1 << 20, UnpooledBuffers()))
-    disk.write(Frame(new_bytes(1 << 20), 1 << 20, UnpooledBuffers()))
+            disk.write(frame_of(MIB)[0])
+    disk.write(frame_of(MIB)[0])
     disk.drain()
-    disk.close()

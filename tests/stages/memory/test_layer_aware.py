@@ -37,33 +37,17 @@ class Planted(nn.Module):
 
 def bn_net():
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(3, 2, 1),
-        nn.Conv2d(8, 8, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Dropout(0.4),
-        nn.Flatten(),
-        nn.Linear(8 * 16, 32),
-        nn.ReLU(),
-        nn.Dropout(0.5),
-        nn.Linear(32, 5),
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)),
+        *(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.4), nn.Flatten()),
+        *(nn.Linear(8 * 16, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 5)),
     )
 
 
 def planted_net():
     return nn.Sequential(
-        Planted(3, 18, 18),
-        nn.ReLU(),
-        nn.MaxPool2d(2, 2),
-        Planted(3, 9, 9),
-        nn.ReLU(),
-        Planted(3, 9, 9),
+        *(Planted(3, 18, 18), nn.ReLU(), nn.MaxPool2d(2, 2), Planted(3, 9, 9), nn.ReLU(), Planted(3, 9, 9)),
         nn.MaxPool2d((2, 3), (1, 2), (1, 0), (2, 1), ceil_mode=True),
-        nn.ReLU(),
-        nn.Flatten(),
+        *(nn.ReLU(), nn.Flatten()),
     )
 
 
@@ -121,26 +105,22 @@ def test_what_each_form_keeps(model, most):
     assert saved.bytes_kept - first <= most * first + 5 * 192
 
 
-def test_nothing_is_known_where_another_layer_reads():
-    class Square(nn.Module):
-        def forward(self, x):
-            return x * x
+class Square(nn.Module):
+    def forward(self, x):
+        return x * x
 
+
+def test_nothing_is_known_where_another_layer_reads():
     _, alone = gradients(Net(nn.Sequential(Planted(64, 64), nn.ReLU())), torch.ones(4, 64, 64), {})
     _, read = gradients(Net(nn.Sequential(Planted(64, 64), nn.ReLU(), Square())), torch.ones(4, 64, 64), {})
     assert read.bytes_kept > alone.bytes_kept + 4 * 64 * 64
 
 
 def test_a_hooked_layer_proves_nothing():
-    def net(hook):
-        torch.manual_seed(1)
-        model = nn.Sequential(Planted(64, 64), nn.ReLU())
-        model[1].register_forward_hook(hook)
-        return Net(model)
-
-    x = torch.randn(4, 64, 64)
-    expected, _ = gradients(net(lambda _, args, y: y * y), x, None)
-    found, _ = gradients(net(lambda _, args, y: y * y), x, {})
+    model, x = nn.Sequential(Planted(64, 64), nn.ReLU()), torch.randn(4, 64, 64)
+    model[1].register_forward_hook(lambda _, args, y: torch.square(y))
+    expected, _ = gradients(Net(model), x, None)
+    found, _ = gradients(Net(model), x, {})
     assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
 
 
@@ -196,23 +176,13 @@ def test_two_words_come_back_and_three_are_not_taken():
     assert two_words(torch.tensor([0.0, -0.0, 1.0])) is None
 
 
-def test_a_call_with_a_window_that_is_no_number_proves_nothing():
-    net = Net(nn.Sequential(nn.MaxPool2d(2)))
-    layer = net.layers[0]
-    assert window_of(layer, net.parts.modules) == Window((2, 2), (2, 2), (0, 0), (1, 1))
-    setattr(net.parts.modules["0"], "kernel_size", "2")  # noqa: B010
-    assert window_of(layer, net.parts.modules) is None
-
-
-def test_layers_are_known_however_they_are_called():
+def test_layers_and_windows_are_known_however_they_are_called_and_no_number_proves_nothing():
     net = Net(Functions())
     proven = LayerAwareCompressor(net.parts.modules)
-    assert [proven.kind(layer) for layer in net.layers if proven.kind(layer)] == [
-        "relu",
-        "pool",
-        "relu",
-        "relu",
-        "dropout",
-        "pool",
-    ]
+    kinds = [proven.kind(layer) for layer in net.layers]
+    assert [kind for kind in kinds if kind] == ["relu", "pool", "relu", "relu", "dropout", "pool"]
     assert window_of(net.layers[2], {}) == Window((2, 2), (1, 1), (0, 0), (1, 1))
+    net = Net(nn.Sequential(nn.MaxPool2d(2)))
+    assert window_of(net.layers[0], net.parts.modules) == Window((2, 2), (2, 2), (0, 0), (1, 1))
+    setattr(net.parts.modules["0"], "kernel_size", "2")  # noqa: B010
+    assert window_of(net.layers[0], net.parts.modules) is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from disks import Slow
 from reference import same_bits
-from saving import Net, memory_threads, saved_for, settle
+from saving import Net, forward, memory_threads, saved_for, settle
 from torch import nn
 
 from penstock.compression.errors import StageError
@@ -41,16 +41,19 @@ class Held:
         store = DiskStore(StoreOptions(disk=self.disk, tiers=self.tiers))
         self.saved = saved_for(self.net, store=store, codec="raw", thread=self.thread)
 
-    def gradient(self, *, waits=False):
-        """Forward and backward; ``waits``: until what may leave has left."""
+    def forward(self, *, waits=False):
+        """The input and the output; ``waits``: until what may leave has left."""
         x = torch.linspace(-1, 1, MIB // 4).requires_grad_()
         self.thread.begin(PROGRAM)
         self.thread.at(0)
-        with self.saved.forward(0, {}):
-            out = self.net.run(x.clone(), self.saved)
-        self.saved.offload(0, {}, {})
+        out = forward(self.net, self.saved, x.clone())
         if waits:
             self.saved.wait()
+        return x, out
+
+    def gradient(self, *, waits=False):
+        """Forward and backward."""
+        x, out = self.forward(waits=waits)
         self.thread.at(1)
         out.sum().backward()
         self.saved.drop(0)
@@ -111,19 +114,11 @@ def test_while_there_is_room_nobody_looks_for_what_may_leave(held):
 
 def test_what_is_read_last_leaves_first(held):
     one = held(40 * MIB)
-    x = torch.linspace(-1, 1, MIB // 4).requires_grad_()
-    one.thread.begin(PROGRAM)
-    one.thread.at(0)
-    with one.saved.forward(0, {}):
-        out = one.net.run(x.clone(), one.saved)
-    one.saved.offload(0, {}, {})
-    one.saved.wait()
+    _, _graph = one.forward(waits=True)
     run = one.saved._micro_batches[0]
     away = sorted(run.first_read(s) for s in run.alive() if s.state == "away")
     assert away == list(range(len(away)))
     assert len(away) >= 8
-    out.sum().backward()
-    one.saved.drop(0)
 
 
 def test_the_forward_waits_for_a_slow_disk_and_that_is_counted(held):
@@ -133,13 +128,25 @@ def test_the_forward_waits_for_a_slow_disk_and_that_is_counted(held):
     assert one.tiers.seconds_waited > 0
 
 
-def test_a_limit_that_nothing_can_keep_to_holds_nobody_up(held):
-    one = held(MIB // 2)
-    done = []
-    thread = threading.Thread(target=lambda: done.append(one.gradient()), daemon=True)
+def ends(work):
+    """What ``work`` returns or raises in a thread of its own, which ends."""
+    found = []
+
+    def run():
+        try:
+            found.append(work())
+        except StageError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(60)
-    assert done
+    assert found
+    return found[0]
+
+
+def test_a_limit_that_nothing_can_keep_to_holds_nobody_up(held):
+    assert same_bits(ends(held(MIB // 2).gradient), held(None).gradient())
 
 
 class Refusing(Slab):
@@ -148,19 +155,10 @@ class Refusing(Slab):
 
 
 def test_who_waits_hears_of_a_disk_that_refuses(held):
-    one, told = held(8 * MIB, Refusing), []
-
-    def train():
-        try:
-            one.gradient()
-        except StageError as error:
-            told.append(str(error))
-
-    thread = threading.Thread(target=train, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert told
-    assert "Input/output error" in told[0]
+    one = held(8 * MIB, Refusing)
+    error = ends(one.gradient)
+    assert isinstance(error, StageError)
+    assert "Input/output error" in str(error)
     one.saved.drop(0)
     for worker in (one.saved._packer.io, one.saved._packer.packing):
         worker._error = None

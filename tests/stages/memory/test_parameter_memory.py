@@ -1,4 +1,6 @@
-"""A mirror by itself: what it brings and takes between layers, and that a write while it is near stays."""
+"""A mirror by itself: what it brings and takes between layers, what stays near, and that writes stay."""
+
+from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
@@ -8,9 +10,11 @@ import pytest
 import torch
 from far import FarStore
 from torch import nn
+from torch.nn import Parameter
 
 from penstock.compression.errors import StageError
 from penstock.stages.memory.mirror import Mirror
+from penstock.stages.memory.readers import but_staying
 from penstock.stages.memory.store import Store
 
 LAYERS: list[Any] = [SimpleNamespace(name=name) for name in "abc"]
@@ -31,28 +35,21 @@ def sizes(parameters):
 
 
 @pytest.mark.parametrize("kind", [Store, FarStore])
-def test_between_layers_one_leaves_and_the_next_one_comes(kind):
+def test_between_layers_one_leaves_and_the_next_one_comes_and_what_is_written_there_stays(kind):
     mirror, parameters = mirror_of(kind())
     seen = []
     for done, following in zip([None, *LAYERS], [*LAYERS, None], strict=True):
         mirror.layer_done(done, following)
         seen.append(sizes(parameters))
+        if following is LAYERS[1]:
+            with torch.no_grad():
+                parameters[1].add_(1)
     assert seen == [[32, 0, 0], [0, 32, 0], [0, 0, 32], [0, 0, 0]]
-    mirror.pull_all()
-    mirror.close()
-    assert [float(parameter.detach().sum()) for parameter in parameters] == [0, 32, 64]
-
-
-@pytest.mark.parametrize("kind", [Store, FarStore])
-def test_what_is_written_between_two_layers_stays(kind):
-    mirror, parameters = mirror_of(kind())
-    mirror.layer_done(None, LAYERS[1])
-    with torch.no_grad():
-        parameters[1].add_(1)
-    mirror.layer_done(LAYERS[1], None)
     mirror.layer_done(None, LAYERS[1])
     assert float(parameters[1].detach().sum()) == 64
+    mirror.pull_all()
     mirror.close()
+    assert [float(parameter.detach().sum()) for parameter in parameters] == [0, 64, 64]
 
 
 def test_what_autograd_saved_is_brought_and_must_not_be_written_to():
@@ -85,14 +82,11 @@ def test_what_is_brought_ahead_is_let_go_where_it_is_not_wanted():
     mirror.close()
 
 
-class Broken(FarStore):
-    """Cannot be read."""
-
-    def get(self, key):
-        raise OSError("the disk is gone")
-
-
 def test_what_a_thread_raised_is_raised_by_who_waits_for_it():
+    class Broken(FarStore):
+        def get(self, key):
+            raise OSError("the disk is gone")
+
     mirror, _ = mirror_of(Broken())
     mirror.prefetch(0)
     with pytest.raises(OSError, match="the disk is gone"):
@@ -118,3 +112,24 @@ def test_a_thread_that_is_late_brings_nothing(comes):
     mirror.frames.ahead.drain()
     assert [one.ahead_bytes for one in mirror._all.values()] == [0, 128 * comes, 0]
     mirror.close()
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "moves"),
+    [(0, "abc"), (3, "abc"), (4, "ac"), (19, "ac"), (20, "c"), (43, "c"), (44, ""), (1 << 40, "")],
+)
+def test_whole_layers_stay_the_smallest_first(num_bytes, moves):
+    sizes = {"a": [2, 2], "b": [1], "c": [6]}
+    readers = {name: [Parameter(torch.zeros(n)) for n in ns] for name, ns in sizes.items()}
+    left = but_staying(readers, num_bytes)
+    assert list(left) == [*sizes]
+    assert {name for name, found in left.items() if found} == set(moves)
+    assert all(found in ([], readers[name]) for name, found in left.items())
+
+
+def test_a_parameter_of_two_layers_stays_with_its_first():
+    shared, own = Parameter(torch.zeros(4)), Parameter(torch.zeros(1))
+    left = but_staying({"first": [shared], "second": [shared, own]}, 16)
+    assert [*map(len, left.values())] == [1, 1]
+    left = but_staying({"first": [shared], "second": [shared, own]}, 20)
+    assert [*map(len, left.values())] == [0, 0]

@@ -1,13 +1,20 @@
-"""The stores behind their table: opened by name with options, and what a budget admits."""
+"""The stores behind their table: opened by name with options; what does not fit a tier goes to the next."""
+
+from __future__ import annotations
 
 import pytest
 import torch
+from reference import same_bits
+from torch import Tensor, nn
 
-from penstock.compression.errors import ConfigError
+import penstock
+from penstock.compression.memory import new_bytes
 from penstock.compression.pool import Frame
+from penstock.stages.memory.cascade import Cascade
 from penstock.stages.memory.offload import offload
 from penstock.stages.memory.store import Store, StoreOptions, UnpooledBuffers
 from penstock.stages.memory.stores import STORES, open_store
+from penstock.stages.memory.tiers import Tiers
 
 
 def frame_of(num_bytes):
@@ -16,26 +23,18 @@ def frame_of(num_bytes):
 
 
 @pytest.mark.parametrize("tier", STORES)
-def test_a_frame_is_kept_counted_and_dropped(tier):
-    store, frame = open_store(tier), frame_of(100)
+def test_a_frame_is_counted_from_its_admission_on_and_kept_until_it_is_dropped(tier):
+    store, frame = open_store(tier, StoreOptions(budget=250)), frame_of(100)
     assert store.admit("a", 100)
     assert store.num_bytes == 100  # before it is there
     store.put("a", frame)
     assert store.num_bytes == 100
     store.fetch("a")
     assert store.get("a").bytes.equal(frame.bytes)
-    store.drop("a")
-    store.drop("a")
-    assert store.num_bytes == 0
-
-
-@pytest.mark.parametrize("tier", STORES)
-def test_the_budget_counts_what_was_admitted_and_what_was_put(tier):
-    store = open_store(tier, StoreOptions(budget=250))
-    assert store.admit("a", 100)
-    store.put("b", frame_of(100))
+    store.put("b", frame_of(100))  # counts though nothing was set aside
     assert not store.admit("c", 51)
     assert store.admit("c", 50)
+    store.drop("a")
     store.drop("a")
     assert store.num_bytes == 150
     assert store.admit("d", 100)
@@ -59,8 +58,82 @@ def test_a_tier_is_one_row_and_gets_its_options(monkeypatch, tmp_path):
     y.backward()
 
 
-def test_a_tier_that_is_not_there_is_refused_by_name():
-    with pytest.raises(
-        ConfigError, match="tier is one of packed, host, disk, found 'tape'; choose one of these"
-    ):
-        open_store("tape")
+def frame(number: int) -> Frame:
+    return Frame(new_bytes(100).fill_(number), 100, UnpooledBuffers())
+
+
+@pytest.fixture
+def disk(opened):
+    return opened()[0]
+
+
+@pytest.mark.parametrize("limits", [{"host": 250}, {"device": 250}])
+def test_a_full_tier_is_followed_by_the_disk_and_has_room_again(limits, disk):
+    tiers = Tiers(**limits)
+    store = open_store("host", StoreOptions(disk=disk, tiers=tiers))
+    assert isinstance(store, Cascade)
+    for key in range(4):
+        assert store.admit(key, 100)
+        store.put(key, frame(key))
+    disk.drain()
+    assert (tiers.host.now, tiers.disk.now, store.num_bytes) == (200, 200, 400)
+    store.fetch(3)
+    for key in range(4):
+        assert store.get(key).bytes.eq(key).all()
+    store.drop(0)
+    store.drop(3)
+    store.drop(3)
+    assert (tiers.host.now, tiers.disk.now) == (100, 100)
+    assert store.admit(5, 100)
+    assert (tiers.host.now, tiers.disk.now) == (200, 100)
+
+
+def test_what_did_not_shrink_goes_only_where_it_is_away(disk):
+    store = open_store("packed", StoreOptions(disk=disk, tiers=(tiers := Tiers(device=10_000))))
+    assert store.admit(0, 100)
+    assert store.admit_dense(1, 100, torch.device("cpu"))
+    for key in range(2):
+        store.put(key, frame(key))
+    assert (tiers.packed.now, tiers.disk.now) == (100, 100)
+
+
+def test_without_a_limit_or_a_disk_a_tier_is_alone(disk):
+    for options in (StoreOptions(disk=disk, tiers=Tiers()), StoreOptions(tiers=Tiers(host=250))):
+        assert not isinstance(open_store("host", options), Cascade)
+    assert not isinstance(open_store("disk", StoreOptions(disk=disk, tiers=Tiers(device=9))), Cascade)
+
+
+def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
+
+
+def trained(folder, budget, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(10) for m in (nn.Linear(128, 128), nn.ReLU())))
+    x, y = torch.randn(2, 512, 128)
+    profile = penstock.measure(penstock.trace(model, (x[:128],)), (x[:128],), repeats=1)
+    plan = penstock.partition(profile, stages=2, ranks=1, micro_batches=4, schedule="gpipe", **options)
+    pipe = penstock.Pipeline(
+        model,
+        plan,
+        loss=squares,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
+        memory=penstock.MemoryOptions(host=budget),
+        disk=penstock.DiskOptions(path=folder),
+    )
+    reports = [pipe.step(x, y).stages[0] for _ in range(3)]
+    state = pipe.state_dict()["model"]
+    pipe.close()
+    return state, reports[-1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"tier": "host"}, marks=pytest.mark.slow), {"tier": "host", "parameters_tier": "host"}],
+)
+def test_a_pipeline_goes_on_in_the_next_tier_with_the_same_bits(options, tmp_path):
+    expected, _ = trained(tmp_path, None)
+    found, report = trained(tmp_path, "200KiB", **options)
+    assert all(same_bits(tensor, found[name]) for name, tensor in expected.items())
+    assert report.host_tier <= 200 * 1024
+    assert report.disk_tier > 0

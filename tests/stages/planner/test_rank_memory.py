@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
-from profiles import layer_of, profile_of
+from profiles import layer_of, measured, profile_of
 from torch import nn
 
-from penstock import measure, partition, trace
+from penstock import partition
 from penstock.pipeline.planner.costs import Largest
 from penstock.stages.planner.rank_memory import copies
 
@@ -59,23 +60,18 @@ def test_of_a_mirror_neighbours_are_there_or_all_that_belongs_to_one(options, ex
     assert copies(4, **options).of(**sizes) == expected + 400
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [({"parameters_tier": "disk"}, 3 * 200), ({"parameters_tier": "packed"}, 0), ({}, 0)],
-)
-def test_parameters_that_stay_count_where_the_others_leave(options, expected):
-    there = copies(4, **options)
-    assert there.of(parameters=WEIGHTS, staying=200) - there.of(parameters=WEIGHTS) == expected
+def test_parameters_that_stay_count_where_the_others_leave():
+    for tier, expected in ("disk", 3 * 200), ("packed", 0), ("device", 0):
+        there = copies(4, parameters_tier=tier)
+        assert there.of(parameters=WEIGHTS, staying=200) - there.of(parameters=WEIGHTS) == expected
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
-def test_the_largest_layer_of_any_run_of_layers(count):
-    numbers = [(7 * i) % 11 for i in range(count)]
-    largest = Largest(list(numbers))
-    for start in range(count):
-        assert largest.of(start, start) == 0
-        for end in range(start + 1, count + 1):
-            assert largest.of(start, end) == max(numbers[start:end])
+def test_the_largest_layer_of_any_run_of_layers():
+    for count in (1, 2, 3, 5, 8, 13):
+        numbers = [(7 * i) % 11 for i in range(count)]
+        largest = Largest(list(numbers))
+        for start, end in itertools.combinations_with_replacement(range(count + 1), 2):
+            assert largest.of(start, end) == max(numbers[start:end], default=0)
 
 
 def test_the_search_counts_what_a_tier_leaves():
@@ -95,13 +91,9 @@ def test_a_profile_says_what_is_left_of_saved_bytes_without_zeros():
     with torch.no_grad():
         first.weight.zero_()
         first.bias.copy_(torch.tensor([1.0, -1.0] * 32))
-    example = (torch.randn(16, 64),)
-    linear, relu, last = measure(trace(model, example), example, repeats=1).layers
+    linear, relu, last = measured(model, torch.randn(16, 64))[1].layers
     size = 16 * 64 * 4
-    assert (linear.saved_bytes, linear.packed_bytes) == (
-        size,
-        size,
-    )  # a frame is never longer than its tensor
+    assert (linear.saved_bytes, linear.packed_bytes) == (size, size)  # no frame is longer than its tensor
     assert (relu.saved_bytes, relu.packed_bytes) == (size, size // 2 + size // 32)
     assert (last.saved_bytes, last.packed_bytes) == (0, 0)
 
@@ -123,6 +115,6 @@ class Masked(nn.Module):
 
 
 def test_what_torch_cannot_count_is_taken_to_have_no_zeros():
-    model, example = nn.Sequential(nn.Linear(6, 6), Masked(), nn.Linear(6, 2)), (torch.randn(4, 6),)
-    masked = measure(trace(model, example), example, repeats=1).layers[1]
+    model = nn.Sequential(nn.Linear(6, 6), Masked(), nn.Linear(6, 2))
+    masked = measured(model, torch.randn(4, 6))[1].layers[1]
     assert masked.saved_bytes == masked.packed_bytes == 4 * 6 * 2

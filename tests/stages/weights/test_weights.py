@@ -16,30 +16,26 @@ from penstock.stages.weights.policies import policy_named
 from penstock.stages.weights.stashing import versions_of
 from penstock.stages.weights.versions import WeightVersions
 
-TIERS = ["device", "packed", "host", "disk"]
+WAYS = [
+    *({"optimizer": "sgd"}, {"optimizer": "adamw", "tier": "packed"}, {"tier": "host"}),
+    {"optimizer": "adamw", "tier": "disk"},
+    {"optimizer": "nesterov", "tier": "packed", "scheduler": falling, "drains": (1, 3)},
+    *({"packed": True}, {"tier": "packed", "packed": True}),  # saved tensors leave, too
+]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(way))
 @pytest.mark.parametrize(("policy", "prediction"), ASYNCHRONOUS)
-def test_a_stream_has_the_bits_of_the_replay(policy, prediction, tier, optimizer):
-    chain = Chain(policy, optimizer=optimizer, prediction=prediction, tier=tier)
-    assert differences(chain, policy, optimizer=optimizer, prediction=prediction) == []
+def test_a_stream_has_the_bits_of_the_replay(policy, prediction, way):
+    ours, theirs = ({name: way[name] for name in names if name in way} for names in (OURS, THEIRS))
+    chain = Chain(policy, prediction=prediction, **ours)
+    assert differences(chain, policy, prediction=prediction, **theirs) == []
+    if "packed" in way:
+        assert sum(saved.num_unpacks for saved in chain.saved) > 0
+        assert [saved.bytes_raw for saved in chain.saved] == bytes_that_leave()
 
 
-@pytest.mark.parametrize(("policy", "prediction"), ASYNCHRONOUS)
-def test_it_has_them_behind_a_drain_and_with_schedules(policy, prediction):
-    settings = {"optimizer": "nesterov", "prediction": prediction, "scheduler": falling}
-    assert differences(Chain(policy, tier="packed", **settings), policy, drains=(1, 3), **settings) == []
-
-
-@pytest.mark.parametrize("tier", ["device", "packed"])
-@pytest.mark.parametrize(("policy", "prediction"), ASYNCHRONOUS)
-def test_it_has_them_where_saved_tensors_leave_too(policy, prediction, tier):
-    chain = Chain(policy, prediction=prediction, tier=tier, packed=True)
-    assert differences(chain, policy, prediction=prediction) == []
-    assert sum(saved.num_unpacks for saved in chain.saved) > 0
-    assert [saved.bytes_raw for saved in chain.saved] == bytes_that_leave()
+OURS, THEIRS = ("optimizer", "tier", "scheduler", "packed"), ("optimizer", "scheduler", "drains")
 
 
 @functools.lru_cache
@@ -71,7 +67,7 @@ def test_gradients_are_none_behind_an_update():
 
 
 @pytest.mark.parametrize(("policy", "prediction"), ASYNCHRONOUS)
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", ["device", "disk"])
 def test_a_parameter_is_sent_as_a_copy_made_in_the_block(policy, prediction, tier):
     sent = {}
 
@@ -128,33 +124,21 @@ def test_a_version_that_is_gone_is_refused(policy, bug):
         Chain(policy, wrap=lambda *of: Buggy(*of, bug=bug)).run(batches_of())
 
 
-def named(policy, *, parameters=None, **settings: Any):
+def named(policy, parameters, **settings: Any):
     value = policy_named(policy, **{"schedule": "async_1f1b", **settings})
-    return versions_of(value, parameters or nn.Linear(2, 2).parameters(), stage=0, num_stages=3)
+    return versions_of(value, parameters, stage=0, num_stages=3)
 
 
-def test_what_a_policy_makes_impossible_is_refused_by_name():
-    assert type(named("latest", schedule="gpipe")) is WeightVersions
-    known = "latest, stashed, vertical_sync, double_buffered, found 'newest'"
-    for settings, said in (
-        ({"policy": "newest"}, known),
-        ({"policy": "double_buffered", "prediction": True}, "take weights=latest or weights=stashed"),
-        ({"policy": "stashed", "schedule": "1f1b"}, "weights=stashed .* take schedule=async_1f1b"),
-        (
-            {"policy": "latest", "schedule": "1f1b", "prediction": True},
-            "prediction=true .* found schedule=1f1b",
-        ),
-        ({"policy": "double_buffered"}, "as under 1f1b, found schedule=async_1f1b"),
-        ({"policy": "stashed", "parameters": [nn.Parameter(torch.ones(2))] * 2}, "2 in 1 places"),
-    ):
-        with pytest.raises(PlanError, match=said):
-            named(**settings)
+def test_a_flush_needs_no_versions_and_no_parameter_has_two_places():
+    assert type(named("latest", nn.Linear(2, 2).parameters(), schedule="gpipe")) is WeightVersions
+    with pytest.raises(PlanError, match="2 in 1 places"):
+        named("stashed", [nn.Parameter(torch.ones(2))] * 2)
 
 
 @pytest.mark.parametrize("policy", ["latest", "stashed"])
 def test_prediction_refuses_optimizers_that_it_does_not_know(policy):
     layer = nn.Linear(2, 2)
-    weights = named(policy, prediction=True, parameters=layer.parameters())
+    weights = named(policy, layer.parameters(), prediction=True)
     for optimizer, said in (
         (torch.optim.RMSprop(layer.parameters()), "SGD, Adam, AdamW, found RMSprop"),
         (torch.optim.SGD(layer.parameters()), "momentum=0"),
