@@ -9,6 +9,7 @@ import struct
 
 import pytest
 import torch
+from frames import crafted
 from guarded import guarded
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,6 +98,12 @@ def test_geometries_that_training_makes() -> None:
     for codec in CODECS:
         for tensor in (*strided, *others):
             assert_same(decode(encode(tensor, codec)), tensor)
+
+
+def test_a_raw_bool_is_zero_or_one() -> None:
+    frame = crafted(dtype=DTYPE_NUMBERS[torch.bool], sizes=(3,), payload=3)
+    frame[-3:] = torch.tensor([2, 0, 255])
+    assert decoded(frame).view(torch.uint8).tolist() == [1, 0, 1]
 
 
 def test_memory_order_is_the_order_of_the_payload() -> None:

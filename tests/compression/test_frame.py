@@ -125,9 +125,8 @@ def test_absurd_headers_are_refused_before_anything_is_allocated() -> None:
 
 
 def test_the_crafted_frame_is_otherwise_good() -> None:
-    assert read_header(crafted()).sizes == (3,)
-    assert read_header(crafted(sizes=(1, 0, 3), strides=(9, 1 << 40, 5))).strides == (9, 1 << 40, 5)
-    assert read_header(crafted(sizes=(2, 2), strides=(2, 3))).strides == (2, 3)
+    for sizes, strides in (((3,), (1,)), ((1, 0, 3), (9, 1 << 40, 5)), ((2, 2), (2, 3))):
+        assert read_header(crafted(sizes=sizes, strides=strides))[2:4] == (sizes, strides)
     assert read_header(crafted(flags=1, dtype=0, sizes=(), strides=(), payload=0)) == no_tensor()
 
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 from gpus import INTERPRETED, assert_law, compile_all, moved, no_waiting, run_interpreted
 from guarded import guarded
-from tensors import laid_out
+from tensors import decoded, laid_out
 from torch import Tensor
+from words import bitmap_of, checksum_of
 
 from penstock.compression import gpu, gpu_launch, gpu_words, gpu_zero_value
 from penstock.compression.codec import CODECS, decode, encode
@@ -27,7 +28,6 @@ from penstock.compression.frame import BLOCK, MASKED, frame_bytes, header_bytes,
 from penstock.compression.geometry import Words
 from penstock.compression.masked import has_bitmap
 from penstock.compression.narrow import Narrow
-from penstock.scripts.bench.gpu import shown
 from penstock.scripts.bench.gpu_cases import case, tensors
 
 pytest.importorskip("triton")
@@ -37,12 +37,15 @@ LENGTHS = (0, 1, 31, 32, 33, 4095, 4096, 4097, 8999)
 FEW, MANY = (1, 1) if INTERPRETED else (4, 50)  # how much longer and more often on a GPU
 
 
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("test_gpu.py", "test_gpu_exponent.py")]
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
-@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_the_laws_hold_in_the_interpreter(marked: str, pytestconfig: pytest.Config) -> None:
-    """A small set for every kernel, and all; those of a GPU run by themselves where there is one."""
-    files = [str(file) for file in Path(__file__).parent.glob("test_gpu*.py")]
-    run_interpreted(*files, "-m", marked, *["--all"] * bool(pytestconfig.getoption("--all", False)))
+@pytest.mark.parametrize("name", ["test_gpu_frames.py", *SLOW])
+def test_the_laws_hold_in_the_interpreter(name: str, pytestconfig: pytest.Config) -> None:
+    """Frames need every kernel; the other laws are held here with ``--all``, or wherever there is a GPU."""
+    options = ["--all"] if pytestconfig.getoption("--all", False) else []
+    run_interpreted(str(Path(__file__).with_name(name)), *options)
 
 
 @pytest.mark.parametrize("dtype", WIDTHS, ids=str)
@@ -159,9 +162,7 @@ def test_a_damaged_payload_is_judged_as_on_the_cpu(device: str) -> None:
         wrong = bool(gpu.unpack_on_device(header, damaged[start:].to(device), words))
         refused += wrong
         if not wrong:
-            back = decode(damaged)
-            assert back is not None
-            assert torch.equal(back.view(torch.int32), words.cpu())
+            assert torch.equal(decoded(damaged).view(torch.int32), words.cpu())
             continue
         for read in (decode, gpu.decode)[: 1 if i % 8 else 2]:
             with pytest.raises(CodecError, match="it was damaged"):
@@ -199,29 +200,16 @@ def room_of(tensor: Tensor) -> Tensor:
     return torch.empty(frame_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8, device=tensor.device)
 
 
-def bitmap_of(tensor: Tensor) -> Tensor:
-    """Slow twin: which elements are not zero, in memory order, as a padded bitmap."""
-    bits = np.packbits(tensor.reshape(-1).numpy() != 0, bitorder="little")
-    return torch.from_numpy(np.pad(bits, (0, -len(bits) % 64)))
-
-
-def checksum_of(bitmap: Tensor, num_words: int) -> int:
-    """Slow twin, by Python's integers."""
-    mod, total = 1 << 64, 0
-    words = np.frombuffer(bitmap.numpy().tobytes(), dtype="<u8")[: -(-num_words // 64)].tolist()
-    for i, word in enumerate(words):
-        word %= 1 << min(64, num_words - 64 * i)
-        x = (word + (i + 1) * 0x9E3779B97F4A7C15) % mod
-        x = ((x ^ x >> 32) * 0xD6E8FEB86659FD93) % mod
-        total += x ^ x >> 32
-    return total % mod or 1
+def bitmap(is_set: Tensor) -> Tensor:
+    """Slow twin: the padded bitmap, in memory order."""
+    return torch.from_numpy(bitmap_of(is_set.cpu().reshape(-1).numpy())).to(is_set.device)
 
 
 def test_the_checksum_of_a_bitmap(device: str) -> None:
     for num_words in (0, 1, 64, 65, 512 * 1025 - 3):
-        bitmap = torch.randint(0, 256, (sections(num_words).offsets,), dtype=torch.uint8)
-        found = int(gpu_zero_value.checksum_of(bitmap.to(device), num_words)) % (1 << 64)
-        assert found == checksum_of(bitmap, num_words)
+        mask = torch.randint(0, 256, (sections(num_words).offsets,), dtype=torch.uint8)
+        found = int(gpu_zero_value.checksum_of(mask.to(device), num_words)) % (1 << 64)
+        assert found == checksum_of(mask.numpy(), num_words)
 
 
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if has_bitmap(codec)])
@@ -249,7 +237,7 @@ def test_a_mask_that_does_not_fit_is_refused(device: str) -> None:
 
 
 def test_bits_beyond_the_words_select_nothing(device: str) -> None:
-    gradient, mask = torch.randn(5000).to(device), bitmap_of(torch.relu(torch.randn(5000))).to(device)
+    gradient, mask = torch.randn(5000).to(device), bitmap(torch.randn(5000).to(device) > 0)
     frames = []
     for _ in range(2):
         packed = gpu.pack_on_device(gradient, room_of(gradient), mask=mask)
@@ -258,7 +246,7 @@ def test_bits_beyond_the_words_select_nothing(device: str) -> None:
     assert torch.equal(*frames)
     with pytest.raises(CodecError, match="a bitmap of 640 bytes"):
         gpu.pack_on_device(gradient, room_of(gradient), mask=mask[:-64])
-    full = bitmap_of(torch.ones(5000)).to(device)
+    full = bitmap(torch.ones(5000, device=device) > 0)
     packed = gpu.pack_on_device(gradient, room_of(gradient), mask=full)
     assert torch.equal(gpu.finish(packed, gpu.header_of(gradient)).cpu(), encode(gradient.cpu(), "raw"))
 
@@ -282,7 +270,7 @@ def test_packing_says_what_it_cannot_take(device: str) -> None:
 
 def test_nothing_waits(device: str) -> None:
     tensor = torch.relu(torch.randn(30, 400)).to(device)
-    mask = bitmap_of(tensor.cpu()).to(device)
+    mask = bitmap(tensor != 0)
     index = (torch.arange(9000) % 9).to(device)
     buffer, other, third = room_of(tensor), room_of(tensor), room_of(index)
     header, start = read_header(encode(tensor.cpu())), header_bytes(2)
@@ -327,22 +315,15 @@ def test_kernels_compile_where_there_is_no_gpu(
 
 @pytest.mark.slow
 def test_every_route_of_the_bench_brings_back_its_words(device: str) -> None:
-    dtypes, rows = ["float32", "bfloat16", "int64", "bool"], []
-    for tensor, codec, facts in tensors(dtypes, [1 << 13], [0, 0.5, 1], device):
+    dtypes = ["float32", "bfloat16", "int64", "bool"]
+    for tensor, codec, _ in tensors(dtypes, [1 << 13], [0, 0.5, 1], device):
         one = case(tensor, codec, None)
         assert len(one.routes) == (5 if codec == "zero_value" else 3)
         for route, call in one.routes.items():
-            if not route.startswith("pack"):
-                one.out.fill_(1)
+            one.out.copy_(one.words if route.startswith("pack") else torch.ones_like(one.words))
             call()
-            if not route.startswith("pack"):
-                assert torch.equal(one.out, one.words), route
-        seconds = dict.fromkeys(one.routes, 2e-6)
-        sizes = {"num_bytes": tensor.nbytes, "num_warps": 8, "ratio": 2.0, "pack_call_host_seconds": 1e-5}
-        least, moved = one.least_bytes, one.moved_bytes
-        assert all(moved[route] >= least[route] for route in one.routes)
-        rows.append(facts | sizes | {"seconds": seconds, "least_bytes": least, "moved_bytes": moved})
-    assert shown(rows).row_count == len(rows) >= 6
+            assert torch.equal(one.out, one.words), route
+        assert all(one.moved_bytes[route] >= one.least_bytes[route] for route in one.routes)
 
 
 def test_without_triton_there_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from guarded import guarded
-from words import BITS, any_words, at, bitmap_of, ends_of, memory, random_words, twin
+from words import BITS, at, checksum_of, ends_of, memory, random_words, twin
 
 from penstock.compression.errors import CodecError
 from penstock.compression.frame import BLOCK
@@ -23,39 +23,6 @@ from penstock.compression.kernels.jit import host_isas
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     """Of every instruction set that this machine has: "portable" everywhere."""
     return build(request.param)
-
-
-@any_words
-def test_pack_writes_what_its_twin_writes_and_unpack_reads_it(
-    kernels: Kernels, num_words: int, density: float, seed: int
-) -> None:
-    for bits in BITS:
-        words = memory(random_words(num_words, bits, density, seed))
-        bitmap, ends, values = map(memory, twin(words))
-        got_bitmap, got_ends = guarded(bitmap.nbytes).numpy(), guarded(ends.nbytes).numpy()
-        got_values = guarded(values.nbytes + 64).numpy()
-        packed = kernels.pack[bits](at(words), num_words, at(got_bitmap), at(got_ends), at(got_values), 0)
-        assert packed == len(values)
-        np.testing.assert_array_equal(got_bitmap, bitmap)
-        np.testing.assert_array_equal(got_ends.view(np.uint64), ends)
-        np.testing.assert_array_equal(got_values[: values.nbytes], values.view(np.uint8))
-        for kernel, slack in ((kernels.unpack, 0), (kernels.stream, -words.nbytes % 64)):
-            room = guarded(words.nbytes + slack).numpy()
-            sections = (at(bitmap), at(ends), at(values))
-            assert not num_words or kernel[bits](*sections, 0, packed, num_words, at(room)) == packed
-            np.testing.assert_array_equal(room[: words.nbytes].view(words.dtype), words)
-            assert not room[words.nbytes :].any()
-
-
-@any_words
-def test_pack_by_a_mask_keeps_zeros(kernels: Kernels, num_words: int, density: float, seed: int) -> None:
-    for bits in BITS:
-        words = memory(random_words(num_words, bits, 0.6, seed=seed + 1))
-        is_set = random_words(num_words, 8, density, seed) != 0
-        bitmap = memory(bitmap_of(is_set)[: -(-num_words // 8)])  # no byte of the padding is read
-        got = guarded(words[is_set].nbytes + 64).numpy()
-        assert kernels.pack_masked[bits](at(words), num_words, at(bitmap), at(got), 0) == is_set.sum()
-        np.testing.assert_array_equal(got[: words[is_set].nbytes], words[is_set].view(np.uint8))
 
 
 def test_blocks_are_packed_and_unpacked_alone(kernels: Kernels) -> None:
@@ -104,23 +71,11 @@ def test_damage_is_found_and_never_followed(kernels: Kernels, density: float, ve
         assert found > 60
 
 
-def mixed(x: int) -> int:
-    x ^= x >> 32
-    x = x * 0xD6E8FEB86659FD93 % 2**64
-    return x ^ x >> 32
-
-
-def checksum(bitmap: np.ndarray) -> int:
-    """The slow twin."""
-    words = enumerate(np.pad(bitmap, (0, -len(bitmap) % 8)).view(np.uint64).tolist())
-    return sum(mixed((word + (i + 1) * 0x9E3779B97F4A7C15) % 2**64) for i, word in words) % 2**64 or 1
-
-
 def test_checksum_is_what_its_twin_says(kernels: Kernels) -> None:
     for num_words in (0, 1, 63, 64, 65, 4 * BLOCK + 129):
         bitmap = np.packbits(random_words(num_words, 8, 0.5) != 0, bitorder="little")
         whole = memory(np.pad(bitmap, (0, -len(bitmap) % 8)))
-        assert kernels.checksum(at(whole), num_words) == checksum(bitmap)
+        assert kernels.checksum(at(whole), num_words) == checksum_of(bitmap, num_words)
     assert kernels.checksum(0, 0) == 1
     known = np.array([5, 6], np.uint64)
     assert kernels.checksum(at(known), 128) == 0xDB61C7E391FF4982  # in every release

@@ -52,7 +52,7 @@ def test_all_instruction_sets_write_the_same_bytes(name: str) -> None:
 @pytest.mark.parametrize("isa", ON)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("raw", "exponent")])
 def test_damage_stays_within_its_memory(name: str, isa: str) -> None:
-    """That of the exponent codec, whose payload has no head, is in ``test_exponent_kernels``."""
+    """That of the exponent codec, whose payload has no head, is in ``test_exponent``."""
     heads = dict.fromkeys(("narrow", "byte_plane"), HEAD_BYTES) | {"zero_value+lz4": HEAD_BYTES + 64}
     codec, first, dtypes = ON[isa][name], heads.get(name, sections(9000).values), []
     for dtype in (torch.uint8, torch.bool, torch.uint16, torch.bfloat16, torch.float32, torch.int64):

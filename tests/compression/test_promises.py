@@ -10,16 +10,13 @@ import sys
 
 import pytest
 import torch
-from frames import crafted
-from fuzz_frames import fuzz
-from fuzz_promises import Promised, lawful, limited
+from fuzz_promises import limited
 from guarded import guarded
 from tensors import decoded
 from torch import Tensor, nn
 
 import penstock
 from penstock.compression.codec import CODECS, decode, decode_received, encode
-from penstock.compression.dtypes import DTYPE_NUMBERS
 from penstock.compression.errors import CodecError, StageError
 from penstock.compression.frame import MASKED, Header, header_bytes, header_text, read_header
 from penstock.compression.lossy import LOSSY_CODECS
@@ -91,9 +88,7 @@ def test_a_promise_may_leave_strides_masks_and_none_open() -> None:
 
 
 class Lying:
-    """Wraps a transport and sends something else in the place of frames of one kind.
-
-    ``ends``: it fails behind the first, or it would wait for the other rank until its deadline."""
+    """A transport that sends something else in the place of frames of one kind, and perhaps ends then."""
 
     def __init__(self, inner, op: str, lie, *, ends: bool = False):
         self.inner, self.pool, self.op, self.lie, self.ends = inner, inner.pool, op, lie, ends
@@ -103,16 +98,15 @@ class Lying:
 
     def send(self, message, frame, messages) -> None:
         said = frame.bytes
-        if message.op.value == self.op and not read_header(said).flags:
-            tensor = decoded(said)
-            other = self.lie(tensor.requires_grad_(read_header(said).requires_grad))
-            buffer = self.pool.take(len(other))
-            buffer[: len(other)].copy_(other)
-            self.inner.send(message, Frame(buffer, len(other), self.pool), messages)
-            if self.ends:
-                raise RuntimeError("a lie is enough")
-        else:
+        if message.op.value != self.op or read_header(said).flags:
             self.inner.send(message, frame, messages)
+            return
+        other = self.lie(decoded(said).requires_grad_(read_header(said).requires_grad))
+        buffer = self.pool.take(len(other))
+        buffer[: len(other)].copy_(other)
+        self.inner.send(message, Frame(buffer, len(other), self.pool), messages)
+        if self.ends:  # or the other rank would be waited for until the deadline
+            raise RuntimeError("a lie is enough")
 
 
 class Skipping(nn.Module):
@@ -134,42 +128,46 @@ def pipeline(model, *, cuts=("b",), loss=nn.functional.mse_loss, micro_batches=2
     return penstock.Pipeline(model, plan, loss=loss, optimizer=lambda n: torch.optim.SGD(n, lr=0.1))
 
 
+def lying(op: str, name: str, *, rank: int = 0, **options):
+    """A pipeline of which ``rank`` sends a lie."""
+    torch.manual_seed(0)
+    pipe = pipeline(Skipping(), **options)
+    frames = pipe.engine.frames
+    if pipe.rank == rank:
+        inner = frames.transport
+        frames.transport = Lying(inner, op, LIES_OF_VALUES[name], ends=rank > 0)  # pyright: ignore
+    return pipe
+
+
 @pytest.mark.parametrize(
     ("op", "name"),
     [("F", "fewer rows"), ("F", "transposed"), ("F", "None"), ("B", "float64"), ("B", "values alone")],
 )
 def test_a_lying_stage_is_named(op: str, name: str) -> None:
-    pipe, x = pipeline(Skipping()), torch.randn(4, 32)
-    frames = pipe.engine.frames
-    frames.transport = Lying(frames.transport, op, LIES_OF_VALUES[name])  # pyright: ignore
+    x = torch.randn(4, 32)
     stage, subject = (1, "forward .* the value") if op == "F" else (0, "backward .* the gradient of")
     where = f"^rank 0, stage {stage}, {subject} [rb] of micro-batch 0, "
     with pytest.raises(CodecError, match=f"{where}from stage {1 - stage} on rank {1 - stage}: "):
-        pipe.step(x, x)
-
-
-def lie_on_ranks() -> None:
-    torch.manual_seed(0)
-    pipe, x = pipeline(Skipping(), ranks=2), torch.randn(4, 32)
-    frames = pipe.engine.frames
-    if pipe.rank == 1:
-        frames.transport = Lying(frames.transport, "B", LIES["None"], ends=True)  # pyright: ignore
-    pipe.step(x, x)
+        lying(op, name).step(x, x)
 
 
 def test_a_value_that_keeps_its_gradient_back_is_named() -> None:
-    pipe, x = pipeline(Skipping()), torch.randn(4, 32)
-    frames = pipe.engine.frames
-    frames.transport = Lying(frames.transport, "F", LIES["another flag"])  # pyright: ignore
+    x = torch.randn(4, 32)
     with pytest.raises((CodecError, StageError), match=r"micro-batch 0, step 0: .*gradient .*found None"):
-        pipe.step(x, x)
+        lying("F", "another flag").step(x, x)
+
+
+def lie_on_ranks() -> None:
+    x = torch.randn(4, 32)
+    lying("B", "None", rank=1, ranks=2).step(x, x)
 
 
 @pytest.mark.ranks
 def test_a_lying_rank_is_named_on_ranks(ranks) -> None:
     (said, _), _ = ranks.try_run(lie_on_ranks, ranks=2)
-    where = "rank 0, stage 0, backward of micro-batch 0, step 0: the gradient of [rb] of micro-batch 0, "
-    where += "from stage 1 on rank 1: a frame brings what was promised, a tensor of torch.float32"
+    where = (
+        "rank 0, stage 0, backward of micro-batch 0, .* from stage 1 on rank 1: .* a tensor of torch.float32"
+    )
     assert re.search(where, said), said
 
 
@@ -286,22 +284,6 @@ def test_values_alone_come_from_codecs_with_a_bitmap() -> None:
             decode(torch.cat([text, frame[len(text) :]]), mask=mask)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_decoded_bool_is_zero_or_one(codec: str) -> None:
-    for shape in ((5000,), (100, 50)):
-        source = torch.randint(0, 256, shape, dtype=torch.uint8) * (torch.rand(shape) < 0.5)
-        source[:] = source[:1]
-        wide = torch.zeros(*shape[:-1], 2 * shape[-1], dtype=torch.uint8)
-        wide[..., ::2] = source
-        for tensor in (source, wide[..., ::2]):
-            back = decoded(encode(tensor.view(torch.bool), codec))
-            assert torch.equal(back.view(torch.uint8), (source != 0).to(torch.uint8))
-    raw = crafted(dtype=DTYPE_NUMBERS[torch.bool], sizes=(3,), payload=3)
-    raw[-3:] = torch.tensor([2, 0, 255])
-    back = decoded(raw)
-    assert back.view(torch.uint8).tolist() == [1, 0, 1]
-
-
 def test_max_bytes_bounds_what_is_decoded() -> None:
     wide = torch.zeros(1000, 9)[:, ::3]
     repeated = torch.zeros(1, 10).expand(1000, 10)
@@ -334,18 +316,3 @@ def test_memory_that_is_not_there_is_a_codec_error() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=100)
     assert not done.returncode, done.stderr
-
-
-def test_a_short_fuzz_keeps_every_promise() -> None:
-    assert lawful() > 200
-    with limited():
-        report = fuzz(seconds=2, seed=0, kind=Promised)
-    assert not report.findings, report.findings
-    assert report.executions > 100
-    assert report.decoded > 10
-
-
-def test_the_fuzz_finds_a_promise_that_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Promise, "hold", lambda promise, header: None)
-    report = fuzz(seconds=1, seed=0, kind=Promised)
-    assert "not what was promised" in report.findings

@@ -45,6 +45,12 @@ def test_a_payload_is_what_its_twin_writes(
         payload, back = memory(expected), guarded(words.nbytes).numpy()
         codec.unpack(at(payload), len(payload), words_of(back.view(words.dtype)))
         np.testing.assert_array_equal(back.view(words.dtype), words)
+        parts, room = sections(num_words), guarded(words.nbytes + -words.nbytes % 64).numpy()
+        bitmap, ends, values = (at(payload) + place for place in (0, parts.offsets, parts.values))
+        count = np.count_nonzero(words)
+        assert codec.kernels.stream[bits](bitmap, ends, values, 0, count, num_words, at(room)) == count
+        np.testing.assert_array_equal(room[: words.nbytes].view(words.dtype), words)
+        assert not room[words.nbytes :].any()
 
 
 @any_words

@@ -82,3 +82,13 @@ def payload_of(words: np.ndarray) -> np.ndarray:
     payload = np.concatenate([mask_of(words != 0), words[words != 0].view(np.uint8)])
     assert len(payload) == sections(len(words)).values + np.count_nonzero(words) * words.itemsize
     return payload
+
+
+def checksum_of(bitmap: np.ndarray, num_words: int) -> int:
+    """The slow twin of the checksum of a bitmap, by Python's integers; bits beyond the words do not count."""
+    whole, total = np.packbits(np.unpackbits(bitmap, bitorder="little")[:num_words], bitorder="little"), 0
+    for place, word in enumerate(np.pad(whole, (0, -len(whole) % 8)).view("<u8").tolist(), start=1):
+        mixed = (word + place * 0x9E3779B97F4A7C15) % 2**64
+        mixed = (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 % 2**64
+        total += mixed ^ mixed >> 32
+    return total % 2**64 or 1
