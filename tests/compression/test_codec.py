@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import struct
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_every_dtype_comes_back(codec: str) -> None:
 def nested(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     """Sizes and strides in any order, with gaps, repeated elements, and any stride where the size is 1."""
     num_dims = draw(st.integers(0, 5))
-    sizes = draw(st.lists(st.integers(0, 6), min_size=num_dims, max_size=num_dims))
+    sizes = draw(st.lists(st.integers(0, 4), min_size=num_dims, max_size=num_dims))
     strides, reach = [0] * num_dims, 1
     for d in draw(st.permutations(range(num_dims))):
         kind = draw(st.sampled_from(["dense", "dense", "gap", "repeated"]))
@@ -57,11 +58,11 @@ interleaved = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size
 )
 
 
-def spread(tensor: torch.Tensor) -> bool:
+def spread(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Slow twin: whether the elements overlap or span more than 64 times their number, stride 0 left out."""
-    moving = [(n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1 and s]
+    moving = [(n, s) for n, s in zip(sizes, strides, strict=True) if n != 1 and s]
     places = [sum(p) for p in itertools.product(*([i * s for i in range(n)] for n, s in moving))]
-    if not tensor.numel():
+    if not math.prod(sizes):
         return False
     return len(set(places)) < len(places) or max(places) + 1 > 64 * len(places)
 
@@ -76,13 +77,13 @@ def test_every_geometry_comes_back_unless_it_overlaps(
     layout: tuple[list[int], list[int]], first: int, density: float, seed: int
 ) -> None:
     """Of every dtype, and by every codec in turn."""
-    codecs = sorted(CODECS)
+    codecs, overlaps = sorted(CODECS), spread(*layout)
     for place, dtype in enumerate(DTYPES):
         tensor, codec = laid_out(dtype, *layout, first=first, density=density, seed=seed), codecs[place % 8]
         frame = encode(tensor, codec)
         assert frame.numel() <= tensor.nbytes + header_bytes(tensor.dim())
         back = decoded(frame)
-        if spread(tensor):
+        if overlaps:
             assert back.stride() == tensor.contiguous().stride()
             assert torch.equal(bits_of(back), expected_bits(tensor))
         else:
@@ -140,7 +141,7 @@ def test_lazy_conjugates_and_negations_are_carried_out() -> None:
         back = decoded(encode(lazy))
         assert not back.is_conj()
         assert torch.equal(torch.view_as_real(back.contiguous()), torch.view_as_real(plain))
-        if not spread(whole):
+        if not spread(whole.shape, whole.stride()):
             assert (back.stride(), back.data_ptr() % 64) == (whole.stride(), whole.data_ptr() % 64)
         negated = lazy.imag
         assert negated.is_neg()

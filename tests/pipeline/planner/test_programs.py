@@ -81,8 +81,8 @@ def test_versions_are_counted_as_one_by_one(monkeypatch, schedule, weights):
     from penstock.pipeline.schedules import live
 
     for stages, number in ((1, 3), (2, 4), (3, 3), (4, 7)):
-        layout = [[stage] for stage in range(stages)]
-        programs = endless_programs(layout, schedule=schedule, micro_batches=number, more=2)
+        alone = [[stage] for stage in range(stages)]
+        programs = endless_programs(alone, schedule=schedule, micro_batches=number, more=2)
         found = live.live_versions(programs, weights=weights, micro_batches=number)
         with monkeypatch.context() as patch:
             patch.setattr(live, "_most_versions", versions_one_by_one)
