@@ -84,7 +84,7 @@ def test_every_geometry_comes_back_unless_it_overlaps(
         assert frame.numel() <= tensor.nbytes + header_bytes(tensor.dim())
         back = decoded(frame)
         if overlaps:
-            assert back.stride() == tensor.contiguous().stride()
+            assert back.stride() == torch.empty(tensor.shape).stride()
             assert torch.equal(bits_of(back), expected_bits(tensor))
         else:
             assert_same(back, tensor)
