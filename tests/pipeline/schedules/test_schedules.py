@@ -157,7 +157,7 @@ def test_async_1f1b_reads_the_versions_of_the_closed_form():
                     updates[each.stage] += each.op is Op.U
                     if each.op is Op.F:  # DESIGN section 6: what `stashed` reads
                         late = num_stages - 1 - each.stage
-                        assert updates[each.stage] == max(0, each.micro_batch - late)
+                        assert updates[each.stage] == max(0, (each.micro_batch or 0) - late)
 
 
 @pytest.mark.parametrize("num_stages", range(1, 6))
