@@ -6,13 +6,15 @@ import itertools
 import math
 import random
 import struct
+from collections.abc import Sequence
 
 import pytest
 import torch
+from frames import crafted
 from guarded import guarded
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tensors import assert_same, bits_of, expected_bits, laid_out
+from tensors import assert_same, bits_of, decoded, expected_bits, laid_out
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.compression.codec import CODECS, buffer_bytes, decode, encode, pack_into
@@ -28,21 +30,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:B?Complex.* support is experimen
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back(dtype: torch.dtype, codec: str) -> None:
-    for size in (0, 1, 2, 4095, 4096, 4097, 10_001):
-        for density in (0, 0.3, 1):
-            tensor = laid_out(dtype, [size], [1], first=size % 3, density=density)
-            frame = encode(tensor, codec)
-            assert frame.numel() <= tensor.nbytes + header_bytes(1)
-            assert_same(decode(frame), tensor)
+def test_every_dtype_comes_back(codec: str) -> None:
+    for place, dtype in enumerate(DTYPES):
+        for size in (0, 1, (4095, 4096, 4097)[place % 3]):
+            tensor = laid_out(dtype, [size], [1], first=place % 3, density=0.3)
+            assert_same(decode(encode(tensor, codec)), tensor)
 
 
 @st.composite
-def nested(draw: st.DrawFn) -> torch.Tensor:
-    """Any order of dimensions, with gaps, repeated elements, and any stride where the size is 1."""
+def nested(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Sizes and strides in any order, with gaps, repeated elements, and any stride where the size is 1."""
     num_dims = draw(st.integers(0, 5))
-    sizes = draw(st.lists(st.integers(0, 6), min_size=num_dims, max_size=num_dims))
+    sizes = draw(st.lists(st.integers(0, 4), min_size=num_dims, max_size=num_dims))
     strides, reach = [0] * num_dims, 1
     for d in draw(st.permutations(range(num_dims))):
         kind = draw(st.sampled_from(["dense", "dense", "gap", "repeated"]))
@@ -51,68 +50,61 @@ def nested(draw: st.DrawFn) -> torch.Tensor:
             strides[d] = draw(st.integers(0, 1 << 40))
         elif kind != "repeated":
             reach = max(reach, strides[d] * sizes[d])
-    dtype, density = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([0, 0.3, 0.6, 1]))
-    seed, first = draw(st.integers(0, 99)), draw(st.integers(0, 20))
-    return laid_out(dtype, sizes, strides, first=first, density=density, seed=seed)
+    return sizes, strides
 
 
-@given(tensor=nested(), codec=st.sampled_from(sorted(CODECS)))
-@settings(max_examples=400, deadline=None, derandomize=True)
-def test_every_geometry_comes_back(tensor: torch.Tensor, codec: str) -> None:
-    frame = encode(tensor, codec)
-    assert frame.numel() <= tensor.nbytes + header_bytes(tensor.dim())
-    back = decode(frame)
-    if spread(tensor):
-        assert back is not None
-        assert torch.equal(bits_of(back), expected_bits(tensor))
-    else:
-        assert_same(back, tensor)
-    assert torch.equal(encode(tensor, codec), frame)
+interleaved = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=4).map(
+    lambda dims: ([size for size, _ in dims], [stride for _, stride in dims])
+)
 
 
-def spread(tensor: torch.Tensor) -> bool:
+def spread(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Slow twin: whether the elements overlap or span more than 64 times their number, stride 0 left out."""
-    moving = [(n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1 and s]
+    moving = [(n, s) for n, s in zip(sizes, strides, strict=True) if n != 1 and s]
     places = [sum(p) for p in itertools.product(*([i * s for i in range(n)] for n, s in moving))]
-    if not tensor.numel():
+    if not math.prod(sizes):
         return False
     return len(set(places)) < len(places) or max(places) + 1 > 64 * len(places)
 
 
 @given(
-    dims=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=4),
-    dtype=st.sampled_from([torch.uint8, torch.float16, torch.float32, torch.complex64, torch.complex128]),
+    layout=nested() | interleaved,
+    first=st.integers(0, 20),
+    density=st.sampled_from([0, 0.3, 0.6, 1]),
+    seed=st.integers(0, 99),
 )
-@settings(max_examples=400, deadline=None, derandomize=True)
-def test_interleaved_geometry_comes_back_unless_it_overlaps(
-    dims: list[tuple[int, int]], dtype: torch.dtype
+def test_every_geometry_comes_back_unless_it_overlaps(
+    layout: tuple[list[int], list[int]], first: int, density: float, seed: int
 ) -> None:
-    tensor = laid_out(dtype, [n for n, _ in dims], [s for _, s in dims])
-    back = decode(encode(tensor))
-    if not spread(tensor):
-        return assert_same(back, tensor)
-    assert back is not None
-    assert back.stride() == tensor.contiguous().stride()
-    assert torch.equal(bits_of(back), bits_of(tensor))
+    """Of every dtype, and by every codec in turn."""
+    codecs, overlaps = sorted(CODECS), spread(*layout)
+    for place, dtype in enumerate(DTYPES):
+        tensor, codec = laid_out(dtype, *layout, first=first, density=density, seed=seed), codecs[place % 8]
+        frame = encode(tensor, codec)
+        assert frame.numel() <= tensor.nbytes + header_bytes(tensor.dim())
+        back = decoded(frame)
+        if overlaps:
+            assert back.stride() == torch.empty(tensor.shape).stride()
+            assert torch.equal(bits_of(back), expected_bits(tensor))
+        else:
+            assert_same(back, tensor)
+        assert torch.equal(encode(tensor, codec), frame)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_geometries_that_training_makes(codec: str) -> None:
+def test_geometries_that_training_makes() -> None:
     x = torch.relu(torch.randn(4, 6, 10, 12))
-    y = x.to(memory_format=torch.channels_last)
-    interleaved = laid_out(torch.float32, [2, 3], [3, 2])
-    for tensor in (
-        x,
-        y,
-        y[:, :3],
-        x.transpose(1, 2),
-        x[1:, 1:, 1:, 1:],
-        x[..., ::2],
-        x[:, :1].expand(4, 6, 10, 12),
-    ):
-        assert_same(decode(encode(tensor, codec)), tensor)
-    for tensor in (torch.tensor(3.0), torch.ones(1).expand(1000), torch.empty(3, 0, 2), x[:0], interleaved):
-        assert_same(decode(encode(tensor, codec)), tensor)
+    y, interleaved = x.to(memory_format=torch.channels_last), laid_out(torch.float32, [2, 3], [3, 2])
+    strided = x, y, y[:, :3], x.transpose(1, 2), x[1:, 1:, 1:, 1:], x[..., ::2], x[:, :1].expand(4, 6, 10, 12)
+    others = torch.tensor(3.0), torch.ones(1).expand(1000), torch.empty(3, 0, 2), x[:0], interleaved
+    for codec in CODECS:
+        for tensor in (*strided, *others):
+            assert_same(decode(encode(tensor, codec)), tensor)
+
+
+def test_a_raw_bool_is_zero_or_one() -> None:
+    frame = crafted(dtype=DTYPE_NUMBERS[torch.bool], sizes=(3,), payload=3)
+    frame[-3:] = torch.tensor([2, 0, 255])
+    assert decoded(frame).view(torch.uint8).tolist() == [1, 0, 1]
 
 
 def test_memory_order_is_the_order_of_the_payload() -> None:
@@ -121,15 +113,8 @@ def test_memory_order_is_the_order_of_the_payload() -> None:
     frame = encode(tensor, "raw")
     flat = tensor.as_strided((8,), (1,))
     assert frame[header_bytes(2) :].view(torch.int32).tolist() == flat[[0, 2, 3, 4, 5, 7]].tolist()
-    back = decode(frame)
-    assert back is not None
+    back = decoded(frame)
     assert back.as_strided((8,), (1,))[[1, 6]].tolist() == [0, 0]
-    tensor = laid_out(torch.int16, [3, 2], [1, 4], density=1)
-    flat = tensor.as_strided((7,), (1,))
-    assert (
-        encode(tensor, "raw")[header_bytes(2) :].view(torch.int16).tolist()
-        == flat[[0, 1, 2, 4, 5, 6]].tolist()
-    )
 
 
 def test_the_cheapest_walk_through_memory_is_found() -> None:
@@ -149,26 +134,18 @@ def test_the_cheapest_walk_through_memory_is_found() -> None:
 
 def test_lazy_conjugates_and_negations_are_carried_out() -> None:
     z = torch.randn(4, 6, dtype=torch.complex64)
-    for whole in (
-        z,
-        z.to(torch.complex128),
-        z.t(),
-        z[:, ::2],
-        z[:, :1].expand(4, 6),
-        z.flatten().unfold(0, 3, 1),
-    ):
+    whole_and_parts = z, z.to(torch.complex128), z.t(), z[:, ::2], z[:, :1].expand(4, 6)
+    for whole in (*whole_and_parts, z.flatten().unfold(0, 3, 1)):
         lazy = whole.conj()
         plain = torch.complex(whole.real.clone(), -whole.imag.clone())
-        back = decode(encode(lazy))
-        assert back is not None
+        back = decoded(encode(lazy))
         assert not back.is_conj()
         assert torch.equal(torch.view_as_real(back.contiguous()), torch.view_as_real(plain))
-        if not spread(whole):
+        if not spread(whole.shape, whole.stride()):
             assert (back.stride(), back.data_ptr() % 64) == (whole.stride(), whole.data_ptr() % 64)
         negated = lazy.imag
         assert negated.is_neg()
-        back = decode(encode(negated))
-        assert back is not None
+        back = decoded(encode(negated))
         assert torch.equal(back, plain.imag)
         assert not back.is_neg()
 
@@ -198,8 +175,7 @@ def test_a_frame_depends_on_nothing_but_its_tensor() -> None:
 def test_requires_grad_travels_in_the_header_only() -> None:
     tensor = torch.ones(3, requires_grad=True)
     frame = encode(tensor)
-    back = decode(frame)
-    assert back is not None
+    back = decoded(frame)
     assert (read_header(frame).requires_grad, back.requires_grad) == (True, False)
     assert not read_header(encode(tensor.detach())).requires_grad
     buffer = Pool().take(1000)
@@ -215,13 +191,6 @@ def test_none_is_a_frame_of_its_own() -> None:
     assert pack_into(None, Pool().take(64)) == 64
 
 
-def test_an_encoded_tensor_keeps_no_more_memory_than_its_frame() -> None:
-    frame = encode(torch.zeros(1 << 16))
-    assert frame.untyped_storage().nbytes() <= frame.numel() + 64
-    assert decode(frame) is not None
-    assert frame.numel() < 1 << 14
-
-
 def test_a_decoded_tensor_owns_its_memory() -> None:
     tensor = torch.randn(100)
     frame = encode(tensor, "raw")
@@ -235,41 +204,25 @@ def test_decode_uses_the_memory_it_is_given() -> None:
     for tensor in (x, x[1:, 3:], x[:, :, 1], x[:, :1].expand(6, 50, 2)):
         frame = encode(tensor)
         buffer = pool.take(decoded_bytes(read_header(frame))).fill_(255)
-        back = decode(frame, buffer)
+        back = decoded(frame, buffer=buffer)
         assert_same(back, tensor)
-        assert back is not None
         assert back.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
         for wrong in (buffer[:100], buffer[4:], buffer.view(torch.int8)):
             with pytest.raises(CodecError):
                 decode(frame, wrong)
 
 
-def test_a_frame_may_end_at_the_end_of_memory() -> None:
-    for density in (0.02, 0.5):
-        for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64):
-            tensor = laid_out(dtype, [9000], [1], density=density)
-            frame = encode(tensor)
-            last = guarded(frame.numel())
-            last.copy_(frame)
-            assert_same(decode(last), tensor)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.eye(3).to_sparse(),
-        lambda: torch.eye(3).to_sparse_csr(),
-        lambda: torch.empty(3, device="meta"),
-        lambda: torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided),
-        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-    ],
-    ids=["sparse", "csr", "meta", "nested", "quantised"],
-)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_is_not_dense_is_refused(make) -> None:
-    tensor = make()
-    with pytest.raises(CodecError, match="dense tensor on the CPU, found a"):
-        encode(tensor)
+def test_what_is_not_dense_is_refused() -> None:
+    for tensor in (
+        torch.eye(3).to_sparse(),
+        torch.eye(3).to_sparse_csr(),
+        torch.empty(3, device="meta"),
+        torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided),
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    ):
+        with pytest.raises(CodecError, match="dense tensor on the CPU, found a"):
+            encode(tensor)
 
 
 class Wrapper(torch.Tensor):
@@ -316,27 +269,22 @@ def test_a_tensor_without_its_memory_is_refused(make) -> None:
 
 
 @pytest.mark.parametrize("size", [200, 200_000])
-@pytest.mark.parametrize(
-    "default", [lambda: torch.device("meta"), FakeTensorMode], ids=["a device without memory", "fake"]
-)
+@pytest.mark.parametrize("default", [lambda: torch.device("meta"), FakeTensorMode], ids=["meta", "fake"])
 def test_memory_is_taken_where_it_is_whatever_torch_makes_by_default(default, size) -> None:
     """The bits, or a CodecError: never an address that is none."""
     tensor = torch.arange(float(size))
     frame = encode(tensor)
     with default():
         try:
-            found = decode(frame)
+            found = decoded(frame)
         except CodecError:
             return
-    assert found is not None
     assert found.equal(tensor)
 
 
-@pytest.mark.parametrize(
-    "other", ["abc", b"abc", 3, [1.0], torch.ones(3).numpy()], ids=lambda o: type(o).__name__
-)
+@pytest.mark.parametrize("other", ["abc", b"abc", 3, [1.0], torch.ones(3).numpy()], ids=str)
 def test_what_is_no_tensor_is_refused(other) -> None:
-    frame, found = encode(torch.ones(200)), f"found a {type(other).__name__}; convert"
+    frame = encode(torch.ones(200))
     for call in (
         lambda: encode(other),
         lambda: decode(other),
@@ -344,7 +292,7 @@ def test_what_is_no_tensor_is_refused(other) -> None:
         lambda: encode(torch.ones(200), mask=other),
         lambda: pack_into(torch.ones(3), other),
     ):
-        with pytest.raises(CodecError, match=found):
+        with pytest.raises(CodecError, match=f"found a {type(other).__name__}; convert"):
             call()
 
 
@@ -364,7 +312,8 @@ def test_names_and_buffers_that_do_not_fit_are_refused() -> None:
     assert not geometry((1 << 30, 1 << 30), (1, 1), 1).travels  # told without a look at 2 ** 60 elements
 
 
-def test_ten_thousand_damaged_payloads_give_the_declared_tensor_or_a_codec_error() -> None:
+@pytest.mark.parametrize("trials", [1600, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_damaged_payloads_give_the_declared_tensor_or_a_codec_error(trials: int) -> None:
     """Bits, runs and swaps anywhere behind the header; the frame ends at an unreadable page."""
     source, refused = random.Random(0), 0
     cases = [
@@ -376,7 +325,7 @@ def test_ten_thousand_damaged_payloads_give_the_declared_tensor_or_a_codec_error
         frame = encode(tensor)
         damaged, whole, start = guarded(frame.numel()), frame.numpy(), header_bytes(tensor.dim())
         area = damaged.numpy()
-        for _ in range(10_000 // len(cases)):
+        for _ in range(trials // len(cases)):
             area[:] = whole
             for _ in range(source.randint(1, 4)):
                 place = source.randrange(start, len(whole))
@@ -388,4 +337,4 @@ def test_ten_thousand_damaged_payloads_give_the_declared_tensor_or_a_codec_error
                 continue
             assert back is not None
             assert (back.dtype, back.shape, back.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
-    assert 1000 < refused < 9000
+    assert trials // 10 < refused < trials * 9 // 10

@@ -1,21 +1,11 @@
-"""Combinations behind zero_value: the laws, who falls back to whom, and offsets that disagree."""
+"""Combinations behind zero_value: who falls back to whom, and offsets that disagree."""
 
 from __future__ import annotations
 
 import lz4.block
 import pytest
 import torch
-from payloads import (
-    DTYPES,
-    SIZES,
-    check_damage,
-    check_lossless,
-    numbers,
-    packed,
-    random_bits,
-    unpacked,
-    with_number,
-)
+from payloads import check_lossless, numbers, packed, unpacked, with_number
 
 from penstock.compression.byte_plane import BytePlane
 from penstock.compression.combined import Combined
@@ -34,23 +24,10 @@ CODECS: dict[str, Codec] = {
 }
 TOKENS, THIRDS = torch.arange(50_000) % 50, torch.arange(50_000) % 3 == 0
 NOISE = torch.randint(-(1 << 63), (1 << 63) - 1, (50_000,), generator=torch.Generator().manual_seed(0))
-pytestmark = pytest.mark.filterwarnings("ignore:B?Complex.* support is experimental")
 
 
-@pytest.fixture(params=CODECS)
-def codec(request: pytest.FixtureRequest) -> Codec:
-    return CODECS[request.param]
-
-
-def relu(size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).relu().to(dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back(codec: Codec, dtype: torch.dtype) -> None:
-    for size in SIZES:
-        for density in (0, 0.4, 1):
-            check_lossless(codec, ALONE, random_bits(dtype, size, density=density))
+def relu(size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(0)).relu()
 
 
 def test_the_payload_is_the_head_of_zero_value_and_the_values_of_the_other() -> None:
@@ -98,19 +75,11 @@ def test_lz4_shortens_bitmap_and_values_each_for_itself() -> None:
         assert (len(rest) < len(values)) == (tensor is ones)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8], ids=str)
-def test_damage_stays_within_its_memory(codec: Codec, dtype: torch.dtype) -> None:
-    tensor = (torch.arange(9000) % 90 * (torch.arange(9000) // 700 % 2)).to(dtype)
-    if codec.name == "zero_value+narrow" and dtype is torch.float32:
-        return
-    head = sections(len(tensor)).values if codec.name != "zero_value+lz4" else HEAD_BYTES + 64
-    assert check_damage(codec, tensor, trials=300, first=head) > 150
-
-
-def test_more_values_than_words_are_refused_before_they_are_read(codec: Codec) -> None:
-    tensor = (torch.arange(9000) % 90 * (torch.arange(9000) // 700 % 2)).to(torch.int64)
+@pytest.mark.parametrize("name", CODECS)
+def test_more_values_than_words_are_refused_before_they_are_read(name: str) -> None:
+    codec, tensor = CODECS[name], torch.arange(9000) % 90 * (torch.arange(9000) // 700 % 2)
     _, payload = packed(codec, tensor)
-    first = sections(len(tensor)).offsets if codec.name != "zero_value+lz4" else HEAD_BYTES
+    first = sections(len(tensor)).offsets if name != "zero_value+lz4" else HEAD_BYTES
     [count] = numbers(payload, 1, first + 16)
     assert count == (tensor != 0).sum()
     for bad in (9001, 1 << 62, -1):

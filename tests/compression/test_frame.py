@@ -64,16 +64,15 @@ def test_every_truncation_is_refused() -> None:
         decode(torch.cat([frame, frame[:1]]))
 
 
-@pytest.mark.parametrize("codec", ["raw", "zero_value"])
-@pytest.mark.parametrize("shape", [(), (300,), (5, 1, 100), (2, 1, 3, 1, 2, 1, 30)])
-def test_every_altered_bit_of_a_header_is_refused(codec: str, shape: tuple[int, ...]) -> None:
-    frame = encode(torch.relu(torch.randn(shape)), codec)
-    for bit in range(8 * header_bytes(len(shape))):
-        frame[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(CodecError):
-            decode(frame)
-        frame[bit // 8] ^= 1 << bit % 8
-    decode(frame)
+def test_every_altered_bit_of_a_header_is_refused() -> None:
+    for shape, codec in (((), "raw"), ((300,), "zero_value"), ((2, 1, 3, 1, 2, 1, 30), "zero_value")):
+        frame = encode(torch.relu(torch.randn(shape)), codec)
+        for bit in range(8 * header_bytes(len(shape))):
+            frame[bit // 8] ^= 1 << bit % 8
+            with pytest.raises(CodecError):
+                decode(frame)
+            frame[bit // 8] ^= 1 << bit % 8
+        decode(frame)
 
 
 ABSURD = {
@@ -116,25 +115,19 @@ ABSURD = {
 }
 
 
-@pytest.mark.parametrize("fields", ABSURD.values(), ids=ABSURD.keys())
-def test_absurd_headers_are_refused_before_anything_is_allocated(fields: dict) -> None:
-    crafted_frame = crafted(**fields)
+def test_absurd_headers_are_refused_before_anything_is_allocated() -> None:
+    frames = {name: crafted(**fields) for name, fields in ABSURD.items()}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CodecError):
-        decode(crafted_frame)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 1024  # kilobytes
+    for name, frame in frames.items():
+        with pytest.raises(CodecError):
+            decode(frame)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 1024, name  # kilobytes
 
 
 def test_the_crafted_frame_is_otherwise_good() -> None:
-    assert read_header(crafted()).sizes == (3,)
-    assert read_header(crafted(sizes=(1, 0, 3), strides=(9, 1 << 40, 5))).strides == (9, 1 << 40, 5)
-    assert read_header(crafted(sizes=(2, 2), strides=(2, 3))).strides == (2, 3)
+    for sizes, strides in (((3,), (1,)), ((1, 0, 3), (9, 1 << 40, 5)), ((2, 2), (2, 3))):
+        assert read_header(crafted(sizes=sizes, strides=strides))[2:4] == (sizes, strides)
     assert read_header(crafted(flags=1, dtype=0, sizes=(), strides=(), payload=0)) == no_tensor()
-
-
-def test_a_header_needs_its_payload_behind_it() -> None:
-    with pytest.raises(CodecError, match="truncated"):
-        read_header(crafted(sizes=(2000,), room=100))
 
 
 def test_only_bytes_on_the_cpu_are_frames() -> None:
@@ -142,3 +135,5 @@ def test_only_bytes_on_the_cpu_are_frames() -> None:
     for wrong in (frame.view(torch.int8), frame.view(2, -1), frame[::2], frame.to("meta")):
         with pytest.raises(CodecError, match="1-D uint8"):
             read_header(wrong)
+    with pytest.raises(CodecError, match="truncated"):
+        read_header(crafted(sizes=(2000,), room=100))

@@ -1,8 +1,7 @@
 """Frames made and read on a GPU: the CPU's bytes, the same bits back, and nothing worse than a CodecError.
 
 Without a GPU the kernels run in Triton's interpreter on CPU tensors. That is chosen before Triton is
-imported, so one test here runs this file again, in a process of its own, where the laws below
-take CPU tensors.
+imported, so one test runs these files again, in a process of its own.
 """
 
 from __future__ import annotations
@@ -10,15 +9,17 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from gpus import DEVICE, INTERPRETED, assert_law, compile_all, moved, run_interpreted
+from gpus import INTERPRETED, assert_law, compile_all, moved, no_waiting, run_interpreted
 from guarded import guarded
-from tensors import assert_same, laid_out
+from tensors import decoded, laid_out
 from torch import Tensor
+from words import bitmap_of, checksum_of
 
 from penstock.compression import gpu, gpu_launch, gpu_words, gpu_zero_value
 from penstock.compression.codec import CODECS, decode, encode
@@ -27,7 +28,6 @@ from penstock.compression.frame import BLOCK, MASKED, frame_bytes, header_bytes,
 from penstock.compression.geometry import Words
 from penstock.compression.masked import has_bitmap
 from penstock.compression.narrow import Narrow
-from penstock.scripts.bench.gpu import main, shown
 from penstock.scripts.bench.gpu_cases import case, tensors
 
 pytest.importorskip("triton")
@@ -37,29 +37,32 @@ LENGTHS = (0, 1, 31, 32, 33, 4095, 4096, 4097, 8999)
 FEW, MANY = (1, 1) if INTERPRETED else (4, 50)  # how much longer and more often on a GPU
 
 
-@pytest.fixture(params=[DEVICE])
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("test_gpu.py", "test_gpu_exponent.py")]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_the_laws_hold_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+@pytest.mark.parametrize("name", ["test_gpu_frames.py", *SLOW])
+def test_the_laws_hold_in_the_interpreter(name: str, pytestconfig: pytest.Config) -> None:
+    """Frames need every kernel; the other laws are held here with ``--all``, or wherever there is a GPU."""
+    options = ["--all"] if pytestconfig.getoption("--all", False) else []
+    run_interpreted(str(Path(__file__).with_name(name)), *options)
 
 
 @pytest.mark.parametrize("dtype", WIDTHS, ids=str)
-def test_every_width_length_and_density(dtype: torch.dtype, device: str) -> None:
-    for size in LENGTHS:
-        for density in (0, 0.4, 1) if size in (33, 4097) else (0.6,):
+@pytest.mark.parametrize("lengths", [(33, 4097), pytest.param(LENGTHS, marks=pytest.mark.slow)])
+def test_every_width_length_and_density(dtype: torch.dtype, lengths: tuple[int, ...], device: str) -> None:
+    for place, size in enumerate(lengths):
+        for density in (0, 0.4, 1) if len(lengths) > 2 else (0.4, place):
             assert_law(laid_out(dtype, [size * FEW], [1], first=size % 3, density=density), device)
 
 
+@pytest.mark.slow
 def test_every_pattern_of_16_bits(device: str) -> None:
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     assert_law(torch.stack([patterns, torch.zeros_like(patterns)], 1), device)
 
 
+@pytest.mark.slow
 def test_a_sample_decides_for_raw_as_on_the_cpu(device: str) -> None:
     whole = 64 * MANY  # blocks: from 64 on the first ones and a sample are looked at
     head, num_samples = min(whole // 32, 32), min(whole // 32, 16)
@@ -96,10 +99,10 @@ def test_what_is_not_yet_carried_out(device: str) -> None:
         assert torch.equal(frame.cpu(), encode(lazy(source).requires_grad_()))
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_every_codec_runs_on_every_device(codec: str, device: str) -> None:
-    for dtype in (torch.float32, torch.int64, torch.bool):
-        assert_law(laid_out(dtype, [3, 1000], [1000, 1], density=0.2), device, codec)
+def test_every_codec_runs_on_every_device(device: str) -> None:
+    for codec in CODECS:
+        for dtype in (torch.float32, torch.int64, torch.bool):
+            assert_law(laid_out(dtype, [3, 1000], [1000, 1], density=0.2), device, codec)
 
 
 def narrow_words(dtype: torch.dtype, size: int, width: int, source: random.Random) -> Tensor:
@@ -111,9 +114,10 @@ def narrow_words(dtype: torch.dtype, size: int, width: int, source: random.Rando
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
-def test_integers_take_the_same_bits(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("sizes", [(129,), pytest.param((1, 1000, 4097 * FEW), marks=pytest.mark.slow)])
+def test_integers_take_the_same_bits(dtype: torch.dtype, sizes: tuple[int, ...], device: str) -> None:
     source, narrow, bits = random.Random(0), Narrow(), 8 * dtype.itemsize
-    for size in (1, 129, 1000, 4097 * FEW):
+    for size in sizes:
         for width in (1,) if dtype is torch.bool else (1, bits // 2 + 1, bits - 1, bits):
             tensor = narrow_words(dtype, size, width, source)
             expected = torch.zeros(tensor.nbytes, dtype=torch.uint8)
@@ -139,6 +143,7 @@ def test_a_damaged_head_of_integers_is_refused(device: str) -> None:
         assert gpu_words.unpack("narrow", damaged, torch.empty_like(words), words.dtype, None).item()
 
 
+@pytest.mark.slow
 def test_a_damaged_payload_is_judged_as_on_the_cpu(device: str) -> None:
     """Frame and words end at unreadable pages, where there are pages."""
     source, rounds, refused = random.Random(0), 30 * MANY, 0
@@ -157,9 +162,7 @@ def test_a_damaged_payload_is_judged_as_on_the_cpu(device: str) -> None:
         wrong = bool(gpu.unpack_on_device(header, damaged[start:].to(device), words))
         refused += wrong
         if not wrong:
-            back = decode(damaged)
-            assert back is not None
-            assert torch.equal(back.view(torch.int32), words.cpu())
+            assert torch.equal(decoded(damaged).view(torch.int32), words.cpu())
             continue
         for read in (decode, gpu.decode)[: 1 if i % 8 else 2]:
             with pytest.raises(CodecError, match="it was damaged"):
@@ -192,29 +195,21 @@ def test_a_frame_of_another_length_is_refused(device: str) -> None:
         gpu.unpack_on_device(header._replace(payload_bytes=99), frame[64:163], out)
 
 
-def bitmap_of(tensor: Tensor) -> Tensor:
-    """Slow twin: which elements are not zero, in memory order, as a padded bitmap."""
-    bits = np.packbits(tensor.reshape(-1).numpy() != 0, bitorder="little")
-    return torch.from_numpy(np.pad(bits, (0, -len(bits) % 64)))
+def room_of(tensor: Tensor) -> Tensor:
+    """A buffer for the frame of ``tensor``, where that lies."""
+    return torch.empty(frame_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8, device=tensor.device)
 
 
-def checksum_of(bitmap: Tensor, num_words: int) -> int:
-    """Slow twin, by Python's integers."""
-    mod, total = 1 << 64, 0
-    words = np.frombuffer(bitmap.numpy().tobytes(), dtype="<u8")[: -(-num_words // 64)].tolist()
-    for i, word in enumerate(words):
-        word %= 1 << min(64, num_words - 64 * i)
-        x = (word + (i + 1) * 0x9E3779B97F4A7C15) % mod
-        x = ((x ^ x >> 32) * 0xD6E8FEB86659FD93) % mod
-        total += x ^ x >> 32
-    return total % mod or 1
+def bitmap(is_set: Tensor) -> Tensor:
+    """Slow twin: the padded bitmap, in memory order."""
+    return torch.from_numpy(bitmap_of(is_set.cpu().reshape(-1).numpy())).to(is_set.device)
 
 
 def test_the_checksum_of_a_bitmap(device: str) -> None:
     for num_words in (0, 1, 64, 65, 512 * 1025 - 3):
-        bitmap = torch.randint(0, 256, (sections(num_words).offsets,), dtype=torch.uint8)
-        found = int(gpu_zero_value.checksum_of(bitmap.to(device), num_words)) % (1 << 64)
-        assert found == checksum_of(bitmap, num_words)
+        mask = torch.randint(0, 256, (sections(num_words).offsets,), dtype=torch.uint8)
+        found = int(gpu_zero_value.checksum_of(mask.to(device), num_words)) % (1 << 64)
+        assert found == checksum_of(mask.numpy(), num_words)
 
 
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if has_bitmap(codec)])
@@ -222,13 +217,7 @@ def test_values_at_the_set_bits_of_a_mask(codec: str, device: str) -> None:
     for dtype, size in ((torch.float32, 9001 * FEW), (torch.bfloat16, 4096), (torch.complex128, 333)):
         mask = encode(torch.where(torch.rand(size) < 0.4, 1.0, 0.0).to(dtype))
         gradient = laid_out(dtype, [size], [1], first=3, density=0.9)
-        expected, there = encode(gradient, codec, mask=mask), moved(gradient, device)
-        assert read_header(expected).flags == MASKED
-        assert torch.equal(gpu.encode(there, codec, mask=mask.to(device)).cpu(), expected)
-        back, twin = gpu.decode(expected.to(device), mask=mask.to(device)), decode(expected, mask=mask)
-        assert back is not None
-        assert twin is not None
-        assert_same(moved(back, "cpu"), twin)
+        assert read_header(assert_law(gradient, device, codec, mask=mask)).flags == MASKED
 
 
 def test_a_mask_that_does_not_fit_is_refused(device: str) -> None:
@@ -248,30 +237,28 @@ def test_a_mask_that_does_not_fit_is_refused(device: str) -> None:
 
 
 def test_bits_beyond_the_words_select_nothing(device: str) -> None:
-    gradient, mask = torch.randn(5000).to(device), bitmap_of(torch.relu(torch.randn(5000))).to(device)
-    room = frame_bytes(gradient.shape, gradient.dtype)
+    gradient, mask = torch.randn(5000).to(device), bitmap(torch.randn(5000).to(device) > 0)
     frames = []
     for _ in range(2):
-        packed = gpu.pack_on_device(gradient, torch.empty(room, dtype=torch.uint8, device=device), mask=mask)
+        packed = gpu.pack_on_device(gradient, room_of(gradient), mask=mask)
         frames.append(gpu.finish(packed, gpu.header_of(gradient)))
         mask[626] = 255
     assert torch.equal(*frames)
     with pytest.raises(CodecError, match="a bitmap of 640 bytes"):
-        gpu.pack_on_device(gradient, torch.empty(room, dtype=torch.uint8, device=device), mask=mask[:-64])
-    full = bitmap_of(torch.ones(5000)).to(device)
-    packed = gpu.pack_on_device(gradient, torch.empty(room, dtype=torch.uint8, device=device), mask=full)
+        gpu.pack_on_device(gradient, room_of(gradient), mask=mask[:-64])
+    full = bitmap(torch.ones(5000, device=device) > 0)
+    packed = gpu.pack_on_device(gradient, room_of(gradient), mask=full)
     assert torch.equal(gpu.finish(packed, gpu.header_of(gradient)).cpu(), encode(gradient.cpu(), "raw"))
 
 
 def test_packing_says_what_it_cannot_take(device: str) -> None:
     tensor = torch.relu(torch.randn(70, 80)).to(device)
-    room = frame_bytes(tensor.shape, tensor.dtype)
-    buffer = torch.empty(room, dtype=torch.uint8, device=device)
+    buffer = room_of(tensor)
     frame = gpu.finish(gpu.pack_on_device(tensor, buffer), gpu.header_of(tensor))
     assert frame.data_ptr() == buffer.data_ptr()
     assert torch.equal(frame.cpu(), encode(tensor.cpu()))
     for wrong in (buffer[:-1], buffer.view(torch.int8), buffer.view(2, -1)):
-        with pytest.raises(CodecError, match=f"{room} bytes"):
+        with pytest.raises(CodecError, match=f"{len(buffer)} bytes"):
             gpu.pack_on_device(tensor, wrong)
     with pytest.raises(CodecError, match="dense"):
         gpu.pack_on_device(tensor[:, ::2], buffer)
@@ -283,23 +270,17 @@ def test_packing_says_what_it_cannot_take(device: str) -> None:
 
 def test_nothing_waits(device: str) -> None:
     tensor = torch.relu(torch.randn(30, 400)).to(device)
-    mask = bitmap_of(tensor.cpu()).to(device)
-    buffer = torch.empty(frame_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8, device=device)
+    mask = bitmap(tensor != 0)
     index = (torch.arange(9000) % 9).to(device)
-    room = torch.empty(frame_bytes(index.shape, index.dtype), dtype=torch.uint8, device=device)
+    buffer, other, third = room_of(tensor), room_of(tensor), room_of(index)
     header, start = read_header(encode(tensor.cpu())), header_bytes(2)
     out = torch.empty(tensor.shape, dtype=torch.int32, device=device)
     for strict in (False, True):  # the first time kernels are compiled and loaded
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("error" if strict else "default")
-        try:
+        with no_waiting(device) if strict else nullcontext():
             packed = gpu.pack_on_device(tensor, buffer)
-            masked = gpu.pack_on_device(tensor, torch.empty_like(buffer), mask=mask)
-            narrow = gpu.pack_on_device(index, room, codec="narrow")
+            masked = gpu.pack_on_device(tensor, other, mask=mask)
+            narrow = gpu.pack_on_device(index, third, codec="narrow")
             error = gpu.unpack_on_device(header, buffer[start : start + header.payload_bytes], out)
-        finally:
-            if device == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
         assert int(packed.num_bytes) == header.payload_bytes
         assert not bool(packed.raw)
         assert not int(error)
@@ -332,29 +313,17 @@ def test_kernels_compile_where_there_is_no_gpu(
         compile_all(module, [name], own, constants | {"WORD": words})
 
 
+@pytest.mark.slow
 def test_every_route_of_the_bench_brings_back_its_words(device: str) -> None:
-    dtypes, rows = ["float32", "bfloat16", "int64", "bool"], []
-    for tensor, codec, facts in tensors(dtypes, [1 << 13], [0, 0.5, 1], device):
+    dtypes = ["float32", "bfloat16", "int64", "bool"]
+    for tensor, codec, _ in tensors(dtypes, [1 << 13], [0, 0.5, 1], device):
         one = case(tensor, codec, None)
         assert len(one.routes) == (5 if codec == "zero_value" else 3)
         for route, call in one.routes.items():
-            if not route.startswith("pack"):
-                one.out.fill_(1)
+            one.out.copy_(one.words if route.startswith("pack") else torch.ones_like(one.words))
             call()
-            if not route.startswith("pack"):
-                assert torch.equal(one.out, one.words), route
-        seconds = dict.fromkeys(one.routes, 2e-6)
-        sizes = {"num_bytes": tensor.nbytes, "num_warps": 8, "ratio": 2.0, "pack_call_host_seconds": 1e-5}
-        least, moved = one.least_bytes, one.moved_bytes
-        assert all(moved[route] >= least[route] for route in one.routes)
-        rows.append(facts | sizes | {"seconds": seconds, "least_bytes": least, "moved_bytes": moved})
-    assert shown(rows).row_count == len(rows) >= 6
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_bench_says_that_it_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    assert "needs a GPU" in capsys.readouterr().err
+            assert torch.equal(one.out, one.words), route
+        assert all(one.moved_bytes[route] >= one.least_bytes[route] for route in one.routes)
 
 
 def test_without_triton_there_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

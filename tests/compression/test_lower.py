@@ -11,6 +11,8 @@ import pytest
 from penstock.compression.kernels.jit import compiled
 from penstock.compression.kernels.lower import lowered
 
+pytestmark = pytest.mark.slow
+
 
 def collatz(most: int) -> int:
     """The number below ``most`` with the longest way to one."""

@@ -1,4 +1,4 @@
-"""Frames keep no more memory than they need, however they were made."""
+"""Memory of frames: no more is kept than they need, and buffers that come back are lent again."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import sys
 
 import pytest
 import torch
+from tensors import decoded
+from torch._subclasses import FakeTensorMode
 
-from penstock.compression.codec import decode, encode
+from penstock.compression.codec import encode
+from penstock.compression.errors import CodecError
 from penstock.compression.memory import SMALL_BYTES, cut, new_bytes
+from penstock.compression.pool import Pool, size_class
 
 
 def resident_bytes(memory: torch.Tensor) -> int:
@@ -24,13 +28,11 @@ def resident_bytes(memory: torch.Tensor) -> int:
 
 
 def test_small_frames_do_not_share_the_memory_they_were_made_in() -> None:
-    tensors = [torch.full((100,), float(i)) for i in (1, 2)]
-    frames = [encode(tensor) for tensor in tensors]
-    for tensor, frame in zip(tensors, frames, strict=True):
-        back = decode(frame)
-        assert back is not None
+    tensors = [torch.full((100,), float(i)) for i in (1, 2)] + [torch.zeros(1 << 16)]
+    for tensor, frame in zip(tensors, [encode(tensor) for tensor in tensors], strict=True):
+        back = decoded(frame)
         assert back.tolist() == tensor.tolist()
-        assert frame.untyped_storage().nbytes() <= frame.numel() + 64
+        assert frame.untyped_storage().nbytes() <= frame.numel() + 64 < 1 << 14
 
 
 @pytest.mark.parametrize("num_bytes", [SMALL_BYTES + 1, 3 << 20])
@@ -57,6 +59,42 @@ def test_a_long_frame_gives_back_the_pages_behind_it() -> None:
 def test_a_long_tensor_comes_back_from_a_frame_that_begins_a_longer_storage(codec: str) -> None:
     tensor = torch.zeros(5 << 20)
     tensor[::1000] = torch.randn(len(tensor[::1000]))
-    back = decode(encode(tensor, codec))
-    assert back is not None
+    back = decoded(encode(tensor, codec))
     assert torch.equal(back.view(torch.int32), tensor.view(torch.int32))
+
+
+def test_a_buffer_that_came_back_is_lent_again() -> None:
+    pool = Pool()
+    first, second = pool.take(100_000), pool.take(100_000)
+    assert first.data_ptr() != second.data_ptr()
+    pool.give(first)
+    assert pool.take(99_000).data_ptr() == first.data_ptr()
+    assert pool.num_bytes == first.numel() + second.numel()
+
+
+def test_buffers_are_aligned_and_no_longer_than_they_must() -> None:
+    for num_bytes in (0, 1, 4096, 4097, 65_537, 1_000_000, 3 << 20):
+        buffer = Pool().take(num_bytes)
+        assert num_bytes <= buffer.numel() <= max(4096, num_bytes * 9 / 8 + 4096)
+        assert buffer.data_ptr() % 64 == 0
+    sizes = [size_class(n) for n in range(1 << 20, 1 << 21, 777)]
+    assert len(set(sizes)) <= 9  # near lengths share a class
+    assert sizes == sorted(sizes)
+    assert all(size_class(size) == size for size in sizes)
+
+
+def test_a_buffer_that_was_not_lent_is_not_taken_back() -> None:
+    pool = Pool()
+    buffer = pool.take(10)
+    pool.give(buffer)
+    with pytest.raises(AssertionError, match="once"):
+        pool.give(buffer)
+    with pytest.raises(AssertionError, match="lent"):
+        Pool().give(pool.take(10))
+
+
+def test_buffers_lie_in_memory_whatever_torch_makes_by_default() -> None:
+    with torch.device("meta"):
+        assert Pool().take(100).is_cpu
+    with FakeTensorMode(), pytest.raises(CodecError):
+        Pool().take(100)

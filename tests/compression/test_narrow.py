@@ -7,18 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from payloads import (
-    DTYPES,
-    SIZES,
-    check_damage,
-    check_lossless,
-    packed,
-    random_bits,
-    unpacked,
-    with_number,
-)
+from payloads import DTYPES, check_lossless, packed, random_bits, unpacked, with_number
 
 from penstock.compression import narrow
 from penstock.compression.errors import CodecError
@@ -35,7 +26,7 @@ INTEGERS = {
 pytestmark = pytest.mark.filterwarnings("ignore:B?Complex.* support is experimental")
 
 
-@pytest.fixture(params=host_isas())
+@pytest.fixture(params=host_isas(), scope="module")
 def codec(request: pytest.FixtureRequest) -> Narrow:
     return Narrow(request.param)
 
@@ -52,13 +43,11 @@ def twin(words: np.ndarray, width: int, least: int) -> np.ndarray:
 
 def integers(dtype: torch.dtype, num_words: int, width: int, least: int, seed: int = 0) -> torch.Tensor:
     """Words of exactly ``width`` bits above ``least``."""
-    rng = np.random.default_rng(seed)
+    rng, item = np.random.default_rng(seed), dtype.itemsize
     words = [int(word) % (1 << width) + least for word in rng.integers(0, 1 << 63, num_words)]
     words[-1:], words[:1] = [least][:num_words], [least + (1 << width) - 1][:num_words]
-    item = dtype.itemsize
-    return torch.from_numpy(
-        np.array([word % (1 << 8 * item) for word in words], f"u{item}").view(np.uint8)
-    ).view(dtype)
+    bits = np.array([word % (1 << 8 * item) for word in words], f"u{item}").view(np.uint8)
+    return torch.from_numpy(bits).view(dtype)
 
 
 @pytest.mark.parametrize("bits", INTEGERS)
@@ -78,76 +67,50 @@ def test_every_width_is_packed_as_its_twin_packs_it(codec: Narrow, bits: int) ->
         assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back(dtype: torch.dtype) -> None:
-    for size in SIZES:
-        for tensor in (random_bits(dtype, size, density=0.5), random_bits(dtype, size, density=0)):
-            found = check_lossless(Narrow(), {}, tensor)
-            assert found.codec == "raw" or dtype in sum(INTEGERS.values(), ())
+@given(num_words=st.integers(0, 1200), data=st.data(), seed=st.integers(0, 9))
+def test_every_range_comes_back(num_words: int, data: st.DataObject, seed: int) -> None:
+    """On every instruction set, and from payloads of one length."""
+    for bits, dtypes in INTEGERS.items():
+        dtype, width = data.draw(st.sampled_from(dtypes)), data.draw(st.integers(1, bits))
+        low = -(1 << bits - 1) if dtype.is_signed else 0
+        least = data.draw(st.integers(low, low + (1 << bits) - (1 << width)))
+        tensor = integers(dtype, num_words, width, least, seed)
+        assert len({check_lossless(Narrow(isa), {}, tensor) for isa in host_isas()}) == 1
 
 
-@given(
-    bits=st.sampled_from(sorted(INTEGERS)),
-    num_words=st.integers(0, 1200),
-    data=st.data(),
-    seed=st.integers(0, 9),
-)
-@settings(max_examples=150, deadline=None, derandomize=True)
-def test_every_range_comes_back(bits: int, num_words: int, data: st.DataObject, seed: int) -> None:
-    """On every instruction set, and from one and the same payload."""
-    dtype, width = data.draw(st.sampled_from(INTEGERS[bits])), data.draw(st.integers(1, bits))
-    low = -(1 << bits - 1) if dtype.is_signed else 0
-    least = data.draw(st.integers(low, low + (1 << bits) - (1 << width)))
-    tensor = integers(dtype, num_words, width, least, seed)
-    assert len({check_lossless(Narrow(isa), {}, tensor) for isa in host_isas()}) == 1
+def test_what_holds_no_integers_goes_raw() -> None:
+    for dtype in set(DTYPES).difference(*INTEGERS.values()):
+        assert packed(Narrow(), random_bits(dtype, 4096, density=0))[0].codec == "raw"
 
 
-def test_what_training_makes_takes_the_bits_that_it_holds() -> None:
-    codec, n = Narrow(), 1 << 16
-    generator = torch.Generator().manual_seed(0)
-    for high, dtype, width in ((3136, torch.int64, 12), (50257, torch.int64, 16), (10, torch.int64, 4)):
-        tensor = torch.randint(0, high, (n,), generator=generator).to(dtype)
-        assert check_lossless(codec, {}, tensor) == ("narrow", HEAD_BYTES + n * width // 8)
-    mask = torch.rand(n, generator=generator) < 0.5
-    assert check_lossless(codec, {}, mask) == ("narrow", HEAD_BYTES + n // 8)
-    ignored = torch.randint(-1, 7, (n,), generator=generator)  # ignore_index: 9 values with -1
-    assert check_lossless(codec, {}, ignored) == ("narrow", HEAD_BYTES + n * 3 // 8)
+N = 1 << 16
 
 
 @pytest.mark.parametrize(
-    ("dtype", "least", "most"),
+    ("tensor", "width"),
     [
-        (torch.int64, -(1 << 63), -(1 << 63) + 5),
-        (torch.int64, (1 << 63) - 6, (1 << 63) - 1),
-        (torch.int32, -3, 2),
-        (torch.int8, -128, -126),
-        (torch.uint8, 250, 255),
+        (torch.arange(N) * 7 % 3136, 12),
+        (torch.arange(N) % 50257, 16),
+        (torch.arange(N) % 10, 4),
+        (torch.arange(N) % 2 == 0, 1),
+        (torch.arange(N) % 8 - 1, 3),  # ignore_index: classes and -1
+        (torch.tensor([-(1 << 63), -(1 << 63) + 5] * 2000), 3),
+        (torch.tensor([(1 << 63) - 6, (1 << 63) - 1] * 2000), 3),
+        (torch.tensor([-3, 2] * 2000, dtype=torch.int32), 3),
+        (torch.tensor([-128, -126] * 2000, dtype=torch.int8), 2),
+        (torch.tensor([250, 255] * 2000, dtype=torch.uint8), 3),
+        (torch.tensor([-(1 << 63), (1 << 63) - 1] * 600), None),  # all bits: raw
+        (torch.tensor([-128, 127] * 600, dtype=torch.int8), None),
+        (torch.tensor([-(1 << 31), 1 << 30] * 600, dtype=torch.int32), None),
     ],
 )
-def test_ends_of_a_range_are_those_of_the_dtype(
-    codec: Narrow, dtype: torch.dtype, least: int, most: int
-) -> None:
-    tensor = torch.tensor([least, most] * 2000, dtype=dtype)
-    width = (most - least).bit_length()
-    lanes = 64 // dtype.itemsize
-    num_rows = -(-(4000 // lanes) * width // (8 * dtype.itemsize))
-    assert check_lossless(codec, {}, tensor) == ("narrow", HEAD_BYTES + 64 * num_rows)
-
-
-def test_a_range_of_all_bits_goes_raw() -> None:
-    for tensor in (
-        torch.tensor([-(1 << 63), (1 << 63) - 1] * 600),
-        torch.tensor([-128, 127] * 600, dtype=torch.int8),
-        torch.tensor([-(1 << 31), 1 << 30] * 600, dtype=torch.int32),
-    ):
-        assert check_lossless(Narrow(), {}, tensor).codec == "raw"
-
-
-def test_all_instruction_sets_write_the_same_bytes() -> None:
-    for bits, dtypes in INTEGERS.items():
-        tensor = integers(dtypes[0], 3001, bits // 2, 0)
-        payloads = [packed(Narrow(isa), tensor)[1] for isa in host_isas()]
-        assert all(torch.equal(payload, payloads[0]) for payload in payloads)
+def test_words_take_the_bits_of_their_range(codec: Narrow, tensor: torch.Tensor, width: int | None) -> None:
+    found = check_lossless(codec, {}, tensor)
+    if width is None:
+        assert found.codec == "raw"
+        return
+    rows_of_words, bits = -(-len(tensor) // (64 // tensor.itemsize)), 8 * tensor.itemsize
+    assert found == ("narrow", HEAD_BYTES + 64 * -(-rows_of_words * width // bits))
 
 
 def test_streaming_stores_restore_a_large_tensor(codec: Narrow, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,12 +122,6 @@ def test_streaming_stores_restore_a_large_tensor(codec: Narrow, monkeypatch: pyt
         back = room[first : first + tensor.nbytes].fill_(9)
         codec.unpack(payload.data_ptr(), len(payload), Words(back.data_ptr(), 20_011, 64, torch.int64))
         assert torch.equal(back, tensor.view(torch.uint8))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint16, torch.bool], ids=str)
-def test_damage_stays_within_its_memory(codec: Narrow, dtype: torch.dtype) -> None:
-    tensor = integers(dtype, 1300, 1, 0)
-    assert check_damage(codec, tensor, trials=200, first=HEAD_BYTES) > 80
 
 
 def test_a_payload_has_the_one_length_of_its_width(codec: Narrow) -> None:

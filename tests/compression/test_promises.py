@@ -10,15 +10,13 @@ import sys
 
 import pytest
 import torch
-from frames import crafted
-from fuzz_frames import fuzz
-from fuzz_promises import Promised, lawful, limited
+from fuzz_promises import limited
 from guarded import guarded
+from tensors import decoded
 from torch import Tensor, nn
 
 import penstock
 from penstock.compression.codec import CODECS, decode, decode_received, encode
-from penstock.compression.dtypes import DTYPE_NUMBERS
 from penstock.compression.errors import CodecError, StageError
 from penstock.compression.frame import MASKED, Header, header_bytes, header_text, read_header
 from penstock.compression.lossy import LOSSY_CODECS
@@ -54,7 +52,10 @@ LIES_OF_VALUES = LIES | {
 
 def _header(tensor: Tensor, **fields) -> Tensor:
     header = read_header(encode(tensor, "raw"))._replace(**fields)
-    header = header._replace(payload_bytes=0) if header.flags else header
+    return text_of(header._replace(payload_bytes=0) if header.flags else header)
+
+
+def text_of(header: Header) -> Tensor:
     return torch.frombuffer(bytearray(header_text(header)), dtype=torch.uint8)
 
 
@@ -87,9 +88,7 @@ def test_a_promise_may_leave_strides_masks_and_none_open() -> None:
 
 
 class Lying:
-    """Wraps a transport and sends something else in the place of frames of one kind.
-
-    ``ends``: it fails behind the first, or it would wait for the other rank until its deadline."""
+    """A transport that sends something else in the place of frames of one kind, and perhaps ends then."""
 
     def __init__(self, inner, op: str, lie, *, ends: bool = False):
         self.inner, self.pool, self.op, self.lie, self.ends = inner, inner.pool, op, lie, ends
@@ -99,17 +98,15 @@ class Lying:
 
     def send(self, message, frame, messages) -> None:
         said = frame.bytes
-        if message.op.value == self.op and not read_header(said).flags:
-            tensor = decode(said)
-            assert tensor is not None
-            other = self.lie(tensor.requires_grad_(read_header(said).requires_grad))
-            buffer = self.pool.take(len(other))
-            buffer[: len(other)].copy_(other)
-            self.inner.send(message, Frame(buffer, len(other), self.pool), messages)
-            if self.ends:
-                raise RuntimeError("a lie is enough")
-        else:
+        if message.op.value != self.op or read_header(said).flags:
             self.inner.send(message, frame, messages)
+            return
+        other = self.lie(decoded(said).requires_grad_(read_header(said).requires_grad))
+        buffer = self.pool.take(len(other))
+        buffer[: len(other)].copy_(other)
+        self.inner.send(message, Frame(buffer, len(other), self.pool), messages)
+        if self.ends:  # or the other rank would be waited for until the deadline
+            raise RuntimeError("a lie is enough")
 
 
 class Skipping(nn.Module):
@@ -131,48 +128,46 @@ def pipeline(model, *, cuts=("b",), loss=nn.functional.mse_loss, micro_batches=2
     return penstock.Pipeline(model, plan, loss=loss, optimizer=lambda n: torch.optim.SGD(n, lr=0.1))
 
 
-# With codec=auto any lossless codec may come; that a value asks for no gradient shows on the way back.
-TOLD = [("F", name) for name in LIES_OF_VALUES if name not in ("another codec", "another flag")]
-TOLD += [("B", name) for name in LIES if name != "another codec"]
-
-
-@pytest.mark.parametrize(("op", "name"), TOLD)
-def test_a_lying_stage_is_named(op: str, name: str) -> None:
-    lie = LIES_OF_VALUES[name]
-    pipe, x = pipeline(Skipping()), torch.randn(4, 32)
-    frames = pipe.engine.frames
-    frames.transport = Lying(frames.transport, op, lie)  # pyright: ignore
-    what, stage, word = {
-        "F": ("value", 1, "forward"),
-        "B": ("gradient of", 0, "backward"),
-    }[op]
-    where = f"rank 0, stage {stage}, {word} of micro-batch 0, step 0: the {what} [rb] of micro-batch 0"
-    with pytest.raises(CodecError, match=f"^{where}, from stage {1 - stage} on rank {1 - stage}: "):
-        pipe.step(x, x)
-
-
-def lie_on_ranks() -> None:
+def lying(op: str, name: str, *, rank: int = 0, **options):
+    """A pipeline of which ``rank`` sends a lie."""
     torch.manual_seed(0)
-    pipe, x = pipeline(Skipping(), ranks=2), torch.randn(4, 32)
+    pipe = pipeline(Skipping(), **options)
     frames = pipe.engine.frames
-    if pipe.rank == 1:
-        frames.transport = Lying(frames.transport, "B", LIES["None"], ends=True)  # pyright: ignore
-    pipe.step(x, x)
+    if pipe.rank == rank:
+        inner = frames.transport
+        frames.transport = Lying(inner, op, LIES_OF_VALUES[name], ends=rank > 0)  # pyright: ignore
+    return pipe
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [("F", "fewer rows"), ("F", "transposed"), ("F", "None"), ("B", "float64"), ("B", "values alone")],
+)
+def test_a_lying_stage_is_named(op: str, name: str) -> None:
+    x = torch.randn(4, 32)
+    stage, subject = (1, "forward .* the value") if op == "F" else (0, "backward .* the gradient of")
+    where = f"^rank 0, stage {stage}, {subject} [rb] of micro-batch 0, "
+    with pytest.raises(CodecError, match=f"{where}from stage {1 - stage} on rank {1 - stage}: "):
+        lying(op, name).step(x, x)
 
 
 def test_a_value_that_keeps_its_gradient_back_is_named() -> None:
-    pipe, x = pipeline(Skipping()), torch.randn(4, 32)
-    frames = pipe.engine.frames
-    frames.transport = Lying(frames.transport, "F", LIES["another flag"])  # pyright: ignore
+    x = torch.randn(4, 32)
     with pytest.raises((CodecError, StageError), match=r"micro-batch 0, step 0: .*gradient .*found None"):
-        pipe.step(x, x)
+        lying("F", "another flag").step(x, x)
+
+
+def lie_on_ranks() -> None:
+    pipe, x = lying("B", "None", rank=1, ranks=2), torch.randn(4, 32)  # the same of every rank's seed
+    pipe.step(x, x)
 
 
 @pytest.mark.ranks
 def test_a_lying_rank_is_named_on_ranks(ranks) -> None:
     (said, _), _ = ranks.try_run(lie_on_ranks, ranks=2)
-    where = "rank 0, stage 0, backward of micro-batch 0, step 0: the gradient of [rb] of micro-batch 0, "
-    where += "from stage 1 on rank 1: a frame brings what was promised, a tensor of torch.float32"
+    where = (
+        "rank 0, stage 0, backward of micro-batch 0, .* from stage 1 on rank 1: .* a tensor of torch.float32"
+    )
     assert re.search(where, said), said
 
 
@@ -243,7 +238,7 @@ def peak() -> int:
 def test_a_header_costs_its_dimensions_alone(rows: int) -> None:
     """64 bytes: values of a mask that nobody has, at places that only a look at each would tell apart."""
     header = Header("zero_value", torch.float32, (rows, 2), (2, 3), 0, MASKED, 0, False, 1)
-    frame, before = torch.frombuffer(bytearray(header_text(header)), dtype=torch.uint8), peak()
+    frame, before = text_of(header), peak()
     for read in (read_header, decode, lambda f: decode(f, mask=encode(torch.ones(300).relu()))):
         try:
             read(frame)
@@ -258,14 +253,12 @@ def test_a_header_costs_its_dimensions_alone(rows: int) -> None:
 def test_packed_bytes_and_gaps_multiply_to_no_more_than_the_ratio() -> None:
     """4,096 bytes a byte, and 64 for gaps: 2 kB became 512 MiB."""
     packed = encode(torch.zeros(1 << 20, dtype=torch.int64), "byte_plane")
-    header = read_header(packed)._replace(strides=(64,))
-    text = torch.frombuffer(bytearray(header_text(header)), dtype=torch.uint8)
+    text = text_of(read_header(packed)._replace(strides=(64,)))
     with pytest.raises(CodecError, match="suits its elements"):
         decode(torch.cat([text, packed[header_bytes(1) :]]))
     for codec in CODECS:
         spread = torch.zeros(64 * 9000, dtype=torch.int64)[::64]
-        back = decode(encode(spread, codec))
-        assert back is not None
+        back = decoded(encode(spread, codec))
         assert torch.equal(back, spread)
         assert back.stride() == (64,)
 
@@ -274,53 +267,29 @@ def test_a_mask_shorter_than_its_bitmap_is_refused() -> None:
     value = torch.randn(64, 1000).relu()
     mask, gradient = encode(value), torch.randn(64, 1000)
     frame, length = encode(gradient, mask=mask), 300
-    short = header_text(read_header(mask)._replace(payload_bytes=length))
+    short = text_of(read_header(mask)._replace(payload_bytes=length))
     lying = guarded(len(short) + length)
-    lying[: len(short)].copy_(torch.frombuffer(bytearray(short), dtype=torch.uint8))
+    lying[: len(short)] = short
     for read in (lambda: decode(frame, mask=lying), lambda: encode(gradient, mask=lying)):
         with pytest.raises(CodecError, match=r"bitmap and offsets of this frame take .* found 300"):
             read()
 
 
-@pytest.mark.parametrize("codec", ["narrow", "zero_value+lz4", "byte_plane"])
-def test_values_alone_come_from_codecs_with_a_bitmap(codec: str) -> None:
-    value = torch.randn(1000).relu()
-    mask = encode(value)
+def test_values_alone_come_from_codecs_with_a_bitmap() -> None:
+    mask = encode(torch.randn(1000).relu())
     frame = encode(torch.randn(1000), mask=mask)
-    text = header_text(read_header(frame)._replace(codec=codec))
-    text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    with pytest.raises(CodecError, match=f"values alone .* found {codec.replace('+', '.')}"):
-        decode(torch.cat([text, frame[len(text) :]]), mask=mask)
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("shape", [(5000,), (100, 50)])
-def test_a_decoded_bool_is_zero_or_one(codec: str, shape: tuple[int, ...]) -> None:
-    source = torch.randint(0, 256, shape, dtype=torch.uint8) * torch.randint(0, 2, shape, dtype=torch.uint8)
-    source[:] = source[:1]
-    wide = torch.zeros(*shape[:-1], 2 * shape[-1], dtype=torch.uint8)
-    wide[..., ::2] = source
-    for tensor in (source, wide[..., ::2]):
-        back = decode(encode(tensor.view(torch.bool), codec))
-        assert back is not None
-        assert torch.equal(back.view(torch.uint8), (source != 0).to(torch.uint8))
-    raw = crafted(dtype=DTYPE_NUMBERS[torch.bool], sizes=(3,), payload=3)
-    raw[-3:] = torch.tensor([2, 0, 255])
-    back = decode(raw)
-    assert back is not None
-    assert back.view(torch.uint8).tolist() == [1, 0, 1]
+    for codec in ("narrow", "zero_value+lz4", "byte_plane"):
+        text = text_of(read_header(frame)._replace(codec=codec))
+        with pytest.raises(CodecError, match=f"values alone .* found {codec.replace('+', '.')}"):
+            decode(torch.cat([text, frame[len(text) :]]), mask=mask)
 
 
 def test_max_bytes_bounds_what_is_decoded() -> None:
     wide = torch.zeros(1000, 9)[:, ::3]
-    for tensor, num_bytes in (
-        (torch.zeros(1000), 4000),
-        (wide, 4 * (999 * 9 + 7)),
-        (torch.zeros(1, 10).expand(1000, 10), 40_000),
-    ):
+    repeated = torch.zeros(1, 10).expand(1000, 10)
+    for tensor, num_bytes in ((torch.zeros(1000), 4000), (wide, 4 * (999 * 9 + 7)), (repeated, 40_000)):
         frame = encode(tensor)
-        back = decode(frame, max_bytes=num_bytes)
-        assert back is not None
+        assert torch.equal(decoded(frame, max_bytes=num_bytes), tensor)
         with pytest.raises(CodecError, match=f"may have {num_bytes - 1} bytes, found {num_bytes};"):
             decode(frame, max_bytes=num_bytes - 1)
     assert decode(encode(None), max_bytes=0) is None
@@ -337,8 +306,7 @@ def decode_without_memory() -> None:
         frame = encode(tensor, codec)
         with limited(mebibytes << 20), pytest.raises(CodecError, match="memory"):
             decode(frame)
-        back = decode(frame)
-        assert back is not None
+        back = decoded(frame)
         assert torch.equal(back, tensor)
 
 
@@ -348,18 +316,3 @@ def test_memory_that_is_not_there_is_a_codec_error() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=100)
     assert not done.returncode, done.stderr
-
-
-def test_a_short_fuzz_keeps_every_promise() -> None:
-    assert lawful() > 200
-    with limited():
-        report = fuzz(seconds=3, seed=0, kind=Promised)
-    assert not report.findings, report.findings
-    assert report.executions > 100
-    assert report.decoded > 10
-
-
-def test_the_fuzz_finds_a_promise_that_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Promise, "hold", lambda promise, header: None)
-    report = fuzz(seconds=2, seed=0, kind=Promised)
-    assert "not what was promised" in report.findings

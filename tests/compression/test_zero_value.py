@@ -1,128 +1,194 @@
-"""The zero_value codec: whole payloads, what is given up, values that lie elsewhere."""
+"""The zero_value codec: whole payloads, what is given up, values that lie elsewhere, reused masks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
-import torch
 from guarded import guarded
-from words import BITS, LENGTHS, at, mask_of, memory, payload_of, random_words
+from words import BITS, any_words, at, mask_of, memory, payload_of, random_words, words_of
 
 from penstock.compression.errors import CodecError
 from penstock.compression.frame import BLOCK, sections
-from penstock.compression.geometry import Words
-from penstock.compression.kernels.cpu import Kernels, build
+from penstock.compression.kernels.cpu import build
 from penstock.compression.kernels.jit import host_isas
 from penstock.compression.raw import Packed
 from penstock.compression.zero_value import SLACK, STREAM_BYTES, ZeroValue
 
 
-@pytest.fixture(params=host_isas())
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return build(request.param)
+@pytest.fixture(params=host_isas(), scope="module")
+def codec(request: pytest.FixtureRequest) -> ZeroValue:
+    return ZeroValue(build(request.param))
 
 
-def words_of(array: np.ndarray) -> Words:
-    return Words(at(array), len(array), 8 * array.itemsize, torch.int64)
+def packed(codec: ZeroValue, words: np.ndarray) -> tuple[Packed, np.ndarray]:
+    """What the codec says that it wrote, and just the room that it asked for."""
+    out = guarded(codec.max_bytes(len(words), 8 * words.itemsize)).numpy()
+    out[:] = 255
+    return codec.pack(words_of(words), at(out)), out
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("density", [0, 0.1, 0.5])
-def test_a_payload_is_what_its_twin_writes(kernels: Kernels, bits: int, density: float) -> None:
+@any_words
+def test_a_payload_is_what_its_twin_writes(
+    codec: ZeroValue, num_words: int, density: float, seed: int
+) -> None:
     """With no byte read or written beyond words, payload and output, the slack behind the values aside."""
-    codec = ZeroValue(kernels)
-    for num_words in (0, *LENGTHS):
-        words = memory(random_words(num_words, bits, density))
-        out, expected = guarded(codec.max_bytes(num_words, bits)).numpy(), payload_of(words)
-        out[:] = 255
-        packed = codec.pack(words_of(words), at(out))
-        if packed.codec == "raw":
-            assert len(expected) >= words.nbytes == packed.num_bytes
+    for bits in BITS:
+        words = memory(random_words(num_words, bits, density, seed))
+        (found, out), expected = packed(codec, words), payload_of(words)
+        if found.codec == "raw":
+            assert len(expected) >= words.nbytes == found.num_bytes
             np.testing.assert_array_equal(out[: words.nbytes], words.view(np.uint8))
             continue
-        np.testing.assert_array_equal(out[: packed.num_bytes], expected)
+        np.testing.assert_array_equal(out[: found.num_bytes], expected)
         payload, back = memory(expected), guarded(words.nbytes).numpy()
         codec.unpack(at(payload), len(payload), words_of(back.view(words.dtype)))
         np.testing.assert_array_equal(back.view(words.dtype), words)
+        parts, room = sections(num_words), guarded(words.nbytes + -words.nbytes % 64).numpy()
+        bitmap, ends, values = (at(payload) + place for place in (0, parts.offsets, parts.values))
+        count = np.count_nonzero(words)
+        assert codec.kernels.stream[bits](bitmap, ends, values, 0, count, num_words, at(room)) == count
+        np.testing.assert_array_equal(room[: words.nbytes].view(words.dtype), words)
+        assert not room[words.nbytes :].any()
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_values_may_lie_apart(kernels: Kernels, bits: int) -> None:
-    codec = ZeroValue(kernels)
-    for num_words in (7 * BLOCK, 7 * BLOCK + 1003):
-        words = memory(random_words(num_words, bits, 0.3))
-        mask, values = guarded(sections(num_words).values).numpy(), words[words != 0]
-        mask[:] = 255
-        room = guarded(words.nbytes + SLACK).numpy()
-        assert codec.pack_apart(words_of(words), at(mask), at(room)) == len(values)
-        np.testing.assert_array_equal(mask, mask_of(words != 0))
-        np.testing.assert_array_equal(room[: values.nbytes], values.view(np.uint8))
-        apart, back = memory(values), guarded(words.nbytes).numpy().view(words.dtype)
-        codec.unpack_apart(at(mask), at(apart), len(apart), words_of(back))
-        np.testing.assert_array_equal(back, words)
-    assert codec.pack_apart(words_of(random_words(7 * BLOCK, bits, 1)), at(mask), at(room)) is None
+@any_words
+def test_words_come_back_where_a_mask_is_set(
+    codec: ZeroValue, num_words: int, density: float, seed: int
+) -> None:
+    for bits in BITS:
+        words = memory(random_words(num_words, bits, 0.7, seed=seed + 1))
+        is_set = random_words(num_words, 8, density, seed) != 0
+        mask, expected = memory(mask_of(is_set)), words[is_set]
+        room = guarded(expected.nbytes + SLACK).numpy()
+        assert codec.num_values(at(mask), num_words) == len(expected)
+        assert codec.pack_masked(words_of(words), at(mask), at(room)) == len(expected)
+        np.testing.assert_array_equal(room[: expected.nbytes], expected.view(np.uint8))
+        values, back = memory(expected), guarded(words.nbytes).numpy().view(words.dtype)
+        back[:] = 9
+        codec.unpack_masked(at(values), values.nbytes, at(mask), words_of(back))
+        np.testing.assert_array_equal(back, np.where(is_set, words, 0))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_damaged_payloads_stay_within_their_memory(kernels: Kernels, seed: int) -> None:
-    rng, codec = np.random.default_rng(seed), ZeroValue(kernels)
-    bits, num_words = int(rng.choice(BITS)), int(rng.integers(600, 9000))
-    words = memory(random_words(num_words, bits, 0.4, seed))
-    room = guarded(codec.max_bytes(num_words, bits)).numpy()
-    packed = codec.pack(words_of(words), at(room))
-    payload, back = memory(room[: packed.num_bytes]), guarded(words.nbytes).numpy()
-    refused, head = 0, sections(num_words).values
+def test_values_may_lie_apart(codec: ZeroValue) -> None:
+    for bits in BITS:
+        for num_words in (7 * BLOCK, 7 * BLOCK + 1003):
+            words = memory(random_words(num_words, bits, 0.3))
+            mask, values = guarded(sections(num_words).values).numpy(), words[words != 0]
+            mask[:] = 255
+            room = guarded(words.nbytes + SLACK).numpy()
+            assert codec.pack_apart(words_of(words), at(mask), at(room)) == len(values)
+            np.testing.assert_array_equal(mask, mask_of(words != 0))
+            np.testing.assert_array_equal(room[: values.nbytes], values.view(np.uint8))
+            apart, back = memory(values), guarded(words.nbytes).numpy().view(words.dtype)
+            codec.unpack_apart(at(mask), at(apart), len(apart), words_of(back))
+            np.testing.assert_array_equal(back, words)
+        full = random_words(7 * BLOCK, bits, 1)
+        assert codec.pack_apart(words_of(full), at(mask), at(room)) is None
+
+
+def count_refused(area: np.ndarray, seed: int, call: Callable[[], object]) -> int:
+    """Call 60 times, each with up to 30 bytes of ``area`` overwritten; returns how often it was refused."""
+    rng, refused = np.random.default_rng(seed), 0
     for _ in range(60):
-        place = rng.integers(head)
-        kept = payload.copy()
-        payload[place : min(head, place + rng.integers(1, 30))] = rng.integers(0, 256, dtype=np.uint8)
+        kept, place = area.copy(), rng.integers(len(area))
+        area[place : place + rng.integers(1, 30)] = rng.integers(0, 256, dtype=np.uint8)
         try:
-            codec.unpack(at(payload), len(payload), words_of(back.view(words.dtype)))
+            call()
         except CodecError:
             refused += 1
-        payload[:] = kept
-    assert refused > 30
+        area[:] = kept
+    return refused
 
 
-def test_bits_beyond_the_last_word_are_refused(kernels: Kernels) -> None:
-    codec, words = ZeroValue(kernels), np.zeros(1003, np.int32)
+@pytest.mark.parametrize("seed", range(12))
+def test_damage_stays_within_its_memory(codec: ZeroValue, seed: int) -> None:
+    """A damaged payload or mask is refused, unless bits, offsets and values still agree."""
+    bits, num_words = BITS[seed % 4], int(np.random.default_rng(seed).integers(600, 9000))
+    words, is_set = memory(random_words(num_words, bits, 0.4, seed)), random_words(num_words, 8, 0.4) != 0
+    found, out = packed(codec, words)
+    payload, mask, values = memory(out[: found.num_bytes]), memory(mask_of(is_set)), memory(words[is_set])
+    room, back = guarded(words.nbytes + SLACK).numpy(), guarded(words.nbytes).numpy().view(words.dtype)
+    head, source, target = payload[: sections(num_words).values], words_of(words), words_of(back)
+    calls = [
+        (head, lambda: codec.unpack(at(payload), len(payload), target)),
+        (mask, lambda: codec.pack_masked(source, at(mask), at(room))),
+        (mask, lambda: codec.unpack_masked(at(values), values.nbytes, at(mask), target)),
+    ]
+    for area, call in calls:
+        assert count_refused(area, seed, call) > 30
+
+
+@pytest.mark.parametrize("change", [-4, 4, -1, 1])
+def test_more_or_fewer_values_than_the_mask_has_are_refused(codec: ZeroValue, change: int) -> None:
+    words, is_set = random_words(2 * BLOCK + 5, 32, 1), random_words(2 * BLOCK + 5, 8, 0.5) != 0
+    mask, values = mask_of(is_set), memory(np.zeros(4 * is_set.sum() + change, np.uint8))
+    with pytest.raises(CodecError, match="values"):
+        codec.unpack_masked(at(values), len(values), at(mask), words_of(words))
+
+
+def test_bits_beyond_the_last_word_are_refused(codec: ZeroValue) -> None:
+    words = memory(np.zeros(1003, np.int32))
     words[7] = 5
-    out, back = np.zeros(codec.max_bytes(1003, 32), np.uint8), np.zeros(1003, np.int32)
-    length = codec.pack(words_of(words), at(out)).num_bytes
-    out[1003 // 8] |= 128  # bit 7 of the last byte would be word 1007 ...
-    out[0] = 0  # ... in exchange for word 7, so that the count is right
+    found, out = packed(codec, words)
+    mask, room = mask_of(words != 0), guarded(words.nbytes + SLACK).numpy()
+    for bitmap in (out, mask):
+        bitmap[1003 // 8] |= 128  # bit 7 of the last byte would be word 1007 ...
+        bitmap[0] = 0  # ... in exchange for word 7, so that the count is right
     with pytest.raises(CodecError, match="bitmap and offsets"):
-        codec.unpack(at(out), length, words_of(back))
+        codec.unpack(at(out), found.num_bytes, words_of(words))
+    with pytest.raises(CodecError, match="mask"):
+        codec.pack_masked(words_of(words), at(mask), at(room))
+    with pytest.raises(CodecError, match="bitmap and offsets"):
+        codec.unpack_masked(at(room), 4, at(mask), words_of(words))
 
 
-def test_streaming_stores_restore_a_large_tensor(kernels: Kernels) -> None:
+def test_streaming_stores_restore_a_large_tensor(codec: ZeroValue) -> None:
     num_words = STREAM_BYTES // 4 + 1001
-    words, codec = random_words(num_words, 32, 0.3), ZeroValue(kernels)
+    words = random_words(num_words, 32, 0.3)
     out = np.zeros(codec.max_bytes(num_words, 32), np.uint8)
-    packed = codec.pack(words_of(words), at(out))
+    found = codec.pack(words_of(words), at(out))
+    is_set, values = random_words(num_words, 8, 0.5) != 0, np.zeros(num_words + SLACK, np.uint32)
+    mask = mask_of(is_set)
+    num_bytes = 4 * codec.pack_masked(words_of(words), at(mask), at(values))
     room = np.zeros(words.nbytes + 128, np.uint8)
     for first in (-at(room) % 64, -at(room) % 64 + 4):  # streamed, and not aligned for it
-        back = room[first : first + words.nbytes]
+        back = room[first : first + words.nbytes].view(np.uint32)
         back[:] = 9
-        codec.unpack(at(out), packed.num_bytes, words_of(back.view(np.uint32)))
-        np.testing.assert_array_equal(back.view(np.uint32), words)
+        codec.unpack(at(out), found.num_bytes, words_of(back))
+        np.testing.assert_array_equal(back, words)
+        back[:] = 9
+        codec.unpack_masked(at(values), num_bytes, at(mask), words_of(back))
+        np.testing.assert_array_equal(back, np.where(is_set, words, 0))
 
 
-@pytest.mark.parametrize(("density", "codec"), [(0.5, "zero_value"), (0.95, "zero_value"), (0.99, "raw")])
-def test_a_sample_of_blocks_decides_for_raw(kernels: Kernels, density: float, codec: str) -> None:
-    words = random_words(70 * BLOCK, 32, density)
-    out = np.zeros(ZeroValue(kernels).max_bytes(len(words), 32), np.uint8)
-    assert ZeroValue(kernels).pack(words_of(words), at(out)).codec == codec
+def test_a_sample_of_blocks_decides_for_raw(codec: ZeroValue) -> None:
+    for density, chosen in ((0.5, "zero_value"), (0.95, "zero_value"), (0.99, "raw")):
+        assert packed(codec, random_words(70 * BLOCK, 32, density))[0].codec == chosen
 
 
-def test_a_part_that_misleads_costs_time_but_no_bytes(kernels: Kernels) -> None:
-    def packed(words: np.ndarray) -> Packed:
-        out = np.zeros(ZeroValue(kernels).max_bytes(len(words), 32), np.uint8)
-        return ZeroValue(kernels).pack(words_of(words), at(out))
-
+def test_a_part_that_misleads_costs_time_but_no_bytes(codec: ZeroValue) -> None:
     words = random_words(80 * BLOCK, 32, 1)
     words[: 2 * BLOCK : 2] = 0  # half zeros in the part that is packed first, none behind it
-    assert packed(words) == Packed("raw", words.nbytes)
+    assert packed(codec, words)[0] == Packed("raw", words.nbytes)
     words = random_words(80 * BLOCK, 32, 1)
     words[2 * BLOCK :: 2] = 0  # and the other way round
-    assert packed(words).codec == "zero_value"
+    assert packed(codec, words)[0].codec == "zero_value"
+
+
+def test_the_checksum_of_a_bitmap_is_that_of_every_bit_in_its_place_and_of_no_offset(
+    codec: ZeroValue,
+) -> None:
+    bitmap = np.zeros(9, np.uint64)
+    found = {codec.bitmap_checksum(at(bitmap), 576)}
+    for word in range(9):
+        for bit in range(64):
+            bitmap[word] = 1 << bit
+            found.add(codec.bitmap_checksum(at(bitmap), 576))
+        bitmap[word] = 0
+    assert len(found) == 9 * 64 + 1
+    mask = mask_of(random_words(5000, 8, 0.5) != 0)
+    before = codec.bitmap_checksum(at(mask), 5000)
+    mask[sections(5000).offsets :] ^= 255
+    assert codec.bitmap_checksum(at(mask), 5000) == before

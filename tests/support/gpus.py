@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from tensors import assert_same
+from tensors import assert_same, decoded
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.compression import gpu, gpu_launch
-from penstock.compression.codec import decode, encode
+from penstock.compression.codec import encode
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether this process runs kernels in the interpreter, which is chosen before Triton is imported."""
@@ -54,9 +54,9 @@ def compile_all(module: str, names: Sequence[str], types: dict[str, str], consta
         assert triton.compile(source, GPUTarget("cuda", 90, 32), gpu_launch.options(4)).asm["cubin"]
 
 
-def run_interpreted(path: str) -> None:
-    """Run the tests of a file again, in a process where kernels are interpreted."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path]
+def run_interpreted(*files_and_options: str) -> None:
+    """Run tests of files again, in a process where kernels are interpreted."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files_and_options]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -71,17 +71,18 @@ def moved(tensor: Tensor, device: str) -> Tensor:
     return empty.set_(storage, first, tensor.size(), tensor.stride())
 
 
-def assert_law(tensor: Tensor, device: str, codec: str = "zero_value") -> Tensor:
+def assert_law(
+    tensor: Tensor, device: str, codec: str = "zero_value", *, mask: Tensor | None = None
+) -> Tensor:
     """The CPU's bytes, which are returned, and the same tensor back from them."""
-    expected, there = encode(tensor, codec), moved(tensor, device)
-    frame = gpu.encode(there, codec)
+    expected, there = encode(tensor, codec, mask=mask), moved(tensor, device)
+    mask_there = None if mask is None else mask.to(device)
+    frame = gpu.encode(there, codec, mask=mask_there)
     assert frame.device == there.device
     assert torch.equal(frame.cpu(), expected)
-    back, twin = gpu.decode(expected.to(device)), decode(expected)
+    back = gpu.decode(expected.to(device), mask=mask_there)
     assert back is not None
-    assert twin is not None
-    assert back.device == there.device
-    assert_same(moved(back, "cpu"), twin)
+    assert_same(moved(back, "cpu"), decoded(expected, mask=mask))
     return expected
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from guarded import guarded
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.compression.dtypes import DTYPE_NUMBERS
@@ -14,7 +19,16 @@ from penstock.compression.geometry import Words
 from penstock.compression.raw import Codec, Packed
 
 DTYPES = sorted(DTYPE_NUMBERS, key=str)
-SIZES = (0, 1, 2, 63, 64, 500, 4095, 4096, 4097, 20_001)
+SIZES = (0, 1, 2, 63, 64, 500, 4095, 4096, 4097, 9001)
+
+
+def any_tensor(law: Callable[..., Any]) -> Callable[..., Any]:
+    """Hold a law of dtypes, size, density and seed: of any, and of every dtype at ``SIZES``."""
+    for place, size in enumerate(SIZES):
+        law = example(dtypes=DTYPES, size=size, density=(0.4, 0, 1)[place % 3], seed=place)(law)
+    densities = st.sampled_from([0, 0.4, 1]) | st.floats(0, 1)
+    dtypes, sizes = st.lists(st.sampled_from(DTYPES), min_size=1, max_size=1), st.integers(0, SIZES[-1])
+    return given(dtypes=dtypes, size=sizes, density=densities, seed=st.integers(0, 999))(law)
 
 
 def words_of(tensor: Tensor) -> Words:

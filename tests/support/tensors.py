@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from penstock.compression.codec import decode
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -18,6 +22,13 @@ def expected_bits(tensor: torch.Tensor) -> torch.Tensor:
     """What comes back of a tensor: its bits; a true bool is 1, whatever other byte it was made from."""
     bits = bits_of(tensor)
     return bits.ne_(0) if tensor.dtype is torch.bool else bits
+
+
+def decoded(frame: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The tensor of a frame that is not the frame of None; options as ``decode``."""
+    tensor = decode(frame, **options)
+    assert tensor is not None
+    return tensor
 
 
 def assert_same(back: torch.Tensor | None, tensor: torch.Tensor) -> None:

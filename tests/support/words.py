@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+import torch
 from guarded import guarded
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from penstock.compression.frame import BLOCK, sections
+from penstock.compression.geometry import Words
 
 BITS = (8, 16, 32, 64)
 DENSITIES = (0, 0.1, 0.5, 0.9, 1)
 LENGTHS = (1, 7, 64, 1003, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17, 5 * BLOCK)
+
+
+def any_words(law: Callable[..., Any]) -> Callable[..., Any]:
+    """Hold a law of num_words, density and seed: of any, and at the ends of vectors and blocks."""
+    for place, num_words in enumerate((0, *LENGTHS)):
+        density = DENSITIES[place % len(DENSITIES)]
+        law = example(num_words=num_words, density=density, seed=place)(law)
+    density = st.sampled_from(DENSITIES) | st.floats(0, 1)
+    return given(num_words=st.integers(0, 5 * BLOCK), density=density, seed=st.integers(0, 999))(law)
 
 
 def random_words(num_words: int, bits: int, density: float, seed: int = 0) -> np.ndarray:
@@ -22,8 +38,9 @@ def random_words(num_words: int, bits: int, density: float, seed: int = 0) -> np
     return words
 
 
-def memory(data: np.ndarray) -> np.ndarray:
+def memory(data: np.ndarray | bytes) -> np.ndarray:
     """The same data, ending at an unreadable page."""
+    data = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
     copy = guarded(data.nbytes).numpy()
     copy[:] = data.view(np.uint8)
     return copy.view(data.dtype)
@@ -31,6 +48,10 @@ def memory(data: np.ndarray) -> np.ndarray:
 
 def at(array: np.ndarray) -> int:
     return array.ctypes.data
+
+
+def words_of(array: np.ndarray, dtype: torch.dtype = torch.int64) -> Words:
+    return Words(at(array), len(array), 8 * array.itemsize, dtype)
 
 
 def bitmap_of(is_set: np.ndarray) -> np.ndarray:
@@ -61,3 +82,13 @@ def payload_of(words: np.ndarray) -> np.ndarray:
     payload = np.concatenate([mask_of(words != 0), words[words != 0].view(np.uint8)])
     assert len(payload) == sections(len(words)).values + np.count_nonzero(words) * words.itemsize
     return payload
+
+
+def checksum_of(bitmap: np.ndarray, num_words: int) -> int:
+    """The slow twin of the checksum of a bitmap, by Python's integers; bits beyond the words do not count."""
+    whole, total = np.packbits(np.unpackbits(bitmap, bitorder="little")[:num_words], bitorder="little"), 0
+    for place, word in enumerate(np.pad(whole, (0, -len(whole) % 8)).view("<u8").tolist(), start=1):
+        mixed = (word + place * 0x9E3779B97F4A7C15) % 2**64
+        mixed = (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 % 2**64
+        total += mixed ^ mixed >> 32
+    return total % 2**64 or 1

@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from profiles import layer_of, profile_of, profiles, value_of
 
@@ -34,35 +34,36 @@ def chosen(profile: Profile, memory: int | str | None, **options):
     return stage.tier, stage.parameters_tier, stage.recompute
 
 
-def test_nothing_is_moved_where_all_fits_or_nothing_limits():
-    assert chosen(net(), None) == ("device", "device", False)
-    assert chosen(net(), "1GiB") == ("device", "device", False)
-    assert chosen(net(), "100%") == ("device", "device", False)
+FITS = ("device", "device", False)
+ON_GPU = dataclasses.replace(net(saved=KIB, size=500 * KIB), device="cuda")
 
 
 @pytest.mark.parametrize(
-    ("profile", "share", "expected"),
+    ("profile", "memory", "options", "expected"),
     [
-        (net(packed=20 * KIB), "60%", ("packed", "device", False)),
-        (net(packed=90 * KIB), "60%", ("disk", "device", False)),
-        (net(saved=1 * KIB, size=500 * KIB), "50%", ("device", "disk", False)),
-        (net(size=100 * KIB), "25%", ("disk", "disk", False)),
+        # nothing is moved where all fits or nothing limits
+        (net(), None, {}, FITS),
+        (net(), "1GiB", {}, FITS),
+        (net(), "100%", {}, FITS),
+        # the cheapest that fits; a slow disk is worse than a second forward
+        (net(packed=20 * KIB), "60%", {}, ("packed", "device", False)),
+        (net(packed=90 * KIB), "60%", {}, ("disk", "device", False)),
+        (net(saved=1 * KIB, size=500 * KIB), "50%", {}, ("device", "disk", False)),
+        (net(size=100 * KIB), "25%", {}, ("disk", "disk", False)),
+        (net(packed=90 * KIB), "60%", {"disk_rate": 1e6}, ("device", "device", True)),
+        (net(packed=90 * KIB), "60%", {"disk_rate": 0}, ("device", "device", True)),
+        # what a person fixed stays
+        (net(packed=20 * KIB), "60%", {"tier": "disk"}, ("disk", "device", False)),
+        (net(packed=20 * KIB), "60%", {"parameters_tier": "disk"}, (None, "disk", None)),
+        (net(), None, {"recompute": True}, ("device", "device", True)),
+        (net(), "60%", {"recompute": True}, (None, None, True)),
+        # on a GPU parameters go to host memory first
+        (ON_GPU, "50%", {}, ("device", "host", False)),
     ],
 )
-def test_the_cheapest_that_fits_is_taken(profile, share, expected):
-    assert chosen(profile, share) == expected
-
-
-def test_a_slow_disk_is_worse_than_a_second_forward():
-    assert chosen(net(packed=90 * KIB), "60%", disk_rate=1e6) == ("device", "device", True)
-    assert chosen(net(packed=90 * KIB), "60%", disk_rate=0) == ("device", "device", True)
-
-
-def test_what_a_person_fixed_stays():
-    assert chosen(net(packed=20 * KIB), "60%", tier="disk") == ("disk", "device", False)
-    assert chosen(net(packed=20 * KIB), "60%", parameters_tier="disk")[1] == "disk"
-    assert chosen(net(), None, recompute=True) == ("device", "device", True)
-    assert chosen(net(), "60%", recompute=True)[2]
+def test_the_cheapest_that_fits_is_taken(profile, memory, options, expected):
+    found = chosen(profile, memory, **options)
+    assert all(want in (None, got) for want, got in zip(expected, found, strict=True))
 
 
 def with_room(num_bytes: int) -> int:
@@ -102,7 +103,7 @@ def test_a_share_is_that_of_what_is_held_when_nothing_moves():
 
 
 def test_below_the_least_feasible_it_is_refused_with_that_figure():
-    with pytest.raises(PlanError, match=r"smallest budget that does is memory=(\d+)") as told:
+    with pytest.raises(PlanError, match=r"^memory=5% .*smallest budget that does is memory=(\d+)") as told:
         chosen(net(), "5%")
     needed = int(str(told.value).partition("does is memory=")[2].partition(" ")[0])
     assert chosen(net(), needed)[1] == "disk"
@@ -120,40 +121,24 @@ def test_what_does_not_suit_the_schedule_is_no_choice():
         partition(net(), memory="70%", **OPEN | options | fixed)
 
 
-@pytest.mark.parametrize("share", ["0%", "101%", "x%", "-5%", "%"])
-def test_what_is_no_share_is_refused(share):
-    with pytest.raises(PlanError, match="is not a share above 0% and up to 100%"):
-        chosen(net(), share)
+def test_what_is_no_share_is_refused():
+    for share in ("0%", "101%", "x%", "-5%", "%"):
+        with pytest.raises(PlanError, match="is not a share above 0% and up to 100%"):
+            chosen(net(), share)
 
 
-def test_on_a_gpu_parameters_go_to_host_memory_first():
-    gpu = dataclasses.replace(net(saved=KIB, size=500 * KIB), device="cuda")
-    assert chosen(gpu, "50%") == ("device", "host", False)
-
-
-@settings(deadline=None, max_examples=60)
 @given(profiles(), st.integers(1, 3), st.sampled_from(["device", "packed", "disk"]), st.booleans())
 def test_the_least_budget_is_that_of_brute_force_though_less_may_enter_a_longer_stage(
     profile, stages, tier, again
 ):
-    options = {
-        "micro_batches": 4,
-        "schedule": "gpipe",
-        "tier": "device" if again else tier,
-        "recompute": again,
-    }
-    options["parameters_tier"] = "disk"
+    options = {"micro_batches": 4, "schedule": "gpipe", "parameters_tier": "disk", "recompute": again}
+    options["tier"] = "device" if again else tier
     names = [layer.name for layer in profile.layers]
     legal = [name for place, name in enumerate(names[:-1]) if place not in profile.refused]
     assume(len(legal) >= stages - 1)
-    least = (
-        min(
-            max(stage.memory_bytes for stage in partition(profile, cuts=list(cuts), **options).stages)
-            for cuts in itertools.combinations(legal, stages - 1)
-        )
-        if stages > 1
-        else partition(profile, stages=1, **options).stages[0].memory_bytes
-    )
+    ways = [{"cuts": list(cuts)} for cuts in itertools.combinations(legal, stages - 1)]
+    plans = [partition(profile, **way, **options) for way in (ways if stages > 1 else [{"stages": 1}])]
+    least = min(max(stage.memory_bytes for stage in plan.stages) for plan in plans)
     assume(least > 1)
     needed = -(-least * 105 // 100)
     plan = partition(profile, stages=stages, memory=needed, **options)
@@ -165,18 +150,12 @@ def test_the_least_budget_is_that_of_brute_force_though_less_may_enter_a_longer_
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_a_layout_of_a_schedule_says_a_budget_that_does(schedule):
     options = {"stages": 4, "ranks": 2, "micro_batches": 4, "schedule": schedule}
-    with pytest.raises(PlanError, match=r"; a budget that does is memory=(\d+)") as told:
+    with pytest.raises(PlanError, match="; a budget that does is memory=") as told:
         partition(net(), memory="5%", **OPEN | options)
     needed = int(str(told.value).partition("does is memory=")[2].partition(" ")[0])
     assert partition(net(), memory=needed, **OPEN | options).memory == needed
 
 
-def test_a_share_is_told_as_it_was_typed():
-    with pytest.raises(PlanError, match=r"^memory=5% \(542 KiB\) on each rank holds this in no tier"):
-        chosen(net(), "5%")
-
-
-@settings(deadline=None, max_examples=60)
 @given(profiles(), st.integers(1, 3), st.sampled_from(["packed", "disk"]))
 def test_a_stage_is_counted_as_its_own_layers_are(profile, stages, tier):
     """The search counts near layers by sums made once; whoever has the layers counts them again."""

@@ -8,6 +8,7 @@ from penstock.pipeline.schedules import SCHEDULES
 from penstock.pipeline.schedules.instruction import Op, parse_program, show
 from penstock.pipeline.schedules.next_use import Datum, NextUse, Point, seen_versions
 
+pytestmark = pytest.mark.slow
 LAYERS = 3  # of a stage
 # The layers that read each saved tensor, by their places in a stage.
 READERS = ((0,), (0, 1), (0, 2), (2,), (1,), ())

@@ -53,14 +53,10 @@ def test_a_lost_replica_leaves_the_others_with_their_shares():
 
 
 def test_pairs_of_replicas_are_pipelines_of_their_own():
-    half = [show(program) for program in SCHEDULES["1f1b"]([[0], [1]], 4, extra_in_flight=1)]
+    half = SCHEDULES["1f1b"]([[0], [1]], 4, extra_in_flight=1)
     doubled = programs_of("1f1b", [2, 2], 8, extra=1)
-    for place in range(2):
-        own = [
-            [i._replace(micro_batch=(i.micro_batch or 0) // 2) for i in doubled[r]]
-            for r in (place, 2 + place)
-        ]
-        assert [show(program) for program in own] == half
+    renumbered = [[i._replace(micro_batch=(i.micro_batch or 0) // 2) for i in own] for own in doubled]
+    assert renumbered[::2] == renumbered[1::2] == half
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -78,9 +74,7 @@ def test_every_shape_is_legal_with_skips_too(schedule):
 
 def test_a_micro_batch_on_the_wrong_replica_is_refused():
     made = [parse_program(text) for text in ("0F1 0B1", "0F0 0B0")]
-    with pytest.raises(
-        ScheduleError, match="micro-batch 1 of stage 0 is dealt to rank 1, found it on rank 0"
-    ):
+    with pytest.raises(ScheduleError, match="micro-batch 1 of stage 0 is dealt to rank 1"):
         verify(made, num_micro_batches=2, edges=[], rank_of=rank_of([2]))
 
 
@@ -92,11 +86,8 @@ def test_in_flight_is_that_of_the_fullest_replica():
 def test_two_replicas_of_a_slow_stage_halve_its_time():
     def seconds(replicas):
         work = {0: {Op.F: 2.0, Op.B: 4.0}, 1: {Op.F: 1.0, Op.B: 2.0}}
-        made = simulate(
-            outline(programs_of("1f1b", replicas, 16)),
-            work=lambda i: work[i.stage][i.op],
-            transfer=lambda message: 0.0,
-        )
+        steps = outline(programs_of("1f1b", replicas, 16))
+        made = simulate(steps, work=lambda i: work[i.stage][i.op], transfer=lambda message: 0.0)
         assert len(made.bubble) == sum(replicas)
         return made.seconds
 

@@ -1,3 +1,6 @@
+"""The programs of every schedule: literals, published bubbles and counts in flight, and what is refused."""
+
+import re
 from itertools import pairwise
 
 import pytest
@@ -7,84 +10,99 @@ from penstock.compression.errors import ScheduleError
 from penstock.pipeline.schedules import SCHEDULES, schedule_named
 from penstock.pipeline.schedules.async_1f1b import async_1f1b, stream, time_of
 from penstock.pipeline.schedules.custom import custom
-from penstock.pipeline.schedules.dualpipev import dualpipev
-from penstock.pipeline.schedules.gpipe import gpipe
-from penstock.pipeline.schedules.instruction import Op, show
+from penstock.pipeline.schedules.instruction import Op, parse_program, show
 from penstock.pipeline.schedules.interleaved import interleaved
 from penstock.pipeline.schedules.one_f_one_b import one_f_one_b
-from penstock.pipeline.schedules.zb_h1 import zb_h1
-from penstock.pipeline.schedules.zbv import zbv
 
-NEIGHBOURS = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb_h1": zb_h1, "async_1f1b": async_1f1b}
 ALL = [name for name in SCHEDULES if name != "custom"]
+NEIGHBOURS = ("gpipe", "1f1b", "zb_h1", "async_1f1b")
+VEE, LOOP = [[0, 3], [1, 2]], [[0, 2], [1, 3]]
 
 
-def shown(programs):
-    return [show(program) for program in programs]
+# schedule stages-of-each-rank micro-batches extra-in-flight, and the program of every rank
+LITERALS = """
+1f1b: 0 1; 3 micro-batches, 0 extra
+    0F0 0F1 0B0 0F2 0B1 0B2
+    1F0 1B0 1F1 1B1 1F2 1B2
+1f1b: 0 1 2; 6 micro-batches, 1 extra
+    0F0 0F1 0F2 0F3 0F4 0B0 0F5 0B1 0B2 0B3 0B4 0B5
+    1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5
+    2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2F5 2B5
+1f1b: 0 1 2; 2 micro-batches, 0 extra
+    0F0 0F1 0B0 0B1
+    1F0 1F1 1B0 1B1
+    2F0 2B0 2F1 2B1
+1f1b: 0 1 2; 1 micro-batches, 2 extra
+    0F0 0B0
+    1F0 1B0
+    2F0 2B0
+1f1b: 0,1 2; 2 micro-batches, 0 extra
+    0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1
+    2F0 2B0 2F1 2B1
+1f1b: 0; 2 micro-batches, 3 extra
+    0F0 0B0 0F1 0B1
+gpipe: 0 1; 3 micro-batches, 0 extra
+    0F0 0F1 0F2 0B0 0B1 0B2
+    1F0 1F1 1F2 1B0 1B1 1B2
+gpipe: 0 1,2; 2 micro-batches, 0 extra
+    0F0 0F1 0B0 0B1
+    1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1
+interleaved: 0,2 1,3; 4 micro-batches, 0 extra
+    0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
+    1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+interleaved: 0,2 1,3; 5 micro-batches, 0 extra
+    0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1 0F4 2B2 2F3 0B0 2F4 0B1 0B2 2B3 2B4 0B3 0B4
+    1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1F3 1B0 1F4 1B1 3F3 1B2 3F4 3B3 3B4 1B3 1B4
+zb_h1: 0 1 2; 4 micro-batches, 0 extra
+    0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+    1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+    2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+zb_h1: 0 1,2; 2 micro-batches, 0 extra
+    0F0 0F1 0B0 0B1
+    1F0 2F0 2I0 1I0 1F1 2F1 2I1 1I1 2W0 1W0 2W1 1W1
+zbv: 0,3 1,2; 3 micro-batches, 0 extra
+    0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0 3F2 3I2 3W2 0B1 0B2
+    1F0 2F0 1F1 2F1 2B0 1F2 1I0 1W0 2F2 2B1 1I1 2I2 1I2 1W1 2W2 1W2
+zbv: 0,3 1,2; 1 micro-batches, 0 extra
+    0F0 3F0 3I0 3W0 0B0
+    1F0 2F0 2B0 1I0 1W0
+dualpipev: 0,3 1,2; 4 micro-batches, 0 extra
+    0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0B2 0B3
+    1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
+dualpipev: 0,3 1,2; 1 micro-batches, 0 extra
+    0F0 3F0 3I0 3W0 0B0
+    1F0 2F0 2B0 1B0
+async_1f1b: 0 1 2; 4 micro-batches, 0 extra
+    0F0 0F1 0F2 0B0 0U 0F3 0B1 0U 0B2 0U 0B3 0U
+    1F0 1F1 1B0 1U 1F2 1B1 1U 1F3 1B2 1U 1B3 1U
+    2F0 2B0 2U 2F1 2B1 2U 2F2 2B2 2U 2F3 2B3 2U
+async_1f1b: 0,1 2; 3 micro-batches, 0 extra
+    0F0 1F0 0F1 1F1 1B0 1U 0F2 0B0 0U 1F2 1B1 1U 0B1 0U 1B2 1U 0B2 0U
+    2F0 2B0 2U 2F1 2B1 2U 2F2 2B2 2U
+"""
 
 
-def test_one_f_one_b_alternates_after_its_warm_up():
-    assert shown(one_f_one_b([[0], [1]], 3)) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+def parse_literals():
+    """Schedule, stages of each rank, micro-batches, extra in flight and programs of each literal."""
+    for text in LITERALS.strip().replace("\n    ", "|").splitlines():
+        head, *lines = text.split("|")
+        [(name, layout, number, extra)] = re.findall(r"(\w+): (.*); (\d+) .*, (\d+) extra", head)
+        ranks = [[int(stage) for stage in rank.split(",")] for rank in layout.split()]
+        yield pytest.param(name, ranks, int(number), int(extra), lines, id=head)
 
 
-def test_one_f_one_b_of_four_ranks():
-    assert shown(one_f_one_b([[0], [1], [2], [3]], 5)) == [
-        "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0B2 0B3 0B4",
-        "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1B3 1B4",
-        "2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2B4",
-        "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4",
-    ]
-
-
-def test_one_f_one_b_with_one_more_in_flight_per_link():
-    assert shown(one_f_one_b([[0], [1], [2]], 6, extra_in_flight=1)) == [
-        "0F0 0F1 0F2 0F3 0F4 0B0 0F5 0B1 0B2 0B3 0B4 0B5",
-        "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5",
-        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2F5 2B5",
-    ]
-
-
-def test_one_f_one_b_with_fewer_micro_batches_than_stages():
-    assert shown(one_f_one_b([[0], [1], [2]], 2)) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1", "2F0 2B0 2F1 2B1"]
-    assert shown(one_f_one_b([[0], [1], [2]], 1, extra_in_flight=2)) == ["0F0 0B0", "1F0 1B0", "2F0 2B0"]
-
-
-def test_the_stages_of_a_rank_run_as_one_unit():
-    assert shown(one_f_one_b([[0, 1], [2]], 2)) == ["0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1", "2F0 2B0 2F1 2B1"]
-    assert shown(gpipe([[0], [1, 2]], 2)) == ["0F0 0F1 0B0 0B1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"]
-
-
-def test_one_stage_alone():
-    assert shown(one_f_one_b([[0]], 2, extra_in_flight=3)) == ["0F0 0B0 0F1 0B1"]
-    assert shown(gpipe([[0]], 2)) == ["0F0 0F1 0B0 0B1"]
-
-
-def test_gpipe_runs_all_forwards_then_all_backwards_ascending():
-    assert shown(gpipe([[0], [1]], 3)) == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]
+@pytest.mark.parametrize(("name", "stages_of_rank", "number", "extra", "lines"), list(parse_literals()))
+def test_literals(name, stages_of_rank, number, extra, lines):
+    programs = schedule_named(name)(stages_of_rank, number, extra_in_flight=extra)
+    assert [show(program) for program in programs] == lines
 
 
 @pytest.mark.parametrize("extra", [0, 1, 2])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-def test_one_f_one_b_keeps_no_more_in_flight_than_the_ranks_to_the_end(num_ranks, extra):
-    programs = one_f_one_b([[rank] for rank in range(num_ranks)], 40, extra_in_flight=extra)
-    links = [num_ranks - 1 - rank for rank in range(num_ranks)]
-    assert [most_in_flight(program, [rank]) for rank, program in enumerate(programs)] == [
-        1 + link * (1 + extra) for link in links
-    ]
-
-
-def test_interleaved_takes_a_round_through_each_stage_of_a_rank():
-    assert shown(interleaved([[0, 2], [1, 3]], 4)) == [
-        "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
-        "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
-    ]
-
-
-def test_interleaved_deals_any_number_of_micro_batches_into_equal_rounds():
-    assert shown(interleaved([[0, 2], [1, 3]], 5)) == [
-        "0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1 0F4 2B2 2F3 0B0 2F4 0B1 0B2 2B3 2B4 0B3 0B4",
-        "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1F3 1B0 1F4 1B1 3F3 1B2 3F4 3B3 3B4 1B3 1B4",
-    ]
+def test_one_f_one_b_keeps_no_more_in_flight_than_the_ranks_to_the_end(extra):
+    for num_ranks in (1, 2, 3, 5):
+        programs = one_f_one_b([[rank] for rank in range(num_ranks)], 40, extra_in_flight=extra)
+        found = [most_in_flight(program, [rank]) for rank, program in enumerate(programs)]
+        assert found == [1 + (num_ranks - 1 - rank) * (1 + extra) for rank in range(num_ranks)]
 
 
 def test_interleaved_with_one_stage_a_rank_is_1f1b():
@@ -94,46 +112,12 @@ def test_interleaved_with_one_stage_a_rank_is_1f1b():
             assert interleaved(stages, number) == one_f_one_b(stages, number)
 
 
-def test_zb_h1_fills_the_bubble_with_weights():
-    assert shown(zb_h1([[0], [1], [2]], 4)) == [
-        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
-        "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
-        "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
-    ]
-
-
-def test_zb_h1_runs_the_stages_of_a_rank_as_one_unit():
-    assert shown(zb_h1([[0], [1, 2]], 2)) == [
-        "0F0 0F1 0B0 0B1",
-        "1F0 2F0 2I0 1I0 1F1 2F1 2I1 1I1 2W0 1W0 2W1 1W1",
-    ]
-
-
-def test_zbv_of_two_ranks():
-    assert shown(zbv([[0, 3], [1, 2]], 3)) == [
-        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0 3F2 3I2 3W2 0B1 0B2",
-        "1F0 2F0 1F1 2F1 2B0 1F2 1I0 1W0 2F2 2B1 1I1 2I2 1I2 1W1 2W2 1W2",
-    ]
-
-
-def test_dualpipev_of_two_ranks():
-    assert shown(dualpipev([[0, 3], [1, 2]], 4)) == [
-        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0B2 0B3",
-        "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3",
-    ]
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_the_backward_of_stage_0_stays_whole_since_nobody_waits_for_its_half(name):
     for num_ranks in range(1, 6):
         for number in range(1, 13):
             program = SCHEDULES[name](laid(name, num_ranks), number)[0]
             assert {each.op for each in program if each.stage == 0} <= {Op.F, Op.B, Op.U}
-
-
-def test_one_micro_batch_passes_a_vee():
-    assert shown(zbv([[0, 3], [1, 2]], 1)) == ["0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2B0 1I0 1W0"]
-    assert shown(dualpipev([[0, 3], [1, 2]], 1)) == ["0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2B0 1B0"]
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 9))
@@ -164,31 +148,16 @@ def test_no_rank_holds_more_than_the_published_count(num_ranks):
                 assert held["interleaved"] <= num_ranks + 2 * links + 1
 
 
-def test_async_1f1b_updates_after_each_backward():
-    assert shown(async_1f1b([[0], [1], [2]], 4)) == [
-        "0F0 0F1 0F2 0B0 0U 0F3 0B1 0U 0B2 0U 0B3 0U",
-        "1F0 1F1 1B0 1U 1F2 1B1 1U 1F3 1B2 1U 1B3 1U",
-        "2F0 2B0 2U 2F1 2B1 2U 2F2 2B2 2U 2F3 2B3 2U",
-    ]
-
-
-def test_async_1f1b_runs_neighbours_on_a_rank_by_the_clock():
-    assert shown(async_1f1b([[0, 1], [2]], 3)) == [
-        "0F0 1F0 0F1 1F1 1B0 1U 0F2 0B0 0U 1F2 1B1 1U 0B1 0U 1B2 1U 0B2 0U",
-        "2F0 2B0 2U 2F1 2B1 2U 2F2 2B2 2U",
-    ]
-
-
-@pytest.mark.parametrize("num_stages", range(1, 7))
-def test_async_1f1b_reads_the_versions_of_the_closed_form(num_stages):
-    for stages_of_rank in ([[s] for s in range(num_stages)], [list(range(num_stages))]):
-        for program in async_1f1b(stages_of_rank, 12):
-            updates = dict.fromkeys(range(num_stages), 0)
-            for each in program:
-                updates[each.stage] += each.op is Op.U
-                if each.op is Op.F:  # DESIGN section 6: what `stashed` reads
-                    late = num_stages - 1 - each.stage
-                    assert updates[each.stage] == max(0, each.micro_batch - late)
+def test_async_1f1b_reads_the_versions_of_the_closed_form():
+    for num_stages in range(1, 7):
+        for stages_of_rank in ([[stage] for stage in range(num_stages)], [list(range(num_stages))]):
+            for program in async_1f1b(stages_of_rank, 12):
+                updates = dict.fromkeys(range(num_stages), 0)
+                for each in program:
+                    updates[each.stage] += each.op is Op.U
+                    if each.op is Op.F:  # DESIGN section 6: what `stashed` reads
+                        late = num_stages - 1 - each.stage
+                        assert updates[each.stage] == max(0, (each.micro_batch or 0) - late)
 
 
 @pytest.mark.parametrize("num_stages", range(1, 6))
@@ -215,62 +184,48 @@ def test_a_stream_goes_on_without_a_bubble():
     assert show(far) == ("1B999999997 0F999999999 2F999999998 0B999999997 2B999999998 1F999999999")
 
 
-@pytest.mark.parametrize("schedule", [name for name in ALL if name != "async_1f1b"])
-def test_every_synchronous_schedule_runs_as_a_custom_one(schedule):
-    stages_of_rank = laid(schedule, 3)
-    programs = SCHEDULES[schedule](stages_of_rank, 5)
-    written = schedule_named("custom", shown(programs))
-    assert written(stages_of_rank, 5) == programs
+def test_every_synchronous_schedule_runs_as_a_custom_one():
+    for name in (name for name in ALL if name != "async_1f1b"):
+        stages_of_rank = laid(name, 3)
+        programs = SCHEDULES[name](stages_of_rank, 5)
+        written = schedule_named("custom", [show(program) for program in programs])
+        assert written(stages_of_rank, 5) == programs
 
 
 def test_a_custom_schedule_leaves_out_the_micro_batches_that_a_step_lacks():
-    assert shown(custom([[0]], 2, program=["0F0 0F1 0F2 0I0 0B1 0W0 0B2"])) == ["0F0 0F1 0I0 0B1 0W0"]
+    programs = custom([[0]], 2, program=["0F0 0F1 0F2 0I0 0B1 0W0 0B2"])
+    assert programs == [parse_program("0F0 0F1 0I0 0B1 0W0")]
 
 
 @pytest.mark.parametrize(
-    ("program", "micro_batches", "extra", "sentence"),
+    ("program", "micro_batches", "extra", "subject"),
     [
-        ((), 1, 0, "one line for each rank, found none; give program="),
-        (("0F0 0B0", "1F0 1B0"), 2, 0, "found micro_batches=2 and 1 in the lines"),
-        (("0F0 0B0", "1F0 1B0"), 1, 1, "found extra_in_flight=1; leave it at 0"),
-        (("0F0 0B0 1F0 1B0",), 1, 0, r"found \[\[0, 1\]\] in its lines and \[\[0\], \[1\]\] in the plan"),
-        (("0F0 0B0", "1F0 2B0"), 1, 0, r"found \[\[0\], \[1, 2\]\] in its lines"),
-        (("0F0 0B0", "1F0 1Q0"), 1, 0, "found '1Q0'; write it like 1F3 or 1U"),
-        (("0F0 0B0 0U", "1F0 1B0"), 1, 0, "ends with the updates, found 0U in its lines; leave it out"),
+        ((), 1, 0, "found none; give program="),
+        (("0F0 0B0", "1F0 1B0"), 2, 0, "micro_batches=2 and 1 in the lines"),
+        (("0F0 0B0", "1F0 1B0"), 1, 1, "extra_in_flight=1"),
+        (("0F0 0B0 1F0 1B0",), 1, 0, r"\[\[0, 1\]\] in its lines and \[\[0\], \[1\]\] in the plan"),
+        (("0F0 0B0", "1F0 2B0"), 1, 0, r"\[\[0\], \[1, 2\]\] in its lines"),
+        (("0F0 0B0", "1F0 1Q0"), 1, 0, "'1Q0'"),
+        (("0F0 0B0 0U", "1F0 1B0"), 1, 0, "0U in its lines"),
         (("0F0 0B0", "1F0 1B0"), 0, 0, "micro_batches=0"),
     ],
 )
-def test_a_custom_schedule_that_does_not_fit_is_refused(program, micro_batches, extra, sentence):
-    with pytest.raises(ScheduleError, match=sentence) as error:
+def test_a_custom_schedule_that_does_not_fit_is_refused(program, micro_batches, extra, subject):
+    with pytest.raises(ScheduleError, match=subject):
         custom([[0], [1]], micro_batches, extra_in_flight=extra, program=program)
-    assert "\n" not in str(error.value)
 
 
-def test_lines_go_with_a_custom_schedule_only():
-    with pytest.raises(ScheduleError, match=r"found 2 with schedule=zbv; take schedule=custom or leave"):
+def test_an_unknown_name_lists_the_known_ones_and_only_custom_has_lines():
+    known = "gpipe, 1f1b, interleaved, zb_h1, zbv, dualpipev, async_1f1b, custom"
+    with pytest.raises(ScheduleError, match=f"schedule=2f2b .* {known}"):
+        schedule_named("2f2b")
+    with pytest.raises(ScheduleError, match="found 2 with schedule=zbv; take schedule=custom"):
         schedule_named("zbv", ("0F0 0B0", "1F0 1B0"))
 
 
-def test_a_schedule_is_found_by_its_name():
-    assert {name: schedule_named(name) for name in SCHEDULES} == {
-        **NEIGHBOURS,
-        "interleaved": interleaved,
-        "zbv": zbv,
-        "dualpipev": dualpipev,
-        "custom": custom,
-    }
-
-
-def test_an_unknown_name_lists_the_known_ones():
-    known = "gpipe, 1f1b, interleaved, zb_h1, zbv, dualpipev, async_1f1b, custom"
-    with pytest.raises(ScheduleError, match=rf"^schedule=2f2b is not known; the known ones are {known}$"):
-        schedule_named("2f2b")
-
-
-@pytest.mark.parametrize("schedule", NEIGHBOURS.values(), ids=list(NEIGHBOURS))
-@pytest.mark.parametrize(
-    ("stages_of_rank", "micro_batches", "extra", "named"),
-    [
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_what_no_schedule_of_neighbours_can_run_is_refused(name):
+    for stages_of_rank, micro_batches, extra, subject in (
         ([[0], [1]], 0, 0, "micro_batches=0"),
         ([[0], [1]], -3, 0, "micro_batches=-3"),
         ([[0], [1]], 4, -1, "extra_in_flight=-1"),
@@ -278,38 +233,31 @@ def test_an_unknown_name_lists_the_known_ones():
         ([[0], []], 4, 0, r"stages \[\] on rank 1"),
         ([[0], [0]], 4, 0, r"stages \[0\] on rank 1"),
         ([[1], [0]], 4, 0, r"stages \[1\] on rank 0"),
-    ],
-)
-def test_what_no_schedule_can_run_is_refused_by_name(schedule, stages_of_rank, micro_batches, extra, named):
-    with pytest.raises(ScheduleError, match=named):
-        schedule(stages_of_rank, micro_batches, extra_in_flight=extra)
+    ):
+        with pytest.raises(ScheduleError, match=subject):
+            SCHEDULES[name](stages_of_rank, micro_batches, extra_in_flight=extra)
 
 
 @pytest.mark.parametrize(
-    ("name", "stages_of_rank", "micro_batches", "extra", "sentence"),
+    ("name", "stages_of_rank", "micro_batches", "extra", "subject"),
     [
-        ("interleaved", [[0, 2], [1, 3]], 0, 0, "micro_batches=0"),
-        ("interleaved", [[0, 2], [1, 3]], 4, 1, "extra_in_flight=1; leave it at 0 or take schedule=1f1b"),
-        ("interleaved", [[0, 2], [1, 3]], 4, -1, "extra_in_flight=-1; use 0 or more"),
-        ("interleaved", [[0, 2], [1]], 4, 0, "found stages=3 for ranks=2; take a multiple, such as stages=4"),
-        ("interleaved", [[0, 1], [2, 3]], 4, 0, r"stages \[0, 2\] on rank 0, found stages \[0, 1\] there"),
-        ("zbv", [[0, 3], [1, 2]], 4, 2, "extra_in_flight=2"),
-        ("zbv", [[0], [1]], 4, 0, "two stages, found stages=2 for ranks=2; take stages=4"),
-        ("zbv", [[0, 2], [1, 3]], 4, 0, r"stages \[0, 3\] on rank 0, found stages \[0, 2\] there"),
-        ("dualpipev", [[0, 3], [1, 2]], -1, 0, "micro_batches=-1"),
-        ("dualpipev", [[0, 3], [1, 2]], 8, 1, "extra_in_flight=1"),
-        ("dualpipev", [[0, 1, 2], [3, 4, 5]], 8, 0, "found stages=6 for ranks=2; take stages=4"),
-        ("dualpipev", [[1, 2], [0, 3]], 8, 0, r"stages \[0, 3\] on rank 0, found stages \[1, 2\] there"),
-        ("dualpipev", [[0, 1], []], 8, 0, "found stages=2 for ranks=2"),
+        ("interleaved", LOOP, 0, 0, "micro_batches=0"),
+        ("interleaved", LOOP, 4, 1, "extra_in_flight=1; .*schedule=1f1b"),
+        ("interleaved", LOOP, 4, -1, "extra_in_flight=-1"),
+        ("interleaved", [[0, 2], [1]], 4, 0, "stages=3 for ranks=2; .*stages=4"),
+        ("interleaved", [[0, 1], [2, 3]], 4, 0, r"\[0, 2\] on rank 0, found stages \[0, 1\]"),
+        ("zbv", VEE, 4, 2, "extra_in_flight=2"),
+        ("zbv", [[0], [1]], 4, 0, "stages=2 for ranks=2; take stages=4"),
+        ("zbv", LOOP, 4, 0, r"\[0, 3\] on rank 0, found stages \[0, 2\]"),
+        ("dualpipev", VEE, -1, 0, "micro_batches=-1"),
+        ("dualpipev", VEE, 8, 1, "extra_in_flight=1"),
+        ("dualpipev", [[0, 1, 2], [3, 4, 5]], 8, 0, "stages=6 for ranks=2; take stages=4"),
+        ("dualpipev", [[1, 2], [0, 3]], 8, 0, r"\[0, 3\] on rank 0, found stages \[1, 2\]"),
+        ("dualpipev", [[0, 1], []], 8, 0, "stages=2 for ranks=2"),
         ("async_1f1b", [[0], [1]], 8, 1, "extra_in_flight=1"),
+        ("gpipe", [[0], [1]], 4, 1, "extra_in_flight=1.*1f1b"),
     ],
 )
-def test_what_a_schedule_cannot_run_is_refused_by_name(name, stages_of_rank, micro_batches, extra, sentence):
-    with pytest.raises(ScheduleError, match=sentence) as error:
+def test_what_a_schedule_cannot_run_is_refused(name, stages_of_rank, micro_batches, extra, subject):
+    with pytest.raises(ScheduleError, match=subject):
         SCHEDULES[name](stages_of_rank, micro_batches, extra_in_flight=extra)
-    assert "\n" not in str(error.value)
-
-
-def test_gpipe_refuses_extra_in_flight():
-    with pytest.raises(ScheduleError, match=r"extra_in_flight=1.*1f1b"):
-        gpipe([[0], [1]], 4, extra_in_flight=1)

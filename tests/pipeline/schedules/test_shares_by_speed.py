@@ -28,18 +28,13 @@ def test_literals(seconds, number, counts):
 
 
 @given(SECONDS, st.integers(1, 64))
-def test_all_micro_batches_are_dealt_and_nobody_who_is_faster_gets_less(seconds, number):
-    counts = by_speed(seconds, number)
+def test_all_are_dealt_nobody_who_is_faster_gets_less_and_nobody_is_far_from_what_is_due(seconds, number):
+    counts, total = by_speed(seconds, number), sum(1 / one for one in seconds)
     assert sum(counts) == number
     assert min(counts) >= (number >= len(seconds))
     for mine, ours in zip(seconds, counts, strict=True):
         for theirs, other in zip(seconds, counts, strict=True):
             assert mine > theirs or ours >= other - (mine == theirs)
-
-
-@given(SECONDS, st.integers(1, 64))
-def test_nobody_is_further_than_one_from_what_is_due(seconds, number):
-    counts, total = by_speed(seconds, number), sum(1 / one for one in seconds)
     due = [number / one / total for one in seconds]
     if min(due) >= 1:
         assert all(abs(count - one) < 1 + 1e-9 for count, one in zip(counts, due, strict=True))

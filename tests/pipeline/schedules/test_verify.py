@@ -2,14 +2,14 @@ import itertools
 
 import pytest
 from executor import Channels, obeys
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from programs import laid, neighbours
 
 from penstock.compression.errors import ScheduleError
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.pipeline.schedules.gpipe import gpipe
-from penstock.pipeline.schedules.instruction import parse, parse_program, show
+from penstock.pipeline.schedules.instruction import Op, parse, parse_program, show
 from penstock.pipeline.schedules.one_f_one_b import one_f_one_b
 from penstock.pipeline.schedules.verify import smallest_window, verify
 
@@ -49,43 +49,27 @@ def is_legal(order, programs, num_micro_batches, edges):
     return True
 
 
-@pytest.mark.parametrize("num_stages", range(1, 7))
-@pytest.mark.parametrize(("name", "extra"), UNITS)
-def test_every_schedule_is_legal_between_neighbours(name, extra, num_stages):
-    for stages_of_rank in units(num_stages):
-        for num_micro_batches in (1, 2, 3, 5, 9):
-            programs = SCHEDULES[name](stages_of_rank, num_micro_batches, extra_in_flight=extra)
-            edges, asynchronous = neighbours(num_stages), name == "async_1f1b"
-            order = verify(
-                programs, num_micro_batches=num_micro_batches, edges=edges, asynchronous=asynchronous
-            )
-            assert is_legal(order, programs, num_micro_batches, edges)
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     st.integers(1, 6).flatmap(lambda num: st.sampled_from(list(units(num)))),
-    st.sampled_from(UNITS),
     st.integers(1, 9),
 )
-def test_every_schedule_is_legal_with_skips_and_the_window_they_need(
-    stages_of_rank, schedule, num_micro_batches
-):
-    edges = with_skips(1 + stages_of_rank[-1][-1])
-    programs = SCHEDULES[schedule[0]](stages_of_rank, num_micro_batches, extra_in_flight=schedule[1])
-    given = {
-        "num_micro_batches": num_micro_batches,
-        "edges": edges,
-        "asynchronous": schedule[0] == "async_1f1b",
-    }
-    window = smallest_window(programs, **given)
-    order = verify(programs, window=window, **given)
-    assert is_legal(order, programs, num_micro_batches, edges)
-    if schedule[1] == 0 and all(len(stages) == 1 for stages in stages_of_rank):
-        assert window == 2  # one stage a rank and nothing extra in flight: two suffice over these skips
+def test_every_schedule_is_legal_and_with_skips_in_the_window_they_need(stages_of_rank, number):
+    num_stages = 1 + stages_of_rank[-1][-1]
+    for name, extra in UNITS:
+        programs = SCHEDULES[name](stages_of_rank, number, extra_in_flight=extra)
+        given = {"num_micro_batches": number, "asynchronous": name == "async_1f1b"}
+        edges = neighbours(num_stages)
+        assert is_legal(verify(programs, edges=edges, **given), programs, number, edges)
+        edges = with_skips(num_stages)
+        window = smallest_window(programs, edges=edges, **given)
+        assert is_legal(verify(programs, edges=edges, window=window, **given), programs, number, edges)
+        if extra == 0 and all(len(stages) == 1 for stages in stages_of_rank):
+            assert window == 2  # one stage a rank and nothing extra in flight: two suffice over these skips
 
 
-@pytest.mark.parametrize("num_ranks", range(1, 9))
+@pytest.mark.parametrize(
+    "num_ranks", [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 9))]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_runs_on_any_number_of_ranks(name, num_ranks):
     asynchronous = name == "async_1f1b"
@@ -103,20 +87,12 @@ def test_every_schedule_runs_on_any_number_of_ranks(name, num_ranks):
             smallest_window(programs, edges=skips, **given)
 
 
-def test_the_order_is_one_that_a_single_process_can_run():
-    programs = one_f_one_b([[0], [1]], 3)
-    order = verify(programs, num_micro_batches=3, edges=[(0, 1)])
-    assert show(order) == "0F0 1F0 0F1 1B0 0B0 1F1 0F2 1B1 0B1 1F2 1B2 0B2"
-
-
 def test_a_skip_over_three_ranks_needs_a_window_of_its_own():
     stages = [[0], [1], [2], [3]]
     assert smallest_window(one_f_one_b(stages, 9), num_micro_batches=9, edges=with_skips(4)) == 2
     eager = one_f_one_b(stages, 9, extra_in_flight=1)
     assert smallest_window(eager, num_micro_batches=9, edges=with_skips(4)) == 3
-    with pytest.raises(
-        ScheduleError, match="with 2 receives posted ahead: rank 0 cannot send what 0F5 made before rank 3"
-    ):
+    with pytest.raises(ScheduleError, match=r"2 receives .* rank 0 cannot send what 0F5 made before rank 3"):
         verify(eager, num_micro_batches=9, edges=with_skips(4))
 
 
@@ -129,12 +105,24 @@ def test_no_window_helps_a_circle():
         smallest_window(programs, num_micro_batches=2, edges=[(0, 1)])
 
 
-def test_halves_meet_whole_backwards_on_other_stages():
-    programs = [parse_program("0F0 0F1 0B0 0B1"), parse_program("1F0 1I0 1F1 1I1 1W0 1W1")]
-    order = verify(programs, num_micro_batches=2, edges=[(0, 1)])
-    assert show(order) == "0F0 1F0 0F1 1I0 0B0 1F1 1I1 0B1 1W0 1W1"
-    programs = [parse_program("0F0 0F1 0I0 0W0 0B1"), parse_program("1F0 1B0 1F1 1I1 1W1")]
-    assert is_legal(verify(programs, num_micro_batches=2, edges=[(0, 1)]), programs, 2, [(0, 1)])
+@pytest.mark.parametrize(
+    ("lines", "order"),
+    [
+        (
+            ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"],
+            "0F0 1F0 0F1 1B0 0B0 1F1 0F2 1B1 0B1 1F2 1B2 0B2",
+        ),
+        (["0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1I1 1W0 1W1"], "0F0 1F0 0F1 1I0 0B0 1F1 1I1 0B1 1W0 1W1"),
+        (["0F0 0F1 0I0 0W0 0B1", "1F0 1B0 1F1 1I1 1W1"], None),  # halves and whole backwards meet
+        (["0F0 0F1 0B0 0B1 0U", "1F0 1B0 1F1 1B1 1U"], None),  # updates may end the step of their stage
+    ],
+)
+def test_the_order_is_one_that_a_single_process_can_run(lines, order):
+    programs = [parse_program(line) for line in lines]
+    number = sum(each.op is Op.F for each in programs[0])
+    found = verify(programs, num_micro_batches=number, edges=[(0, 1)])
+    assert order in (None, show(found))
+    assert is_legal(found, programs, number, [(0, 1)])
 
 
 def test_an_update_follows_every_backward_of_an_asynchronous_stage():
@@ -144,72 +132,56 @@ def test_an_update_follows_every_backward_of_an_asynchronous_stage():
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "subject"),
     [
-        ("0F0 0B0 0F1 0B1 0U", "right after each backward, and only there, found 0F1 after 0B0 on rank 0"),
-        ("0F0 0B0 0U 0F1 0B1", "found nothing after 0B1 on rank 0"),
-        ("0F0 0F1 0B0 0U 0U 0B1", "found 0U after 0U on rank 0"),
-        ("0F0 0B0 0F1 0U 0B1 0U", "found 0F1 after 0B0 on rank 0"),
-        ("0U 0F0 0B0 0U 0F1 0B1 0U", "found 0U after nothing on rank 0"),
-        ("0F0 0I0 0U 0F1 0W0 0U 0B1 0U", "found 0U after 0I0 on rank 0"),
+        ("0F0 0B0 0F1 0B1 0U", "right after each backward, .* 0F1 after 0B0 on rank 0"),
+        ("0F0 0B0 0U 0F1 0B1", "nothing after 0B1"),
+        ("0F0 0F1 0B0 0U 0U 0B1", "0U after 0U"),
+        ("0F0 0B0 0F1 0U 0B1 0U", "0F1 after 0B0"),
+        ("0U 0F0 0B0 0U 0F1 0B1 0U", "0U after nothing"),
+        ("0F0 0I0 0U 0F1 0W0 0U 0B1 0U", "0U after 0I0"),
         ("0F0 0F0 0B0 0U 0F1 0B1 0U", "once a step, found 0F0 2 times"),
     ],
 )
-def test_a_misplaced_update_of_an_asynchronous_stage_is_refused(text, sentence):
-    with pytest.raises(ScheduleError, match=sentence):
+def test_a_misplaced_update_of_an_asynchronous_stage_is_refused(text, subject):
+    with pytest.raises(ScheduleError, match=subject):
         verify([parse_program(text)], num_micro_batches=2, edges=[], asynchronous=True)
 
 
-def test_updates_may_end_the_step_of_their_stage():
-    programs = [parse_program("0F0 1F0 1B0 1U 0B0 0U"), parse_program("2F0 2B0 2U")]
-    assert parse("1U") in verify(programs, num_micro_batches=1, edges=neighbours(3))
-
-
 @pytest.mark.parametrize(
-    ("written", "sentence"),
+    ("written", "subject"),
     [
         (["0F0 0F1 0B1 0B0", "1F0 1B0 1F1 1B1"], "ascending order .* found 0B0 after 0B1 on rank 0"),
-        (["0F1 0F0 0B0 0B1", "1F0 1B0 1F1 1B1"], "ascending order .* found 0F0 after 0F1 on rank 0"),
         (["0F0 0F1 0B0", "1F0 1B0 1F1 1B1"], "0B1 is missing on rank 0"),
         (["0F0 0F1 0B0 0B1", "1F0 1B0 1B1"], "1F1 is missing on rank 1"),
         (["0F0 0F1 0B0 0B1", "1F0 1B0 1B1 1F1"], "found 1B1 before 1F1 on rank 1"),
         (["0F0 0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], "once a step, found 0F0 2 times on rank 0"),
-        (["0F0 0F1 0B0 0B1 0B1", "1F0 1B0 1F1 1B1"], "once a step, found 0B1 2 times on rank 0"),
         (["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1 0F2"], "found 0F0 on rank 0 and 0F2 on rank 1; give stage 0"),
-        (["0F0 0F1 0B0", "1F0 1B0 1F1 1B1 0B1"], "found 0F0 on rank 0 and 0B1 on rank 1; give stage 0"),
         (["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"], "rank 0 needs 1B0 for 0B0; rank 1 needs 0F1 for 1F1"),
         (["0F0 0F1 0B0 0B1 0F2", "1F0 1B0 1F1 1B1"], "are 0 to 1, found 0F2 on rank 0"),
         (["0F0 0F1 0B0 0B1", ""], "1F0 is missing on all 2"),
         (["0F0 0F1 0B0 0U 0B1", "1F0 1B0 1F1 1B1"], "found 0U before 0B1 on rank 0"),
         (["0F0 0F1 0B0 0B1 0U 0U", "1F0 1B0 1F1 1B1"], "found 0U 2 times on rank 0"),
-        (["0U 0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], "found 0U before 0B1 on rank 0"),
         (["0F0 0F1 0B0 0B1 0I1", "1F0 1B0 1F1 1B1"], "is used once, .* found 0B1 and 0I1 on rank 0; drop"),
         (["0F0 0F1 0B0 0B1 0W1", "1F0 1B0 1F1 1B1"], "is used once, .* found 0B1 and 0W1 on rank 0; drop"),
-        (["0F0 0F1 0B0 0I1 0W1 0W1", "1F0 1B0 1F1 1B1"], "once a step, found 0W1 2 times on rank 0"),
         (["0F0 0F1 0B0 0I1", "1F0 1B0 1F1 1B1"], "0W1 is missing on rank 0"),
         (["0F0 0F1 0B0 0W1", "1F0 1B0 1F1 1B1"], "0I1 is missing on rank 0"),
         (["0F0 0F1 0B0 0W1 0I1", "1F0 1B0 1F1 1B1"], "W needs its I first, found 0W1 before 0I1 on rank 0"),
         (["0F0 0F1 0I0 0I1 0W1 0W0", "1F0 1B0 1F1 1B1"], "ascending .* found 0W0 after 0W1 on rank 0"),
         (["0F0 0F1 0I1 0W1 0I0 0W0", "1F0 1B0 1F1 1B1"], "ascending .* found 0I0 after 0I1 on rank 0"),
         (["0F0 0F1 0I0 0B1 0W0", "1F0 1B0 1F1 1B1"], "ascending .* found 0W0 after 0B1 on rank 0"),
-        (["0I0 0F0 0F1 0B1 0W0", "1F0 1B0 1F1 1B1"], "found 0W0 after 0B1 on rank 0"),
         (["0I0 0F0 0F1 0W0 0B1", "1F0 1B0 1F1 1B1"], "found 0I0 before 0F0 on rank 0"),
-        (
-            ["0F0 0I0 0F1 0I1 0W0 0W1", "1F0 1F1 1B0 1B1"],
-            "rank 0 needs 1B0 for 0I0; rank 1 needs 0F1 for 1F1",
-        ),
+        (["0F0 0I0 0F1 0I1 0W0 0W1", "1F0 1F1 1B0 1B1"], "needs 1B0 for 0I0; rank 1 needs 0F1 for 1F1"),
         (["0F0 0B0 0F1 0B1", "1F0 1F1 1I0 1W0 1B1"], "rank 0 needs 1I0 for 0B0; rank 1 needs 0F1 for 1F1"),
         (["0F0 0F1 0I0 0I1 0W0 0U 0W1", "1F0 1B0 1F1 1B1"], "found 0U before 0W1 on rank 0"),
         (["0F0 0F1 0B0 0B1 0U", "1F0 1B0 1U 1F1 1B1"], "found 1U before 1B1 on rank 1"),
     ],
 )
-def test_a_broken_program_is_refused_with_the_instruction(written, sentence):
-    with pytest.raises(ScheduleError, match=sentence) as error:
+def test_a_broken_program_is_refused_with_the_instruction(written, subject):
+    with pytest.raises(ScheduleError, match=subject):
         verify([parse_program(text) for text in written], num_micro_batches=2, edges=[(0, 1)])
-    assert "\n" not in str(error.value)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data(), st.integers(2, 4), st.integers(2, 5), st.integers(0, 1))
 def test_dropping_or_doubling_any_instruction_is_refused(data, num_stages, num_micro_batches, extra):
     programs = one_f_one_b([[stage] for stage in range(num_stages)], num_micro_batches, extra_in_flight=extra)
@@ -224,7 +196,6 @@ def test_dropping_or_doubling_any_instruction_is_refused(data, num_stages, num_m
         verify(programs, num_micro_batches=num_micro_batches, edges=neighbours(num_stages))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data(), st.integers(2, 4), st.integers(1, 4))
 def test_any_shuffle_is_refused_or_runs_in_a_legal_order(data, num_stages, num_micro_batches):
     edges = neighbours(num_stages)
@@ -240,13 +211,8 @@ def test_any_shuffle_is_refused_or_runs_in_a_legal_order(data, num_stages, num_m
 def accepted(programs, num_micro_batches, edges, *, window=2, asynchronous=False):
     """The verdict of ``verify``, whose every order is a legal one."""
     try:
-        order = verify(
-            programs,
-            num_micro_batches=num_micro_batches,
-            edges=edges,
-            window=window,
-            asynchronous=asynchronous,
-        )
+        given = {"num_micro_batches": num_micro_batches, "edges": edges, "asynchronous": asynchronous}
+        order = verify(programs, window=window, **given)
     except ScheduleError:
         return False
     return is_legal(order, programs, num_micro_batches, edges)
@@ -254,10 +220,8 @@ def accepted(programs, num_micro_batches, edges, *, window=2, asynchronous=False
 
 def may_run(programs, num_micro_batches, edges, *, window=2, asynchronous=False):
     """The verdict of the twin: the laws of order, and bounded channels."""
-    return (
-        obeys(programs, num_micro_batches, asynchronous=asynchronous)
-        and Channels(programs, edges, window).runs()
-    )
+    ordered = obeys(programs, num_micro_batches, asynchronous=asynchronous)
+    return ordered and Channels(programs, edges, window).runs()
 
 
 def orders(text):
@@ -290,10 +254,7 @@ def test_every_order_of_two_stages_gets_the_verdict_of_all_interleavings(window)
 
 def test_every_order_of_a_split_stage_gets_the_verdict_of_the_twin():
     verdicts = [
-        (
-            may_run(programs, 2, [(0, 1)]),
-            accepted(programs, 2, [(0, 1)]),
-        )
+        (may_run(programs, 2, [(0, 1)]), accepted(programs, 2, [(0, 1)]))
         for split in (0, 1)
         for order in orders(" ".join(f"{split}{word}" for word in "F0 F1 I0 I1 W0 W1".split()))
         for other in lawful(1 - split, 2)
@@ -316,7 +277,9 @@ def test_every_lawful_program_of_three_stages_gets_the_verdict_of_the_twin(num_m
     assert ran > 5
 
 
-@pytest.mark.parametrize("num_micro_batches", range(1, 5))
+@pytest.mark.parametrize(
+    "num_micro_batches", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_neighbouring_instructions_swapped_get_the_verdict_of_the_twin(name, num_micro_batches):
     verdicts = set()
@@ -326,10 +289,8 @@ def test_two_neighbouring_instructions_swapped_get_the_verdict_of_the_twin(name,
         programs = SCHEDULES[name](stages_of_rank, num_micro_batches)
         asynchronous = name == "async_1f1b"
         if not asynchronous:
-            programs = [
-                [*own, *(parse(f"{s}U") for s in stages)]
-                for own, stages in zip(programs, stages_of_rank, strict=True)
-            ]
+            updates = [[parse(f"{stage}U") for stage in stages] for stages in stages_of_rank]
+            programs = [[*own, *after] for own, after in zip(programs, updates, strict=True)]
         given = {"edges": edges, "asynchronous": asynchronous, "window": 2}
         assert accepted(programs, num_micro_batches, **given)
         assert may_run(programs, num_micro_batches, **given)
@@ -343,13 +304,10 @@ def test_two_neighbouring_instructions_swapped_get_the_verdict_of_the_twin(name,
     assert False in verdicts
 
 
-@pytest.mark.parametrize(
-    ("edges", "sentence"),
-    [([(1, 0)], "from stage 1 to stage 0"), ([(0, 0)], "from stage 0 to stage 0"), ([(0, 7)], "2F0")],
-)
-def test_an_edge_goes_to_a_later_stage_that_exists(edges, sentence):
-    with pytest.raises(ScheduleError, match=sentence):
-        verify(one_f_one_b([[0], [1]], 2), num_micro_batches=2, edges=edges)
+def test_an_edge_goes_to_a_later_stage_that_exists():
+    for edge, subject in ((1, 0), "stage 1 to stage 0"), ((0, 0), "stage 0 to stage 0"), ((0, 7), "2F0"):
+        with pytest.raises(ScheduleError, match=subject):
+            verify(one_f_one_b([[0], [1]], 2), num_micro_batches=2, edges=[edge])
 
 
 def test_an_instruction_sends_to_the_nearest_stage_first():

@@ -1,0 +1,72 @@
+"""Laws L3 and L9 of codecs without frames: the words come back, and damage stays within its memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from payloads import any_tensor, check_damage, check_lossless, packed, random_bits
+
+from penstock.compression.combined import Combined
+from penstock.compression.frame import sections
+from penstock.compression.kernels.cpu import build
+from penstock.compression.kernels.jit import host_isas
+from penstock.compression.lossy import LOSSY_CODECS
+from penstock.compression.narrow import Narrow
+from penstock.compression.raw import Codec
+from penstock.compression.registry import CODECS, codecs_on
+from penstock.compression.zero_value import ZeroValue
+
+NAMES = [*CODECS, "zero_value+narrow"]
+HEAD_BYTES = 64
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex.* support is experimental")
+
+
+def codecs(isa: str) -> dict[str, Codec]:
+    zero_value = ZeroValue(build(isa))
+    both = Combined(zero_value, Narrow(isa))  # in no frame, but as any other combination
+    return codecs_on(isa, zero_value) | {both.name: both}
+
+
+ON = {isa: codecs(isa) for isa in host_isas()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@any_tensor
+def test_words_come_back(name: str, dtypes: list[torch.dtype], size: int, density: float, seed: int) -> None:
+    for dtype in dtypes:
+        tensor = random_bits(dtype, size, density=density, seed=seed)
+        found = {check_lossless(on[name], on, tensor) for on in ON.values()}
+        assert len(found) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_instruction_sets_write_the_same_bytes(name: str) -> None:
+    floats = torch.randn(100_000).relu()
+    for tensor in (floats, floats.half(), floats.bfloat16(), floats.int(), floats.long() * 9 - 7, floats > 1):
+        payload, *others = (packed(on[name], tensor)[1] for on in ON.values())
+        assert all(torch.equal(payload, other) for other in others)
+
+
+@pytest.mark.parametrize("isa", ON)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("raw", "exponent")])
+def test_damage_stays_within_its_memory(name: str, isa: str) -> None:
+    """That of the exponent codec, whose payload has no head, is in ``test_exponent``."""
+    heads = dict.fromkeys(("narrow", "byte_plane"), HEAD_BYTES) | {"zero_value+lz4": HEAD_BYTES + 64}
+    codec, first, dtypes = ON[isa][name], heads.get(name, sections(9000).values), []
+    for dtype in (torch.uint8, torch.bool, torch.uint16, torch.bfloat16, torch.float32, torch.int64):
+        tensor = (torch.arange(9000) % 90 * (torch.arange(9000) // 700 % 2)).to(dtype)
+        if packed(codec, tensor)[0].codec == name:
+            assert check_damage(codec, tensor, trials=120, first=first) > 50
+            dtypes.append(dtype)
+    assert len(dtypes) > 1
+
+
+@pytest.mark.parametrize("name", LOSSY_CODECS)
+def test_damage_of_lossy_words_stays_within_its_memory(name: str) -> None:
+    words = torch.randn(9 * 1024 + 5, generator=torch.Generator().manual_seed(0))
+    words[2000] = math.inf
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        if packed(LOSSY_CODECS[name], words.to(dtype))[0].codec == name:
+            assert check_damage(LOSSY_CODECS[name], words.to(dtype), trials=200, first=40) > 40
