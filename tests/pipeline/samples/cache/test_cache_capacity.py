@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from kept import ALONE, Kept
+from kept import Kept
 
 from penstock.pipeline.samples.cache.gain import Gain
 from penstock.pipeline.samples.cache.next_use import NextUse
@@ -16,9 +17,16 @@ from penstock.pipeline.samples.cache.policies import POLICIES
 from penstock.pipeline.samples.cache.policy import Job, Times
 from penstock.scripts.bench.cache_sides import CONTESTANTS
 
+DEFAULT = ("next_use", "gain", "lru")
 NUM = 6
 DO = ("join", "measured", "leave", "begin", "last", "step", "step", "step", "step", "wild", "drop", "half")
 DOINGS = st.lists(st.tuples(st.sampled_from(DO), st.integers(0, 3), st.integers(0, 40)), max_size=80)
+
+
+def each(names: Iterable[str]) -> pytest.MarkDecorator:
+    """One test for each policy; slow: variants of them, and what they are compared with."""
+    marks = [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize("name", marks)
 
 
 class Jobs:
@@ -77,9 +85,8 @@ class Jobs:
             self.answers.append(self.kept.offer(name, index, num_bytes - 2, self.now))  # sizes may lie
 
 
-@pytest.mark.parametrize("name", CONTESTANTS)
+@each(CONTESTANTS)
 @given(doings=DOINGS, capacity=st.integers(0, 90), seed=st.integers(0, 9))
-@settings(max_examples=150, deadline=None, derandomize=True)
 def test_never_more_than_the_capacity(
     name: str, doings: list[tuple[str, int, int]], capacity: int, seed: int
 ):
@@ -102,9 +109,8 @@ def test_never_more_than_the_capacity(
     assert jobs.kept.there == {}
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@each(POLICIES)
 @given(doings=DOINGS, seed=st.integers(0, 9))
-@settings(max_examples=20, deadline=None, derandomize=True)
 def test_a_policy_repeats_its_answers(name: str, doings: list[tuple[str, int, int]], seed: int):
     said = []
     for _ in range(2):
@@ -123,7 +129,3 @@ def test_never_more_than_the_capacity_in_a_long_run(name: str):
         jobs = Jobs(Kept(CONTESTANTS[name](capacity)), drawn)
         for _ in range(20_000):
             jobs.do(drawn.choice(DO), drawn.randrange(4), drawn.randrange(41))
-
-
-def test_the_times_that_tests_tell_leave_all_of_a_batch_to_be_wanted():
-    assert ALONE.batch_io - ALONE.hidden == 2 * ALONE.sample_io

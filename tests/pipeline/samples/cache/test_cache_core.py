@@ -54,12 +54,6 @@ def test_what_was_put_is_found_and_leased_until_something_else_is_said():
     assert found.leases == 0
 
 
-def test_the_policy_counts_whole_pages():
-    core = core_of()
-    store(core, begun(core, hello(num_samples=8)), 3, 25)
-    assert core.policy.calls[-1] == ("offer", "run:1:a", 3, 30)
-
-
 def test_connections_of_a_run_are_one_reader():
     core = core_of()
     one, two = begun(core, hello(num_samples=8)), begun(core, hello(num_samples=8))
@@ -73,50 +67,45 @@ def test_connections_of_a_run_are_one_reader():
     assert core.status(0.0)["jobs"][0]["uses"] == 1
 
 
-def test_a_run_leaves_with_its_last_connection():
+def test_a_run_leaves_with_its_last_connection_and_a_half_sample_with_its_writer():
     core = core_of()
     one, two = begun(core, hello(num_samples=8)), begun(core, hello(num_samples=8))
     store(core, one, 3)
+    core.use(one, 0, [0], 0.0)
+    core.offer(one, 0, [(0, 20, b"")], 0.0)
+    core.wrote(one, 15)
     core.leave(one, 0.0)
-    assert calls(core, "leave") == []
+    assert core.policy.calls[-1] == ("drop", ("data:d", 0))
     core.leave(two, 0.0)
     assert core.policy.calls[-1] == ("leave", "run:1:a")
     assert core.ledger.entries == {}
     assert core.ledger.pages.num_free == 10
 
 
-def test_runs_of_one_name_are_two():
-    core = core_of()
-    begun(core, hello(num_samples=8))
-    begun(core, hello(run="2", num_samples=8))
-    assert [job["run"] for job in core.status(0.0)["jobs"]] == ["1", "2"]
-
-
-def test_runs_that_read_one_data_set_share_its_samples():
+def test_runs_share_samples_by_the_name_of_their_data_alone():
     core = core_of()
     one, two = begun(core, hello("a", num_samples=8)), begun(core, hello("b", num_samples=8))
+    begun(core, hello("a", run="2", num_samples=8))
+    assert [(job["job"], job["run"]) for job in core.status(0.0)["jobs"]] == [
+        ("a", "1"),
+        ("b", "1"),
+        ("a", "2"),
+    ]
     store(core, one, 3)
     assert core.use(two, 0, [3], 0.0)[0] is not None
     assert core.offer(two, 0, [(3, 10, b"")], 0.0) == [None]
+    called_as_data = begun(core, hello("d", data="c", num_samples=8))
+    assert core.use(called_as_data, 0, [3], 0.0) == [None]
+    store(core, begun(core, hello("e", data="a", num_samples=8)), 4)
+    assert core.use(one, 0, [4], 0.0) == [None]
 
 
-def test_a_run_that_is_called_as_the_data_of_another_shares_nothing():
-    core = core_of()
-    store(core, begun(core, hello("a", data="b", num_samples=8)), 3)
-    assert core.use(begun(core, hello("b", data="c", num_samples=8)), 0, [3], 0.0) == [None]
-
-
-@pytest.mark.parametrize("changed", [{"num_samples": 9}, {"data": "e"}, {"epochs": 7}])
-def test_connections_of_a_run_that_differ_are_refused(changed):
+def test_connections_that_contradict_each_other_are_refused():
     core = core_of()
     begun(core, hello(num_samples=8))
-    with pytest.raises(NotWelcome, match="job a has connections that differ"):
-        core.join(replace(hello(num_samples=8), **changed), 0.0)
-
-
-def test_one_data_set_has_one_number_of_samples():
-    core = core_of()
-    begun(core, hello(num_samples=8))
+    for changed in ({"num_samples": 9}, {"data": "e"}, {"epochs": 7}):
+        with pytest.raises(NotWelcome, match="job a has connections that differ"):
+            core.join(replace(hello(num_samples=8), **changed), 0.0)
     with pytest.raises(NotWelcome, match="data d has 8 samples for job a and 9 for job b"):
         core.join(hello("b", num_samples=9), 0.0)
 
@@ -163,18 +152,6 @@ def test_a_half_written_sample_is_not_found_and_its_pages_are_free_when_it_is_gi
     assert list(core.ledger.entries) == [("data:d", 1)]
 
 
-def test_who_leaves_in_the_middle_of_a_put_leaves_nothing():
-    core = core_of()
-    one = begun(core, hello("a", num_samples=8))
-    begun(core, hello("b", num_samples=8))
-    core.use(one, 0, [0], 0.0)
-    core.offer(one, 0, [(0, 20, b"")], 0.0)
-    core.wrote(one, 15)
-    core.leave(one, 0.0)
-    assert core.policy.calls[-2:] == [("drop", ("data:d", 0)), ("leave", "run:1:a")]
-    assert core.ledger.pages.num_free == 10
-
-
 def test_a_changed_sample_is_dropped_and_may_be_offered_anew():
     core = core_of()
     member = begun(core, hello(num_samples=8))
@@ -214,10 +191,12 @@ def test_samples_that_the_policy_cannot_expect_are_only_looked_for():
     assert calls(core, "use", "offer") == []
 
 
-def test_a_sample_larger_than_the_cache_is_not_asked_of_the_policy():
-    core = core_of(num_pages=2)
-    assert not store(core, begun(core, hello(num_samples=8)), 3, 21)
-    assert calls(core, "offer") == []
+def test_the_policy_is_asked_in_whole_pages_and_of_no_more_than_it_may_hold():
+    core = core_of(num_pages=3)
+    member = begun(core, hello(num_samples=8))
+    assert not store(core, member, 2, 31)
+    assert store(core, member, 3, 25)
+    assert [call for call in core.policy.calls if call[0] == "offer"] == [("offer", "run:1:a", 3, 30)]
 
 
 def test_times_and_epochs_reach_the_policy():
@@ -232,27 +211,24 @@ def test_times_and_epochs_reach_the_policy():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "lie",
-    [
-        lambda core, member: core.use(member, 0, [8], 0.0),
-        lambda core, member: core.use(member, 0, [1, 1], 0.0),
-        lambda core, member: core.offer(member, 0, [(8, 1, b"")], 0.0),
-        lambda core, member: core.drop(member, 8, b""),
-        lambda core, member: core.begin(member, 1, array("I", [8]), None, 0.0),
-        lambda core, member: core.begin(member, 1, array("I", [1, 1]), None, 0.0),
-        lambda core, member: core.begin(member, 1, array("I", [1]), array("I", [8]), 0.0),
-        lambda core, member: core.measured(member, replace(TIMES, epoch=-1.0), 0.0),
-        lambda core, member: core.measured(member, replace(TIMES, epoch=1e300), 0.0),
-    ],
-)
-def test_what_cannot_be_is_refused_before_the_policy_hears_it(lie):
+def test_what_cannot_be_is_refused_before_the_policy_hears_it():
     core = core_of()
     member = begun(core, hello(num_samples=8))
     heard = len(core.policy.calls)
-    with pytest.raises(TransportError):
-        lie(core, member)
-    assert len(core.policy.calls) == heard
+    for call, *said in (
+        (core.use, 0, [8], 0.0),
+        (core.use, 0, [1, 1], 0.0),
+        (core.offer, 0, [(8, 1, b"")], 0.0),
+        (core.drop, 8, b""),
+        (core.begin, 1, array("I", [8]), None, 0.0),
+        (core.begin, 1, array("I", [1, 1]), None, 0.0),
+        (core.begin, 1, array("I", [1]), array("I", [8]), 0.0),
+        (core.measured, replace(TIMES, epoch=-1.0), 0.0),
+        (core.measured, replace(TIMES, epoch=1e300), 0.0),
+    ):
+        with pytest.raises(TransportError):
+            call(member, *said)
+        assert len(core.policy.calls) == heard, said
 
 
 def test_the_predicted_end_is_that_of_what_is_left_at_the_pace_that_was_seen():
