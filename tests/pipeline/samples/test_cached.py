@@ -147,10 +147,28 @@ def test_a_broker_that_is_killed_costs_no_byte(path):
     assert len(told["notes"]) == 1
 
 
+class Drawn(Drawing):
+    """(x, y), of which every third one draws."""
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        return sample["x"], sample["y"]
+
+
+class Nothing(Drawing):
+    """Draws, and then has no sample, as those do whose collate function leaves such out."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(1) if index % 2 else [torch.rand(1), None][1]
+
+
 def test_a_sample_that_draws_is_never_kept_and_the_others_are(path):
     plain, _ = batches(Drawn())
     with broker_thread(path, policy("lru", 1000 * PAGE)):
         found, told = batches(Drawn(), path)
+        data = penstock.cached(Nothing(), job="a", decoded=True, socket=path, shuffle=False)
+        for _ in range(2):  # nothing is a sample, too
+            assert [sample is None for sample in data.__getitems__(list(data.sampler))] == [True, False] * 30
     assert alike(found, plain)
     drawing = sum(index % 3 == 0 for index in range(NUMBER))
     assert told["cache"]["hits"] >= (EPOCHS - 1) * (NUMBER - drawing - BATCH)
@@ -187,12 +205,6 @@ def test_a_sample_that_draws_from_a_generator_of_its_own_is_not_kept(path, kind)
             assert [data[index] for index in data.sampler] == [plain[index] for index in data.order(epoch)]
         assert data.through.counts.hits == 0
         data.through.cache.close()
-
-
-class Drawn(Drawing):
-    def __getitem__(self, index: int) -> Any:
-        sample = super().__getitem__(index)
-        return sample["x"], sample["y"]
 
 
 class Written(Dataset[Any]):
@@ -252,31 +264,13 @@ def test_a_file_that_changes_is_read_anew(path, tmp_path):
 def test_files_that_are_read_otherwise_are_other_samples(path, tmp_path):
     for index in range(4):
         (tmp_path / f"{index}.bin").write_bytes(bytes([index, 200]))
+    jobs = []  # what a job had admitted leaves with it, so all stay
     with broker_thread(path, policy("lru", 100 * PAGE)):
-        hits = {}
-        for job, dataset in enumerate((Written(tmp_path), Backwards(tmp_path), Written(tmp_path))):
-            for name, one in (("whole", dataset), ("part", Subset(dataset, [0, 1, 2, 3]))):
-                data = penstock.cached(one, job=f"{name}{job}", socket=path, shuffle=False)
-                assert data.__getitems__(list(data.sampler)) == [dataset[index] for index in range(4)]
-                hits[name, job] = data.through.counts.hits
-        assert [hits["whole", job] for job in range(3)] == [0, 0, 4]
-
-
-class Nothing(Dataset[Any]):
-    """Draws, and then has no sample, as those do whose collate function leaves such out."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.rand(1) if index % 2 else [torch.rand(1), None][1]
-
-
-def test_a_sample_that_is_none_is_a_sample(path):
-    with broker_thread(path, policy("lru", 100 * PAGE)):
-        data = penstock.cached(Nothing(), job="a", decoded=True, socket=path, shuffle=False)
-        for _ in range(2):
-            assert [sample is None for sample in data.__getitems__(list(data.sampler))] == [True, False] * 2
+        for dataset in (Written(tmp_path), Backwards(tmp_path), Written(tmp_path)):
+            for one in (dataset, Subset(dataset, [0, 1, 2, 3])):
+                jobs.append(penstock.cached(one, job=str(len(jobs)), socket=path, shuffle=False))
+                assert jobs[-1].__getitems__(list(jobs[-1].sampler)) == [dataset[index] for index in range(4)]
+    assert [data.through.counts.hits for data in jobs[::2]] == [0, 0, 4]
 
 
 def images(root: Path) -> str:
@@ -340,7 +334,7 @@ def test_without_a_broker_it_warns_once_and_goes_on(path):
     assert len(warned) == 1
 
 
-def test_what_cannot_be_cached_says_why(path):
+def test_what_cannot_be_cached_says_why():
     class Stream(IterableDataset[Any]):
         def __len__(self) -> int:
             return 1
@@ -348,16 +342,19 @@ def test_what_cannot_be_cached_says_why(path):
         def __iter__(self) -> Any:
             return iter(())
 
-    for decoded in (False, True):
-        with pytest.raises(ConfigError, match="for samples with a number, found a Stream"):
-            penstock.cached(Stream(), job="a", decoded=decoded)
-    with pytest.raises(ConfigError, match=r"a Drawing has no read\(index\).*decoded=True"):
-        penstock.cached(Drawing(), job="a")
-    for job, batch_size, epochs in (("", 1, 1), ("x" * 5000, 1, 1), ("a", 0, 1), ("a", 1, 0)):
-        with pytest.raises(ConfigError, match=r"a name of 1 to 200|must be a whole number of at least 1"):
-            penstock.cached(Readable(), job=job, batch_size=batch_size, epochs=epochs)
-    with pytest.raises(ConfigError, match="without samples"):
-        penstock.cached(Subset(Readable(), []), job="a")
+    named: Any = {"job": "a"}
+    for dataset, options, why in (
+        (Stream(), named, "for samples with a number, found a Stream"),
+        (Stream(), named | {"decoded": True}, "for samples with a number, found a Stream"),
+        (Drawing(), named, r"a Drawing has no read\(index\).*decoded=True"),
+        (Readable(), {"job": ""}, "a name of 1 to 200"),
+        (Readable(), {"job": "x" * 5000}, "a name of 1 to 200"),
+        (Readable(), named | {"batch_size": 0}, "batch_size=0 must be a whole number"),
+        (Readable(), named | {"epochs": 0}, "epochs=0 must be a whole number"),
+        (Subset(Readable(), []), named, "without samples"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            penstock.cached(dataset, **options)
 
 
 class Negated(Readable):

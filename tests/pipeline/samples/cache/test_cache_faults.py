@@ -327,7 +327,7 @@ def test_a_lying_socket_is_not_believed(path, answer, why):
 
         def lie():
             connection, _ = listener.accept()
-            with connection:
+            with connection, contextlib.suppress(ConnectionResetError):
                 connection.sendall(answer)
                 while connection.recv(1 << 16):
                     pass
