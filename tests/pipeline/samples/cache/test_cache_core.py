@@ -1,4 +1,6 @@
-"""What the broker decides, without sockets: who is told what, and who reads and writes which pages."""
+"""What the broker decides, without sockets: what a policy is asked and told, and who is refused.
+
+That bytes, pages and leases are always right is the law of ``test_cache_interleavings.py``."""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from small_policies import Lru
 from penstock.compression.errors import TransportError
 from penstock.pipeline.samples.cache.core import Core, NotWelcome
 from penstock.pipeline.samples.cache.pages import Pages
-from penstock.pipeline.samples.cache.policy import Found, Job, Times
+from penstock.pipeline.samples.cache.policy import Job, Times
 
 TIMES = Times(epoch=9.0, batch_io=0.4, sample_io=0.1, augmentation=0.1, training=0.2, hidden=0.3)
 
 
-def core_of(num_pages=10, policy=Lru) -> Any:
-    return Core(policy(num_pages * 10), Pages(num_pages, 10))
+def core_of(num_pages=10) -> Any:
+    return Core(Lru(num_pages * 10), Pages(num_pages, 10))
 
 
 def begun(core, said, epoch=0, order: Sequence[int] = range(8), following=None):
@@ -40,18 +42,6 @@ def store(core, member, index, num_bytes=10, *, epoch=0):
 
 def calls(core, *kinds):
     return [call[0::2] for call in core.policy.calls if call[0] in kinds]
-
-
-def test_what_was_put_is_found_and_leased_until_something_else_is_said():
-    core = core_of()
-    member = begun(core, hello(num_samples=8))
-    assert store(core, member, 3, 25)
-    core.begin(member, 1, array("I", range(8)), None, 0.0)
-    found, nothing = core.use(member, 1, [3, 4], 0.0)
-    assert nothing is None
-    assert (found.num_bytes, list(found.pages), found.leases) == (25, [0, 1, 2], 1)
-    core.use(member, 1, [5], 0.0)
-    assert found.leases == 0
 
 
 def test_connections_of_a_run_are_one_reader():
@@ -110,24 +100,6 @@ def test_connections_that_contradict_each_other_are_refused():
         core.join(hello("b", num_samples=9), 0.0)
 
 
-def test_pages_that_somebody_reads_stay_though_the_policy_gave_them_up():
-    core = core_of(num_pages=2)
-    one, two = begun(core, hello("a", num_samples=8)), begun(core, hello("b", num_samples=8))
-    store(core, one, 0)
-    store(core, one, 1)
-    (leased,) = core.use(two, 0, [0], 0.0)
-    core.use(one, 0, [2, 3], 0.0)
-    first, second = core.offer(one, 0, [(2, 10, b""), (3, 10, b"")], 0.0)  # 1 makes room, and then 0
-    assert list(first.pages) == [1]
-    assert second is None
-    assert core.policy.calls[-1] == ("drop", ("data:d", 3))
-    assert core.status(0.0)["crowded"] == 1
-    assert list(leased.pages) == [0]
-    core.release(two)
-    assert core.ledger.pages.num_free == 1
-    assert core.ledger.given_up == set()
-
-
 def test_what_makes_room_for_another_sample_of_the_same_offer_is_not_accepted():
     core = core_of(num_pages=2)
     member = begun(core, hello(num_samples=8))
@@ -136,20 +108,6 @@ def test_what_makes_room_for_another_sample_of_the_same_offer_is_not_accepted():
     assert [stored is not None for stored in accepted] == [False, False, True]
     core.wrote(member, 20)
     assert list(core.ledger.entries) == [("data:d", 2)]
-
-
-def test_a_half_written_sample_is_not_found_and_its_pages_are_free_when_it_is_given_up():
-    core = core_of(num_pages=2)
-    one, two = begun(core, hello("a", num_samples=8)), begun(core, hello("b", num_samples=8))
-    core.use(one, 0, [0], 0.0)
-    (stored,) = core.offer(one, 0, [(0, 20, b"")], 0.0)
-    core.wrote(one, 15)
-    assert core.use(two, 0, [0], 0.0) == [None]
-    assert core.offer(two, 0, [(0, 20, b"")], 0.0) == [None]  # it is on its way
-    assert store(core, two, 1, 20)  # which takes its pages
-    assert not stored.kept
-    core.wrote(one, 5)  # into nothing
-    assert list(core.ledger.entries) == [("data:d", 1)]
 
 
 def test_a_changed_sample_is_dropped_and_may_be_offered_anew():
@@ -163,23 +121,6 @@ def test_a_changed_sample_is_dropped_and_may_be_offered_anew():
     assert core.offer(member, 0, [(3, 10, b"new")], 0.0) != [None]
     core.wrote(member, 10)
     assert core.use(member, 0, [3], 0.0)[0].stamp == b"new"
-
-
-def test_what_a_use_gives_up_is_read_all_the_same():
-    class Once(Lru):
-        def use(self, name, index, now):
-            found = super().use(name, index, now)
-            return Found(found.entry, () if found.entry is None else self._evict([found.entry]))
-
-    core = core_of(policy=Once)
-    member = begun(core, hello(num_samples=8))
-    store(core, member, 3)
-    core.begin(member, 1, array("I", range(8)), None, 0.0)
-    (found,) = core.use(member, 1, [3], 0.0)
-    assert core.ledger.given_up == {found}
-    assert core.ledger.pages.num_free == 9
-    core.release(member)
-    assert core.ledger.pages.num_free == 10
 
 
 def test_samples_that_the_policy_cannot_expect_are_only_looked_for():
