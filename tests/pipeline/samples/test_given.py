@@ -288,9 +288,12 @@ def test_the_example_is_what_the_model_takes():
 
 
 @pytest.mark.usefixtures("own")
-@pytest.mark.parametrize("target", ["loaders", pytest.param("one", marks=pytest.mark.slow)])
-def test_what_people_have_trains_with_the_bits_of_the_plain_loop(target, capfd):
-    assert command.run(["train", *JOB.split(), f"data._target_=own.{target}", "hydra.run.dir=run"]) == 0
+@pytest.mark.parametrize(
+    ("target", "ranks"), [("loaders", 1), pytest.param("one", 2, marks=[pytest.mark.slow, pytest.mark.ranks])]
+)
+def test_what_people_have_trains_with_the_bits_of_the_plain_loop(target, ranks, capfd):
+    job = [*JOB.replace("ranks=1", f"ranks={ranks}").split(), f"data._target_=own.{target}"]
+    assert command.run(["train", *job, "hydra.run.dir=run"]) == 0
     out, error = capfd.readouterr()
     summary = json.loads(Path("run/summary.json").read_text())
     assert ("test_accuracy" in summary) == ("test accuracy" in out) == (target != "one")
@@ -311,15 +314,6 @@ def test_what_people_have_trains_with_the_bits_of_the_plain_loop(target, capfd):
     trained = load_file("run/model.safetensors")
     for name, weight in model.state_dict().items():
         assert same_bits(trained[name], weight), name
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-@pytest.mark.usefixtures("own")
-def test_a_data_set_without_a_test_trains_on_ranks():
-    job = JOB.replace("ranks=1", "ranks=2")
-    assert command.run(["train", *job.split(), "data._target_=own.one", "hydra.run.dir=run"]) == 0
-    assert "test_accuracy" not in json.loads(Path("run/summary.json").read_text())
 
 
 @pytest.mark.slow

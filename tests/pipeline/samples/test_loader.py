@@ -142,11 +142,6 @@ def test_samples_that_cannot_be_read_are_left_out_if_asked(workers):
     assert said[2].endswith("; others are only counted")
 
 
-def test_a_batch_of_which_nothing_is_left_ends_the_run():
-    with pytest.raises(ConfigError, match=r"(?m)\(3 more of its batch\), and .* mend or remove it$"):
-        taken(reading(Damaged(4, 5, 6, 7), skips=True, shuffled=()))
-
-
 def test_data_whose_first_samples_cannot_be_read_are_described_by_another_if_asked():
     options: Any = {"target": "my.data", "batch_size": None}
     with pytest.raises(ConfigError, match=r"train sample 0 .*data.skip_broken=true"):
@@ -156,18 +151,24 @@ def test_data_whose_first_samples_cannot_be_read_are_described_by_another_if_ask
         samples_of(Damaged(*range(NUMBER)), skips=True, **options)
 
 
-def test_a_batch_that_cannot_be_put_together_is_told_with_its_first_sample():
-    class Uneven(Damaged):
-        def __getitem__(self, index: int) -> Any:
-            return torch.ones(1 + index % 2), torch.tensor(index)
+class Uneven(Damaged):
+    """Whose samples make no batch."""
 
-    with pytest.raises(ConfigError, match=r"train sample 0 cannot be read: RuntimeError: stack expects"):
-        taken(reading(Uneven(), skips=True, shuffled=()))
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(1 + index % 2), torch.tensor(index)
 
 
-def test_a_process_that_is_killed_is_one_sentence():
-    with pytest.raises(TransportError, match=r"a process that loads samples was lost .*lower data.workers"):
-        taken(reading(Deadly(), shuffled=()), workers=1)
+@pytest.mark.parametrize(
+    ("table", "workers", "error", "subject"),
+    [
+        (Damaged(4, 5, 6, 7), 0, ConfigError, r"(?m)\(3 more of its batch\), and .* mend or remove it$"),
+        (Uneven(), 0, ConfigError, "train sample 0 cannot be read: RuntimeError: stack expects"),
+        (Deadly(), 1, TransportError, "a process that loads samples was lost .*lower data.workers"),
+    ],
+)
+def test_a_batch_of_which_nothing_can_be_had_ends_the_run(table, workers, error, subject):
+    with pytest.raises(error, match=subject):
+        taken(reading(table, skips=True, shuffled=()), workers=workers)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
