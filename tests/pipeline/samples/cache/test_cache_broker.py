@@ -170,9 +170,9 @@ def test_garbage_ends_its_connection_and_nothing_else(path, said, seed):
     assert all(line.startswith("a connection") for line in said)
 
 
-def test_who_stops_in_the_middle_of_a_message_blocks_nobody(path):
+def test_who_stops_in_the_middle_of_a_message_blocks_nobody_and_leaves_no_half_sample(path):
     free = state(path)["free_bytes"]
-    put = offered(5000, 6000) + pack_header(Kind.PUT, 11_000) + b"x" * 4500
+    put = offered(5000, 6000) + pack_header(Kind.PUT, 11_000) + b"x" * 6000
     stops = [raw(path, said) for said in (HELLO_SAID[:7], HELLO_SAID[:-3], BEGUN[:-1], put)]
     one = client(path, "c", data="e")
     one.begin(0, range(100), None)
@@ -182,7 +182,10 @@ def test_who_stops_in_the_middle_of_a_message_blocks_nobody(path):
     one.close()
     for connection in stops:
         connection.close()
-    within(SOON, lambda: state(path)["free_bytes"] == free)
+    within(SOON, lambda: state(path)["free_bytes"] == free - 2 * PAGE)
+    other = client(path, "b")
+    assert other.use([1, 2]) == [Hit(b"x" * 5000, b""), None]
+    other.close()
 
 
 def test_who_does_not_read_its_answers_is_not_heard_and_blocks_nobody(tmp_path):

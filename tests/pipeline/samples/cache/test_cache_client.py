@@ -66,25 +66,6 @@ def test_copies_stay_as_they_are_when_the_pages_are_written_anew(path):
         one.close()
 
 
-def test_a_run_says_an_order_once_and_its_workers_need_not(path):
-    policy = Lru(100 * PAGE)
-    with broker_thread(path, policy):
-        one = filled(path, [1])
-        worker = client(path)
-        assert worker.use([1], epoch=0)[0].payload == payload(1)
-        worker.use([2], epoch=0)
-        assert worker.store([2], [payload(2)], epoch=0) == 1
-        same = client(path)
-        same.begin(0, ORDER, ORDER)
-        same.measured(TIMES)
-        same.use([2])
-        assert [call[0] for call in policy.calls].count("begin") == 1
-        assert policy.jobs["run:1:a"].times == TIMES
-        for other in (one, worker, same):
-            other.close()
-        within(SOON, lambda: state(path)["jobs"] == [])
-
-
 def test_pages_that_there_are_not_are_no_sample(path):
     with broker_thread(path):
         one = filled(path, [1])
@@ -167,6 +148,7 @@ def test_a_broker_is_looked_for_once_a_second_and_found_when_it_comes(path):
         within(2, lambda: one.use([1]) == [None] and one.is_connected)
         assert one.store([1], [b"a"]) == 1
         assert [call[0] for call in policy.calls] == ["join", "join", "begin", "use", "offer"]
+        assert policy.jobs["run:1:a"].times == TIMES
         one.close()
 
 

@@ -20,7 +20,6 @@ from penstock.compression.errors import ConfigError
 from penstock.pipeline.samples.cache import place
 from penstock.pipeline.samples.cache.link import Hit, Link
 from penstock.pipeline.samples.cache.slab import Slab, Window, available
-from penstock.pipeline.samples.cache.wire import Wire
 
 ORDER = range(100)
 FORK = multiprocessing.get_context("fork")
@@ -114,32 +113,6 @@ def test_a_worker_that_is_killed_while_it_reads_gives_its_pages_back(path):
         within(SOON, lambda: state(path)["free_bytes"] == 3 * PAGE)
         assert one.use([2]) == [Hit(payload(2), b"")]
         assert fill(one, [4]) == 1
-        one.close()
-
-
-def test_a_worker_that_is_killed_in_the_middle_of_a_put_leaves_no_half_sample(path):
-    def worker(one, ready):
-        send = Wire.send
-
-        def half(wire, *data):
-            if len(data) > 1:  # a put: its header, and samples
-                send(wire, data[0], data[1], data[2][: PAGE + 100])
-                within(5, lambda: state(path)["free_bytes"] == 94 * PAGE)
-                ready.set()
-                signal.pause()
-            send(wire, *data)
-
-        one.use([1, 2])
-        setattr(Wire, "send", half)  # noqa: B010
-        one.store([1, 2], [payload(1), payload(2)])
-
-    with broker_process(path):
-        one = begun(path)
-        process = started(worker, one)
-        kill(process)
-        within(SOON, lambda: state(path)["free_bytes"] == 97 * PAGE)
-        assert one.use([1, 2]) == [Hit(payload(1), b""), None]
-        assert state(path)["entries"] == 1
         one.close()
 
 
