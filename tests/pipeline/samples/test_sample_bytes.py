@@ -80,7 +80,8 @@ class Odd(dict[str, int]):
     [
         object(), {1, 2}, Odd(a=1), {1: 2}, torch.nn.Parameter(torch.ones(1)),
         torch.ones(1).as_subclass(Mine), torch.ones(2).requires_grad_(), torch.ones(2, 2).to_sparse(),
-        torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2, device="meta"), np.array(["a"]),
+        torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2, device="meta"),
+        torch.arange(4.0).as_strided((2, 2), (1, 1)), np.array(["a"]),
         np.array([None]), np.ones((3, 3)).T[::2], np.ones(2, ">f4"), Image.new("P", (2, 2)),
         [torch.ones(1), object()], lambda: 1,
     ],
