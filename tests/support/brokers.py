@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
+import multiprocessing
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from small_policies import Lru
@@ -62,31 +59,23 @@ def broker_thread(path, policy=None, *, said=None):
 
 @contextlib.contextmanager
 def broker_process(path, capacity=100 * PAGE, page=PAGE):
-    """A broker in a process of its own; yields it."""
-    support = Path(__file__).parent
-    program = f"from brokers import serve; serve({str(path)!r}, {capacity}, {page})"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(support), *sys.path])},
-    )
-    assert process.stdout is not None
+    """A broker in a forked process of its own, to be stopped and killed; yields the process."""
+    fork = multiprocessing.get_context("fork")
+    listens = fork.Event()
+
+    def serve():
+        with serving(path, Lru(capacity), page_bytes=page, tell=Said()) as broker:
+            listens.set()
+            broker.run()
+
+    process: Any = fork.Process(target=serve, name="broker")
+    process.start()
     try:
-        assert process.stdout.readline() == "ready\n"
+        assert listens.wait(10), "the broker does not listen"
         yield process
     finally:
         process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def serve(path, capacity, page):
-    with serving(
-        Path(path), Lru(capacity), page_bytes=page, tell=lambda line: print(line, flush=True)
-    ) as broker:
-        print("ready", flush=True)
-        broker.run()
+        process.join()
 
 
 def state(path):

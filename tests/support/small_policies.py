@@ -144,15 +144,24 @@ class Watched:
     def use(self, name, index, now):
         self.calls.append(("use", name, index))
         found = self.policy.use(name, index, now)
-        assert found.entry is None or found.entry in self.entries
+        if found.entry is None:
+            assert found.freed == ()
+            assert (name, index) not in self.entries
+        else:
+            assert found.entry in self.entries
+            assert found.entry in self._places(name, index)
         self._gone(found.freed)
         return found
 
     def offer(self, name, index, num_bytes, now):
         self.calls.append(("offer", name, index, num_bytes))
         admitted = self.policy.offer(name, index, num_bytes, now)
+        assert admitted.entry not in admitted.freed
         self._gone(admitted.freed)
-        if admitted.entry is not None:
+        if admitted.entry is None:
+            assert admitted.freed == ()  # nobody leaves for nothing
+        else:
+            assert admitted.entry in self._places(name, index)
             self.entries.setdefault(admitted.entry, num_bytes)
         return admitted
 
@@ -160,6 +169,9 @@ class Watched:
         self.calls.append(("drop", entry))
         del self.entries[entry]
         self.policy.drop(entry)
+
+    def _places(self, name, index):
+        return (self.jobs[name].data, index), (name, index)
 
     def _gone(self, entries):
         for entry in entries:

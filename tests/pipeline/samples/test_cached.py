@@ -19,12 +19,11 @@ from PIL import Image
 from reference import same_bits
 from sharing import NUMBER, Drawing, Readable
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
-from torchvision import transforms
-from torchvision.datasets import ImageFolder
 
 import penstock
 from penstock import ConfigError
-from penstock.pipeline.samples.cache.policies import POLICIES, policy
+from penstock.pipeline.samples.cache.policies import policy
+from penstock.pipeline.samples.cached import CachedDataset, Through
 from penstock.pipeline.samples.given import samples_of
 from penstock.pipeline.samples.loader import Loader
 from penstock.pipeline.samples.reading import Place, Reading
@@ -42,23 +41,34 @@ def path(tmp_path):
     return tmp_path / "s" / "cache.sock"
 
 
-def batches(dataset: Any, path: Any = None, *, workers: int = 0, seed: int = 0, job: str = "a") -> Any:
-    """The batches of a run, and what its loader tells."""
-    table = samples_of(dataset, target="my.data", batch_size=None).train
+def through_cache(
+    dataset: Any, path: Path, *, job: str = "a", data: str = "", epochs: int = EPOCHS
+) -> Through:
+    counts: Any = {"num_samples": NUMBER, "batch_size": BATCH, "epochs": epochs}
+    return Sharing(job=job, socket=path, data=data).through(reads_of(dataset, decoded=True), **counts)
+
+
+def batches(
+    dataset: Any, path: Any = None, *, workers: int = 0, seed: int = 0, job: str = "a", at_tenth: Any = None
+) -> Any:
+    """The batches of a run, and what its loader tells; ``at_tenth``: is called ahead of the tenth batch."""
     through = {}
     if path is not None:
-        through["train"] = Sharing(job=job, socket=path).through(
-            reads_of(dataset, decoded=True), num_samples=NUMBER, batch_size=BATCH, epochs=EPOCHS
-        )
-        from penstock.pipeline.samples.cached import CachedDataset
-
-        table = samples_of(CachedDataset(dataset, through["train"]), target="my.data", batch_size=None).train
-    options = {"through": through, "epochs": EPOCHS, "used": NUMBER // BATCH * BATCH}
+        through["train"] = through_cache(dataset, path, job=job)
+        dataset = CachedDataset(dataset, through["train"])
+    table = samples_of(dataset, target="my.data", batch_size=None).train
+    options: Any = {"through": through, "epochs": EPOCHS, "used": NUMBER // BATCH * BATCH}
     reads = Reading(tables={"train": table}, batch_size=BATCH, seed=seed, **options)
-    counts = {"batches": NUMBER // BATCH, "batch_size": BATCH, "workers": workers}
-    loader = Loader(reads, PLACES, workers=workers, warm_up=WarmUp(**counts), tell=lambda _: None)
+    warm_up = WarmUp(batches=NUMBER // BATCH, batch_size=BATCH, workers=workers)
+    notes: list[str] = []
+    loader = Loader(reads, PLACES, workers=workers, warm_up=warm_up, tell=notes.append)
+    found = []
     try:
-        return [loader.take(place) for place in PLACES], loader.told
+        for number, place in enumerate(PLACES):
+            if number == 10 and at_tenth is not None:
+                at_tenth()
+            found.append(loader.take(place))
+        return found, loader.told | {"notes": notes}
     finally:
         loader.close()
 
@@ -93,8 +103,14 @@ class Pairs(Dataset[Any]):
         return self.decode(index, self.read(index))
 
 
-@pytest.mark.parametrize("name", list(POLICIES))
-@pytest.mark.parametrize("workers", [0, 2])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [("next_use", 0), ("next_use", 2), ("gain", 0), ("lru", 2)]
+    + [pytest.param(name, 2, marks=SLOW) for name in ("gain", "never_evict", "static_split")],
+)
 def test_order_and_bytes_are_those_without_a_cache(path, name, workers):
     plain, _ = batches(Pairs(Readable()))
     with broker_thread(path, policy(name, 30 * 2 * PAGE)):
@@ -102,19 +118,19 @@ def test_order_and_bytes_are_those_without_a_cache(path, name, workers):
     assert alike(found, plain)
     counts = told["cache"]
     assert counts["hits"] + counts["loads"] == len(PLACES) * BATCH
-    if name != "lru":
-        assert counts["hits"] > 0
-    assert told["cache"]["times"]["sample_io"] > 0
+    assert counts["hits"] > 0 or name == "lru"
+    assert counts["times"]["sample_io"] > 0
+    assert told["notes"] == []
 
 
-@pytest.mark.parametrize("name", ["next_use", "gain", "lru"])
+@pytest.mark.parametrize(
+    "name", ["next_use", pytest.param("gain", marks=SLOW), pytest.param("lru", marks=SLOW)]
+)
 def test_jobs_that_share_come_and_go_and_none_sees_another_byte(path, name):
     plain = {seed: batches(Pairs(Readable()), seed=seed)[0] for seed in (0, 1)}
     with broker_thread(path, policy(name, 20 * 2 * PAGE)):
         for seed in (0, 1, 0, 1):
-            first = Sharing(job="other", socket=path, data="same").through(
-                reads_of(Pairs(Readable()), decoded=False), num_samples=NUMBER, batch_size=BATCH, epochs=9
-            )
+            first = through_cache(Pairs(Readable()), path, job="other", data="same", epochs=9)
             first.begin(0, lambda epoch: list(range(NUMBER)), last=False)
             first.payloads(list(range(10 * seed, 30)))
             found, _ = batches(Pairs(Readable()), path, seed=seed, job=f"job {seed}")
@@ -122,27 +138,48 @@ def test_jobs_that_share_come_and_go_and_none_sees_another_byte(path, name):
             first.cache.close()
 
 
+@pytest.mark.slow
+def test_a_broker_that_is_killed_costs_no_byte(path):
+    plain, _ = batches(Pairs(Readable()))
+    with broker_process(path) as process:
+        found, told = batches(Pairs(Readable()), path, workers=2, at_tenth=process.kill)
+    assert alike(found, plain)
+    assert len(told["notes"]) == 1
+
+
+class Drawn(Drawing):
+    """(x, y), of which every third one draws."""
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        return sample["x"], sample["y"]
+
+
+class Nothing(Drawing):
+    """Draws, and then has no sample, as those do whose collate function leaves such out."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(1) if index % 2 else [torch.rand(1), None][1]
+
+
 def test_a_sample_that_draws_is_never_kept_and_the_others_are(path):
     plain, _ = batches(Drawn())
-    with broker_thread(path, policy("never_evict", 1000 * PAGE)):
+    with broker_thread(path, policy("lru", 1000 * PAGE)):
         found, told = batches(Drawn(), path)
+        data = penstock.cached(Nothing(), job="a", decoded=True, socket=path, shuffle=False)
+        for _ in range(2):  # nothing is a sample, too
+            assert [sample is None for sample in data.__getitems__(list(data.sampler))] == [True, False] * 30
     assert alike(found, plain)
     drawing = sum(index % 3 == 0 for index in range(NUMBER))
     assert told["cache"]["hits"] >= (EPOCHS - 1) * (NUMBER - drawing - BATCH)
     assert told["cache"]["loads"] >= EPOCHS * (drawing - BATCH)
 
 
-OWN: dict[str, Any] = {
-    "torch": lambda: torch.Generator().manual_seed(1),
-    "python": lambda: random.Random(1),
-    "numpy": lambda: np.random.default_rng(1),
-    "old numpy": lambda: np.random.RandomState(1),
-}
-DRAWS: dict[str, Any] = {
-    "torch": lambda own: float(torch.rand((), generator=own)),
-    "numpy": lambda own: float(own.random()),
-    "old numpy": lambda own: float(own.rand()),
-    "python": lambda own: own.random(),
+OWN: dict[str, tuple[Any, Any]] = {
+    "torch": (lambda: torch.Generator().manual_seed(1), lambda own: float(torch.rand((), generator=own))),
+    "python": (lambda: random.Random(1), lambda own: own.random()),
+    "numpy": (lambda: np.random.default_rng(1), lambda own: float(own.random())),
+    "old numpy": (lambda: np.random.RandomState(1), lambda own: float(own.rand())),
 }
 
 
@@ -150,19 +187,19 @@ class Noisy(Dataset[Any]):
     """Draws from a generator of its own, which hangs on what it calls."""
 
     def __init__(self, kind: str) -> None:
-        self.kind, self.transforms = kind, [{"noise": OWN[kind]()}]
+        self.kind, self.transforms = kind, [{"noise": OWN[kind][0]()}]
 
     def __len__(self) -> int:
         return NUMBER
 
     def __getitem__(self, index: int) -> Any:
-        return index + DRAWS[self.kind](self.transforms[0]["noise"]), index
+        return index + OWN[self.kind][1](self.transforms[0]["noise"]), index
 
 
 @pytest.mark.parametrize("kind", list(OWN))
 def test_a_sample_that_draws_from_a_generator_of_its_own_is_not_kept(path, kind):
     plain = Noisy(kind)
-    with broker_thread(path, policy("never_evict", 1000 * PAGE)):
+    with broker_thread(path, policy("lru", 1000 * PAGE)):
         data = penstock.cached(Noisy(kind), job="a", decoded=True, socket=path, epochs=2)
         for epoch in range(2):
             assert [data[index] for index in data.sampler] == [plain[index] for index in data.order(epoch)]
@@ -170,45 +207,8 @@ def test_a_sample_that_draws_from_a_generator_of_its_own_is_not_kept(path, kind)
         data.through.cache.close()
 
 
-class Drawn(Drawing):
-    def __getitem__(self, index: int) -> Any:
-        sample = super().__getitem__(index)
-        return sample["x"], sample["y"]
-
-
-def test_a_file_that_changes_is_read_anew(path, tmp_path):
-    class OnDisk(Dataset[Any]):
-        def __len__(self) -> int:
-            return 4
-
-        def path(self, index: int) -> str:
-            return str(tmp_path / f"{index}.bin")
-
-        def read(self, index: int) -> bytes:
-            return Path(self.path(index)).read_bytes()
-
-        def decode(self, index: int, data: bytes) -> Any:
-            return data
-
-    for index in range(4):
-        (tmp_path / f"{index}.bin").write_bytes(bytes([index]) * 50)
-    with broker_thread(path, policy("never_evict", 100 * PAGE)):
-        data = penstock.cached(OnDisk(), job="a", socket=path, shuffle=False)
-        assert [data[index] for index in iter(data.sampler)] == [bytes([index]) * 50 for index in range(4)]
-        assert data.through.counts.hits == 0
-        assert data.__getitems__(list(data.sampler))[2] == bytes([2]) * 50
-        assert data.through.counts.hits == 4
-        (tmp_path / "2.bin").write_bytes(b"anew" * 20)
-        assert data.__getitems__(list(data.sampler))[2] == b"anew" * 20
-        assert data.through.counts.hits == 7
-        os.utime(tmp_path / "1.bin", ns=(1, 1))  # as long as before, and another time
-        data.__getitems__(list(data.sampler))
-        assert data.through.counts.hits == 7 + 3
-        assert data.__getitems__(list(data.sampler))[2] == b"anew" * 20
-
-
 class Written(Dataset[Any]):
-    """Files of two bytes each, read as they are."""
+    """Files, read as they are."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -239,53 +239,57 @@ class Backwards(Written):
         return self.decode(index, self.read(index))
 
 
+def test_a_file_that_changes_is_read_anew(path, tmp_path):
+    for index in range(4):
+        (tmp_path / f"{index}.bin").write_bytes(bytes([index]) * 50)
+    with broker_thread(path, policy("lru", 100 * PAGE)):
+        data = penstock.cached(Written(tmp_path), job="a", socket=path, shuffle=False)
+
+        def epoch() -> tuple[list[bytes], int]:
+            """What an epoch reads, and the hits of it."""
+            before = data.through.counts.hits
+            return data.__getitems__(list(data.sampler)), data.through.counts.hits - before
+
+        files = [bytes([index]) * 50 for index in range(4)]
+        assert epoch() == (files, 0)
+        assert epoch() == (files, 4)
+        (tmp_path / "2.bin").write_bytes(b"anew" * 20)
+        files[2] = b"anew" * 20
+        assert epoch() == (files, 3)
+        os.utime(tmp_path / "1.bin", ns=(1, 1))  # as long as before, and another time
+        assert epoch() == (files, 3)
+        assert epoch() == (files, 4)
+
+
 def test_files_that_are_read_otherwise_are_other_samples(path, tmp_path):
     for index in range(4):
         (tmp_path / f"{index}.bin").write_bytes(bytes([index, 200]))
-    with broker_thread(path, policy("never_evict", 100 * PAGE)):
-        hits = {}
-        for job, dataset in enumerate((Written(tmp_path), Backwards(tmp_path), Written(tmp_path))):
-            for name, one in (("whole", dataset), ("part", Subset(dataset, [0, 1, 2, 3]))):
-                data = penstock.cached(one, job=f"{name}{job}", socket=path, shuffle=False)
-                assert data.__getitems__(list(data.sampler)) == [dataset[index] for index in range(4)]
-                hits[name, job] = data.through.counts.hits
-        assert [hits["whole", job] for job in range(3)] == [0, 0, 4]
+    jobs = []  # what a job had admitted leaves with it, so all stay
+    with broker_thread(path, policy("lru", 100 * PAGE)):
+        for dataset in (Written(tmp_path), Backwards(tmp_path), Written(tmp_path)):
+            for one in (dataset, Subset(dataset, [0, 1, 2, 3])):
+                jobs.append(penstock.cached(one, job=str(len(jobs)), socket=path, shuffle=False))
+                assert jobs[-1].__getitems__(list(jobs[-1].sampler)) == [dataset[index] for index in range(4)]
+    assert [data.through.counts.hits for data in jobs[::2]] == [0, 0, 4]
 
 
-class Nothing(Dataset[Any]):
-    """Draws, and then has no sample, as those do whose collate function leaves such out."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.rand(1) if index % 2 else [torch.rand(1), None][1]
-
-
-def test_a_sample_that_is_none_is_a_sample(path):
-    with broker_thread(path, policy("never_evict", 100 * PAGE)):
-        data = penstock.cached(Nothing(), job="a", decoded=True, socket=path, shuffle=False)
-        for _ in range(2):
-            assert [sample is None for sample in data.__getitems__(list(data.sampler))] == [True, False] * 2
-
-
-def folder(root: Path) -> Path:
+def images(root: Path) -> str:
     source = torch.Generator().manual_seed(0)
     for name in ("cats", "dogs"):
         (root / name).mkdir(parents=True)
         for index in range(NUMBER // 2):
             pixels = torch.randint(256, (9, 7, 3), dtype=torch.uint8, generator=source)
             Image.fromarray(pixels.numpy()).save(root / name / f"{index}.png")
-    return root
+    return str(root)
 
 
 def test_folders_of_torchvision_keep_files_and_draw_their_transforms_anew(path, tmp_path):
-    draws = transforms.Compose(
-        [transforms.RandomCrop(5), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
-    )
-    whole = ImageFolder(str(folder(tmp_path / "images")), transform=draws)
+    from torchvision import datasets, transforms
+
+    draws = [transforms.RandomCrop(5), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+    whole = datasets.ImageFolder(images(tmp_path / "images"), transform=transforms.Compose(draws))
     plain, _ = batches(whole)
-    with broker_thread(path, policy("never_evict", 1000 * PAGE)):
+    with broker_thread(path, policy("lru", 1000 * PAGE)):
         found, told = batches(whole, path, workers=1)
         assert alike(found, plain)
         assert told["cache"]["hits"] >= (EPOCHS - 1) * (NUMBER - 2 * BATCH)
@@ -298,14 +302,18 @@ def test_folders_of_torchvision_keep_files_and_draw_their_transforms_anew(path, 
         assert alike(one.__getitems__(list(range(20))), expected)
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("persistent_workers", [False, True])
+@pytest.mark.parametrize(
+    ("start", "persistent_workers"),
+    [
+        ("fork", True),
+        *(pytest.param(*one, marks=SLOW) for one in [("fork", False), ("spawn", True), ("spawn", False)]),
+    ],
+)
 def test_a_loader_of_torch_goes_through_it(path, start, persistent_workers):
     with broker_thread(path, policy("next_use", 40 * 2 * PAGE)):
         data = penstock.cached(Readable(), job="a", batch_size=BATCH, epochs=2, socket=path)
-        options: Any = {"num_workers": 2, "persistent_workers": persistent_workers}
-        options["multiprocessing_context"] = start
-        loads = DataLoader(data, batch_size=BATCH, sampler=data.sampler, **options)
+        options: Any = {"persistent_workers": persistent_workers, "multiprocessing_context": start}
+        loads = DataLoader(data, batch_size=BATCH, sampler=data.sampler, num_workers=2, **options)
         for epoch in range(2):
             seen = [int(index) for _, _, indices in loads for index in indices]
             assert seen == list(data.order(epoch))
@@ -326,33 +334,7 @@ def test_without_a_broker_it_warns_once_and_goes_on(path):
     assert len(warned) == 1
 
 
-@pytest.mark.slow
-def test_a_broker_that_is_killed_costs_no_byte(path):
-    plain, _ = batches(Pairs(Readable()))
-    with broker_process(path) as process:
-        table = Pairs(Readable())
-        through = Sharing(job="a", socket=path).through(
-            reads_of(table, decoded=False), num_samples=NUMBER, batch_size=BATCH, epochs=EPOCHS
-        )
-        from penstock.pipeline.samples.cached import CachedDataset
-
-        train = samples_of(CachedDataset(table, through), target="my.data", batch_size=None).train
-        reads = Reading(
-            tables={"train": train}, batch_size=BATCH, seed=0, through={"train": through}, epochs=EPOCHS
-        )
-        told: list[str] = []
-        loader = Loader(reads, PLACES, workers=2, tell=told.append)
-        found = []
-        for number, place in enumerate(PLACES):
-            if number == 10:
-                process.kill()
-            found.append(loader.take(place))
-        loader.close()
-    assert alike(found, plain)
-    assert len(told) == 1
-
-
-def test_what_cannot_be_cached_says_why(path):
+def test_what_cannot_be_cached_says_why():
     class Stream(IterableDataset[Any]):
         def __len__(self) -> int:
             return 1
@@ -360,16 +342,19 @@ def test_what_cannot_be_cached_says_why(path):
         def __iter__(self) -> Any:
             return iter(())
 
-    for decoded in (False, True):
-        with pytest.raises(ConfigError, match="for samples with a number, found a Stream"):
-            penstock.cached(Stream(), job="a", decoded=decoded)
-    with pytest.raises(ConfigError, match=r"a Drawing has no read\(index\).*decoded=True"):
-        penstock.cached(Drawing(), job="a")
-    for job, batch_size, epochs in (("", 1, 1), ("x" * 5000, 1, 1), ("a", 0, 1), ("a", 1, 0)):
-        with pytest.raises(ConfigError, match=r"a name of 1 to 200|must be a whole number of at least 1"):
-            penstock.cached(Readable(), job=job, batch_size=batch_size, epochs=epochs)
-    with pytest.raises(ConfigError, match="without samples"):
-        penstock.cached(Subset(Readable(), []), job="a")
+    named: Any = {"job": "a"}
+    for dataset, options, why in (
+        (Stream(), named, "for samples with a number, found a Stream"),
+        (Stream(), named | {"decoded": True}, "for samples with a number, found a Stream"),
+        (Drawing(), named, r"a Drawing has no read\(index\).*decoded=True"),
+        (Readable(), {"job": ""}, "a name of 1 to 200"),
+        (Readable(), {"job": "x" * 5000}, "a name of 1 to 200"),
+        (Readable(), named | {"batch_size": 0}, "batch_size=0 must be a whole number"),
+        (Readable(), named | {"epochs": 0}, "epochs=0 must be a whole number"),
+        (Subset(Readable(), []), named, "without samples"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            penstock.cached(dataset, **options)
 
 
 class Negated(Readable):
@@ -429,7 +414,7 @@ def test_a_data_set_that_grows_or_shrinks_is_read_and_told(path):
         def decode(self, index: int, data: bytes) -> Any:
             return data
 
-    with broker_thread(path, policy("never_evict", 1000 * PAGE)):
+    with broker_thread(path, policy("lru", 1000 * PAGE)):
         inner = Grown()
         data = penstock.cached(inner, job="a", socket=path, epochs=4)
         inner.number = NUMBER // 2
@@ -441,7 +426,7 @@ def test_a_data_set_that_grows_or_shrinks_is_read_and_told(path):
 
 
 def test_data_of_unknown_name_is_shared_with_nobody(path):
-    with broker_thread(path, policy("never_evict", 1000 * PAGE)):
+    with broker_thread(path, policy("lru", 1000 * PAGE)):
         one = penstock.cached(Readable(1), job="a", socket=path, shuffle=False)
         other = penstock.cached(Readable(2), job="a", socket=path, shuffle=False)
         for data, salt in ((one, 1), (other, 2), (one, 1)):
@@ -457,7 +442,7 @@ def test_data_of_unknown_name_is_shared_with_nobody(path):
 def redis_url(tmp_path):
     pytest.importorskip("redis")
     if (server := shutil.which("redis-server") or shutil.which("valkey-server")) is None:
-        pytest.skip("no Redis server is installed")
+        pytest.skip("no Redis server is installed; install redis-server or valkey-server")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

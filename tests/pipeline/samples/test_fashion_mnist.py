@@ -20,24 +20,24 @@ def idx(array: np.ndarray) -> bytes:
     )
 
 
-def fashion(folder: Path, *, gzipped: bool) -> np.ndarray:
+def write(file: Path, data: bytes, *, gzipped: bool) -> None:
+    file = file.with_name(f"{file.name}.gz") if gzipped else file
+    file.write_bytes(gzip.compress(data) if gzipped else data)
+
+
+def fashion(folder: Path, *, gzipped: bool = False) -> np.ndarray:
     """Write a Fashion-MNIST of 6 and 4 images and return the first 6."""
     folder.mkdir(parents=True)
     pixels = np.random.default_rng(0).integers(0, 256, (10, 28, 28), dtype=np.uint8)
     for stem, chosen in (("train", slice(0, 6)), ("t10k", slice(6, 10))):
-        for name, array in (
-            (f"{stem}-images-idx3-ubyte", pixels[chosen]),
-            (f"{stem}-labels-idx1-ubyte", np.arange(10, dtype=np.uint8)[chosen]),
-        ):
-            if gzipped:
-                (folder / f"{name}.gz").write_bytes(gzip.compress(idx(array)))
-            else:
-                (folder / name).write_bytes(idx(array))
+        write(folder / f"{stem}-images-idx3-ubyte", idx(pixels[chosen]), gzipped=gzipped)
+        write(
+            folder / f"{stem}-labels-idx1-ubyte", idx(np.arange(10, dtype=np.uint8)[chosen]), gzipped=gzipped
+        )
     return pixels[:6]
 
 
-@pytest.mark.parametrize("gzipped", [False, True])
-@pytest.mark.parametrize("inside", ["", "FashionMNIST/raw"])
+@pytest.mark.parametrize(("inside", "gzipped"), [("", False), ("FashionMNIST/raw", True)])
 def test_fashion_mnist_is_read_where_it_lies(tmp_path: Path, gzipped: bool, inside: str) -> None:
     pixels = fashion(tmp_path / "data" / inside, gzipped=gzipped)
     before = sorted(tmp_path.rglob("*"))
@@ -49,10 +49,11 @@ def test_fashion_mnist_is_read_where_it_lies(tmp_path: Path, gzipped: bool, insi
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_fashion_mnist_of_the_distribution() -> None:
     root = Path("/usr/share/datasets/fashion-mnist")
     if not root.is_dir():
-        pytest.skip("dataset-fashion-mnist is not installed")
+        pytest.skip("no data set is installed: apt install dataset-fashion-mnist")
     samples = load(root=str(root))
     assert (samples.num_samples("train"), samples.num_samples("test")) == (60000, 10000)
     inputs, targets = next(samples.batches("train", batch_size=2000))
@@ -62,32 +63,28 @@ def test_fashion_mnist_of_the_distribution() -> None:
 
 
 def test_a_missing_folder_says_where_it_looked_and_how_to_get_the_data() -> None:
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(
+        ConfigError, match=r"data.root=/nowhere .*/nowhere/FashionMNIST/raw.*apt install.*download"
+    ):
         load(root="/nowhere")
-    message = str(raised.value)
-    assert all(
-        words in message
-        for words in ("data.root=/nowhere ", "/nowhere/FashionMNIST/raw", "apt install", "download")
-    )
-    assert "\n" not in message
 
 
-@pytest.mark.parametrize("gzipped", [False, True])
-@pytest.mark.parametrize("damage", ["short", "long", "magic", "empty", "sizes"])
-def test_a_damaged_file_is_refused_by_name(tmp_path: Path, gzipped: bool, damage: str) -> None:
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
     whole = idx(np.zeros((3, 2, 2), dtype=np.uint8))
-    broken = {
-        "short": whole[:-1],
-        "long": whole + b"0",
-        "magic": b"\0\0\x0d" + whole[3:],
-        "empty": b"",
-        "sizes": whole[:4] + b"\xff" * 12 + whole[16:],
-    }[damage]
-    file = tmp_path / "train-images-idx3-ubyte"
-    file.write_bytes(gzip.compress(broken) if gzipped else broken)
-    with pytest.raises(ConfigError, match="train-images-idx3-ubyte"):
-        read_idx(file, num_dims=3)
-    file.write_bytes(gzip.compress(whole) if gzipped else whole)
+    file, packed = tmp_path / "train-images-idx3-ubyte", tmp_path / "t10k-images-idx3-ubyte.gz"
+    for damaged in (
+        whole[:-1],
+        whole + b"0",
+        b"\0\0\x0d" + whole[3:],
+        b"",
+        whole[:4] + b"\xff" * 12 + whole[16:],
+    ):
+        file.write_bytes(damaged)
+        packed.write_bytes(gzip.compress(damaged))
+        for one in (file, packed):
+            with pytest.raises(ConfigError, match=one.name.split("-")[0]):
+                read_idx(one.with_suffix(""), num_dims=3)
+    file.write_bytes(whole)
     assert read_idx(file, num_dims=3).shape == (3, 2, 2)
 
 
@@ -110,7 +107,7 @@ def test_every_truncation_and_alteration_of_a_gzipped_file_is_read_or_refused(tm
 def test_labels_that_do_not_belong_to_the_images_are_refused(tmp_path: Path) -> None:
     for labels in (np.arange(5, dtype=np.uint8), np.full(6, 10, dtype=np.uint8)):
         folder = tmp_path / str(len(labels))
-        fashion(folder, gzipped=False)
+        fashion(folder)
         (folder / "train-labels-idx1-ubyte").write_bytes(idx(labels))
         with pytest.raises(ConfigError, match="do not belong together"):
             load(root=str(folder))

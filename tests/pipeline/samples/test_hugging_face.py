@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,8 +18,11 @@ from penstock.pipeline.samples.given import samples_of
 from penstock.pipeline.samples.loader import Loader
 from penstock.pipeline.samples.reading import Place, Reading
 
-datasets = pytest.importorskip("datasets")
-pytestmark = pytest.mark.filterwarnings("default")  # of its own, and of what it brings
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("default"),  # of its own, and of what it brings
+    pytest.mark.skipif(not find_spec("datasets"), reason="needs the package datasets: pip install datasets"),
+]
 
 ROWS, BATCH = 24, 5
 INPUTS = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(0))
@@ -26,6 +31,7 @@ PLACES = [Place("train", epoch, number) for epoch in range(2) for number in rang
 
 
 def rows(number: int = ROWS, *, label: str = "labels") -> Any:
+    datasets = import_module("datasets")
     numbers = datasets.Sequence(datasets.Value("float32"))
     features = {"inputs": numbers, label: datasets.ClassLabel(names=["no", "yes", "perhaps"])}
     columns = {"inputs": INPUTS[:number].tolist(), label: TARGETS[:number].tolist()}
@@ -60,7 +66,7 @@ def test_batches_are_the_rows_in_our_order(label, workers):
 
 
 def test_a_dict_of_splits_trains_and_is_tested():
-    samples = given(datasets.DatasetDict(train=rows(), validation=rows(8), test=rows(4)))
+    samples = given(import_module("datasets").DatasetDict(train=rows(), validation=rows(8), test=rows(4)))
     assert (samples.num_samples("train"), samples.num_samples("test")) == (ROWS, 8)
     assert "also returns test" in samples.notes[0]
     assert given(rows().train_test_split(test_size=4, seed=0)).num_samples("test") == 4
@@ -69,10 +75,11 @@ def test_a_dict_of_splits_trains_and_is_tested():
 @pytest.mark.parametrize("named", [False, True])
 def test_a_stream_says_what_it_needs(named):
     stream = rows().to_iterable_dataset()
+    named_splits = import_module("datasets").IterableDatasetDict(train=stream)
     with pytest.raises(
         ConfigError, match="an IterableDataset to train, which does not tell how many samples"
     ):
-        given(datasets.IterableDatasetDict(train=stream) if named else stream)
+        given(named_splits if named else stream)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

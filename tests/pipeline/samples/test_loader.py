@@ -59,13 +59,11 @@ def alike(ours: list[Any], theirs: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("table", [Drawn(), Stream()], ids=["drawn", "stream"])
-@pytest.mark.parametrize("workers", [1, 4])
-def test_the_bytes_and_the_order_are_those_of_no_process(table, workers):
+def test_the_bytes_and_the_order_are_those_of_no_process_and_of_a_run_that_goes_on(table):
     plain = taken(reading(table))
     assert len({float(inputs.sum()) for inputs, _ in plain}) == len(PLACES)
-    assert alike(
-        plain, taken(reading(table), workers=workers_of(workers, reading(table).tables.values(), cores=1))
-    )
+    assert alike(plain, taken(reading(table), workers=workers_of(4, tables_of(table), cores=1)))
+    assert alike(plain[3:], taken(reading(table), PLACES[3:], workers=1))
 
 
 @pytest.mark.slow
@@ -73,20 +71,14 @@ def test_the_bytes_are_those_of_a_process_that_is_spawned():
     assert alike(taken(reading(Drawn())), taken(reading(Drawn()), workers=2, start="spawn"))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_threads_of_the_run_change_no_byte(threads):
+def test_the_threads_of_the_run_change_no_byte():
     one, before = taken(reading(Drawn())), torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(2)
     try:
         assert alike(one, taken(reading(Drawn())))
-        assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("table", [Drawn(), Stream()], ids=["drawn", "stream"])
-def test_a_run_that_goes_on_gets_the_batches_it_would_have_had(table):
-    assert alike(taken(reading(table))[3:], taken(reading(table), PLACES[3:], workers=1))
 
 
 def test_nobody_elses_generator_moves():
@@ -126,12 +118,6 @@ def test_waiting_is_counted_and_hides_behind_what_is_done_meanwhile():
     assert waits[2] < waits[0] / 2
 
 
-def test_what_is_out_of_place_is_a_mistake_of_ours():
-    loader = Loader(reading(Drawn()), PLACES)
-    with pytest.raises(AssertionError, match="is not next"):
-        loader.take(PLACES[1])
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_cannot_be_read_is_named(workers):
     with pytest.raises(ConfigError, match=r"^train sample 7 cannot be read: OSError: .*Input/output") as told:
@@ -156,11 +142,6 @@ def test_samples_that_cannot_be_read_are_left_out_if_asked(workers):
     assert said[2].endswith("; others are only counted")
 
 
-def test_a_batch_of_which_nothing_is_left_ends_the_run():
-    with pytest.raises(ConfigError, match=r"(?m)\(3 more of its batch\), and .* mend or remove it$"):
-        taken(reading(Damaged(4, 5, 6, 7), skips=True, shuffled=()))
-
-
 def test_data_whose_first_samples_cannot_be_read_are_described_by_another_if_asked():
     options: Any = {"target": "my.data", "batch_size": None}
     with pytest.raises(ConfigError, match=r"train sample 0 .*data.skip_broken=true"):
@@ -170,18 +151,24 @@ def test_data_whose_first_samples_cannot_be_read_are_described_by_another_if_ask
         samples_of(Damaged(*range(NUMBER)), skips=True, **options)
 
 
-def test_a_batch_that_cannot_be_put_together_is_told_with_its_first_sample():
-    class Uneven(Damaged):
-        def __getitem__(self, index: int) -> Any:
-            return torch.ones(1 + index % 2), torch.tensor(index)
+class Uneven(Damaged):
+    """Whose samples make no batch."""
 
-    with pytest.raises(ConfigError, match=r"train sample 0 cannot be read: RuntimeError: stack expects"):
-        taken(reading(Uneven(), skips=True, shuffled=()))
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(1 + index % 2), torch.tensor(index)
 
 
-def test_a_process_that_is_killed_is_one_sentence():
-    with pytest.raises(TransportError, match=r"a process that loads samples was lost .*lower data.workers"):
-        taken(reading(Deadly(), shuffled=()), workers=1)
+@pytest.mark.parametrize(
+    ("table", "workers", "error", "subject"),
+    [
+        (Damaged(4, 5, 6, 7), 0, ConfigError, r"(?m)\(3 more of its batch\), and .* mend or remove it$"),
+        (Uneven(), 0, ConfigError, "train sample 0 cannot be read: RuntimeError: stack expects"),
+        (Deadly(), 1, TransportError, "a process that loads samples was lost .*lower data.workers"),
+    ],
+)
+def test_a_batch_of_which_nothing_can_be_had_ends_the_run(table, workers, error, subject):
+    with pytest.raises(error, match=subject):
+        taken(reading(table, skips=True, shuffled=()), workers=workers)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -250,44 +237,45 @@ def images(root: Path) -> Any:
     return image_folder.load(root=str(root), size=4)
 
 
-def test_a_rank_reads_only_what_it_computes_with(tmp_path):
-    texts = Path(tmp_path / "text")
+@pytest.fixture(params=["images", "text"])
+def samples(request, tmp_path):
+    if request.param == "images":
+        return images(tmp_path)
+    texts = tmp_path / "text"
     texts.write_text("penstock " * 40)
-    for samples in (images(tmp_path), text(path=str(texts), length=8)):
-        (whole,) = taken(parts(samples), [Place("train", 0, 0)])
-        for inputs, targets in ((True, False), (False, True), (False, False)):
-            needs = Needs(inputs=inputs, targets=targets)
-            (found,) = taken(parts(samples, needs=needs), [Place("train", 0, 0)])
-            for part, all_of, needed in zip(found, whole, (inputs, targets), strict=True):
-                assert part.is_meta != needed
-                assert (part.shape, part.dtype, part.stride()) == (
-                    all_of.shape,
-                    all_of.dtype,
-                    all_of.stride(),
-                )
-                assert part.is_meta or same_bits(part, all_of)
+    return text(path=str(texts), length=8)
 
 
-def test_replicas_read_their_own_micro_batches(tmp_path):
-    texts = Path(tmp_path / "text")
-    texts.write_text("penstock " * 40)
-    for samples in (images(tmp_path), text(path=str(texts), length=8)):
-        (whole,) = taken(parts(samples), [Place("train", 0, 0)])
-        expected = whole[0].tensor_split(3)
-        for own in ((True, False, True), (False, True, False), (False,) * 3):
-            needs = Needs(split=own, test=False)
-            ((inputs, targets),) = taken(parts(samples, needs=needs), [Place("train", 0, 0)])
-            assert same_bits(targets, whole[1])
-            for part, rows, mine in zip(inputs.micro_batches, expected, own, strict=True):
-                assert part.is_meta != mine
-                assert (part.shape, part.dtype, part.stride()) == (rows.shape, rows.dtype, rows.stride())
-                assert part.is_meta or same_bits(part, rows)
-        few = parts(samples, needs=Needs(split=(False,) * 9))  # a batch of fewer samples than micro-batches
-        ((inputs, _),) = taken(few, [Place("train", 0, 0)])
-        assert len(inputs.micro_batches) == 4
-        assert samples.test is not None
-        tests = Reading(tables={"test": samples.test}, batch_size=4, seed=0, needs=Needs(test=False))
-        assert taken(tests, [Place("test", 0, 0)])[0][0].is_meta
+def same_form(part, whole, *, there):
+    """A part of a batch is that of the whole, or has its form and no memory."""
+    assert part.is_meta != there
+    assert (part.shape, part.dtype, part.stride()) == (whole.shape, whole.dtype, whole.stride())
+    return part.is_meta or same_bits(part, whole)
+
+
+FIRST = Place("train", 0, 0)
+
+
+def test_a_rank_reads_only_what_it_computes_with(samples):
+    (whole,) = taken(parts(samples), [FIRST])
+    for needed in ((True, False), (False, True), (False, False)):
+        (found,) = taken(parts(samples, needs=Needs(inputs=needed[0], targets=needed[1])), [FIRST])
+        assert all(same_form(*one, there=there) for *one, there in zip(found, whole, needed, strict=True))
+
+
+def test_replicas_read_their_own_micro_batches(samples):
+    (whole,) = taken(parts(samples), [FIRST])
+    expected = whole[0].tensor_split(3)
+    for own in ((True, False, True), (False, True, False), (False,) * 3):
+        ((inputs, targets),) = taken(parts(samples, needs=Needs(split=own, test=False)), [FIRST])
+        assert same_bits(targets, whole[1])
+        rows = zip(inputs.micro_batches, expected, own, strict=True)
+        assert all(same_form(part, there_is, there=there) for part, there_is, there in rows)
+    few = parts(samples, needs=Needs(split=(False,) * 9))  # a batch of fewer samples than micro-batches
+    ((inputs, _),) = taken(few, [FIRST])
+    assert len(inputs.micro_batches) == 4
+    tests = Reading(tables={"test": samples.test}, batch_size=4, seed=0, needs=Needs(test=False))
+    assert taken(tests, [Place("test", 0, 0)])[0][0].is_meta
 
 
 def parts(samples: Any, **options: Any) -> Reading:
@@ -298,11 +286,11 @@ def test_who_needs_no_image_opens_none(tmp_path):
     samples = images(tmp_path)
     for file in tmp_path.rglob("*.png"):
         file.unlink()
-    ((inputs, targets),) = taken(parts(samples, needs=Needs(inputs=False)), [Place("train", 0, 0)])
+    ((inputs, targets),) = taken(parts(samples, needs=Needs(inputs=False)), [FIRST])
     assert inputs.is_meta
     assert sorted({*targets.tolist()}) == [0, 1]
     with pytest.raises(ConfigError, match=r"train sample \d \(.*png\) cannot be read|png is not an image"):
-        taken(parts(samples), [Place("train", 0, 0)])
+        taken(parts(samples), [FIRST])
 
 
 @pytest.mark.parametrize(
@@ -326,4 +314,3 @@ def test_how_many_processes_load(asked, table, cores, found):
 def test_what_lies_in_memory_is_at_hand():
     assert at_hand(reading(TensorDataset(torch.ones(3, 1), torch.ones(3))).tables["train"])
     assert not at_hand(reading(Damaged()).tables["train"])
-    assert NUMBER == len(reading(Damaged()).tables["train"])

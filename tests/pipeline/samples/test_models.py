@@ -17,20 +17,19 @@ from penstock.pipeline.models import ACTIVATIONS, GPT, MODELS, Attention
 from penstock.pipeline.samples import Description
 
 IMAGES = Description(num_classes=10, input_shape=(3, 32, 32))
+GREY = Description(num_classes=10, input_shape=(1, 32, 32))
 TEXT = Description(num_classes=7, input_shape=(12,), vocabulary="abcdefg")
 
-CASES: list[tuple[str, Description, dict[str, Any]]] = [
-    ("resnet18", IMAGES, {}),
+SMALL: list[tuple[str, Description, dict[str, Any]]] = [
     ("mlp", IMAGES, {}),
     ("mlp", IMAGES, {"hidden": [32, 16], "activation": "relu2"}),
     ("mlp", Description(num_classes=3, input_shape=(5,)), {"hidden": []}),
     ("gpt", TEXT, {"width": 16, "layers": 2, "heads": 2}),
     ("gpt", TEXT, {"width": 12, "layers": 1, "heads": 3, "activation": "relu", "dropout": 0.1}),
-    (
-        "gpt",
-        TEXT,
-        {"width": 16, "layers": 2, "heads": 1, "activation": "relu2", "dropout": 0.1, "tied": True},
-    ),
+    ("gpt", TEXT, {"width": 16, "heads": 1, "activation": "relu2", "dropout": 0.1, "tied": True}),
+]
+LARGE: list[tuple[str, Description, dict[str, Any]]] = [
+    ("resnet18", IMAGES, {}),
     ("torchvision", IMAGES, {"name": "mobilenet_v3_small"}),
     ("torchvision", IMAGES, {"name": "googlenet"}),
 ]
@@ -42,12 +41,19 @@ def inputs_of(describe: Description, batch_size: int) -> torch.Tensor:
     return torch.randn(batch_size, *describe.input_shape)
 
 
-@pytest.mark.parametrize(("name", "describe", "options"), CASES)
-def test_a_model_traces_with_plain_torch_fx_and_takes_any_batch_size(
-    name: str, describe: Description, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "describe", "options"),
+    [*SMALL, *(pytest.param(*case, marks=pytest.mark.slow) for case in LARGE)],
+)
+def test_a_model_traces_takes_any_batch_size_and_trains_all_of_its_seeded_weights(name, describe, options):
+    torch.manual_seed(5)
     model = MODELS[name](describe, **options)
+    torch.manual_seed(5)
+    again = MODELS[name](describe, **options)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert model.training
+    model(inputs_of(describe, 3)).square().sum().backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
     for mode in (True, False):
         traced = torch.fx.symbolic_trace(model.train(mode))
         for batch_size in (2, 5):
@@ -59,19 +65,6 @@ def test_a_model_traces_with_plain_torch_fx_and_takes_any_batch_size(
             text = describe.input_shape if describe.vocabulary else ()
             assert expected.shape == (batch_size, *text, describe.num_classes)
             assert expected.dtype == torch.float32
-
-
-@pytest.mark.parametrize(("name", "describe", "options"), CASES)
-def test_every_parameter_gets_a_gradient_and_the_same_seed_the_same_weights(
-    name: str, describe: Description, options: dict[str, Any]
-) -> None:
-    torch.manual_seed(5)
-    model = MODELS[name](describe, **options)
-    torch.manual_seed(5)
-    again = MODELS[name](describe, **options)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    model(inputs_of(describe, 3)).square().sum().backward()
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
 def test_resnet18_is_torchvisions() -> None:
@@ -92,7 +85,7 @@ def gpt(**options: Any) -> GPT:
     return model
 
 
-def test_a_gpt_sees_the_past_only() -> None:
+def test_a_gpt_sees_the_past_only_and_knows_where_it_is() -> None:
     model = gpt()
     tokens = inputs_of(TEXT, 1)
     changed = tokens.clone()
@@ -100,11 +93,8 @@ def test_a_gpt_sees_the_past_only() -> None:
     before, after = model(tokens), model(changed)
     assert torch.equal(before[0, :6], after[0, :6])
     assert (before[0, 6:] != after[0, 6:]).any(dim=1).all()
-
-
-def test_a_gpt_knows_where_it_is() -> None:
-    outputs = gpt()(torch.zeros(1, 12, dtype=torch.int64))
-    assert not torch.equal(outputs[0, 0], outputs[0, 1])
+    alike = model(torch.zeros(1, 12, dtype=torch.int64))
+    assert not torch.equal(alike[0, 0], alike[0, 1])
 
 
 def test_a_tied_head_is_the_token_table() -> None:
@@ -115,12 +105,13 @@ def test_a_tied_head_is_the_token_table() -> None:
 
 
 def test_dropout_works_in_train_mode_alone() -> None:
-    model, tokens = gpt(dropout=0.5), inputs_of(TEXT, 2)
-    assert not torch.equal(model(tokens), model(tokens))
-    model.eval()
-    assert torch.equal(model(tokens), model(tokens))
-    no_dropout = gpt(dropout=0.0)
-    assert torch.equal(no_dropout(tokens), no_dropout(tokens))
+    attention = Attention(width=12, heads=3, dropout=0.5)
+    for model, inputs in ((gpt(dropout=0.5), inputs_of(TEXT, 2)), (attention, torch.randn(1, 5, 12))):
+        assert not torch.equal(model(inputs), model(inputs))
+        model.eval()
+        assert torch.equal(model(inputs), model(inputs))
+    model, inputs = gpt(dropout=0.0), inputs_of(TEXT, 2)
+    assert torch.equal(model(inputs), model(inputs))
 
 
 def test_attention_is_softmax_of_scaled_products() -> None:
@@ -132,20 +123,14 @@ def test_attention_is_softmax_of_scaled_products() -> None:
     assert torch.allclose(attention(inputs), attention.project_out(mixed), atol=1e-6)
 
 
-def test_attention_itself_drops_out() -> None:
-    attention, inputs = Attention(width=12, heads=3, dropout=0.5), torch.randn(1, 5, 12)
-    assert not torch.equal(attention(inputs), attention(inputs))
-    attention.eval()
-    assert torch.equal(attention(inputs), attention(inputs))
-
-
-@pytest.mark.parametrize(
-    ("activation", "expected"),
-    [("relu", [0.0, 0.0, 2.0]), ("relu2", [0.0, 0.0, 4.0]), ("gelu", [-0.1587, 0.0, 1.9545])],
-)
-def test_activations(activation: str, expected: list[float]) -> None:
-    outputs = ACTIVATIONS[activation]()(torch.tensor([-1.0, 0.0, 2.0]))
-    assert outputs.tolist() == pytest.approx(expected, abs=1e-4)
+def test_activations() -> None:
+    for activation, expected in (
+        ("relu", [0.0, 0.0, 2.0]),
+        ("relu2", [0.0, 0.0, 4.0]),
+        ("gelu", [-0.1587, 0.0, 1.9545]),
+    ):
+        outputs = ACTIVATIONS[activation]()(torch.tensor([-1.0, 0.0, 2.0]))
+        assert outputs.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_gpt_learns_the_next_character() -> None:
@@ -168,12 +153,7 @@ def test_a_gpt_learns_the_next_character() -> None:
         ("torchvision", IMAGES, {"name": "zzz"}, r"model.name=zzz .*close ones"),
         ("torchvision", IMAGES, {"name": "fcn_resnet50"}, r"model.name=fcn_resnet50 "),
         ("torchvision", IMAGES, {"name": "alexnet"}, r"model.name=alexnet .*\[3, 32, 32\].*data.size"),
-        (
-            "resnet18",
-            Description(num_classes=10, input_shape=(1, 32, 32)),
-            {},
-            r"model=resnet18 .*\[1, 32, 32\].*channels",
-        ),
+        ("resnet18", GREY, {}, r"model=resnet18 .*\[1, 32, 32\].*channels"),
         ("resnet18", TEXT, {}, r"resnet18.*text"),
         ("mlp", TEXT, {}, r"mlp.*text"),
         ("gpt", IMAGES, {}, r"gpt.*text"),
@@ -198,11 +178,8 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
     assert "\n" not in str(raised.value)
 
 
-def test_every_model_is_tested() -> None:
-    assert {name for name, _, _ in CASES} == set(MODELS)
-
-
-def test_every_model_is_a_choice_of_the_command_line() -> None:
+def test_every_model_is_tested_and_a_choice_of_the_command_line() -> None:
+    assert {name for name, _, _ in SMALL + LARGE} == set(MODELS)
     folder = Path(penstock.conf.__path__[0], "model")
     files = [file for file in folder.glob("*.yaml") if file.stem != "own"]
     chosen = {file.stem: OmegaConf.select(OmegaConf.load(file), "_target_") for file in files}

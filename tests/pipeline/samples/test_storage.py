@@ -99,26 +99,13 @@ def test_a_local_copy_is_made_once_and_anew_when_the_files_change(images, tmp_pa
     assert {name for name in os.listdir(local) if name.startswith(".")} == {".penstock_lock"}
 
 
-def test_a_file_is_copied_too(tmp_path):
+def test_a_file_is_copied_too_and_what_cannot_be_is_refused(images, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("penstock")
     found = local_copy({"path": str(text)}, str(tmp_path / "local"))
     assert Path(found["path"]).read_text() == "penstock"
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"size": 8}, "copies what data.root= or data.path= names, and there is none"),
-        ({"root": "/nowhere"}, "there is none"),
-    ],
-)
-def test_what_has_no_files_is_not_copied(options, told, tmp_path):
-    with pytest.raises(ConfigError, match=told):
-        local_copy(options, str(tmp_path))
-
-
-def test_a_place_that_takes_no_copy_is_one_sentence(images, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"data.local=.*file/local: .* cannot be copied there"):
-        local_copy({"root": str(images)}, str(tmp_path / "file" / "local"))
+    for options in ({"size": 8}, {"root": "/nowhere"}):
+        with pytest.raises(ConfigError, match="and there is none"):
+            local_copy(options, str(tmp_path))
+    with pytest.raises(ConfigError, match=r"data.local=.*text.txt/local: .* cannot be copied there"):
+        local_copy({"root": str(images)}, str(text / "local"))

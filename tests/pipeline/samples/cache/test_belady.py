@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from penstock.pipeline.samples.cache.belady import optimum
 
+pytestmark = pytest.mark.slow
+
 
 def most_hits(keys: list[int], num_slots: int) -> int:
     """By trying every choice: at each use to keep or not, and who leaves."""

@@ -1,4 +1,6 @@
-"""What the broker decides, without sockets: who is told what, and who reads and writes which pages."""
+"""What the broker decides, without sockets: what a policy is asked and told, and who is refused.
+
+That bytes, pages and leases are always right is the law of ``test_cache_interleavings.py``."""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from small_policies import Lru
 from penstock.compression.errors import TransportError
 from penstock.pipeline.samples.cache.core import Core, NotWelcome
 from penstock.pipeline.samples.cache.pages import Pages
-from penstock.pipeline.samples.cache.policy import Found, Job, Times
+from penstock.pipeline.samples.cache.policy import Job, Times
 
 TIMES = Times(epoch=9.0, batch_io=0.4, sample_io=0.1, augmentation=0.1, training=0.2, hidden=0.3)
 
 
-def core_of(num_pages=10, policy=Lru) -> Any:
-    return Core(policy(num_pages * 10), Pages(num_pages, 10))
+def core_of(num_pages=10) -> Any:
+    return Core(Lru(num_pages * 10), Pages(num_pages, 10))
 
 
 def begun(core, said, epoch=0, order: Sequence[int] = range(8), following=None):
@@ -42,24 +44,6 @@ def calls(core, *kinds):
     return [call[0::2] for call in core.policy.calls if call[0] in kinds]
 
 
-def test_what_was_put_is_found_and_leased_until_something_else_is_said():
-    core = core_of()
-    member = begun(core, hello(num_samples=8))
-    assert store(core, member, 3, 25)
-    core.begin(member, 1, array("I", range(8)), None, 0.0)
-    found, nothing = core.use(member, 1, [3, 4], 0.0)
-    assert nothing is None
-    assert (found.num_bytes, list(found.pages), found.leases) == (25, [0, 1, 2], 1)
-    core.use(member, 1, [5], 0.0)
-    assert found.leases == 0
-
-
-def test_the_policy_counts_whole_pages():
-    core = core_of()
-    store(core, begun(core, hello(num_samples=8)), 3, 25)
-    assert core.policy.calls[-1] == ("offer", "run:1:a", 3, 30)
-
-
 def test_connections_of_a_run_are_one_reader():
     core = core_of()
     one, two = begun(core, hello(num_samples=8)), begun(core, hello(num_samples=8))
@@ -73,70 +57,47 @@ def test_connections_of_a_run_are_one_reader():
     assert core.status(0.0)["jobs"][0]["uses"] == 1
 
 
-def test_a_run_leaves_with_its_last_connection():
+def test_a_run_leaves_with_its_last_connection_and_a_half_sample_with_its_writer():
     core = core_of()
     one, two = begun(core, hello(num_samples=8)), begun(core, hello(num_samples=8))
     store(core, one, 3)
+    core.use(one, 0, [0], 0.0)
+    core.offer(one, 0, [(0, 20, b"")], 0.0)
+    core.wrote(one, 15)
     core.leave(one, 0.0)
-    assert calls(core, "leave") == []
+    assert core.policy.calls[-1] == ("drop", ("data:d", 0))
     core.leave(two, 0.0)
     assert core.policy.calls[-1] == ("leave", "run:1:a")
     assert core.ledger.entries == {}
     assert core.ledger.pages.num_free == 10
 
 
-def test_runs_of_one_name_are_two():
-    core = core_of()
-    begun(core, hello(num_samples=8))
-    begun(core, hello(run="2", num_samples=8))
-    assert [job["run"] for job in core.status(0.0)["jobs"]] == ["1", "2"]
-
-
-def test_runs_that_read_one_data_set_share_its_samples():
+def test_runs_share_samples_by_the_name_of_their_data_alone():
     core = core_of()
     one, two = begun(core, hello("a", num_samples=8)), begun(core, hello("b", num_samples=8))
+    begun(core, hello("a", run="2", num_samples=8))
+    assert [(job["job"], job["run"]) for job in core.status(0.0)["jobs"]] == [
+        ("a", "1"),
+        ("b", "1"),
+        ("a", "2"),
+    ]
     store(core, one, 3)
     assert core.use(two, 0, [3], 0.0)[0] is not None
     assert core.offer(two, 0, [(3, 10, b"")], 0.0) == [None]
+    called_as_data = begun(core, hello("d", data="c", num_samples=8))
+    assert core.use(called_as_data, 0, [3], 0.0) == [None]
+    store(core, begun(core, hello("e", data="a", num_samples=8)), 4)
+    assert core.use(one, 0, [4], 0.0) == [None]
 
 
-def test_a_run_that_is_called_as_the_data_of_another_shares_nothing():
-    core = core_of()
-    store(core, begun(core, hello("a", data="b", num_samples=8)), 3)
-    assert core.use(begun(core, hello("b", data="c", num_samples=8)), 0, [3], 0.0) == [None]
-
-
-@pytest.mark.parametrize("changed", [{"num_samples": 9}, {"data": "e"}, {"epochs": 7}])
-def test_connections_of_a_run_that_differ_are_refused(changed):
+def test_connections_that_contradict_each_other_are_refused():
     core = core_of()
     begun(core, hello(num_samples=8))
-    with pytest.raises(NotWelcome, match="job a has connections that differ"):
-        core.join(replace(hello(num_samples=8), **changed), 0.0)
-
-
-def test_one_data_set_has_one_number_of_samples():
-    core = core_of()
-    begun(core, hello(num_samples=8))
+    for changed in ({"num_samples": 9}, {"data": "e"}, {"epochs": 7}):
+        with pytest.raises(NotWelcome, match="job a has connections that differ"):
+            core.join(replace(hello(num_samples=8), **changed), 0.0)
     with pytest.raises(NotWelcome, match="data d has 8 samples for job a and 9 for job b"):
         core.join(hello("b", num_samples=9), 0.0)
-
-
-def test_pages_that_somebody_reads_stay_though_the_policy_gave_them_up():
-    core = core_of(num_pages=2)
-    one, two = begun(core, hello("a", num_samples=8)), begun(core, hello("b", num_samples=8))
-    store(core, one, 0)
-    store(core, one, 1)
-    (leased,) = core.use(two, 0, [0], 0.0)
-    core.use(one, 0, [2, 3], 0.0)
-    first, second = core.offer(one, 0, [(2, 10, b""), (3, 10, b"")], 0.0)  # 1 makes room, and then 0
-    assert list(first.pages) == [1]
-    assert second is None
-    assert core.policy.calls[-1] == ("drop", ("data:d", 3))
-    assert core.status(0.0)["crowded"] == 1
-    assert list(leased.pages) == [0]
-    core.release(two)
-    assert core.ledger.pages.num_free == 1
-    assert core.ledger.given_up == set()
 
 
 def test_what_makes_room_for_another_sample_of_the_same_offer_is_not_accepted():
@@ -147,32 +108,6 @@ def test_what_makes_room_for_another_sample_of_the_same_offer_is_not_accepted():
     assert [stored is not None for stored in accepted] == [False, False, True]
     core.wrote(member, 20)
     assert list(core.ledger.entries) == [("data:d", 2)]
-
-
-def test_a_half_written_sample_is_not_found_and_its_pages_are_free_when_it_is_given_up():
-    core = core_of(num_pages=2)
-    one, two = begun(core, hello("a", num_samples=8)), begun(core, hello("b", num_samples=8))
-    core.use(one, 0, [0], 0.0)
-    (stored,) = core.offer(one, 0, [(0, 20, b"")], 0.0)
-    core.wrote(one, 15)
-    assert core.use(two, 0, [0], 0.0) == [None]
-    assert core.offer(two, 0, [(0, 20, b"")], 0.0) == [None]  # it is on its way
-    assert store(core, two, 1, 20)  # which takes its pages
-    assert not stored.kept
-    core.wrote(one, 5)  # into nothing
-    assert list(core.ledger.entries) == [("data:d", 1)]
-
-
-def test_who_leaves_in_the_middle_of_a_put_leaves_nothing():
-    core = core_of()
-    one = begun(core, hello("a", num_samples=8))
-    begun(core, hello("b", num_samples=8))
-    core.use(one, 0, [0], 0.0)
-    core.offer(one, 0, [(0, 20, b"")], 0.0)
-    core.wrote(one, 15)
-    core.leave(one, 0.0)
-    assert core.policy.calls[-2:] == [("drop", ("data:d", 0)), ("leave", "run:1:a")]
-    assert core.ledger.pages.num_free == 10
 
 
 def test_a_changed_sample_is_dropped_and_may_be_offered_anew():
@@ -188,23 +123,6 @@ def test_a_changed_sample_is_dropped_and_may_be_offered_anew():
     assert core.use(member, 0, [3], 0.0)[0].stamp == b"new"
 
 
-def test_what_a_use_gives_up_is_read_all_the_same():
-    class Once(Lru):
-        def use(self, name, index, now):
-            found = super().use(name, index, now)
-            return Found(found.entry, () if found.entry is None else self._evict([found.entry]))
-
-    core = core_of(policy=Once)
-    member = begun(core, hello(num_samples=8))
-    store(core, member, 3)
-    core.begin(member, 1, array("I", range(8)), None, 0.0)
-    (found,) = core.use(member, 1, [3], 0.0)
-    assert core.ledger.given_up == {found}
-    assert core.ledger.pages.num_free == 9
-    core.release(member)
-    assert core.ledger.pages.num_free == 10
-
-
 def test_samples_that_the_policy_cannot_expect_are_only_looked_for():
     core = core_of()
     member = begun(core, hello(num_samples=8), order=[1, 2])
@@ -214,10 +132,12 @@ def test_samples_that_the_policy_cannot_expect_are_only_looked_for():
     assert calls(core, "use", "offer") == []
 
 
-def test_a_sample_larger_than_the_cache_is_not_asked_of_the_policy():
-    core = core_of(num_pages=2)
-    assert not store(core, begun(core, hello(num_samples=8)), 3, 21)
-    assert calls(core, "offer") == []
+def test_the_policy_is_asked_in_whole_pages_and_of_no_more_than_it_may_hold():
+    core = core_of(num_pages=3)
+    member = begun(core, hello(num_samples=8))
+    assert not store(core, member, 2, 31)
+    assert store(core, member, 3, 25)
+    assert [call for call in core.policy.calls if call[0] == "offer"] == [("offer", "run:1:a", 3, 30)]
 
 
 def test_times_and_epochs_reach_the_policy():
@@ -232,27 +152,24 @@ def test_times_and_epochs_reach_the_policy():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "lie",
-    [
-        lambda core, member: core.use(member, 0, [8], 0.0),
-        lambda core, member: core.use(member, 0, [1, 1], 0.0),
-        lambda core, member: core.offer(member, 0, [(8, 1, b"")], 0.0),
-        lambda core, member: core.drop(member, 8, b""),
-        lambda core, member: core.begin(member, 1, array("I", [8]), None, 0.0),
-        lambda core, member: core.begin(member, 1, array("I", [1, 1]), None, 0.0),
-        lambda core, member: core.begin(member, 1, array("I", [1]), array("I", [8]), 0.0),
-        lambda core, member: core.measured(member, replace(TIMES, epoch=-1.0), 0.0),
-        lambda core, member: core.measured(member, replace(TIMES, epoch=1e300), 0.0),
-    ],
-)
-def test_what_cannot_be_is_refused_before_the_policy_hears_it(lie):
+def test_what_cannot_be_is_refused_before_the_policy_hears_it():
     core = core_of()
     member = begun(core, hello(num_samples=8))
     heard = len(core.policy.calls)
-    with pytest.raises(TransportError):
-        lie(core, member)
-    assert len(core.policy.calls) == heard
+    for call, *said in (
+        (core.use, 0, [8], 0.0),
+        (core.use, 0, [1, 1], 0.0),
+        (core.offer, 0, [(8, 1, b"")], 0.0),
+        (core.drop, 8, b""),
+        (core.begin, 1, array("I", [8]), None, 0.0),
+        (core.begin, 1, array("I", [1, 1]), None, 0.0),
+        (core.begin, 1, array("I", [1]), array("I", [8]), 0.0),
+        (core.measured, replace(TIMES, epoch=-1.0), 0.0),
+        (core.measured, replace(TIMES, epoch=1e300), 0.0),
+    ):
+        with pytest.raises(TransportError):
+            call(member, *said)
+        assert len(core.policy.calls) == heard, said
 
 
 def test_the_predicted_end_is_that_of_what_is_left_at_the_pace_that_was_seen():

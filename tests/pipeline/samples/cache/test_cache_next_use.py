@@ -44,12 +44,8 @@ def test_what_is_used_later_makes_room_and_what_is_used_last_passes_by():
     kept.use("quick", 0, 2.0)
     assert kept.offer("quick", 0, 10, 2.0) == (("quick", 0), (("a", 1),))  # at 4.5
     assert set(kept.there) == {("a", 0), ("quick", 0)}
-
-
-def test_what_is_used_at_the_same_time_passes_by():
-    kept = started(1, job("a"), job("b"))
-    assert takes(kept, "a", 0, 0.0)
-    assert not takes(kept, "b", 0, 0.0)
+    tie = started(1, job("a"), job("b"))
+    assert [takes(tie, name, 0, 0.0) for name in "ab"] == [True, False]
 
 
 def test_what_another_uses_sooner_is_not_the_last():
@@ -94,17 +90,14 @@ def test_in_the_last_epoch_what_was_used_leaves():
     assert len(kept.there) == 4
 
 
-def test_an_epoch_that_was_not_foretold_frees_what_has_no_use():
-    kept = started(6, job("a"))
-    assert [takes(kept, "a", index, float(index)) for index in ORDER] == [True] * 6
-    assert set(kept.begin("a", [0, 1], [2], 6.0)) == {("a", 3), ("a", 4), ("a", 5)}
-    assert kept.use("a", 0, 6.0).freed == (("a", 0),)
-
-
-def test_before_an_order_is_said_nothing_enters():
+def test_before_an_order_is_said_nothing_enters_and_one_that_was_not_foretold_frees_what_has_no_use():
     kept = Kept(NextUse(60))
     kept.join(job("a"), 0.0)
     assert not takes(kept, "a", 0, 0.0)
+    kept.begin("a", ORDER, ORDER, 0.0)
+    assert [takes(kept, "a", index, float(index)) for index in ORDER] == [True] * 6
+    assert set(kept.begin("a", [0, 1], [2], 6.0)) == {("a", 3), ("a", 4), ("a", 5)}
+    assert kept.use("a", 0, 6.0).freed == (("a", 0),)
 
 
 def test_larger_samples_push_out_as_much_as_they_need_or_nothing():
@@ -119,7 +112,7 @@ def test_larger_samples_push_out_as_much_as_they_need_or_nothing():
     assert kept.offer("quick", 1, 15, 0.0) == (("quick", 1), (("a", 0),))  # who might have left still may
 
 
-def test_what_a_batch_does_not_need_has_only_idle_space():
+def test_what_a_batch_does_not_need_has_only_idle_space_unless_others_read_it_too():
     kept = started(2, job("a", hidden=1.0), job("b", epoch=60.0))  # a needs one of two
     assert takes(kept, "a", 0, 0.0)
     assert takes(kept, "a", 1, 0.0)  # the same batch: there is room
@@ -127,14 +120,12 @@ def test_what_a_batch_does_not_need_has_only_idle_space():
     assert kept.offer("b", 0, 10, 0.0) == (("b", 0), (("a", 1),))  # much later, but b needs it
     assert not takes(kept, "a", 1, 0.0)
     free = started(2, job("a", hidden=1.0), job("b", epoch=60.0), caps=False)
-    assert [takes(free, "a", 0, 0.0), takes(free, "a", 1, 0.0), takes(free, "b", 0, 0.0)] == [
+    assert [takes(free, name, index, 0.0) for name, index in (("a", 0), ("a", 1), ("b", 0))] == [
         True,
         True,
         False,
     ]
-
-
-def test_what_others_read_too_is_wanted_by_all():
+    # What others read too is wanted by all.
     kept = started(2, job("a", "d", hidden=2.0), job("b", "d", hidden=2.0), job("c", epoch=60.0))
     assert [takes(kept, "a", index, 0.0) for index in (0, 1)] == [True] * 2
     assert not takes(kept, "c", 0, 0.0)

@@ -10,6 +10,8 @@ from penstock.pipeline.samples.cache.policies import DEFAULT, POLICIES, policy
 from penstock.pipeline.samples.cache.policy import Job
 from penstock.pipeline.samples.cache.shelf import Shelf
 
+pytestmark = pytest.mark.slow
+
 
 def started(name: str, slots: int, *data: str) -> Kept:
     """Jobs 0, 1, ... that read ``data``."""

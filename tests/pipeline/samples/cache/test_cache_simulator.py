@@ -22,6 +22,8 @@ from penstock.pipeline.samples.cache.simple import NeverEvict
 from penstock.pipeline.samples.cache.simulator import Simulated, simulate
 from penstock.pipeline.samples.cache.storage import TokenBucket
 
+pytestmark = pytest.mark.slow
+
 ONE = Load(name="a", num_samples=6, batch_size=3, epochs=2, training=2.0, sample_bytes=10)
 
 

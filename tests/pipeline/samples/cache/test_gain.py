@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from kept import ALONE, Kept
 
 from penstock.pipeline.samples.cache import needs
@@ -35,6 +34,10 @@ def takes(kept: Kept, name: str, index: int, num_bytes: int = 10) -> bool:
     """Use and load a sample; whether it entered."""
     assert kept.use(name, index, 0.0).entry is None
     return kept.offer(name, index, num_bytes, 0.0).entry == (name, index)
+
+
+def fill(kept: Kept, name: str, indices: list[int] = FIRST) -> None:
+    assert all(takes(kept, name, index) for index in indices)
 
 
 def state(policy: Gain, name: str) -> tuple[int, int, dict[int, int]]:
@@ -82,12 +85,9 @@ def test_s13_the_list_is_sorted_anew_when_jobs_come_go_and_are_measured():
 # S21, S22
 
 
-@pytest.mark.parametrize(("slots", "due"), [(0, 0.0), (1, 0.5), (2, 1.0), (4, 2.0), (9, 2.0)])
-def test_s21_a_batch_is_due_its_share_of_the_slots(slots: float, due: float):
-    assert needs.due(job("a"), slots) == due
-
-
-def test_s21_slots_are_counted_by_the_mean_size():
+def test_s21_a_batch_is_due_its_share_of_the_slots_counted_by_the_mean_size():
+    slots = (0, 1, 2, 4, 9)
+    assert [needs.due(job("a"), number) for number in slots] == [0.0, 0.5, 1.0, 2.0, 2.0]
     space = Space(job("a"))
     assert space.due(20.0) == 2.0  # no size is known: all that a batch has
     space.see(5)
@@ -95,9 +95,8 @@ def test_s21_slots_are_counted_by_the_mean_size():
     assert space.due(20.0) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("batch_io", "hidden", "sample_io", "desired"),
-    [
+def test_s22_reading_is_to_hide_behind_the_rest():
+    for batch_io, hidden, sample_io, desired in (
         (2.0, 0.0, 1.0, 2),
         (2.0, 1.0, 1.0, 1),
         (2.0, 0.9, 1.0, 2),  # 1.1 samples too many are 2
@@ -107,10 +106,9 @@ def test_s21_slots_are_counted_by_the_mean_size():
         (9.0, 0.0, 1.0, 2),  # no more than the batch
         (2.0, 0.0, 0.0, 2),
         (0.0, 0.0, 0.0, 0),
-    ],
-)
-def test_s22_reading_is_to_hide_behind_the_rest(batch_io, hidden, sample_io, desired):
-    assert needs.desired(job("a", batch_io=batch_io, hidden=hidden, sample_io=sample_io)) == desired
+    ):
+        times = {"batch_io": batch_io, "hidden": hidden, "sample_io": sample_io}
+        assert needs.desired(job("a", **times)) == desired, times
     assert needs.desired(job("a", epoch=None)) == 2
 
 
@@ -132,7 +130,7 @@ def test_s31_all_is_the_pool_at_first_and_what_is_idle_is_when_the_halves_turn()
 
 def test_s32_s34_counters_are_those_of_the_batches_of_the_next_order():
     kept, policy = gain(4, job("a"))
-    assert [takes(kept, "a", index) for index in FIRST] == [True] * 4
+    fill(kept, "a")
     assert policy.spaces["a"].counts == {2: 2, 3: 2}  # two batches an epoch, counted on
     kept.begin("a", SECOND, FIRST, 1.0)
     assert policy.spaces["a"].counts == {}
@@ -140,24 +138,16 @@ def test_s32_s34_counters_are_those_of_the_batches_of_the_next_order():
     assert policy.spaces["a"].counts == {5: 1}  # 3 is in the second batch of the epoch after
 
 
-def test_s33_a_hit_gives_its_slot_to_the_pool():
-    kept, policy = gain(1, job("a"))
-    assert takes(kept, "a", 0)
-    for index in (1, 2, 3):
-        assert not takes(kept, "a", index)
-    kept.begin("a", SECOND, None, 1.0)
-    assert policy.pool == 0
-    assert kept.use("a", 3, 1.0) == (None, ())
-    assert kept.use("a", 0, 1.0) == (("a", 0), (("a", 0),))
-    assert policy.pool == 10
-
-
-def test_s33_a_hit_may_enter_the_other_half_without_leaving():
-    kept, policy = gain(1, job("a"))
-    takes(kept, "a", 0)
-    kept.begin("a", SECOND, FIRST, 1.0)
-    assert kept.use("a", 0, 1.0) == (("a", 0), ())
-    assert (policy.spaces["a"].current, policy.spaces["a"].following) == ({}, {0: 10})
+def test_s33_a_hit_gives_its_slot_to_the_pool_or_enters_the_other_half():
+    for following, freed in ((None, (("a", 0),)), (FIRST, ())):
+        kept, policy = gain(1, job("a"))
+        assert [takes(kept, "a", index) for index in FIRST] == [True, False, False, False]
+        kept.begin("a", SECOND, following, 1.0)
+        assert policy.pool == 0
+        assert kept.use("a", 3, 1.0) == (None, ())
+        assert kept.use("a", 0, 1.0) == (("a", 0), freed)
+        assert policy.pool == (10 if freed else 0)
+        assert (policy.spaces["a"].current, policy.spaces["a"].following) == ({}, {} if freed else {0: 10})
 
 
 # S35 - S37
@@ -171,17 +161,14 @@ def test_s35_a_batch_that_has_what_it_wants_takes_no_slot():
     assert state(policy, "a") == (2, 0, {2: 1, 3: 1})
 
 
-def test_s35_a_request_is_given_what_the_pool_still_has():
+def test_s35_a_request_is_given_what_the_pool_still_has_and_with_an_empty_one_an_own_idle_slot():
     kept, policy = gain(2.5, job("a", epoch=1.0), job("b", epoch=4.0))
-    assert takes(kept, "a", 0)
+    fill(kept, "a", [0])
     assert (policy.pool, policy.spaces["a"].idle) == (0, 15)  # of the 40 bytes that it may have
-
-
-def test_s35_with_an_empty_pool_an_own_idle_slot_is_used():
     kept, policy = gain(3, job("a", epoch=1.0), job("b", epoch=4.0))
-    assert takes(kept, "a", 0)
+    fill(kept, "a", [0])
     assert state(policy, "a") == (0, 2, {3: 1})
-    assert takes(kept, "a", 1)
+    fill(kept, "a", [1])
     assert state(policy, "a") == (0, 1, {2: 1, 3: 1})
     kept.join(job("a", epoch=1.0, hidden=1.0), 0.0)  # E = 1 now
     assert not takes(kept, "a", 2)
@@ -215,7 +202,7 @@ def test_s37_a_neighbour_gives_an_idle_slot_first():
 
 def test_s37_a_neighbour_without_one_gives_a_random_sample_and_its_batch_counts_less():
     kept, policy = gain(4, job("a"), job("b"))  # s = 1 for both
-    assert [takes(kept, "a", index) for index in FIRST] == [True] * 4
+    fill(kept, "a")
     assert state(policy, "a") == (0, 0, {2: 2, 3: 2})
     assert kept.use("b", 0, 0.0).entry is None
     admitted = kept.offer("b", 0, 10, 0.0)
@@ -227,6 +214,16 @@ def test_s37_a_neighbour_without_one_gives_a_random_sample_and_its_batch_counts_
     assert state(policy, "b") == (0, 0, {3: 1})
 
 
+def test_s37_a_neighbour_gives_as_many_samples_as_it_takes_and_none_for_nothing():
+    kept, policy = gain(4, job("a"), job("b"))
+    fill(kept, "a")
+    assert not takes(kept, "b", 0, 50)  # more than it has: nothing leaves
+    assert len(kept.there) == 4
+    kept.use("b", 1, 0.0)
+    assert len(kept.offer("b", 1, 15, 0.0).freed) == 2
+    assert policy.spaces["a"].idle == 5
+
+
 def test_s37_the_neighbour_is_the_one_before():
     kept, _ = gain(3, job("a", epoch=1.0), job("b", epoch=1.1), job("c", epoch=1.2))  # s = 0.5
     assert [takes(kept, name, 0) for name in "abc"] == [True] * 3
@@ -234,16 +231,6 @@ def test_s37_the_neighbour_is_the_one_before():
     assert kept.offer("b", 1, 10, 0.0).freed == (("a", 0),)
     kept.use("a", 1, 0.0)
     assert kept.offer("a", 1, 10, 0.0) == (None, ())
-
-
-def test_s37_a_neighbour_gives_as_many_samples_as_it_takes_and_none_for_nothing():
-    kept, policy = gain(4, job("a"), job("b"))
-    assert [takes(kept, "a", index) for index in FIRST] == [True] * 4
-    assert not takes(kept, "b", 0, 50)  # more than it has: nothing leaves
-    assert len(kept.there) == 4
-    kept.use("b", 1, 0.0)
-    assert len(kept.offer("b", 1, 15, 0.0).freed) == 2
-    assert policy.spaces["a"].idle == 5
 
 
 def test_s37_the_last_with_a_gain_of_0_asks_its_neighbour_only():
@@ -260,8 +247,7 @@ def test_s37_the_last_with_a_gain_of_0_asks_its_neighbour_only():
 
 def test_s38_in_the_last_epoch_nothing_enters_and_what_is_used_is_for_others():
     kept, policy = gain(2, job("a"), job("b"))
-    assert takes(kept, "a", 0)
-    assert takes(kept, "a", 1)
+    fill(kept, "a", [0, 1])
     kept.begin("a", SECOND, None, 1.0)
     assert not takes(kept, "a", 3)
     assert kept.use("a", 1, 1.0).freed == (("a", 1),)
@@ -273,7 +259,7 @@ def test_s38_in_the_last_epoch_nothing_enters_and_what_is_used_is_for_others():
 
 def test_what_was_not_used_leaves_when_the_halves_turn_and_what_was_not_foretold_too():
     kept, policy = gain(4, job("a"))
-    assert [takes(kept, "a", index) for index in FIRST] == [True] * 4
+    fill(kept, "a")
     assert kept.begin("a", [3, 1], [0, 1, 2, 3], 1.0) == ()  # 0 and 2 are for the epoch after, as it says now
     assert set(kept.begin("a", [0, 1], None, 2.0)) == {("a", index) for index in FIRST}
     assert policy.pool == 40
@@ -293,6 +279,6 @@ def test_a_sample_of_the_next_half_may_be_dropped_or_found_again():
 def test_a_compute_bound_job_has_no_slots():
     kept, policy = gain(4, job("a"), job("b", hidden=2.0))
     assert [takes(kept, "b", index) for index in FIRST[:2]] == [False] * 2
-    assert [takes(kept, "a", index) for index in FIRST] == [True] * 4
+    fill(kept, "a")
     assert policy.pool == 0
     assert [takes(kept, "b", index) for index in FIRST[2:]] == [False] * 2  # nor of its neighbour's
