@@ -7,7 +7,6 @@ import configparser
 import os
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,10 +143,6 @@ def test_what_a_file_reaches() -> None:
     assert reached_from([Path("tests/stages/test_units.py")]) == {*files, Path("tests/stages/test_units.py")}
 
 
-def test_a_person_finds_the_way_through_the_pipeline() -> None:
-    assert len(list((ROOT / "pipeline").glob("*.py"))) <= 8
-
-
 def test_every_room_says_what_it_is_for() -> None:
     for room in (*MAY_IMPORT, "stages.tracing.capture", "scripts.bench", "scripts.coverage"):
         assert ast.get_docstring(ast.parse((ROOT / room.replace(".", "/") / "__init__.py").read_text())), room
@@ -196,8 +191,9 @@ def test_type_checkers_see_the_same_public_names() -> None:
     assert seen == penstock._HOMES
 
 
-def test_importing_the_package_loads_no_torch() -> None:
-    run("-c", "import sys, penstock, penstock.conf; assert 'torch' not in sys.modules")
+def test_importing_the_package_and_its_help_load_no_torch() -> None:
+    shown = "from penstock.scripts import command; command.run(['--help']); assert 'torch' not in sys.modules"
+    assert "train" in run("-c", f"import sys, penstock, penstock.conf, gzip, bz2, lzma; {shown}")
 
 
 def test_the_root_holds_the_package_and_its_command() -> None:
@@ -255,10 +251,6 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in held)
 
 
-def test_the_standard_library_imports_from_the_root() -> None:
-    run("-c", "import gzip, bz2, lzma")
-
-
 def test_a_standard_library_with_a_package_called_compression(tmp_path: Path) -> None:
     # Python 3.14's gzip imports compression._common (PEP 784); before, only a made-up one shows the clash.
     (tmp_path / "compression" / "_common").mkdir(parents=True)
@@ -287,25 +279,6 @@ def test_the_suite_collects_in_a_folder_with_a_dot_in_its_name(tmp_path: Path) -
     assert "<Package" not in tree  # pytest would import the root's __init__.py as a test package called a.b
 
 
-@pytest.mark.slow
-def test_help_is_quick_and_loads_no_torch() -> None:
-    program = """
-import sys
-from penstock.scripts.command import main
-sys.argv = ["penstock", "--help"]
-try:
-    main()
-finally:
-    assert "torch" not in sys.modules
-"""
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        assert "train" in run("-c", program)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 1
-
-
 # What may name torch.cuda: what has the device's methods, and the kernels of a GPU.
 CUDA = (
     "stages/device.py",
@@ -322,21 +295,12 @@ def names_cuda(source: str) -> bool:
     return any(f"{name}.".startswith("torch.cuda.") for name in [*names_in(tree, ""), *named])
 
 
-@pytest.mark.parametrize(
-    ("source", "named"),
-    [
-        ("import torch\ntorch.cuda.synchronize()", True),
-        ("import torch.cuda.amp as amp", True),
-        ("from torch import cuda", True),
-        ("from torch.cuda import Event", True),
-        ("def f() -> torch.cuda.Event: ...", True),
-        ("torch.backends.cuda.matmul, x.cuda", False),
-        ("from torch.backends import cuda", False),
-        ('"torch.cuda"', False),
-    ],
-)
-def test_a_name_of_torch_cuda_is_seen(source: str, named: bool) -> None:
-    assert names_cuda(source) is named
+def test_a_name_of_torch_cuda_is_seen() -> None:
+    named = "torch.cuda.synchronize(); import torch.cuda.amp as amp; from torch import cuda; "
+    named += "from torch.cuda import Event; lambda x: x + torch.cuda.Event"
+    other = "torch.backends.cuda.matmul; x.cuda; from torch.backends import cuda; 'torch.cuda'"
+    assert [line for line in named.split("; ") if not names_cuda(line)] == []
+    assert [line for line in other.split("; ") if names_cuda(line)] == []
 
 
 def test_only_the_device_and_the_kernels_of_a_gpu_name_torch_cuda() -> None:

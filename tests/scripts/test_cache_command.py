@@ -41,7 +41,7 @@ def start(*typed, **more):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("number", "policy"), [(signal.SIGINT, "lru"), (signal.SIGTERM, "gain")])
+@pytest.mark.parametrize(("number", "policy"), [(signal.SIGINT, "lru"), (signal.SIGTERM, "next_use")])
 def test_it_serves_until_a_signal_and_leaves_an_empty_folder(path, number, policy, capfd):
     process = start("serve", f"socket={path}", "capacity=8MiB", f"policy={policy}")
     try:
@@ -91,14 +91,18 @@ def test_status_shows_the_jobs(path, capfd):
 
 
 @pytest.mark.ranks
-def test_the_live_view_is_drawn_anew_until_ctrl_c(path):
-    with broker_thread(path):
+def test_the_live_view_is_drawn_anew_until_ctrl_c(path, monkeypatch):
+    with broker_thread(path) as broker:
+        serve, asked, until = broker._serve, [], time.monotonic() + 60
+        monkeypatch.setattr(broker, "_serve", lambda *given: asked.append(given) or serve(*given))
         process = start("status", f"socket={path}", "live=true", env={**os.environ, "TERM": "dumb"})
-        time.sleep(2)
+        while len(asked) < 3 and time.monotonic() < until:
+            time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         out, error = process.communicate(timeout=10)
         assert (process.returncode, error) == (0, "")
         assert "no job is connected" in out
+        assert len(asked) >= 3
 
 
 def test_a_view_says_what_is_not_known():
