@@ -136,7 +136,7 @@ def test_a_broker_that_is_stopped_or_away_is_one_sentence(path, capfd, monkeypat
         ("serve --force", "no option --force; known are capacity=, policy=, page=, socket="),
         ("serve capacity=", "capacity= has no value; write capacity=4GiB"),
         ("serve capacity=much", "capacity=much is not a size in bytes"),
-        ("serve page=2MiB", "page=2MiB does not fit: a page has 512 B to 1 MiB"),
+        ("serve page=2MiB capacity=1MiB socket=s", "page=2MiB does not fit: a page has 512 B to 1 MiB"),
         ("status live=yes", "live takes true or false"),
         ("status capacity=1GiB", "penstock cache status has no option capacity=1GiB"),
         ("serve capacity=900TiB socket=s", "capacity=900 TiB does not fit"),
