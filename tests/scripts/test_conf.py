@@ -92,6 +92,7 @@ EARLY = [
     ({"model": {"_target_": "nowhere.Net"}}, "nowhere.Net cannot be imported"),
     ({"optimizer": {"_target_": SGD, "lr": "abc"}}, "optimizer.lr takes a number, not abc"),
     ({"optimizer": {"_target_": SGD, "lr": None}}, "optimizer.lr takes a number, not null"),
+    ({"optimizer": {"_target_": SGD, "lr": True}}, "optimizer.lr takes a number"),
     ({"optimizer": {"_target_": SGD, "nesterov": "perhaps"}}, "optimizer.nesterov takes true or false"),
     (
         {"data": {"_target_": f"{SAMPLES}.image_folder.load", "root": "/nowhere"}},
