@@ -27,35 +27,28 @@ EVERY, STEPS = 10, 44
 SMALL = f"data.size=16 batch_size=32 micro_batches=4 max_steps={STEPS}".split()  # threads as they come
 
 
-def started(words, *more):
+def start(words, *more):
     command = [sys.executable, "-m", "penstock", *words[1:], *SMALL, *more]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def done(words, *more):
-    process = started(words, *more)
+def finish(process, *, code=0):
     said, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, said
+    assert process.returncode == code, said
     return said
-
-
-def ranks_of(launcher):
-    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True)
-    return [int(pid) for pid in listed.stdout.split()]
 
 
 def killed(step, rank):
     """The README's first line, one rank of which is killed behind a step; what it said."""
-    process, metrics = started(FIRST), Path("runs/mine/metrics.jsonl")
+    process, metrics = start(FIRST), Path("runs/mine/metrics.jsonl")
     until = time.monotonic() + 600
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= step):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < until
         time.sleep(0.005)
-    os.kill(sorted(ranks_of(process))[rank], signal.SIGKILL)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 2, said
-    return said
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    os.kill(sorted(map(int, listed.stdout.split()))[rank], signal.SIGKILL)
+    return finish(process, code=2)
 
 
 def losses(folder):
@@ -68,7 +61,7 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        done(FIRST)
+        finish(start(FIRST))
     return folder / "runs" / "mine"
 
 
@@ -81,7 +74,7 @@ def test_the_readmes_run_survives_a_kill_of_any_rank(whole, tmp_path, monkeypatc
     assert AGAIN == [*FIRST, "resume=auto"]
     said = killed(step, rank)
     assert f"rank {rank}" in said.splitlines()[-1]
-    said = done(AGAIN, *more.split())
+    said = finish(start(AGAIN, *more.split()))
     (begun,) = map(int, re.findall(r"goes on behind step (\d+) of 44", said))
     assert begun % EVERY == 0
     twice = json.loads(Path("runs/mine/summary.json").read_text())["resumed_from"]["repeated_steps"]
@@ -95,8 +88,7 @@ def test_the_readmes_run_survives_a_kill_of_any_rank(whole, tmp_path, monkeypatc
 
 def test_the_readmes_export_loads_into_the_plain_model(whole, monkeypatch):
     monkeypatch.chdir(whole.parents[1])
-    exported = subprocess.run([sys.executable, "-m", "penstock", *EXPORT[1:]], check=False)
-    assert exported.returncode == 0
+    subprocess.run([sys.executable, "-m", "penstock", *EXPORT[1:]], check=True)
     found, trained = (load_file(path) for path in ("mine.safetensors", whole / "model.safetensors"))
     torchvision.models.resnet18(num_classes=10).load_state_dict(found, strict=True)
     assert found.keys() == trained.keys()

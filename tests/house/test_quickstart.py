@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from checkout import copy_to
 
-pytestmark = [pytest.mark.slow, pytest.mark.ranks]
+pytestmark = pytest.mark.ranks
 SMALL = "model=mlp model.hidden=[8] data.size=8 epochs=4"
 
 
@@ -50,6 +50,7 @@ def test_the_quickstart_is_a_screen(clone):
     assert in_clone(clone, ". .venv/bin/activate && penstock --version").stdout.startswith("penstock ")
 
 
+@pytest.mark.slow
 def test_an_install_that_fails_shows_what_pip_said(clone):
     setup = clone / "setup.cfg"
     setup.write_text(setup.read_text().replace("    lz4>=4\n", "    lz4>=4\n    no-such-thing-anywhere\n"))

@@ -11,21 +11,20 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import hydra
 import pytest
-import test_asynchronous
-import test_same_bits
-import test_same_bits_on_ranks
-from omegaconf import DictConfig, OmegaConf
+from checkout import ROOT, files
+from hydra.core.config_store import ConfigStore
 
 from penstock.conf.planning import PlanningConfig
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.schedules import SCHEDULES
-from penstock.scripts import application, command
+from penstock.scripts import application, command, flags, overrides
 from penstock.scripts.bench.topics import TOPICS
 from penstock.stages.weights.policies import POLICIES
 
-ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 DRAWN = {"docs/architecture.md"}  # its blocks without a language are drawings
@@ -34,7 +33,6 @@ SCHEMAS = {
     "plan": PlanningConfig,
     **{name: topic.schema for name, topic in TOPICS.items()},
 }
-MOST_LINES = 120
 
 # Commands that other tests run as they stand, or that only a person can run.
 ELSEWHERE = {
@@ -91,28 +89,34 @@ def commands() -> list[str]:
     ]
 
 
-def python_blocks() -> list[tuple[str, str]]:
-    return [(f"{name(p)}-{i}", code) for p in PAGES for i, code in enumerate(blocks(p, "python"))]
-
-
-def test_the_first_screen_is_short():
-    (first,) = blocks(README, "python")
-    assert len(first.strip().splitlines()) == 6
-    assert len(README.read_text().splitlines()) <= MOST_LINES
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("code", [pytest.param(code, id=where) for where, code in python_blocks()])
-def test_python_runs_as_it_stands(code, tmp_path):
+def start(folder: Path, *words: str) -> str:
+    """What Python says, started with these words in a clean folder."""
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [sys.executable, *words], cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def blocks_to_run() -> list[Any]:
+    """The first block is tried by default, each other one with ``--all``."""
+    return [
+        pytest.param(
+            code, id=f"{name(page)}-{number}", marks=[pytest.mark.slow] * bool(number or page != README)
+        )
+        for page in PAGES
+        for number, code in enumerate(blocks(page, "python"))
+    ]
+
+
+@pytest.mark.parametrize("code", blocks_to_run())
+def test_python_runs_as_it_stands(code, tmp_path):
+    out = start(tmp_path, "-c", code)
     if "partition(" in code:
-        assert re.search(r"^step 0: loss \d\.\d+, \d+ samples", done.stdout, flags=re.MULTILINE)
+        assert re.search(r"^step 0: loss \d\.\d+, \d+ samples", out, flags=re.MULTILINE)
     if "offload(" in code:
-        assert float(done.stdout.splitlines()[-1]) > 1.2  # on batch norm and ReLU
+        assert float(out.splitlines()[-1]) > 1.2  # on batch norm and ReLU
 
 
 def test_every_line_has_a_test():
@@ -122,18 +126,18 @@ def test_every_line_has_a_test():
 
 
 @pytest.mark.parametrize("typed", commands())
-def test_a_command_is_not_refused(typed, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path[:])
+def test_a_command_is_not_refused(typed, capsys):
     words = shlex.split(typed)[1:]
-    shown = "--help" in words
-    assert command.run(words if shown else [*words, "--cfg", "job"]) == 0, capsys.readouterr().err
-    out = capsys.readouterr().out
-    if not shown:  # the words are known; now the rules between them
-        schema = SCHEMAS[words[1] if words[0] == "bench" else words[0]]
-        merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(out))
-        assert isinstance(merged, DictConfig)
-        application.checked(merged, schema)
+    if "--help" in words:
+        assert command.run(words) == 0, capsys.readouterr().err
+        return
+    first = words.pop(0)
+    topic = words.pop(0) if first == "bench" else first
+    schema, named = SCHEMAS[topic], topic if topic == first else f"bench_{topic}"
+    ConfigStore.instance().store(name=f"{named}_schema", node=schema)
+    options = flags.read(topic, overrides.with_own_groups(words), schema).options
+    with hydra.initialize_config_module("penstock.conf", version_base="1.3"):
+        application.checked(hydra.compose(named, overrides=options), schema)
 
 
 @pytest.mark.slow
@@ -152,11 +156,7 @@ def test_a_command_runs(typed, tmp_path):
         pytest.skip(f"no data in {data}")
     small = shlex.split(SHORT) if words[1] == "train" else ["hydra.run.dir=run"]
     small += ["micro_batches=2"] if "program=mine.csv" in words else []
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock.scripts.command", *words[1:], *([] if "--help" in words else small)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    start(tmp_path, "-m", "penstock.scripts.command", *words[1:], *([] if "--help" in words else small))
 
 
 def test_modules_that_are_run_are_there():
@@ -166,16 +166,10 @@ def test_modules_that_are_run_are_there():
     assert [module for module in found if importlib.util.find_spec(module) is None] == []
 
 
-def test_every_schedule_and_policy_has_a_row_and_a_law_behind_it():
+def test_every_schedule_and_policy_has_a_row():
     page = (ROOT / "docs" / "schedules.md").read_text()
     rows = set(re.findall(r"^\| `(\w+)(?:=true)?` \|", page, flags=re.MULTILINE))
     assert {*SCHEDULES, *POLICIES, "prediction"} <= rows
-    tested = {case.schedule for case in test_same_bits.CASES}
-    assert (
-        tested == {case.schedule for case in test_same_bits_on_ranks.CASES} == {*SCHEDULES} - {"async_1f1b"}
-    )
-    assert {case.weights for case in test_asynchronous.CASES} == {*POLICIES}
-    assert {case.prediction for case in test_asynchronous.CASES} == {True, False}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -183,3 +177,17 @@ def test_what_a_page_points_to_is_there(page):
     text = re.sub(r"^```.*?^```$|<!--.*?-->", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+NAMED = re.compile(r"(?<![\w/.*<-])((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)\b")
+
+
+def missing(text: str) -> set[str]:
+    """The files of Python that a text names and that are not there."""
+    there = [f"/{file}" for file in files()]
+    return {name for name in NAMED.findall(text) if not any(file.endswith(f"/{name}") for file in there)}
+
+
+def test_the_files_that_a_page_names_exist():
+    assert missing("`stages/nowhere.py`, engine.py") == {"stages/nowhere.py"}
+    assert missing("".join(page.read_text() for page in PAGES)) == set()

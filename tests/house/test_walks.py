@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -9,9 +10,10 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-import torch
+from cases import Case, pipeline_of, plan_of
 from checkout import ROOT
 from torch import nn
+from zoo import build
 
 import penstock
 from penstock.compression.masked import pack_masked
@@ -43,14 +45,8 @@ def above(frame: FrameType | None) -> tuple[CodeType, ...] | None:
 
 def ways_of_a_step(codec: str) -> tuple[set[tuple[CodeType, ...]], set[tuple[CodeType, ...]]]:
     """How a step reaches its layers, and the ``pack`` of its codec."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
-    x, y = torch.randn(8, 64), torch.arange(8) % 4
-    profile = penstock.measure(penstock.trace(model, (x[:4],)), (x[:4],), repeats=1)
-    plan = penstock.partition(profile, cuts=["_1"], micro_batches=2, codec=codec)
-    pipe = penstock.Pipeline(
-        model, plan, loss=nn.functional.cross_entropy, optimizer=lambda named: torch.optim.SGD(named, lr=0.1)
-    )
+    case = Case(model="mlp", cuts=2, micro_batches=2, codec=codec)
+    model, batches = build(case.model, case.dtype, 2)
     layers, packs = set(), set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -59,13 +55,13 @@ def ways_of_a_step(codec: str) -> tuple[set[tuple[CodeType, ...]], set[tuple[Cod
             if way is not None and not PACKS.intersection(way):  # a codec may ask another one
                 (layers if frame.f_code is LAYER else packs).add(way)
 
-    pipe.step(x, y)
-    sys.setprofile(note)
-    try:
-        pipe.step(x, y)
-    finally:
-        sys.setprofile(None)
-    pipe.close()
+    with contextlib.closing(pipeline_of(case, plan_of(case)[0], model)) as pipe:
+        pipe.step(*batches[0])
+        sys.setprofile(note)
+        try:
+            pipe.step(*batches[1])
+        finally:
+            sys.setprofile(None)
     return layers, packs
 
 

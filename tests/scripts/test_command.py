@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from processes import ranks_in
 
+from penstock import ConfigError
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.run import train as training
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.scripts import application, command, flags, overrides, stopping
 
 SMALL = "model=mlp model.hidden=[8] data.size=8"
-BATCH_NORM = "model=resnet18 micro_batches=8"  # of digits so small that a last layer sees one pixel
 
 
 @pytest.fixture(autouse=True)
@@ -35,149 +38,150 @@ def penstock(typed, capfd):
     return code, *capfd.readouterr()
 
 
+def refusal(typed, capfd):
+    """The one sentence with which ``penstock TYPED`` is refused."""
+    code, out, error = penstock(typed, capfd)
+    assert (code, out, error.count("\n")) == (command.REFUSED, "", 1), error
+    assert error.startswith("penstock: ")
+    return error
+
+
+# What is typed after penstock train, and the subject of the sentence; all of it is refused without torch.
+SPELLING = {
+    "model=resnet19": "model is one of gpt, mlp, own, resnet18, torchvision",
+    "no_such_key=1": "no_such_key=1: there is no option no_such_key; known are autocast, batch_size",
+    "+no_such_key=1": "no_such_key=1: there is no option no_such_key",
+    "+clip.kind=1": "clip.kind=1: there is no option clip.kind",
+    "rank=1": "did you mean ranks?",
+    "clip.nrom=1": "did you mean clip.norm?",
+    "ranks=two": "ranks takes a whole number, not two",
+    "deterministic=perhaps": "deterministic takes true or false, not perhaps",
+    "deadline=soon": "deadline takes a number, not soon",
+    "ranks=null": "ranks must have a value",
+    "cuts=layer1": "cuts=[layer1]",
+    "cuts=[layer1": "cuts=[layer1 cannot be read",
+    "ranks": "write ranks=VALUE",
+    "ranks=1,2": "ranks=1,2 is several values",
+    "max_steps:3": "write max_steps=3",
+    "max-steps=3": "write max_steps=3",
+    "lr=0.1": "write optimizer.lr=0.1",
+    "optimizer.lr=${nowhere}": "nowhere",
+    "optimizer.nope=3": "known are optimizer.lr",
+    "optimizer=adamw optimizer.momentum=0.9": "known are optimizer.lr, optimizer.weight_decay",
+    "model=mlp model.hidden=8": "model.hidden takes a list, for example model.hidden=[8]",
+    "model.width=3": "known are model.init_weights, model.leaves, model.load_weights",
+    "model=torchvision": "model.name= must be given",
+    "loss=mse": "loss=mse: there is no option loss; known are",
+    "hydra.run.dri=x": "hydra.run.dri; known are hydra.run.dir",
+    "+hydra.foo=3": "there is no option hydra.foo; known are",
+    "--multirun seed=1,2 rank=3": "write ranks=3",
+    "--multirun ranks=1,two": "ranks takes a whole number, not two",
+    "--config-dir /nowhere": "--config-dir /nowhere is no folder",
+    "--config-name mine": "there is no mine.yaml",
+}
+# What is no flag, and the spelling that was meant.
+FLAGS = {
+    "max_steps 3": "two words; options are one: max_steps=3",
+    "--max-steps 3": "--max-steps 3 is written max_steps=3",
+    "--max_steps=3": "--max_steps 3 is written max_steps=3",
+    "--batch-size 4 seed=1": "--batch-size 4 is written batch_size=4",
+    "--lr=0.1": "--lr 0.1 is written optimizer.lr=0.1",
+    "--max-steps": "--max-steps is written max_steps=VALUE",
+    "-n 2": "there is no flag -n; options are KEY=VALUE",
+    "--hepl": "did you mean --help?",
+    "--cfg everything": "found everything; write --cfg job",
+    "--config-dir": "--config-dir takes a value",
+}
+# Whole commands: a few rows that say that the rules of test_conf.py are asked, and those of the benches.
+EARLY = {
+    "train batch_size=4 micro_batches=8": "batch_size=4",
+    "train ranks=99": "ranks=99",
+    "train schedule=gpipe extra_in_flight=1": "extra_in_flight=1",
+    "train data=image_folder data.root=/nowhere": "/nowhere must hold train/CLASS",
+    "train data=fashion_mnist data.root=/nowhere": "/nowhere",
+    "train model._target_=nowhere.Net": "nowhere.Net",
+    "train optimizer.lr=abc": "optimizer.lr takes a number, not abc",
+    "train schedule=custom program=/nowhere": "program=/nowhere cannot be read",
+    "train --multirun seed=1 ranks=0": "ranks=0",
+    "train plan=/nowhere.json": "/nowhere.json",
+    "train hydra.run.dir=/dev/null/run": "/dev/null/run",
+    "plan device=cuda:x": "device=cuda:x",
+    "plan schedule=zbv stages=3": "found stages=3 for ranks=2; take stages=4",
+    "plan epochs=3": "there is no option epochs",
+    "plan --multirun seed=1,2 hydra.sweep.dir=/dev/null/sweep": "/dev/null/sweep cannot be written",
+    "bench": "known are cache, checkpoint, codecs",
+    "bench nothing": "nothing is no topic",
+    "bench codecs codecs=[zip]": "zip",
+    "bench codecs dtypes=[float7]": "float7",
+    "bench codecs sizes=[big]": "big",
+    "bench codecs classes=[real]": "real",
+    "bench codecs repeats=0": "repeats=0",
+    "bench pipeline codecs=[zip]": "zip",
+    "bench pipeline schedule=nowhere": "nowhere",
+    "bench pipeline links=[fast]": "fast",
+    "bench convergence policies=[lucky]": "lucky",
+    "trian": "known are train, plan, export, cache, bench",
+}
+ASKED = """
+import contextlib, io, json, sys
+from penstock.scripts import command
+answers = {}
+for typed in json.load(sys.stdin):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
+        code = command.run(typed.split())
+    answers[typed] = code, out.getvalue(), error.getvalue(), "torch" in sys.modules
+print(json.dumps(answers))
+"""
+
+
+def test_a_refusal_is_one_sentence_that_names_what_was_typed_before_torch_is_imported(tmp_path):
+    rows = {f"train {typed}": subject for typed, subject in SPELLING.items()} | EARLY
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED], input=json.dumps([*rows]), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for typed, (code, out, error, torch) in json.loads(done.stdout).items():
+        assert (code, out, torch, error.count("\n")) == (2, "", False, 1), typed
+        assert error.startswith("penstock: "), typed
+        assert rows[typed] in error, (typed, error)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_flag_that_there_is_not_is_refused_with_the_spelling_that_was_meant():
+    for typed, subject in FLAGS.items():
+        with pytest.raises(ConfigError, match=re.escape(subject)):
+            flags.read("train", typed.split(), TrainConfig)
+
+
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "subject"),
     [
-        ("model=resnet19", "resnet19 is not known; model is one of gpt, mlp, own, resnet18, torchvision"),
-        ("ranks=99", "ranks=99 is more than"),
-        ("schedule=2f2b", "2f2b"),
-        ("codec=zip", "zip"),
-        ("data=fashion_mnist data.root=/nowhere", "/nowhere"),
-        ("micro_batches=0", "micro_batches=0"),
-        ("stages=1000", "1000"),
+        ("batch_size=5000", "batch_size=5000"),
+        ("cuts=[nowhere]", "nowhere"),
+        ("optimizer.lr=-1", "optimizer.lr=-1"),
+        ("memory.device=1KiB", "smallest budget"),
+        ("ranks=1 stages=1 memory.tier=disk memory.path=/nowhere", "found /nowhere (Not a directory)"),
         (
-            "no_such_key=1",
-            "no_such_key=1: there is no option no_such_key; known are autocast, batch_size, cache",
-        ),
-        ("+no_such_key=1", "no_such_key=1: there is no option no_such_key"),
-        ("+clip.kind=1", "clip.kind=1: there is no option clip.kind"),
-        ("weights=stash", "weights is one of latest, stashed, vertical_sync, double_buffered, found 'stash'"),
-        ("device=tpu", "device=tpu is not known; known are cpu, cuda, cuda:N and auto"),
-        ("memory.tier=disc", "memory.tier is one of device, packed, host, disk, found 'disc'"),
-        ("memory.weights=disc", "memory.weights is one of device, packed, host, disk, found 'disc'"),
-        ("weights=stashed", "weights=stashed is for weights that change"),
-        ("weights=double_buffered stages=3 micro_batches=2", "found micro_batches=2 for 3 stages"),
-        (
-            "schedule=async_1f1b prediction=true weights=vertical_sync",
-            "take weights=latest or weights=stashed",
-        ),
-        ("schedule=custom program=/nowhere.txt", "program=/nowhere.txt cannot be read"),
-        ("schedule=custom", "schedule=custom runs the lines of its program, found none; give program="),
-        (
-            f"{SMALL} ranks=1 stages=3 weights=double_buffered micro_batches=3 batch_size=2",
-            "batch_size=2 is too small for micro_batches=3",
-        ),
-        (
-            f"{SMALL} ranks=1 stages=2 weights=double_buffered batch_size=4 micro_batches=4 "
-            "data.drop_last=false",
+            "ranks=1 stages=2 weights=double_buffered batch_size=4 micro_batches=4 data.drop_last=false",
             "found data.drop_last=false, whose last batch has 1; choose another batch_size",
         ),
-        ("rank=1", "did you mean ranks?"),
-        ("clip.nrom=1", "did you mean clip.norm?"),
-        ("ranks=two", "ranks takes a whole number, not two"),
-        (f"{SMALL} optimizer.lr=fast", "optimizer.lr=fast"),
-        (f"{SMALL} optimizer.lr=-1", "optimizer.lr=-1"),
-        ("deterministic=perhaps", "deterministic takes true or false, not perhaps"),
-        ("deadline=soon", "deadline takes a number, not soon"),
-        ("ranks=null", "ranks must have a value"),
-        ("cuts=layer1", "cuts=[layer1]"),
-        ("cuts=[layer1", "cuts=[layer1 cannot be read"),
-        ("ranks", "ranks has no value; write ranks=VALUE"),
-        ("batch_size=4 micro_batches=8", "batch_size=4 is too small for micro_batches=8"),
-        (f"{BATCH_NORM} batch_size=8", "batch_size=8 micro_batches=8 make micro-batches of one sample"),
-        ("ranks=3 cuts=[a]", "ranks=3 is more than the 2 stages of cuts=[a]"),
-        ("max_steps 3", "max_steps 3 are two words; options are one: max_steps=3"),
-        ("max_steps:3", "max_steps:3 has no value; write max_steps=3"),
-        ("max-steps=3", "did you mean max_steps? write max_steps=3"),
-        ("lr=0.1", "did you mean optimizer.lr? write optimizer.lr=0.1"),
-        ("optimizer.lr=abc", "optimizer.lr=abc does not fit: optimizer.lr takes a number, not abc"),
-        ("optimizer.lr=null", "optimizer.lr takes a number, not null"),
-        ("optimizer.nesterov=perhaps", "optimizer.nesterov takes true or false, not perhaps"),
-        ("model=mlp model.hidden=8", "model.hidden takes a list, for example model.hidden=[8]"),
-        ("optimizer.nope=3", "there is no option optimizer.nope; known are optimizer.lr"),
-        ("optimizer._target_=torch.optim.Adm", "torch.optim.Adm cannot be imported"),
-        ("loss=mse", "loss=mse: there is no option loss; known are"),
-        ("hydra.run.dri=x", "there is no option hydra.run.dri; known are hydra.run.dir"),
-        ("+hydra.foo=3", "there is no option hydra.foo; known are"),
-        ("+model.drop_last=true", "there is no option model.drop_last"),
-        ("scheduler=none +scheduler.gamma=3", "scheduler.gamma=3 has no target that takes it"),
-        (
-            "model._target_=torchvision.models.resnet18 model.nope=3",
-            "model has no option model.nope=3",
-        ),
-        ("data=image_folder data.root=/nowhere", "/nowhere must hold train/CLASS/*.png"),
-        ("memory.device=lots", "memory.device=lots is not a size in bytes"),
-        ("memory.disk=lots", "memory.disk=lots is not a size in bytes"),
-        ("memory.disk_per_day=0", "memory.disk_per_day=0 is not a size in bytes"),
-        (
-            "memory.tier=disk memory.disk=0",
-            "memory.disk=0 allows nothing on disk, found memory.tier=disk; raise",
-        ),
-        (
-            "memory.weights=disk memory.disk=0",
-            "found memory.weights=disk; raise memory.disk=, or choose another",
-        ),
-        (
-            f"{SMALL} ranks=1 stages=1 memory.tier=disk memory.path=/nowhere",
-            "found /nowhere (Not a directory)",
-        ),
-        ("schedule=zbv stages=3", "found stages=3 for ranks=2; take stages=4"),
-        ("--max-steps 3", "--max-steps 3 is written max_steps=3 here"),
-        ("--max_steps=3", "--max_steps 3 is written max_steps=3 here"),
-        ("--batch-size 4 seed=1", "--batch-size 4 is written batch_size=4 here"),
-        ("--lr=0.1", "--lr 0.1 is written optimizer.lr=0.1 here"),
-        ("--max-steps", "--max-steps is written max_steps=VALUE here"),
-        (
-            "-n 2",
-            "there is no flag -n; options are KEY=VALUE, for example ranks=2, and penstock train --help",
-        ),
-        ("--hepl", "there is no flag --hepl; did you mean --help?"),
-        ("--multirun --max-steps 3", "written max_steps=3 here"),
-        ("--multirun seed=1,2 rank=3", "did you mean ranks? write ranks=3"),
-        ("--multirun ranks=1,two", "ranks=two does not fit: ranks takes a whole number, not two"),
-        ("--cfg everything", "--cfg takes one of job, hydra, all, found everything; write --cfg job"),
-        ("--config-dir", "--config-dir takes a value, found none"),
-        ("--config-dir /nowhere", "--config-dir /nowhere is no folder"),
-        ("--config-name mine", "--config-name mine: there is no mine.yaml"),
-        ("ranks=1,2", "ranks=1,2 is several values"),
-        ("ranks=3 stages=2", "ranks=3"),
-        ("stages=3 cuts=[layer1]", "stages=3 contradicts cuts=[layer1]"),
-        ("cuts=[nowhere]", "nowhere"),
-        ("plan=missing.json", "missing.json"),
-        ("batch_size=-1", "batch_size=-1"),
-        ("batch_size=5000", "batch_size=5000"),
-        ("hydra.run.dir=/dev/null/run", "/dev/null/run"),
-        ("data=text", "model=gpt"),
-        ("model=gpt", "data=text"),
-        ("model=torchvision", "model.name= must be given"),
-        ("model=torchvision model.name=resnet19", "model.name=resnet19"),
-        ("model.width=3", "known are model.init_weights, model.leaves, model.load_weights"),
-        ("optimizer=adamw optimizer.momentum=0.9", "known are optimizer.lr, optimizer.weight_decay"),
-        (f"{SMALL} optimizer._target_=torch.optim.LBFGS", "LBFGS"),
-        (f"{SMALL} scheduler=one_cycle scheduler.pct_start=3", "scheduler.pct_start=3"),
-        ("optimizer.lr=${nowhere}", "nowhere"),
-        ("model._target_=nowhere.Net", "nowhere.Net"),
-        ("model._target_=os.getcwd", "os.getcwd must return a torch module"),
-        ("model._target_=torch.nn.Linear model.out_features=3", "needs model.in_features="),
-        ("model._target_=torch.nn.Linear model.in_feature=3", "model.in_feature=3; it takes in_features"),
-        ("data._target_=os.getcwd", "os.getcwd returns a str; what works is one of: return torch"),
-        (f"{SMALL} schedule=gpipe extra_in_flight=1", "extra_in_flight=1"),
-        (f"{SMALL} link=fast", "link=fast"),
-        (f"{SMALL} memory.device=1KiB", "smallest budget"),
     ],
 )
-def test_a_refusal_is_one_sentence_that_names_what_was_typed(typed, told, tmp_path, capfd):
-    code, out, error = penstock(f"train {typed}", capfd)
-    assert code == 2
-    assert out == ""
-    assert error.startswith("penstock: ")
-    assert told in error
-    assert error.count("\n") == 1
+def test_what_a_model_or_its_data_do_not_allow_is_one_sentence_too(typed, subject, tmp_path, capfd):
+    assert subject in refusal(f"train {SMALL} {typed}", capfd)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert not [path for path in tmp_path.glob("runs/*")]
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_batch_norm_refuses_micro_batches_of_one_sample(tmp_path, capfd):
+    net = "torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 10), torch.nn.BatchNorm1d(10))"
+    (tmp_path / "normed.py").write_text(f"import torch\ndef net():\n    return {net}\n")
+    job = "model._target_=normed.net data.size=8 ranks=1 stages=1 batch_size=8 micro_batches=8"
+    assert "batch_size=8 micro_batches=8 make micro-batches of one sample" in refusal(f"train {job}", capfd)
 
 
 def test_trying_the_options_leaves_nothing(tmp_path):
+    ConfigStore.instance().store(name="train_schema", node=TrainConfig)
     typed = flags.Typed(options=["hydra.run.dir=here/run"])
     application._try("train", TrainConfig, typed, lambda config, options: None)
     assert not (tmp_path / "here" / "run").exists()
@@ -199,21 +203,8 @@ def test_without_a_command_the_commands_are_listed(capfd):
     assert penstock("", capfd)[::2] == (2, "")
     code, out, error = penstock("--help", capfd)
     assert (code, error) == (0, "")
-    for name in command.COMMANDS:
-        assert f"penstock {name}" in out
+    assert all(f"penstock {name}" in out for name in command.COMMANDS)
     assert penstock("--version", capfd)[0] == 0
-    code, out, error = penstock("trian", capfd)
-    assert (code, error) == (
-        2,
-        "penstock: trian is not a command; known are train, plan, export, cache, bench\n",
-    )
-
-
-def test_a_sweep_that_cannot_be_kept_is_refused_in_one_sentence(capfd):
-    code, out, error = penstock(f"plan --multirun {SMALL} seed=1,2 hydra.sweep.dir=/dev/null/sweep", capfd)
-    assert (code, out) == (2, "")
-    assert error.startswith("penstock: /dev/null/sweep cannot be written (Not a directory)")
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("typed", ["train", "plan", "bench", "bench codecs"])
@@ -236,19 +227,16 @@ def test_the_whole_configuration_is_printed_on_request(capfd, tmp_path):
 @pytest.mark.parametrize(
     ("typed", "composed"),
     [
-        (["ranks=2"], ["ranks=2"]),
-        (["model._target_=my.Net"], ["model=own", "model._target_=my.Net"]),
-        (
-            ["model._target_=my.Net", "model.width=3"],
-            ["model=own", "model._target_=my.Net", "++model.width=3"],
-        ),
-        (["model=mlp", "model._target_=my.Net"], ["model=mlp", "model._target_=my.Net"]),
-        (["data._target_=my.data", "model.width=3"], ["data=own", "data._target_=my.data", "model.width=3"]),
-        (["--multirun", "seed=1,2"], ["--multirun", "seed=1,2"]),
+        ("ranks=2", "ranks=2"),
+        ("model._target_=my.Net", "model=own model._target_=my.Net"),
+        ("model._target_=my.Net model.width=3", "model=own model._target_=my.Net ++model.width=3"),
+        ("model=mlp model._target_=my.Net", "model=mlp model._target_=my.Net"),
+        ("data._target_=my.data model.width=3", "data=own data._target_=my.data model.width=3"),
+        ("--multirun seed=1,2", "--multirun seed=1,2"),
     ],
 )
 def test_a_target_of_ones_own_does_not_start_from_our_default(typed, composed):
-    assert overrides.with_own_groups(typed) == composed
+    assert overrides.with_own_groups(typed.split()) == composed.split()
 
 
 @pytest.mark.slow
@@ -260,26 +248,20 @@ def test_a_plan_is_printed_saved_drawn_and_followed(capfd, tmp_path):
     assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     assert "3 stages on 1 rank" in out
     follow = f"train model=mlp max_steps=1 plan={plan} hydra.run.dir=run"
-    for wrong, told in [
-        ("ranks=2", "ranks=2 contradicts plan=here/plan.json with ranks=1"),
-        ("schedule=gpipe", "schedule=gpipe contradicts plan=here/plan.json with schedule=1f1b"),
-        ("micro_batches=8", "micro_batches=8 contradicts plan=here/plan.json with micro_batches=2"),
-        ("codec=raw", "codec=raw contradicts plan=here/plan.json with codec=auto"),
-        ("memory.tier=host", "memory.tier=host contradicts plan=here/plan.json with memory.tier=device"),
-        ("link=1Gbit", "link= is for making a plan"),
-        ("memory.device=1GiB", "memory.device= is for making a plan"),
-        ("model.hidden=[7]", "plan=here/plan.json"),
-    ]:
-        code, _, error = penstock(f"{follow} {wrong}", capfd)
-        assert code == 2
-        assert told in error
+    for wrong, found in (
+        ("ranks=2", "ranks=1"),
+        ("schedule=gpipe", "schedule=1f1b"),
+        ("micro_batches=8", "micro_batches=2"),
+        ("codec=raw", "codec=auto"),
+        ("memory.tier=host", "memory.tier=device"),
+    ):
+        assert f"{wrong} contradicts plan={plan} with {found}" in refusal(f"{follow} {wrong}", capfd)
+    for wrong in ("link=1Gbit", "memory.device=1GiB"):
+        assert f"{wrong.partition('=')[0]}= is for making a plan" in refusal(f"{follow} {wrong}", capfd)
+    assert f"plan={plan}" in refusal(f"{follow} model.hidden=[7]", capfd)
     assert penstock(follow, capfd)[0] == 0
     assert (tmp_path / "run" / "plan.json").read_text() == (tmp_path / plan).read_text()
-    again = penstock(follow, capfd)
-    assert (again[0], again[2]) == (
-        2,
-        "penstock: hydra.run.dir=run already holds a finished run; choose another folder or remove it\n",
-    )
+    assert "hydra.run.dir=run already holds a finished run" in refusal(follow, capfd)
 
 
 @pytest.mark.slow
@@ -300,9 +282,7 @@ def test_a_plan_shows_its_dependencies_and_what_fills_the_memory(capfd, tmp_path
     saved = [sum(int(r[10]) for r in rows[1:] if r[:1] == [str(n)] and r[5] == "saved") for n in range(2)]
     assert saved == [stage.saved_bytes for stage in plan.stages]
     assert "saved, weights" in out
-    code, _, error = penstock("train graph=true model=mlp", capfd)
-    assert code == 2
-    assert "graph" in error
+    assert "graph" in refusal("train graph=true model=mlp", capfd)
 
 
 def test_a_sweep_runs_every_value_and_tells_which_was_refused(capfd, tmp_path):
@@ -315,6 +295,7 @@ def test_a_sweep_runs_every_value_and_tells_which_was_refused(capfd, tmp_path):
     assert not (tmp_path / "sweep" / "0").exists()
 
 
+@pytest.mark.slow
 def test_the_bench_says_what_it_measured_and_where(capfd, tmp_path):
     job = "classes=[synthetic,job] sizes=[4KiB] densities=[0.5] dtypes=[float32] repeats=1 capture_steps=1"
     code, out, error = penstock(f"bench codecs {job} model=mlp hydra.run.dir=b", capfd)
@@ -322,45 +303,12 @@ def test_the_bench_says_what_it_measured_and_where(capfd, tmp_path):
     assert out.splitlines()[-2:] == ["b/results.json", "b/results.png"]
     results = OmegaConf.load(tmp_path / "b" / "results.json")
     assert results.command == shlex.join(["penstock", "bench", "codecs", *job.split(), "model=mlp"])
-    facts = {
-        "command",
-        "date",
-        "hardware",
-        "versions",
-        "system",
-        "threads",
-        "isa",
-        "load_before",
-        "load_after",
-    }
-    assert results.keys() == facts | {"rows", "overhead"}
+    facts = "command date hardware versions system threads isa load_before load_after rows overhead"
+    assert results.keys() == set(facts.split())
     names = list(dict.fromkeys(row.tensor for row in results.rows))
     assert names[0] == "random, density 0.5"
     assert {name.split()[-1] for name in names[1:]} == {"activation", "gradient"}
     assert (tmp_path / "b" / "results.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    ("typed", "told"),
-    [
-        ("bench", "known are cache, checkpoint, codecs"),
-        ("bench nothing", "nothing is no topic"),
-        ("bench codecs dtypes=[float7]", "float7"),
-        ("bench codecs sizes=[big]", "big"),
-        ("bench codecs classes=[real]", "real"),
-        ("bench codecs codecs=[zip]", "zip"),
-        ("bench codecs isa=sse", "sse"),
-        ("bench codecs densities=[2]", "found 2"),
-        ("bench codecs repeats=0", "repeats=0"),
-        ("plan epochs=3", "there is no option epochs"),
-        ("plan stages=1000", "1000"),
-    ],
-)
-def test_the_other_commands_refuse_in_the_same_way(typed, told, capfd):
-    code, out, error = penstock(typed, capfd)
-    assert (code, out) == (2, "")
-    assert told in error
-    assert error.count("\n") == 1
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, capfd):
@@ -377,10 +325,8 @@ def test_ctrl_c_is_one_sentence(monkeypatch, capfd):
 
     monkeypatch.setattr(training, "prepare", interrupt)
     code, out, error = penstock("train", capfd)
-    assert (code, out) == (130, "")
-    again = "start it again from the beginning by penstock train"
-    assert error == f"penstock: stopped by Ctrl-C; nothing was kept; {again}\n"
-    assert error.count("\n") == 1
+    assert (code, out, error.count("\n")) == (130, "", 1)
+    assert "stopped by Ctrl-C; nothing was kept; start it again from the beginning by penstock train" in error
 
 
 @pytest.mark.slow
@@ -399,64 +345,73 @@ def test_a_signal_ends_the_ranks_too_and_says_what_is_left(number, ranks, told, 
         process.stdout.read()
         assert process.wait(timeout=30) == 128 + number
         error = process.stderr.read()
-    assert error.startswith(
-        f"penstock: stopped by {told}; {tmp_path / 'run'} keeps config.yaml, metrics.jsonl"
-    )
-    again = shlex.join(["penstock", *job])
+    assert f"stopped by {told}; {tmp_path / 'run'} keeps config.yaml, metrics.jsonl" in error
     assert re.search(r"plan\.png \(\d+ steps?\), and no checkpoint of the weights; start it again", error)
-    assert error.endswith(f"; start it again from the beginning by {again}\n")
+    assert error.endswith(f"; start it again from the beginning by {shlex.join(['penstock', *job])}\n")
     assert error.count("\n") == 1
     assert not ranks_in(tmp_path / "run")
 
 
-def test_what_an_interrupted_run_kept_is_counted_and_a_bench_is_sent_elsewhere(tmp_path):
-    folder = RunFolder(path=tmp_path)
+LONG_LAYER = """
+import sys
+import torch
+from penstock.scripts import command, train
+torch.set_num_threads(1)
+weights = torch.zeros(9000, 9000)
+def long(arguments):
+    print("begins", flush=True)
+    while True:
+        weights @ weights
+train.main = long
+sys.argv = ["penstock", "train"]
+command.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
+def test_ctrl_c_ends_a_command_in_the_middle_of_a_long_layer(again):
+    typed, pipe = [sys.executable, "-c", LONG_LAYER], subprocess.PIPE
+    with subprocess.Popen(typed, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begins\n"
+        time.sleep(0.5)  # until it is in the middle
+        process.send_signal(signal.SIGINT)
+        if again:  # at once
+            process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode in ((130, 143) if again else (130,))  # the system tells two in any order
+    assert error.startswith("penstock: stopped by Ctrl-C, and cut off") != again
+
+
+def test_what_a_stopped_run_kept_is_counted_and_how_to_go_on_is_told(tmp_path):
+    folder, typed = RunFolder(path=tmp_path), f"penstock train seed=1 hydra.run.dir={tmp_path}"
     (tmp_path / "plan.json").touch()
     (tmp_path / "metrics.jsonl").write_text("{}\n{}\n{")
-    assert stopping.kept(folder, command="penstock train seed=1") == (
-        f"{tmp_path} keeps metrics.jsonl, plan.json (2 steps), and no checkpoint of the weights; start it "
-        "again from the beginning by penstock train seed=1"
-    )
+    kept = f"{tmp_path} keeps metrics.jsonl, plan.json (2 steps), and no checkpoint of the weights; "
+    assert stopping.kept(folder, command=typed) == f"{kept}start it again from the beginning by {typed}"
     (tmp_path / "results.json").touch()  # which claims the folder
-    told = stopping.kept(folder, command="penstock bench pipeline")
-    assert told.endswith(
-        "no checkpoint of the weights; to measure again, take another folder (hydra.run.dir=)"
-    )
-
-
-def test_a_stopped_run_with_a_checkpoint_is_told_how_to_go_on(tmp_path):
-    folder = RunFolder(path=tmp_path)
+    assert "to measure again, take another folder" in stopping.kept(folder, command="penstock bench pipeline")
     for step, name in ((4, "index.json"), (10, "index.json"), (12, "rank_0_0123abcd.safetensors")):
-        made = folder.checkpoints / f"step_{step:08}"
-        made.mkdir(parents=True)
-        (made / name).touch()
-    assert stopping.kept(folder, command=f"penstock train seed=1 hydra.run.dir={tmp_path}") == (
-        f"{tmp_path} keeps a checkpoint, step_00000010; go on from it by penstock train seed=1 "
-        f"hydra.run.dir={tmp_path} resume=auto"
-    )
-
-
-def deadlock(folder):
-    """A program whose ranks wait for each other."""
-    (folder / "own.txt").write_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n")
-    return f"{SMALL} schedule=custom program=own.txt micro_batches=2"
+        (folder.checkpoints / f"step_{step:08}").mkdir(parents=True)
+        (folder.checkpoints / f"step_{step:08}" / name).touch()
+    kept = f"{tmp_path} keeps a checkpoint, step_00000010; go on from it by "
+    assert stopping.kept(folder, command=typed) == f"{kept}{typed} resume=auto"
 
 
 def test_a_program_that_waits_for_itself_is_neither_trained_nor_planned(tmp_path, capfd):
-    code, _, error = penstock(f"train {deadlock(tmp_path)}", capfd)
-    assert code == 2
-    assert error.startswith("penstock: program=own.txt: the programs wait for each other")
-    code, out, error = penstock(f"plan {deadlock(tmp_path)} hydra.run.dir=made", capfd)
-    assert (code, out) == (2, "")
-    assert "the programs wait for each other" in error
+    (tmp_path / "own.txt").write_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n")
+    waits = "the programs wait for each other"
+    for typed, subject in (("train", f"program=own.txt: {waits}"), ("plan hydra.run.dir=made", waits)):
+        assert subject in refusal(f"{typed} {SMALL} schedule=custom program=own.txt micro_batches=2", capfd)
     assert not (tmp_path / "made" / "plan.json").exists()
 
 
-def test_options_beside_a_plan_are_refused_in_the_words_of_the_command_line(tmp_path, capfd):
+@pytest.mark.slow
+def test_options_beside_a_plan_are_refused_in_the_words_of_the_command_line(capfd):
     assert penstock(f"plan {SMALL} schedule=async_1f1b hydra.run.dir=made", capfd)[0] == 0
-    code, _, error = penstock(f"train {SMALL} plan=made/plan.json clip.norm=1", capfd)
-    assert code == 2
-    assert "clip.norm=1.0 needs one; add clip.scope=stage" in error
+    typed = f"train {SMALL} plan=made/plan.json clip.norm=1"
+    assert "clip.norm=1.0 needs one; add clip.scope=stage" in refusal(typed, capfd)
 
 
 SCHEMA = """
@@ -471,20 +426,17 @@ defaults:
   - _self_
 """
 OURS = "defaults: [train, _self_]"
-FILES = {
+FILES = {  # name -> (text, subject)
     "name.yaml": (f"{SCHEMA}\nrank: 3", "name.yaml: there is no option rank; did you mean ranks?"),
     "nested.yaml": (f"{OURS}\nclip: {{nrom: 3}}", "there is no option clip.nrom; did you mean clip.norm?"),
     "free.yaml": ("ranks: 1\nrnak: 3\nhydra: {run: {dir: x}}", "there is no option rnak; known are autocast"),
     "deep.yaml": (f"{OURS}\nmemory: {{tier: {{x: 1}}}}", "memory.tier"),
-    "digits.yaml": (
-        f"{OURS}\ndata: {{chanels: 1}}",
-        "there is no option data.chanels; known are data.channels",
-    ),
+    "digits.yaml": (f"{OURS}\ndata: {{chanels: 1}}", "data.chanels; known are data.channels"),
     "lone.yaml": (f"{OURS}\noptimizer: {{lr: high}}", "optimizer.lr takes a number, not high"),
     "far.yaml": (f"{OURS}\noptimizer: {{nope: 1}}", "optimizer has no option optimizer.nope=1; it takes"),
     "model/odd.yaml": (
-        "_target_: penstock.pipeline.models.mlp\nhidden: [8]\nactivaton: relu",
-        "there is no option model.activaton; known are model.activation, model.hidden",
+        "_target_: penstock.pipeline.models.mlp\nhidden: [8]\nactivaton: 1",
+        "model.activaton",
     ),
     "scheduler/odd.yaml": ("gamma: 0.1", "scheduler.gamma=0.1 has no target that takes it"),
     "all/odd.yaml": (
@@ -496,15 +448,12 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_key_of_ones_own_file_that_nobody_reads_is_refused_by_its_full_name(name, tmp_path, capfd):
-    content, told = FILES[name]
+    text, subject = FILES[name]
     (tmp_path / "own" / name).parent.mkdir(parents=True)
-    (tmp_path / "own" / name).write_text(content)
+    (tmp_path / "own" / name).write_text(text)
     group, _, file = name.removesuffix(".yaml").rpartition("/")
     chosen = f"--config-name {file}" if not group else f"{'+' * (group == 'all')}{group}={file}"
-    code, out, error = penstock(f"train --config-dir own {chosen} hydra.run.dir=run", capfd)
-    assert (code, out) == (2, "")
-    assert told in error
-    assert error.count("\n") == 1
+    assert subject in refusal(f"train --config-dir own {chosen} hydra.run.dir=run", capfd)
     assert not (tmp_path / "run").exists()
 
 
@@ -517,50 +466,3 @@ def test_a_configuration_of_ones_own_trains(tmp_path, capfd):
     code, _, error = penstock(typed, capfd)
     assert (code, error) == (0, "")
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").model.hidden == [8]
-
-
-EARLY = [
-    "train batch_size=4 micro_batches=8",
-    "train --max-steps 3",
-    "train model=resnet19",
-    "train rank=3",
-    "train schedule=1f1",
-    "train codec=zip",
-    "train ranks=99",
-    "train ranks=two",
-    "train link=fast",
-    "train memory.device=lots",
-    "train device=tpu",
-    "plan device=cuda:x",
-    "train weights=stashed",
-    "train schedule=gpipe extra_in_flight=1",
-    "train schedule=custom program=/nowhere",
-    "train plan=/nowhere.json",
-    "train optimizer.lr=abc",
-    "train data=image_folder data.root=/nowhere",
-    "train data=fashion_mnist data.root=/nowhere",
-    "train data=text data.path=/nowhere",
-    "train model._target_=nowhere.Net",
-    "train hydra.run.dir=/dev/null/run",
-    "train --multirun seed=1,2 ranks=0",
-    "plan schedule=zbv stages=3",
-    "bench codecs codecs=[zip]",
-    "bench codecs dtypes=[float7]",
-    "bench pipeline codecs=[zip]",
-    "bench pipeline schedule=nowhere",
-    "bench pipeline links=[fast]",
-    "bench convergence policies=[lucky]",
-]
-
-
-def test_what_names_counts_and_files_tell_is_refused_before_torch_is_imported(tmp_path):
-    script = f"""
-import sys
-from penstock.scripts import command
-for typed in {EARLY}:
-    assert command.run(typed.split()) == 2, typed
-    assert "torch" not in sys.modules, typed
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("\n") == len(EARLY) + 1  # the sweep's two runs are refused one by one

@@ -2,6 +2,7 @@
 
 `python -m penstock.scripts.coverage` tries them all; these are a few that each hold another trap."""
 
+import importlib
 import importlib.util
 
 import pytest
@@ -9,53 +10,38 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.scripts.coverage import eager, language, vision
+from penstock.scripts.coverage import eager, vision
 from penstock.scripts.coverage.examine import examine
 from penstock.scripts.coverage.network import Network, normal
 
-TORCHVISION = ("shufflenet_v2_x0_5", "squeezenet1_1")
-TRANSFORMERS = ("gpt2", "mixtral", "bert_classes", "levit")
-TIMM = ("test_efficientnet", "test_vit")
-
-
-def needs(library):
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed: pip install 'penstock[zoo]'")
+FEW = {  # library -> networks that each hold another trap
+    "torchvision": ("shufflenet_v2_x0_5", "squeezenet1_1"),
+    "transformers": ("gpt2", "mixtral", "bert_classes", "levit"),
+    "timm": ("test_efficientnet", "test_vit"),
+}
 
 
 def same(network):
     row = examine(network)
     assert (row["result"], row.get("why")) == ("same", "")
-    assert row["stages"] == 3
     return row
 
 
 @pytest.mark.parametrize("network", list(vision.of_torch()), ids=lambda network: network.name)
 def test_a_network_of_torch(network):
-    same(network)
+    assert same(network)["stages"] == 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TORCHVISION)
-def test_a_network_of_torchvision(name):
-    same(next(network for network in vision.networks() if network.name == name))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_a_network_of_transformers(name):
-    needs("transformers")
-    row = same(next(network for network in language.networks() if network.name == name))
-    assert bool(row["leaves"]) == (name == "mixtral")  # its experts are chosen by value
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TIMM)
-def test_a_network_of_timm(name):
-    needs("timm")
-    from penstock.scripts.coverage import families
-
-    same(next(network for network in families.networks() if network.name == name))
+@pytest.mark.parametrize(("library", "name"), [(library, name) for library in FEW for name in FEW[library]])
+def test_a_network_of_a_library(library, name):
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed: pip install 'penstock[zoo]'")
+    kinds = {"torchvision": "vision", "transformers": "language", "timm": "families"}
+    networks = importlib.import_module(f"penstock.scripts.coverage.{kinds[library]}").networks()
+    row = same(next(network for network in networks if network.name == name))
+    assert row["stages"] == 3
+    assert library != "transformers" or bool(row["leaves"]) == (name == "mixtral")  # experts chosen by value
 
 
 class Net(nn.Module):
@@ -139,11 +125,8 @@ TRAPS = {
 @pytest.mark.filterwarnings("ignore")  # torch has something to say about checkpoints, nesting and compilers
 @pytest.mark.parametrize("trap", TRAPS)
 def test_a_trap(trap):
-    network = Network(
-        name=trap, library="test", make=lambda: Net(*TRAPS[trap]), batch=lambda n: {"x": normal(n, n, 6)}
-    )
-    row = examine(network)
-    assert (row["result"], row.get("why")) == ("same", "")
+    make, batch = lambda: Net(*TRAPS[trap]), lambda n: {"x": normal(n, n, 6)}
+    same(Network(name=trap, library="test", make=make, batch=batch))
 
 
 def test_the_plain_loop_seeds_the_calls_that_draw():

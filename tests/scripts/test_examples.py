@@ -16,23 +16,12 @@ RANKS = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
 def run(start, example, *arguments, folder):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*start, str(EXAMPLES / example), *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+        [*start, str(EXAMPLES / example), *arguments], cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
-
-
-def needs(library):
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed: pip install {library}")
 
 
 @pytest.mark.slow
@@ -59,10 +48,9 @@ def test_the_first_example_has_one_result_in_one_process_and_on_two_ranks(tmp_pa
     ("library", "example", "arguments"),
     [("transformers", "llama.py", ["3"]), ("timm", "timm_images.py", ["test_efficientnet", "3"])],
 )
-def test_public_networks_have_one_course_in_one_process_and_on_two_ranks(
-    library, example, arguments, tmp_path
-):
-    needs(library)
+def test_public_networks_lose_the_same_on_two_ranks(library, example, arguments, tmp_path):
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed: pip install {library}")
     shown = [run(start, example, *arguments, folder=tmp_path) for start in (PLAIN, RANKS)]
     losses = [re.findall(r"step \d+: loss [\d.]+", text) for text in shown]
     assert len(losses[0]) == 3

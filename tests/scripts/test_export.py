@@ -47,7 +47,7 @@ def run(trained, tmp_path, monkeypatch):
 
 
 def exported(*typed, capfd):
-    code = command.run(["export", *map(str, typed)])
+    code = command.run(["export", *typed])
     return code, *capfd.readouterr()
 
 
@@ -62,7 +62,7 @@ def harm(step):
 def test_the_file_is_that_of_a_finished_run_and_loads_strictly(run, capfd):
     code, out, err = exported("run", capfd=capfd)
     assert (code, err) == (0, "")
-    assert out == "model_step_2.safetensors: the model behind step 2, from run/checkpoints/step_00000002\n"
+    assert "model_step_2.safetensors: the model behind step 2, from run/checkpoints/step_00000002" in out
     found = load_file("model_step_2.safetensors")
     assert found.keys() == run[2].keys()
     assert all(same_bits(found[name], run[2][name]) for name in found)
@@ -79,6 +79,7 @@ def test_one_checkpoint_and_one_output_are_named(run, capfd):
     assert code == 0
     assert out.startswith("one.safetensors: the model behind step 1")
     found = load_file("one.safetensors")
+    assert found.keys() == run[1].keys()
     assert all(same_bits(found[name], run[1][name]) for name in run[1])
 
 
@@ -113,27 +114,27 @@ def test_no_more_than_one_tensor_is_held(run, capfd, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "subject"),
     [
-        ("", "reads one run or checkpoint, found none; write penstock export RUN output=FILE"),
+        ("", "reads one run or checkpoint, found none"),
         ("run run", "reads one run or checkpoint, found run run"),
-        ("run outptu=a", "penstock export has no option outptu=a"),
-        ("run --force", "penstock export has no option --force"),
+        ("run outptu=a", "no option outptu=a"),
+        ("run --force", "no option --force"),
         ("run output=", "output= names no file"),
-        ("nowhere", "nowhere holds no checkpoint; name the folder of a run that wrote one"),
+        ("nowhere", "nowhere holds no checkpoint"),
+        ("run", "model_step_2.safetensors is there already and is not written over"),
         ("run output=there", "there is there already and is not written over"),
         ("run output=no/folder/a", "no/folder/a cannot be written (No such file or directory)"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(run, capfd, typed, told):
-    Path("there").write_text("mine")
-    Path("model_step_2.safetensors").write_text("mine")
-    code, out, err = exported(*typed.split(), capfd=capfd)
-    assert (code, out) == (command.REFUSED, "")
-    assert told in err
-    assert len(err.splitlines()) == 1
-    assert exported("run", capfd=capfd)[0] == command.REFUSED
-    assert Path("there").read_text() == Path("model_step_2.safetensors").read_text() == "mine"
+def test_what_cannot_be_is_one_sentence(run, capfd, typed, subject):
+    files = [Path("there"), Path("model_step_2.safetensors")]
+    for file in files:
+        file.write_text("mine")
+    code, out, error = exported(*typed.split(), capfd=capfd)
+    assert (code, out, error.count("\n")) == (command.REFUSED, "", 1)
+    assert subject in error
+    assert [file.read_text() for file in files] == ["mine", "mine"]
 
 
 def test_help_and_refusals_do_not_wait_for_torch():

@@ -26,24 +26,16 @@ def batch(folder, *options, nodes, **commands):
     """Run the script; ``commands``: what stands in for those of the system."""
     stand_ins = folder / "bin"
     stand_ins.mkdir()
-    commands = {
-        "srun": SRUN,
-        "hostname": "#!/bin/sh\necho 127.0.0.1 10.0.0.1\n",
-        "penstock": PENSTOCK,
-    } | commands
-    for name, text in commands.items():
+    usual = {"srun": SRUN, "hostname": "#!/bin/sh\necho 127.0.0.1 10.0.0.1\n", "penstock": PENSTOCK}
+    for name, text in (usual | commands).items():
         (stand_ins / name).write_text(text)
         (stand_ins / name).chmod(0o755)
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": str(nodes), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         ["bash", str(SCRIPT), *JOB.split(), *options],
-        cwd=folder,
         env=os.environ | job | {"PATH": f"{stand_ins}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+        cwd=folder, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
 
 
 @pytest.mark.slow

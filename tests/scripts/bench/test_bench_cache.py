@@ -13,6 +13,8 @@ from penstock.scripts import command
 from penstock.scripts.bench import cache_bench, cache_sides, cache_simulated, topics
 from penstock.scripts.bench.cache_simulated import loads, paced, paced_rows, waiting, waiting_rows
 
+pytestmark = pytest.mark.slow  # what it tests is a tool of maintainers
+
 TINY = {"num_samples": 80, "batch_size": 8, "epochs": 3, "jobs": [3], "shares": [0.2]}
 
 

@@ -15,6 +15,8 @@ from penstock.scripts.bench.cache_job import Job, Watched
 from penstock.scripts.bench.cache_simulated import paces
 from penstock.scripts.bench.slow_store import MadeUp
 
+pytestmark = pytest.mark.slow  # what it tests is a tool of maintainers
+
 TINY = {"num_samples": 60, "batch_size": 5, "epochs": 4, "rate": "6MB", "sample_bytes": "20kB"}
 
 

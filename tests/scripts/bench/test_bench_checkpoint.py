@@ -18,6 +18,8 @@ from penstock.scripts import command
 from penstock.scripts.bench import checkpoint_bench, topics
 from penstock.scripts.bench.checkpoint_bench import byte_facts, figure, sentences, step_facts
 
+pytestmark = pytest.mark.slow  # what it tests is a tool of maintainers
+
 SECONDS = {"without": [1.0, 2.0, 4.0], "with": [1.5, 2.0, 4.4]}
 RESULTS = {
     "job": {"model": "mlp", "ranks": 2, "every": 10},

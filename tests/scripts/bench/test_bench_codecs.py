@@ -26,6 +26,8 @@ from penstock.scripts.bench.codecs_bounds import bound, entropy, words_of
 from penstock.scripts.bench.codecs_peers import PEERS, missing, peers
 from penstock.scripts.bench.codecs_subjects import Subject, captured, subjects, trained
 
+pytestmark = pytest.mark.slow  # what it tests is a tool of maintainers
+
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 
 

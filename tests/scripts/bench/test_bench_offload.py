@@ -29,6 +29,8 @@ from penstock.scripts.bench.offload_disk import SPEED, found, planned, sides_of
 from penstock.scripts.bench.offload_sides import LIMIT, bytes_of, filled
 from penstock.scripts.bench.offload_start import run
 
+pytestmark = pytest.mark.slow  # what it tests is a tool of maintainers
+
 MLP = {"_target_": "penstock.pipeline.models.mlp", "hidden": [1024, 1024]}
 DIGITS = {"_target_": "penstock.pipeline.samples.digits.load", "size": 8, "channels": 1}
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}

@@ -27,6 +27,8 @@ from penstock.scripts.bench import shaped_links as links
 from penstock.scripts.bench.shaped_links import switch_off
 from penstock.scripts.bench.torch_pipelines import stages_of
 
+pytestmark = pytest.mark.slow  # what it tests is a tool of maintainers
+
 SHAPED = links.parse_link("20Mbit")
 
 

@@ -18,6 +18,8 @@ from penstock.scripts.bench.replicas_bench import figure, plans_of
 from penstock.scripts.bench.replicas_rows import byte_rows, cells, speed_rows, turn_rows
 from penstock.scripts.bench.replicas_side import seconds_of_updates
 
+pytestmark = pytest.mark.slow  # what it tests is a tool of maintainers
+
 PROFILE = profile_of(
     [layer_of(f"l{i}", forward=1, backward=2, size=400) for i in range(6)],
     [value_of(i, [i + 1]) for i in range(-1, 6)],

@@ -42,6 +42,8 @@ from penstock.scripts.bench import (
 )
 from penstock.scripts.bench.torch_pipelines import CLASSES, TorchPipeline
 
+pytestmark = pytest.mark.slow  # what it tests is a tool of maintainers
+
 
 @pytest.fixture
 def somewhere_else(tmp_path, monkeypatch):

@@ -17,6 +17,8 @@ from penstock.pipeline.samples.cache.storage import TokenBucket
 from penstock.scripts.bench import slow_store
 from penstock.scripts.bench.slow_store import MadeUp, Reader, samples, serving
 
+pytestmark = pytest.mark.slow  # what it tests is a tool of maintainers
+
 FILES = MadeUp(num_samples=30, num_bytes=2_000)
 
 
