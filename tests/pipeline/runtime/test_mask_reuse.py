@@ -166,7 +166,7 @@ def seen_in_a_step(case):
 
 
 def test_gradients_behind_a_relu_travel_without_zeros():
-    seen, _ = seen_in_a_step(Case(model="residual", cuts=["_2", "_3_bn1", "_4_relu"]))
+    seen, _ = seen_in_a_step(Case(model="resnet18", cuts=["relu", "layer1_0_bn1", "layer2_0_relu"]))
     sent = {}
     for message, _, num_bytes, header in seen:
         masked = bool(header.flags & MASKED)
