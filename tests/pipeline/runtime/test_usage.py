@@ -122,9 +122,13 @@ def test_memory_of_the_model_is_not_the_start():
     assert ResidentMemory(model_bytes=2**62).base == 0
 
 
+ALL = [*((name, "latest") for name in SYNCHRONOUS), ("async_1f1b", "vertical_sync"), *ASYNCHRONOUS]
+QUICK = {"1f1b", "zbv", "async_1f1b"}
+
+
 @pytest.mark.parametrize(
     ("schedule", "weights"),
-    [(name, "latest") for name in SYNCHRONOUS] + [("async_1f1b", "vertical_sync"), *ASYNCHRONOUS],
+    [pytest.param(*one, marks=() if one[0] in QUICK else pytest.mark.slow) for one in ALL],
 )
 def test_what_a_run_keeps_is_what_was_predicted_from_the_programs(schedule, weights):
     torch.manual_seed(0)

@@ -76,7 +76,10 @@ class Mixed(nn.Module):
         return self.c(h.to(body)).float()
 
 
-PAIRS = [*zip(FLOATS, [*FLOATS[1:], FLOATS[0]], strict=True), (torch.bfloat16, torch.float32)]
+PAIRS = [((torch.bfloat16, torch.float32), 1), ((torch.bfloat16, torch.float32), 2)]
+PAIRS += [((torch.float64, torch.float16), 2)]
+OTHERS = zip(FLOATS[:2] + FLOATS[3:], (torch.bfloat16, torch.float64, torch.float32), strict=True)
+PAIRS += [pytest.param(pair, 2, marks=pytest.mark.slow) for pair in OTHERS]
 
 
 def planned(pair, **options):
@@ -89,7 +92,7 @@ def planned(pair, **options):
     return penstock.partition(profile, cuts=["n"], micro_batches=3, **options), models, batches
 
 
-@pytest.mark.parametrize(("pair", "ranks"), [*((pair, 2) for pair in PAIRS), (PAIRS[-1], 1)], ids=str)
+@pytest.mark.parametrize(("pair", "ranks"), PAIRS, ids=str)
 def test_a_model_of_three_dtypes_trains_like_the_plain_loop(pair, ranks):
     plan, (plain, *models), batches = planned(pair, ranks=ranks)
     settings = {"loss": cross_entropy, "optimizer": OPTIMIZERS["sgd"], "clip": 0.1}

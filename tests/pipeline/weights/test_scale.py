@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -19,15 +18,12 @@ HUGE = (2.0**125, 2)  # the first step overflows, and again each time that two w
 DRAINED = 5  # steps of nine
 HALF, BRAIN = torch.float16, torch.bfloat16
 
+HUGE_SCALE = {"model": "mlp", "scaler": HUGE, "steps": 7}
+
 CASES = [
-    *(
-        Case(model="mlp", cuts=stages, schedule=schedule, optimizer=optimizer, scaler=HUGE, steps=7)
-        for stages, schedule, optimizer in zip(
-            (1, 2, 3, 4), itertools.cycle(("gpipe", "1f1b")), ("sgd", "nesterov", "adam", "adamw")
-        )
-    ),
+    Case(**HUGE_SCALE, cuts=1, schedule="gpipe", optimizer="sgd"),
+    Case(**HUGE_SCALE, cuts=4, optimizer="adam"),
     Case(model="mlp", cuts="every", scaler=HUGE, steps=7, scheduler=True, clip=None, tier="packed"),
-    Case(model="mlp", cuts=3, scaler=1024.0, scheduler=True),
     Case(model="mlp", cuts=3, scaler=2.0**127, scheduler=True),  # nothing is ever updated
     Case(model="mlp", cuts=3, autocast=HALF, scaler=(2.0**16, 1), steps=9, micro_batches=4),
     Case(model="gated", cuts=3, autocast=BRAIN, schedule="gpipe", codec="exponent", steps=2),
@@ -38,6 +34,9 @@ CASES = [
     Case(model="dag2", cuts=4, autocast=BRAIN, scaler=HUGE, steps=3),
 ]
 OTHERS = [
+    Case(**HUGE_SCALE, cuts=2, optimizer="nesterov"),
+    Case(**HUGE_SCALE, cuts=3, schedule="gpipe", optimizer="adamw"),
+    Case(model="mlp", cuts=3, scaler=1024.0, scheduler=True),
     Case(model="tied", cuts="every", autocast=HALF, scaler=(2.0**16, 1), steps=4),
     Case(model="residual", cuts=3, autocast=BRAIN, steps=2),
 ]
