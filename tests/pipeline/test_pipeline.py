@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from zoo import build, cross_entropy
 
 import penstock
+from penstock.pipeline.runtime.report import Report, StageReport, described
 
 
 def made(name="mlp", **settings):
@@ -22,18 +23,26 @@ def made(name="mlp", **settings):
     return pipeline_of(case, plan, model), model, batches
 
 
-def small(loss=cross_entropy, model=None, example=None, **settings):
-    """A pipeline of any small model, two stages."""
+def small(model=None, example=None, *, cuts=None, codec="auto", **settings):
+    """A pipeline of any small model, two stages unless it is cut otherwise."""
     model = model or nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     example = example or (torch.randn(4, 6),)
-    plan = penstock.partition(
-        penstock.measure(penstock.trace(model, example), example, repeats=1), stages=2, micro_batches=3
-    )
-    return penstock.Pipeline(model, plan, loss=loss, optimizer=OPTIMIZERS["sgd"], **settings)
+    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
+    where = {"cuts": cuts} if cuts else {"stages": 2}
+    plan = penstock.partition(profile, micro_batches=3, codec=codec, **where)
+    return penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], **settings)
+
+
+def same_step(pipe, model, plain, batch, **settings):
+    """A step of the pipeline has the loss and the weights of the plain loop."""
+    settings = {"loss": cross_entropy, "optimizer": OPTIMIZERS["sgd"], "micro_batches": 3, **settings}
+    expected = next(plain_loop(plain, [batch], **settings))
+    assert pipe.step(*batch).loss == expected["loss"]
+    assert all(same_bits(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 def test_evaluate_is_the_plain_model_in_eval_mode_and_training_goes_on():
-    pipe, model, batches = made("resnet18", cuts=3)
+    pipe, model, batches = made("residual", cuts=3)
     plain = copy.deepcopy(model)
     loop = plain_loop(
         plain, batches, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], micro_batches=3, clip=1.0
@@ -43,23 +52,25 @@ def test_evaluate_is_the_plain_model_in_eval_mode_and_training_goes_on():
         with torch.no_grad():
             expected = copy.deepcopy(plain).eval()(x)
         assert same_bits(pipe.evaluate(x), expected)
-    assert all(
-        same_bits(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True)
-    )
+    states = model.state_dict().values(), plain.state_dict().values()
+    assert all(same_bits(a, b) for a, b in zip(*states, strict=True))
+
+
+class Ways(nn.Module):
+    """Takes another way in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = torch.relu(self.a(x))
+        if self.training:
+            y = F.dropout(y + 1, 0.5, self.training)
+        return self.c(torch.relu(self.b(y)))
 
 
 def test_a_model_in_eval_mode_takes_other_ways_and_still_evaluates():
-    class Ways(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-
-        def forward(self, x):
-            y = torch.relu(self.a(x))
-            if self.training:
-                y = F.dropout(y + 1, 0.5, self.training)
-            return self.c(torch.relu(self.b(y)))
-
     model = Ways()
     pipe = small(model=model)
     x, y = torch.randn(7, 6), torch.randint(3, (7,))
@@ -76,52 +87,32 @@ def test_bytes_are_counted_with_headers_and_unpacked():
     assert (report.num_samples, report.step) == (11, 0)
 
 
-def test_zero_value_frames_are_smaller_after_a_relu():
-    pipe, _, batches = made("mlp", cuts=["_2"])
-    first = pipe.step(*batches[0]).stages[0]
-    assert first.forward_sent < first.forward_raw
-
-
 def test_a_batch_smaller_than_the_micro_batches_runs_one_sample_each():
     pipe, model, _ = made("mlp", cuts=3, micro_batches=8)
-    x, y = torch.randn(3, 3, 8, 8), torch.randint(10, (3,))
-    plain = copy.deepcopy(model)
-    expected = next(
-        iter(
-            plain_loop(
-                plain, [(x, y)], loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], micro_batches=3, clip=1.0
-            )
-        )
-    )
-    assert pipe.step(x, y).loss == expected["loss"]
-    assert all(same_bits(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    batch = torch.randn(3, 3, 8, 8), torch.randint(10, (3,))
+    same_step(pipe, model, copy.deepcopy(model), batch, clip=1.0)
+
+
+class Turned(nn.Module):
+    """One-sample micro-batches change which tensors are one object, and where a tied value comes from."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.a(x).view(-1, 2, 3).transpose(0, 1)
+        z = y.contiguous()  # does nothing for one sample
+        rows = self.b(torch.tanh(z).transpose(0, 1).reshape(-1, 6))  # tied: its value gets another number
+        return self.c(rows + self.b(y.transpose(0, 1).reshape(-1, 6)))
 
 
 def test_one_sample_micro_batches_change_identities_and_not_the_bits():
-    class Turned(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-
-        def forward(self, x):
-            y = self.a(x).view(-1, 2, 3).transpose(0, 1)
-            z = y.contiguous()  # does nothing for one sample
-            rows = self.b(torch.tanh(z).transpose(0, 1).reshape(-1, 6))  # tied: its value gets another number
-            return self.c(rows + self.b(y.transpose(0, 1).reshape(-1, 6)))
-
     torch.manual_seed(1)
     model = Turned()
     plain = copy.deepcopy(model)
-    example = (torch.randn(2, 6),)
-    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
-    plan = penstock.partition(profile, cuts=["contiguous", "tanh", "b"], micro_batches=3)
-    pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"])
-    batch = torch.randn(4, 6), torch.randint(3, (4,))  # 2, 1, 1
-    expected = next(
-        iter(plain_loop(plain, [batch], loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], micro_batches=3))
-    )
-    assert pipe.step(*batch).loss == expected["loss"]
-    assert all(same_bits(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    pipe = small(model=model, example=(torch.randn(2, 6),), cuts=["contiguous", "tanh", "b"])
+    same_step(pipe, model, plain, (torch.randn(4, 6), torch.randint(3, (4,))))  # 2, 1, 1
 
 
 def test_weight_says_over_how_much_the_loss_is_a_mean():
@@ -130,142 +121,83 @@ def test_weight_says_over_how_much_the_loss_is_a_mean():
 
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    plain = copy.deepcopy(model)
     x, y = torch.randn(9, 6), torch.randint(3, (9,))
-    y[:4] = -100
-    pipe = small(model=model, weight=count)
-    loop = plain_loop(
-        plain, [(x, y)], loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], micro_batches=3, weight=count
-    )
-    y[2] = 1
-    assert pipe.step(x, y).loss == next(iter(loop))["loss"]
-    assert all(same_bits(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    y[:4] = torch.tensor([-100, -100, 1, -100])
+    same_step(small(model=model, weight=count), model, copy.deepcopy(model), (x, y), weight=count)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 3), nn.Linear(5, 3)
+
+    def forward(self, left, right):
+        return torch.tanh(self.a(left)) + self.b(right)
 
 
 def test_inputs_by_position_and_by_name():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(6, 3), nn.Linear(5, 3)
-
-        def forward(self, left, right):
-            return torch.tanh(self.a(left)) + self.b(right)
-
-    torch.manual_seed(1)
-    one, other = Two(), Two()
-    other.load_state_dict(one.state_dict())
-    example = (torch.randn(4, 6), torch.randn(4, 5))
+    one = Two()
+    other, example = copy.deepcopy(one), (torch.randn(4, 6), torch.randn(4, 5))
     left, right, y = torch.randn(7, 6), torch.randn(7, 5), torch.randint(3, (7,))
-    by_position = small(model=one, example=example).step((left, right), y).loss
+    pipe = small(model=one, example=example)
     by_name = small(model=other, example=example).step({"right": right, "left": left}, y).loss
-    assert by_position == by_name
-    with pytest.raises(
-        penstock.PenstockError, match="the model takes the inputs left, right, as in its example, found left"
+    assert pipe.step((left, right), y).loss == by_name
+    with pytest.raises(penstock.PenstockError, match="takes the inputs left, right, as in its example"):
+        pipe.step({"left": left}, y)
+
+
+def test_what_a_pipeline_does_not_take_is_refused_before_anything_runs():
+    plan, _ = plan_of(Case(model="mlp"))
+    mlp, _ = build("mlp")
+
+    def needs_all_at_once(named):
+        return torch.optim.LBFGS([p for _, p in named])
+
+    for model, given, optimizer, told in (
+        (nn.Linear(192, 10), plan, OPTIMIZERS["sgd"], "a plan belongs to the model it was made for"),
+        (mlp, dataclasses.replace(plan, schedule="2f2b"), OPTIMIZERS["sgd"], "2f2b"),
+        (mlp, plan, needs_all_at_once, "LBFGS needs all at once; use SGD or Adam"),
     ):
-        small(model=one, example=example).step({"left": left}, y)
-
-
-def test_state_goes_to_another_cut_and_goes_on_with_the_same_bits():
-    pipe, model, batches = made("gpt_tied", cuts=2, optimizer="adamw")
-    pipe.step(*batches[0])
-    state = pipe.state_dict()
-    assert state["step"] == 1
-    assert list(state["model"]) == list(model.state_dict())
-    other, second, _ = made("gpt_tied", cuts=4, optimizer="adamw")
-    other.load_state_dict(state)
-    assert pipe.step(*batches[1]).loss == other.step(*batches[1]).loss
-    assert all(
-        same_bits(a, b)
-        for a, b in zip(model.state_dict().values(), second.state_dict().values(), strict=True)
-    )
-
-
-def test_a_state_of_another_model_is_refused_and_nothing_changes():
-    pipe, model, _ = made("mlp")
-    before = [p.detach().clone() for p in model.parameters()]
-    state = pipe.state_dict()
-    state["model"]["5.bias"] = torch.zeros(3)
-    with pytest.raises(penstock.PenstockError, match=r"5\.bias"):
-        pipe.load_state_dict(state)
-    del state["model"]["5.bias"]
-    with pytest.raises(penstock.PenstockError, match=r"5\.bias"):
-        pipe.load_state_dict(state)
-    assert all(same_bits(a, b) for a, b in zip(model.parameters(), before, strict=True))
-
-
-def test_a_plan_for_another_model_is_refused():
-    plan, _ = plan_of(Case(model="mlp"))
-    with pytest.raises(penstock.PenstockError, match="a plan belongs to the model it was made for"):
-        penstock.Pipeline(nn.Linear(192, 10), plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"])
-
-
-def test_an_unknown_schedule_is_refused_before_anything_runs():
-    plan = dataclasses.replace(plan_of(Case(model="mlp"))[0], schedule="2f2b")
-    with pytest.raises(penstock.PenstockError, match="2f2b"):
-        penstock.Pipeline(build("mlp")[0], plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"])
-
-
-def test_an_optimizer_that_needs_all_parameters_at_once_is_refused():
-    plan, _ = plan_of(Case(model="mlp"))
-    with pytest.raises(penstock.PenstockError, match="LBFGS"):
-        penstock.Pipeline(
-            build("mlp")[0],
-            plan,
-            loss=cross_entropy,
-            optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]),
-        )
-
-
-def test_a_batch_whose_parts_disagree_is_refused():
-    pipe, _, _ = made("mlp")
-    with pytest.raises(penstock.PenstockError, match="same number of samples"):
-        pipe.step(torch.randn(4, 3, 8, 8), torch.randint(10, (5,)))
-    with pytest.raises(penstock.PenstockError, match="same number of samples"):
-        pipe.step(torch.randn(0, 3, 8, 8), torch.randint(10, (0,)))
+        with pytest.raises(penstock.PenstockError, match=told):
+            penstock.Pipeline(model, given, loss=cross_entropy, optimizer=optimizer)
 
 
 def test_a_micro_batch_that_batchnorm_cannot_take_is_refused_by_name():
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    pipe = small(model=model)
+    pipe = small(model=nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)))
     with pytest.raises(penstock.PenstockError, match=r"layer _1 does not take an input of shape \(1, 8\)"):
         pipe.step(torch.randn(4, 6), torch.randint(3, (4,)))  # 2, 1, 1
 
 
-def test_a_layer_that_fails_is_named():
-    class Leaf(nn.ReLU):
-        def forward(self, input):
-            assert input.max() < 100, "too large"
-            return input.relu()
+class Leaf(nn.ReLU):
+    """Reads a number of its input; a leaf of the trace, as those of torch are."""
 
-    Leaf.__module__ = "torch.nn.modules.made_up"  # a leaf of the trace
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Leaf(), nn.Linear(6, 3))
-    pipe = small(model=model)
-    with pytest.raises(
-        penstock.PenstockError,
-        match=r"rank 0, stage \d, forward of micro-batch 0, step 0: layer _2: AssertionError: too large",
-    ):
+    __module__ = "torch.nn.modules.made_up"
+
+    def forward(self, input):
+        assert input.max() < 100, "too large"
+        return input.relu()
+
+
+def test_a_layer_that_fails_is_named():
+    pipe = small(model=nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Leaf(), nn.Linear(6, 3)))
+    said = r"rank 0, stage \d, forward of micro-batch 0, step 0: layer _2: AssertionError: too large"
+    with pytest.raises(penstock.PenstockError, match=said):
         pipe.step(torch.full((12, 6), 1e6), torch.randint(3, (12,)))
 
 
+class Squares(nn.Module):
+    def forward(self, x):
+        return x + torch.ones(len(x) ** 2).sum()
+
+
 def test_sizes_that_cannot_be_told_without_running_are_refused():
-    class Leaf(nn.ReLU):
-        def forward(self, input):
-            return input.relu() if input.max() < 100 else input
-
-    Leaf.__module__ = "torch.nn.modules.made_up"
-
-    class Squares(nn.Module):
-        def forward(self, x):
-            return x + torch.ones(len(x) ** 2).sum()
-
     parts = nn.Linear(6, 6), Leaf(), nn.Linear(6, 3)
-    example = (torch.randn(4, 6),)
-    pipe = small(model=nn.Sequential(*parts, Squares()), example=example)
+    pipe = small(model=nn.Sequential(*parts, Squares()))
     pipe.step(torch.randn(12, 6), torch.randint(3, (12,)))
     said = "^a micro-batch has shapes 6x6, the example had 4x6.*as far as can be told without running it"
     with pytest.raises(penstock.PenstockError, match=said):
         pipe.step(torch.randn(18, 6), torch.randint(3, (18,)))
-    told = small(model=nn.Sequential(*parts), example=example)
+    told = small(model=nn.Sequential(*parts))
     assert told.step(torch.randn(9, 6), torch.randint(3, (9,))).num_samples == 9
 
 
@@ -274,10 +206,7 @@ def test_the_timeline_has_every_instruction_in_order():
     pipe.step(*batches[0])
     pipe.evaluate(batches[0][0])  # is no step
     spans = pipe.timeline()
-    assert [f"{s.stage}{s.op}{'' if s.micro_batch is None else s.micro_batch}" for s in spans][-2:] == [
-        "0U",
-        "1U",
-    ]
+    assert [(span.stage, span.op) for span in spans[-2:]] == [(0, "U"), (1, "U")]
     assert len(spans) == 2 * (3 + 3 + 1)
     assert all(0 <= s.start <= s.end and 0 <= s.waiting <= s.end - s.start for s in spans)
     assert all(a.end <= b.start + 1e-9 for a, b in pairwise(spans))
@@ -301,3 +230,46 @@ def test_plans_of_steps_are_forgotten_in_the_end(monkeypatch):
     for samples in (6, 7, 8, 9, 6):
         pipe.step(torch.randn(samples, 3, 8, 8), torch.randint(10, (samples,)))
     assert (len(pipe.steps.known), len(pipe.steps.shapes.known)) == (2, 2)
+
+
+def test_a_report_says_what_a_step_did_stage_by_stage():
+    busy = StageReport(
+        rank=0, forward_raw=2048, forward_sent=1024, saved_raw=4096, saved_kept=1024, peak_bytes=8192,
+        compute_seconds=0.25, waiting_seconds=0.125,
+    )  # fmt: skip
+    other = StageReport(rank=1, backward_raw=2048, backward_sent=1024, peak_bytes=512, compute_seconds=0.5)
+    report = Report(step=3, loss=0.25, seconds=1.5, num_samples=64, stages=(busy, other))
+    first, sent, saved, *stages = str(report).splitlines()
+    assert all(part in first for part in ("step 3", "0.2500", "64 samples", "1.500 s"))
+    assert all(part in sent for part in ("4 KiB", "2 KiB", "2.00x"))
+    assert all(part in saved for part in ("4 KiB", "1 KiB", "4.00x"))
+    assert all(part in stages[0] for part in ("stage 0 on rank 0", "0.250 s", "0.125 s", "8 KiB"))
+    assert all(part in stages[1] for part in ("stage 1 on rank 1", "0.500 s", "0.000 s", "512 B"))
+    assert "step 3" in repr(report)
+    alone = dataclasses.replace(report, stages=(StageReport(),))
+    assert "nothing was sent" in str(alone)
+
+
+def test_a_pipeline_says_its_stages_and_where_they_are():
+    pipe = small(cuts=["_1"], codec="raw")
+    first, *stages, steps = str(pipe).splitlines()
+    assert all(part in first for part in ("2 stages on 2 ranks", "1f1b", "3 micro-batches", "raw"))
+    assert stages == [
+        "stage 0 on rank 0, here: 2 layers (_0 .. _1), 56 parameters",
+        "stage 1 on rank 1, here: 1 layer (_2), 27 parameters",
+    ]
+    assert steps == "0 steps taken"
+    assert "2 stages" in repr(pipe)
+    pipe.step(torch.ones(4, 6), torch.arange(4) % 3)
+    assert str(pipe).splitlines()[-1] == "1 step taken"
+    assert "stage 0 on rank 0: 2" in described(pipe.plan, here=[1], num_steps=7)
+
+
+def test_an_offload_says_what_left_and_came_back():
+    weight = torch.ones(1, requires_grad=True)
+    with penstock.offload(codec="zero_value", min_bytes=1) as saved:
+        assert "nothing has left yet" in str(saved)
+        loss = (torch.zeros(1 << 20) * weight).sum()
+    assert all(part in str(saved) for part in ("4 MiB", "130 KiB", "31.49x", "1 packed, 0 brought back"))
+    loss.backward()
+    assert "1 packed, 1 brought back" in repr(saved)

@@ -1,11 +1,8 @@
 """Law L7: a rank that fails, dies or never starts ends all within the deadline, and is named."""
 
 import builtins
-import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -20,7 +17,6 @@ import penstock
 from penstock.pipeline.ranks import notices
 from penstock.pipeline.ranks.links import measured_rates
 from penstock.pipeline.ranks.world import World, found
-from penstock.scripts.bench import shaped_links as links
 
 DEADLINE = 4.0  # seconds; less, and on a busy machine the wrong rank is late
 
@@ -35,31 +31,24 @@ def end(how):
 
 def train(how):
     """Two ranks; the second stage's third forward (or backward) of the first step ends in ``how``."""
-    calls = [0]
+    calls, backward = [0], how == "raise in backward"
 
-    def hook(module, args):
-        calls[0] += 1
-        if dist.is_initialized() and dist.get_rank() == 1 and calls[0] == 3 and how != "raise in backward":
-            end(how)
-
-    def backward_hook(gradient):
+    def third(*_):
         calls[0] += 1
         if dist.get_rank() == 1 and calls[0] == 3:
-            end("raise")
-        return gradient
+            end(how)
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(1), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 10))
     x, y = images(8)[0]
     example = (x[:3].clone(),)
-    plan = penstock.partition(
-        penstock.measure(penstock.trace(model, example), example), cuts=["_1"], micro_batches=4
-    )
+    profile = penstock.measure(penstock.trace(model, example), example)
+    plan = penstock.partition(profile, cuts=["_1"], micro_batches=4)
     pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=sgd, deadline=DEADLINE)
-    if how == "raise in backward":
-        model[3].register_forward_hook(lambda module, args, out: out.register_hook(backward_hook) and None)
+    if backward:
+        model[3].register_forward_hook(lambda module, args, out: out.register_hook(third) and None)
     else:
-        model[3].register_forward_pre_hook(hook)
+        model[3].register_forward_pre_hook(third)
     pipe.step(x, y)
 
 
@@ -68,24 +57,22 @@ def sgd(named):
 
 
 def outcome(ranks, how):
+    """What each of two ranks says, soon after its deadline."""
     ranks.start(2)  # which does not count
     begun = time.monotonic()
     results = ranks.try_run(train, how, ranks=2)
-    return [text for text, _ in results], time.monotonic() - begun
+    assert time.monotonic() - begun < DEADLINE + 30
+    return [text for text, _ in results]
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(("how", "direction"), [("raise", "forward"), ("raise in backward", "backward")])
 def test_an_exception_in_a_stage_is_named_by_every_rank(how, direction, ranks):
-    texts, seconds = outcome(ranks, how)
+    first, second = outcome(ranks, how)
     where = f"rank 1, stage 1, {direction} of micro-batch 2, step 0"
-    assert "StageError" in texts[1]
-    assert "ValueError: the sky fell" in texts[1]
-    assert where in texts[1]
-    assert "TransportError" in texts[0]
-    assert where in texts[0], texts[0]
-    assert seconds < DEADLINE + 30
+    assert all(part in second for part in ("StageError", "ValueError: the sky fell", where)), second
+    assert all(part in first for part in ("TransportError", where)), first
 
 
 @pytest.mark.slow
@@ -93,14 +80,11 @@ def test_an_exception_in_a_stage_is_named_by_every_rank(how, direction, ranks):
 def test_a_killed_rank_is_named_by_its_neighbour():
     pool = Ranks()
     try:
-        texts, seconds = outcome(pool, "kill")
+        first, second = outcome(pool, "kill")
     finally:
         pool.close()
-    assert texts[1] == "the process died"
-    assert "TransportError" in texts[0]
-    assert "rank 0, stage 0" in texts[0]
-    assert "rank 1" in texts[0]
-    assert seconds < DEADLINE + 30
+    assert second == "the process died"
+    assert all(part in first for part in ("TransportError", "rank 0, stage 0", "rank 1")), first
 
 
 @pytest.mark.ranks
@@ -184,61 +168,3 @@ def test_a_store_that_does_not_answer_once_is_not_asked_again():
     while any(thread.name.startswith("penstock-store") for thread in threading.enumerate()):
         time.sleep(0.01)
     assert notices.bounded(lambda: 5, seconds=60) == 5
-
-
-LINK_DOWN = """
-import sys, torch, penstock
-from torch import nn
-torch.set_num_threads(1)
-penstock.init(deadline=30)
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-x, y = torch.randn(8, 8), torch.arange(8) % 4
-profile = penstock.measure(penstock.trace(model, (x[:4],)), (x[:4],), repeats=1)
-pipe = penstock.Pipeline(
-    model, penstock.partition(profile, cuts=["_1"], micro_batches=2), loss=nn.functional.cross_entropy,
-    optimizer=lambda named: torch.optim.SGD(named, lr=0.01), deadline=10,
-)
-try:
-    while True:
-        pipe.step(x, y)
-        print("step", flush=True)
-except penstock.TransportError as error:
-    print(error, flush=True)
-"""
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_a_link_that_goes_down_ends_both_ranks_even_the_one_whose_store_is_beyond_it(tmp_path):
-    link = links.parse_link("1Gbit")
-    if reason := links.why_not(link):
-        pytest.skip(f"no network namespaces here: {reason}")
-    (tmp_path / "script.py").write_text(LINK_DOWN)
-    with links.joined(link) as ends, contextlib.ExitStack() as stack:
-        started = [stack.enter_context(script_on(end, rank, tmp_path)) for rank, end in enumerate(ends)]
-        try:
-            for process in started:
-                assert process.stdout is not None
-                assert process.stdout.readline() == "step\n"
-            subprocess.run([*ends[0], *f"ip link set {links.DEVICE} down".split()], check=True)
-            told = [process.communicate(timeout=60)[0].splitlines()[-1] for process in started]
-        finally:
-            for process in started:
-                process.kill()
-    assert [process.returncode for process in started] == [0, 0]
-    assert "did not arrive from rank 1 within 10 s" in told[0]
-    assert "did not arrive from rank 0 within 10 s" in told[1]
-
-
-def script_on(end, rank, folder):
-    """A rank as a foreign launcher starts it: it meets at a store that listens, which rank 0 holds."""
-    surroundings = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": links.ADDRESSES[0]}
-    surroundings |= {"MASTER_PORT": "29400", "GLOO_SOCKET_IFNAME": links.DEVICE}
-    return subprocess.Popen(
-        [*end, sys.executable, str(folder / "script.py")],
-        env=os.environ | surroundings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )

@@ -12,44 +12,19 @@ from pathlib import Path
 import leaving
 import pytest
 
-from penstock import ConfigError, PenstockError, StageError, TransportError
+from penstock import ConfigError, PenstockError, TransportError
 from penstock.pipeline.ranks import launch, rank
 from penstock.pipeline.ranks.failure import Lost
-from penstock.pipeline.ranks.launch import check_ranks, run_rank, start_ranks
+from penstock.pipeline.ranks.launch import check_ranks, start_ranks
 
-ERRORS = Path("errors")
 TWO = [[0], [1, 2]]
 
 
-def act(what, errors, which):
-    """What each of two started ranks runs: one ends as it is told, a moment after the other has lost it."""
-    if what == "end well":
-        return
-    if os.environ["RANK"] != which:
-        raise TransportError("a neighbour waited for the gradient of micro-batch 3")
-    while not list(errors.glob("*.json")):
-        time.sleep(0.01)
-    if what == "stop":  # at once: it is seen when all are told to end, which it must not hear before
-        os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.2)  # the launcher has seen the other one's end, and gives the others two seconds
-    if what == "be killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if what == "leave a child":
-        (errors.parent / "child").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
-    if what.startswith("leave"):
-        os._exit(7)
-    if what == "exit":
-        raise SystemExit(3)
-    if what == "raise":
-        raise StageError("rank 1, stage 1, forward of micro-batch 2: the sky fell")
-    raise ValueError("no such thing")
-
-
 def start(what, folder, monkeypatch, *, which="1"):
+    """Two ranks of which one ends so; what they leave lies in ``folder / "errors"``."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    started = time.monotonic()
-    start_ranks("test_launch", [what, str(folder), which], errors=folder / ERRORS, stages_of_rank=TWO)
-    return time.monotonic() - started
+    errors = folder / "errors"
+    start_ranks("endings", [what, str(errors), which], errors=errors, stages_of_rank=TWO)
 
 
 @pytest.mark.ranks
@@ -62,20 +37,20 @@ def test_ranks_that_end_well_raise_nothing_and_leave_nothing(tmp_path, monkeypat
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("what", "kind", "told"),
+    ("what", "which", "kind", "told"),
     [
-        ("be killed", Lost, "rank 1 (stages 1, 2) was killed by SIGKILL; .*; rank 0: a neighbour"),
-        ("stop", Lost, "rank 1 (stages 1, 2) was stopped or hangs: .*; rank 0: a neighbour waited"),
-        ("exit", PenstockError, "rank 1: SystemExit: 3; its traceback is in"),
-        ("leave", Lost, "rank 1 (stages 1, 2) ended with exit code 7"),
-        ("raise", PenstockError, "rank 1, stage 1, forward of micro-batch 2: the sky fell"),
-        ("have a bug", PenstockError, "rank 1: ValueError: no such thing"),
+        ("be killed", "1", Lost, r"rank 1 \(stages 1, 2\) was killed by SIGKILL; .*; rank 0: a neighbour"),
+        ("stop", "1", Lost, r"rank 1 \(stages 1, 2\) was stopped or hangs: .*; rank 0: a neighbour waited"),
+        ("stop", "0", Lost, r"rank 0 \(stage 0\) was stopped or hangs: .*; rank 1: a neigh"),
+        ("exit", "1", PenstockError, "rank 1: SystemExit: 3; its traceback is in"),
+        ("raise", "1", PenstockError, "rank 1, stage 1, forward of micro-batch 2: the sky fell"),
+        ("have a bug", "1", PenstockError, "rank 1: ValueError: no such thing"),
     ],
 )
-def test_the_cause_is_told_and_not_its_consequence(what, kind, told, tmp_path, monkeypatch, capfd):
+def test_the_cause_is_told_and_not_its_consequence(what, which, kind, told, tmp_path, monkeypatch, capfd):
     before = time.monotonic()
-    with pytest.raises(PenstockError, match=told.replace("(", r"\(").replace(")", r"\)")) as failed:
-        start(what, tmp_path, monkeypatch)
+    with pytest.raises(PenstockError, match=f"^{told}") as failed:
+        start(what, tmp_path, monkeypatch, which=which)
     assert type(failed.value) is kind
     assert time.monotonic() - before < 60
     assert "Traceback" not in "".join(capfd.readouterr())
@@ -83,20 +58,24 @@ def test_the_cause_is_told_and_not_its_consequence(what, kind, told, tmp_path, m
 
 @pytest.mark.ranks
 def test_what_a_rank_started_and_left_ends_with_it(tmp_path, monkeypatch):
-    with pytest.raises(TransportError, match="exit code 7"):
-        start("leave a child", tmp_path / "errors", monkeypatch)
-    child, until = int((tmp_path / "errors" / "child").read_text()), time.monotonic() + 20
-    while _runs(child):
-        assert time.monotonic() < until, "a rank's own process outlived it"
+    with pytest.raises(Lost, match=r"rank 1 \(stages 1, 2\) ended with exit code 7"):
+        start("leave a child", tmp_path, monkeypatch)
+    gone(int((tmp_path / "child").read_text()))
+
+
+def gone(*pids):
+    """Wait until these processes have ended."""
+    until = time.monotonic() + 20
+    while any(map(_runs, pids)):
+        assert time.monotonic() < until, "a process outlived the one that it belongs to"
         time.sleep(0.05)
 
 
-@pytest.mark.ranks
-def test_the_first_rank_is_named_when_it_stops(tmp_path, monkeypatch):
-    with pytest.raises(
-        TransportError, match=r"^rank 0 \(stage 0\) was stopped or hangs: .*; rank 1: a neigh"
-    ):
-        start("stop", tmp_path, monkeypatch, which="0")
+def _runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 SLOW = r"""
@@ -123,10 +102,7 @@ def test_ranks_that_still_import_end_with_their_launcher(number, tmp_path):
         assert launcher.stdout is not None
         pids = [int(launcher.stdout.readline()) for _ in range(2)]
         launcher.send_signal(number)
-    deadline = time.monotonic() + 20
-    while any(map(_runs, pids)):
-        assert time.monotonic() < deadline, "a rank outlived its launcher"
-        time.sleep(0.05)
+    gone(*pids)
 
 
 def test_a_rank_whose_launcher_went_before_it_could_be_tied_ends_at_once():
@@ -146,13 +122,6 @@ def test_ranks_that_find_no_folder_to_meet_in_say_so(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(TransportError, match=r"temporary folder, and there is none .*; name one with TMPDIR"):
         start_ranks("time", [], errors=tmp_path, stages_of_rank=TWO)
-
-
-def _runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_more_ranks_than_the_machine_starts_are_refused(monkeypatch):
@@ -180,8 +149,3 @@ def test_groups_start_and_end_again_and_again_without_an_abort():
         command, env=surroundings, capture_output=True, text=True, timeout=240, check=False
     )
     assert (ended.stdout, ended.stderr) == ("{0: 20}\n", "")
-
-
-if __name__ == "__main__":
-    left = Path(sys.argv[2]) / ERRORS
-    run_rank(lambda: act(sys.argv[1], left, sys.argv[3]), left)

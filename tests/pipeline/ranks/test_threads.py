@@ -1,5 +1,7 @@
 """Ranks as threads: what becomes of errors, waits, signals and of a model that two of them have."""
 
+import contextlib
+import copy
 import os
 import signal
 import sys
@@ -42,12 +44,18 @@ def test_threads_are_named_ranks_of_their_own_and_gone_afterwards():
         torch.set_num_threads(threads)
     assert sorted(seen) == ["rank0", "rank1", "rank2"]
     assert ranks_left() == []
+    assert penstock.in_threads(lambda world: world.all_reduce([3.0]), ranks=1) == [[3.0]]
     with pytest.raises(penstock.ConfigError, match="ranks=0 must be 1 or more"):
         penstock.in_threads(work, ranks=0)
 
 
-def test_one_thread_is_a_rank_too():
-    assert penstock.in_threads(lambda world: world.all_reduce([3.0]), ranks=1) == [[3.0]]
+@contextlib.contextmanager
+def ends_within(seconds):
+    """The block takes no longer, and leaves no rank."""
+    begun = time.monotonic()
+    yield
+    assert time.monotonic() - begun < seconds
+    assert ranks_left() == []
 
 
 def test_an_error_in_one_thread_ends_all_and_is_the_one_that_is_raised():
@@ -62,11 +70,8 @@ def test_an_error_in_one_thread_ends_all_and_is_the_one_that_is_raised():
             told[world.rank] = str(error)
             raise
 
-    begun = time.monotonic()
-    with pytest.raises(ValueError, match="the third layer broke"):
+    with ends_within(10), pytest.raises(ValueError, match="the third layer broke"):
         penstock.in_threads(work, ranks=3, deadline=60)
-    assert time.monotonic() - begun < 10
-    assert ranks_left() == []
     assert sorted(told) == [0, 1]
     assert all("rank 2: ValueError: the third layer broke" in said for said in told.values())
 
@@ -87,53 +92,58 @@ def test_an_error_is_told_where_somebody_else_has_a_default_group(tmp_path):
         dist.destroy_process_group()
 
 
-def test_a_layer_that_fails_in_one_thread_is_told_by_rank_stage_and_micro_batch():
-    class Fails(nn.Module):
-        def forward(self, x):
-            if self.training and bool(torch.isnan(x).any()):
-                raise ArithmeticError("not a number")
-            return x * 2
+class Fails(nn.Module):
+    def forward(self, x):
+        if self.training and bool(torch.isnan(x).any()):
+            raise ArithmeticError("not a number")
+        return x * 2
 
-    torch.manual_seed(0)
-    model = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Fails(), nn.Linear(4, 2)) for _ in range(2)]
-    x, y = torch.randn(8, 4), torch.randn(8, 2)
-    model[1].load_state_dict(model[0].state_dict())
-    graph = penstock.trace(model[0], (x[:4],), leaves=["2"])
+
+def pipelines(models, x):
+    """Makes the pipeline of a thread, which trains the model of its rank in two stages."""
     plan = penstock.partition(
-        penstock.measure(graph, (x[:4],), repeats=1), cuts=["_1"], micro_batches=2, codec="raw"
+        penstock.measure(penstock.trace(models[0], (x[:4],), leaves=["2"]), (x[:4],), repeats=1),
+        cuts=["_1"],
+        micro_batches=2,
+        codec="raw",
     )
-    others = []
+    settings = {"loss": nn.functional.mse_loss, "optimizer": lambda named: torch.optim.SGD(named, lr=0.1)}
+    return lambda world: penstock.Pipeline(models[world.rank], plan, world=world, **settings)
+
+
+def test_a_layer_that_fails_in_one_thread_is_told_by_rank_stage_and_micro_batch():
+    model, x, y = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Fails(), nn.Linear(4, 2)), *torch.randn(2, 8, 4)
+    make, others = pipelines([model, copy.deepcopy(model)], x), []
 
     def work(world):
-        pipe = penstock.Pipeline(
-            model[world.rank],
-            plan,
-            loss=nn.functional.mse_loss,
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-            world=world,
-        )
-        pipe.step(x, y)
+        pipe = make(world)
+        pipe.step(x, y[:, :2])
         try:
             for _ in range(3):
-                pipe.step(torch.full_like(x, float("nan")), y)
+                pipe.step(torch.full_like(x, float("nan")), y[:, :2])
         except penstock.TransportError as error:
             others.append(str(error))
             raise
         finally:
             pipe.close()
 
-    begun = time.monotonic()
-    with pytest.raises(penstock.StageError, match="rank 1, stage 1, forward of micro-batch 0, step 1"):
+    said = "rank 1, stage 1, forward of micro-batch 0, step 1"
+    with ends_within(30), pytest.raises(penstock.StageError, match=said):
         penstock.in_threads(work, ranks=2, deadline=60)
-    assert time.monotonic() - begun < 30
     assert len(others) == 1
     assert "not a number" in others[0]
 
 
+def test_threads_that_share_a_model_are_refused_on_all_of_them():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Tanh(), nn.Linear(4, 2))
+    said = r"every rank has its own copy of the model, and 0\.weight is a parameter of another thread's, too"
+    with pytest.raises(penstock.PlanError, match=said):
+        penstock.in_threads(pipelines([model, model], torch.randn(8, 4)), ranks=2)
+
+
 def test_a_thread_that_never_comes_ends_the_others_by_the_deadline():
-    with pytest.raises(
-        penstock.TransportError, match=r"rank 0 lost the group of ranks.*Timed out waiting 300ms"
-    ):
+    said = r"rank 0 lost the group of ranks.*Timed out waiting 300ms"
+    with pytest.raises(penstock.TransportError, match=said):
         penstock.in_threads(lambda world: world.rank == 1 or world.barrier(), ranks=2, deadline=0.3)
     assert ranks_left() == []
 
@@ -153,20 +163,6 @@ def test_a_thread_that_hangs_is_named_beside_the_error():
     go.set()
     while ranks_left():
         time.sleep(0.01)
-
-
-def test_threads_that_share_a_model_are_refused_on_all_of_them():
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(8, 4)
-    profile = penstock.measure(penstock.trace(model, (x[:4],)), (x[:4],), repeats=1)
-    plan = penstock.partition(profile, stages=2, micro_batches=2, codec="raw")
-
-    def work(world):
-        penstock.Pipeline(model, plan, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD, world=world)
-
-    said = r"every rank has its own copy of the model, and 0\.weight is a parameter of another thread's, too"
-    with pytest.raises(penstock.PlanError, match=said):
-        penstock.in_threads(work, ranks=2)
 
 
 def test_a_signal_is_told_to_the_threads_that_listen():
@@ -204,14 +200,11 @@ def test_what_ends_the_main_thread_ends_the_ranks(ends):
             time.sleep(0.01)
 
     before = signal.signal(signal.SIGUSR1, handler)
-    begun = time.monotonic()
     try:
-        with pytest.raises(ends):
+        with ends_within(10), pytest.raises(ends):
             penstock.in_threads(work, ranks=2, deadline=60)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert time.monotonic() - begun < 10
-    assert ranks_left() == []
 
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN], ids=str)
@@ -222,25 +215,17 @@ def test_a_group_of_threads_does_what_gloo_does(op):
     def work(world):
         mine = torch.arange(6, dtype=torch.float64) * (world.rank + 1) - 4
         rows = [torch.empty(6, dtype=torch.float64) for _ in range(ranks)]
-        summed, kept, owned, piece, part = (
-            mine.clone(),
-            mine.clone(),
-            mine.clone(),
-            *torch.empty(2, 2).double(),
-        )
+        summed, kept, owned = (mine.clone() for _ in range(3))
+        piece, part = torch.empty(2, 2).double()
+        later = {"group": world.group, "async_op": True}
+        pieces = list(mine.split(2)) if world.rank == 1 else None
         works = [
-            dist.all_gather(rows, mine, group=world.group, async_op=True),
-            dist.all_reduce(summed, op, group=world.group, async_op=True),
-            dist.broadcast(kept, group=world.group, group_src=1, async_op=True),
-            dist.reduce(owned, group=world.group, group_dst=2, op=op, async_op=True),
-            dist.scatter(
-                piece,
-                list(mine.split(2)) if world.rank == 1 else None,
-                group=world.group,
-                group_src=1,
-                async_op=True,
-            ),
-            dist.reduce_scatter(part, list(mine.split(2)), op, group=world.group, async_op=True),
+            dist.all_gather(rows, mine, **later),
+            dist.all_reduce(summed, op, **later),
+            dist.broadcast(kept, group_src=1, **later),
+            dist.reduce(owned, group_dst=2, op=op, **later),
+            dist.scatter(piece, pieces, group_src=1, **later),
+            dist.reduce_scatter(part, list(mine.split(2)), op, **later),
             world.group.barrier(),
         ]
         mine.fill_(-1)  # what was begun has it
@@ -248,18 +233,13 @@ def test_a_group_of_threads_does_what_gloo_does(op):
             one.wait()
         return rows, summed, kept, owned, piece, part
 
-    of = [torch.arange(6, dtype=torch.float64) * (rank + 1) - 4 for rank in range(ranks)]
-    stacked = torch.stack(of)
-    total = {"SUM": stacked.sum(0), "MAX": stacked.amax(0), "MIN": stacked.amin(0)}[
-        str(op).rpartition(".")[2]
-    ]
-    for rank, (rows, summed, kept, owned, piece, part) in enumerate(penstock.in_threads(work, ranks=ranks)):
-        assert torch.equal(torch.stack(rows), stacked)
-        assert torch.equal(summed, total)
-        assert torch.equal(kept, of[1])
-        assert torch.equal(owned, total if rank == 2 else of[rank])
-        assert torch.equal(piece, of[1][2 * rank : 2 * rank + 2])
-        assert torch.equal(part, total[2 * rank : 2 * rank + 2])
+    of = torch.stack([torch.arange(6, dtype=torch.float64) * (rank + 1) - 4 for rank in range(ranks)])
+    total = {dist.ReduceOp.SUM: of.sum(0), dist.ReduceOp.MAX: of.amax(0), dist.ReduceOp.MIN: of.amin(0)}[op]
+    for rank, (rows, *others) in enumerate(penstock.in_threads(work, ranks=ranks)):
+        own = slice(2 * rank, 2 * rank + 2)
+        expected = [total, of[1], total if rank == 2 else of[rank], of[1][own], total[own]]
+        assert torch.equal(torch.stack(rows), of)
+        assert all(map(torch.equal, others, expected))
 
 
 def test_parts_of_a_group_speak_among_themselves():

@@ -16,7 +16,8 @@ from penstock.pipeline.ranks.world import World
 from penstock.pipeline.schedules.instruction import Op
 from penstock.pipeline.schedules.messages import Message
 
-CASE = Case(model="resnet18", cuts=["layer1_0_conv2", "layer2_1_relu"], micro_batches=5)
+# Two values cross each of its cuts.
+CASE = Case(model="residual", cuts=["_3_conv2", "_4_conv1"], micro_batches=5)
 
 
 def test_frames_of_one_process_wait_for_their_stage():
@@ -33,14 +34,20 @@ def test_frames_of_one_process_wait_for_their_stage():
     transport.end(messages)
 
 
-def rank_pipeline(plan_path):
-    model, batches = build(CASE.model)
-    return pipeline_of(CASE, penstock.Plan.load(plan_path), model), batches
+def on_threads(work):
+    """What ``work(pipeline, batches)`` gives on each of three ranks of the case; with its plan."""
+    plan, _ = plan_of(CASE)
+    built = [build(CASE.model) for _ in range(3)]
+
+    def run(world):
+        model, batches = built[world.rank]
+        return work(pipeline_of(CASE, plan, model, world=world), batches)
+
+    return plan, penstock.in_threads(run, ranks=3)
 
 
-def calls_of_a_step(plan_path):
-    """("post" | "send", other rank) in the order in which a rank calls gloo."""
-    pipe, batches = rank_pipeline(plan_path)
+def calls_of_a_step(pipe, batches):
+    """("post" | "send", other rank) in the order in which a rank calls its group."""
     world, calls = pipe.world, []
     post, send = world.irecv, world.isend
     world.irecv = lambda tensor, source, tag: calls.append(("post", source)) or post(tensor, source, tag=tag)
@@ -49,63 +56,52 @@ def calls_of_a_step(plan_path):
     return calls
 
 
-@pytest.mark.ranks
-def test_receives_are_posted_before_the_first_send_and_two_ahead(ranks, tmp_path):
-    plan, _ = plan_of(CASE)
-    plan.save(tmp_path / "plan.json")
-    for rank, calls in enumerate(ranks.run(calls_of_a_step, str(tmp_path / "plan.json"), ranks=3)):
+def test_receives_are_posted_before_the_first_send_and_two_ahead():
+    _, found = on_threads(calls_of_a_step)
+    for rank, calls in enumerate(found):
         others = {other for what, other in calls if what == "post"}
-        ahead = [
-            ("post", other) for other in others for _ in range(4)
-        ]  # two instructions, two values on each cut
+        ahead = [("post", other) for other in others] * 4  # two instructions, two values on each cut
         assert sorted(calls[: len(ahead)]) == sorted(ahead), (rank, calls[: len(ahead) + 1])
         counts = [[what for what, _ in calls].count(what) for what in ("post", "send")]
         assert counts == [5 * 2 * len(others)] * 2
 
 
-def losses_with_a_narrow_pipe(plan_path, max_in_flight):
-    pipe, batches = rank_pipeline(plan_path)
-    transport = pipe.engine.transport
-    assert isinstance(transport, GlooTransport)
-    transport.max_in_flight = max_in_flight
-    most = []
-    send = transport.send
+@pytest.mark.parametrize(("max_in_flight", "expected"), [(1, {1}), (1 << 30, {10, 20})])
+def test_bytes_in_flight_are_bounded(max_in_flight, expected):
+    def most_in_flight(pipe, batches):
+        transport, most = pipe.engine.transport, []
+        assert isinstance(transport, GlooTransport)
+        transport.max_in_flight = max_in_flight
+        send = transport.send
 
-    def watch(message, frame, messages):
-        send(message, frame, messages)
-        most.append(len(transport.sending))
+        def watch(message, frame, messages):
+            send(message, frame, messages)
+            most.append(len(transport.sending))
 
-    transport.send = watch
-    return [pipe.step(x, y).loss for x, y in batches], max(most)
+        transport.send = watch
+        return [pipe.step(x, y).loss for x, y in batches], max(most)
+
+    _, found = on_threads(most_in_flight)
+    model, batches = build(CASE.model)
+    alone = pipeline_of(CASE, plan_of(CASE)[0], model)
+    assert [losses for losses, _ in found] == [[alone.step(x, y).loss for x, y in batches]] * 3
+    assert {most for _, most in found} == expected
 
 
-@pytest.mark.ranks
-def test_bytes_in_flight_are_bounded(ranks, tmp_path):
+def test_a_rank_holds_only_its_own_layers():
     plan, _ = plan_of(CASE)
-    plan.save(tmp_path / "plan.json")
-    narrow = ranks.run(losses_with_a_narrow_pipe, str(tmp_path / "plan.json"), 1, ranks=3)
-    wide = ranks.run(losses_with_a_narrow_pipe, str(tmp_path / "plan.json"), 1 << 30, ranks=3)
-    assert [losses for losses, _ in narrow] == [losses for losses, _ in wide]
-    assert {most for _, most in narrow} == {1}
-    assert max(most for _, most in wide) > 1
+    models = [build(CASE.model)[0] for _ in range(3)]
 
+    def held(world):
+        """Names of the parameters alive on this rank once the pipeline stands, and of those it trains."""
+        model, models[world.rank] = models[world.rank], None
+        alive = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+        pipe = pipeline_of(CASE, plan, model, world=world)
+        del model
+        gc.collect()
+        return sorted(name for name, ref in alive.items() if ref() is not None), sorted(pipe.update.named)
 
-def held_parameters(plan_path):
-    """Names of the parameters alive on this rank once the pipeline stands, and of those it trains."""
-    model, _ = build(CASE.model)
-    alive = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
-    pipe = pipeline_of(CASE, penstock.Plan.load(plan_path), model)
-    del model
-    gc.collect()
-    return sorted(name for name, ref in alive.items() if ref() is not None), sorted(pipe.update.named)
-
-
-@pytest.mark.ranks
-def test_a_rank_holds_only_its_own_layers(ranks, tmp_path):
-    plan, _ = plan_of(CASE)
-    plan.save(tmp_path / "plan.json")
-    found = ranks.run(held_parameters, str(tmp_path / "plan.json"), ranks=3)
-    for stage, (alive, trained) in zip(plan.stages, found, strict=True):
+    for stage, (alive, trained) in zip(plan.stages, penstock.in_threads(held, ranks=3), strict=True):
         assert alive == trained == sorted(stage.parameters)
 
 
@@ -129,12 +125,3 @@ def test_ranks_exchange_numbers_json_and_frames(ranks):
         assert notes == [{"rank": r, "text": "x" * (10**r)} for r in range(3)]
         assert rows == (None if rank else [[], [[0, 1]], [[0, 1, 2], [0, 1, 2]]])
         assert shared == 14.0
-
-
-def test_a_world_of_one_answers_alike():
-    world = World.default()
-    assert world.all_gather([1.5]) == [[1.5]]
-    assert world.all_reduce([1.5]) == [1.5]
-    assert world.all_gather_json({"a": 1}) == [{"a": 1}]
-    assert world.broadcast(2.0, 0) == 2.0
-    assert (world.rank, world.size, world.is_alone) == (0, 1, True)

@@ -27,45 +27,52 @@ def leave():
     dist.destroy_process_group()
 
 
-def side_by_side(path, plan_path, how):
-    """Two pipelines of two ranks each inside one job of four; the parameters of this rank's stages."""
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    foreign(f"{path}/{how}", rank, 4)
-    if how == "mesh":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-        world = World.from_mesh(mesh["pp"])
-    else:  # ranks that do not begin at 0 nor lie side by side
-        pairs = [[0, 3], [1, 2]]
-        groups = [dist.new_group(pair) for pair in pairs]  # a rank outside of one gets no group
-        (mine,) = [group for group in groups if isinstance(group, dist.ProcessGroup)]
-        world = World(mine)
+def train(plan_path, world):
+    """Losses and weights of a pipeline in this world, which is left; the job's own group goes on."""
     model, batches = build(CASE.model)
     pipe = pipeline_of(CASE, penstock.Plan.load(plan_path), model, world=world)
     losses = [pipe.step(*batch).loss for batch in batches]
     state = pipe.state_dict()["model"]
     pipe.close()
     ones = torch.ones(1)
-    dist.all_reduce(ones)  # the job's own group goes on
+    dist.all_reduce(ones)
+    rank = world.rank
     world.close()
+    return rank, losses, state, int(ones)
+
+
+def side_by_side(path, plan_path):
+    """Two pipelines of two ranks each inside one job of four, along a mesh and then in groups of the job."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    foreign(f"{path}/job", rank, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    with pytest.raises(TransportError, match="one dimension of a mesh, found 2; give"):
+        World.from_mesh(mesh)
+    found = [train(plan_path, World.from_mesh(mesh["pp"]))]
+    pairs = [[0, 3], [1, 2]]  # ranks that do not begin at 0 nor lie side by side
+    groups = [dist.new_group(pair) for pair in pairs]  # a rank outside of one gets no group
+    (mine,) = [group for group in groups if isinstance(group, dist.ProcessGroup)]
+    found.append(train(plan_path, World(mine)))
     leave()
-    return world.rank, losses, state, int(ones)
+    return found
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("how", ["mesh", "groups"])
-def test_pipelines_run_side_by_side_in_somebody_elses_job(how, ranks, tmp_path):
+def test_pipelines_run_side_by_side_in_somebody_elses_job(ranks, tmp_path):
     plan, _ = plan_of(CASE)
     plan.save(tmp_path / "plan.json")
     model, batches = build(CASE.model)
     alone = pipeline_of(CASE, plan, model)
     expected = [alone.step(*batch).loss for batch in batches]
     weights = alone.state_dict()["model"]
-    found = ranks.run(side_by_side, str(tmp_path), str(tmp_path / "plan.json"), how, ranks=4)
-    assert sorted(rank for rank, *_ in found) == [0, 0, 1, 1]
-    for rank, losses, state, ones in found:
-        assert (losses, ones) == (expected, 4)
-        assert rank or all(same_bits(state[name], weight) for name, weight in weights.items())
+    for found in zip(
+        *ranks.run(side_by_side, str(tmp_path), str(tmp_path / "plan.json"), ranks=4), strict=True
+    ):
+        assert sorted(rank for rank, *_ in found) == [0, 0, 1, 1]
+        for rank, losses, state, ones in found:
+            assert (losses, ones) == (expected, 4)
+            assert rank or all(same_bits(state[name], weight) for name, weight in weights.items())
 
 
 def in_the_default_group(path, plan_path):
@@ -91,24 +98,12 @@ def test_a_default_group_of_somebody_else_is_used_and_left_alone(ranks, tmp_path
     assert found == [(loss, True)] * 2
 
 
-def of_a_plane(path):
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    foreign(f"{path}/plane", rank, 4)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    with pytest.raises(TransportError, match="one dimension of a mesh, found 2; give"):
-        World.from_mesh(mesh)
-    leave()
-
-
-@pytest.mark.ranks
-def test_a_mesh_of_two_dimensions_is_refused(ranks, tmp_path):
-    ranks.run(of_a_plane, str(tmp_path), ranks=4)
-
-
 def test_a_process_alone_is_a_world_of_one():
-    world = World.alone()
-    world.barrier()
-    assert (world.rank, world.size, world.is_alone, world.device.torch.type) == (0, 1, True, "cpu")
-    assert world.all_reduce([1.0, 2.0]) == [1.0, 2.0]
-    world.close()
+    for world in (World.alone(), World.default()):
+        world.barrier()
+        assert (world.rank, world.size, world.is_alone, world.device.torch.type) == (0, 1, True, "cpu")
+        assert world.all_gather([1.5]) == [[1.5]]
+        assert world.all_reduce([1.0, 2.0]) == [1.0, 2.0]
+        assert world.all_gather_json({"a": 1}) == [{"a": 1}]
+        assert world.broadcast(2.0, 0) == 2.0
+        world.close()

@@ -11,29 +11,29 @@ from torch.nn import functional as F
 import penstock
 
 
+def said_by(call):
+    """What a call returns, or the error that it raises."""
+    try:
+        return call()
+    except (penstock.PenstockError, RuntimeError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def sentences():
     """What this rank says of every case; the group goes on after each."""
-    said = {}
-    for name, (*ways, _) in CASES.items():
-        try:
-            ways[dist.get_rank()]()
-            said[name] = "nothing"
-        except (penstock.PenstockError, RuntimeError) as error:
-            said[name] = f"{type(error).__name__}: {error}"
+    said = {name: str(said_by(ways[dist.get_rank()])) for name, (*ways, _) in CASES.items()}
     return said, pipeline(plan_of()).step(*batches(1)[0]).loss
 
 
 @pytest.mark.ranks
 def test_ranks_that_were_given_different_things_say_so_all_of_them(ranks):
     (first, loss), (second, same) = ranks.run(sentences, ranks=2)
+    alone = {"no gradients on one", "a clip that none takes", "an optimizer that fails on one stage"}
     for name, (_, _, part) in CASES.items():
         assert part in first[name], f"{name}: {first[name]}"
         assert part in second[name], f"{name}: {second[name]}"
-    alone = {"no gradients on one", "a clip that none takes", "an optimizer that fails on one stage"}
-    for name in CASES.keys() - alone:
-        assert first[name] == second[name]
-    for name in alone:
-        assert first[name].startswith("Disagreement: rank 1: "), first[name]
+        assert first[name] == second[name] or name in alone
+        assert name not in alone or first[name].startswith("Disagreement: rank 1: "), first[name]
     assert loss == same == pipeline(plan_of(ranks=1)).step(*batches(1)[0]).loss
 
 
@@ -80,10 +80,7 @@ def watched(state):
     said = []
 
     def tries(call):
-        try:
-            said.append(call())
-        except (penstock.PenstockError, KeyError) as error:
-            said.append(f"{type(error).__name__}: {error}")
+        said.append(said_by(call))
 
     tries(lambda: pipe.step(*batches(1, seed=own)[0]))  # every rank shuffles for itself
     tries(lambda: pipe.step(x, y.roll(own)))
@@ -141,12 +138,7 @@ def refuses_alone():
     pipe = pipeline(plan_of(), deadline=3)
     x, y = batches(1)[0]
     pipe.step(x, y)
-    said = []
-    for _ in range(2):
-        try:
-            pipe.step(x, y[: 9 - dist.get_rank()])
-        except penstock.PenstockError as error:
-            said.append(f"{type(error).__name__}: {error}")
+    said = [said_by(lambda: pipe.step(x, y[: 9 - dist.get_rank()])) for _ in range(2)]
     raise RuntimeError(" / ".join(said))  # this group cannot be left as after success
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, pipeline_of, plan_of
+from hypothesis import given
+from hypothesis import strategies as st
 from law import differences
 from programs import two_ranks
 from zoo import build
@@ -17,7 +19,7 @@ import penstock
 from penstock.compression.choose import SAMPLE_BYTES, Cost, candidates, sample, trial
 from penstock.compression.pool import Pool
 from penstock.pipeline.ranks.world import World
-from penstock.pipeline.runtime.auto import ROUNDS, START, TRIALS, Auto, Setting, policy_named
+from penstock.pipeline.runtime.auto import ROUNDS, TRIALS, Auto, Setting, policy_named
 from penstock.pipeline.runtime.policy import Fixed
 from penstock.pipeline.schedules.messages import Flow
 from penstock.pipeline.schedules.prices import MASKED, Prices, choose, predict
@@ -34,18 +36,16 @@ def prices(rate, *, masked=None, **costs):
     return Prices(costs={DOWN: table, UP: table | masked}, work=WORK, rates=rates)
 
 
-def test_a_fast_link_wants_no_codec():
-    assert set(choose(two_ranks(8), prices(1e9, zero_value=(50, 0.1, 0.1)), start={}).values()) == {"raw"}
-
-
-def test_a_slow_link_wants_the_fewest_bytes():
-    table = {"zero_value": (50.0, 0.1, 0.1), "byte_plane": (40.0, 0.5, 0.5)}
-    assert set(choose(two_ranks(8), prices(10.0, **table), start={}).values()) == {"byte_plane"}
-
-
-def test_a_codec_that_costs_more_than_it_saves_is_left():
-    table = {"zero_value": (50.0, 0.1, 0.1), "byte_plane": (48.0, 3.0, 3.0)}
-    assert set(choose(two_ranks(8), prices(20.0, **table), start={}).values()) == {"zero_value"}
+@pytest.mark.parametrize(
+    ("rate", "costs", "best"),
+    [
+        (1e9, {"zero_value": (50.0, 0.1, 0.1)}, "raw"),  # a fast link
+        (10.0, {"zero_value": (50.0, 0.1, 0.1), "byte_plane": (40.0, 0.5, 0.5)}, "byte_plane"),
+        (20.0, {"zero_value": (50.0, 0.1, 0.1), "byte_plane": (48.0, 3.0, 3.0)}, "zero_value"),
+    ],
+)
+def test_a_slow_link_wants_the_fewest_bytes_unless_they_cost_more_than_they_save(rate, costs, best):
+    assert set(choose(two_ranks(8), prices(rate, **costs), start={}).values()) == {best}
 
 
 def test_a_bitmap_that_the_gradient_can_use_is_worth_more_than_a_smaller_value():
@@ -64,15 +64,13 @@ def test_a_gradient_with_zeros_of_its_own_does_without_the_bitmap():
     assert choose(two_ranks(8), slow, start={}) == {DOWN: "zero_value", UP: "zero_value"}
 
 
-@pytest.mark.parametrize("rate", [5.0, 20.0, 60.0, 200.0, 1000.0])
-@pytest.mark.parametrize("extra", [0, 1])
+@given(rate=st.floats(2.0, 2000.0), extra=st.sampled_from([0, 1]))
 def test_the_choice_is_the_best_of_all(rate, extra):
     made = two_ranks(8, extra_in_flight=extra)
     table = prices(rate, zero_value=(60, 0.02, 0.03), exponent=(80, 0.05, 0.05), byte_plane=(45, 0.8, 0.5))
-    chosen = choose(made, table, start={})
     every = [dict(zip((DOWN, UP), codecs, strict=True)) for codecs in product(table.costs[DOWN], repeat=2)]
     best = min(predict(made, table, choice) for choice in every)
-    assert predict(made, table, chosen) <= best * 1.01
+    assert predict(made, table, choose(made, table, start={})) <= best * 1.01
 
 
 def test_in_one_process_nothing_overlaps_and_nothing_pays():
@@ -122,10 +120,18 @@ def test_what_hardly_pays_is_left(bytes_left, packs):
 
 
 def test_names_become_policies():
-    assert isinstance(policy_named("raw", world=World.alone(), deadline=1.0), Fixed)
-    assert isinstance(policy_named("auto", world=World.alone(), deadline=1.0), Auto)
+    def policy(codec, world=None, **more):
+        return policy_named(codec, world=world or World.alone(), deadline=1.0, **more)
+
+    assert isinstance(policy("raw"), Fixed)
+    assert isinstance(policy("auto"), Auto)
     with pytest.raises(penstock.CodecError, match="auto, raw"):
-        policy_named("zip", world=World.alone(), deadline=1.0)
+        policy("zip")
+    # More in flight are found only among ranks; a plan without a most flies as many as it begins with.
+    assert isinstance(policy("raw", extra=(0, 2)), Fixed)
+    assert policy("auto", extra=(1, 2)).extra == 1
+    among: Any = types.SimpleNamespace(is_alone=False)
+    assert [policy(codec, among, extra=(5, 0)).extra for codec in ("zero_value", "auto")] == [5, 5]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -144,17 +150,18 @@ def test_a_sample_is_some_rows():
     assert sample(torch.zeros(1024, 1024)).nbytes == SAMPLE_BYTES
 
 
-def chosen_after(case):
-    plan, _ = plan_of(case)
+def trained(case, plan, steps):
     model, batches = build(case.model, case.dtype, 3)
     pipe = pipeline_of(case, plan, model)
-    for step in range(TRIALS[-1] + 1 + 3 * ROUNDS + 1):
+    for step in range(steps):
         pipe.step(*batches[step % 3])
+    assert isinstance(pipe.policy, Auto)
     return pipe
 
 
 def test_auto_decides_in_a_training_run_and_says_so():
-    pipe = chosen_after(Case(model="mlp", cuts=3, codec="auto"))
+    case = Case(model="mlp", cuts=3, codec="auto")
+    pipe = trained(case, plan_of(case)[0], TRIALS[-1] + 1 + 3 * ROUNDS + 1)
     assert sum(turn.stayed for turn in pipe.policy.turns) == 1
     assert min(min(turn.predicted, turn.measured) for turn in pipe.policy.turns) > 0
     flows = pipe.flows()
@@ -171,26 +178,16 @@ def test_seconds_of_trials_are_those_of_packing(monkeypatch):
     """What a stage takes without packing is a price: a trial in it would make packing look free."""
     for name in ("leaving", "arriving"):
         monkeypatch.setattr(Auto, name, lambda *_: time.sleep(0.02))
-    model, batches = build("mlp", torch.float32, 1)
     case = Case(model="mlp", cuts=3, codec="auto")
-    pipe = pipeline_of(case, plan_of(case)[0], model)
-    for _ in range(TRIALS[0] + 1):
-        pipe.step(*batches[0])
+    pipe = trained(case, plan_of(case)[0], TRIALS[0] + 1)
     tried = [span for span in pipe.timeline() if span.op == "F" and span.micro_batch == 0]
     assert len(tried) == 3
     assert min(span.packing for span in tried) >= 0.02
 
 
 def decided_on_a_rank(case, plan_path):
-    model, batches = build(case.model, case.dtype, 3)
-    pipe = pipeline_of(case, penstock.Plan.load(plan_path), model)
-    for step in range(13):
-        pipe.step(*batches[step % 3])
-    assert isinstance(pipe.policy, Auto)
-    assert pipe.policy.chosen is not None
-    assert pipe.policy.rates is not None
-    chosen = [[*flow, codec] for flow, codec in sorted(pipe.policy.chosen.codecs.items())]
-    return chosen, pipe.policy.rates, START
+    policy = trained(case, penstock.Plan.load(plan_path), 13).policy
+    return sorted(policy.chosen.codecs.items()), policy.rates
 
 
 @pytest.mark.slow
@@ -199,8 +196,8 @@ def test_all_ranks_choose_the_same_at_the_speed_of_their_links(ranks, tmp_path):
     case = Case(model="mlp", cuts=["_1", "_3"], codec="auto")
     plan, _ = plan_of(case)
     plan.save(tmp_path / "plan.json")
-    (chosen, rates, _), *others = ranks.run(decided_on_a_rank, case, str(tmp_path / "plan.json"), ranks=3)
-    assert all(other == chosen for other, _, _ in others)
+    (chosen, rates), *others = ranks.run(decided_on_a_rank, case, str(tmp_path / "plan.json"), ranks=3)
+    assert all(other == chosen for other, _ in others)
     assert set(rates) == {(0, 1), (1, 0), (1, 2), (2, 1)}
     assert all(rate > 1e6 for rate in rates.values())
 
@@ -214,7 +211,7 @@ def contending(made_prices, *, codec, parallel_extra=(0, 2)):
 
 
 @pytest.mark.parametrize("codec", ["raw", "auto"])
-def test_more_fly_where_the_link_asks_for_it(codec):
+def test_more_fly_where_the_link_asks_for_it_and_only_there(codec):
     """A frame takes as long as a forward: with one more in flight the second rank never waits for it."""
     packed = {"zero_value": (100.0, 0.1, 0.1)}
     found = contending(prices(100.0, masked=packed, **packed), codec=codec)
@@ -223,65 +220,52 @@ def test_more_fly_where_the_link_asks_for_it(codec):
     assert found["as planned"].extra == 0
     by_hand = {extra: predict(two_ranks(8, extra_in_flight=extra), prices(100.0), {}) for extra in range(3)}
     assert by_hand[found["by price"].extra] < 0.97 * by_hand[0]
-
-
-@pytest.mark.parametrize("codec", ["raw", "auto"])
-def test_on_a_fast_link_nothing_more_flies(codec):
     assert {setting.extra for setting in contending(prices(1e9), codec=codec).values()} == {0}
 
 
 def test_a_codec_that_was_asked_for_is_the_only_one():
     table = {"zero_value": (50.0, 0.1, 0.1), "byte_plane": (40.0, 0.0, 0.0)}
     found = contending(prices(100.0, **table), codec="zero_value")
-    assert {codec.removeprefix(MASKED) for one in found.values() for codec in one.codecs.values()} == {
-        "zero_value"
-    }
+    codecs = [codec for one in found.values() for codec in one.codecs.values()]
+    assert {codec.removeprefix(MASKED) for codec in codecs} == {"zero_value"}
 
 
-def test_more_in_flight_are_found_only_among_ranks():
-    assert isinstance(policy_named("raw", extra=(0, 2), world=World.alone(), deadline=1.0), Fixed)
-    assert policy_named("auto", extra=(1, 2), world=World.alone(), deadline=1.0).extra == 1
+def flown(case, plan):
+    """How many fly on each of two ranks, step by step: asked for and counted; whether that has settled, and
+    the weights."""
+    built = [build(case.model, case.dtype, 3) for _ in range(2)]
 
+    def on_a_slow_link(measured):
+        """A value takes as long as the first stage computes, whatever it is packed with."""
 
-def flown_on_a_rank(case, plan_path):
-    model, batches = build(case.model, case.dtype, 3)
-    pipe = pipeline_of(case, penstock.Plan.load(plan_path), model)
-    if isinstance(pipe.policy, Auto):
-        measured = pipe.policy._prices
-
-        def on_a_slow_link(messages):
-            """A value takes as long as the first stage computes, whatever it is packed with."""
+        def prices(messages):
             found = measured(messages)
             costs = {flow: dict.fromkeys(table, Cost(100.0, 0.0, 0.0)) for flow, table in found.costs.items()}
             return dataclasses.replace(found, costs=costs, work=WORK, rates={(0, 1): 100.0, (1, 0): 100.0})
 
-        pipe.policy._prices = on_a_slow_link
-    flew, live = [], []
-    for step in range(TRIALS[-1] + 2 + 3 * ROUNDS):
-        flew.append(pipe.policy.extra)
-        live.append(pipe.step(*batches[step % 3]).stages[0].live_micro_batches)
-    return flew, live, pipe.policy.settled, pipe.state_dict()["model"]
+        return prices
+
+    def train(world):
+        model, batches = built[world.rank]
+        pipe, flew, live = pipeline_of(case, plan, model, world=world), [], []
+        if isinstance(pipe.policy, Auto):
+            pipe.policy._prices = on_a_slow_link(pipe.policy._prices)
+        for step in range(TRIALS[-1] + 2 + 3 * ROUNDS):
+            flew.append(pipe.policy.extra)
+            live.append(pipe.step(*batches[step % 3]).stages[0].live_micro_batches)
+        return flew, live, pipe.policy.settled, pipe.state_dict()["model"]
+
+    return penstock.in_threads(train, ranks=2)
 
 
 @pytest.mark.parametrize("codec", ["zero_value", "auto"])
-def test_a_plan_without_a_most_flies_as_many_as_it_begins_with(codec):
-    among: Any = types.SimpleNamespace(is_alone=False)
-    assert policy_named(codec, extra=(5, 0), world=among, deadline=1.0).extra == 5
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("codec", ["zero_value", "auto"])
-def test_what_flies_changes_while_it_trains_and_no_bit_does(ranks, tmp_path, codec):
+def test_what_flies_changes_while_it_trains_and_no_bit_does(codec):
     case = Case(model="mlp", cuts=["_1"], codec=codec, micro_batches=4, extra_in_flight="auto")
     plan, _ = plan_of(case)
     assert (plan.extra_in_flight, plan.most_extra_in_flight) == (0, 2)
-    plan.save(tmp_path / "auto.json")
     fixed = dataclasses.replace(plan, most_extra_in_flight=0, codec="zero_value")
-    fixed.save(tmp_path / "fixed.json")
-    (_, still, _, expected), *_ = ranks.run(flown_on_a_rank, case, str(tmp_path / "fixed.json"), ranks=2)
-    (flew, live, settled, found), (other, *_) = ranks.run(
-        flown_on_a_rank, case, str(tmp_path / "auto.json"), ranks=2
-    )
+    (_, still, _, expected), _ = flown(case, fixed)
+    (flew, live, settled, found), (other, *_) = flown(case, plan)
     assert flew == other, "all ranks run the same programs"
     assert set(still) == {2}
     assert flew[0] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import law
@@ -57,6 +58,7 @@ def trained(plan, *, case=CASE, steps=1):
     return pipe, seen
 
 
+@functools.cache
 def names_of(case=CASE):
     """The values that the first two stages send."""
     _, (flows,) = trained(plan_of(case)[0], case=case)
@@ -95,7 +97,17 @@ def test_every_stage_keeps_what_it_saved_and_old_weights_in_its_own_tier(tmp_pat
     assert [type(store).__name__ for store in stores] == ["Store", "HostStore", "NoneType"]
 
 
-@pytest.mark.parametrize("codec", [name for name in CODEC_NAMES if name != "zero_value"])
+QUICK = ("raw", "exponent", "bf16", "int8")
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in CODEC_NAMES
+        if name != "zero_value"
+    ],
+)
 def test_a_fixed_codec_leaves_out_what_has_its_own(tmp_path, codec):
     first, second = names_of()
     decided = {"codecs": {first: codec}}, {"gradient_codecs": {first: codec}}

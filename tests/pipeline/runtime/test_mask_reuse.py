@@ -23,33 +23,28 @@ def special(num_elements, seed, *, share=0.5, mean=0.0):
     return torch.where(torch.rand(num_elements, generator=source) < share, SPECIAL[chosen], values)
 
 
-class Pooled(nn.Module):
-    def forward(self, x):
-        return F.max_pool2d(F.relu(x), 3, 2, 1)
-
-
 STOPPING = {
     "relu": F.relu,
     "in place": lambda x: F.relu_(x * 1),
     "relu6": F.relu6,
     "relu6 in place": lambda x: F.relu6(x * 1, inplace=True),
-    "pooled": Pooled(),
+    "pooled": lambda x: F.max_pool2d(F.relu(x), 3, 2, 1),
     "pooled, dilated": lambda x: F.max_pool2d(F.relu(x), 2, 1, dilation=2),
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("layer", STOPPING.values(), ids=STOPPING)
-def test_the_rest_of_a_gradient_changes_no_bit_behind_a_relu(layer, dtype):
-    x = special(2 * 3 * 40 * 40, 1, share=0.1, mean=-1.5).view(2, 3, 40, 40).to(dtype).requires_grad_()
-    value = layer(x)
-    gradient = special(value.numel(), 2).view(value.shape).to(dtype)
-    mask = penstock.encode(value)
-    frame = penstock.encode(gradient, mask=mask)
-    assert read_header(frame).flags == MASKED
-    (expected,) = torch.autograd.grad(value, x, gradient, retain_graph=True)
-    (found,) = torch.autograd.grad(value, x, penstock.decode(frame, mask=mask))
-    assert same_bits(expected, found)
+def test_the_rest_of_a_gradient_changes_no_bit_behind_a_relu(layer):
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        x = special(2 * 3 * 40 * 40, 1, share=0.1, mean=-1.5).view(2, 3, 40, 40).to(dtype).requires_grad_()
+        value = layer(x)
+        gradient = special(value.numel(), 2).view(value.shape).to(dtype)
+        mask = penstock.encode(value)
+        frame = penstock.encode(gradient, mask=mask)
+        assert read_header(frame).flags == MASKED
+        (expected,) = torch.autograd.grad(value, x, gradient, retain_graph=True)
+        (found,) = torch.autograd.grad(value, x, penstock.decode(frame, mask=mask))
+        assert same_bits(expected, found)
 
 
 def test_another_bitmap_is_refused():
@@ -79,12 +74,6 @@ class Own(nn.ReLU):
         return super().forward(input)
 
 
-def hooked():
-    relu = nn.ReLU()
-    relu.register_full_backward_hook(lambda *_: None)
-    return relu
-
-
 @torch.fx.wrap
 def watched(x):
     if x.requires_grad:
@@ -97,49 +86,51 @@ class Watched(nn.Module):
         return watched(F.relu(x))
 
 
-def patched():
-    relu = nn.ReLU()
-    relu.forward = lambda input: F.relu(input) - 1
-    return relu
-
+HOOKED, PATCHED = nn.ReLU(), nn.ReLU()
+HOOKED.register_full_backward_hook(lambda *_: None)
+PATCHED.forward = lambda input: F.relu(input) - 1
 
 PROVEN = {
-    "relu": (nn.ReLU(), True),
-    "relu in place": (nn.ReLU(inplace=True), True),
-    "relu6": (nn.ReLU6(), True),
-    "pool of one": (nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)), True),
-    "pool of a pool": (nn.Sequential(nn.ReLU(), nn.MaxPool2d(2), nn.MaxPool2d(2)), True),
-    "pool alone": (nn.Sequential(nn.BatchNorm2d(3), nn.MaxPool2d(2)), False),
-    "average pool": (nn.Sequential(nn.ReLU(), nn.AvgPool2d(2)), False),
-    "dropout": (nn.Sequential(nn.ReLU(), nn.Dropout()), False),
-    "leaky": (nn.LeakyReLU(), False),
-    "gelu": (nn.GELU(), False),
-    "hardtanh": (nn.Hardtanh(-1.0, 1.0), False),
-    "a subclass": (Own(), True),
-    "watched by a hook": (hooked(), False),
-    "watched by a hook on its output": (Watched(), False),
-    "patched": (patched(), False),
-    "a view of one": (nn.Sequential(nn.ReLU(), nn.Flatten()), False),
-    "written to afterwards": (nn.Sequential(nn.ReLU6(), nn.Dropout(inplace=True)), False),
+    "relu": ([nn.ReLU()], True),
+    "relu in place": ([nn.ReLU(inplace=True)], True),
+    "relu6": ([nn.ReLU6()], True),
+    "pool of one": ([nn.ReLU(), nn.MaxPool2d(2)], True),
+    "pool of a pool": ([nn.ReLU(), nn.MaxPool2d(2), nn.MaxPool2d(2)], True),
+    "a subclass": ([Own()], True),
+    "pool alone": ([nn.BatchNorm2d(3), nn.MaxPool2d(2)], False),
+    "average pool": ([nn.ReLU(), nn.AvgPool2d(2)], False),
+    "dropout": ([nn.ReLU(), nn.Dropout()], False),
+    "leaky": ([nn.LeakyReLU()], False),
+    "gelu": ([nn.GELU()], False),
+    "hardtanh": ([nn.Hardtanh(-1.0, 1.0)], False),
+    "watched by a hook": ([HOOKED], False),
+    "watched by a hook on its output": ([Watched()], False),
+    "patched": ([PATCHED], False),
+    "a view of one": ([nn.ReLU(), nn.Flatten()], False),
+    "written to afterwards": ([nn.ReLU6(), nn.Dropout(inplace=True)], False),
 }
+
+
+def value_behind(place, *layers):
+    """The value behind layer ``place`` of these (from the end: below 0), and the number of that layer."""
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), *layers, nn.Flatten())
+    record = penstock.trace(model, (torch.randn(2, 3, 8, 8),)).train_probe
+    place = place if place >= 0 else len(record.outputs) - 1 + place
+    (value,) = (record.values[i] for i in record.crossing(place))
+    return value, place
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 @pytest.mark.parametrize(("layers", "proven"), PROVEN.values(), ids=PROVEN)
 def test_only_what_the_graph_proves_is_left_out(layers, proven):
-    model = nn.Sequential(nn.Conv2d(3, 3, 1), layers, nn.Flatten())
-    record = penstock.trace(model, (torch.randn(2, 3, 8, 8),)).train_probe
-    last_but_one = len(record.outputs) - 3  # without the input, before flatten
-    (value,) = (record.values[i] for i in record.crossing(last_but_one))
-    assert value.stops(last_but_one) is proven
+    value, before_flatten = value_behind(-2, *layers)
+    assert value.stops(before_flatten) is proven
 
 
 def test_a_value_before_its_relu_in_place_proves_nothing():
-    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True), nn.Flatten())
-    record = penstock.trace(model, (torch.randn(2, 3, 8, 8),)).train_probe
-    (value,) = (record.values[i] for i in record.crossing(0))
-    assert not value.stops(0)
-    assert value.stops(1)
+    value, place = value_behind(0, nn.ReLU(inplace=True))
+    assert not value.stops(place)
+    assert value.stops(place + 1)
 
 
 class Listening:

@@ -24,6 +24,11 @@ class Normed(nn.BatchNorm1d):
     pass
 
 
+def check(model):
+    plan, model, x = planned(model)
+    check_replicated(plan, model, penstock.trace(model, (x[:3],)))
+
+
 @pytest.mark.parametrize(
     ("norm", "what"),
     [
@@ -34,14 +39,12 @@ class Normed(nn.BatchNorm1d):
     ],
 )
 def test_statistics_that_a_forward_uses_by_itself_are_refused(norm, what):
-    plan, model, x = planned(Own(norm(8), what))
     with pytest.raises(penstock.PlanError, match=r"a forward that uses norm\.\w+ by itself"):
-        check_replicated(plan, model, penstock.trace(model, (x[:3],)))
+        check(Own(norm(8), what))
 
 
 def test_statistics_that_are_only_read_where_nobody_writes_them_are_as_good_as_any_buffer():
-    plan, model, x = planned(Own(nn.BatchNorm1d(8).eval(), lambda norm, x: norm(x) + norm.running_mean))
-    check_replicated(plan, model, penstock.trace(model, (x[:3],)))
+    check(Own(nn.BatchNorm1d(8).eval(), lambda norm, x: norm(x) + norm.running_mean))
 
 
 class Two(nn.Module):
@@ -49,11 +52,8 @@ class Two(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.p, self.q = (
-            nn.Linear(6, 8),
-            nn.Parameter(torch.ones(2, 4)),
-            nn.Parameter(torch.ones(4, 2)),
-        )
+        self.first = nn.Linear(6, 8)
+        self.p, self.q = nn.Parameter(torch.ones(2, 4)), nn.Parameter(torch.ones(4, 2))
 
     def forward(self, x):
         return self.first(x) * (self.p.view(8) + self.q.view(8))
@@ -65,8 +65,7 @@ def test_gradients_of_two_parameters_in_one_memory_are_refused(exact):
         trained(Two(), exact=exact)
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(("exact", "later"), [(False, True), (True, False)])
 def test_a_parameter_that_some_replicas_froze_is_refused(exact, later):
     def freeze(rank, step, model):
         model.first.weight.requires_grad_(rank == 0 or step < later)
@@ -75,8 +74,7 @@ def test_a_parameter_that_some_replicas_froze_is_refused(exact, later):
         trained(Own(nn.Tanh(), lambda norm, x: norm(x)), exact=exact, before=freeze)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("exact", "sharded"), [(False, False), (False, True), (True, True)])
 def test_frozen_parameters_of_eight_bits_are_left_where_they_are(exact, sharded):
     model = Own(nn.Tanh(), lambda norm, x: norm(x) * norm.scale.float())
     model.norm.scale = nn.Parameter(torch.rand(8).to(torch.float8_e4m3fn), requires_grad=False)
@@ -84,17 +82,16 @@ def test_frozen_parameters_of_eight_bits_are_left_where_they_are(exact, sharded)
 
 
 def test_more_replicas_than_could_ever_be_are_refused_before_they_are_listed():
-    _, model, x = planned(nn.Sequential(nn.Linear(6, 8), nn.Tanh()))
-    profile = penstock.measure(penstock.trace(model, (x[:3],)), (x[:3],), repeats=1)
     with pytest.raises(penstock.PlanError, match="found 1000000000000 replicas and micro_batches=4"):
-        penstock.partition(profile, stages=1, replicas=10**12, micro_batches=4)
+        planned(nn.Linear(6, 8), replicas=10**12)
 
 
 def planned(model, **options):
     x = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
     example = (x[:3],)
     profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
-    return penstock.partition(profile, stages=1, replicas=2, micro_batches=4, **options), model, x
+    options = {"replicas": 2, **options}
+    return penstock.partition(profile, stages=1, micro_batches=4, **options), model, x
 
 
 def trained(model, *, before=lambda rank, step, model: None, **options):

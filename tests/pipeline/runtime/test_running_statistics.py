@@ -31,6 +31,7 @@ def networks(momentum, dtype=torch.float32) -> Any:
     return model, copy.deepcopy(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.1, 1 / 3, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
@@ -51,7 +52,7 @@ def test_what_is_set_aside_adds_up_to_the_plain_statistics(momentum, dtype, layo
 
 
 @pytest.mark.parametrize("shared", [["running_mean", "running_var"], ["num_batches_tracked"]], ids="+".join)
-@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("momentum", [0.1, pytest.param(None, marks=pytest.mark.slow)])
 def test_norms_that_share_a_buffer_add_to_it_one_after_the_other(shared, momentum):
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.BatchNorm2d(3, momentum=momentum) for _ in range(3)))

@@ -38,36 +38,26 @@ def on(plan, *names):
     return dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, device=n) for s, n in pairs))
 
 
-def test_without_a_word_a_pipeline_computes_where_its_model_is():
-    pipe = made(plan_of(CASE)[0])
-    assert pipe.world.device is device_of(CPU)
-    assert set(pipe.devices.values()) == {stage.device for stage in pipe.stages.values()} == {device_of(CPU)}
-
-
-@pytest.mark.parametrize("given", ["cpu", CPU, Device()], ids=["name", "torch", "Device"])
-def test_a_device_may_be_given_in_three_ways(given):
+@pytest.mark.parametrize("given", [None, "cpu", CPU, Device()], ids=["nothing", "name", "torch", "Device"])
+def test_a_device_may_be_given_in_three_ways_and_else_is_that_of_the_model(given):
     pipe = made(plan_of(CASE)[0], device=given)
-    assert pipe.world.device.torch == CPU
     assert pipe.world.device is (given if isinstance(given, Device) else device_of(CPU))
+    stages = {stage.device for stage in pipe.stages.values()}
+    assert set(pipe.devices.values()) == stages == {pipe.world.device}
 
 
 def test_the_device_of_a_world_is_that_of_every_stage_and_trains_the_same_bits():
-    device, plan = Noting(), plan_of(CASE)[0]
-    found = []
-    for world in (World.alone(device), World.alone()):
+    plan, found = plan_of(CASE)[0], []
+    for world, device_bytes in ((World.alone(Noting()), 7000), (World.alone(), 0)):
         model, batches = build(CASE.model)
         pipe = pipeline_of(CASE, plan, model, world=world)
-        losses = [pipe.step(*batch).loss for batch in batches]
-        found.append((losses, pipe.state_dict()["model"]))
+        reports = [pipe.step(*batch) for batch in batches]
+        found.append(([report.loss for report in reports], pipe.state_dict()["model"]))
         assert {stage.device for stage in pipe.stages.values()} == {world.device}
-    assert found[0][0] == found[1][0]
-    assert all(same_bits(tensor, found[1][1][name]) for name, tensor in found[0][1].items())
-
-
-def test_a_report_says_what_the_allocator_of_the_device_handed_out():
-    pipe = made(plan_of(CASE)[0], world=World.alone(Noting()))
-    report = pipe.step(*build(CASE.model)[1][0])
-    assert [stage.device_bytes for stage in report.stages] == [7000, 7000]
+        assert [stage.device_bytes for stage in reports[0].stages] == [device_bytes] * 2
+    (losses, state), (expected, weights) = found
+    assert losses == expected
+    assert all(same_bits(tensor, weights[name]) for name, tensor in state.items())
 
 
 def test_two_devices_for_one_rank_are_refused():
@@ -78,12 +68,9 @@ def test_two_devices_for_one_rank_are_refused():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_where_there_is_none_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"device=cuda needs a GPU, and torch .* finds none; take device=cpu"
-    ):
+    with pytest.raises(ConfigError, match="device=cuda needs a GPU"):
         made(plan_of(CASE)[0], device="cuda")
-    told = "stage 1 of the plan: device=cuda:1 needs a GPU, and torch .* finds none; take device=cpu"
-    with pytest.raises(PlanError, match=told):
+    with pytest.raises(PlanError, match="stage 1 of the plan: device=cuda:1 needs a GPU"):
         made(on(plan_of(CASE)[0], None, "cuda:1"))
 
 
@@ -111,8 +98,7 @@ def test_what_a_plan_says_of_a_stage_counts(names, base, found, two_gpus):
 
 
 def test_stages_of_one_process_on_two_kinds_are_refused(two_gpus):
-    told = "found stage 0 on cpu and stage 1 on cuda:0; name one kind for them in the plan"
-    with pytest.raises(PlanError, match=told):
+    with pytest.raises(PlanError, match="found stage 0 on cpu and stage 1 on cuda:0; name one kind"):
         where.stage_devices(on(plan_of(CASE)[0], "cpu", "cuda"), World.alone(), device_of(CPU))
 
 
@@ -120,16 +106,14 @@ def test_each_rank_has_the_devices_of_its_own_stages_only(two_gpus):
     world: Any = World.alone()
     world.group, world.rank = "one of two", 1
     plan = on(plan_of(CASE)[0], "cpu", "cuda:1")
-    assert [*where.stage_devices(plan, world, device_of(CPU)).items()] == [
-        (1, device_of(torch.device("cuda:1")))
-    ]
+    assert where.stage_devices(plan, world, device_of(CPU)) == {1: device_of(torch.device("cuda:1"))}
 
 
 class Told(Agreement):
-    """Ranks whose part of the exchange is known."""
+    """Rank ``rank`` of several of which it is known what each says in the exchange."""
 
-    def __init__(self, rank, rows):
-        self.world, self.rows = types.SimpleNamespace(rank=rank, size=len(rows)), rows
+    def __init__(self, rank, *rows):
+        self.world, self.rows = types.SimpleNamespace(rank=rank, size=len(rows)), [list(row) for row in rows]
 
     def exchange(self, at, item, *, refusal=""):
         assert item == self.rows[self.world.rank]
@@ -137,17 +121,15 @@ class Told(Agreement):
 
 
 def gpu_plan(**more):
+    """Two stages of 3 GiB."""
     plan = plan_of(CASE)[0]
     stages = tuple(dataclasses.replace(s, memory_bytes=3 * GIB) for s in plan.stages)
     return dataclasses.replace(plan, stages=stages, **more)
 
 
-def told(rank, *rows):
-    return Told(rank, [list(row) for row in rows])
-
-
-def room(name, needed, which, free, ours=0):
-    return "cuda", [[name, needed * GIB, which, free * GIB, ours * GIB]]
+def room(needed, which, free, ours=0):
+    """What a rank says of the GPU ``which`` that it calls cuda:0, in GiB."""
+    return "cuda", [["cuda:0", needed * GIB, which, free * GIB, ours * GIB]]
 
 
 @pytest.fixture
@@ -161,45 +143,36 @@ def gpu(monkeypatch):
     return have
 
 
-def test_a_gpu_with_room_is_taken(gpu):
-    rows = room("cuda:0", 3, "one", 2, ours=1), room("cuda:0", 3, "other", 3)
-    where.check_devices(told(0, *rows), gpu_plan(), {0: gpu(2, ours=1)})
-
-
-def test_a_gpu_that_is_too_small_is_named_with_what_would_do(gpu):
-    rows = room("cuda:0", 3, "one", 2), room("cuda:0", 3, "other", 3)
+def test_a_gpu_with_room_is_taken_and_one_that_is_too_small_named_with_what_would_do(gpu):
+    other = room(3, "other", 3)
+    where.check_devices(Told(0, room(3, "one", 2, ours=1), other), gpu_plan(), {0: gpu(2, ours=1)})
     with pytest.raises(PlanError) as refused:
-        where.check_devices(told(0, *rows), gpu_plan(), {0: gpu(2)})
-    assert str(refused.value) == (
-        "a GPU holds what the plan lays on it, found cuda:0 with 2 GiB free for rank 0, whose stages take "
-        "3 GiB, the least that would do; plan with memory=2048MiB, more ranks, or tier=host"
-    )
+        where.check_devices(Told(0, room(3, "one", 2), other), gpu_plan(), {0: gpu(2)})
+    said = str(refused.value)
+    assert "cuda:0 with 2 GiB free for rank 0, whose stages take 3 GiB" in said
+    assert "memory=2048MiB, more ranks, or tier=host" in said
 
 
 def test_ranks_that_share_a_gpu_need_room_together_and_rank_0_says_so(gpu):
-    rows = room("cuda:0", 3, "one", 6), room("cuda:0", 3, "one", 6)
+    rows = [room(3, "one", 6)] * 2
     with pytest.warns(UserWarning, match="more ranks than GPUs, which are shared: cuda:0 by ranks 0, 1"):
-        where.check_devices(told(0, *rows), gpu_plan(), {0: gpu(6)})
-    where.check_devices(told(1, *rows), gpu_plan(), {1: gpu(6)})  # once
-    rows = room("cuda:0", 3, "one", 5), room("cuda:0", 3, "one", 5)
+        where.check_devices(Told(0, *rows), gpu_plan(), {0: gpu(6)})
+    where.check_devices(Told(1, *rows), gpu_plan(), {1: gpu(6)})  # once
     with pytest.raises(PlanError, match="5 GiB free for rank 0, 1, whose stages take 6 GiB"):
-        where.check_devices(told(0, *rows), gpu_plan(), {0: gpu(5)})
+        where.check_devices(Told(0, *[room(3, "one", 5)] * 2), gpu_plan(), {0: gpu(5)})
 
 
 def test_a_plan_for_several_ranks_may_be_tried_in_one_process(gpu):
     device = gpu(1)
-    where.check_devices(told(0, room("cuda:0", 6, "one", 1)), gpu_plan(), {0: device, 1: device})
+    where.check_devices(Told(0, room(6, "one", 1)), gpu_plan(), {0: device, 1: device})
 
 
-@pytest.mark.parametrize("cuts", [None, ("relu",)])
-def test_ranks_on_two_kinds_of_device_take_cuts_by_hand(cuts):
-    plan = gpu_plan(asked=Asked(stages=2, ranks=2, cuts=cuts))
-    rows = ("cpu", []), room("cuda:0", 3, "one", 6)
-    if cuts:
-        where.check_devices(told(0, *rows), plan, {0: device_of(CPU)})
-        return
+def test_ranks_on_two_kinds_of_device_take_cuts_by_hand():
+    told = Told(0, ("cpu", []), room(3, "one", 6))
+    by_hand = gpu_plan(asked=Asked(stages=2, ranks=2, cuts=("relu",)))
+    where.check_devices(told, by_hand, {0: device_of(CPU)})
     with pytest.raises(PlanError, match="found ranks on cpu, cuda and no cuts; plan with cuts="):
-        where.check_devices(told(0, *rows), plan, {0: device_of(CPU)})
+        where.check_devices(told, gpu_plan(asked=Asked(stages=2, ranks=2)), {0: device_of(CPU)})
 
 
 def test_a_batch_goes_to_a_gpu_from_pinned_memory_laid_out_as_a_clone():
@@ -220,13 +193,14 @@ def test_a_batch_goes_to_a_gpu_from_pinned_memory_laid_out_as_a_clone():
 
 
 def test_inputs_go_to_the_first_stage_and_targets_to_the_last():
-    first, last = Noting(torch.device("meta")), Device()
-    parts = micro_batches((torch.randn(4, 3),), torch.arange(4), 2, None, first=first, last=last)
-    assert [(part.inputs[0].is_meta, part.targets.is_meta) for part in parts] == [(True, False)] * 2
-    parts = micro_batches((torch.randn(4, 3),), torch.arange(4), 2, None, first=last, last=first)
-    assert [(part.inputs[0].is_meta, part.targets.is_meta) for part in parts] == [(False, True)] * 2
-    parts = micro_batches((torch.randn(4, 3),), torch.arange(4), 2, None)
-    assert [(part.inputs[0].is_meta, part.targets.is_meta) for part in parts] == [(False, False)] * 2
+    far, near, batch = Noting(torch.device("meta")), Device(), ((torch.randn(4, 3),), torch.arange(4))
+    for ends, expected in (
+        ({"first": far, "last": near}, (True, False)),
+        ({"first": near, "last": far}, (False, True)),
+        ({}, (False, False)),
+    ):
+        parts = micro_batches(*batch, 2, None, **ends)
+        assert [(part.inputs[0].is_meta, part.targets.is_meta) for part in parts] == [expected] * 2
 
 
 def test_the_host_asks_once_for_the_loss_of_a_step():

@@ -111,9 +111,10 @@ def refusal(optimizer, cuts=3):
 
 
 TOGETHER = [ByTheNorm, OneEstimate, Noise, PythonNoise, Careful, ByTheCount]
+MARKED = [TOGETHER[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in TOGETHER[1:])]
 
 
-@pytest.mark.parametrize("kind", TOGETHER)
+@pytest.mark.parametrize("kind", MARKED)
 def test_an_optimizer_that_looks_at_all_parameters_is_refused(kind):
     said = refusal(lambda named: kind(named))
     assert re.fullmatch(
@@ -123,11 +124,13 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused(kind):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TOGETHER)
 def test_one_stage_is_the_plain_loop(kind):
     assert refusal(lambda named: kind(named), cuts=1) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_refuse_alike(ranks):
     results = ranks.try_run(refusal_of_the_norm, ranks=2)
@@ -144,12 +147,14 @@ KINDS = "SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop Rprop ASGD A
 ALONE = [getattr(torch.optim, kind) for kind in KINDS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"foreach": True}], ids=str)
 @pytest.mark.parametrize("kind", [*ALONE, Alone], ids=lambda kind: kind.__name__)
 def test_an_optimizer_of_single_parameters_is_taken(kind, settings):
     assert refusal(lambda named: kind(named, **({} if kind is Alone else settings))) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -164,6 +169,7 @@ def test_groups_by_name_and_shape_are_taken(optimizer):
     assert refusal(optimizer) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "told"),
     [
@@ -179,6 +185,7 @@ def test_settings_by_place_are_refused(optimizer, told):
     assert re.search(told, refusal(optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Alone, ByTheNorm])
 def test_a_function_that_looks_up_its_own_parameters_is_tried_by_twins(kind):
     """Small stand-ins are nowhere in its table; the class that it made is tried in its place."""
@@ -225,6 +232,7 @@ def test_trying_draws_nothing_and_touches_nothing():
     assert (random.getstate(), str(numpy.random.get_state())) == states[1:]
 
 
+@pytest.mark.slow
 def test_every_kind_of_parameter_is_tried():
     """A rule for a few parameters of one kind is found as well; frozen ones are no matter."""
 

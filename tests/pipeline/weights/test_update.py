@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from cases import OPTIMIZERS, Case, plan_of
-from law import differences
 from reference import plain_loop, same_bits
 from torch import nn
 from zoo import build, cross_entropy
@@ -66,37 +65,35 @@ def of(*values):
     return [torch.tensor([float(value)]) for value in values]
 
 
+@pytest.mark.parametrize(
+    ("settings", "gradients", "stages", "expected"),
+    [
+        ({"clip": 0.5}, [of(3, 30), of(4, 40)], (0, 1, 1, 0), [-0.6, -0.8]),  # norms 5 and 50
+        ({"clip": 5.0}, [of(3, 0.3), of(4, 0.4)], (0, 1, 0, 1), [-3.3, -4.4]),  # only the first is too large
+        ({"clip": 0.5, "scope": "stage"}, [of(3), of(4)], (0, 1), [-0.5, -0.5]),
+    ],
+)
+def test_a_round_is_clipped_by_its_own_norm_or_each_stage_by_its_own(settings, gradients, stages, expected):
+    update, _, parameters = made(gradients, **settings)
+    for stage in stages:
+        update.step(stage)
+    assert written(parameters) == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_first_update_of_a_round_finds_the_gradients_of_all_stages():
-    update, log, parameters = made([of(3, 30), of(4, 40)], clip=0.5)
+    update, log, _ = made([of(3, 30), of(4, 40)], clip=0.5)
     for stage in (0, 1, 1, 0):  # another stage opens the second round
         update.step(stage)
     assert log == [
         *("bind 0", "bind 1", "due 0", "due 1", "update 0", "updated 0", "update 1", "updated 1"),
         *("due 0", "due 1", "update 1", "updated 1", "update 0", "updated 0"),
     ]
-    assert written(parameters) == pytest.approx([-0.6, -0.8], rel=1e-5)  # norms 5 and 50, twice
-
-
-def test_a_round_is_clipped_by_its_own_norm():
-    update, _, parameters = made([of(3, 0.3), of(4, 0.4)], clip=5.0)
-    for _ in range(2):
-        update.step(0)
-        update.step(1)
-    assert written(parameters) == pytest.approx([-3.3, -4.4], rel=1e-5)
-
-
-def test_the_norm_of_a_stage_clips_that_stage():
-    update, _, parameters = made([of(3), of(4)], clip=0.5, scope="stage")
-    update.step(0)
-    update.step(1)
-    assert written(parameters) == pytest.approx([-0.5, -0.5], rel=1e-5)
 
 
 def test_without_rounds_every_update_is_a_step_of_its_own():
     update, log, parameters = made([of(3), of(4, 40)], clip=0.5, scope="stage", together=False)
-    update.step(1)
-    update.step(1)
-    update.step(0)
+    for stage in (1, 1, 0):
+        update.step(stage)
     assert log[2:] == [line for s in (1, 1, 0) for line in (f"due {s}", f"update {s}", f"updated {s}")]
     assert written(parameters) == pytest.approx([-0.5, -1.0], rel=1e-5)
 
@@ -148,25 +145,13 @@ def test_a_clip_per_stage_is_that_of_clip_grad_norm_over_its_parameters(schedule
     pipe.step(*batches[0])
     next(plain_loop(plain, batches, micro_batches=3, **settings))
     theirs = dict(plain.named_parameters())
-    for stage in plan.stages:
-        torch.nn.utils.clip_grad_norm_([theirs[name] for name in stage.parameters], 0.01)
-    norms = []
+    norms = [
+        torch.nn.utils.clip_grad_norm_([theirs[name] for name in stage.parameters], 0.01).item()
+        for stage in plan.stages
+    ]
+    assert sum(norm > 0.01 for norm in norms) >= 2
     for name, parameter in model.named_parameters():
         assert same_bits(parameter.grad, theirs[name].grad)
-    for stage in plan.stages:
-        norms.append(torch.nn.utils.get_total_norm([theirs[n].grad for n in stage.parameters]).item())
-    assert sorted(norms)[-2:] == pytest.approx([0.01, 0.01], rel=1e-3)
-
-
-CASES = [
-    Case(model="mlp", cuts=3, optimizer=optimizer, schedule=schedule, clip=0.1, scheduler=True)
-    for optimizer, schedule in zip(("plain", "nesterov", "adam"), ("gpipe", "1f1b", "1f1b"), strict=True)
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_training_has_the_bits_of_the_plain_loop(case):
-    assert differences(case) == []
 
 
 @pytest.mark.parametrize(
@@ -186,12 +171,3 @@ def test_without_a_flush_nothing_is_asked_of_all_stages_at_once(given, told):
     refused = pytest.raises(penstock.PlanError, match=told) if told else contextlib.nullcontext()
     with refused:
         penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], **given)
-
-
-def test_an_optimizer_that_needs_all_parameters_at_once_is_refused():
-    plan, _ = plan_of(Case(model="mlp", cuts=1))
-    model, _ = build("mlp")
-    with pytest.raises(penstock.PlanError, match="LBFGS needs all at once; use SGD or Adam"):
-        penstock.Pipeline(
-            model, plan, loss=cross_entropy, optimizer=lambda n: torch.optim.LBFGS([p for _, p in n])
-        )
