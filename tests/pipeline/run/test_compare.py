@@ -14,15 +14,11 @@ from penstock.pipeline.run.schedule_comparison import SYNCHRONOUS, candidate, co
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import command
 
-MIB = 2**20
-
 
 def even(num_layers, *, forward=10, backward=20, size=400, saved=1000):
     """Equal layers; nothing crosses a cut but 1,000 bytes each way."""
-    layers = [
-        layer_of(f"l{i}", forward=forward, backward=backward, size=size, saved=saved)
-        for i in range(num_layers)
-    ]
+    work = {"forward": forward, "backward": backward, "size": size, "saved": saved}
+    layers = [layer_of(f"l{i}", **work) for i in range(num_layers)]
     return profile_of(layers, [value_of(i, [i + 1]) for i in range(num_layers - 1)])
 
 
@@ -37,15 +33,12 @@ def test_every_schedule_but_a_custom_one_is_compared_where_the_counts_suit_all()
     assert not found.left_out
 
 
-def test_what_does_not_suit_is_left_out_with_the_reason():
+def test_what_does_not_suit_is_left_out_with_the_reason_and_what_suits_nothing_refused():
     found = compare(even(3), stages=3, ranks=2, micro_batches=2)
     assert found.left_out.keys() == {"interleaved", "zbv", "dualpipev", "1f1b double_buffered"}
     assert "take a multiple, such as stages=4" in found.left_out["interleaved"]
     assert "take stages=4" in found.left_out["zbv"]
     assert "raise micro_batches to 3" in found.left_out["1f1b double_buffered"]
-
-
-def test_what_suits_nothing_is_refused_in_the_words_of_the_first():
     with pytest.raises(PlanError, match="2 stages need at least as many layers"):
         compare(even(1), stages=2, micro_batches=2)
 
@@ -66,9 +59,8 @@ def test_seconds_and_bubbles_of_even_stages_are_the_textbook_ones():
     ("stages", "ranks", "micro_batches"), [(2, 2, 2), (4, 2, 4), (3, 3, 5), (6, 3, 6), (4, 1, 3)]
 )
 def test_a_stream_is_full_whatever_the_counts(stages, ranks, micro_batches):
-    one = rows(compare(even(stages), stages=stages, ranks=ranks, micro_batches=micro_batches))[
-        "async_1f1b stashed"
-    ]
+    found = compare(even(stages), stages=stages, ranks=ranks, micro_batches=micro_batches)
+    one = rows(found)["async_1f1b stashed"]
     slowest = 0.030 * stages / ranks
     assert one.seconds == pytest.approx(micro_batches * slowest)
     assert one.bubble == pytest.approx(0.0, abs=1e-9)
