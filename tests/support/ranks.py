@@ -1,10 +1,9 @@
 """A pool of real ranks, kept for the whole test run, and the ranks of whole runs, each a process of its own.
 
-All are forked from one process that has imported torch and penstock, so that a rank begins in milliseconds and
-as fresh as a new interpreter: generators, threads, flags, modules, folder and environment are its own."""
+All are forked from one process that has imported torch and penstock: a rank begins in milliseconds and is
+as fresh as a new interpreter, for generators, threads, flags, modules, folder and environment are its own."""
 
 import ctypes
-import functools
 import gc
 import multiprocessing
 import os
@@ -23,7 +22,13 @@ READY = ("", "ready")
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["pytest", "penstock.pipeline.run.train", "penstock.scripts.application", "matplotlib.figure", "torch._dynamo"]
+    [
+        "pytest",
+        "penstock.pipeline.run.train",
+        "penstock.scripts.application",
+        "matplotlib.figure",
+        "torch._dynamo",
+    ]
 )
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import re
 import shutil
-import signal
 import socket
 import stat
-import subprocess
-import sys
 
 import pytest
 import torch
+from ranks import context
 from reports import PLAN
 
 from penstock import ConfigError, Plan, PlanError
@@ -57,23 +56,27 @@ def test_a_claimed_folder_is_gone_only_when_it_is_empty(tmp_path):
     assert [path.name for path in folder.path.iterdir()] == ["config.yaml"]
 
 
-HOLDER = """
-import sys
-from pathlib import Path
-from penstock.pipeline.run.run_folder import RunFolder
-with RunFolder(path=Path(sys.argv[1])).claim():
-    print("holds", flush=True)
-    sys.stdin.read()
-"""
+def hold(path, pipe):
+    with RunFolder(path=path).claim():
+        pipe.send("holds")
+        pipe.recv()
 
 
+@contextlib.contextmanager
 def holder_of(folder):
-    """Another process that holds ``folder`` until its input ends, or it does."""
-    command = [sys.executable, "-c", HOLDER, str(folder.path)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "holds\n"
-    return process
+    """Another process that holds ``folder``, and what ends it well."""
+    ours, theirs = context.Pipe()
+    process = context.Process(target=hold, args=(folder.path, theirs))
+    process.start()
+    assert ours.recv() == "holds"
+
+    def end():
+        ours.send("ends")
+        process.join()
+
+    yield process, end
+    process.kill()
+    process.join()
 
 
 def refused(folder, told):
@@ -83,14 +86,14 @@ def refused(folder, told):
 
 def test_a_second_run_is_refused_while_the_first_lives_however_that_ends(tmp_path):
     folder = RunFolder(path=tmp_path / "run")
-    with holder_of(folder) as first:
+    with holder_of(folder) as (first, _):
         for _ in range(2):  # the refused one did not break the lock
             refused(folder, f"in use by another run, pid {first.pid} on {socket.gethostname()}; wait")
         lock = folder.path / ".lock"
         lock.write_text("\x1b[2J send money")  # what a stranger wrote is not shown
         refused(folder, "use by another run; wait until it ends")
-        first.send_signal(signal.SIGKILL)
-        first.wait()
+        first.kill()
+        first.join()
         with folder.claim():
             assert lock.read_text() == f"pid {os.getpid()} on {socket.gethostname()}"
     assert not folder.path.exists()
@@ -98,19 +101,19 @@ def test_a_second_run_is_refused_while_the_first_lives_however_that_ends(tmp_pat
 
 def test_a_lock_that_was_opened_before_its_holder_removed_it_is_no_lock(tmp_path, monkeypatch):
     folder = RunFolder(path=tmp_path / "run")
-    first, flock = holder_of(folder), fcntl.flock
-    opened = []
+    flock, opened = fcntl.flock, []
+    with holder_of(folder) as (_, end):
 
-    def wait_for_the_first(file, how):
-        if not opened:
-            first.communicate("")  # between opening and locking, the first ends and the file is gone
-        opened.append(os.fstat(file).st_ino)
-        flock(file, how)
+        def wait_for_the_first(file, how):
+            if not opened:
+                end()  # between opening and locking, the first ends and the file is gone
+            opened.append(os.fstat(file).st_ino)
+            flock(file, how)
 
-    monkeypatch.setattr(fcntl, "flock", wait_for_the_first)
-    with folder.claim():
-        assert len(opened) == 2
-        assert (folder.path / ".lock").stat().st_ino == opened[-1]
+        monkeypatch.setattr(fcntl, "flock", wait_for_the_first)
+        with folder.claim():
+            assert len(opened) == 2
+            assert (folder.path / ".lock").stat().st_ino == opened[-1]
 
 
 def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
@@ -132,10 +135,8 @@ def test_a_folder_that_was_removed_or_is_another_runs_is_not_written_into(tmp_pa
         shutil.rmtree(folder.path)
         with removed:
             folder.check(mark)
-        with holder_of(folder) as other:
-            with removed:
-                folder.check(mark)
-            other.communicate("")
+        with holder_of(folder), removed:
+            folder.check(mark)
 
 
 def test_temporary_files_of_a_killed_run_go_and_those_of_other_programs_stay(tmp_path):
