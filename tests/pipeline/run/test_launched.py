@@ -18,6 +18,7 @@ from penstock.scripts import command
 pytestmark = pytest.mark.ranks
 
 JOB = f"{SMALL.replace(' threads=1', '')} batch_size=50 micro_batches=3 max_steps=2 deadline=60".split()
+SWEEP = ["seed=3,4" if option == "seed=3" else option for option in JOB]
 
 
 def launched(tmp_path, *options, ranks=2, name="train"):
@@ -43,16 +44,6 @@ def launched(tmp_path, *options, ranks=2, name="train"):
         for process in started:
             process.kill()
     return [process.returncode for process in started], printed
-
-
-@pytest.mark.slow
-def test_the_ranks_of_a_launcher_train_one_run_with_the_same_bits(tmp_path):
-    codes, printed = launched(tmp_path, *JOB, "hydra.run.dir=theirs")
-    assert codes == [0, 0], printed
-    assert "2 stages on 2 ranks" in printed[0]
-    assert printed[1] == ""
-    trained(f"{' '.join(JOB)} hydra.run.dir=ours ranks=1 threads=1")
-    assert same_model("ours", "theirs")
 
 
 def test_torchrun_launches_them_with_the_same_bits(tmp_path):
@@ -138,14 +129,6 @@ def test_a_host_that_torchrun_loses_is_done_without():
 
 
 @pytest.mark.slow
-def test_several_runs_follow_each_other(tmp_path):
-    sweep = ("seed=3,4", "hydra.sweep.dir=sweep", "--multirun")
-    codes, printed = launched(tmp_path, *JOB[:-2], *sweep)
-    assert codes == [0, 0], printed
-    assert len(list(Path(tmp_path, "sweep").glob("*/summary.json"))) == 2
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -201,18 +184,16 @@ def test_a_rank_that_fails_ends_all(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_command_of_one_process_runs_once(tmp_path):
-    codes, printed = launched(tmp_path, *JOB[:4], "hydra.run.dir=planned", name="plan")
-    assert (codes, printed[1]) == ([0, 0], ""), printed
-    assert "2 stages on 2 ranks" in printed[0]
-
-
-@pytest.mark.slow
-def test_help_is_told_once(tmp_path):
-    codes, printed = launched(tmp_path, "--help")
-    assert codes == [0, 0]
-    assert "penstock train" in printed[0]
-    assert printed[1] == ""
+def test_what_one_process_does_is_done_and_told_once_and_several_runs_follow_each_other(tmp_path):
+    for name, options, said in [
+        ("plan", (*JOB[:4], "hydra.run.dir=planned"), "2 stages on 2 ranks"),
+        ("train", ("--help",), "penstock train"),
+        ("train", (*SWEEP, "hydra.sweep.dir=sweep", "--multirun"), "2 stages on 2 ranks"),
+    ]:
+        codes, printed = launched(tmp_path, *options, name=name)
+        assert (codes, printed[1]) == ([0, 0], ""), printed
+        assert said in printed[0]
+    assert len(list(Path("sweep").glob("*/summary.json"))) == 2
 
 
 @pytest.mark.parametrize(

@@ -146,26 +146,11 @@ def test_a_run_stops_at_its_epochs_or_at_max_steps_whichever_comes_first(capsys)
     trained(f"{job} hydra.run.dir=a")
     assert len(lines("a")) == 4  # 1,437 samples, two whole batches an epoch
     assert capsys.readouterr().out.count("test accuracy") == 3  # after each epoch, and at the end
-    trained(f"{job} data.drop_last=false hydra.run.dir=b")
-    assert len(lines("b")) == 6
     trained(f"{job} max_steps=3 hydra.run.dir=c")
     assert len(lines("c")) == 3
     assert "epoch 2/2" in capsys.readouterr().out
     trained(f"{job} max_steps=1 hydra.run.dir=d")
     assert "epoch 2/2" not in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_text_is_learned_by_the_transformer():
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    trained(
-        "model=gpt model.width=16 model.layers=1 model.heads=2 model.tied=true model.dropout=0.1 data=text"
-        " data.path=text.txt data.length=16 batch_size=16 micro_batches=2 ranks=1 stages=2 max_steps=6"
-        " optimizer=adamw optimizer.lr=0.01 hydra.run.dir=run"
-    )
-    weights = load_file("run/model.safetensors")
-    assert same_bits(weights["head.weight"], weights["token.weight"])
-    assert lines("run")[-1]["loss"] < lines("run")[0]["loss"]
 
 
 OWN = """
