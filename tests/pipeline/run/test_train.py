@@ -153,6 +153,19 @@ def test_a_run_stops_at_its_epochs_or_at_max_steps_whichever_comes_first(capsys)
     assert "epoch 2/2" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_text_is_learned_by_the_transformer():
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    trained(
+        "model=gpt model.width=16 model.layers=1 model.heads=2 model.tied=true model.dropout=0.1 data=text"
+        " data.path=text.txt data.length=16 batch_size=16 micro_batches=2 ranks=1 stages=2 max_steps=6"
+        " optimizer=adamw optimizer.lr=0.01 hydra.run.dir=run"
+    )
+    weights = load_file("run/model.safetensors")
+    assert same_bits(weights["head.weight"], weights["token.weight"])
+    assert lines("run")[-1]["loss"] < lines("run")[0]["loss"]
+
+
 OWN = """
 import torch
 
