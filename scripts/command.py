@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import Any
 
 from .. import __version__
 from ..compression.errors import PenstockError
@@ -43,9 +44,12 @@ def main() -> None:
     sys.exit(code)
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: list[str], **how: Any) -> int:
     """Run ``arguments`` as typed; return 0, 2 when something is refused or fails, 128 + its number for
-    a signal."""
+    a signal.
+
+    Args: how: what a program hands to the sub-command besides; nobody can type it.
+    """
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0 if arguments else REFUSED
@@ -59,7 +63,7 @@ def run(arguments: list[str]) -> int:
         launched = Launched.of_environment()
         if launched and launched.rank and name != "train":
             return 0  # one process is enough, and rank 0 is one
-        return importlib.import_module(f".{COMMANDS[name][0]}", __package__).main(rest)
+        return importlib.import_module(f".{COMMANDS[name][0]}", __package__).main(rest, **how)
     except PenstockError as error:
         print(f"penstock: {' '.join(str(error).split())}", file=sys.stderr)
         return REFUSED

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from ..pipeline.run.run_folder import RunFolder
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Train as ``arguments`` say; return the exit code."""
+def main(arguments: Sequence[str], **how: Any) -> int:
+    """Train as ``arguments`` say; return the exit code.
+
+    Args: how: what else ``pipeline.run.train.train`` takes, such as what starts a rank's process.
+    """
     launched = Launched.of_environment()
     if usage.wanted(arguments):
         if not (launched and launched.rank):
@@ -39,7 +42,8 @@ def main(arguments: Sequence[str]) -> int:
         follow_node_0(other, [option for option in arguments if not option.startswith("-")])
         return 0
     if launched is None:
-        return run("train", TrainConfig, _train, arguments=arguments, early=early.check)
+        task = functools.partial(_train, **how)
+        return run("train", TrainConfig, task, arguments=arguments, early=early.check)
     with contextlib.closing(launched):
         if launched.rank:
             from ..pipeline.run.train import follow
@@ -84,9 +88,7 @@ def _with_ranks(arguments: Sequence[str], ranks: int) -> list[str]:
     return [*arguments[:first], f"ranks={ranks}", *arguments[first:]]
 
 
-def _train(
-    config: TrainConfig, folder: RunFolder, typed: Sequence[str], *, launched: Launched | None = None
-) -> None:
+def _train(config: TrainConfig, folder: RunFolder, typed: Sequence[str], **how: Any) -> None:
     from ..pipeline.run.train import train  # brings torch, which a refusal does not wait for
 
-    train(config, folder, typed, launched=launched)
+    train(config, folder, typed, **how)

@@ -21,7 +21,7 @@ from ...compression.errors import ConfigError, TransportError
 from . import rank as first
 from .failure import cause, leave, read_failures
 from .launched import MEETING, Launched, fresh
-from .processes import Ends, run_together
+from .processes import Ends, StartProcess, run_together, start_process
 from .signals import Stopped
 
 if TYPE_CHECKING:
@@ -142,19 +142,28 @@ def start_ranks(
     stages_of_rank: Sequence[Sequence[int]],
     ends: Sequence[Sequence[str]] | None = None,
     device: str | None = None,
+    start: StartProcess = start_process,
 ) -> None:
     """Run ``python -m module *arguments`` once for every rank and wait until all have ended.
 
     Args:   errors: the folder where ``run_rank`` leaves sentences; stages_of_rank: one entry for each rank.
             ends: for each rank, the command that runs another one where that rank shall be.
             device: the network device between the ranks; the loopback device where nothing is said.
+            start: starts the process of a rank.
     Raises: PenstockError: the first cause among the failures, as one sentence. Stopped: the ranks were asked
             to stop, and did. No rank is left running, whatever is raised.
     """
     with _folder() as meeting:
         ranks = range(len(stages_of_rank))
         found = run_ranks(
-            module, arguments, ranks, of=len(ranks), meeting=meeting, device=device or _loopback(), ends=ends
+            module,
+            arguments,
+            ranks,
+            of=len(ranks),
+            meeting=meeting,
+            device=device or _loopback(),
+            ends=ends,
+            start=start,
         )
     if found.stopped:
         raise Stopped(found.stopped)
@@ -172,6 +181,7 @@ def run_ranks(
     device: str,
     ends: Sequence[Sequence[str]] | None = None,
     called_off: Callable[[], bool] = lambda: False,
+    start: StartProcess = start_process,
 ) -> Ends:
     """Run those ``ranks``, out of as many as ``of``, that are this machine's; return how they ended.
 
@@ -194,6 +204,7 @@ def run_ranks(
             for place, (rank, end) in enumerate(zip(ranks, ends or [()] * len(ranks), strict=True))
         ),
         called_off=called_off,
+        start=start,
     )
     codes = {ranks[place]: code for place, code in found.codes.items()}
     return Ends(codes=codes, stuck=[ranks[place] for place in found.stuck], asked=found.asked)

@@ -30,6 +30,9 @@ _END = signal.SIGUSR2
 
 Process = subprocess.Popen[bytes]
 
+StartProcess = Callable[[Sequence[str], Mapping[str, str]], Process]
+"""Starts a (command, environment), in a session of its own."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
@@ -57,10 +60,23 @@ class Ends:
         return 0
 
 
+def start_process(command: Sequence[str], environment: Mapping[str, str]) -> Process:
+    """Start a command with the environment.
+
+    Raises: TransportError: it could not be started.
+    """
+    try:
+        # In a session of its own, a process does not hear Ctrl-C and has nothing to say of it; we end it.
+        return subprocess.Popen(command, env=environment, start_new_session=True)
+    except OSError as error:
+        raise TransportError(f"{command[0]} could not be started: {error.strerror or error}") from error
+
+
 def run_together(
     starts: Iterable[tuple[Sequence[str], Mapping[str, str]]],
     *,
     called_off: Callable[[], bool] = lambda: False,
+    start: StartProcess = start_process,
 ) -> Ends:
     """Run a process for each (command, environment), wait, and leave none behind, whatever is raised.
 
@@ -79,21 +95,13 @@ def run_together(
 
     try:
         for command, environment in starts:
-            processes.append(_start(command, environment))
+            processes.append(start(command, environment))
         with heard(pass_on):
             codes = _wait(processes, called_off)
         left = codes or any(_code(process) is None for process in processes)
         return Ends(codes=codes, stuck=_tell_to_end(processes) if left else [], asked=asked)
     finally:
         _kill(processes)
-
-
-def _start(command: Sequence[str], environment: Mapping[str, str]) -> Process:
-    try:
-        # In a session of its own, a process does not hear Ctrl-C and has nothing to say of it; we end it.
-        return subprocess.Popen(command, env=environment, start_new_session=True)
-    except OSError as error:
-        raise TransportError(f"{command[0]} could not be started: {error.strerror or error}") from error
 
 
 def _wait(processes: Sequence[Process], called_off: Callable[[], bool]) -> dict[int, int]:

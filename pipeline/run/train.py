@@ -31,6 +31,7 @@ from ..ranks.groups import thread_of
 from ..ranks.launch import init, run_rank, start_ranks
 from ..ranks.launched import Launched
 from ..ranks.nodes import Lead
+from ..ranks.processes import StartProcess, start_process
 from ..ranks.threads import start_threads
 from ..ranks.world import World
 from ..samples.samples import Samples
@@ -55,19 +56,21 @@ def train(
     typed: Sequence[str] = (),
     *,
     launched: Launched | None = None,
+    start_process: StartProcess = start_process,
 ) -> None:
     """Train as ``config`` says and leave everything in ``folder``; print what a person sees.
 
     Args:   folder: claimed for this run.
             typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored.
             launched: the ranks that are there already, of which this is the first.
+            start_process: starts the process of a rank.
     Raises: PenstockError: something that was asked for cannot be had, or a rank failed.
     """
     given = early.check(config, typed)
     build.check_targets(config)
     build.optimizer(config.optimizer)
     with leading(config, typed) as lead:
-        _train(config, folder, given, launched=launched, lead=lead)
+        _train(config, folder, given, launched=launched, lead=lead, start_process=start_process)
 
 
 def _train(
@@ -77,6 +80,7 @@ def _train(
     *,
     launched: Launched | None,
     lead: Lead | None,
+    start_process: StartProcess,
 ) -> None:
     threads = config.threads
     samples = prepare(config)
@@ -104,7 +108,7 @@ def _train(
                         deadline=config.deadline,
                         **given,
                     )
-                start_ranks(__name__, [str(told.path), str(folder.path)], **given)
+                start_ranks(__name__, [str(told.path), str(folder.path)], start=start_process, **given)
 
     def replan(config: TrainConfig) -> Plan:
         config.stages = stages

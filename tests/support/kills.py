@@ -7,7 +7,6 @@ a SIGKILL instead of the n-th of a kind: nothing of it is in the code that is te
 import collections
 import functools
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -15,17 +14,14 @@ import sys
 import time
 from pathlib import Path
 
+from ranks import context
+
 KINDS = ("F", "B", "U", "evaluation", "tensor", "sync", "part", "index", "remove")
 """Instructions; bytes of a tensor read for its part; a file or folder told to the disk; a part and an index
 that get their names; something old that is removed."""
 
 GRACE = 3.0  # seconds that the others may take to notice a rank that was killed
 LIMIT = 180.0  # seconds for a run
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["penstock.pipeline.run.train", "penstock.scripts.application", "matplotlib.figure", "torch._dynamo"]
-)
 
 OWN = """
 import torch
@@ -64,7 +60,7 @@ def run(folder, options, *, ranks=1, kill=None, counts=None):
     surroundings = _launched(ranks) if ranks > 1 else {}
     words = f"{JOB} ranks={ranks} {options}".split()
     processes = [
-        _context.Process(
+        context.Process(
             target=_work,
             args=(str(folder), words, rank, surroundings, kill and kill[0] == rank and kill[1:], counts),
         )

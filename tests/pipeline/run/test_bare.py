@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from runs import SMALL, refusal, summary, trained
 from safetensors.torch import load_file, save_file
 from torch import nn
 from valueless import plan_of, rank_writes, saved
@@ -16,15 +16,8 @@ from zoo import build
 from penstock.pipeline import models
 from penstock.pipeline.run.bare import parameters_on_meta
 from penstock.pipeline.samples import digits
-from penstock.scripts import command
 
-JOB = "model=mlp model.hidden=[16,12] data.size=8 data.channels=1 batch_size=50 micro_batches=3 max_steps=3"
-JOB += " seed=3 threads=1 cuts=[_2] codec=raw"
-
-
-@pytest.fixture(autouse=True)
-def somewhere_else(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+JOB = f"{SMALL} batch_size=50 micro_batches=3 max_steps=3 cuts=[_2] codec=raw"
 
 
 def weights():
@@ -34,21 +27,15 @@ def weights():
     save_file(model.state_dict(), "first.safetensors")
 
 
-def train(*typed):
-    return command.run(["train", *JOB.split(), *typed])
-
-
-@pytest.mark.parametrize(
-    "ranks", [1, pytest.param(2, marks=[pytest.mark.ranks, pytest.mark.slow])], ids="ranks={}".format
-)
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2], ids="ranks={}".format)
 def test_a_run_from_a_file_is_that_of_the_model_that_was_made_whole(ranks):
     weights()
-    assert train(f"ranks={ranks}", "hydra.run.dir=whole") == 0
-    assert train(f"ranks={ranks}", "hydra.run.dir=bare", "model.load_weights=first.safetensors") == 0
+    trained(f"{JOB} ranks={ranks} hydra.run.dir=whole")
+    trained(f"{JOB} ranks={ranks} hydra.run.dir=bare model.load_weights=first.safetensors")
     whole, bare = (Path(run) / "model.safetensors" for run in ("whole", "bare"))
     assert whole.read_bytes() == bare.read_bytes() != Path("first.safetensors").read_bytes()
-    summaries = [json.loads((Path(run) / "summary.json").read_text()) for run in ("whole", "bare")]
-    counts = [[stage["parameters"] for stage in summary["stages"]] for summary in summaries]
+    counts = [[stage["parameters"] for stage in summary(run)["stages"]] for run in ("whole", "bare")]
     assert counts[0] == counts[1]
     assert sum(counts[0]) == sum(tensor.numel() for tensor in load_file(bare).values())
 
@@ -58,18 +45,15 @@ def filled(name, tensor):
 
 
 def test_a_function_gives_all_values_and_one_that_is_not_there_is_refused(capsys):
-    job = ("ranks=1", "optimizer.lr=0", "optimizer.weight_decay=0", "hydra.run.dir=run")
-    assert train(*job, f"model.init_weights={__name__}.filled") == 0
+    job = f"{JOB} ranks=1 optimizer.lr=0 optimizer.weight_decay=0"
+    trained(f"{job} hydra.run.dir=run model.init_weights={__name__}.filled")
     found = load_file("run/model.safetensors")
     assert found
     assert all(bool((tensor == 0.25).all()) for tensor in found.values())
-    capsys.readouterr()
-    assert train(*job[:-1], "model.init_weights=nowhere.at_all") == 2
-    assert re.search(
-        r"model\.init_weights=nowhere\.at_all cannot be imported .*; write", capsys.readouterr().err
-    )
-    assert train(*job[:-1], "model.load_weights=nowhere.safetensors") == 2
-    assert "nowhere.safetensors cannot be read (No such file or directory)" in capsys.readouterr().err
+    nowhere = "model.init_weights=nowhere.at_all"
+    assert f"{nowhere} cannot be imported" in refusal(f"{job} {nowhere}", capsys)
+    missing = refusal(f"{job} model.load_weights=nowhere.safetensors", capsys)
+    assert "nowhere.safetensors cannot be read (No such file or directory)" in missing
 
 
 def test_parameters_are_made_without_memory_and_buffers_as_they_are():

@@ -16,6 +16,7 @@ import pytest
 import torch
 from cases import Case, pipeline_of, plan_of
 from reference import same_bits
+from runs import SMALL, same_model, trained
 from zoo import build
 
 import penstock
@@ -57,16 +58,6 @@ class Run:
         return sorted(int(folder.name[5:]) for folder in found)
 
 
-def mounted(folder, options):
-    """Mount a file system of its own in ``folder``; returns what mounts it again with other options."""
-    mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
-    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("a file system of its own can be mounted by root only, and not in every container")
-    return lambda others: subprocess.run(
-        ["mount", "-o", f"remount,{others}", str(folder)], check=True, capture_output=True
-    )
-
-
 @pytest.fixture
 def disk(tmp_path):
     """A run's folder for checkpoints on a file system of its own, which takes two of them and not three."""
@@ -76,7 +67,13 @@ def disk(tmp_path):
     pages = -(-part.stat().st_size // 4096) + 2  # and the index
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
-    yield tmp_path / "run", mounted(folder, f"size={(2 * pages + 1) * 4}k")
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={(2 * pages + 1) * 4}k", "none", str(folder)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a file system of its own can be mounted by root only, and not in every container")
+    yield (
+        tmp_path / "run",
+        lambda options: subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True),
+    )
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
@@ -102,8 +99,8 @@ def test_a_disk_that_is_full_ends_no_training_and_is_told_once(disk, undisturbed
         assert run.said == []
         assert run.steps(2) == [1, 2]
         (said,) = run.said
-        assert said.startswith("a checkpoint was not written, those before stay and training goes on: ")
-        assert "(No space left on device); free space there" in said
+        assert "a checkpoint was not written, those before stay" in said
+        assert "(No space left on device)" in said
         assert not list(folder.rglob("*.part"))
         remount("size=64m")
         assert run.steps(1) == [1, 2, 5]
@@ -119,7 +116,7 @@ def test_a_disk_that_becomes_read_only_ends_no_training_and_is_told_once(disk, u
         remount("ro")
         assert run.steps(2) == [1]
         (said,) = run.said
-        assert "(Read-only file system); make it writable" in said
+        assert "(Read-only file system)" in said
         remount("rw")
         assert run.steps(1) == [4]
         assert len(run.said) == 1
@@ -129,24 +126,20 @@ def test_a_disk_that_becomes_read_only_ends_no_training_and_is_told_once(disk, u
         remount("rw")
 
 
-def test_a_whole_run_on_a_full_disk_ends_and_goes_on_from_what_it_has(disk, capfd, monkeypatch):
-    from penstock.scripts import command
-
+def test_a_whole_run_on_a_full_disk_ends_and_goes_on_from_what_it_has(disk, capfd):
     folder, _ = disk
-    monkeypatch.chdir(folder.parent)
     job = (
-        "train model=mlp model.hidden=[128] data.size=8 data.channels=1 batch_size=200 max_steps=6 epochs=2"
-        " threads=1 ranks=1 stages=2 checkpoint.every=1 checkpoint.keep=9"
-    ).split()
-    assert command.run([*job, "hydra.run.dir=run"]) == 0
+        f"{SMALL.replace('[16,12]', '[128]')} batch_size=200 max_steps=6 epochs=2 ranks=1 stages=2"
+        " checkpoint.every=1 checkpoint.keep=9"
+    )
+    trained(f"{job} hydra.run.dir=run")
     out = " ".join(capfd.readouterr().out.split())
     assert out.count("a checkpoint was not written") == 1
     assert "No space left on device" in out
     kept = RunFolder(path=folder).whole_checkpoints()
     assert 0 < len(kept) < 6
-    assert command.run([*job, "hydra.run.dir=again", "resume=run", "checkpoint.every=9"]) == 0
-    ours, theirs = (Path(name, "model.safetensors").read_bytes() for name in ("again", "run"))
-    assert ours == theirs
+    trained(f"{job} hydra.run.dir=again resume=run checkpoint.every=9")
+    assert same_model("again", "run")
 
 
 def on_a_small_rank(plan_path, folder):

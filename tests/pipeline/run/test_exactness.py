@@ -1,16 +1,17 @@
 """How a run sets torch for the bits of a GPU, and what its folder says of it."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from devices import Noting
 from omegaconf import OmegaConf
+from runs import refusal, trained
 
 from penstock.conf.schema import PlanConfig, TrainConfig
 from penstock.pipeline.run import exactness, train
-from penstock.scripts import command
 
 JOB = (
     "model=mlp model.hidden=[8] data.size=8 max_steps=1 batch_size=8 micro_batches=2 ranks=1 stages=2 "
@@ -55,11 +56,10 @@ def test_settings_are_made_as_asked_and_recorded(options, found, on_gpu):
     assert os.environ.get(exactness.WORKSPACE, "") == found[1]
 
 
-def test_a_run_on_the_cpu_leaves_what_counts_on_a_gpu_alone_and_says_where_it_ran(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_on_the_cpu_leaves_what_counts_on_a_gpu_alone_and_says_where_it_ran():
     cudnn: Any = torch.backends.cudnn
     before = cudnn.conv.fp32_precision, cudnn.benchmark
-    assert command.run(["train", *JOB.split(), "hydra.run.dir=run", "device=cpu"]) == 0
+    trained(f"{JOB} hydra.run.dir=run device=cpu")
     assert (cudnn.conv.fp32_precision, cudnn.benchmark) == before
     config = OmegaConf.load("run/config.yaml")
     assert config.device == "cpu"
@@ -68,31 +68,22 @@ def test_a_run_on_the_cpu_leaves_what_counts_on_a_gpu_alone_and_says_where_it_ra
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("what", ["train", "plan"])
-def test_auto_is_the_cpu_where_there_is_no_gpu_and_cuda_is_refused(what, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
+def test_cuda_is_refused_where_there_is_none(what, capfd):
     options = JOB if what == "train" else JOB.replace("max_steps=1 ", "")
-    assert command.run([what, *options.split(), "hydra.run.dir=auto", "device=auto"]) == 0
-    capfd.readouterr()
-    assert command.run([what, *options.split(), "hydra.run.dir=cuda", "device=cuda"]) == 2
-    _, err = capfd.readouterr()
-    assert err.count("\n") == 1
-    assert "device=cuda needs a GPU, and torch" in err
-    assert not (tmp_path / "cuda").exists()
+    said = refusal(f"{options} hydra.run.dir=cuda device=cuda", capfd, name=what)
+    assert "device=cuda needs a GPU, and torch" in said
+    assert not Path("cuda").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_plan_whose_stage_says_cuda_is_refused_where_there_is_none(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    assert command.run(["plan", *JOB.replace("max_steps=1 ", "").split(), "hydra.run.dir=here"]) == 0
-    plan = (tmp_path / "here" / "plan.json").read_text()
+def test_auto_is_the_cpu_and_a_plan_whose_stage_says_cuda_is_refused(capfd):
+    trained(f"{JOB} hydra.run.dir=here device=auto")
+    plan = Path("here/plan.json").read_text()
     assert plan.count('"device": null') == 2
-    (tmp_path / "edited.json").write_text(plan.replace('"device": null', '"device": "cuda"'))
-    capfd.readouterr()
+    Path("edited.json").write_text(plan.replace('"device": null', '"device": "cuda"'))
     options = JOB.replace("ranks=1 stages=2 ", "").replace("micro_batches=2 ", "")
-    assert command.run(["train", *options.split(), "plan=edited.json"]) == 2
-    _, err = capfd.readouterr()
-    assert err.count("\n") == 1
-    assert "plan=edited.json: stage 0 of the plan: device=cuda needs a GPU" in err
+    said = refusal(f"{options} plan=edited.json", capfd)
+    assert "plan=edited.json: stage 0 of the plan: device=cuda needs a GPU" in said
 
 
 def test_a_run_gives_its_device_to_the_pipeline(on_gpu, monkeypatch):

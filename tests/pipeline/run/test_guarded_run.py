@@ -1,18 +1,16 @@
 """A run with guard=true ends with one sentence where a NaN begins, and with the same training else."""
 
-import json
 from pathlib import Path
 
 import pytest
-
-from penstock.scripts import command
+from runs import SMALL, losses, refusal, trained
 
 JOB = (
-    "model=mlp model.hidden=[16,12] data.size=8 data.channels=1 batch_size=50 micro_batches=2 max_steps=4"
-    " optimizer.momentum=0.5 optimizer.nesterov=false seed=3 threads=1 stages=2 hydra.run.dir=run"
+    f"{SMALL} batch_size=50 micro_batches=2 max_steps=4 optimizer.momentum=0.5 optimizer.nesterov=false"
+    " ranks=1 stages=2 hydra.run.dir"
 )
 
-OWN = """
+NANS = """
 import torch
 
 from penstock.pipeline.samples import Description, Samples
@@ -37,67 +35,23 @@ class Net(torch.nn.Module):
 """
 
 
-@pytest.fixture(autouse=True)
-def somewhere_else(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def refusal(typed, capfd):
-    """The one sentence that a guarded run ends with."""
-    assert command.run(["train", *typed.split(), "guard=true"]) == 2
-    error = capfd.readouterr().err
-    assert error.count("\n") == 1
-    assert not Path("run/model.safetensors").exists()
-    return error
-
-
-def losses(folder="run"):
-    return [json.loads(line)["loss"] for line in Path(f"{folder}/metrics.jsonl").read_text().splitlines()]
-
-
-def test_a_learning_rate_that_explodes_is_told_by_its_first_layer(capfd):
-    told = refusal(f"{JOB} ranks=1 optimizer.lr=1e30", capfd)
+def test_a_learning_rate_that_explodes_is_told_and_a_run_that_stays_finite_is_the_same(capfd):
+    told = refusal(f"{JOB}=exploded optimizer.lr=1e30 guard=true", capfd)
     assert "rank 0, stage " in told
     assert "guard=true refuses " in told
-    assert "; lower the learning rate, or look at the data of this step" in told
-    assert 0 < len(losses()) < 4
-
-
-def test_a_run_that_stays_finite_is_the_same():
-    found = []
+    assert "lower the learning rate" in told
+    assert 0 < len(losses("exploded")) < 4
+    assert not Path("exploded/model.safetensors").exists()
     for guard in ("false", "true"):
-        assert (
-            command.run(["train", *JOB.split(), "ranks=1", f"guard={guard}", f"hydra.run.dir=guard_{guard}"])
-            == 0
-        )
-        found.append(losses(f"guard_{guard}"))
-    assert found[0] == found[1]
+        trained(f"{JOB}=guard_{guard} guard={guard}")
+    assert losses("guard_true") == losses("guard_false")
 
 
-@pytest.fixture
-def own(monkeypatch, tmp_path):
-    """A module of the user's own, in the folder where the command is typed."""
-    (tmp_path / "nans.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-
-
-JOB_OWN = (
-    "model._target_=nans.Net data._target_=nans.samples batch_size=20 micro_batches=2 epochs=1 cuts=[relu]"
-    " threads=1 hydra.run.dir=run"
-)
-
-
-@pytest.mark.usefixtures("own")
-def test_a_nan_in_the_data_is_told_by_its_input_and_layer(capfd):
-    told = refusal(f"{JOB_OWN} ranks=1", capfd)
-    assert "rank 0, stage 0, forward of micro-batch 0, step 0: guard=true refuses NaN" in told
-    assert "of that of layer wide, NaN first in the input inputs; lower" in told
-
-
-@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.usefixtures("own")
-def test_ranks_end_with_the_sentence_of_the_rank_that_found_it(capfd):
-    told = refusal(f"{JOB_OWN} ranks=2 deadline=60", capfd)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_nan_in_the_data_is_told_by_the_rank_that_found_it_with_input_and_layer(ranks, capfd):
+    Path("nans.py").write_text(NANS)
+    job = "model._target_=nans.Net data._target_=nans.samples batch_size=20 micro_batches=2 epochs=1"
+    told = refusal(f"{job} cuts=[relu] threads=1 guard=true ranks={ranks} deadline=60", capfd)
     assert "rank 0, stage 0, forward of micro-batch 0, step 0: guard=true refuses NaN" in told
-    assert "of that of layer wide, NaN first in the input inputs; lower" in told
+    assert "of that of layer wide, NaN first in the input inputs" in told

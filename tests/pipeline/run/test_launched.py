@@ -11,17 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
-from reference import same_bits
-from safetensors.torch import load_file
+from runs import DEADLY, SMALL, same_model, trained
 
 from penstock.scripts import command
 
 pytestmark = pytest.mark.ranks
 
-JOB = (
-    "model=mlp model.hidden=[16,12] data.size=8 data.channels=1 batch_size=50 micro_batches=3 max_steps=2"
-    " seed=3 deadline=60"
-).split()
+JOB = f"{SMALL.replace(' threads=1', '')} batch_size=50 micro_batches=3 max_steps=2 deadline=60".split()
+SWEEP = ["seed=3,4" if option == "seed=3" else option for option in JOB]
 
 
 def launched(tmp_path, *options, ranks=2, name="train"):
@@ -49,52 +46,34 @@ def launched(tmp_path, *options, ranks=2, name="train"):
     return [process.returncode for process in started], printed
 
 
-def test_the_ranks_of_a_launcher_train_one_run_with_the_same_bits(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    codes, printed = launched(tmp_path, *JOB, "hydra.run.dir=theirs")
-    assert codes == [0, 0], printed
-    assert "2 stages on 2 ranks" in printed[0]
-    assert printed[1] == ""
-    assert command.run(["train", *JOB, "hydra.run.dir=ours", "ranks=1", "threads=1"]) == 0
-    ours, theirs = (load_file(f"{name}/model.safetensors") for name in ("ours", "theirs"))
-    assert ours.keys() == theirs.keys()
-    assert all(same_bits(ours[name], theirs[name]) for name in ours)
-
-
-@pytest.mark.slow
-def test_torchrun_launches_them(tmp_path):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "penstock")
+def test_torchrun_launches_them_with_the_same_bits(tmp_path):
+    job = [*JOB, "threads=1"]
     done = subprocess.run(
-        [*torchrun, "train", *JOB, "hydra.run.dir=run"], cwd=tmp_path, timeout=240, check=False
+        [*TORCHRUN, "--nproc-per-node", "2", "-m", "penstock", "train", *job, "hydra.run.dir=theirs"],
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    assert Path(tmp_path, "run", "summary.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+    trained(f"{' '.join(job)} hydra.run.dir=ours ranks=1")
+    assert same_model("ours", "theirs")
 
 
-OWN = [
-    *(option for option in JOB if not option.startswith(("data", "batch", "max_steps", "deadline"))),
-    *"data._target_=own_digits.samples data.workers=0 batch_size=40".split(),
-    *"checkpoint.every=2 codec=zero_value deadline=20".split(),
-]
+OWN = f"{DEADLY.replace(' epochs=2', '')} checkpoint.every=2 deadline=20 stages=2"
 SUPPORT = str(Path(__file__).parents[2] / "support")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-THEIRS = ("-m", "penstock", "train", *OWN, "hydra.run.dir=theirs", "resume=auto", "stages=2", "threads=1")
+THEIRS = ("-m", "penstock", "train", *OWN.split(), "hydra.run.dir=theirs", "resume=auto")
 
 
-def same_as_in_one_process(monkeypatch, *options):
+def same_as_in_one_process(options):
     """Whether the run in ``theirs`` ended with the bits of one that nothing happened to."""
-    monkeypatch.setenv("PYTHONPATH", SUPPORT)
-    alone = ("hydra.run.dir=ours", "ranks=1", "stages=2", "threads=1")
-    assert command.run(["train", *OWN, *options, *alone]) == 0
-    ours, theirs = (load_file(f"{name}/model.safetensors") for name in ("ours", "theirs"))
-    return all(same_bits(ours[name], theirs[name]) for name in ours)
+    trained(f"{OWN} {options} hydra.run.dir=ours ranks=1")
+    return same_model("ours", "theirs")
 
 
 @pytest.mark.slow
-def test_a_killed_rank_that_torchrun_restarts_goes_on_from_the_last_checkpoint(tmp_path, monkeypatch):
+def test_a_killed_rank_that_torchrun_restarts_goes_on_from_the_last_checkpoint():
     """Its store stays through the restart, and with it all that the ranks that are gone wrote there."""
-    monkeypatch.chdir(tmp_path)
     Path("kill_0").touch()
     done = subprocess.run(
         [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", *THEIRS, "epochs=2"],
@@ -107,12 +86,11 @@ def test_a_killed_rank_that_torchrun_restarts_goes_on_from_the_last_checkpoint(t
     assert done.returncode == 0, done.stderr
     assert "goes on behind step" in done.stdout
     assert not Path("kill_0").exists()
-    assert same_as_in_one_process(monkeypatch, "epochs=2")
+    assert same_as_in_one_process("epochs=2")
 
 
 @pytest.mark.slow
-def test_a_host_that_torchrun_loses_is_done_without(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_host_that_torchrun_loses_is_done_without():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -147,15 +125,7 @@ def test_a_host_that_torchrun_loses_is_done_without(tmp_path, monkeypatch):
     assert (
         said.index("2 stages on 2 ranks") < said.index("2 stages on 1 rank,") < said.index("goes on behind")
     )
-    assert same_as_in_one_process(monkeypatch, "epochs=200")
-
-
-@pytest.mark.slow
-def test_several_runs_follow_each_other(tmp_path):
-    sweep = ("seed=3,4", "hydra.sweep.dir=sweep", "--multirun")
-    codes, printed = launched(tmp_path, *JOB[:-2], *sweep)
-    assert codes == [0, 0], printed
-    assert len(list(Path(tmp_path, "sweep").glob("*/summary.json"))) == 2
+    assert same_as_in_one_process("epochs=200")
 
 
 @pytest.mark.slow
@@ -174,24 +144,36 @@ def test_a_refusal_ends_all_and_is_told_once(tmp_path, options, sentence):
     assert sentence in said
 
 
+BREAKS = """
+import os, torch
+
+
+def breaks(x):
+    if os.environ["RANK"] == "1" and len(x) == 16 and not x.is_meta:
+        raise ValueError("broken here")
+    return x
+
+
+torch.fx.wrap("breaks")
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(64, 8), torch.nn.Linear(8, 10)
+
+    def forward(self, x):
+        return self.b(breaks(torch.relu(self.a(x.flatten(1)))))
+
+
+def net(describe):
+    return Net()
+"""
+
+
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_all(tmp_path):
-    Path(tmp_path, "own.py").write_text(
-        "import os, torch\n\n"
-        "def breaks(x):\n"
-        "    if os.environ['RANK'] == '1' and len(x) == 16 and not x.is_meta:\n"
-        "        raise ValueError('broken here')\n"
-        "    return x\n\n"
-        "torch.fx.wrap('breaks')\n\n"
-        "class Net(torch.nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.a, self.b = torch.nn.Linear(64, 8), torch.nn.Linear(8, 10)\n\n"
-        "    def forward(self, x):\n"
-        "        return self.b(breaks(torch.relu(self.a(x.flatten(1)))))\n\n"
-        "def net(describe):\n"
-        "    return Net()\n"
-    )
+    Path("own.py").write_text(BREAKS)
     own = [option for option in JOB if not option.startswith("model")]
     codes, printed = launched(tmp_path, *own, "+model._target_=own.net", "cuts=[relu]")
     assert codes == [command.REFUSED, command.REFUSED], printed
@@ -202,17 +184,16 @@ def test_a_rank_that_fails_ends_all(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_command_of_one_process_runs_once(tmp_path):
-    codes, printed = launched(tmp_path, *JOB[:4], "hydra.run.dir=planned", name="plan")
-    assert (codes, printed[1]) == ([0, 0], ""), printed
-    assert "2 stages on 2 ranks" in printed[0]
-
-
-def test_help_is_told_once(tmp_path):
-    codes, printed = launched(tmp_path, "--help")
-    assert codes == [0, 0]
-    assert "penstock train" in printed[0]
-    assert printed[1] == ""
+def test_what_one_process_does_is_done_and_told_once_and_several_runs_follow_each_other(tmp_path):
+    for name, options, said in [
+        ("plan", (*JOB[:4], "hydra.run.dir=planned"), "2 stages on 2 ranks"),
+        ("train", ("--help",), "penstock train"),
+        ("train", (*SWEEP, "hydra.sweep.dir=sweep", "--multirun"), "2 stages on 2 ranks"),
+    ]:
+        codes, printed = launched(tmp_path, *options, name=name)
+        assert (codes, printed[1]) == ([0, 0], ""), printed
+        assert said in printed[0]
+    assert len(list(Path("sweep").glob("*/summary.json"))) == 2
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from penstock.pipeline.run.run_folder import step_of
 from penstock.scripts import command
 from penstock.scripts.bench.shaped_links import ADDRESSES, DEVICE, joined, parse_link, why_not
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 # Five steps an epoch of 40 samples each.
 JOB = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from reports import PLAN, report
@@ -34,9 +35,8 @@ def test_the_file_has_a_line_a_step_as_soon_as_the_step_is_over(tmp_path):
     with Metrics(path, num_stages=2) as metrics:
         for step in range(3):
             metrics.add(report(step))
-            assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(
-                range(step + 1)
-            )
+            written = path.read_text().splitlines()
+            assert [json.loads(line)["step"] for line in written] == list(range(step + 1))
 
 
 def test_a_loss_that_is_no_number_is_null_since_json_has_no_word_for_it(tmp_path):
@@ -46,41 +46,27 @@ def test_a_loss_that_is_no_number_is_null_since_json_has_no_word_for_it(tmp_path
     assert '"loss": null' in path.read_text()
 
 
-def test_without_a_path_only_the_totals_are_kept(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with Metrics(None, num_stages=2) as metrics:
-        metrics.add(report())
-    assert metrics.totals.num_samples == 8
-    assert not list(tmp_path.iterdir())
+def summary_of(*reports):
+    with Metrics(None, num_stages=2) as metrics:  # without a path only the totals are kept
+        for one in reports:
+            metrics.add(one)
+    sizes = {"a.weight": 5, "b.weight": 6, "c.weight": 7}
+    return summarise(metrics.totals, PLAN, sizes=sizes, test={"accuracy": 0.5}, ranks=2)
 
 
 def test_the_summary_adds_up_the_steps():
-    with Metrics(None, num_stages=2) as metrics:
-        metrics.add(report(0, loss=2.0))
-        metrics.add(report(1, loss=1.0))
-    sizes = {"a.weight": 5, "b.weight": 6, "c.weight": 7}
-    summary = summarise(metrics.totals, PLAN, sizes=sizes, test={"accuracy": 0.5}, ranks=2)
+    summary = summary_of(report(0, loss=2.0), report(1, loss=1.0))
+    assert not list(Path().iterdir())
     assert (summary["test_accuracy"], summary["loss"], summary["ranks"]) == (0.5, 1.0, 2)
     assert (summary["steps"], summary["samples"], summary["seconds"]) == (2, 16, 1.0)
     assert summary["samples_per_second"] == 16.0
     assert (summary["bytes_raw"], summary["bytes_sent"], summary["ratio"]) == (360, 200, 1.8)
     first, last = summary["stages"]
-    assert (first["layers"], first["first_layer"], first["last_layer"], first["parameters"]) == (
-        2,
-        "a",
-        "b",
-        11,
-    )
+    names = ("layers", "first_layer", "last_layer", "parameters")
+    assert [first[name] for name in names] == [2, "a", "b", 11]
     assert (first["bytes_sent_forward"], first["ratio_forward"], first["ratio_backward"]) == (80, 2.5, None)
     assert (last["rank"], last["bytes_raw_backward"], last["parameters"]) == (1, 160, 7)
     assert (last["compute_seconds"], last["waiting_seconds"]) == (0.4, 0.5)
-
-
-def summary_of(*reports):
-    with Metrics(None, num_stages=2) as metrics:
-        for one in reports:
-            metrics.add(one)
-    return summarise(metrics.totals, PLAN, sizes={"a.weight": 5, "b.weight": 6, "c.weight": 7}, test={})
 
 
 def test_the_bubble_is_that_of_the_steps_after_the_first():
@@ -125,6 +111,7 @@ def test_stages_of_one_process_share_its_bubble_and_add_up_their_memory():
     assert together.bubble == pytest.approx(0.4)
     assert together.peak_bytes == 8192
     assert report().peak_bytes == 5120
+    assert report(seconds=0.3).bubble == 0.0  # a clock that is read late makes none below zero
     assert [stage["bubble"] for stage in summary_of(together)["stages"]] == pytest.approx([0.4, 0.4])
 
 
@@ -135,7 +122,3 @@ def test_a_stage_report_travels_as_numbers():
         added = [sum(pair) for pair in zip(stage.numbers(), nothing, strict=True)]
         assert StageReport.of(added) == stage
     assert type(StageReport.of(StageReport(peak_bytes=5).numbers()).peak_bytes) is int
-
-
-def test_a_clock_that_is_read_late_makes_no_bubble_below_zero():
-    assert report(seconds=0.3).bubble == 0.0

@@ -32,12 +32,11 @@ def step(stages_of_rank=((0,), (1,), (2,)), number=4, schedule="1f1b", transfer=
     return [with_bytes(span) for span in on_paper(*lines, transfer=transfer, U=0.25).spans]
 
 
-def rows_of(made):
-    rows = defaultdict(list)
-    for event in made["traceEvents"]:
-        if event["ph"] == "X":
-            rows[event["pid"], event["tid"]].append(event)
-    return rows
+def events_of(spans):
+    """The events with a length, and the arrows that start and end, by their names."""
+    made = trace(spans, title="")["traceEvents"]
+    arrows = [{e["id"]: e for e in made if e["ph"] == kind} for kind in "sf"]
+    return [e for e in made if e["ph"] == "X"], *arrows
 
 
 STEPS = [
@@ -50,9 +49,10 @@ STEPS = [
 
 
 @pytest.mark.parametrize("spans", STEPS)
-def test_every_event_has_what_the_format_asks_for(spans):
+def test_events_follow_the_format_and_do_not_overlap_in_a_row(spans):
     made = json.loads(json.dumps(trace(spans, title="a step"), allow_nan=False))
     assert made["displayTimeUnit"] == "ms"
+    rows = defaultdict(list)
     for event in made["traceEvents"]:
         assert isinstance(event["name"], str)
         assert isinstance(event["pid"], int)
@@ -63,31 +63,25 @@ def test_every_event_has_what_the_format_asks_for(spans):
             assert isinstance(event["cat"], str)
         if event["ph"] == "X":
             assert event["dur"] >= 0
-    names = {
-        (e["pid"], e["tid"]): e["args"]["name"] for e in made["traceEvents"] if e["name"] == "thread_name"
-    }
-    assert names.keys() == rows_of(made).keys()
-
-
-@pytest.mark.parametrize("spans", STEPS)
-def test_events_of_a_row_ascend_and_do_not_overlap(spans):
-    for row in rows_of(trace(spans, title="")).values():
+            rows[event["pid"], event["tid"]].append(event)
+    named = {(e["pid"], e["tid"]) for e in made["traceEvents"] if e["name"] == "thread_name"}
+    assert named == rows.keys()
+    for row in rows.values():
         for before, event in itertools.pairwise(row):
             assert event["ts"] >= before["ts"] + before["dur"] - LAST_DIGIT / 2
 
 
 @pytest.mark.parametrize("spans", STEPS)
 def test_sums_of_the_events_are_those_of_the_spans(spans):
-    made = trace(spans, title="")
-    events = [event for event in made["traceEvents"] if event["ph"] == "X"]
+    def close_to(seconds):
+        return pytest.approx(MICROSECONDS * sum(seconds), abs=LAST_DIGIT * len(spans))
+
+    events, _, _ = events_of(spans)
     work = [e for e in events if e["cat"] not in ("waiting", "frame")]
     assert sorted(e["name"] for e in work) == sorted(span.name for span in spans)
-    seconds = sum(span.computing for span in spans)
-    assert sum(e["dur"] for e in work) == pytest.approx(MICROSECONDS * seconds, abs=LAST_DIGIT * len(spans))
+    assert sum(e["dur"] for e in work) == close_to(span.computing for span in spans)
     waited = sum(e["dur"] for e in events if e["cat"] == "waiting")
-    assert waited == pytest.approx(
-        MICROSECONDS * sum(span.waiting for span in spans), abs=LAST_DIGIT * len(spans)
-    )
+    assert waited == close_to(span.waiting for span in spans)
     assert sum(e["args"].get("bytes_sent", 0) for e in work) == sum(span.bytes_sent for span in spans)
     packing = sum(e["args"]["packing_seconds"] for e in work)
     assert packing == pytest.approx(sum(span.packing for span in spans))
@@ -95,41 +89,27 @@ def test_sums_of_the_events_are_those_of_the_spans(spans):
 
 def test_an_instruction_says_what_it_sent():
     (event,) = [e for e in trace(step(), title="")["traceEvents"] if e["name"] == "1B2"]
-    waiting = event["args"].pop("waiting_seconds")
-    assert waiting >= 0
-    assert event["args"] == {
-        "packing_seconds": 0.125,
-        "micro_batch": 2,
-        "bytes_raw": 1000,
-        "bytes_sent": 250,
-        "ratio": 4.0,
-        "codec": "zero_value",
-    }
+    assert event["args"].pop("waiting_seconds") >= 0
+    sent = {"bytes_raw": 1000, "bytes_sent": 250, "ratio": 4.0, "codec": "zero_value"}
+    assert event["args"] == {"packing_seconds": 0.125, "micro_batch": 2} | sent
 
 
-def test_a_frame_is_on_its_way_from_its_sender_to_its_reader():
-    spans = step(number=1, transfer=0.5)
-    frames = [e for e in trace(spans, title="")["traceEvents"] if e["ph"] == "X" and e["cat"] == "frame"]
+def test_a_frame_is_on_its_way_from_its_sender_to_its_reader_on_another_rank():
+    frames = [e for e in events_of(step(number=1, transfer=0.5))[0] if e["cat"] == "frame"]
     assert [(e["name"], e["pid"], e["ts"] / MICROSECONDS, e["dur"] / MICROSECONDS) for e in frames] == [
         ("0F0 to stage 1", 0, 1.0, 0.5),
         ("1F0 to stage 2", 1, 2.5, 0.5),
         ("2B0 to stage 1", 2, 6.0, 0.5),
         ("1B0 to stage 0", 1, 8.5, 0.5),
     ]
-
-
-def test_frames_that_stay_on_their_rank_have_no_row():
-    made = trace(step(((0, 1), (2, 3)), number=2), title="")
-    crossing = {e["name"] for e in made["traceEvents"] if e.get("cat") == "frame"}
+    events, _, _ = events_of(step(((0, 1), (2, 3)), number=2))
+    crossing = {e["name"] for e in events if e["cat"] == "frame"}
     assert crossing == {"1F0 to stage 2", "1F1 to stage 2", "2B0 to stage 1", "2B1 to stage 1"}
 
 
 def test_an_arrow_begins_and_ends_inside_the_events_it_connects():
-    made = trace(step(), title="")
-    events = {e["name"]: e for e in made["traceEvents"] if e["ph"] == "X" and e["cat"] != "frame"}
-    arrows = [e for e in made["traceEvents"] if e["ph"] in "sf"]
-    starts = {e["id"]: e for e in arrows if e["ph"] == "s"}
-    ends = {e["id"]: e for e in arrows if e["ph"] == "f"}
+    found, starts, ends = events_of(step())
+    events = {e["name"]: e for e in found if e["cat"] != "frame"}
     assert len(starts) == len(ends) == 2 * 2 * 4  # two cuts, both ways, four micro-batches
     for name, start in starts.items():
         sender, stage = name.split(">")
@@ -154,8 +134,7 @@ def test_rows_are_named_and_stand_in_their_order():
 
 def test_clocks_that_differ_make_no_arrow_backwards_and_no_negative_time():
     spans = [s._replace(start=s.start + 100, end=s.end + 100) if s.rank == 0 else s for s in step(number=2)]
-    events = trace(spans, title="")["traceEvents"]
-    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
-    starts = {e["id"]: e["ts"] for e in events if e["ph"] == "s"}
-    assert all(e["ts"] >= starts[e["id"]] for e in events if e["ph"] == "f")
+    events, starts, ends = events_of(spans)
+    assert all(e["dur"] >= 0 for e in events)
+    assert all(end["ts"] >= starts[name]["ts"] for name, end in ends.items())
     assert not any(name.startswith("0F") for name in starts)

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from reference import same_bits
-from safetensors.torch import load_file
+from runs import DEADLY, refusal, same_run, train, trained
 
 from penstock import ConfigError
 from penstock.conf.parts import CheckpointConfig
@@ -15,26 +14,11 @@ from penstock.conf.schema import TrainConfig
 from penstock.pipeline.ranks.failure import Lost
 from penstock.pipeline.run.restarts import persist
 from penstock.pipeline.run.run_folder import RunFolder
-from penstock.scripts import command
 
 pytestmark = pytest.mark.ranks
 
-# Five steps an epoch of 40 samples each.
-JOB = (
-    "model=mlp model.hidden=[16,12] data._target_=own_digits.samples data.workers=0 batch_size=40"
-    " micro_batches=3 epochs=2"
-    " optimizer.momentum=0.5 scheduler=cosine seed=3 threads=1 deadline=60 codec=zero_value"
-)
+JOB = f"{DEADLY} hydra.run.dir=run"
 KEPT = f"{JOB} checkpoint.every=2"
-
-
-@pytest.fixture(autouse=True)
-def somewhere_else(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def penstock(typed):
-    return command.run(["train", *typed.split()])
 
 
 def deadly(monkeypatch, *, deaths=1, victim=1, after=281, by="SIGKILL"):
@@ -45,87 +29,66 @@ def deadly(monkeypatch, *, deaths=1, victim=1, after=281, by="SIGKILL"):
         monkeypatch.setenv(name, str(value))
 
 
-def losses(folder):
-    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"]) for line in lines]
-
-
-def same_run(ours, theirs):
-    a, b = (load_file(f"{folder}/model.safetensors") for folder in (ours, theirs))
-    return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert penstock(f"{KEPT} ranks=1 stages=2 hydra.run.dir={folder}") == 0
+    trained(f"{DEADLY} checkpoint.every=2 ranks=1 stages=2 hydra.run.dir={folder}")
     return folder
 
 
-def test_a_killed_rank_is_started_again_and_the_bits_stay(whole, monkeypatch, capfd):
-    deadly(monkeypatch)
-    assert penstock(f"{KEPT} max_restarts=1 hydra.run.dir=run") == 0
-    (said,) = [line for line in capfd.readouterr().err.splitlines() if "restart" in line]
-    assert said.startswith("penstock: rank 1 (stage 1) was killed by SIGKILL")
-    assert "; restart 1 of 1 goes on behind step 6" in said or "behind step 4" in said
+def restarts(capfd):
+    """What was said of restarts."""
+    return [line for line in capfd.readouterr().err.splitlines() if "restart" in line]
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("job", "victim", "where"),
+    [
+        (f"{KEPT} max_restarts=1", 1, "restart 1 of 1 goes on behind step"),
+        pytest.param(f"{KEPT} data.workers=1 max_restarts=1", 1, "samples was lost", marks=slow),
+        pytest.param(
+            f"{JOB} max_restarts=1", 1, "restart 1 of 1 begins anew: there is no checkpoint", marks=slow
+        ),
+        pytest.param(f"{KEPT} ranks=1 stages=2 max_restarts=2", 0, "of 2 goes on behind step", marks=slow),
+    ],
+)
+def test_a_killed_rank_is_started_again_and_the_bits_stay(job, victim, where, whole, monkeypatch, capfd):
+    deadly(monkeypatch, victim=victim)
+    trained(job)
+    (said,) = restarts(capfd)
+    assert where in said
+    if "workers" not in job:
+        assert said.startswith(f"penstock: rank {victim} (stage")
+        assert "was killed by SIGKILL" in said
     assert same_run("run", whole)
-    assert losses("run") == losses(whole)
-
-
-@pytest.mark.slow
-def test_a_process_that_loads_is_lost_like_its_rank(whole, monkeypatch, capfd):
-    deadly(monkeypatch)
-    job = KEPT.replace("data.workers=0", "data.workers=1")
-    assert penstock(f"{job} max_restarts=1 hydra.run.dir=run") == 0
-    (said,) = [line for line in capfd.readouterr().err.splitlines() if "restart" in line]
-    assert "a process that loads samples was lost" in said
-    assert same_run("run", whole)
-    assert losses("run") == losses(whole)
-
-
-def test_without_a_checkpoint_it_begins_anew_and_says_so(whole, monkeypatch, capfd):
-    deadly(monkeypatch)
-    assert penstock(f"{JOB} max_restarts=1 hydra.run.dir=run") == 0
-    assert "; restart 1 of 1 begins anew: there is no checkpoint\n" in capfd.readouterr().err
-    assert same_run("run", whole)
-    assert losses("run") == losses(whole)
-
-
-@pytest.mark.slow
-def test_one_process_is_started_again_too(whole, monkeypatch, capfd):
-    deadly(monkeypatch, victim=0)
-    assert penstock(f"{KEPT} ranks=1 stages=2 max_restarts=2 hydra.run.dir=run") == 0
-    assert "; restart 1 of 2 goes on behind step" in capfd.readouterr().err
-    assert same_run("run", whole)
-    assert losses("run") == losses(whole)
 
 
 @pytest.mark.slow
 def test_the_last_loss_is_told_as_the_end(monkeypatch, capfd):
     deadly(monkeypatch, deaths=2)
-    assert penstock(f"{KEPT} max_restarts=1 hydra.run.dir=run") == 2
+    assert train(f"{KEPT} max_restarts=1") == 2
     said = capfd.readouterr().err.splitlines()
     assert sum("restart 1 of 1" in line for line in said) == 1
     assert said[-1].startswith("penstock: rank 1 (stage 1) was killed by SIGKILL")
     assert "restart" not in said[-1]
-    assert penstock(f"{KEPT} hydra.run.dir=run resume=auto") == 0
+    trained(f"{KEPT} resume=auto")
 
 
 @pytest.mark.slow
 def test_a_rank_that_dies_again_at_once_is_done_without(whole, monkeypatch, capfd):
     deadly(monkeypatch, deaths=2, after=1)
-    assert penstock(f"{KEPT} max_restarts=3 min_ranks=1 stages=2 hydra.run.dir=run") == 0
-    said = [line for line in capfd.readouterr().err.splitlines() if "restart" in line]
-    assert ["with ranks=1" in line for line in said] == [False, True]
+    trained(f"{KEPT} max_restarts=3 min_ranks=1 stages=2")
+    assert ["with ranks=1" in line for line in restarts(capfd)] == [False, True]
     assert json.loads(Path("run/plan.json").read_text())["stages"][1]["ranks"] == [0]
     assert same_run("run", whole)
-    assert losses("run") == losses(whole)
 
 
 def test_a_lost_replica_is_done_without_and_the_bits_stay(whole, monkeypatch, capfd):
     deadly(monkeypatch, victim=2)
-    job = f"{KEPT} ranks=3 replicas.count=[1,2] replicas.exact=true replicas.shrink=true"
-    assert penstock(f"{job} hydra.run.dir=run") == 0
+    trained(f"{KEPT} ranks=3 replicas.count=[1,2] replicas.exact=true replicas.shrink=true")
     (said,) = [line for line in capfd.readouterr().err.splitlines() if "without it" in line]
     assert said.startswith("penstock: rank 2 (stage 1) was killed by SIGKILL")
     assert "; goes on behind step " in said
@@ -133,16 +96,13 @@ def test_a_lost_replica_is_done_without_and_the_bits_stay(whole, monkeypatch, ca
     plan = json.loads(Path("run/plan.json").read_text())
     assert [stage["ranks"] for stage in plan["stages"]] == [[0], [1]]
     assert same_run("run", whole)
-    assert losses("run") == losses(whole)
 
 
 @pytest.mark.slow
 def test_a_rank_without_replicas_ends_the_run_by_name(monkeypatch, capfd):
     deadly(monkeypatch, victim=0)
-    job = f"{KEPT} ranks=3 replicas.count=[1,2] replicas.shrink=true"
-    assert penstock(f"{job} hydra.run.dir=run") == 2
-    (said,) = capfd.readouterr().err.splitlines()
-    assert said.startswith("penstock: rank 0 (stage 0) was killed by SIGKILL")
+    told = refusal(f"{KEPT} ranks=3 replicas.count=[1,2] replicas.shrink=true", capfd)
+    assert told.startswith("penstock: rank 0 (stage 0) was killed by SIGKILL")
 
 
 def test_a_rank_that_is_lost_again_later_keeps_its_place(capfd):
@@ -160,14 +120,9 @@ def test_a_rank_that_is_lost_again_later_keeps_its_place(capfd):
     assert capfd.readouterr().err.count("begins anew: there is no checkpoint") == 2
 
 
-@pytest.mark.slow
 def test_an_error_of_its_own_is_not_tried_again(monkeypatch, capfd):
-    deadly(monkeypatch)
-    monkeypatch.setenv("BY", "NO_SIGNAL")  # an AttributeError in the data set
-    assert penstock(f"{KEPT} max_restarts=3 hydra.run.dir=run") == 2
-    said = capfd.readouterr().err
-    assert "restart" not in said
-    assert "AttributeError" in said.splitlines()[-1]
+    deadly(monkeypatch, by="NO_SIGNAL")  # an AttributeError in the data set
+    assert "AttributeError" in refusal(f"{KEPT} max_restarts=3", capfd)
 
 
 @pytest.mark.parametrize(
@@ -180,17 +135,16 @@ def test_an_error_of_its_own_is_not_tried_again(monkeypatch, capfd):
         ({"min_ranks": 1, "max_restarts": 1, "schedule": "async_1f1b"}, "on the same cuts; drop either"),
         ({"min_ranks": 1, "max_restarts": 1, "nodes": 2, "master": "a:1"}, "does not go with nodes=2"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_restarted_is_refused(more, said):
     with pytest.raises(ConfigError) as refused:
         TrainConfig(checkpoint=CheckpointConfig(every=1), **more)
     assert said in str(refused.value)
 
 
-def test_a_launcher_restarts_its_own_ranks(monkeypatch, capfd):
+@pytest.mark.parametrize("option", ["max_restarts=1", "replicas.count=2 replicas.shrink=true"])
+def test_a_launcher_restarts_its_own_ranks(option, monkeypatch, capfd):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert penstock(f"{JOB} max_restarts=1") == 2
-    assert "max_restarts=1 is for ranks that penstock starts; tell the launcher" in capfd.readouterr().err
-    assert penstock(f"{JOB} replicas.count=2 replicas.shrink=true") == 2
-    assert "replicas.shrink=true is for ranks that penstock starts" in capfd.readouterr().err
+    said = refusal(f"{JOB} {option}", capfd)
+    assert f"{option.split()[-1]} is for ranks that penstock starts" in said

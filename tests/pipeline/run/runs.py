@@ -1,0 +1,65 @@
+"""``penstock train`` in this process, its ranks forked instead of started, and what a run folder says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ranks import ForkedRank
+from reference import same_bits
+from safetensors.torch import load_file
+
+from penstock.scripts import command
+
+SMALL = "model=mlp model.hidden=[16,12] data.size=8 data.channels=1 seed=3 threads=1"
+"""A model of two hidden layers on digits of 8 x 8."""
+
+DEADLY = (
+    "model=mlp model.hidden=[16,12] data._target_=own_digits.samples data.workers=0 batch_size=40"
+    " micro_batches=3 epochs=2 optimizer.momentum=0.5 scheduler=cosine seed=3 threads=1 deadline=60"
+    " codec=zero_value"
+)
+"""Five steps an epoch of 40 samples each, which may kill a rank that reads them (``own_digits``)."""
+
+
+def train(typed: str) -> int:
+    """Type ``penstock train ...``; return the exit code."""
+    return command.run(["train", *typed.split()], start_process=ForkedRank)
+
+
+def trained(typed: str) -> None:
+    assert train(typed) == 0
+
+
+def refusal(typed: str, capture: Any, *, name: str = "train") -> str:
+    """The one line that a command is refused or fails with."""
+    capture.readouterr()
+    how = {"start_process": ForkedRank} if name == "train" else {}
+    assert command.run([name, *typed.split()], **how) == command.REFUSED
+    said = capture.readouterr().err
+    assert said.count("\n") == 1, said
+    return said
+
+
+def lines(folder: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: str | Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in lines(folder)]
+
+
+def summary(folder: str | Path) -> dict[str, Any]:
+    return json.loads(Path(folder, "summary.json").read_text())
+
+
+def same_model(ours: str | Path, theirs: str | Path) -> bool:
+    """Whether two runs ended with the same bits of the model."""
+    a, b = (load_file(Path(folder, "model.safetensors")) for folder in (ours, theirs))
+    return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
+
+
+def same_run(ours: str | Path, theirs: str | Path) -> bool:
+    """Whether two runs had the same losses, too."""
+    return losses(ours) == losses(theirs) and same_model(ours, theirs)
