@@ -343,7 +343,7 @@ def test_what_cannot_be_cached_says_why():
             return iter(())
 
     named: Any = {"job": "a"}
-    for dataset, options, why in (
+    refused: list[tuple[Any, dict[str, Any], str]] = [
         (Stream(), named, "for samples with a number, found a Stream"),
         (Stream(), named | {"decoded": True}, "for samples with a number, found a Stream"),
         (Drawing(), named, r"a Drawing has no read\(index\).*decoded=True"),
@@ -352,7 +352,8 @@ def test_what_cannot_be_cached_says_why():
         (Readable(), named | {"batch_size": 0}, "batch_size=0 must be a whole number"),
         (Readable(), named | {"epochs": 0}, "epochs=0 must be a whole number"),
         (Subset(Readable(), []), named, "without samples"),
-    ):
+    ]
+    for dataset, options, why in refused:
         with pytest.raises(ConfigError, match=why):
             penstock.cached(dataset, **options)
 
