@@ -102,7 +102,7 @@ EARLY = {
     "train model._target_=nowhere.Net": "nowhere.Net",
     "train optimizer.lr=abc": "optimizer.lr takes a number, not abc",
     "train schedule=custom program=/nowhere": "program=/nowhere cannot be read",
-    "train --multirun seed=1 ranks=0": "ranks=0",
+    "train --multirun seed=1 ranks=0 hydra.sweep.dir=swept": "ranks=0",
     "train plan=/nowhere.json": "/nowhere.json",
     "train hydra.run.dir=/dev/null/run": "/dev/null/run",
     "plan device=cuda:x": "device=cuda:x",
@@ -144,7 +144,7 @@ def test_a_refusal_is_one_sentence_that_names_what_was_typed_before_torch_is_imp
         assert (code, out, torch, error.count("\n")) == (2, "", False, 1), typed
         assert error.startswith("penstock: "), typed
         assert rows[typed] in error, (typed, error)
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["swept"]  # where Hydra notes what was swept
 
 
 def test_a_flag_that_there_is_not_is_refused_with_the_spelling_that_was_meant():
