@@ -151,7 +151,8 @@ class Update:
             clip_together(self.world, self.named, self.clip, owner=self.owner)
         elif self.clip is not None:
             for stage in stages:
-                torch.nn.utils.clip_grad_norm_([p for _, p in self.parameters[stage]], self.clip)
+                own = dict(self.parameters[stage])
+                torch.nn.utils.clip_grad_norm_([own[name] for name in self.owner if name in own], self.clip)
 
     def tensors(self) -> list[torch.nn.Parameter]:
         """The parameters that the optimizers of this process have."""

@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from cases import Case
+from cases import CUSTOM, Case
 from product import (
     FACTORS,
     STREAMS,
@@ -78,6 +78,9 @@ REGRESSIONS = [
     # Memory that was freed and given out again was looked up by its address.
     Case(model="SmallMasks", cuts=["a"], tier="packed", codec="raw"),
     Case(model="Freed", cuts=["sub"], tier="packed", codec="raw"),
+    # The first of two ranks has the first and the last stage, by a program of one's own.
+    Case(model="mlp", cuts=3, ranks=2, schedule="custom", program=CUSTOM, world="processes"),
+    Case(model="mlp", cuts=3, ranks=2, schedule="custom", program=CUSTOM, recompute=True, late=(0,)),
     # Gradients that no optimizer empties stay from step to step.
     Case(model="mlp", cuts=3, optimizer="no_biases", clip=None, recompute=True, parameters_tier="disk"),
     # A rank whose replica has no share of a step takes part in its sums.

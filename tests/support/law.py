@@ -129,7 +129,7 @@ def thread_differences(case, folder):
 
 def trained(case, model, batches, steps, plans, folder, *, world=None):
     """What differs on this rank from the ``steps`` of the plain loop, each with the plain model behind it."""
-    found, again = [], copy.deepcopy(model) if case.resume else None
+    found, again = [], copy.deepcopy(model) if case.resume else model
     pipe = pipeline_of(case, plans[0], model, world=world)
     try:
         for number, ((x, y), expected) in enumerate(zip(batches, steps, strict=True)):
@@ -150,10 +150,14 @@ def trained(case, model, batches, steps, plans, folder, *, world=None):
 
 def resumed(case, pipe, model, plan, folder, *, world):
     """Another pipeline over ``model`` that goes on where ``pipe`` ends."""
-    state = pipe.state_dict() if case.resume == "state" else penstock.save(pipe, folder)
+    state = pipe.state_dict()
+    penstock.save(pipe, folder)
     pipe.close_stages(keeps_model=False)
     pipe = pipeline_of(resumed_case(case) if case.resume == "other" else case, plan, model, world=world)
-    pipe.load_state_dict(state) if case.resume == "state" else penstock.load(pipe, folder)
+    if case.resume == "state":
+        pipe.load_state_dict(state)
+    else:
+        penstock.load(pipe, folder)
     return pipe
 
 

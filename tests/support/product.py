@@ -10,15 +10,17 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, islice
 from typing import Any
 
 import law
 import streams
 import torch
-from allpairspy import AllPairs
-from cases import CUSTOM, Case
+from cases import Case
 from ranks import Ranks
 from streams import StreamCase
+
+Unsuited = Callable[[dict[str, Any]], str]
 
 TWO_A_RANK = ("interleaved", "zbv", "dualpipev")
 NORMED = ("residual", "residual_channels_last", "dag")
@@ -26,16 +28,14 @@ NORMED = ("residual", "residual_channels_last", "dag")
 
 FACTORS: dict[str, tuple] = {
     "model": ("mlp", "penalized", "tied", "gated", *NORMED, "gpt_relu", "gpt_tied"),
-    "codec": (
-        "raw", "zero_value", "exponent", "byte_plane", "zero_value+exponent", "zero_value+lz4", "auto",
-    ),
-    "schedule": ("gpipe", "1f1b", "zb_h1", *TWO_A_RANK, "custom"),
+    "codec": ("raw", "zero_value", "exponent", "byte_plane", "zero_value+exponent", "auto"),
+    "schedule": ("gpipe", "1f1b", "zb_h1", *TWO_A_RANK),
     "cuts": (1, 2, 3, 4, "every", "random"),
     "tier": ("device", "packed", "host", "disk"),
     "parameters_tier": ("device", "packed", "host", "disk", "far"),
     "world": ("alone", "threads", "processes", "late", "late processes"),
     "micro_batches": (1, 2, 3, 5),
-    "replicas": (1, 2, 3, (2, 1), (1, 2)),
+    "replicas": (1, 2, 3, (2, 1)),
     "shares": ("even", "uneven"),
     "optimizer": ("sgd", "plain", "nesterov", "adam", "no_biases", "adamw"),
     "scaler": (None, (2.0**14, 2), (2.0**120, 2), 1024.0),
@@ -68,12 +68,11 @@ def unsuited(row: dict[str, Any]) -> str:
     replicated = lacks("replicas", 1)
     rules = {
         "two stages a rank": has("schedule", *TWO_A_RANK) and lacks("cuts", 2, 4, "random"),
-        "its program has three stages": has("schedule", "custom") and lacks("cuts", 3),
-        "its program has three micro-batches": has("schedule", "custom") and lacks("micro_batches", 3),
         "its order is fixed": has("extra_in_flight", 1) and lacks("schedule", "1f1b", "zb_h1"),
         "a forward that runs again keeps nothing": has("recompute", True) and lacks("tier", "device"),
         "a checkpoint has no gradients": lacks("resume", "") and has("optimizer", "no_biases"),
         "the state of all ranks is on the first": has("resume", "state") and lacks("world", "alone", "late"),
+        "every layer is many": has("cuts", "every") and has("model", *NORMED, "gpt_relu", "gpt_tied"),
         "a rank for itself": has("cuts", 1) and has("replicas", 1) and lacks("world", "alone", "late"),
         "one rank for two": has("schedule", *TWO_A_RANK)
         and has("cuts", 2)
@@ -91,7 +90,9 @@ def unsuited(row: dict[str, Any]) -> str:
             or lacks("budget", None)
             or has("world", "late", "late processes")
         ),
-        "replicas by stage": has("replicas", (2, 1), (1, 2)) and lacks("cuts", 2),
+        "each replica has a micro-batch": row.get("micro_batches", 5)
+        < {1: 1, 2: 2, 3: 3, (2, 1): 2}[row.get("replicas", 1)],
+        "replicas by stage": has("replicas", (2, 1)) and lacks("cuts", 2),
         "four ranks at most": has("replicas", 3) and lacks("cuts", 1),
         "no second forward of batch norms": replicated and has("recompute", True) and has("model", *NORMED),
         "for replicas": has("replicas", 1)
@@ -116,11 +117,9 @@ def case_of(row: dict[str, Any], seed: int) -> Case:
     _draw(row, seed)
     stages, replicas = row["cuts"], row["replicas"]
     several = row["world"] not in ("alone", "late")
-    if row["schedule"] == "custom":
-        row |= {"ranks": 2, "program": CUSTOM}
-    elif row["schedule"] in TWO_A_RANK:
+    if row["schedule"] in TWO_A_RANK:
         row["ranks"] = 2 if stages != 2 else 1
-    elif several and stages not in (1, 2, 3):
+    elif several and stages not in (1, 2):
         row["ranks"] = 2
     if row["budget"]:
         row |= {"tier": "auto", "parameters_tier": "auto"}
@@ -170,6 +169,8 @@ def unsuited_streams(row: dict[str, Any]) -> str:
         and row.get("model") in SHARED,
         "a second forward sees the same weights": row.get("recompute")
         and (ahead or policy == "latest" or row.get("tier", "device") != "device"),
+        "the momentum goes on": ahead and row.get("optimizer") == "plain",
+        "every layer is many": row.get("cuts") == "every" and row.get("model") in (*NORMED, "gpt_tied"),
         "a rank for itself": row.get("cuts") == 1 and row.get("world") == "processes",
     }
     return next((rule for rule, broken in rules.items() if broken), "")
@@ -180,35 +181,65 @@ def stream_of(row: dict[str, Any], seed: int) -> StreamCase:
     weights, _, ahead = row["policy"].partition(" ")
     row = {name: value for name, value in row.items() if name != "policy"}
     _draw(row, seed)
-    if row["cuts"] not in (1, 2, 3) and row["world"] == "processes":
+    if row["cuts"] not in (1, 2) and row["world"] == "processes":
         row["ranks"] = 2
     if weights == "double_buffered":
         row["schedule"] = "1f1b"
-    return StreamCase(**row, weights=weights, prediction=bool(ahead), steps=3)
+    return StreamCase(**row, weights=weights, prediction=bool(ahead), steps=2)
 
 
-def pairs(factors: dict[str, tuple], seed: int, unsuited: Callable[[dict], str]) -> Iterator[dict[str, Any]]:
-    """Rows in which every two values of two factors meet once, where a row can have both."""
-    names, chance = list(factors), random.Random(seed)
-    values = [chance.sample(factors[name], len(factors[name])) for name in names]
-    for row in AllPairs(
-        values, filter_func=lambda given: not unsuited(dict(zip(names, given, strict=False)))
-    ):
-        yield dict(zip(names, row, strict=True))
+def pairs(factors: dict[str, tuple], seed: int, unsuited: Unsuited) -> Iterator[dict[str, Any]]:
+    """Rows in which every two values of two factors meet at least once, where a row can have both.
+
+    The greedy algorithm of AETG (Cohen et al., IEEE TSE 1997): a row begins with two values that have not
+    met, and takes of each other factor the value that meets most for the first time. Libraries that were
+    tried (allpairspy, covertable) leave pairs out where not all goes together."""
+    chance = random.Random(seed)
+    values = [(name, value) for name in factors for value in factors[name]]
+    left = dict.fromkeys(  # in their order, which a set has not
+        frozenset(pair)
+        for pair in combinations(values, 2)
+        if pair[0][0] != pair[1][0] and not unsuited(dict(pair))
+    )
+    while left:
+        start = chance.choice(list(left))
+        tries = (_filled(dict(start), factors, chance, unsuited, left) for _ in range(TRIES))
+        found = islice(filter(None, tries), CANDIDATES)
+        met = [[frozenset(pair) for pair in combinations(row.items(), 2)] for row in found]
+        best = max(met, key=lambda pairs: sum(pair in left for pair in pairs), default=[])
+        for pair in (start, *best):
+            left.pop(pair, None)
+        if best:
+            row = dict(frozenset().union(*best))
+            yield {name: row[name] for name in factors}
 
 
-def draws(factors: dict[str, tuple], seed: int, unsuited: Callable[[dict], str]) -> Iterator[dict[str, Any]]:
-    """Rows at random, without end: factors in random order, each a value that goes with those before it."""
+CANDIDATES, TRIES = 3, 60
+"""How many rows are compared, and how many are begun until there are so many."""
+
+
+def draws(factors: dict[str, tuple], seed: int, unsuited: Unsuited) -> Iterator[dict[str, Any]]:
+    """Rows at random, without end."""
     chance = random.Random(seed)
     while True:
-        row: dict[str, Any] = {}
-        for name in chance.sample(list(factors), len(factors)):
-            suited = [value for value in factors[name] if not unsuited({**row, name: value})]
-            if not suited:
-                break
-            row[name] = chance.choice(suited)
-        else:
-            yield {name: row[name] for name in factors}
+        if row := _filled({}, factors, chance, unsuited):
+            yield row
+
+
+def _filled(
+    row: dict[str, Any], factors: dict[str, tuple], chance: random.Random, unsuited: Unsuited, left: Any = ()
+) -> dict[str, Any] | None:
+    """A whole row, or None: the rest of the factors in random order, of each a value that goes with the
+    others, if possible one that meets them for the first time."""
+    for name in chance.sample([name for name in factors if name not in row], len(factors) - len(row)):
+        suited = [value for value in factors[name] if not unsuited({**row, name: value})]
+        if not suited:
+            return None
+        new = [sum(frozenset({(name, value), other}) in left for other in row.items()) for value in suited]
+        row[name] = chance.choice(
+            [value for value, number in zip(suited, new, strict=True) if number == max(new)]
+        )
+    return {name: row[name] for name in factors}
 
 
 def differences(case: Case, ranks: Ranks | None = None) -> list[str]:

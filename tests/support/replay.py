@@ -71,7 +71,8 @@ class Replay:
         self.micro_batches, self.clip, self.seed, self.weight = micro_batches, clip, seed, weight
         named = dict(model.named_parameters())
         self.stages = [
-            _Stage({name: named[name] for name in names}, optimizer, scheduler) for names in stages
+            _Stage({name: p for name, p in named.items() if name in names}, optimizer, scheduler)
+            for names in stages
         ]
         self.runs = _Runs(model, random)
         self.step = 0

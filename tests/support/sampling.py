@@ -77,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = str(number_of(seed_of(config)))
     if config.getoption("minutes") is not None and not hasattr(config, "workerinput"):
         config.stash[STARTED] = tempfile.mkdtemp(prefix="shard_") + "/started"
-    if config.getoption("verbose") < 1 and not hasattr(config, "workerinput"):
+    if config.option.verbose < 1 and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Progress(config), "progress")
 
 
@@ -131,7 +131,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
             lines = [str(time.time())]
             print(*lines, file=file)
         count, number = max(map(int, lines[1:]), default=0), item.stash[NUMBER]
-        if time.time() < float(lines[0]) + 60 * config.getoption("minutes"):
+        if time.time() < float(lines[0]) + 60 * config.option.minutes:
             print(max(count, number + 1), file=file)
             return None
     return None if number < count else True
