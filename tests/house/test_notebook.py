@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -84,8 +84,7 @@ def bars(axes: Any) -> dict[str, list[float]]:
 @pytest.mark.slow
 def test_runs_are_drawn_beside_each_other(tmp_path):
     runs = [run(tmp_path / "a", "raw", 3 << 20), run(tmp_path / "b", "small", 1 << 20)]
-    axes: Any
-    steps, medians = axes = results.draw_speeds(runs).axes
+    steps, medians = cast(list[Any], results.draw_speeds(runs).axes)
     lines = {line.get_label(): line.get_xydata().tolist() for line in steps.lines}
     assert lines == {label: [[1.0, 10.0], [2.0, 30.0]] for label in ("raw", "small")}
     assert [bar.get_height() for bar in medians.patches] == [20.0, 20.0]

@@ -8,6 +8,7 @@ import re
 import sys
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import law
 import pytest
@@ -157,7 +158,8 @@ def pairs(stages_of_rank, num_micro_batches, *, extra_in_flight=0):
 
 def test_a_schedule_that_was_added_trains_with_the_bits_of_the_plain_loop(toy, monkeypatch):
     monkeypatch.setitem(SCHEDULES, "pairs", toy(SCHEDULE).pairs)
-    for more in ({"micro_batches": 5}, {"micro_batches": 4, "tier": "packed"}):
+    options: list[dict[str, Any]] = [{"micro_batches": 5}, {"micro_batches": 4, "tier": "packed"}]
+    for more in options:
         assert law.differences(Case(model="mlp", schedule="pairs", cuts=3, **more)) == []
 
 

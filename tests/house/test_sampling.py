@@ -85,7 +85,9 @@ def test_a_shard_that_ends_with_its_time_says_what_ran(suite, workers):
     code, names, text = suite("--shard", "five", "--minutes", "0.03", *workers)
     assert code == 0
     assert 0 < len(names) <= 20
-    _, again, _ = suite(*re.search(r"check (--shard five --first \d+)", text)[1].split())
+    line = re.search(r"check (--shard five --first \d+)", text)
+    assert line is not None
+    _, again, _ = suite(*line[1].split())
     assert set(names) == set(again)
 
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def small(model=None, example=None, *, cuts=None, codec="auto", **settings):
     model = model or nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     example = example or (torch.randn(4, 6),)
     profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
-    where = {"cuts": cuts} if cuts else {"stages": 2}
+    where: dict[str, Any] = {"cuts": cuts} if cuts else {"stages": 2}
     plan = penstock.partition(profile, micro_batches=3, codec=codec, **where)
     return penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], **settings)
 

@@ -86,6 +86,7 @@ class ForkedRank:
         ours = Descriptor(1), Descriptor(2)
         self.process = context.Process(target=_live, args=(list(command), dict(environment), *ours))
         self.process.start()
+        assert self.process.pid is not None
         self.pid = self.process.pid
 
     @property
@@ -98,6 +99,7 @@ class ForkedRank:
     def wait(self, timeout=None):
         self.process.join(timeout)
         if self.returncode is None:
+            assert timeout is not None
             raise subprocess.TimeoutExpired("a rank", timeout)
         return self.returncode
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from profiles import layer_of, profile_of, value_of
@@ -17,7 +18,7 @@ from penstock.scripts import command
 
 def even(num_layers, *, forward=10, backward=20, size=400, saved=1000):
     """Equal layers; nothing crosses a cut but 1,000 bytes each way."""
-    work = {"forward": forward, "backward": backward, "size": size, "saved": saved}
+    work: dict[str, Any] = {"forward": forward, "backward": backward, "size": size, "saved": saved}
     layers = [layer_of(f"l{i}", **work) for i in range(num_layers)]
     return profile_of(layers, [value_of(i, [i + 1]) for i in range(num_layers - 1)])
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from penstock import ConfigError, Plan
 from penstock.pipeline import models
 from penstock.pipeline.ranks import launch
-from penstock.pipeline.run import train, train_rank
+from penstock.pipeline.run import step_files, train, train_rank
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.samples import digits
 from penstock.scripts import command
@@ -109,11 +109,11 @@ def test_a_schedule_of_ones_own_is_read_from_a_file(capfd):
 
 
 def test_the_run_folder_holds_what_is_promised_and_the_timeline_every_instruction(capsys, monkeypatch):
-    drawn, save = [], train_rank.save_step
+    drawn, save = [], step_files.save_step
 
-    def save_step(folder, spans, title):
+    def save_step(folder, spans, *, title):
         drawn.append((list(spans), title))
-        save(folder, spans, title)
+        save(folder, spans, title=title)
 
     monkeypatch.setattr(train_rank, "save_step", save_step)
     trained(f"{ALONE} hydra.run.dir=run")

@@ -1,6 +1,8 @@
 """Ranks that were given different things refuse, all of them, and name the first; a plan of rank 0 is
 everybody's."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -138,7 +140,7 @@ def refuses_alone():
     pipe = pipeline(plan_of(), deadline=3)
     x, y = batches(1)[0]
     pipe.step(x, y)
-    said = [said_by(lambda: pipe.step(x, y[: 9 - dist.get_rank()])) for _ in range(2)]
+    said: list[Any] = [said_by(lambda: pipe.step(x, y[: 9 - dist.get_rank()])) for _ in range(2)]
     raise RuntimeError(" / ".join(said))  # this group cannot be left as after success
 
 

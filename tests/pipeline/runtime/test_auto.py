@@ -187,6 +187,8 @@ def test_seconds_of_trials_are_those_of_packing(monkeypatch):
 
 def decided_on_a_rank(case, plan_path):
     policy = trained(case, penstock.Plan.load(plan_path), 13).policy
+    assert isinstance(policy, Auto)
+    assert policy.chosen is not None
     return sorted(policy.chosen.codecs.items()), policy.rates
 
 

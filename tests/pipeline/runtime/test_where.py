@@ -172,7 +172,7 @@ def test_ranks_on_two_kinds_of_device_take_cuts_by_hand():
     by_hand = gpu_plan(asked=Asked(stages=2, ranks=2, cuts=("relu",)))
     where.check_devices(told, by_hand, {0: device_of(CPU)})
     with pytest.raises(PlanError, match="found ranks on cpu, cuda and no cuts; plan with cuts="):
-        where.check_devices(told, gpu_plan(asked=Asked(stages=2, ranks=2)), {0: device_of(CPU)})
+        where.check_devices(told, gpu_plan(asked=Asked(stages=2, ranks=2, cuts=None)), {0: device_of(CPU)})
 
 
 def test_a_batch_goes_to_a_gpu_from_pinned_memory_laid_out_as_a_clone():

@@ -56,8 +56,8 @@ def test_training_has_the_bits_of_the_plain_loop(case):
 
 
 @pytest.mark.parametrize("case", ON_RANKS, ids=str)
-def test_ranks_skip_and_move_alike(case):
-    assert thread_differences(case) == []
+def test_ranks_skip_and_move_alike(case, tmp_path):
+    assert thread_differences(case, tmp_path) == []
 
 
 class Modulus(nn.Module):

@@ -13,6 +13,7 @@ import pstats
 import sys
 import types
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ class Net(nn.Module):
         return self.b(self.between(self.relu(self.a(x))))
 
 
-def net_of(between=Net.between):
+def net_of(between=Net.between) -> Any:
     own = {} if between is Net.between else {"between": between}
     return built(lambda: type("Made", (Net,), own)())
 

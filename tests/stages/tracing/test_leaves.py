@@ -118,7 +118,9 @@ def test_what_chooses_by_value_is_one_layer_by_itself_and_the_graph_says_why():
 def without_dropout():
     model = Net()
     for block in model.blocks:
-        block.get_submodule("drop").p = 0.0  # pyright: ignore[reportAttributeAccessIssue]
+        drop = block.get_submodule("drop")
+        assert isinstance(drop, nn.Dropout)
+        drop.p = 0.0
     return model
 
 

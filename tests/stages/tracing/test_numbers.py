@@ -3,6 +3,7 @@
 import enum
 import math
 import struct
+from typing import Any
 
 import numpy
 import pytest
@@ -49,7 +50,8 @@ def run(*numbers, **settings):
     """What differs in steps with another number at each."""
     NOW[0] = numbers[0]
     changes = [lambda model, number=number: NOW.__setitem__(0, number) for number in numbers]
-    return differences(net, changes, **{"cuts": ["told", "b"]} | settings)
+    options: dict[str, Any] = {"cuts": ["told", "b"]} | settings
+    return differences(net, changes, **options)
 
 
 NUMBERS = [(1, 0.5, True, 2**40), (True, 0.25, -3), (0.5, 1, False, 2), (0.0, -0.0, 7)]

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -184,8 +185,8 @@ ODD = {forward.__name__: (of(forward), {}) for forward in FORWARDS} | {
 @pytest.mark.parametrize("name", ODD)
 def test_an_odd_model_has_the_bits_of_the_plain_loop(name):
     make, settings = ODD[name]
-    data = {"data": batch(11)} | settings
-    assert differences(make, [nothing, nothing], **data) == []
+    options: dict[str, Any] = {"data": batch(11)} | settings
+    assert differences(make, [nothing, nothing], **options) == []
 
 
 def test_a_parameter_of_one_element_is_saved_whatever_its_stride(tmp_path):

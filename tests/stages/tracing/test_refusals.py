@@ -122,7 +122,7 @@ def test_a_gradient_that_no_frame_keeps_is_refused_where_it_comes():
         y = torch.relu(self.a(x))
         return self.rest(torch.cat([self.one(y), self.many(y)], 1))
 
-    layers = {"a": nn.Linear(6, 20), "one": nn.Linear(20, 1), "many": nn.Linear(20, 300)}
+    layers: dict[str, Any] = {"a": nn.Linear(6, 20), "one": nn.Linear(20, 1), "many": nn.Linear(20, 300)}
     model, example = model_of(wide, rest=nn.Linear(301, 3), **layers), (torch.randn(4, 6),)
     graph = penstock.trace(model, example)
     profile = penstock.measure(graph, example, repeats=1)
@@ -138,7 +138,11 @@ def test_a_cut_that_such_a_gradient_would_cross_is_refused_ahead():
         one, others = self.first(x).unsqueeze(1), self.others(x).view(-1, 100, 4)
         return self.head(torch.cat([one, others], 1).flatten(1))
 
-    layers = {"first": nn.Linear(6, 4), "others": nn.Linear(6, 400), "head": nn.Linear(404, 3)}
+    layers: dict[str, Any] = {
+        "first": nn.Linear(6, 4),
+        "others": nn.Linear(6, 400),
+        "head": nn.Linear(404, 3),
+    }
     profile = profile_of(model_of(column, **layers), (torch.randn(4, 6),))
     names = [layer.name for layer in profile.layers]
     said = "the gradient of (first|unsqueeze), whose elements lie far apart, would cross it"
