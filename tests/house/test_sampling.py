@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sampling import CHECKOUT, tests_reached
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 SUITE = """
@@ -95,3 +96,27 @@ def test_parts_of_a_shard_without_one_are_refused(suite):
     code, _, text = suite("--minutes", "8")
     assert code == 4
     assert "--shard SEED" in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "reached", "not_reached"),
+    [
+        ("compression/narrow.py", "compression/test_narrow.py", "house/test_sampling.py"),
+        (
+            "pipeline/samples/cache/core.py",
+            "pipeline/samples/cache/test_cache_core.py",
+            "compression/test_frame.py",
+        ),
+        ("tests/support/zoo.py", "laws/test_product.py", "compression/test_frame.py"),
+        ("README.md", "house/test_readme.py", "laws/test_product.py"),
+    ],
+)
+def test_a_change_runs_the_tests_whose_imports_reach_it(changed, reached, not_reached):
+    tests = tests_reached({Path(changed)})
+    assert CHECKOUT / "tests" / reached in tests
+    assert CHECKOUT / "tests" / not_reached not in tests
+
+
+@pytest.mark.parametrize("changed", ["setup.cfg", "tests/conftest.py", "conf/model/mlp.yaml"])
+def test_a_change_that_may_matter_to_any_test_runs_all(changed):
+    assert tests_reached({Path(changed), Path("README.md")}) is None

@@ -25,6 +25,10 @@ from sampling import is_whole, number_of, seed_of
 from streams import StreamCase
 from traps import TRAPS
 
+from penstock.pipeline.schedules import SCHEDULES
+from penstock.stages.planner.plan import TIERS
+from penstock.stages.weights.policies import POLICIES
+
 RANDOM = {"synchronous": 1000, "asynchronous": 300}
 
 
@@ -132,6 +136,12 @@ LARGE = [
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_large_models(case, ranks):
     assert differences(case, ranks) == []
+
+
+def test_every_schedule_policy_and_trap_is_a_factor():
+    assert {*FACTORS["schedule"], "custom", "async_1f1b"} == set(SCHEDULES)
+    assert {policy.partition(" ")[0] for policy in STREAMS["policy"]} == set(POLICIES)
+    assert set(FACTORS["tier"]) == set(TIERS)
 
 
 @pytest.mark.parametrize(

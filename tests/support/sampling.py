@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for number, item in enumerate(kept):
             item.stash[NUMBER] = number
     if since := config.getoption("changed"):
-        reached = tests_reached(since)
+        reached = tests_reached(changed_since(since))
         kept = [item for item in kept if reached is None or item.path in reached]
     left = set(map(id, items)) - set(map(id, kept))
     if left:
@@ -137,27 +137,36 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     return None if number < count else True
 
 
-def tests_reached(since: str) -> set[Path] | None:
-    """The test files whose imports reach what changed since a commit; None: all, because nobody can know.
+def changed_since(commit: str) -> set[Path]:
+    """The files of the checkout that differ from a commit, and those that git does not know yet."""
+    git = ["git", "-C", str(CHECKOUT)]
+    names = []
+    for command in (
+        [*git, "diff", "--name-only", commit],
+        [*git, "ls-files", "--others", "--exclude-standard"],
+    ):
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        if found.returncode:
+            raise pytest.UsageError(
+                f"--changed {commit} is no commit here; name one, as in git log --oneline"
+            )
+        names += found.stdout.splitlines()
+    return {Path(name) for name in names}
+
+
+def tests_reached(paths: set[Path]) -> set[Path] | None:
+    """The test files whose imports reach one of these files; None: all, because nobody can know.
 
     Pages are what the tests of the house read; another file that is no Python may matter to any test."""
     from imports import reached_from
 
-    git = ["git", "-C", str(CHECKOUT)]
-    changed = subprocess.run(
-        [*git, "diff", "--name-only", since], capture_output=True, text=True, check=False
-    )
-    if changed.returncode:
-        raise pytest.UsageError(f"--changed {since} is no commit here; name one, as in git log --oneline")
-    new = subprocess.run([*git, "ls-files", "--others", "--exclude-standard"], capture_output=True, text=True)
-    names = [*changed.stdout.split("\n"), *new.stdout.split("\n")]
-    paths = {CHECKOUT / name for name in names if name}
     pages = {path for path in paths if path.suffix == ".md"}
     if any(path.suffix != ".py" or path.name == "conftest.py" for path in paths - pages):
         return None
-    tests = set((CHECKOUT / "tests").rglob("test_*.py"))
-    house = {path for path in tests if path.parent.name == "house"} if pages else set()
-    return house | {test for test in tests if paths & {test, *reached_from([test])}}
+    tests = {path.relative_to(CHECKOUT) for path in (CHECKOUT / "tests").rglob("test_*.py")}
+    reached = {test for test in tests if paths & reached_from([test])}
+    reached |= {test for test in tests if pages and test.parent.name == "house"}
+    return {CHECKOUT / test for test in reached}
 
 
 class Progress:

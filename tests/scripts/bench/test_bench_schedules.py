@@ -1,22 +1,19 @@
-"""penstock bench pipeline schedule=..., bench convergence, the product: who races whom, what is shown."""
+"""penstock bench pipeline schedule=..., bench convergence: who races whom, what is shown."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 from pathlib import Path
 
-import product
 import pytest
 import torch
-from cases import Case
 from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
 
 import penstock
-from penstock import ConfigError, ScheduleError
+from penstock import ConfigError
 from penstock.conf.bench import BenchPipelineConfig
 from penstock.conf.convergence import BenchConvergenceConfig
 from penstock.pipeline.schedules import SCHEDULES, schedule_named
@@ -409,38 +406,3 @@ def test_every_option_of_convergence_has_its_meaning_in_the_help(capfd):
     assert command.run(["bench", "convergence", "--help"]) == 0
     assert usage.meanings(BenchConvergenceConfig).keys() == vars(BenchConvergenceConfig()).keys()
     assert "digits_steps=176" in capfd.readouterr().out
-
-
-# The product
-
-
-def test_the_product_has_every_synchronous_schedule_with_the_ranks_that_suit_it():
-    assert set(SCHEDULES) - set(product.RANKS) == {"async_1f1b", "custom"}
-    cases = list(product.product(["mlp"], [2, 3, 4], ["1f1b", "zbv"], ["raw"], ["sgd"]))
-    assert [(case.schedule, case.cuts, case.ranks) for case in cases] == [
-        ("1f1b", 2, 2),
-        ("zbv", 2, 1),
-        ("1f1b", 3, 3),
-        ("1f1b", 4, 4),
-        ("1f1b", 4, 2),
-        ("zbv", 4, 2),
-    ]
-
-
-def refuse(stages_of_rank, num_micro_batches, *, extra_in_flight=0):
-    raise ScheduleError("two stages, please")
-
-
-def test_a_failure_of_the_product_is_a_line_and_counts(capfd, monkeypatch):
-    cases = [Case(model="mlp", micro_batches=n, steps=1) for n in (3, 2)]
-    cases.append(Case(model="mlp", schedule="particular"))
-    monkeypatch.setitem(SCHEDULES, "particular", refuse)
-    assert product.run(cases, seconds=60.0) == 0
-    out = capfd.readouterr().out
-    assert out.startswith("left out: two stages, please\n2 of 3 cases run in ")
-    monkeypatch.setattr(product, "differences", lambda case: ["step 0 loss 1"][: case.micro_batches - 2])
-    assert product.run(cases, seconds=60.0) == 1
-    out = capfd.readouterr().out
-    assert out.startswith("FAILED Case(model='mlp'")
-    assert "1 differences, first step 0 loss 1" in out
-    assert product.run(random.sample(cases, 3), seconds=0.0) == 0
