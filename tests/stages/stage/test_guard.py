@@ -120,7 +120,7 @@ LATER = [
     (
         an_infinite_gradient,
         "1f1b",
-        "stage 0, update, step 1.* 3 infinite of 3 .* parameter b.bias",
+        "stage 0, update, step 1.* of 3 elements in the gradient of parameter b.bias",
     ),
 ]
 
