@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +21,14 @@ _SHARED = """declare i64 @llvm.smin.i64(i64, i64)
 declare i64 @llvm.smax.i64(i64, i64)"""
 
 
+_PARSING = threading.Lock()
+"""Two threads that parse at once break each other in Python 3.11 (gh-106905)."""
+
+
 def lowered(*functions: Callable[..., int]) -> str:
     """The text of a module of these functions, each under its name."""
-    return "\n".join([_SHARED, *(_Lowering(function).text() for function in functions)])
+    with _PARSING:
+        return "\n".join([_SHARED, *(_Lowering(function).text() for function in functions)])
 
 
 class _Lowering:

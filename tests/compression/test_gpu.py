@@ -37,11 +37,9 @@ LENGTHS = (0, 1, 31, 32, 33, 4095, 4096, 4097, 8999)
 FEW, MANY = (1, 1) if INTERPRETED else (4, 50)  # how much longer and more often on a GPU
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("test_gpu.py", "test_gpu_exponent.py")]
-
-
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
-@pytest.mark.parametrize("name", ["test_gpu_frames.py", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["test_gpu_frames.py", "test_gpu.py", "test_gpu_exponent.py"])
 def test_the_laws_hold_in_the_interpreter(name: str, pytestconfig: pytest.Config) -> None:
     """Frames need every kernel; the other laws are held here with ``--all``, or wherever there is a GPU."""
     options = ["--all"] if pytestconfig.getoption("--all", False) else []

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from payloads import DTYPES, memory, packed, random_bits, unpacked
 from torch import Tensor
@@ -127,6 +127,7 @@ def rounding_of(words: Tensor) -> Tensor:
 def test_fp8_and_int8_are_within_their_bounds(dtype: torch.dtype, seed: int) -> None:
     words = spread(dtype, seed)
     wide, largest = words.double(), largest_of(words)
+    assume(packed(LOSSY_CODECS["fp8"], words)[0].codec == "fp8")  # of float64 most blocks may lie beyond it
     fp8, int8 = back_of("fp8", words), back_of("int8", words)
     scale = (largest / 224).clamp(min=2.0**-126)
     bound = torch.maximum(wide.abs() * (2.0**-4 + 2.0**-24), scale * 2.0**-10) + rounding_of(fp8)

@@ -51,7 +51,7 @@ def trained(plan, model, batches, *, loss=mean_of_squares, **options):
     return penstock.in_threads(train, ranks=plan.num_ranks)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_threads_that_draw_at_once_draw_what_one_would(recompute):
     """Layers that draw long are most of the model, so without a turn for each the draws would mix."""
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from reference import same_bits
 from penstock.pipeline.runtime.checkpoint import Checkpoint
 
 KINDS = ("B", "tensor", "index", "sync", "remove", "evaluation", "F", "U", "part")
-NUM_POINTS, FEW, EARLY = 30, 1, 18
+NUM_POINTS, EARLY = 30, 18
 LATER = (
     "stages=1",
     "stages=2 schedule=gpipe memory.tier=packed",
@@ -110,11 +110,9 @@ def point(number, whole):
     return ranks, (rank, kind, chance.randint(least, count))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "number",
-    [n if n < FEW else pytest.param(n, marks=pytest.mark.slow) for n in range(NUM_POINTS)],
-)
+@pytest.mark.parametrize("number", range(NUM_POINTS))
 def test_a_run_that_was_killed_at_any_moment_ends_with_the_same_bits(number, whole, tmp_path):
     ranks, kill = point(number, whole)
     codes, said = kills.run(tmp_path, "hydra.run.dir=run", ranks=ranks, kill=kill)
@@ -149,6 +147,7 @@ def test_checkpoints_by_the_clock_go_on_with_the_same_bits(whole, tmp_path):
     assert resumed["repeated_steps"] == 5 - resumed["step"]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_run_whose_launcher_was_killed_leaves_nobody_and_goes_on(whole, tmp_path):
     (tmp_path / "own.py").write_text(kills.OWN)

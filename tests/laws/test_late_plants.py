@@ -107,7 +107,11 @@ def planted(case, path, random_layers, plant):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("plant", RANKS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize(
+    "plant",
+    [pytest.param(plant, marks=pytest.mark.slow if place > 1 else ()) for place, plant in enumerate(RANKS)],
+    ids=lambda plant: plant.__name__,
+)
 def test_what_is_planted_between_ranks_is_found(plant, ranks, tmp_path):
     case = Case(model="PoolOfRelu", cuts=["relu"], micro_batches=5, late=(0, 1), deadline=4)
     plan, random_layers = plan_of(case)

@@ -27,6 +27,7 @@ def same(network):
     return row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", list(vision.of_torch()), ids=lambda network: network.name)
 def test_a_network_of_torch(network):
     assert same(network)["stages"] == 3

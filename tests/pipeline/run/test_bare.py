@@ -82,7 +82,7 @@ def test_parameters_are_made_without_memory_and_buffers_as_they_are():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("full", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_file_is_written_with_one_tensor_of_others_at_a_time(full, ranks, tmp_path):
     model, batches = build("gpt_tied")
     file = str(saved(model, tmp_path / "weights.safetensors"))

@@ -199,6 +199,7 @@ def own():
     Path("own.py").write_text(OWN)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.usefixtures("own")
 def test_ranks_train_what_their_launcher_composed_whatever_lies_in_the_run_folder(monkeypatch):

@@ -437,6 +437,8 @@ def test_data_of_unknown_name_is_shared_with_nobody(path):
         for data in named:
             data.__getitems__(list(data.sampler))
         assert named[1].through.counts.hits == NUMBER
+        for data in (one, other, *named):
+            data.close()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from penstock.stages.memory.store import StoreOptions
 @pytest.fixture
 def opened(tmp_path):
     """Makes disks with their stores, and closes them."""
-    disks = []
+    disks, before = [], threading.enumerate()
 
     def make(slab=Slab, *, depth=4, most_waiting=64 << 20, **options):
         disk = Disk(
@@ -30,7 +30,8 @@ def opened(tmp_path):
     yield make
     for disk in disks:
         disk.close()
-    assert not [thread for thread in threading.enumerate() if "penstock-disk" in thread.name]
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    assert not [thread for thread in left if "penstock-disk" in thread.name]
 
 
 @pytest.fixture

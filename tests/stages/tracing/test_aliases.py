@@ -123,6 +123,7 @@ def on_ranks():
     return [differences(kind, [nothing] * 3, cuts=["a"], ranks=2, clip=0.5) for kind in kinds]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_train_what_shares_memory_on_one_of_them(ranks):
     assert ranks.run(on_ranks, ranks=2) == [[[], [], []]] * 2
