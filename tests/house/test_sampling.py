@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sampling import CHECKOUT, tests_reached
+from sampling import CHECKOUT, reached_tests
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 SUITE = """
@@ -105,11 +105,11 @@ def test_parts_of_a_shard_without_one_are_refused(suite):
     ],
 )
 def test_a_change_runs_the_tests_whose_imports_reach_it(changed, reached, not_reached):
-    tests = tests_reached({Path(changed)})
+    tests = reached_tests({Path(changed)})
     assert CHECKOUT / "tests" / reached in tests
     assert CHECKOUT / "tests" / not_reached not in tests
 
 
 @pytest.mark.parametrize("changed", ["setup.cfg", "tests/conftest.py", "conf/model/mlp.yaml"])
 def test_a_change_that_may_matter_to_any_test_runs_all(changed):
-    assert tests_reached({Path(changed), Path("README.md")}) is None
+    assert reached_tests({Path(changed), Path("README.md")}) is None

@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for number, item in enumerate(kept):
             item.stash[NUMBER] = number
     if since := config.getoption("changed"):
-        reached = tests_reached(changed_since(since))
+        reached = reached_tests(changed_since(since))
         kept = [item for item in kept if reached is None or item.path in reached]
     left = set(map(id, items)) - set(map(id, kept))
     if left:
@@ -154,7 +154,7 @@ def changed_since(commit: str) -> set[Path]:
     return {Path(name) for name in names}
 
 
-def tests_reached(paths: set[Path]) -> set[Path] | None:
+def reached_tests(paths: set[Path]) -> set[Path] | None:
     """The test files whose imports reach one of these files; None: all, because nobody can know.
 
     Pages are what the tests of the house read; another file that is no Python may matter to any test."""

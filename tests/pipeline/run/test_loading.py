@@ -113,7 +113,8 @@ def test_without_a_broker_a_run_says_so_once_and_goes_on(tmp_path, capfd):
 def test_what_cannot_be_cached_is_refused_and_what_lies_in_memory_told(capfd):
     Path("mine.py").write_text(
         "import torch\nclass Mine:\n    def __len__(self): return 12\n"
-        "    def __getitem__(self, i): return torch.ones(3, 8, 8) * i, i % 2\ndef data(): return Mine(), Mine()\n"
+        "    def __getitem__(self, i): return torch.ones(3, 8, 8) * i, i % 2\n"
+        "def data(): return Mine(), Mine()\n"
     )
     job = JOB.replace("data=image_folder data.root=images data.size=8 ", "")
     error = refusal(f"{job} data._target_=mine.data cache=shared ranks=1", capfd)

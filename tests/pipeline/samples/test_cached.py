@@ -438,7 +438,7 @@ def test_data_of_unknown_name_is_shared_with_nobody(path):
             data.__getitems__(list(data.sampler))
         assert named[1].through.counts.hits == NUMBER
         for data in (one, other, *named):
-            data.close()
+            data.through.cache.close()
 
 
 @pytest.fixture
