@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def corpora(pytestconfig: pytest.Config) -> Path:
     folder = Path(pytestconfig.getoption("--corpora") or "")
     if not folder.is_dir():
-        pytest.skip(f"no corpora in {folder}; name their folder with --corpora")
+        pytest.skip(f"no corpora in {folder}; name their folder with --corpora=FOLDER")
     return folder
 
 

@@ -82,9 +82,12 @@ LARGE = {"resnet18", "resnet18_channels_last", "mobilenet", "densenet", "squeeze
 LARGE |= {"gpt_tied", "gpt_gelu_dropout", *(f"dag{i}" for i in range(1, 6))}
 
 
-def parameters(cases):
-    """Cases as parameters of a test, named by what they say; those of large models are slow."""
-    return [marked(case, case.model) for case in cases]
+def parameters(cases, *, slow=False):
+    """Cases as parameters of a test, named by what they say; those of large models are slow, or all."""
+    return [
+        pytest.param(case, id=str(case), marks=pytest.mark.slow) if slow else marked(case, case.model)
+        for case in cases
+    ]
 
 
 def marked(parameter, model):
@@ -106,7 +109,10 @@ def profile_of(name, dtype, micro_batches, autocast=None):
 
 def plan_of(case):
     """The plan of a case; the same on every rank but for its predicted seconds."""
-    profile, random_layers = profile_of(case.model, case.dtype, case.micro_batches, case.autocast)
+    micro_batches = (
+        case.micro_batches if case.budget else 3
+    )  # any size will do, but for what is held to bytes
+    profile, random_layers = profile_of(case.model, case.dtype, micro_batches, case.autocast)
     names = [layer.name for layer in profile.layers]
     legal = [i for i in range(len(names) - 1) if i not in profile.refused]
     settings = {
