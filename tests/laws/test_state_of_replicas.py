@@ -85,7 +85,7 @@ def written_to(case, plan_path, random_layers):
 
 @pytest.mark.ranks
 def test_replicas_that_part_are_refused_by_name(ranks, tmp_path):
-    case = Case(model="mlp", cuts=2, replicas=2, micro_batches=4, codec="raw")
+    case = Case(model="mlp", cuts=2, replicas=2, micro_batches=4, codec="raw", deadline=4)
     plan, random_layers = plan_of(case)
     plan.save(tmp_path / "plan.json")
     found = [

@@ -115,7 +115,10 @@ def test_what_has_values_keeps_them_and_what_is_tied_stays_tied(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["mlp", "residual", "gpt_tied", "dag0"])
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("residual", "gpt_tied", "dag0"))],
+)
 def test_ranks_give_values_to_their_own_stages_alone(name, ranks, tmp_path):
     whole, batches = build(name)
     file = saved(whole, tmp_path / "model.safetensors")
@@ -158,7 +161,7 @@ def test_the_peak_of_a_rank_is_that_of_its_own_stages(from_a_file, tmp_path):
         assert state < most <= 1.2 * state
 
 
-@pytest.mark.parametrize("name", ["gpt_tied", "residual"])
+@pytest.mark.parametrize("name", [pytest.param("gpt_tied", marks=pytest.mark.slow), "residual"])
 def test_a_checkpoint_goes_on_with_other_values_and_cuts(name, tmp_path):
     whole, batches = build(name)
     file = saved(whole, tmp_path / "model.safetensors")

@@ -59,6 +59,7 @@ def test_of_three_ranks_the_one_in_the_middle_loads_nothing():
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_ranks_leave_the_same_samples_out():
     first = int(order_of(20, seed=3, epoch=0)[0])  # which is in the example, too
     for name in (f"train/{'cats' if first < 10 else 'dogs'}/{first % 10}.png", "test/dogs/1.png"):
