@@ -53,7 +53,7 @@ FACTORS: dict[str, tuple] = {
     "splits": (False, True),
     "evaluates": (False, True),
 }  # fmt: skip
-"""The values of every factor, the ones with most values first; dimension 0 of all batches is 11."""
+"""Synchronous training: the values of every factor. All batches have 11 samples."""
 
 
 def unsuited(row: dict[str, Any]) -> str:
@@ -216,7 +216,7 @@ def pairs(factors: dict[str, tuple], seed: int, unsuited: Unsuited) -> Iterator[
 
 
 CANDIDATES, TRIES = 3, 60
-"""How many rows are compared, and how many are begun until there are so many."""
+"""Rows that are compared, and those that are begun until there are so many."""
 
 
 def draws(factors: dict[str, tuple], seed: int, unsuited: Unsuited) -> Iterator[dict[str, Any]]:
@@ -244,7 +244,7 @@ def _filled(
 
 
 def differences(case: Case, ranks: Ranks | None = None) -> list[str]:
-    """What of a case differs from the plain loop, or from the replay; and the line that runs it again."""
+    """Differences of a case from the plain loop, or from the replay; and the line that runs it again."""
     found = (streams if isinstance(case, StreamCase) else law).differences(case, ranks)
     return [*found, f'again: python tests/support/product.py "{case!r}"'] if found else []
 

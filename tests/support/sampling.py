@@ -24,7 +24,7 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 EXAMPLES = {"default": 30, "all": 500}
-"""How many examples hypothesis draws for a property."""
+"""Examples that hypothesis draws for a property."""
 
 PROGRESS_SECONDS = 15
 
