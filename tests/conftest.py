@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=CHECKOUT.parent / "shared" / "corpora",
         help="folder of profile graphs and placement cases to test against (default: ../shared/corpora)",
     )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Have the collector pass over what is here by now, which is torch above all."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

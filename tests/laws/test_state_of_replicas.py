@@ -88,9 +88,8 @@ def test_replicas_that_part_are_refused_by_name(ranks, tmp_path):
     case = Case(model="mlp", cuts=2, replicas=2, micro_batches=4, codec="raw", deadline=4)
     plan, random_layers = plan_of(case)
     plan.save(tmp_path / "plan.json")
-    found = [
-        text for text, _ in ranks.try_run(strict, case, str(tmp_path / "plan.json"), random_layers, ranks=4)
-    ]
+    answers = ranks.try_run(strict, case, str(tmp_path / "plan.json"), random_layers, ranks=4, deadline=4)
+    found = [text for text, _ in answers]
     assert any(
         "replicas of a stage hold the same bits" in text and "of stage 1 differs on rank 2 and rank 3" in text
         for text in found
