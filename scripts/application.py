@@ -130,7 +130,8 @@ def _try(name: str, schema: type[Any], typed: flags.Typed, early: Check) -> RunF
             own = [option for option in typed.options if option.startswith("hydra.")]
             return RunFolder(path=Path(composed(own).hydra.sweep.dir))
         config = composed(typed.options)
-        _check_hydra(typed.options, composed([]))
+        if any(option.startswith("+hydra.") for option in typed.options):
+            _check_hydra(typed.options, composed([]))
     folder = Path(config.hydra.run.dir)
     with open_dict(config):
         del config["hydra"]

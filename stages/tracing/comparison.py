@@ -86,8 +86,8 @@ def _remedy(*, settled: bool) -> str:
 def undrawn() -> Iterator[None]:
     """Refuse a forward that draws random numbers while it is traced: they would be the same ever after."""
 
-    def states() -> tuple[object, object]:
-        return random.getstate(), str(numpy.random.get_state())
+    def states() -> tuple[object, ...]:
+        return random.getstate(), [numpy.asarray(part).tobytes() for part in numpy.random.get_state()]
 
     before = states()
     try:

@@ -105,10 +105,12 @@ def wrapped() -> list[Place]:
 
 def bound(functions: Collection[Callable[..., Any]]) -> list[Place]:
     """Every name of every imported file that stands for one of ``functions``."""
+    if not functions:
+        return []
     files = [vars(file) for file in list(sys.modules.values()) if isinstance(file, types.ModuleType)]
     return [
         (file, name, held)
-        for file in (files if functions else ())
+        for file in files
         for name, held in list(file.items())
         if any(held is function for function in functions)
     ]
