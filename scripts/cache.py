@@ -27,7 +27,7 @@ penstock cache status [KEY=VALUE ...]
 
 serve keeps samples in memory for all training jobs of this user that run with cache=shared, until Ctrl-C.
   capacity=4GiB           memory for samples, all jobs together
-  policy=next_use         which samples stay: next_use, gain, lru, never_evict or static_split
+  policy=next_use         which samples stay: next_use, gain or lru
   page=16KiB              a sample takes whole pages of this size; smaller ones suit small samples
 
 status shows the jobs: progress, hit rate, memory, predicted end.

@@ -20,7 +20,6 @@ COMMANDS = {
     "plan": ("plan", "show how a network would be cut, and save the plan"),
     "export": ("export", "write the model of a checkpoint"),
     "cache": ("cache", "keep samples in memory for all jobs of this machine, and show who uses them"),
-    "bench": ("bench.topics", "measure the parts and write the figures"),
 }
 USAGE = "\n".join(
     [

@@ -101,8 +101,6 @@ def kept(folder: RunFolder, *, command: str) -> str:
     if not files:
         return f"nothing was kept; {again}"
     left = f"{folder.path} keeps {', '.join(files)}{_told(folder)}, and no checkpoint of the weights"
-    if folder.results.exists():  # which the next run would not write over
-        return f"{left}; to measure again, take another folder (hydra.run.dir=)"
     return f"{left}; {again}"
 
 

@@ -52,14 +52,12 @@ class RunFolder:
     memory_table = _File("memory.csv")  # what every layer saves for its backward
     metrics = _File("metrics.jsonl")  # one JSON object a step
     summary = _File("summary.json")  # what the closing table shows
-    results = _File("results.json")  # what a bench measured, in the place of a summary
     timeline = _File("timeline.png")  # the last step, drawn
     trace = _File("timeline.json")  # the last step, for ui.perfetto.dev
     schedules = _File("schedules.json")  # how the schedules compare; ``schedules_picture`` shows them
     schedules_picture = _File("schedules.png")  # the simulated step of every schedule, drawn
     shares = _File("shares.jsonl")  # by what weight replicas took micro-batches, from which step on
     model = _File("model.safetensors")  # the trained weights under the plain model's names
-    plans = _File("plans")  # the plans that a bench compares
     checkpoints = _File("checkpoints")  # a folder for each
     errors = _File("errors")  # what failing ranks left; there only if some did
 
@@ -171,7 +169,7 @@ class RunFolder:
         return json.loads(self.summary.read_text())
 
     def _refuse_finished(self) -> None:
-        if self.summary.exists() or self.results.exists():
+        if self.summary.exists():
             raise ConfigError(
                 f"hydra.run.dir={self.path} already holds a finished run; choose another folder or remove it"
             )
@@ -200,7 +198,7 @@ class RunFolder:
             self._remove_parts()
 
     def _remove_parts(self) -> None:
-        for folder in (self.path, self.plans, self.errors, *self.checkpoints.glob("*")):
+        for folder in (self.path, self.errors, *self.checkpoints.glob("*")):
             remove_parts(folder)
 
 

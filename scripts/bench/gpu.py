@@ -1,60 +1,73 @@
-"""``python -m penstock.scripts.bench.gpu``: kernels against a device-to-device copy, and their laws.
+"""Speed of the codecs' kernels on a GPU, next to a device-to-device copy, after a check of their laws.
 
-It needs a GPU, which most machines that test this code do not have, so one call learns all there is to learn:
-that the bytes are the CPU's, that the host never waits, and how fast it is.
-"""
+Most machines that test this code have no GPU, so one call checks all there is to check: that the bytes are
+the CPU's, that the host never waits, and the speeds. Every tensor has its own memory, which is written
+before the clock starts, so that no route finds another's data in the cache."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Sequence
-from math import inf
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
-from rich.table import Table
+from harness import Options, Results, Row, alternate, medians, say, timed
 from torch import Tensor
 
-from ...compression import gpu, gpu_zero_value
-from ...compression.codec import decode, encode
-from ...compression.frame import frame_bytes, header_bytes, read_header
-from ...pipeline.run import console
-from ...stages.files import save_json
-from .gpu_cases import case, room_of, tensors, words_of
-from .harness import WIDTH, Row, alternate, circumstances, medians, table, timed
+from penstock.compression import gpu, gpu_words, gpu_zero_value
+from penstock.compression.codec import decode, encode
+from penstock.compression.errors import ConfigError
+from penstock.compression.frame import frame_bytes, header_bytes, read_header, sections
+from penstock.compression.names import CODEC_NAMES
 
 MEBIBYTE = 1 << 20
-MODULE = "penstock.scripts.bench.gpu"
 ROUTES = ("pack", "unpack", "pack_masked", "unpack_masked")
-_ROTATED = 512 * MEBIBYTE
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ROTATED = 512 * MEBIBYTE
 """A route goes through so many bytes of tensors in a row, far more than a cache holds."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Check and time every combination; print a table and write ``results.json``. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}")
-    parser.add_argument("--mebibytes", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--densities", type=float, nargs="+", default=[0, 0.1, 0.3, 0.5, 0.7, 0.9, 1])
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "int64", "bool"])
-    warps = "compare programs of so many warps"
-    parser.add_argument("--warps", type=int, nargs="+", default=[None], help=warps)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--results", type=Path, default=Path("results.json"))
-    options = parser.parse_args(arguments)
+def options() -> Any:
+    """Return the parser of the command line."""
+    made = harness.parser(__doc__, repeats=15)
+    listed, count, add = harness.list_of, harness.at_least(1), made.add_argument
+    add("--mebibytes", type=listed(count), default=[64, 256], help="sizes of the tensors")
+    densities = [0, 0.1, 0.3, 0.5, 0.7, 0.9, 1]
+    add(
+        "--densities",
+        type=listed(harness.between(-1e-9, 1)),
+        default=densities,
+        help="share of non-zero elements",
+    )
+    dtypes = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "bool")
+    add("--dtypes", type=listed(harness.name_of(dtypes)), default=["float32", "bfloat16", "int64", "bool"],
+        help="dtypes of the tensors")  # fmt: skip
+    add("--warps", type=listed(count), default=[None], help="compare zero_value's programs of so many warps")
+    return made
+
+
+def bench(asked: Options, path: Path) -> Results:
+    """Check and time every combination; return the results."""
     if not torch.cuda.is_available():
-        print("this bench needs a GPU, torch finds none; run it where there is one", file=sys.stderr)
-        return 2
-    rows, sizes = [], [num_mebibytes * MEBIBYTE for num_mebibytes in options.mebibytes]
-    for tensor, codec, facts in tensors(options.dtypes, sizes, options.densities, "cuda"):
+        raise ConfigError("this bench needs a GPU, torch finds none; run it where there is one")
+    import triton
+
+    results, device = Results(path, rows=[]), torch.cuda.get_device_properties(0)
+    gpu_facts = {"gpu": device.name, "gpu_bytes": device.total_memory}
+    results.content["hardware"] |= gpu_facts | {"multiprocessors": device.multi_processor_count}
+    results.content["versions"] |= {"triton": triton.__version__, "cuda": str(torch.version.cuda)}
+    sizes = [number * MEBIBYTE for number in asked.mebibytes]
+    for tensor, codec, facts in tensors(asked.dtypes, sizes, asked.densities, "cuda"):
         check(tensor, codec)
-        for num_warps in options.warps if codec == "zero_value" else [None]:
-            rows.append(facts | measured(tensor, codec, num_warps, options.repeats))
-            told = f"{facts['dtype']} {codec} {tensor.nbytes // MEBIBYTE} MiB {facts['density']}"
-            print(told, flush=True)
-    report(rows, arguments, options.results)
-    return 0
+        for num_warps in asked.warps if codec == "zero_value" else [None]:
+            results.keep(rows=[facts | measured(tensor, codec, num_warps, asked.repeats)])
+        say(f"{facts['dtype']} {codec} {tensor.nbytes // MEBIBYTE} MiB {facts['density']}")
+    harness.show(results.content["rows"], COLUMNS, left=2)
+    say("of a route: speed, bytes/s that it had to move, and that it moved, as multiples of a copy")
+    say("laws held on every row: the CPU's bytes, the same bits back, no wait of the host")
+    return results
 
 
 def check(tensor: Tensor, codec: str) -> None:
@@ -82,7 +95,7 @@ def check(tensor: Tensor, codec: str) -> None:
 
 def measured(tensor: Tensor, codec: str, num_warps: int | None, repeats: int) -> dict[str, Any]:
     """What a row says of ``tensor``: seconds of each route, medians of alternating runs, and its bytes."""
-    cases = [case(tensor, codec, num_warps) for _ in range(max(2, _ROTATED // tensor.nbytes))]
+    cases = [case(tensor, codec, num_warps) for _ in range(max(2, ROTATED // tensor.nbytes))]
     graphs = {route: _graph([one.routes[route] for one in cases]) for route in cases[0].routes}
     seconds = medians(alternate(graphs, repeats))
     buffer = room_of(frame_bytes(tensor.shape, tensor.dtype), tensor.device)
@@ -99,43 +112,26 @@ def measured(tensor: Tensor, codec: str, num_warps: int | None, repeats: int) ->
     }
 
 
-def shown(rows: Sequence[Row]) -> Table:
-    """``rows`` for people: a route's speed, and its bytes a second, both as multiples of the copy's."""
-    caption = (
-        "speed | bytes/s that it had to move | bytes/s that it moved, as multiples of a device-to-device copy"
-    )
-    return table([_words(row) for row in rows], left=("dtype", "codec"), caption=caption)
-
-
-def _words(row: Row) -> dict[str, str]:
+def _route(row: Row, route: str) -> str:
     seconds, least = row["seconds"], row["least_bytes"]
-    words = {
-        "dtype": row["dtype"],
-        "codec": row["codec"],
-        "MiB": f"{row['num_bytes'] / MEBIBYTE:.0f}",
-        "density": f"{row['density']:.1f}",
-        "warps": str(row["num_warps"]),
-        "ratio": f"{row['ratio']:.2f}",
-        "copy TB/s": f"{least['copy'] / seconds['copy'] / 1e12:.2f}",
-    }
-    for route in ROUTES:
-        moves = [row[which].get(route, 0) / least["copy"] for which in ("least_bytes", "moved_bytes")]
-        times = seconds["copy"] / seconds.get(route, inf)
-        words[route] = " ".join(f"{times * share:.2f}" for share in (1, *moves)) if times else ""
-    return words | {"host us": f"{row['pack_call_host_seconds'] * 1e6:.0f}"}
+    if route not in seconds:
+        return ""
+    moves = [row[which][route] / least["copy"] for which in ("least_bytes", "moved_bytes")]
+    times = seconds["copy"] / seconds[route]
+    return " ".join(f"{times * share:.2f}" for share in (1, *moves))
 
 
-def report(rows: Sequence[Row], arguments: Sequence[str], path: Path) -> None:
-    """Write ``rows`` with what a number needs beside it, and print their table."""
-    import triton
-
-    about, device = circumstances(["python", "-m", MODULE, *arguments]), torch.cuda.get_device_properties(0)
-    about["hardware"] |= {"gpu": device.name, "gpu_bytes": device.total_memory}
-    about["hardware"]["multiprocessors"] = device.multi_processor_count
-    about["versions"] |= {"triton": triton.__version__, "cuda": str(torch.version.cuda)}
-    save_json(path, about | {"rows": list(rows)})
-    console.screen(width_of_a_log=WIDTH).print(shown(rows))
-    print(f"laws held on every row: the CPU's bytes, the same bits back, no wait of the host\n{path}")
+COLUMNS: dict[str, Any] = {
+    "dtype": "{dtype}",
+    "codec": "{codec}",
+    "MiB": lambda row: f"{row['num_bytes'] / MEBIBYTE:.0f}",
+    "density": "{density:.1f}",
+    "warps": "{num_warps}",
+    "ratio": "{ratio:.2f}",
+    "copy TB/s": lambda row: f"{row['least_bytes']['copy'] / row['seconds']['copy'] / 1e12:.2f}",
+    **{route: lambda row, route=route: _route(row, route) for route in ROUTES},
+    "host us": lambda row: f"{row['pack_call_host_seconds'] * 1e6:.0f}",
+}
 
 
 def _graph(steps: Sequence[Callable[[], object]]) -> Callable[[], float]:
@@ -162,5 +158,94 @@ def _graph(steps: Sequence[Callable[[], object]]) -> Callable[[], float]:
     return replay
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A tensor on the GPU with its routes, by name: ``copy`` is one from device to device.
+
+    Attributes:
+        words, out: what is packed, and where it is unpacked to. payload: what the codec makes of it.
+        least_bytes: what a route has to read and write, whatever it does.
+        moved_bytes: what the kernels read and write: two passes over the words, over bitmaps again, and over
+        values in a memory of their own; without the lists of escapes of exponent.
+    """
+
+    words: Tensor
+    out: Tensor
+    payload: Tensor
+    routes: dict[str, Callable[[], object]]
+    least_bytes: dict[str, int]
+    moved_bytes: dict[str, int]
+
+
+def tensors(
+    dtypes: Sequence[str], sizes: Sequence[int], densities: Sequence[float], device: str
+) -> Iterator[tuple[Tensor, str, dict[str, Any]]]:
+    """Yield random tensors of ``sizes`` bytes, their codec, and what a row says of them.
+
+    Integers and booleans are for narrow, and of one density; floats for zero_value, and for exponent, after
+    zero_value where there are zeros.
+    """
+    source = torch.Generator(device).manual_seed(0)
+    for name in dtypes:
+        dtype = getattr(torch, name)
+        for size in [num_bytes // dtype.itemsize for num_bytes in sizes]:
+            for density in densities if dtype.is_floating_point else [0.5]:
+                kept = torch.rand(size, generator=source, device=device) < density
+                tensor = torch.where(kept, torch.randn(size, generator=source, device=device), 0.0)
+                tensor = (tensor if dtype.is_floating_point else tensor.abs() * 3).to(dtype)
+                exponent = "exponent" if density == 1 else "zero_value+exponent"
+                for codec in ("zero_value", exponent) if dtype.is_floating_point else ("narrow",):
+                    yield tensor, codec, {"dtype": name, "codec": codec, "density": density}
+
+
+def case(tensor: Tensor, codec: str, num_warps: int | None) -> Case:
+    """A copy of ``tensor`` with a payload, the values at its bitmap, and room."""
+    words, device, dtype = words_of(tensor).clone(), tensor.device, tensor.dtype
+    warps: dict[str, Any] = {"num_warps": num_warps}
+    payload, values, room = (room_of(tensor.nbytes, device) for _ in range(3))
+    num_bytes, number, _ = gpu_words.pack(codec, words, payload, dtype, None).tolist()
+    payload, out, made_by = payload[:num_bytes], torch.empty_like(words), CODEC_NAMES[number]
+    bits = (words != 0).view(-1, 8) * torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], device=device)
+    mask = bits.sum(1).to(torch.uint8)
+    mask = torch.nn.functional.pad(mask, (0, sections(len(words)).offsets - len(mask)))
+    values = values[: int(gpu_zero_value.pack_masked(words, values, mask)[0])]
+    routes: dict[str, Callable[[], object]] = {
+        "copy": lambda: out.copy_(words),
+        "pack": lambda: gpu_words.pack(codec, words, room, dtype, None),
+        "unpack": lambda: gpu_words.unpack(made_by, payload, out, dtype, None),
+    }
+    if codec == "zero_value":
+        routes["pack"] = lambda: gpu_zero_value.pack(words, room, **warps)
+        if made_by == codec:
+            routes["unpack"] = lambda: gpu_zero_value.unpack(payload, out, **warps)
+        routes["pack_masked"] = lambda: gpu_zero_value.pack_masked(words, room, mask, **warps)
+        routes["unpack_masked"] = lambda: gpu_zero_value.unpack(values, out, mask=mask, **warps)
+    packed, masked = words.nbytes + payload.nbytes, words.nbytes + values.nbytes + mask.nbytes
+    apart = values.nbytes if codec == "zero_value+exponent" else 0
+    again = words.nbytes + mask.nbytes * codec.startswith("zero_value")
+    moves = {  # what has to be moved, and what the kernels move again
+        "copy": (2 * words.nbytes, 0),
+        "pack": (packed, again + 3 * apart),
+        "unpack": (packed, 2 * apart),
+        "pack_masked": (masked, 2 * mask.nbytes),
+        "unpack_masked": (masked, mask.nbytes),
+    }
+    least, moved = (
+        {route: moves[route][0] for route in routes},
+        {route: sum(moves[route]) for route in routes},
+    )
+    return Case(words=words, out=out, payload=payload, routes=routes, least_bytes=least, moved_bytes=moved)
+
+
+def words_of(tensor: Tensor) -> Tensor:
+    """The words of a contiguous tensor."""
+    return tensor.view(-1).view(INTEGERS[tensor.element_size()])
+
+
+def room_of(num_bytes: int, device: torch.device) -> Tensor:
+    """Bytes not yet written."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    harness.main(options(), bench)

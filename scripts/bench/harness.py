@@ -1,158 +1,398 @@
-"""What all benches share: contestants that take turns, a table, and ``results.json`` from begin to end.
+"""Parts that all benches share: options, sides that take turns, ranks, tables and the file of results.
 
-A number is worth what stands beside it: its neighbour in the same run, and on which machine, with which
-versions, by which command and when it was taken."""
+A figure is only compared with its neighbour in the same run: the speed of a machine differs from minute to
+minute. Run a bench as ``python scripts/bench/TOPIC.py --help``."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import json
+import math
 import os
-import platform
-import shlex
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import inf
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-import torch
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 from rich.table import Table
+from torch import nn
 
-from ... import __version__
-from ...pipeline.run import console
-from ...pipeline.run.run_folder import RunFolder
-from ...stages.files import save_json, save_picture
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from penstock.compression.errors import ConfigError, PenstockError, TransportError
+from penstock.conf.schema import TrainConfig
+from penstock.pipeline.ranks.launch import run_rank, start_ranks
+from penstock.pipeline.run import build, console, early
+from penstock.pipeline.run.decide import prepare
+from penstock.pipeline.run.run_folder import RunFolder
+from penstock.pipeline.run.run_length import training_batches
+from penstock.scripts import overrides
+from penstock.scripts.application import checked
+from penstock.scripts.circumstances import circumstances
+from penstock.stages.files import save_json
+from penstock.stages.planner.plan import Plan
 
 Key = TypeVar("Key")
-Taken = TypeVar("Taken")
-Clock = Callable[[], float]
+Result = TypeVar("Result")
 Row = Mapping[str, Any]
-SPEEDS = ("samples_per_second", "samples_per_second_of_runs")
-"""The fields that ``speeds`` gives: the median, and all runs."""
+Options = argparse.Namespace
 
-WIDTH = 150
+NUM_BATCHES = 4
+"""Batches kept in memory and used in turn: enough for training to differ from step to step."""
+
+TOLERANCE, TOLERANCE_RANDOM = 1e-3, 0.2
+"""Relative difference of first losses that is rounding, and that may be due to dropout."""
+
+RANK = "rank"
+MEASURED = "measured.json"
+
+
+# Sides that take turns.
 
 
 def alternate(
-    sides: Mapping[Key, Callable[[], Taken]],
+    sides: Mapping[Key, Callable[[], Result]],
     repeats: int,
     *,
-    seconds: float = inf,
-    clock: Clock = time.perf_counter,
-) -> dict[Key, list[Taken]]:
-    """Run every side in turn; return what the runs of each gave: entries of one index were neighbours.
+    seconds: float = math.inf,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Key, list[Result]]:
+    """Run every side in turn; return the results of each: entries of one index are neighbours.
 
-    Args: repeats: runs of each; fewer, but one at least, where they would take longer than ``seconds``.
+    Args:
+        repeats: Runs of each; fewer, but at least one, where they would take longer than ``seconds``.
     """
-    taken: dict[Key, list[Taken]] = {name: [] for name in sides}
-    began = clock()
+    results: dict[Key, list[Result]] = {name: [] for name in sides}
+    start = clock()
     for number in range(repeats):
-        if number and clock() - began >= seconds:
+        if number and clock() - start >= seconds:
             break
         for name, run in sides.items():
-            taken[name].append(run())
-    return taken
+            results[name].append(run())
+    return results
 
 
-def timed(call: Callable[[], object], times: int, *, clock: Clock = time.perf_counter) -> Callable[[], float]:
-    """A run of ``times`` calls; it returns the seconds of one."""
+def timed(
+    call: Callable[[], object], times: int, *, clock: Callable[[], float] = time.perf_counter
+) -> Callable[[], float]:
+    """Return a run of ``times`` calls, which returns the seconds of one."""
 
     def run() -> float:
-        began = clock()
+        start = clock()
         for _ in range(times):
             call()
-        return (clock() - began) / times
+        return (clock() - start) / times
 
     return run
 
 
-def medians(taken: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
-    """The median run of each side."""
-    return {name: statistics.median(runs) for name, runs in taken.items()}
+def medians(runs: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
+    """Median run of each side."""
+    return {name: statistics.median(values) for name, values in runs.items()}
+
+
+def ratio_of_pairs(
+    numerators: Sequence[float], denominators: Sequence[float], name: str = "speedup"
+) -> dict[str, Any]:
+    """Ratios of neighbouring runs, and their median, as fields of a row."""
+    pairs = [a / b for a, b in zip(numerators, denominators, strict=True)]
+    return {name: statistics.median(pairs), f"{name}_of_pairs": pairs}
 
 
 def speeds(seconds: Sequence[float], batch_size: int, prefix: str = "") -> dict[str, Any]:
-    """What a row says of runs that took so many seconds a step."""
-    found = batch_size / statistics.median(seconds), [batch_size / one for one in seconds]
-    return {f"{prefix}{name}": value for name, value in zip(SPEEDS, found, strict=True)}
+    """Samples per second of runs that took so many seconds a step, as fields of a row."""
+    name = f"{prefix}samples_per_second"
+    runs = [batch_size / one for one in seconds]
+    return {name: batch_size / statistics.median(seconds), f"{name}_of_runs": runs}
 
 
-def compared(ours: Sequence[float], theirs: Sequence[float], batch_size: int) -> dict[str, Any]:
-    """What a row says of our runs, and of how many times as fast they were as the rival's beside them."""
-    pairs = [rival / own for rival, own in zip(theirs, ours, strict=True)]
-    return speeds(ours, batch_size) | {"speedup": statistics.median(pairs), "speedup_of_pairs": pairs}
+def refuse_other_losses(losses: Mapping[str, float], *, random: bool) -> None:
+    """Refuse to compare sides that do not train the same: no schedule changes the loss of the first step.
 
-
-def table(*groups: Sequence[Mapping[str, str]], left: Iterable[str], **options: Any) -> Table:
-    """Return a table of ``groups`` of rows, ruled off from each other.
-
-    Args: groups: rows as heading and words; a cell of which a row says nothing stays empty.
-          left: headings of columns that begin on the left; options: of ``rich.table.Table``.
+    Args:
+        random: Whether layers draw numbers, which differ from side to side.
     """
-    shown = Table(**options)
-    headings = list(dict.fromkeys(heading for rows in groups for row in rows for heading in row))
-    for heading in headings:
-        shown.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
-    for rows in groups:
-        for row in rows:
-            shown.add_row(*(row.get(heading, "") for heading in headings))
-        shown.add_section()
-    return shown
+    (first, expected), *others = losses.items()
+    for name, loss in others:
+        if not math.isclose(loss, expected, rel_tol=TOLERANCE_RANDOM if random else TOLERANCE):
+            raise PenstockError(
+                f"all sides must train the same, and their first losses are {expected:.6f} with {first} and "
+                f"{loss:.6f} with {name}; this is a fault of the bench or of torch's stages with this model"
+            )
+
+
+def is_random(model: nn.Module) -> bool:
+    """Whether a layer draws numbers."""
+    return any(getattr(module, "p", 0) for module in model.modules() if "Drop" in type(module).__name__)
+
+
+# Options.
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parser(description: str | None, *, job: str = "", repeats: int = 3) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benches have.
+
+    Args:
+        job: Defaults of the job, for the help of the positional KEY=VALUE options; empty: there is no job.
+    """
+    made = _Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    if job:
+        meaning = f"options of `penstock train` for the job, such as model=resnet18; here: {job}"
+        made.add_argument("job", nargs="*", metavar="KEY=VALUE", help=meaning)
+    made.add_argument("--repeats", type=at_least(1), default=repeats, help="runs of each side; medians count")
+    made.add_argument("--results", type=Path, help="JSON file for the results; none: a new one in runs/")
+    return made
+
+
+def option(parse: Callable[[str], Result]) -> Callable[[str], Result]:
+    """Return ``parse`` as argparse wants it: what it refuses is one sentence."""
+
+    def convert(text: str) -> Result:
+        try:
+            return parse(text)
+        except (PenstockError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the type of a whole number."""
+
+    def parse(text: str) -> int:
+        if not text.removeprefix("-").isdecimal() or int(text) < least:
+            raise ConfigError(f"{text} must be a whole number of {least} or more")
+        return int(text)
+
+    return option(parse)
+
+
+def between(least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Return the type of a number above ``least`` and up to ``most``."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not (least < number <= most and math.isfinite(number)):
+            limit = "" if most == math.inf else f" and at most {most:g}"
+            raise ConfigError(f"{text} must be a number above {least:g}{limit}")
+        return number
+
+    return option(parse)
+
+
+def name_of(known: Sequence[str]) -> Callable[[str], str]:
+    """Return the type of a name among those that are known."""
+
+    def parse(text: str) -> str:
+        if text not in known:
+            raise ConfigError(f"{text} is not known; known are {', '.join(known)}")
+        return text
+
+    return option(parse)
+
+
+def list_of(parse: Callable[[str], Result]) -> Callable[[str], list[Result]]:
+    """Return the type of a list with commas between its items."""
+
+    def convert(text: str) -> list[Result]:
+        items = text.split(",")
+        if not all(items) or len(set(items)) < len(items):
+            raise ConfigError(f"{text} must name one or more, each once, with commas between them")
+        return [parse(item) for item in items]
+
+    return option(convert)
+
+
+def train_config(
+    typed: Sequence[str], defaults: Mapping[str, Any], fixed: Mapping[str, Any] | None = None
+) -> TrainConfig:
+    """Compose the job that KEY=VALUE options describe, checked as ``penstock train`` checks it.
+
+    Args:
+        defaults: Values of options that are not typed.
+        fixed: Values that the bench needs; to type one is refused.
+    """
+    keys, fixed = [item.partition("=")[0].lstrip("+") for item in typed], fixed or {}
+    for key in keys:
+        if key in fixed:
+            raise ConfigError(f"this bench trains with {key}={fixed[key]}; drop {key}=")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where model._target_=my.Net usually is
+    typed = overrides.with_own_groups(typed)
+    keys = [item.partition("=")[0].lstrip("+") for item in typed]
+    common = {"scheduler": "none", "epochs": 1_000_000, "deadline": 120}
+    given = [f"{key}={value}" for key, value in {**common, **defaults, **fixed}.items() if key not in keys]
+    ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+    OmegaConf.register_new_resolver("pid", os.getpid, replace=True)
+    with hydra.initialize_config_module("penstock.conf", version_base="1.3"):
+        try:
+            config = hydra.compose("train", overrides=[*given, *typed])
+        except Exception as error:  # Hydra's grammar and composition raise several unrelated kinds
+            raise overrides.refusal("train", (), [*given, *typed], error) from error
+    made = checked(config, TrainConfig)
+    early.check(made, typed)
+    build.optimizer(made.optimizer)
+    return made
+
+
+# One job, on this process or on ranks.
+
+
+class Job:
+    """Data, batches and fresh models of a job; prepares this process for it."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config, self.samples = config, prepare(config)
+        self.optimizer = build.optimizer(config.optimizer)
+
+    def model(self) -> nn.Module:
+        """Return the model with its initial weights."""
+        config = self.config
+        return build.model(config.model, describe=self.samples.describe, seed=config.seed).train()
+
+    def batches(self, number: int = NUM_BATCHES) -> list[Any]:
+        """Return the first batches."""
+        return list(islice(training_batches(self.config, self.samples, epoch=0), number))
+
+
+def measure_on_ranks(
+    topic: str,
+    folder: RunFolder,
+    options: Options,
+    config: TrainConfig,
+    plans: Mapping[str, Plan],
+    *,
+    ranks: int,
+    facts: Mapping[str, Any] | None = None,
+    **places: Any,
+) -> Any:
+    """Run ``rank`` of a topic's file on every rank; return what rank 0 saved as ``measured.json``.
+
+    Args:
+        facts: What else ``options`` has there.
+        places: Where ranks run, see ``start_ranks``.
+    """
+    told = {name: value for name, value in vars(options).items() if name != "results"} | dict(facts or {})
+    save_json(folder.path / "options.json", told)
+    (folder.path / "plans").mkdir(exist_ok=True)
+    for path in (folder.path / "plans").iterdir():
+        path.unlink()
+    for name, plan in plans.items():
+        plan.save(folder.path / "plans" / f"{name}.json")
+    folder.tell(config, next(iter(plans.values())))
+    stages = [[rank] for rank in range(ranks)]
+    measured = folder.path / MEASURED
+    measured.unlink(missing_ok=True)
+    start_ranks(topic, [RANK, str(folder.path)], errors=folder.errors, stages_of_rank=stages, **places)
+    if not measured.exists():
+        raise TransportError("the ranks ended without a result; look at their output above")
+    return json.loads(measured.read_text())
+
+
+def load_plans(folder: RunFolder) -> dict[str, Plan]:
+    """Return the plans of a folder by name."""
+    return {path.stem: Plan.load(path) for path in sorted((folder.path / "plans").glob("*.json"))}
+
+
+# Results.
+
+
+class Results:
+    """The file of results: circumstances first, rows as they are measured."""
+
+    def __init__(self, path: Path, **facts: Any) -> None:
+        command = ["python", f"scripts/bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+        self.path, self.content = path, circumstances(command) | facts
+
+    def keep(self, **values: Any) -> None:
+        """Add values and write the file; lists are appended to those of the same name."""
+        for name, value in values.items():
+            before = self.content.get(name)
+            self.content[name] = before + value if isinstance(before, list) else value
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        save_json(self.path, self.content)
+
+    def folder(self) -> RunFolder:
+        """Return the folder of the file, in whose ``errors`` failing ranks leave their tracebacks."""
+        return RunFolder(path=self.path.parent)
+
+
+def say(*lines: str) -> None:
+    """Print lines that a log can be searched for, however narrow it is."""
+    for line in lines:
+        print(line, flush=True)
+
+
+def show(
+    rows: Sequence[Row], columns: Mapping[str, str | Callable[[Row], str]], *, title: str = "", left: int = 1
+) -> None:
+    """Print a table of rows.
+
+    Args:
+        columns: A format of the row's fields by heading, or a function; of a field that is missing or None
+            the cell is empty.
+        left: Columns that are text, and so begin on the left.
+    """
+    table = Table(title=title or None, title_justify="left")
+    for number, heading in enumerate(columns):
+        table.add_column(heading, justify="left" if number < left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(_cell(row, form) for form in columns.values()))
+    console.screen(width_of_a_log=160).print(table)
+
+
+def _cell(row: Row, form: str | Callable[[Row], str]) -> str:
+    try:
+        return form.format_map(row) if isinstance(form, str) else form(row)
+    except (KeyError, TypeError):  # the row has no such field, or none to format
+        return ""
 
 
 def spread(values: Sequence[float]) -> str:
-    """The least and the most of ``values``."""
+    """Least and most of the values."""
     return f"{min(values):.2f}-{max(values):.2f}"
 
 
-class Record:
-    """``results.json`` while a bench fills it, and what the bench tells a person."""
-
-    def __init__(self, topic: str, typed: Sequence[str], folder: RunFolder) -> None:
-        self.folder, self.command, self.content = folder, ["penstock", "bench", topic, *typed], {}
-        self.screen = console.screen(width_of_a_log=WIDTH)
-
-    def begin(self, **facts: Any) -> None:
-        """Take over the folder, now that nothing is refused any more, and note what is measured on."""
-        self.folder.begin(console.warn)
-        self.content: dict[str, Any] = circumstances(self.command) | facts
-
-    def keep(self, **found: Any) -> None:
-        """Write what was found: lists go behind those of the same name."""
-        for name, value in found.items():
-            before = self.content.get(name)
-            self.content[name] = before + value if isinstance(before, list) else value
-        save_json(self.folder.results, self.content)
-
-    def say(self, *lines: str) -> None:
-        """Print lines that a log can be searched for, however narrow it is."""
-        for line in lines:
-            self.screen.print(line, highlight=False, soft_wrap=True)
-
-    def end(self, figure: Callable[[Mapping[str, Any]], Figure]) -> None:
-        """Write the last of ``results.json`` and its picture, and say where they are."""
-        picture = self.folder.results.with_suffix(".png")
-        self.keep(load_after=os.getloadavg())
-        save_picture(picture, figure(self.content))
-        print(*map(console.short, (self.folder.results, picture)), sep="\n")
+def main(
+    made: argparse.ArgumentParser,
+    bench: Callable[[Options, Path], Results],
+    *,
+    rank: Callable[[RunFolder, Options], Any] | None = None,
+) -> None:
+    """Run the bench that the command line asks for, or a rank of it, and leave with the exit code."""
+    if rank is not None and sys.argv[1:2] == [RANK]:
+        folder = RunFolder(path=Path(sys.argv[2]))
+        options = Options(**json.loads((folder.path / "options.json").read_text()))
+        run_rank(lambda: _measure(folder, rank(folder, options)), folder.errors)
+    topic = Path(sys.argv[0]).stem
+    try:
+        options = made.parse_intermixed_args()
+        now = datetime.datetime.now()
+        path = options.results or Path("runs", f"bench_{topic}_{now:%Y-%m-%d_%H-%M-%S}.json")
+        results = bench(options, path)
+        results.keep(load_after=os.getloadavg())
+        say(str(path))
+    except PenstockError as error:
+        print(f"{topic}.py: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{topic}.py: stopped", file=sys.stderr)
+        sys.exit(130)
 
 
-def circumstances(command: Sequence[str]) -> dict[str, Any]:
-    """Return what a number needs beside it: command, hardware, versions, date."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    cpus = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    cpu = next(cpus, platform.processor() or "unknown")
-    python = platform.python_version()
-    return {
-        "command": shlex.join(command),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "hardware": {"cpu": cpu, "cores": os.cpu_count(), "machine": platform.machine()},
-        "versions": {"penstock": __version__, "torch": str(torch.__version__), "python": python},
-        "system": f"{platform.system()} {platform.release()}",
-        "load_before": os.getloadavg(),
-    }
+def _measure(folder: RunFolder, measured: Any) -> None:
+    if os.environ["RANK"] == "0":
+        save_json(folder.path / MEASURED, measured)

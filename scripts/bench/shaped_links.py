@@ -19,9 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...compression.errors import ConfigError, PenstockError, TransportError
-from ...conf.bench import BenchPipelineConfig
-from ...stages.units import parse_bytes, parse_rate
+from penstock.compression.errors import PenstockError, TransportError
+from penstock.stages.units import parse_bytes, parse_rate
 
 LOOPBACK = "loopback"
 DEVICE = "penstock0"
@@ -64,20 +63,6 @@ def parse_link(value: Any, *, burst: Any = "64KiB", delay: float = 0.0) -> Link:
         return Link(name=LOOPBACK)
     rate = parse_rate(value, name="links")
     return Link(name=str(value), rate=rate, burst=parse_bytes(burst, name="burst"), delay=delay)
-
-
-def links_of(config: BenchPipelineConfig) -> list[Link]:
-    """Return the links to race on.
-
-    Raises: PenstockError: a link is not known, or is shaped and joins more than two ranks.
-    """
-    found = [parse_link(link, burst=config.burst, delay=config.delay) for link in config.links]
-    shaped = [link.name for link in found if link.rate is not None]
-    if shaped and config.ranks != 2:
-        raise ConfigError(
-            f"ranks={config.ranks}: a shaped link joins 2; leave {', '.join(shaped)} out or take ranks=2"
-        )
-    return found
 
 
 def inside(holder: int, *, user: bool) -> list[str]:

@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from torch.distributed import pipelining
 from torch.fx.node import map_arg
 
-from ...compression.errors import PlanError
-from ...pipeline.ranks.world import World
-from ...stages.device import CPU
-from ...stages.planner.plan import Plan
+from penstock.compression.errors import PlanError
+from penstock.pipeline.ranks.world import World
+from penstock.stages.device import CPU
+from penstock.stages.planner.plan import Plan
 
 CLASSES = {
     "gpipe": "ScheduleGPipe",

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..bench.harness import circumstances
+from ..circumstances import circumstances
 
 Row = Mapping[str, Any]
 RESULTS = ("same", "different", "refused", "failed", "timeout", "skipped", "traced")

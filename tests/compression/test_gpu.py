@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gpu import case, tensors
 from gpus import INTERPRETED, assert_law, compile_all, moved, no_waiting, run_interpreted
 from guarded import guarded
 from tensors import decoded, laid_out
@@ -28,7 +29,6 @@ from penstock.compression.frame import BLOCK, MASKED, frame_bytes, header_bytes,
 from penstock.compression.geometry import Words
 from penstock.compression.masked import has_bitmap
 from penstock.compression.narrow import Narrow
-from penstock.scripts.bench.gpu_cases import case, tensors
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:B?Complex.* support is experimental")

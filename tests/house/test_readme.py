@@ -22,17 +22,12 @@ from penstock.conf.planning import PlanningConfig
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import application, command, flags, overrides
-from penstock.scripts.bench.topics import TOPICS
 from penstock.stages.weights.policies import POLICIES
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 DRAWN = {"docs/architecture.md"}  # its blocks without a language are drawings
-SCHEMAS = {
-    "train": TrainConfig,
-    "plan": PlanningConfig,
-    **{name: topic.schema for name, topic in TOPICS.items()},
-}
+SCHEMAS = {"train": TrainConfig, "plan": PlanningConfig}
 
 # Commands that other tests run as they stand, or that only a person can run.
 ELSEWHERE = {
@@ -46,6 +41,7 @@ ELSEWHERE = {
     "pip install jupyterlab && jupyter lab scripts/notebooks/throughput.ipynb": "test_notebook.py",
 }
 EXPORT = "export "  # reads what a run left: test_checkpoint_example.py runs both
+BENCH = "python scripts/bench/"  # test_benches.py reads their options
 CACHE = "cache "  # takes no flags: test_cache_command.py runs all of it
 # What a line needs so that it ends soon; the last of two settings counts.
 SHORT = "epochs=1 max_steps=1 hydra.run.dir=run"
@@ -78,14 +74,14 @@ def lines() -> list[str]:
 
 
 def commands() -> list[str]:
-    """The commands of blocks and those in the text; ``penstock bench`` is a name, ``=N`` a place to fill."""
+    """The commands of blocks and those in the text; ``=N`` is a place to fill."""
     inline = [
         " ".join(code.split()) for p in PAGES for code in re.findall(r"`(penstock [^`]+)`", p.read_text())
     ]
     return [
         c
         for c in dict.fromkeys([*lines(), *inline])
-        if re.match(rf"penstock (?!bench$|{EXPORT}|{CACHE})(?!.*=N$)", c)
+        if re.match(rf"penstock (?!{EXPORT}|{CACHE})(?!.*=N$)", c)
     ]
 
 
@@ -121,7 +117,9 @@ def test_python_runs_as_it_stands(code, tmp_path):
 
 def test_every_line_has_a_test():
     assert len(lines()) > 15
-    assert [line for line in lines() if line not in ELSEWHERE and not line.startswith("penstock ")] == []
+    assert [
+        line for line in lines() if line not in ELSEWHERE and not line.startswith(("penstock ", BENCH))
+    ] == []
     assert [line for line in ELSEWHERE if line not in lines()] == []
 
 
@@ -131,23 +129,19 @@ def test_a_command_is_not_refused(typed, capsys):
     if "--help" in words:
         assert command.run(words) == 0, capsys.readouterr().err
         return
-    first = words.pop(0)
-    topic = words.pop(0) if first == "bench" else first
-    schema, named = SCHEMAS[topic], topic if topic == first else f"bench_{topic}"
+    named = words.pop(0)
+    schema = SCHEMAS[named]
     ConfigStore.instance().store(name=f"{named}_schema", node=schema)
-    options = flags.read(topic, overrides.with_own_groups(words), schema).options
+    options = flags.read(named, overrides.with_own_groups(words), schema).options
     with hydra.initialize_config_module("penstock.conf", version_base="1.3"):
         application.checked(hydra.compose(named, overrides=options), schema)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "typed", [c for c in commands() if c in lines() and not re.search("bench|nodes=", c)]
-)
+@pytest.mark.parametrize("typed", [c for c in commands() if c in lines() and "nodes=" not in c])
 def test_a_command_runs(typed, tmp_path):
-    """Those of ``penstock bench`` take minutes as they stand; test_bench_*.py runs them small. Those of
-    several machines are run by test_machines.py."""
+    """Those of several machines are run by test_machines.py."""
     (tmp_path / "my_package.py").write_text(PACKAGE)
     (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     words = shlex.split(typed)

@@ -92,7 +92,7 @@ FLAGS = {
     "--cfg everything": "found everything; write --cfg job",
     "--config-dir": "--config-dir takes a value",
 }
-# Whole commands: a few rows that say that the rules of test_conf.py are asked, and those of the benches.
+# Whole commands: a few rows that say that the rules of test_conf.py are asked.
 EARLY = {
     "train batch_size=4 micro_batches=8": "batch_size=4",
     "train ranks=99": "ranks=99",
@@ -109,18 +109,7 @@ EARLY = {
     "plan schedule=zbv stages=3": "found stages=3 for ranks=2; take stages=4",
     "plan epochs=3": "there is no option epochs",
     "plan --multirun seed=1,2 hydra.sweep.dir=/dev/null/sweep": "/dev/null/sweep cannot be written",
-    "bench": "known are cache, checkpoint, codecs",
-    "bench nothing": "nothing is no topic",
-    "bench codecs codecs=[zip]": "zip",
-    "bench codecs dtypes=[float7]": "float7",
-    "bench codecs sizes=[big]": "big",
-    "bench codecs classes=[real]": "real",
-    "bench codecs repeats=0": "repeats=0",
-    "bench pipeline codecs=[zip]": "zip",
-    "bench pipeline schedule=nowhere": "nowhere",
-    "bench pipeline links=[fast]": "fast",
-    "bench convergence policies=[lucky]": "lucky",
-    "trian": "known are train, plan, export, cache, bench",
+    "trian": "known are train, plan, export, cache",
 }
 ASKED = """
 import contextlib, io, json, sys
@@ -207,13 +196,13 @@ def test_without_a_command_the_commands_are_listed(capfd):
     assert penstock("--version", capfd)[0] == 0
 
 
-@pytest.mark.parametrize("typed", ["train", "plan", "bench", "bench codecs"])
+@pytest.mark.parametrize("typed", ["train", "plan"])
 def test_every_command_has_its_help(typed, capfd):
     for flag in ("--help", "-h"):
         code, out, error = penstock(f"{typed} {flag}", capfd)
         assert (code, error) == (0, "")
         assert out.startswith(f"penstock {typed} ")
-    assert "ranks=2" in out or typed == "bench"
+    assert "ranks=2" in out
 
 
 def test_the_whole_configuration_is_printed_on_request(capfd, tmp_path):
@@ -295,22 +284,6 @@ def test_a_sweep_runs_every_value_and_tells_which_was_refused(capfd, tmp_path):
     assert not (tmp_path / "sweep" / "0").exists()
 
 
-@pytest.mark.slow
-def test_the_bench_says_what_it_measured_and_where(capfd, tmp_path):
-    job = "classes=[synthetic,job] sizes=[4KiB] densities=[0.5] dtypes=[float32] repeats=1 capture_steps=1"
-    code, out, error = penstock(f"bench codecs {job} model=mlp hydra.run.dir=b", capfd)
-    assert (code, error) == (0, "")
-    assert out.splitlines()[-2:] == ["b/results.json", "b/results.png"]
-    results = OmegaConf.load(tmp_path / "b" / "results.json")
-    assert results.command == shlex.join(["penstock", "bench", "codecs", *job.split(), "model=mlp"])
-    facts = "command date hardware versions system threads isa load_before load_after rows overhead"
-    assert results.keys() == set(facts.split())
-    names = list(dict.fromkeys(row.tensor for row in results.rows))
-    assert names[0] == "random, density 0.5"
-    assert {name.split()[-1] for name in names[1:]} == {"activation", "gradient"}
-    assert (tmp_path / "b" / "results.png").stat().st_size > 10_000
-
-
 def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, capfd):
     monkeypatch.setattr(training, "prepare", lambda config: 1 / 0)
     with pytest.raises(SystemExit) as ended:
@@ -390,8 +363,6 @@ def test_what_a_stopped_run_kept_is_counted_and_how_to_go_on_is_told(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n{}\n{")
     kept = f"{tmp_path} keeps metrics.jsonl, plan.json (2 steps), and no checkpoint of the weights; "
     assert stopping.kept(folder, command=typed) == f"{kept}start it again from the beginning by {typed}"
-    (tmp_path / "results.json").touch()  # which claims the folder
-    assert "to measure again, take another folder" in stopping.kept(folder, command="penstock bench pipeline")
     for step, name in ((4, "index.json"), (10, "index.json"), (12, "rank_0_0123abcd.safetensors")):
         (folder.checkpoints / f"step_{step:08}").mkdir(parents=True)
         (folder.checkpoints / f"step_{step:08}" / name).touch()

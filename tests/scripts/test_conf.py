@@ -18,7 +18,6 @@ from penstock import ConfigError, PenstockError
 from penstock.compression import names
 from penstock.compression.codec import CODECS, LOSSY_CODECS
 from penstock.conf import schema
-from penstock.conf.bench_codecs import BenchCodecsConfig
 from penstock.conf.groups import OF_THE_RUN
 from penstock.conf.parts import ClipConfig, MemoryConfig
 from penstock.conf.planning import PlanningConfig
@@ -28,7 +27,6 @@ from penstock.pipeline.samples.samples import Description
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.pipeline.schedules.placement import layout
 from penstock.scripts import flags, usage
-from penstock.scripts.bench import codecs_subjects, topics
 
 CONF = Path(str(resources.files("penstock.conf")))
 SAMPLES, SGD, ONE_CYCLE = (
@@ -146,7 +144,6 @@ def test_densities_and_what_is_clipped_have_their_range():
     for part, given, subject in [
         (ClipConfig, {"norm": 0.0}, r"clip\.norm=0"),
         (ClipConfig, {"scope": "rank"}, r"clip\.scope=rank is not known; known are global, stage"),
-        (BenchCodecsConfig, {"densities": [0.5, 1.5]}, r"found 1\.5"),
     ]:
         with pytest.raises(ConfigError, match=subject):
             part(**given)
@@ -180,7 +177,6 @@ def test_what_the_schema_lists_is_what_there_is():
 
 def test_names_that_are_known_before_torch_are_those_there_are():
     assert (names.lossless(), names.LOSSY) == (tuple(CODECS), tuple(LOSSY_CODECS))
-    assert topics.CLASSES == tuple(codecs_subjects.CLASSES)
 
 
 def test_our_table_of_flags_is_that_of_hydra():
@@ -223,7 +219,7 @@ def test_a_group_lists_what_its_target_takes_with_the_same_defaults(file):
         assert options == {name: "???" if v is inspect.Parameter.empty else v for name, v in taken.items()}
 
 
-@pytest.mark.parametrize("schema", [PlanConfig, PlanningConfig, TrainConfig, BenchCodecsConfig])
+@pytest.mark.parametrize("schema", [PlanConfig, PlanningConfig, TrainConfig])
 def test_every_option_has_its_meaning_in_the_help(schema):
     meanings = usage.meanings(schema)
     assert meanings.keys() == {field.name for field in dataclasses.fields(schema)}

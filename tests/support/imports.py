@@ -14,8 +14,8 @@ from checkout import ROOT
 
 import penstock
 
-BARE = (Path("tests/support"), Path("tests/laws"))
-"""Folders whose modules tests import by their bare names, as ``pythonpath`` in setup.cfg has them."""
+BARE = tuple(map(Path, ("tests/support", "tests/laws", "scripts/bench", "scripts/notebooks")))
+"""Folders whose modules are imported by their bare names, as ``pythonpath`` in setup.cfg has them."""
 
 
 def names_in(tree: ast.AST, package: str) -> Iterator[str]:
@@ -44,7 +44,7 @@ def imports_of(path: Path) -> set[Path]:
     if path == Path("__init__.py"):
         return set()
     tree = ast.parse((ROOT / path).read_text())
-    tested = path.parts[0] == "tests"
+    tested = path.parts[0] == "tests" or path.parent in BARE
     names = [*names_in(tree, "" if tested else package_of(path)), *_attributes_of_the_root(tree)]
     ours = {_ours(name) for name in names if f"{name}.".startswith("penstock.")}
     bare = {_bare(name, path) for name in names} if tested else set()

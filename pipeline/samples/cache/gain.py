@@ -25,9 +25,9 @@ from collections.abc import Mapping, Sequence
 
 from ....compression.errors import ConfigError
 from . import needs
+from .lru import joined
 from .orders import NEVER, Course
 from .policy import Admitted, Entry, Found, Job
-from .simple import joined
 
 _NOWHERE, _REFUSED = Found(None), Admitted(None)
 

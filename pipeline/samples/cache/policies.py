@@ -6,16 +6,14 @@ from collections.abc import Callable
 
 from ....compression.errors import ConfigError
 from .gain import Gain
+from .lru import Lru
 from .next_use import NextUse
 from .policy import Policy
-from .simple import Lru, NeverEvict, StaticSplit
 
 POLICIES: dict[str, Callable[[int], Policy]] = {
     "next_use": NextUse,
     "gain": Gain,
     "lru": Lru,
-    "never_evict": NeverEvict,
-    "static_split": StaticSplit,
 }
 DEFAULT = "next_use"
 

@@ -10,8 +10,7 @@ import sys
 import time
 
 import pytest
-
-from penstock.scripts.bench import shaped_links as links
+import shaped_links as links
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 

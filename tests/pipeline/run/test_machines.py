@@ -16,12 +16,12 @@ import pytest
 from processes import ranks_in
 from reference import same_bits
 from safetensors.torch import load_file
+from shaped_links import ADDRESSES, DEVICE, joined, parse_link, why_not
 
 from penstock import ConfigError
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.run.run_folder import step_of
 from penstock.scripts import command
-from penstock.scripts.bench.shaped_links import ADDRESSES, DEVICE, joined, parse_link, why_not
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

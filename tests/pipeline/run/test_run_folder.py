@@ -36,7 +36,7 @@ def test_the_configuration_comes_back_as_it_was_saved(tmp_path):
     assert folder.plan_picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["summary.json", "results.json", "model.safetensors"])
+@pytest.mark.parametrize("name", ["summary.json", "model.safetensors"])
 def test_what_a_run_achieved_is_not_written_over(name, tmp_path):
     folder = RunFolder(path=tmp_path / "run")
     with folder.claim():
@@ -141,8 +141,8 @@ def test_a_folder_that_was_removed_or_is_another_runs_is_not_written_into(tmp_pa
 
 def test_temporary_files_of_a_killed_run_go_and_those_of_other_programs_stay(tmp_path):
     folder = RunFolder(path=tmp_path / "run")
-    folder.plans.mkdir(parents=True)
-    ours = [folder.path / "model.safetensors.0123abcd.part", folder.plans / "gpipe.json.4567cdef.part"]
+    folder.errors.mkdir(parents=True)
+    ours = [folder.path / "model.safetensors.0123abcd.part", folder.errors / "rank_0.json.4567cdef.part"]
     theirs = folder.path / "film.mkv.part"
     for path in (*ours, theirs):
         path.touch()

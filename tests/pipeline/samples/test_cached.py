@@ -108,8 +108,7 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("name", "workers"),
-    [("next_use", 0), ("next_use", 2), ("gain", 0), ("lru", 2)]
-    + [pytest.param(name, 2, marks=SLOW) for name in ("gain", "never_evict", "static_split")],
+    [("next_use", 0), ("next_use", 2), ("gain", 0), ("lru", 2), pytest.param("gain", 2, marks=SLOW)],
 )
 def test_order_and_bytes_are_those_without_a_cache(path, name, workers):
     plain, _ = batches(Pairs(Readable()))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from lifetimes import buffers_of
 from test_arena import held
 
-from penstock.scripts.bench.lifetimes import buffers_of
 from penstock.stages.memory.arena import max_live, place
 
 NETWORKS = ["resnet18", "resnet50", "vgg11_bn", "densenet121", "mobilenet_v3_small", "gpt"]

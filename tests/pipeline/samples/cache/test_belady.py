@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from cache_simulator import optimum
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from penstock.pipeline.samples.cache.belady import optimum
 
 pytestmark = pytest.mark.slow
 

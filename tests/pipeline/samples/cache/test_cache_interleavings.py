@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from brokers import hello
+from cache_simulator import CONTESTANTS
 from hypothesis import given
 from hypothesis import strategies as st
 from small_policies import Lru, Watched, Whims
@@ -18,7 +19,6 @@ from penstock.pipeline.samples.cache.gain import Gain
 from penstock.pipeline.samples.cache.next_use import NextUse
 from penstock.pipeline.samples.cache.pages import Pages, pieces
 from penstock.pipeline.samples.cache.policy import Times
-from penstock.scripts.bench.cache_sides import CONTESTANTS
 
 PAGE, NUM_SAMPLES = 8, 10
 JOBS = [("a", "d"), ("b", "d"), ("c", "e"), ("d", "c")]  # two share; one is called as somebody's data

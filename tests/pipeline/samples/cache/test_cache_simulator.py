@@ -7,20 +7,16 @@ from dataclasses import replace
 from functools import cache
 from math import inf
 
+import cache_simulator as closed_forms
 import pytest
+from cache_simulator import CONTESTANTS, Load, NeverEvict, Simulated, TokenBucket, optimum, simulate
 from kept import Kept
 
 from penstock import ConfigError
-from penstock.pipeline.samples.cache import closed_forms
-from penstock.pipeline.samples.cache.belady import optimum
 from penstock.pipeline.samples.cache.gain import Gain
-from penstock.pipeline.samples.cache.loads import Load
 from penstock.pipeline.samples.cache.next_use import NextUse
-from penstock.pipeline.samples.cache.policies import POLICIES, policy
+from penstock.pipeline.samples.cache.policies import POLICIES
 from penstock.pipeline.samples.cache.policy import Found, Job, Policy
-from penstock.pipeline.samples.cache.simple import NeverEvict
-from penstock.pipeline.samples.cache.simulator import Simulated, simulate
-from penstock.pipeline.samples.cache.storage import TokenBucket
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +48,7 @@ def test_storage_that_gives_nothing_is_refused(given: dict[str, float]):
 
 
 def test_without_lookahead_training_waits_for_every_read():
-    found = simulate([ONE], policy("never_evict", 0), storage=TokenBucket(10.0)).jobs["a"]
+    found = simulate([ONE], CONTESTANTS["never_evict"](0), storage=TokenBucket(10.0)).jobs["a"]
     assert (found.seconds, found.computing, found.stalled, found.loads) == (20.0, 8.0, 12.0, 12)
     assert (found.utilisation, found.stall_share) == (0.4, 0.6)
     assert (found.bytes_loaded, found.reading) == (120, 12.0)
@@ -61,7 +57,7 @@ def test_without_lookahead_training_waits_for_every_read():
 def test_with_lookahead_reading_hides_behind_training():
     load = replace(ONE, training=4.0, epochs=1, num_samples=12)
     runs = [
-        simulate([load], policy("never_evict", 0), storage=TokenBucket(10.0), lookahead=ahead).jobs["a"]
+        simulate([load], CONTESTANTS["never_evict"](0), storage=TokenBucket(10.0), lookahead=ahead).jobs["a"]
         for ahead in (0, 1, 2)
     ]
     assert [run.seconds for run in runs] == [28.0, 19.0, 19.0]  # 3 s to read the first, then only training
@@ -90,8 +86,8 @@ class _First(NeverEvict):
 
 def test_augmentation_is_no_stall_and_hides_behind_training_with_lookahead():
     load = replace(ONE, augmentation=1.0, epochs=1)
-    alone = simulate([load], policy("never_evict", 0), storage=TokenBucket(10.0)).jobs["a"]
-    ahead = simulate([load], policy("never_evict", 0), storage=TokenBucket(10.0), lookahead=1).jobs["a"]
+    alone = simulate([load], CONTESTANTS["never_evict"](0), storage=TokenBucket(10.0)).jobs["a"]
+    ahead = simulate([load], CONTESTANTS["never_evict"](0), storage=TokenBucket(10.0), lookahead=1).jobs["a"]
     assert (alone.seconds, alone.stalled) == (12.0, 6.0)
     assert (ahead.seconds, ahead.stalled) == (10.0, 6.0)  # 4, train until 6, read until 8, train
 
@@ -118,10 +114,10 @@ def test_the_warm_up_epoch_tells_what_the_source_asks_for():
 
 def test_what_lies_in_the_cache_is_not_loaded_and_two_on_one_data_set_read_it_once():
     loads = [replace(ONE, name=name, data="d", epochs=3) for name in "ab"]
-    found = simulate(loads, Kept(policy("never_evict", 60)), storage=TokenBucket(1000.0))
+    found = simulate(loads, Kept(CONTESTANTS["never_evict"](60)), storage=TokenBucket(1000.0))
     assert sum(job.loads for job in found.jobs.values()) <= 8  # 6, and what both read at the same time
     assert found.hit_rate() == 1.0
-    own = simulate([replace(ONE, data=None), replace(ONE, name="b")], Kept(policy("never_evict", 120)))
+    own = simulate([replace(ONE, data=None), replace(ONE, name="b")], Kept(CONTESTANTS["never_evict"](120)))
     assert [job.loads for job in own.jobs.values()] == [6, 6]
     assert (own.hit_rate(), own.hits, own.makespan) == (1.0, 12, 8.0)
 
@@ -146,7 +142,7 @@ def test_a_job_that_cannot_be_is_refused(wrong: dict[str, float]):
 
 def test_jobs_have_names_of_their_own():
     with pytest.raises(ConfigError, match="names of their own"):
-        simulate([ONE, ONE], policy("lru", 10))
+        simulate([ONE, ONE], CONTESTANTS["lru"](10))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -168,7 +164,7 @@ def test_the_same_seeds_give_the_same_result(name: str):
     ]
 
     def run(seed: int) -> Simulated:
-        kept = Kept(policy(name, 100 * 110_000))  # every answer is held against the bytes
+        kept = Kept(CONTESTANTS[name](100 * 110_000))  # every answer is held against the bytes
         storage = TokenBucket(20e6, latency=0.002, burst=1e6)
         return simulate(loads, kept, storage=storage, lookahead=2, warm_up=True, seed=seed)
 
@@ -218,7 +214,7 @@ def paced(
 def rates(share: float, same: bool, num: int, error: float = 0.0) -> dict[str, tuple[float, float]]:
     """Hit rate, and hits by those of the optimum, of eight jobs."""
     slots = round(share * num * (1 if same else 8))
-    made = {"never_evict": policy("never_evict", slots), "next_use": NextUse(slots)}
+    made = {"never_evict": CONTESTANTS["never_evict"](slots), "next_use": NextUse(slots)}
     made |= {"told": NextUse(slots, watch=False)} if error else {}
     found = {}
     for name, one in made.items():
@@ -231,7 +227,7 @@ def rates(share: float, same: bool, num: int, error: float = 0.0) -> dict[str, t
 def test_a_job_alone_hits_what_the_closed_forms_say(share: float):
     """Never evict to a sample; LRU and next use within 0.01: they are averages, over 5 epochs of 1,000."""
     found = {
-        name: paced(policy(name, round(1000 * share)), share, jobs=1, same=False, num=1000).hit_rate()
+        name: paced(CONTESTANTS[name](round(1000 * share)), share, jobs=1, same=False, num=1000).hit_rate()
         for name in ("never_evict", "static_split", "lru", "next_use")
     }
     assert found["never_evict"] == found["static_split"] == share == closed_forms.never_evict(share)
@@ -279,5 +275,5 @@ def test_so_it_does_at_full_size(share: float, same: bool):
 @pytest.mark.parametrize("same", [False, True])
 def test_no_policy_hits_more_than_the_optimum(same: bool):
     for name in POLICIES:
-        run = paced(policy(name, 60), 0.1, jobs=4, same=same, num=150, epochs=4)
+        run = paced(CONTESTANTS[name](60), 0.1, jobs=4, same=same, num=150, epochs=4)
         assert run.hits <= optimum(run.trace, 60).sum()

@@ -1,8 +1,9 @@
-"""The policies that look at no order."""
+"""The policies that look at no order, of the library and of the bench."""
 
 from __future__ import annotations
 
 import pytest
+from cache_simulator import CONTESTANTS
 from kept import Kept
 
 from penstock import ConfigError
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 def started(name: str, slots: int, *data: str) -> Kept:
     """Jobs 0, 1, ... that read ``data``."""
-    kept = Kept(policy(name, 10 * slots))
+    kept = Kept(CONTESTANTS[name](10 * slots))
     for number, one in enumerate(data):
         kept.join(Job(name=str(number), data=one, num_samples=9, batch_size=3), 0.0)
         kept.begin(str(number), range(9), range(9), 0.0)
@@ -29,10 +30,10 @@ def takes(kept: Kept, name: str, index: int, num_bytes: int = 10) -> bool:
 
 
 def test_the_policies_are_known_by_name():
-    assert set(POLICIES) == {"next_use", "gain", "lru", "never_evict", "static_split"}
+    assert set(POLICIES) == {"next_use", "gain", "lru"}
     assert type(policy(DEFAULT, 1)).__name__ == "NextUse"
     assert {name: policy(name, 7).capacity for name in POLICIES} == dict.fromkeys(POLICIES, 7)
-    with pytest.raises(ConfigError, match=r"belady is no policy.*known are next_use, gain, lru, never_evict"):
+    with pytest.raises(ConfigError, match=r"belady is no policy.*known are next_use, gain, lru"):
         policy("belady", 1)
 
 

@@ -1,0 +1,356 @@
+"""Benches: each runs at its smallest size, refuses bad input in one sentence, and calculates what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from math import inf, log2
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cache_simulator
+import harness
+import numpy as np
+import pytest
+import torch
+from checkout import ROOT
+
+from penstock import PenstockError
+from penstock.compression.codec import CODECS, encode
+from penstock.compression.frame import header_bytes
+from penstock.pipeline.schedules.span import Span
+
+BENCHES = ROOT / "scripts" / "bench"
+TOPICS = "cache checkpoint codecs convergence gpu offload pipeline replicas".split()
+FACTS = {"command", "date", "hardware", "versions", "system", "load_before", "load_after"}
+MLP = "model=mlp data.size=8 batch_size=32 threads=1"
+
+
+def topic(name: str) -> Any:
+    """The module of a topic; ``import codecs`` would be the standard library's."""
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCHES / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# Whole runs.
+
+
+def check_pipeline(found: dict[str, Any]) -> None:
+    torchs, ours = found["rows"]
+    assert (torchs["side"], ours["side"], ours["codec"]) == ("torch", "penstock", "raw")
+    pairs = ours["speedup_of_pairs"]
+    assert min(pairs) <= ours["speedup"] <= max(pairs)
+    assert ours["bytes_sent_forward"] > torchs["bytes_sent_forward"] > 0  # headers
+    losses = found["links"][0]["first_losses"].values()
+    assert max(losses) == pytest.approx(min(losses), rel=1e-3)
+
+
+def check_schedules(found: dict[str, Any]) -> None:
+    plain, stream = found["rows"]
+    assert (plain["rival"], stream["rival"]) == ("torch", "1f1b")
+    assert len(stream["bubble"]) == len(stream["bubble_simulated"]) == 2
+    assert [stage["num_live"] for stage in stream["versions"]] == [2, 1]
+    assert [cost["ranks"] for cost in found["overhead"]] == [1, 2]
+
+
+def check_codecs(found: dict[str, Any]) -> None:
+    rows = {(row["class"], row["codec"]): row for row in found["rows"]}
+    assert rows["synthetic", "raw"]["ratio"] == 1
+    zero_value = rows["synthetic", "zero_value"]
+    assert zero_value["ratio"] == pytest.approx(zero_value["bound"])
+    assert 1.5 < zero_value["ratio"] < 2
+    assert rows["synthetic", "lz4"]["by"] == "others"
+    assert {row["codec"] for row in found["rows"] if row["class"] == "job"} == {"raw", "zero_value", "lz4"}
+    assert all(row[verb] > 0 for row in found["rows"] for verb in ("pack", "unpack", "copy", "clone"))
+    assert len(found["overhead"]) == 6
+
+
+def check_offload(found: dict[str, Any]) -> None:
+    rows = found["disk"]["rows"]
+    assert [row["contestant"] for row in rows] == ["kept", "kept_as_it_comes", "disk_parameters"]
+    assert rows[2]["bytes_written"] > 0 == rows[0]["bytes_written"]
+    assert all(row["seconds"] > 0 and row["times_roofline"] >= 0.99 for row in rows)
+
+
+def check_replicas(found: dict[str, Any]) -> None:
+    even, weighted = found["speeds"]
+    assert (even["bound"], weighted["bound"]) == (pytest.approx(2 / 3), 1.0)
+    sent = {row["side"]: row for row in found["bytes"]}
+    assert sent["[2]"]["exchange"] > 0 == sent["three stages"]["exchange"]
+    assert sent["three stages"]["activations"] > 0 == sent["[2]"]["activations"]
+    assert all(row["total"] == row["activations"] + row["gradients"] + row["exchange"] + row["rest"]
+               for row in found["bytes"])  # fmt: skip
+
+
+def check_checkpoint(found: dict[str, Any]) -> None:
+    kinds = found["bytes"]["kinds"]
+    assert kinds["model"]["raw"] == kinds["momentum_buffer"]["raw"]
+    assert found["bytes"]["files"] > found["bytes"]["raw"] == 2 * kinds["model"]["raw"]
+    assert set(found["starts"]["seconds"]) == {"anew", "from the checkpoint"}
+    assert found["steps"]["ratio"] > 0
+
+
+def check_convergence(found: dict[str, Any]) -> None:
+    runs = {run["policy"]: run for run in found["runs"]}
+    assert runs["latest"]["updates"] == 4 * runs["synchronous"]["updates"]
+    assert runs["latest"]["lr"] == runs["synchronous"]["lr"] / 4
+    assert all(run["samples"] == [64, 128] for run in found["runs"])
+    assert all(0 <= share <= 1 for run in found["runs"] for share in run["accuracy"])
+
+
+def check_cache(found: dict[str, Any]) -> None:
+    kept = next(row for row in found["simulated"] if row["policy"] == "never_evict")
+    assert kept["hit_rate"] == pytest.approx(kept["closed_form"], abs=0.02)
+    real = {row["policy"]: row for row in found["real"]}
+    assert real["none"]["hit_rate"] == 0 < real["next_use"]["hit_rate"] <= 0.6
+    assert all(row["same_samples"] for row in found["real"])
+    never = real["never_evict"]
+    assert never["hit_rate"] == pytest.approx(never["simulated"]["hit_rate"], abs=0.05)
+    assert set(found["hit"]["microseconds"]) == {"hit", "file in the page cache"}
+
+
+RUNS = {
+    "pipeline": (
+        f"{MLP} data.num_samples=128 micro_batches=2 --links loopback --codecs raw --extra-in-flight 0 "
+        "--steps 1 --repeats 2 --warmup 1",
+        check_pipeline,
+    ),
+    "pipeline schedules": (
+        f"{MLP} model.hidden=[16,16,16] data.num_samples=128 micro_batches=4 --links loopback --codecs raw "
+        "--schedules 1f1b,async_1f1b --steps 1 --repeats 1 --warmup 1",
+        check_schedules,
+    ),
+    "codecs": (
+        "model=mlp --classes synthetic,job --sizes 16KiB --densities 0.5 --dtypes float32 --capture-steps 1 "
+        "--repeats 1 --codecs raw,zero_value,lz4",
+        check_codecs,
+    ),
+    "offload": (
+        f"{MLP} --contestants disk_parameters --limits none --repeats 1 --steps 1 --speed-bytes 8MiB",
+        check_offload,
+    ),
+    "replicas": (
+        f"{MLP} model.hidden=[16,16] batch_size=16 micro_batches=4 --parts speeds,bytes --factors 2 "
+        "--seconds 0.1 --repeats 1 --steps 1",
+        check_replicas,
+    ),
+    "checkpoint": (f"{MLP} micro_batches=2 --every 2 --repeats 1 --starts 1", check_checkpoint),
+    "convergence": (
+        "model=mlp cuts=[_2] --sets digits --seeds 0 --policies synchronous,latest --digits-steps 2 "
+        "--points 2 --test-samples 32 --processes 1",
+        check_convergence,
+    ),
+    "cache": (
+        "--parts simulated,real,hit --policies never_evict,next_use --jobs 2 --shares 0.25 --reads same "
+        "--num-samples 40 --batch-size 10 --epochs 3 --sample-bytes 8kB --rate 4MB --repeats 1",
+        check_cache,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", RUNS)
+def test_a_bench_runs_at_its_smallest_size(name: str, tmp_path: Path):
+    arguments, check = RUNS[name]
+    file = BENCHES / f"{name.split()[0]}.py"
+    words = [*shlex.split(arguments), "--results", str(tmp_path / "found" / "results.json")]
+    command = [sys.executable, str(file), *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == words[-1]
+    found = json.loads((tmp_path / "found" / "results.json").read_text())
+    assert found.keys() >= FACTS
+    assert found["command"] == shlex.join(["python", f"scripts/bench/{file.name}", *words])
+    assert found["versions"]["torch"] == str(torch.__version__)
+    check(found)
+
+
+# Bad input.
+
+REFUSED = {
+    "cache --policies belady": "belady is not known; known are next_use",
+    "cache --shares 0.1,2": "2 must be a number above 0 and at most 1",
+    "cache --parts real,real": "must name one or more, each once",
+    "cache --sample-bytes big": "big",
+    "checkpoint --every 0": "0 must be a whole number of 1 or more",
+    "checkpoint checkpoint.every=3": "this bench trains with checkpoint.every=10; drop checkpoint.every=",
+    "codecs --codecs zip": "zip is not known; known are raw",
+    "codecs --densities 1.5": "1.5 must be a number",
+    "codecs --isa sse": "sse is not known; known are avx512",
+    "convergence --policies lucky": "lucky is not known; known are synchronous",
+    "convergence data=digits": "this bench trains with data=digits; drop data=",
+    "offload --limits 200%": "200% is no share of what is needed; write 1% to 100%",
+    "offload --path nowhere": "--path=nowhere is no folder; name the one",
+    "offload ranks=2": "this bench trains with ranks=1; drop ranks=",
+    "pipeline --links fast": "fast",
+    "pipeline --schedules nowhere": "nowhere is not known; known are all, gpipe",
+    "pipeline --codecs zip": "zip",
+    "pipeline batch_size=10 micro_batches=4": "micro-batches of one size, found ranks=2 batch_size=10",
+    "pipeline ranks=3 --links 1Gbit": "a shaped link joins 2; leave 1Gbit out",
+    "pipeline modle=mlp": "modle",
+    "pipeline --seconds 0": "0 must be a number above 0",
+    "replicas --parts all": "all is not known; known are speeds, stages",
+    "replicas micro_batches=1": "replicas share micro-batches, found micro_batches=1; take 2",
+    "replicas --nothing": "unrecognized arguments: --nothing",
+    "gpu --dtypes float7": "float7 is not known; known are float32",
+}
+
+
+def refusal(typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    name, *words = shlex.split(typed)
+    module = topic(name)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        harness.main(module.options(), module.bench)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("typed", REFUSED)
+def test_bad_input_is_one_sentence(typed, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    line = refusal(typed, monkeypatch, capsys)
+    assert line.startswith(f"{typed.split()[0]}.py: ")
+    assert REFUSED[typed] in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_its_bench_says_so(monkeypatch, capsys):
+    pytest.importorskip("triton")
+    assert "needs a GPU, torch finds none" in refusal("gpu", monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("name", TOPICS)
+def test_every_option_has_a_help(name):
+    assert all(action.help for action in topic(name).options()._actions)
+
+
+def documented() -> list[str]:
+    """Commands of benches in the docs, blocks and text alike."""
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+    text = "\n".join(page.read_text() for page in [*pages, *sorted((ROOT / "docs").glob("*.md"))])
+    inline = re.findall(r"`python scripts/bench/([^`]+)`", text)
+    blocks = re.findall(r"^python scripts/bench/([^#\n]+)", text, flags=re.MULTILINE)
+    found = [*inline, *blocks, 'gpu.py --results "results"']
+    return list(dict.fromkeys(" ".join(one.split()) for one in found if "TOPIC" not in one))
+
+
+@pytest.mark.parametrize("typed", documented())
+def test_a_documented_command_is_not_refused(typed):
+    file, *words = shlex.split(typed)
+    asked = topic(file.removesuffix(".py")).options().parse_intermixed_args(words)
+    if getattr(asked, "job", None):
+        harness.train_config(asked.job, {"data": "fake"})
+
+
+def test_every_topic_is_documented():
+    assert {one.partition(".py")[0] for one in documented()} == {*TOPICS}
+
+
+# Calculations.
+
+
+def test_sides_take_turns_and_stop_when_time_is_up():
+    order: list[str] = []
+    sides = {name: lambda name=name: order.append(name) or len(order) for name in "ab"}
+    assert harness.alternate(sides, 2) == {"a": [1, 3], "b": [2, 4]}
+    assert order == ["a", "b", "a", "b"]
+    clock = iter(range(0, 100, 3))
+    assert harness.alternate({"a": lambda: 0}, 9, seconds=7, clock=lambda: float(next(clock))) == {
+        "a": [0] * 3
+    }
+
+
+def test_ratios_are_those_of_neighbours():
+    ratios = harness.ratio_of_pairs([2.0, 9.0, 8.0], [1.0, 3.0, 4.0])
+    assert ratios == {"speedup": 2.0, "speedup_of_pairs": [2.0, 3.0, 2.0]}
+    rates = harness.speeds([2.0, 4.0, 8.0], 16)
+    assert rates == {"samples_per_second": 4.0, "samples_per_second_of_runs": [8.0, 4.0, 2.0]}
+
+
+def test_sides_with_other_losses_are_not_compared():
+    harness.refuse_other_losses({"torch": 2.0, "ours": 2.001}, random=False)
+    harness.refuse_other_losses({"torch": 2.0, "ours": 2.3}, random=True)
+    with pytest.raises(PenstockError, match=r"first losses are 2\.0+ with torch and 2\.1\d+ with ours"):
+        harness.refuse_other_losses({"torch": 2.0, "ours": 2.1}, random=False)
+
+
+def test_entropy_and_bounds_hold():
+    codecs = topic("codecs")
+    assert codecs.entropy(np.zeros(9, np.uint8)) == 0
+    assert codecs.entropy(np.arange(256, dtype=np.uint8)) == 8
+    symbols = np.array([0] * 3 + [1], np.uint8)
+    assert codecs.entropy(symbols) == pytest.approx(0.75 * log2(4 / 3) + 0.25 * 2)
+    source = torch.Generator().manual_seed(0)
+    tensor = torch.relu(torch.randn(20000, generator=source))
+    words = tensor.numpy().view(np.uint32)
+    best = {codec: codecs.bound(codec, words, tensor.dtype) for codec in CODECS}
+    for codec in ("raw", "zero_value", "exponent", "zero_value+exponent"):
+        reached = tensor.nbytes / (encode(tensor, codec).numel() - header_bytes(1))
+        assert reached <= best[codec] * (1 + 1e-9)
+    assert codecs.bound("zero_value", np.zeros(4, np.uint32), torch.float32, np.zeros(4, bool)) == inf
+    assert codecs.bound("narrow", np.array([3, 7], np.uint8), torch.uint8) == pytest.approx(8 / 3)
+
+
+def test_the_bound_of_a_step_is_what_takes_longest():
+    offload = topic("offload")
+    runs = [{"seconds": 4.0, "bytes_written": 100.0, "bytes_read": 30.0, "peak_bytes": n} for n in (5, 7, 6)]
+    speeds = [{"written": w, "read": r} for w, r in ((50.0, 100.0), (1000.0, 10.0), (1000.0, 1000.0))]
+    row = offload.bounded_row(runs, [1.0, 1.0, 1.0], speeds)
+    assert (row["roofline"], row["times_roofline_of_runs"]) == (2.0, [2.0, 4 / 3, 4.0])
+    assert (row["times_compute"], row["peak_bytes"]) == (4.0, 7)
+    assert [offload.limit_bytes(limit, 200) for limit in ("none", "25%", "1KiB")] == [None, 50, 1024]
+
+
+def test_without_a_cgroup_a_limit_is_refused(tmp_path):
+    (tmp_path / "own").write_text("4:memory:/here\n")
+    offload = topic("offload")
+    with (
+        pytest.raises(PenstockError, match="needs a memory cgroup"),
+        offload.memory_group(root=tmp_path, own=tmp_path / "own"),
+    ):
+        pass
+
+
+def test_cost_of_a_checkpoint_is_a_ratio_of_neighbours():
+    taken = {"without": [1.0, 2.0, 4.0], "with": [1.5, 2.0, 8.0]}
+    facts = topic("checkpoint").step_facts(taken, taken, [0.1, 0.3, 0.2])
+    assert (facts["ratio"], facts["busy_ratio_of_pairs"], facts["held"]) == (1.5, [1.5, 1.0, 2.0], 0.2)
+
+
+def test_rows_of_replicas_are_sums_and_shares():
+    replicas = topic("replicas")
+    rows = replicas.speed_rows({"4": {"one rank": [[30.0, 10.0]], "[2]": [2.0]}}, 32)
+    assert (rows[0]["share"], rows[0]["bound"]) == (0.4, 0.4)
+    spans = [
+        Span(rank=rank, stage=0, op="U", micro_batch=0, start=0.0, end=end, waiting=0.0)
+        for rank, end in ((0, 3.0), (1, 1.0), (0, 5.0), (1, 9.0))
+    ]
+    assert replicas.update_seconds(spans) == 3.0
+
+
+def test_convergence_is_tested_at_even_steps_and_over_seeds():
+    convergence = topic("convergence")
+    assert convergence.stops_of(10, 4) == {2, 5, 8, 10}
+    runs = [{"set": "d", "policy": "latest", "accuracy": [0.1, one]} for one in (0.2, 0.6)]
+    assert convergence.curves(runs, "d") == {
+        "latest": {"mean": [0.1, pytest.approx(0.4)], "least": [0.1, 0.2], "most": [0.1, 0.6]}
+    }
+
+
+def test_a_store_grants_its_rate_to_all_who_read():
+    bucket = cache_simulator.TokenBucket(10.0, latency=1.0)
+    assert [bucket.read(20, now) for now in (0.0, 0.0, 9.0)] == [3.0, 5.0, 12.0]
