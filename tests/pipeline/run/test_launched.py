@@ -174,14 +174,13 @@ def test_a_killed_rank_of_another_machine_goes_on_from_the_last_checkpoint(tmp_p
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_lost_comes_back_and_one_without_the_store_ends(tmp_path):
+def test_a_machine_that_is_lost_comes_back_by_the_same_line(tmp_path):
     folder = tmp_path / "run"
     job = f"{OWN} epochs=40 hydra.run.dir={folder} resume=auto"
     with machines(job, restarts=3) as (first, second, start):
         until(lambda: steps(folder) > 5, first)
         second.lose()
-        until(lambda: "attempts left" in first.text or "Restart" in first.text or steps(folder) > 5, first)
-        time.sleep(5)
+        time.sleep(5)  # in which the first one starts its rank again, and that waits
         again = start(1)
         assert (first.end(), again.end()) == (0, 0), first.text + again.text
     assert "goes on behind step" in first.text
@@ -342,16 +341,26 @@ MESSAGE = {"plan": {}, "threads": 1, "resumes": False, "folder": "run", "record"
 
 
 @pytest.mark.parametrize(
-    "wrong", [None, [], {}, MESSAGE | {"threads": 0}, MESSAGE | {"threads": True}, MESSAGE | {"folder": None}, MESSAGE]
-)  # fmt: skip
+    "wrong",
+    [
+        None,
+        [],
+        {},
+        MESSAGE | {"threads": 0},
+        MESSAGE | {"threads": True},
+        MESSAGE | {"folder": None},
+        MESSAGE,
+    ],
+)
 def test_what_is_no_message_of_rank_0_is_refused(wrong, tmp_path):
     with pytest.raises(penstock.PenstockError):
         torchrun._take(TrainConfig(), RunFolder(path=tmp_path / "own"), wrong)
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), [("run", "run"), ("../run", "own"), ("/run", "own"), ("..", "own"), ("", "own"), (".", "own")]
-)  # fmt: skip
+    ("name", "place"),
+    [("run", "run"), ("../run", "own"), ("/run", "own"), ("..", "own"), ("", "own"), (".", "own")],
+)
 def test_a_rank_writes_next_to_its_own_folder_only(name, place, tmp_path, monkeypatch):
     plan = penstock.Plan.__new__(penstock.Plan)
     monkeypatch.setattr(torchrun.Plan, "of_json", lambda *_: plan)
