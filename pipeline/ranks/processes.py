@@ -1,7 +1,7 @@
 """Processes that live and end together: when one fails, all end, and how each of them ended is known.
 
 torch's elastic launcher would start them as well. It meets at a store that every machine of the network may
-write to and that is unpickled, and it gives a process that hangs half a minute; here nothing listens."""
+write to, and it gives a process that hangs half a minute; here nothing listens."""
 
 from __future__ import annotations
 
