@@ -155,7 +155,7 @@ def overwrite(port: int, bomb: bytes, *, of: str) -> int:
     visits = 0
     with contextlib.suppress(RuntimeError):  # the store has gone, and the run with it
         limit = datetime.timedelta(seconds=60)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        store: Any = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
         until = time.monotonic() + 15
         while time.monotonic() < until:
             for key in {*store.list_keys(), "penstock/sign/0", "penstock/sign/1"}:

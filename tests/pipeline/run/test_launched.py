@@ -341,19 +341,19 @@ MESSAGE = {"plan": {}, "threads": 1, "resumes": False, "folder": "run", "record"
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "said"),
     [
-        None,
-        [],
-        {},
-        MESSAGE | {"threads": 0},
-        MESSAGE | {"threads": True},
-        MESSAGE | {"folder": None},
-        MESSAGE,
+        (None, "is no plan of a run"),
+        ([], "is no plan of a run"),
+        ({}, "is no plan of a run"),
+        (MESSAGE | {"threads": 0}, "is no plan of a run"),
+        (MESSAGE | {"threads": True}, "is no plan of a run"),
+        (MESSAGE | {"folder": None}, "is no plan of a run"),
+        (MESSAGE, "the plan of rank 0 is not; make one anew"),
     ],
 )
-def test_what_is_no_message_of_rank_0_is_refused(wrong, tmp_path):
-    with pytest.raises(penstock.PenstockError):
+def test_what_is_no_message_of_rank_0_is_refused(wrong, said, tmp_path):
+    with pytest.raises(penstock.PenstockError, match=said):
         torchrun._take(TrainConfig(), RunFolder(path=tmp_path / "own"), wrong)
 
 
