@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
 import re
@@ -20,6 +21,7 @@ from runs import DEADLY, SMALL, same_model, trained
 
 import penstock
 from penstock.conf.schema import TrainConfig
+from penstock.pipeline.ranks.launched import fresh
 from penstock.pipeline.ranks.notices import Notices
 from penstock.pipeline.run import torchrun
 from penstock.pipeline.run.run_folder import RunFolder
@@ -161,7 +163,6 @@ def test_two_machines_train_with_the_bits_of_one_process(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_rank_of_another_machine_goes_on_from_the_last_checkpoint(tmp_path):
-    """The store stays through the restart, and with it all that the ranks that are gone wrote there."""
     death = tmp_path / "machine_1" / "kill_0"
     death.parent.mkdir()
     death.touch()
@@ -335,6 +336,20 @@ def test_ranks_do_not_wait_for_one_that_gives_no_sign_of_life(notices):
     notices[0].store.set("busy/0", "1")
     with pytest.raises(penstock.TransportError, match="rank 1 waited for rank 0: it gave no sign of life"):
         notices[1].wait_for(0, deadline=0.5)
+
+
+def test_ranks_that_start_again_share_nothing_with_those_before(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"))  # type: ignore[attr-defined]
+    starts = []
+    for _ in range(2):
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            joined = [pool.submit(fresh, store, rank=rank, ranks=3, deadline=20) for rank in range(3)]
+            starts.append([one.result() for one in joined])
+        first, second, third = starts[-1]
+        assert not any(one.check(["key"]) for one in (first, second, third))
+        first.set("key", "")
+        assert second.check(["key"])
+        assert third.check(["key"])
 
 
 MESSAGE = {"plan": {}, "threads": 1, "resumes": False, "folder": "run", "record": ""}
