@@ -340,12 +340,10 @@ def test_ranks_do_not_wait_for_one_that_gives_no_sign_of_life(notices):
 
 def test_ranks_that_start_again_share_nothing_with_those_before(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"))  # type: ignore[attr-defined]
-    starts = []
     for _ in range(2):
         with concurrent.futures.ThreadPoolExecutor() as pool:
             joined = [pool.submit(fresh, store, rank=rank, ranks=3, deadline=20) for rank in range(3)]
-            starts.append([one.result() for one in joined])
-        first, second, third = starts[-1]
+            first, second, third = [one.result() for one in joined]
         assert not any(one.check(["key"]) for one in (first, second, third))
         first.set("key", "")
         assert second.check(["key"])
