@@ -178,8 +178,8 @@ class ReplicasConfig:
         """Whether a stage may have more than one."""
         return self.count != 1
 
-    def check_shrink(self, *, plan: str | None, nodes: int) -> None:
-        """Refuse to go on with fewer where there is one of each stage, or several machines."""
+    def check_shrink(self, *, plan: str | None) -> None:
+        """Refuse to go on with fewer where there is one of each stage."""
         if self.shrink and not self.several and plan is None:
             raise ConfigError(
                 "replicas.shrink=true does without a replica that is lost, found replicas.count=1; add "
@@ -189,11 +189,6 @@ class ReplicasConfig:
             raise ConfigError(
                 "replicas.shares=replay takes the shares of a run with as many replicas, found "
                 "replicas.shrink=true; drop either"
-            )
-        if self.shrink and nodes > 1:
-            raise ConfigError(
-                f"replicas.shrink=true leaves a machine with fewer ranks than others, found nodes={nodes}; "
-                "take max_restarts=, or one machine"
             )
 
     def num_stages(self, ranks: int) -> int:
@@ -223,16 +218,12 @@ class ReplicasConfig:
                 f"replicas.count={self.count} of {num_stages} stages; take ranks={sum(counts)}"
             )
 
-    def check_threads(self, *, ranks: int, nodes: int, max_restarts: int) -> None:
+    def check_threads(self, *, ranks: int, max_restarts: int) -> None:
         """Refuse what threads of one process cannot be."""
         if not self.threads:
             return
         if ranks == 1:
             raise ConfigError("replicas.threads=true gives each rank a thread, found ranks=1; raise ranks")
-        if nodes > 1:
-            raise ConfigError(
-                f"replicas.threads=true puts all ranks into one process, found nodes={nodes}; drop either"
-            )
         if max_restarts:
             raise ConfigError(
                 "threads of one process are lost together, so none is started again, found "

@@ -12,7 +12,6 @@ from typing import Any
 
 from ..compression.errors import ConfigError
 from ..compression.names import AUTO, is_device
-from .machines import MachinesConfig
 from .parts import CacheConfig, CheckpointConfig, ClipConfig, MemoryConfig, ReplicasConfig
 from .rules import at_least, count_or_auto, one_of, shown
 
@@ -110,11 +109,6 @@ class PlanConfig:
             return self.replicas.num_stages(self.ranks)
         return 2 * self.ranks if self.schedule in TWO_A_RANK else self.ranks
 
-    @property
-    def local_ranks(self) -> int:
-        """Processes on this machine."""
-        return self.ranks
-
     def _check_stages(self) -> None:
         if self.cuts is not None and self.stages not in (None, self.num_stages):
             raise ConfigError(
@@ -132,7 +126,7 @@ class PlanConfig:
 
 
 @dataclass
-class TrainConfig(MachinesConfig, PlanConfig):
+class TrainConfig(PlanConfig):
     """The options of ``penstock train``; those of a plan, and these.
 
     Attributes:
@@ -145,6 +139,8 @@ class TrainConfig(MachinesConfig, PlanConfig):
         epochs: how often every training sample is seen
         max_steps: stop after this many steps; null: no limit
         deadline: seconds that any wait between ranks may take before the run ends
+        max_restarts: how often ranks that were killed, lost or hang are started again from a checkpoint
+        min_ranks: fewest ranks to go on with where one is lost again at once; null: all
         cache: a cache of samples that the training jobs of this machine share: cache=shared; none
         checkpoint: when the run writes one, and how many it keeps
         resume: go on from a checkpoint: auto, of the same hydra.run.dir; or the folder of a run or checkpoint
@@ -163,6 +159,8 @@ class TrainConfig(MachinesConfig, PlanConfig):
     epochs: int = 4
     max_steps: int | None = None
     deadline: float = 60.0
+    max_restarts: int = 0
+    min_ranks: int | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: str | None = None
@@ -189,15 +187,9 @@ class TrainConfig(MachinesConfig, PlanConfig):
         for name in self.loggers:
             one_of(LOGGERS, "logger", name)
         self._check_update()
-        self.check_machines()
-        self.replicas.check_shrink(plan=self.plan, nodes=self.nodes)
-        self.check_ranks(self.ranks, fixed=self._keeps_ranks())
-        self.replicas.check_threads(ranks=self.ranks, nodes=self.nodes, max_restarts=self.max_restarts)
-
-    @property
-    def local_ranks(self) -> int:
-        """Processes on each machine."""
-        return self.ranks // self.nodes
+        self._check_restarts()
+        self.replicas.check_shrink(plan=self.plan)
+        self.replicas.check_threads(ranks=self.ranks, max_restarts=self.max_restarts)
 
     @property
     def loggers(self) -> tuple[str, ...]:
@@ -219,8 +211,20 @@ class TrainConfig(MachinesConfig, PlanConfig):
             return f"weights={self.weights} of schedule={self.schedule}, which resumes on the same cuts"
         if self.replicas.several:
             return f"replicas.count={self.replicas.count}, which shrinks by replicas.shrink=true"
-        given = {"plan": self.plan, "program": self.program, "nodes": self.nodes if self.nodes > 1 else None}
+        given = {"plan": self.plan, "program": self.program}
         return next((f"{name}={value}" for name, value in given.items() if value), None)
+
+    def _check_restarts(self) -> None:
+        at_least(0, "max_restarts", self.max_restarts)
+        at_least(1, "min_ranks", self.min_ranks)
+        if self.min_ranks in (None, self.ranks):
+            return
+        if self.min_ranks > self.ranks:
+            raise ConfigError(f"min_ranks={self.min_ranks} is more than ranks={self.ranks}; lower it")
+        if not self.max_restarts:
+            raise ConfigError(f"min_ranks={self.min_ranks} is for restarts; add max_restarts=")
+        if fixed := self._keeps_ranks():
+            raise ConfigError(f"min_ranks={self.min_ranks} does not go with {fixed}; drop either")
 
     def _check_update(self) -> None:
         if self.autocast is not None:

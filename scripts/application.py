@@ -46,14 +46,9 @@ def run(
     Raises:  ConfigError: an option is unknown or does not fit.
     """
     command = command or name
-    typed = flags.read(command, arguments, schema)
-    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
-    OmegaConf.register_new_resolver("pid", os.getpid, replace=True)  # makes the folder's name unique
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # where model._target_=my.Net usually lies
+    typed = _read(name, schema, command, arguments)
     asked = shlex.join(["penstock", *command.split(), *arguments])
     arguments = overrides.with_own_groups(arguments)
-    typed = dataclasses.replace(typed, options=overrides.with_own_groups(typed.options))
     sweep = None if flags.ELSEWHERE & typed.flags.keys() else _try(name, schema, typed, early)
     codes, before = [0], sys.argv
 
@@ -82,6 +77,43 @@ def run(
     finally:
         sys.argv = before
     return max(codes)
+
+
+def options(
+    name: str, schema: type[Any], *, arguments: Sequence[str], early: Check
+) -> tuple[Any, RunFolder] | None:
+    """Compose the options of command ``name`` and leave its run folder alone: another process claims it.
+
+    Args:    as those of ``run``.
+    Returns: the options, and the folder as this process would name it; None where a flag asks for no run.
+    Raises:  ConfigError: an option is unknown or does not fit.
+    """
+    typed = _read(name, schema, name, arguments)
+    if {"--cfg", *flags.ELSEWHERE} & typed.flags.keys():
+        return None
+    with _composing(name, typed) as composed:
+        config, folder = _without_hydra(composed(typed.options))
+    made = checked(config, schema)
+    early(made, typed.options)
+    return made, folder
+
+
+def _read(name: str, schema: type[Any], command: str, arguments: Sequence[str]) -> flags.Typed:
+    """Tell flags from options, and get Hydra ready to compose them."""
+    typed = flags.read(command, arguments, schema)
+    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    OmegaConf.register_new_resolver("pid", os.getpid, replace=True)  # makes the folder's name unique
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where model._target_=my.Net usually lies
+    return dataclasses.replace(typed, options=overrides.with_own_groups(typed.options))
+
+
+def _without_hydra(config: DictConfig) -> tuple[DictConfig, RunFolder]:
+    """Part a composed configuration into the options of the command and the run folder."""
+    folder = RunFolder(path=Path(config.hydra.run.dir))
+    with open_dict(config):
+        del config["hydra"]
+    return config, folder
 
 
 def checked(config: DictConfig, schema: type[Any]) -> Any:
@@ -129,15 +161,12 @@ def _try(name: str, schema: type[Any], typed: flags.Typed, early: Check) -> RunF
                 composed(options)
             own = [option for option in typed.options if option.startswith("hydra.")]
             return RunFolder(path=Path(composed(own).hydra.sweep.dir))
-        config = composed(typed.options)
+        config, folder = _without_hydra(composed(typed.options))
         if any(option.startswith("+hydra.") for option in typed.options):
             _check_hydra(typed.options, composed([]))
-    folder = Path(config.hydra.run.dir)
-    with open_dict(config):
-        del config["hydra"]
     if "--cfg" not in typed.flags:
         early(checked(config, schema), typed.options)
-        with RunFolder(path=folder).claim(resumes=_resumes(config)):
+        with folder.claim(resumes=_resumes(config)):
             pass  # and is gone again, if this made it
     return None
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import re
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from ..compression.errors import ConfigError
-from ..conf.machines import MachinesConfig
+from ..compression.errors import ConfigError, PenstockError
 from ..conf.schema import TrainConfig
-from ..pipeline.ranks.launch import secret
+from ..pipeline.ranks.launch import local_rank
 from ..pipeline.ranks.launched import Launched
 from . import usage
+from .command import REFUSED
 
 if TYPE_CHECKING:
     from ..pipeline.run.run_folder import RunFolder
+
+OWN_RENDEZVOUS = ("nodes", "node", "master", "join_deadline")
+"""Options of former versions, in the place of which torchrun starts the ranks of several machines."""
+
+_MOMENT = 2.0
+"""Seconds in which the first rank of a machine tells a refusal: torchrun ends it when another rank ends."""
 
 
 def main(arguments: Sequence[str], **how: Any) -> int:
@@ -33,50 +34,56 @@ def main(arguments: Sequence[str], **how: Any) -> int:
         if not (launched and launched.rank):
             print(usage.text("train", TrainConfig))
         return 0
+    if launched and launched.rank:
+        return _follow(arguments, launched)
+    arguments = _checked(arguments, launched)
     from ..pipeline.run import early
     from .application import run
 
-    if launched is None and (other := _other_node(arguments)):
-        from ..pipeline.run.machines import follow_node_0
+    task = functools.partial(_train, launched=launched is not None, **how)
+    return run("train", TrainConfig, task, arguments=arguments, early=early.check)
 
-        follow_node_0(other, [option for option in arguments if not option.startswith("-")])
-        return 0
-    if launched is None:
-        task = functools.partial(_train, **how)
-        return run("train", TrainConfig, task, arguments=arguments, early=early.check)
-    with contextlib.closing(launched):
-        if launched.rank:
-            from ..pipeline.run.train import follow
 
-            follow(launched)
+def _follow(arguments: Sequence[str], launched: Launched) -> int:
+    """Train as a rank other than 0; of the ranks of a machine, the first tells why none of them begins."""
+    from ..pipeline.run import early
+    from . import application
+
+    try:
+        arguments = _checked(arguments, launched)
+        options = application.options("train", TrainConfig, arguments=arguments, early=early.check)
+        if options is None:
             return 0
-        arguments = _with_ranks(arguments, launched.ranks)
-        task = functools.partial(_train, launched=launched)
-        return run("train", TrainConfig, task, arguments=arguments, early=early.check)
+        from ..pipeline.run.train import follow, join_world
+
+        decisions = follow(*options)
+    except PenstockError:
+        if local_rank() == 0:
+            raise
+        time.sleep(_MOMENT)
+        return REFUSED
+    join_world(options[0], *decisions)
+    return 0
 
 
-def _other_node(arguments: Sequence[str]) -> MachinesConfig | None:
-    """The options of a machine other than 0, which takes all else from that; None for machine 0.
+def _checked(arguments: Sequence[str], launched: Launched | None) -> Sequence[str]:
+    """Return the arguments, with ``ranks=`` where a launcher says it.
 
-    Raises: ConfigError: they do not fit."""
-    own = [field.name for field in dataclasses.fields(MachinesConfig)]
-    options = [option for option in arguments if option.partition("=")[0] in own]
-    several = any(option.partition("=")[0] == "nodes" and option != "nodes=1" for option in options)
-    if several and {"--multirun", "-m"} & set(arguments):
-        raise ConfigError("--multirun is several runs, and nodes= meet for one; start them one by one")
-    if "--cfg" in arguments or not any(re.fullmatch(r"node=(?!0+$).*", option) for option in options):
-        return None
-    schema = OmegaConf.structured(MachinesConfig)
-    for option in options:
-        try:
-            made = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.from_dotlist([option])))
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{option} does not fit: {str(error).splitlines()[0]}") from error
-    made = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.from_dotlist(options)))
-    assert isinstance(made, MachinesConfig)
-    made.check_machines()
-    secret()
-    return made
+    Raises: ConfigError: they ask for what is gone, or for several runs of a launcher's ranks."""
+    for argument in arguments:
+        if argument.lstrip("+").partition("=")[0] in OWN_RENDEZVOUS:
+            raise ConfigError(
+                f"{argument} is gone, since torchrun starts the ranks of several machines; on each of them "
+                "type torchrun --nnodes 2 --node-rank N --master-addr HOST -m penstock train ... "
+                "(docs/machines.md)"
+            )
+    if launched is None:
+        return arguments
+    if {"--multirun", "-m"} & set(arguments):
+        raise ConfigError(
+            "--multirun is several runs, and the ranks of a launcher meet for one; start them one by one"
+        )
+    return _with_ranks(arguments, launched.ranks)
 
 
 def _with_ranks(arguments: Sequence[str], ranks: int) -> list[str]:

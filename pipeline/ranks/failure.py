@@ -62,21 +62,14 @@ def leave(errors: Path, error: BaseException, *, rank: int | None = None) -> Fai
         at=time.time(),
         trace="".join(traceback.format_exception(error)).splitlines(),
     )
-    keep(errors, [failure])
+    part = path.with_suffix(".part")
+    try:
+        errors.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(dataclasses.asdict(failure), indent=1))
+        part.replace(path)
+    except OSError as refused:  # a full disk may be the very error
+        print(f"{failure.sentence} ({path} cannot be written: {refused.strerror})", file=sys.stderr)
     return failure
-
-
-def keep(errors: Path, failures: Sequence[Failure]) -> None:
-    """Write failures into the folder ``errors``, each whole or not at all."""
-    for failure in failures:
-        path = errors / f"rank{failure.rank}.json"
-        part = path.with_suffix(".part")
-        try:
-            errors.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(dataclasses.asdict(failure), indent=1))
-            part.replace(path)
-        except OSError as refused:  # a full disk may be the very error
-            print(f"{failure.sentence} ({path} cannot be written: {refused.strerror})", file=sys.stderr)
 
 
 def _unexpected(error: BaseException) -> str:

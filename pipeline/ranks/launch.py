@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import os
 import socket
 import sys
@@ -21,7 +20,7 @@ from ...compression.errors import ConfigError, TransportError
 from . import rank as first
 from .failure import cause, leave, read_failures
 from .launched import MEETING, Launched, fresh
-from .processes import Ends, StartProcess, run_together, start_process
+from .processes import StartProcess, run_together, start_process
 from .signals import Stopped
 
 if TYPE_CHECKING:
@@ -33,22 +32,19 @@ MOST_RANKS_PER_CORE = 4
 """More than this only take each other's time and memory."""
 
 
-AT = "at "
-"""Before the address of a store, where ranks do not meet in a folder."""
-
-SECRET = "PENSTOCK_SECRET"
-SHORTEST_SECRET = 16
-
-
 def cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def local_ranks(ranks: int) -> int:
+    """Return how many of ``ranks`` ranks are on this machine: all, unless a launcher says otherwise."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+
+
 def threads_per_rank(ranks: int) -> int:
-    """Return the threads of each of ``ranks`` ranks when the user does not say; a launcher tells how many of
-    them are on this machine."""
-    return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    """Return the threads of each of ``ranks`` ranks when the user does not say."""
+    return max(1, cores() // local_ranks(ranks))
 
 
 def local_rank() -> int:
@@ -56,35 +52,20 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
-def check_ranks(ranks: int, *, here: int | None = None) -> None:
+def check_ranks(ranks: int) -> None:
     """Refuse more ranks than this machine can start, or other ones than a launcher did.
 
-    Args:   here: those of them on this machine, if it is not all.
     Raises: ConfigError: more than ``MOST_RANKS_PER_CORE`` for each core.
     """
     if launched := Launched.of_environment():
         launched.check(ranks)
         return
-    most = MOST_RANKS_PER_CORE * cores() * ranks // (here or ranks)
+    most = MOST_RANKS_PER_CORE * cores()
     if ranks > most:
         raise ConfigError(
             f"ranks={ranks} is more than this machine can start: its {cores()} cores take "
             f"{MOST_RANKS_PER_CORE} ranks each; lower ranks to {most}"
         )
-
-
-def secret() -> bytes:
-    """What launchers and ranks on several machines prove to each other that they know.
-
-    Raises: ConfigError: there is none, or it is short.
-    """
-    text = os.environ.get(SECRET, "")
-    if len(text) < SHORTEST_SECRET:
-        raise ConfigError(
-            f"nodes know each other by a secret of {SHORTEST_SECRET} characters or more in {SECRET}, found "
-            f"{len(text)}; set it alike on all nodes, for example to what openssl rand -hex 32 prints"
-        )
-    return text.encode()
 
 
 def init(*, deadline: float = 60.0) -> World:
@@ -123,11 +104,6 @@ def _meeting(deadline: float) -> tuple[Store, int, int]:
         store, rank, ranks = next(iter(rendezvous("env://", timeout=datetime.timedelta(seconds=deadline))))
         return fresh(store, rank=rank, ranks=ranks, deadline=deadline), rank, ranks
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if place.startswith(AT):
-        from .meeting import MeetingStore
-
-        host, port, room = json.loads(place.removeprefix(AT))
-        return MeetingStore((host, port), secret(), room=room), rank, ranks
     # No number of users: a store that counts them removes its file with the last, and may abort the
     # process where another removes it meanwhile. The launcher removes the folder.
     store = dist.FileStore(str(Path(place) / "store"))  # pyright: ignore[reportPrivateImportUsage]
@@ -153,61 +129,28 @@ def start_ranks(
     Raises: PenstockError: the first cause among the failures, as one sentence. Stopped: the ranks were asked
             to stop, and did. No rank is left running, whatever is raised.
     """
+    size = len(stages_of_rank)
+    # -P and PYTHONPATH: the ranks find modules where this process does, the user's own included.
+    command = [sys.executable, "-P", "-m", first.__name__, module, *arguments]
     with _folder() as meeting:
-        ranks = range(len(stages_of_rank))
-        found = run_ranks(
-            module,
-            arguments,
-            ranks,
-            of=len(ranks),
-            meeting=meeting,
-            device=device or _loopback(),
-            ends=ends,
+        environment = os.environ | {
+            "WORLD_SIZE": str(size),
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "GLOO_SOCKET_IFNAME": device or _loopback(),
+            MEETING: meeting,
+            first.LAUNCHER: str(os.getpid()),
+        }
+        found = run_together(
+            (
+                ([*end, *command], environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+                for rank, end in enumerate(ends or [()] * size)
+            ),
             start=start,
         )
     if found.stopped:
         raise Stopped(found.stopped)
     if found.codes:
         raise cause(found, read_failures(errors), stages_of_rank=stages_of_rank)
-
-
-def run_ranks(
-    module: str,
-    arguments: Sequence[str],
-    ranks: Sequence[int],
-    *,
-    of: int,
-    meeting: str,
-    device: str,
-    ends: Sequence[Sequence[str]] | None = None,
-    called_off: Callable[[], bool] = lambda: False,
-    start: StartProcess = start_process,
-) -> Ends:
-    """Run those ``ranks``, out of as many as ``of``, that are this machine's; return how they ended.
-
-    Args:   meeting: the folder, or the address, where all ranks meet.
-            called_off: whether all shall end, though none of them has failed.
-    Raises: TransportError: one could not be started.
-    """
-    # -P and PYTHONPATH: the ranks find modules where this process does, the user's own included.
-    command = [sys.executable, "-P", "-m", first.__name__, module, *arguments]
-    surroundings = os.environ | {
-        "WORLD_SIZE": str(of),
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        "GLOO_SOCKET_IFNAME": device,
-        MEETING: meeting,
-        first.LAUNCHER: str(os.getpid()),
-    }
-    found = run_together(
-        (
-            ([*end, *command], surroundings | {"RANK": str(rank), "LOCAL_RANK": str(place)})
-            for place, (rank, end) in enumerate(zip(ranks, ends or [()] * len(ranks), strict=True))
-        ),
-        called_off=called_off,
-        start=start,
-    )
-    codes = {ranks[place]: code for place, code in found.codes.items()}
-    return Ends(codes=codes, stuck=[ranks[place] for place in found.stuck], asked=found.asked)
 
 
 def run_rank(work: Callable[[], None], errors: Path) -> None:

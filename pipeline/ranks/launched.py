@@ -1,40 +1,30 @@
-"""Ranks that somebody else's launcher started, such as torchrun: rank 0 decides, the others follow it.
-
-Rank 0 traces and measures for as long as that takes, so the others wait for its plan without a deadline, at
-the launcher's store. What it posts there is JSON: nothing is pickled."""
+"""Ranks that a launcher such as torchrun started: who they are, and a part of its store for them alone."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import json
-import math
+import dataclasses
 import os
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...compression.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from .world import World
-
 MEETING = "PENSTOCK_MEETING"
 """The environment variable with the folder where the ranks of a local run meet."""
 
 _PAUSE = 0.05
-_LEAVING_SECONDS = 10.0
-"""How long rank 0, who may keep the store, waits until the others know that there is no more to do."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
     """This process among those that the launcher started."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks, self.runs = rank, ranks, 0
-        self._fresh: Store | None = None
+    rank: int
+    ranks: int
 
     @staticmethod
     def of_environment() -> Launched | None:
@@ -49,7 +39,7 @@ class Launched:
                 f"a launcher sets RANK to a number below WORLD_SIZE, found RANK={rank} WORLD_SIZE={ranks}; "
                 "unset both, and penstock starts ranks of its own"
             )
-        return Launched(int(rank), int(ranks))
+        return Launched(rank=int(rank), ranks=int(ranks))
 
     def check(self, ranks: int) -> None:
         """Refuse a run of another number of ranks than there are.
@@ -60,63 +50,6 @@ class Launched:
                 f"the launcher started {self.ranks} processes (WORLD_SIZE={self.ranks}), and the run has "
                 f"ranks={ranks}; start as many as it has ranks, or leave ranks= out"
             )
-
-    def post(self, run: Any, *, deadline: float) -> None:
-        """Tell the others what to run (anything JSON can say).
-
-        Raises: TransportError: they are not there within ``deadline`` seconds."""
-        self._join(deadline).set(self._key(), json.dumps(run))
-
-    def follow(self) -> Any:
-        """Wait until rank 0 has posted the next run, and return that; None when there are no more.
-
-        Raises: TransportError: the launcher's store has gone."""
-        try:
-            store = self._join(math.inf)
-            while not store.check([key := self._key()]):
-                time.sleep(_PAUSE)
-            return json.loads(store.get(key))
-        except RuntimeError as error:
-            raise TransportError(
-                f"rank {self.rank} waited for the plan of rank 0, and the launcher's store has gone: {error}"
-            ) from error
-
-    def init(self, *, deadline: float) -> World:
-        """Become this rank in the group of the run that was posted last, as ``penstock.init`` does."""
-        from torch.distributed.distributed_c10d import PrefixStore
-
-        from .world import found
-
-        own = PrefixStore(f"penstock/{self.runs}", self._join(deadline))
-        self.runs += 1
-        return found(own, rank=self.rank, ranks=self.ranks, deadline=deadline)
-
-    def close(self) -> None:
-        """Leave: rank 0 tells the others that there is no more to do, and waits until they know."""
-        signs = [f"penstock/left/{rank}" for rank in range(1, self.ranks)]
-        with contextlib.suppress(RuntimeError, TransportError):  # whoever kept the store has gone
-            if self.rank:
-                self._join(_LEAVING_SECONDS).set(signs[self.rank - 1], "")
-            elif signs:
-                self.post(None, deadline=_LEAVING_SECONDS)
-                self._join(_LEAVING_SECONDS).wait(signs, datetime.timedelta(seconds=_LEAVING_SECONDS))
-
-    def _key(self) -> str:
-        return f"penstock/run/{self.runs}"
-
-    def _join(self, deadline: float) -> Store:
-        """The store of these processes alone."""
-        if self._fresh is None:
-            from torch.distributed.rendezvous import rendezvous
-
-            try:
-                store = next(iter(rendezvous("env://")))[0]
-            except (RuntimeError, ValueError) as error:  # MASTER_ADDR is missing, or nobody answers there
-                raise TransportError(
-                    f"rank {self.rank} found no store of the launcher to meet the others at: {error}"
-                ) from error
-            self._fresh = fresh(store, rank=self.rank, ranks=self.ranks, deadline=deadline)
-        return self._fresh
 
 
 def fresh(store: Store, *, rank: int, ranks: int, deadline: float) -> Store:

@@ -6,20 +6,25 @@ other."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
 from torch.distributed.distributed_c10d import Store
+
+from ...compression.errors import TransportError
 
 MOMENT = 1.5
 """Seconds that a look-up in the store may take, of which ranks have one to give a sign of life."""
 
 _SIGN_SECONDS = 1.0
+_POLL_SECONDS = 0.1
 _ASKING = "penstock-store"
+_DONE = "done"
 
 T = TypeVar("T")
 
@@ -81,6 +86,51 @@ class Notices:
         )
         who = f"{ranks_named(quiet)} did not answer: " if quiet else ""
         return f"{who}{of_gloo(error)}"
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Leave a sign of life every second while the block lasts; the others are in ``wait_for``."""
+        store, done = self.store, threading.Event()
+        assert store is not None, "there is somebody who waits"
+
+        def beat() -> None:
+            count = 0
+            with contextlib.suppress(RuntimeError):  # the store has gone: the next exchange tells
+                while not done.wait(_SIGN_SECONDS):
+                    store.set(f"busy/{self.rank}", str(count := count + 1))
+
+        thread = threading.Thread(target=beat, name="penstock-busy", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join(MOMENT)
+            with contextlib.suppress(RuntimeError):
+                store.set(f"busy/{self.rank}", _DONE)
+
+    def wait_for(self, rank: int, *, deadline: float) -> None:
+        """Wait until ``rank`` has left its ``busy`` block, for as long as it gives signs of life.
+
+        Args:   deadline: seconds between two signs.
+        Raises: TransportError: it gives none, or the store has gone."""
+        store, key = self.store, f"busy/{rank}"
+        assert store is not None, "there is somebody to wait for"
+        seen, until = "", time.monotonic() + deadline
+        try:
+            while seen != _DONE:
+                before = seen
+                seen = bounded(
+                    lambda: store.get(key).decode(errors="replace") if store.check([key]) else "",
+                    seconds=deadline,
+                )
+                if seen != before:
+                    until = time.monotonic() + deadline
+                elif time.monotonic() > until:
+                    raise TimeoutError(f"it gave no sign of life for {deadline:g} s")
+                time.sleep(_POLL_SECONDS)
+        except (RuntimeError, TimeoutError) as error:
+            raise TransportError(f"rank {self.rank} waited for rank {rank}: {of_gloo(error)}") from error
 
     def part(self, seconds: float) -> None:
         """Say that nothing is left to do, and wait until all have said so."""

@@ -1,7 +1,7 @@
 """Processes that live and end together: when one fails, all end, and how each of them ended is known.
 
 torch's elastic launcher would start them as well. It meets at a store that every machine of the network may
-write to and that is unpickled, and it gives a process that hangs half a minute; here nothing listens."""
+write to, and it gives a process that hangs half a minute; here nothing listens."""
 
 from __future__ import annotations
 
@@ -75,14 +75,12 @@ def start_process(command: Sequence[str], environment: Mapping[str, str]) -> Pro
 def run_together(
     starts: Iterable[tuple[Sequence[str], Mapping[str, str]]],
     *,
-    called_off: Callable[[], bool] = lambda: False,
     start: StartProcess = start_process,
 ) -> Ends:
     """Run a process for each (command, environment), wait, and leave none behind, whatever is raised.
 
     What asks this process to stop (``signals.ASKING``) is passed on to them, who know where they can.
 
-    Args:   called_off: whether all shall end, though none of them has failed; asked again and again.
     Raises: TransportError: one could not be started.
     """
     processes: list[Process] = []
@@ -97,14 +95,14 @@ def run_together(
         for command, environment in starts:
             processes.append(start(command, environment))
         with heard(pass_on):
-            codes = _wait(processes, called_off)
+            codes = _wait(processes)
         left = codes or any(_code(process) is None for process in processes)
         return Ends(codes=codes, stuck=_tell_to_end(processes) if left else [], asked=asked)
     finally:
         _kill(processes)
 
 
-def _wait(processes: Sequence[Process], called_off: Callable[[], bool]) -> dict[int, int]:
+def _wait(processes: Sequence[Process]) -> dict[int, int]:
     """Wait for all, or a moment longer than the first failure; return the exit codes that tell of one."""
     until, codes = float("inf"), {}
     while time.monotonic() < until:
@@ -117,8 +115,6 @@ def _wait(processes: Sequence[Process], called_off: Callable[[], bool]) -> dict[
                 until = min(until, time.monotonic() + _LAST_WORDS_SECONDS)
         if not alive:
             break
-        if until == float("inf") and called_off():
-            until = time.monotonic() + _LAST_WORDS_SECONDS
         time.sleep(_POLL_SECONDS)
     return codes
 

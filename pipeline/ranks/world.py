@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 _LEAVING_SECONDS = 2.0
 """How long a rank that has done its work waits for the others before it closes its connections."""
 
-_FOUNDED: weakref.WeakKeyDictionary[ProcessGroup, Store] = weakref.WeakKeyDictionary()
-"""The default groups that ``found`` started: nobody else's, so a world needs no group beside them. Each with
-its store, which must live as long: torch keeps no store that is written in Python."""
+_FOUNDED: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+"""The default groups that ``found`` started: nobody else's, so a world needs no group beside them."""
 
 
 class World:
@@ -214,7 +213,7 @@ def found(store: Store, *, rank: int, ranks: int, deadline: float) -> World:
     except (RuntimeError, TimeoutError) as error:
         raise TransportError(_who_is_cut_off(own, rank, ranks=ranks, error=error)) from error
     assert dist.group.WORLD is not None
-    _FOUNDED[dist.group.WORLD] = store
+    _FOUNDED.add(dist.group.WORLD)
     return World(dist.group.WORLD, deadline=deadline)
 
 

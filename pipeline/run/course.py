@@ -9,7 +9,7 @@ from pathlib import Path
 from ...compression.names import AUTO
 from ...conf.schema import TrainConfig
 from ..pipeline import Pipeline
-from ..ranks.launch import cores
+from ..ranks.launch import cores, local_ranks
 from ..samples.loader import Loader, workers_of
 from ..samples.reading import Needs, Place, Reading
 from ..samples.samples import Samples
@@ -88,7 +88,7 @@ def loader(
     read = {
         split: table for split, table in tables.items() if needs.inputs or not isinstance(table, PartTable)
     }
-    spare = cores() // config.local_ranks - (config.threads or 1)
+    spare = cores() // local_ranks(config.ranks) - (config.threads or 1)
     asked = config.data.get("workers", AUTO)
     threads = config.replicas.threads  # a process is not forked from among them, and one for each is dear
     asked = 0 if threads and asked == AUTO else asked

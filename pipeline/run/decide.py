@@ -46,7 +46,7 @@ def prepare(config: PlanConfig) -> Samples:
 
     Raises: PenstockError: the data or the device cannot be had.
     """
-    config.threads = config.threads or threads_per_rank(config.local_ranks)
+    config.threads = config.threads or threads_per_rank(config.ranks)
     torch.set_num_threads(config.threads)
     exactness.begin(config)
     return build.samples(config.data, batch_size=config.batch_size)

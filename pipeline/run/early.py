@@ -22,7 +22,7 @@ from ...stages.planner.dealing import split_shares
 from ...stages.planner.plan import Plan, check_tiers
 from ...stages.planner.rules import check_mirror, check_replicas, check_replicated, check_versions
 from ...stages.units import is_zero, parse_bytes, parse_rate, share_of
-from ..ranks.launch import check_ranks, secret
+from ..ranks.launch import check_ranks
 from ..ranks.launched import Launched
 from ..samples import sources
 from ..schedules import schedule_named
@@ -46,15 +46,8 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
     """
     given = load_plan(config, typed) if isinstance(config, TrainConfig) and config.plan else None
     if isinstance(config, TrainConfig):
-        check_ranks(config.ranks, here=config.local_ranks)
+        check_ranks(config.ranks)
         _check_launcher(config)
-        if config.nodes > 1:
-            secret()
-        if config.replicas.idle and (config.nodes > 1 or Launched.of_environment()):
-            raise ConfigError(
-                "replicas.idle=true leaves out ranks that penstock starts on one machine, found those of "
-                "several machines or of a launcher; drop it, and all ranks have work"
-            )
         for name in config.loggers:
             if name != "csv" and not _findable(name):
                 raise ConfigError(
@@ -194,16 +187,17 @@ def _check_disk(memory: MemoryConfig) -> None:
 
 
 def _check_launcher(config: TrainConfig) -> None:
-    """Refuse to start again, as threads, or on other machines, what somebody else's launcher starts."""
+    """Refuse to start again, to leave out, or to run as threads what somebody else's launcher starts."""
     if not Launched.of_environment():
         return
-    asked = {"max_restarts": config.max_restarts, "nodes": config.nodes - 1 and config.nodes}
-    asked |= {f"replicas.{name}": getattr(config.replicas, name) and "true" for name in ("shrink", "threads")}
+    asked: dict[str, Any] = {"max_restarts": config.max_restarts}
+    options = ("shrink", "threads", "idle")
+    asked |= {f"replicas.{name}": "true" for name in options if getattr(config.replicas, name)}
     for name, value in asked.items():
         if value:
             raise ConfigError(
-                f"{name}={value} is for ranks that penstock starts; tell the launcher (torchrun has "
-                "--max-restarts and --nnodes), and leave it out here"
+                f"{name}={value} is for ranks that penstock starts, found those of a launcher; leave it out "
+                "(torchrun restarts its ranks by --max-restarts)"
             )
 
 

@@ -26,8 +26,9 @@ from .run_folder import RunFolder
 FREE = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
     "recompute", "extra_in_flight", "link", "memory", "deadline", "logger", "checkpoint", "resume", "epochs",
-    "max_steps", "guard", "traceback", "versions", "settings", "max_restarts", "min_ranks", "nodes", "node",
-    "master", "join_deadline", "cache", "data.workers", "data.local", "replicas",
+    "max_steps", "guard", "traceback", "versions", "settings", "max_restarts", "min_ranks", "cache",
+    "data.workers", "data.local", "replicas",
+    "nodes", "node", "master", "join_deadline",  # of checkpoints from before torchrun alone
 )  # fmt: skip
 """What changes no bit of a synchronous training; what it changes of a stream, loading the state refuses."""
 
@@ -177,7 +178,7 @@ def take_over(
 
 def _both(config: TrainConfig, notes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The options of now and of the checkpoint, flat."""
-    return dict(_flat(dataclasses.asdict(config))), dict(_flat(notes["config"]))
+    return dict(flat(dataclasses.asdict(config))), dict(flat(notes["config"]))
 
 
 def _root(key: str) -> str:
@@ -199,9 +200,10 @@ def _kind(key: str, config: TrainConfig, mine: object, there: object) -> str:
     return "free" if key in FREE or _root(key) in FREE else "refused"
 
 
-def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield options by their full dotted names."""
     for name, value in options.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value

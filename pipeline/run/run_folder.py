@@ -162,7 +162,10 @@ class RunFolder:
 
     def read_config(self) -> TrainConfig:
         """Return the configuration that ``save`` or ``tell`` wrote."""
-        return config_of(self.config.read_text())
+        content = OmegaConf.create(self.config.read_text())
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), content))
+        assert isinstance(config, TrainConfig)
+        return config
 
     def read_summary(self) -> dict[str, Any]:
         """Return what rank 0 left of a finished run."""
@@ -206,11 +209,3 @@ def step_of(checkpoint: Path) -> int:
     """How many steps a checkpoint has behind it, by the name of its folder; -1 for another folder."""
     number = checkpoint.name.removeprefix("step_")
     return int(number) if number.isdecimal() else -1
-
-
-def config_of(text: str) -> TrainConfig:
-    """Return the configuration that a ``config.yaml`` holds."""
-    content = OmegaConf.merge(OmegaConf.structured(TrainConfig), OmegaConf.create(text))
-    config = OmegaConf.to_object(content)
-    assert isinstance(config, TrainConfig)
-    return config

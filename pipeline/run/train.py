@@ -4,7 +4,7 @@
 Where there are several, each of them starts at ``join``; ``train_rank`` runs once in every one:
 
     train:       options -> samples -> model -> trace -> measure -> partition -> Plan -> Pipeline, to try it
-    follow:      where a launcher such as torchrun started the ranks: what rank 0 decided -> join
+    follow:      every rank but 0 of those that torchrun started (``torchrun.py``): options -> Plan of rank 0
     join:        options, Plan -> samples -> model -> Pipeline
     train_rank:  Pipeline -> step after step -> the run folder
 
@@ -29,22 +29,19 @@ from ...stages.seeds import TURN
 from ..pipeline import Pipeline
 from ..ranks.groups import thread_of
 from ..ranks.launch import init, run_rank, start_ranks
-from ..ranks.launched import Launched
-from ..ranks.nodes import Lead
 from ..ranks.processes import StartProcess, start_process
 from ..ranks.threads import start_threads
 from ..ranks.world import World
 from ..samples.samples import Samples
-from . import build, console, early, sharing
+from . import build, console, early, sharing, torchrun
 from .bare import is_bare, sources
 from .decide import decide, disk_options, prepare
 from .epochs import loss
 from .exactness import place
 from .failed import traced
-from .machines import leading, run_led
 from .restarts import persist
 from .resume import Source, resolve
-from .run_folder import RunFolder, config_of
+from .run_folder import RunFolder
 from .run_length import check_batches, count_updates
 from .shares_log import asked_shares
 from .train_rank import train_rank
@@ -55,50 +52,37 @@ def train(
     folder: RunFolder,
     typed: Sequence[str] = (),
     *,
-    launched: Launched | None = None,
+    launched: bool = False,
     start_process: StartProcess = start_process,
 ) -> None:
     """Train as ``config`` says and leave everything in ``folder``; print what a person sees.
 
     Args:   folder: claimed for this run.
             typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored.
-            launched: the ranks that are there already, of which this is the first.
+            launched: the ranks are there already, and this is the first of them.
             start_process: starts the process of a rank.
     Raises: PenstockError: something that was asked for cannot be had, or a rank failed.
     """
     given = early.check(config, typed)
     build.check_targets(config)
     build.optimizer(config.optimizer)
-    with leading(config, typed) as lead:
-        _train(config, folder, given, launched=launched, lead=lead, start_process=start_process)
-
-
-def _train(
-    config: TrainConfig,
-    folder: RunFolder,
-    given: Plan | None,
-    *,
-    launched: Launched | None,
-    lead: Lead | None,
-    start_process: StartProcess,
-) -> None:
-    threads = config.threads
-    samples = prepare(config)
-    for note in samples.notes:
-        console.warn(note)
-    sharing.check(config, samples)
-    build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
-    source, stages = resolve(config, folder, console.warn, threads=threads), config.stages
-    plan, pipe = made(config, samples, given=given, source=source, folder=folder)
-    folder.begin(console.warn, resumes=source is not None and source.own)
-    folder.save(config, plan)
+    world = torchrun.meet(config) if launched and config.ranks > 1 else None
+    with torchrun.planning(world):
+        threads = config.threads
+        samples = prepare(config)
+        for note in samples.notes:
+            console.warn(note)
+        sharing.check(config, samples)
+        build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
+        source, stages = resolve(config, folder, console.warn, threads=threads), config.stages
+        plan, pipe = made(config, samples, given=given, source=source, folder=folder)
+        folder.begin(console.warn, resumes=source is not None and source.own)
+        folder.save(config, plan)
     console.begin(plan, folder.path)
 
     def start(config: TrainConfig, plan: Plan) -> None:
         """Run ranks of our own."""
         with traced(config):
-            if lead:
-                return run_led(__name__, config, plan, folder, lead)
             with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
                 told.tell(config, plan)
                 given: Any = {"errors": told.errors, "stages_of_rank": plan.stages_of_rank}
@@ -119,12 +103,10 @@ def _train(
     if plan.num_ranks == 1 and not config.max_restarts:  # the pipeline is there with one rank
         with traced(config, folder.errors):
             train_rank(config, plan, folder, samples, pipe)  # pyright: ignore[reportArgumentType]
-    elif launched:
+    elif world:
         del pipe  # this rank needs the memory
-        run = {"folder": str(folder.path), "config": folder.config.read_text(), "plan": plan.to_json()}
-        launched.post(run, deadline=config.deadline)
-        with traced(config, folder.errors):
-            join(config, plan, folder, init=launched.init)
+        torchrun.publish(world, config, plan, folder)
+        join_world(config, plan, folder, world)
     else:
         if pipe:
             pipe.close(keeps_model=False)
@@ -163,7 +145,7 @@ def rehearse(
     if is_bare(config.model) and plan.num_ranks > 1:
         return None
     try:
-        return assemble(config, plan, samples, model, folder=folder)
+        return assemble(config, plan, samples, model, folder=folder, world=World.alone())
     except (PlanError, ScheduleError) as error:
         given = next((name for name in ("plan", "program") if getattr(config, name)), None)
         source = f"{given}={getattr(config, given)}: " if given else ""
@@ -182,7 +164,7 @@ def assemble(
     """Return the pipeline of this process: in a group of ranks its own stages, else all of them.
 
     Args:   folder: where the tier disk has its file unless ``memory.path=`` says otherwise.
-            world: of a rank that is a thread.
+            world: the ranks, where they are not those of the default process group.
     Raises: PenstockError: the model, the plan, the optimizer and the schedule do not go together.
     """
     return Pipeline(
@@ -207,13 +189,17 @@ def assemble(
     )
 
 
-def follow(launched: Launched) -> None:
-    """Train as a rank that a launcher started, in all runs that rank 0 decides on."""
-    while run := launched.follow():
-        config, plan = config_of(run["config"]), Plan.of_json(run["plan"], "the plan of rank 0")
-        folder = RunFolder(path=Path(run["folder"]))
-        with traced(config, folder.errors):
-            join(config, plan, folder, init=launched.init)
+def follow(config: TrainConfig, folder: RunFolder) -> tuple[Plan, RunFolder, World]:
+    """Return what ``join_world`` takes, on a rank other than 0 of those that torchrun started."""
+    build.check_targets(config)
+    build.optimizer(config.optimizer)
+    return torchrun.follow(config, folder)
+
+
+def join_world(config: TrainConfig, plan: Plan, folder: RunFolder, world: World) -> None:
+    """Train as one of the ranks that torchrun started, who have met."""
+    with traced(config, folder.errors):
+        join(config, plan, folder, init=lambda **_: world)
 
 
 def join(config: TrainConfig, plan: Plan, folder: RunFolder, *, init: Callable[..., World] = init) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import datetime
 import os
 import pickle
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from checkout import ROOT, files
 
 JOB = "train model=mlp model.hidden=[8] data=fake data.size=4 data.num_samples=64 ranks=2 batch_size=8"
@@ -144,6 +146,69 @@ def test_a_stranger_reaches_nothing_and_executes_nothing(when, run, tmp_path):
     assert error.startswith("penstock: ")
     assert error.count("\n") == 1
     assert run.returncode == (130 if goes_on else 2)
+
+
+def overwrite(port: int, bomb: bytes, *, of: str) -> int:
+    """Write over keys in a store of torchrun as they come, then delete them; return how often.
+
+    Args: of: a part of their names."""
+    visits = 0
+    with contextlib.suppress(RuntimeError):  # the store has gone, and the run with it
+        limit = datetime.timedelta(seconds=60)
+        store: Any = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+        until = time.monotonic() + 15
+        while time.monotonic() < until:
+            for key in {*store.list_keys(), "penstock/sign/0", "penstock/sign/1"}:
+                if of in key:
+                    store.set(key, bomb)
+                    visits += 1
+            time.sleep(0.01)
+        for key in store.list_keys():
+            store.delete_key(key)
+    return visits
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("when", ["while the agents meet", "while the ranks meet", "while they train"])
+def test_a_stranger_in_the_store_of_torchrun_executes_nothing(when, tmp_path):
+    """He may stop the run, or change what it learns."""
+    folder, canary = tmp_path / "run", tmp_path / "canary"
+    texts, bomb, held = texts_of_a_stranger(canary), pickle.dumps(Bomb(canary)), []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    agent = f"--nnodes 2 --master-addr 127.0.0.1 --master-port {port} -m penstock".split()
+    agents, words = [], JOB.replace(" ranks=2", "").split()
+    try:
+        for number in range(2):
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--node-rank",
+                str(number),
+                *agent,
+                *words,
+            ]
+            with (tmp_path / f"said_{number}").open("w") as file:
+                agents.append(subprocess.Popen(command, cwd=tmp_path, stdout=file, stderr=file))
+        if when == "while they train":
+            assert wait_for(lambda: steps_of(folder) > 2, agents[0])
+        assert overwrite(port, bomb, of="penstock" if "ranks" in when else "")
+        held = pester(port, texts)
+        before = steps_of(folder)
+        wait_for(lambda: steps_of(folder) > before + 10, agents[0])
+    finally:
+        for pid in [pid for one in agents if one.poll() is None for pid in processes_of(one.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in agents:
+            process.wait(30)
+        for connection in held:
+            connection.close()
+    assert not canary.exists()
 
 
 def test_the_bomb_of_these_tests_goes_off_where_it_is_loaded(tmp_path):

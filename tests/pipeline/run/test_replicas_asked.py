@@ -50,7 +50,6 @@ TRAIN = {"count": 2, "ranks": 4, "kind": TrainConfig}
         (TRAIN | {"min_ranks": 3, "max_restarts": 1}, "which shrinks by replicas.shrink=true"),
         (TRAIN | {"count": 1, "shrink": True}, "found replicas.count=1; add replicas.count="),
         (TRAIN | {"shrink": True, "shares": "replay", "log": "x", "ranks": 2}, "replicas.shrink=true"),
-        (TRAIN | {"shrink": True, "nodes": 2, "master": "a:1"}, "found nodes=2"),
     ],
 )
 def test_counts_that_do_not_suit_are_refused(options, said):
@@ -84,13 +83,6 @@ def test_what_needs_no_torch_is_refused_at_once(options, said):
     with pytest.raises((ConfigError, PlanError), match=said) as refused:
         early.check(config(**{"count": 2, "ranks": 4} | options))
     assert "\n" not in str(refused.value)
-
-
-def test_ranks_of_several_machines_are_not_left_out(monkeypatch):
-    monkeypatch.setenv("PENSTOCK_SECRET", "0123456789abcdef0123456789abcdef")
-    asked = config("auto", idle=True, kind=TrainConfig, ranks=4, nodes=2, master="127.0.0.1:29500")
-    with pytest.raises(ConfigError, match="found those of several machines or of a launcher; drop it"):
-        early.check(asked)
 
 
 @pytest.mark.parametrize(

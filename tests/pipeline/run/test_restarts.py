@@ -133,7 +133,6 @@ def test_an_error_of_its_own_is_not_tried_again(monkeypatch, capfd):
         ({"min_ranks": 3, "max_restarts": 1}, "min_ranks=3 is more than ranks=2"),
         ({"min_ranks": 1, "max_restarts": 1, "plan": "p.json"}, "does not go with plan=p.json"),
         ({"min_ranks": 1, "max_restarts": 1, "schedule": "async_1f1b"}, "on the same cuts; drop either"),
-        ({"min_ranks": 1, "max_restarts": 1, "nodes": 2, "master": "a:1"}, "does not go with nodes=2"),
     ],
 )
 def test_what_cannot_be_restarted_is_refused(more, said):
@@ -142,7 +141,14 @@ def test_what_cannot_be_restarted_is_refused(more, said):
     assert said in str(refused.value)
 
 
-@pytest.mark.parametrize("option", ["max_restarts=1", "replicas.count=2 replicas.shrink=true"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "max_restarts=1",
+        "replicas.count=2 replicas.shrink=true",
+        "ranks=2 replicas.count=auto replicas.idle=true",
+    ],
+)
 def test_a_launcher_restarts_its_own_ranks(option, monkeypatch, capfd):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -51,7 +51,6 @@ def test_threads_train_to_the_bits_of_one_rank_and_go_on_with_others(ranks, whol
     ("options", "said"),
     [
         ({"ranks": 1}, "replicas.threads=true gives each rank a thread, found ranks=1"),
-        ({"ranks": 2, "nodes": 2, "master": "a:1"}, "found nodes=2"),
         ({"ranks": 2, "max_restarts": 1}, "are lost together, so none is started again"),
     ],
 )
