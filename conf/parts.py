@@ -26,7 +26,6 @@ class MemoryConfig:
         writeout_layers: what the next so many layers do not read leaves for its tier; auto
         path: folder of the file of the tier disk; null: the run folder
         disk: most bytes of that file on a rank, for example 20GiB; 0: no disk; null: unlimited
-        disk_per_day: most bytes written to that disk on a day, as flash wears; null: unlimited
     """
 
     device: Any = None
@@ -38,7 +37,6 @@ class MemoryConfig:
     writeout_layers: Any = "auto"
     path: str | None = None
     disk: Any = None
-    disk_per_day: Any = None
 
     def __post_init__(self) -> None:
         for name in ("prefetch_layers", "writeout_layers"):

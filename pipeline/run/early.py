@@ -180,8 +180,6 @@ def _check_loading(options: Mapping[str, Any]) -> None:
 
 def _check_disk(memory: MemoryConfig) -> None:
     """Refuse sizes that are none, and a tier on a disk that may hold nothing."""
-    if memory.disk_per_day is not None:
-        parse_bytes(memory.disk_per_day, name="memory.disk_per_day")
     none = memory.disk is not None and is_zero(memory.disk)
     if memory.disk is not None and not none:
         parse_bytes(memory.disk, name="memory.disk")

@@ -159,7 +159,7 @@ def _prepared(
                 loss=loss,
                 optimizer=build.optimizer(config.optimizer),
                 seed=config.seed,
-                disk=DiskOptions(path=path, shared=False),
+                disk=DiskOptions(path=path),
                 memory=MemoryOptions(**options.get("memory", {})),
             )
         )
