@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...stages.device import Device, is_gpu
-from ...stages.memory.arena_pool import Arena
+from ...stages.memory.arena import Arena
 from ...stages.memory.options import MemoryOptions
 from ...stages.memory.room import DiskOptions
 from ...stages.memory.store import StoreOptions

@@ -54,13 +54,11 @@ def placed(name: str, buffers: Buffers, limit: int | None) -> dict[str, Any]:
              ``held``: bytes of the allocation, and its ``gap`` above what lives at once; None where nothing
              was found below the limit."""
     began, busy = time.perf_counter(), time.process_time()
-    try:
-        offsets = place(buffers, limit)
-    except PlanError:
-        offsets = None
+    offsets: list[int] | None = place(buffers)
     took = {"seconds": time.perf_counter() - began, "busy_seconds": time.process_time() - busy}
     live = max_live(buffers)
-    held = None if offsets is None else high(buffers, offsets)
+    held = high(buffers, offsets)
+    held = held if limit is None or held <= limit else None
     facts = {"name": name, "num_buffers": len(buffers), "limit": limit, "max_live": live}
     return facts | took | {"held": held, "gap": None if held is None else held / live - 1}
 
