@@ -9,7 +9,7 @@ from ..compression.errors import ConfigError
 from ..compression.names import AUTO
 from .rules import at_least, count_or_auto, one_of
 
-EVEN, MEASURED, REPLAY = SHARES = ("even", "measured", "replay")  # of replicas, beside weights
+EVEN, MEASURED = SHARES = ("even", "measured")  # of replicas, beside weights
 
 
 @dataclass
@@ -26,7 +26,6 @@ class MemoryConfig:
         writeout_layers: what the next so many layers do not read leaves for its tier; auto
         path: folder of the file of the tier disk; null: the run folder
         disk: most bytes of that file on a rank, for example 20GiB; 0: no disk; null: unlimited
-        disk_per_day: most bytes written to that disk on a day, as flash wears; null: unlimited
     """
 
     device: Any = None
@@ -38,7 +37,6 @@ class MemoryConfig:
     writeout_layers: Any = "auto"
     path: str | None = None
     disk: Any = None
-    disk_per_day: Any = None
 
     def __post_init__(self) -> None:
         for name in ("prefetch_layers", "writeout_layers"):
@@ -122,8 +120,7 @@ class ReplicasConfig:
         exact: they add gradients micro-batch by micro-batch, for the bits of one rank; takes memory and bytes
         sharded: each updates some parameters for all, and keeps the optimizer's state of these only
         shrink: a replica that is lost is done without: the run goes on from its last checkpoint
-        shares: even; measured, by speed, as it is from step to step; weights of all ranks: [3,1]; or replay
-        log: for replay: the run, or its shares.jsonl, whose shares are taken again step by step
+        shares: even; measured, by speed, as it is from step to step; or weights of all ranks: [3,1]
         threads: in training all ranks are threads of one process
         idle: with count=auto, ranks that would not shorten the simulated step are left out
     """
@@ -133,7 +130,6 @@ class ReplicasConfig:
     sharded: bool = False
     shrink: bool = False
     shares: Any = "even"
-    log: str | None = None
     threads: bool = False
     idle: bool = False
 
@@ -143,11 +139,6 @@ class ReplicasConfig:
             raise ConfigError(
                 f"replicas.shares={self.shares} must be {', '.join(SHARES)}, or whole numbers from 0, one "
                 "for each rank, as [3,1]"
-            )
-        if (self.log is None) == (self.shares == REPLAY):
-            raise ConfigError(
-                f"replicas.log= says whose shares replicas.shares=replay takes again, found log={self.log} "
-                f"and shares={self.shares}; give both or neither"
             )
         if self.idle and not self.auto:
             raise ConfigError(
@@ -184,11 +175,6 @@ class ReplicasConfig:
             raise ConfigError(
                 "replicas.shrink=true does without a replica that is lost, found replicas.count=1; add "
                 "replicas.count=, or take max_restarts= and min_ranks="
-            )
-        if self.shrink and self.shares == REPLAY:
-            raise ConfigError(
-                "replicas.shares=replay takes the shares of a run with as many replicas, found "
-                "replicas.shrink=true; drop either"
             )
 
     def num_stages(self, ranks: int) -> int:

@@ -30,7 +30,6 @@ from .runtime.running import Running
 from .runtime.step import Step
 from .runtime.values import Init
 from .runtime.where import Given
-from .schedules.shares import Course
 from .schedules.span import Span
 from .weights.optimizers import Named
 from .weights.scale import Scaler
@@ -69,7 +68,7 @@ class Pipeline(Running):
         init_weights: the same without a file, or for the buffers that a file does not have: a function of
             (name, tensor) that writes into the tensor, with random numbers seeded for each by its name.
         shares: how replicas share micro-batches, by rank 0: None: as the plan says; "measured": in proportion
-            to speed, from step to step; or (step, shares of every stage) as another run had them.
+            to speed, from step to step.
     Raises:
         PlanError: the plan was made for another model, a cut cannot be trained exactly, ranks were given
             different things, or another rank refused.
@@ -98,7 +97,7 @@ class Pipeline(Running):
         disk: DiskOptions = ANYWHERE,
         load_weights: str | Path | None = None,
         init_weights: Init | None = None,
-        shares: str | Course | None = None,
+        shares: str | None = None,
     ) -> None:
         self.leaves = world is None
         super().__init__(

@@ -151,16 +151,14 @@ def _disk_rate(config: PlanConfig) -> float | None:
         return 0.0
     if memory.device is None or AUTO not in (memory.tier, memory.parameters):
         return None
-    return disk_rate(DiskOptions(path=memory.path or Path.cwd(), shared=False))
+    return disk_rate(DiskOptions(path=memory.path or Path.cwd()))
 
 
 def disk_options(config: PlanConfig, folder: RunFolder | None) -> DiskOptions:
     """Return what the tier disk of a rank may use: the run folder, where this machine has it, or ``path``."""
     memory = config.memory
     path = memory.path or (folder.path if folder is not None and folder.path.is_dir() else None)
-    return DiskOptions(
-        path=path, budget=memory.disk, per_day=memory.disk_per_day, shared=memory.path is not None
-    )
+    return DiskOptions(path=path, budget=memory.disk)
 
 
 def compare_schedules(config: PlanConfig, profile: Profile, folder: RunFolder) -> Plan:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ...compression.errors import ConfigError, ScheduleError
 from ...compression.names import AUTO, check_name
 from ...conf import groups
-from ...conf.parts import EVEN, MEASURED, REPLAY, MemoryConfig
+from ...conf.parts import EVEN, MEASURED, MemoryConfig
 from ...conf.planning import PlanningConfig
 from ...conf.rules import count_or_auto
 from ...conf.schema import PlanConfig, TrainConfig
@@ -29,7 +28,6 @@ from ..schedules import schedule_named
 from ..schedules.placement import layout, placed, placement, stages_on
 from ..schedules.replicated import dealt
 from ..schedules.written import load_program
-from .shares_log import read_course
 
 ALL = "all"
 """The schedule that stands for every one: they are compared, and the best is planned."""
@@ -57,9 +55,6 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
     check_name(config.codec)
     if given is None:
         _check_shares(config)
-    if config.replicas.log is not None:
-        read_course(config.replicas.log)
-        config.replicas.log = str(Path(config.replicas.log).absolute())
     memory = config.memory
     if given is None:  # else every stage has its own
         tiers = {"tier": memory.tier, "weights": memory.weights, "parameters": memory.parameters}
@@ -144,7 +139,7 @@ def _shares_by(plan: Plan, asked: Any) -> Any:
     ranks = [stage.ranks for stage in plan.stages]
     if isinstance(asked, list) and plan.with_shares(split_shares(asked, ranks)).shares == plan.shares:
         return asked
-    if asked in (MEASURED, REPLAY):
+    if asked == MEASURED:
         return asked
     if not any(stage.shares for stage in plan.stages):
         return EVEN
@@ -173,8 +168,6 @@ def _check_loading(options: Mapping[str, Any]) -> None:
 
 def _check_disk(memory: MemoryConfig) -> None:
     """Refuse sizes that are none, and a tier on a disk that may hold nothing."""
-    if memory.disk_per_day is not None:
-        parse_bytes(memory.disk_per_day, name="memory.disk_per_day")
     none = memory.disk is not None and is_zero(memory.disk)
     if memory.disk is not None and not none:
         parse_bytes(memory.disk, name="memory.disk")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...conf.parts import MEASURED, REPLAY
+from ...conf.parts import MEASURED
 from ...conf.planning import PlanningConfig
 from ...stages.planner.layer_dependencies import dependencies
 from ...stages.planner.layer_profile import Profile
@@ -16,10 +16,7 @@ from . import build
 from .decide import model_name
 from .run_folder import RunFolder
 
-_SHARES = {
-    MEASURED: "replicas.shares=measured: training begins with these shares and follows the speed of ranks",
-    REPLAY: "replicas.shares=replay: training takes those of replicas.log= step by step",
-}
+_MEASURED = "replicas.shares=measured: training begins with these shares and follows the speed of ranks"
 
 
 def views(
@@ -34,7 +31,7 @@ def views(
     rule = plan.policy.rule
     versions = [rule.old_versions(stage, plan.num_stages) if rule else 0 for stage in stages]
     state = state_per_byte(build.optimizer(config.optimizer)) if config.optimizer else None
-    lines, files = [_SHARES[asked]] if (asked := str(config.replicas.shares)) in _SHARES else [], list[Path]()
+    lines, files = [_MEASURED] if config.replicas.shares == MEASURED else [], list[Path]()
     if config.graph:
         from ...stages.planner.graph_picture import draw  # matplotlib takes a second to import
 

@@ -44,7 +44,7 @@ BY_NATURE = ("threads", "micro_batches", "deterministic", "device", "tf32")
 OF_A_STREAM = ("micro_batches", "checkpoint.every", "extra_in_flight")
 """What decides which weights a micro-batch of a stream sees; a checkpoint drains it."""
 
-SINCE = {"data.skip_broken": False, "replicas.shares": "even", "replicas.log": None}
+SINCE = {"data.skip_broken": False, "replicas.shares": "even"}
 """What options were before there was a choice, for checkpoints that do not name them."""
 
 OF_THE_LENGTH = ("epochs", "max_steps")

@@ -1,7 +1,6 @@
-"""shares.jsonl: by what weight the replicas of a run took micro-batches, from which step on; and that again.
+"""shares.jsonl: by what weight the replicas of a run took micro-batches, from which step on.
 
-A line for the step that a run begins with, and one whenever shares change: so a run by measured speed, whose
-sums hang on the clock, can be had again bit for bit."""
+It has a line for the step that a run begins with, and one whenever shares change."""
 
 from __future__ import annotations
 
@@ -11,18 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...compression.errors import ConfigError
-from ...conf.parts import MEASURED, REPLAY, ReplicasConfig
-from ...conf.rules import shown
 from ...stages.files import reason, refusing
-from ..schedules.shares import Course
 
 if TYPE_CHECKING:
     from ...stages.planner.plan import Plan
     from ..pipeline import Pipeline
     from ..runtime.report import Report
-
-NAME = "shares.jsonl"
 
 
 class SharesLog:
@@ -49,7 +42,7 @@ class SharesLog:
 
     def __exit__(self, *_: object) -> None:
         if self._failed:
-            self._tell(f"{self._path} lacks shares, and cannot be replayed: {self._failed}")
+            self._tell(f"{self._path} lacks shares: {self._failed}")
 
     def after(self, report: Report) -> None:
         """Write and tell the shares of the next step, if they are others."""
@@ -73,61 +66,15 @@ class SharesLog:
             self._failed = self._failed or reason(error)
 
 
-def read_course(log: str) -> list[dict[str, Any]]:
-    """The lines of a log: a run, or its file.
-
-    Raises: ConfigError: there is none, or it is damaged."""
-    path = Path(log)
-    path = path / NAME if path.is_dir() else path
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise ConfigError(
-            f"replicas.log={log}: {path} cannot be read ({reason(error)}); give a run with replicas"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"replicas.log={log}: {path} is damaged ({error}); take it from the run") from error
-    if not lines or not all(map(_is_line, lines)):
-        raise ConfigError(f"replicas.log={log}: {path} is no log of shares; take that of a run with replicas")
-    return lines
-
-
-def asked_shares(replicas: ReplicasConfig, plan: Plan) -> str | Course | None:
-    """What ``Pipeline`` is told as ``shares=``; nothing where the plan has them.
-
-    Raises: ConfigError: the log is of other cuts."""
-    if replicas.shares == MEASURED:
-        return MEASURED
-    if replicas.shares != REPLAY or replicas.log is None:
-        return None
-    if not Path(replicas.log).exists():
-        return REPLAY  # which rank 0 refuses, and decides for the others
-    lines = read_course(replicas.log)
-    theirs = next((line["cuts"] for line in lines if line["cuts"] != list(plan.cuts)), None)
-    if theirs is not None:
-        raise ConfigError(
-            f"replicas.log={replicas.log} has the shares of cuts={shown(theirs)}, found cuts="
-            f"{shown(list(plan.cuts))}; add plan=PATH of the plan.json of that run"
-        )
-    return [(line["step"], line["shares"]) for line in lines]
-
-
-def _is_line(line: Any) -> bool:
-    if not isinstance(line, dict) or set(line) != {"step", "shares", "cuts"} or type(line["step"]) is not int:
-        return False
-    rows = line["shares"]
-    listed = isinstance(line["cuts"], list) and isinstance(rows, list)
-    return listed and all(isinstance(row, list) for row in rows)
-
-
 def _lines_before(first: int, path: Path) -> list[dict[str, Any]]:
     kept = []
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             line = json.loads(text)
-        except ValueError:  # the run was killed while it wrote
+            is_earlier = line["step"] < first and "shares" in line
+        except (ValueError, TypeError, KeyError):  # the run was killed while it wrote
             break
-        if not _is_line(line) or line["step"] >= first:
+        if not is_earlier:
             break
         kept.append(line)
     return kept

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ...compression.errors import PlanError, ScheduleError
+from ...conf.parts import MEASURED
 from ...conf.schema import TrainConfig
 from ...stages.planner.plan import Plan
 from ...stages.seeds import TURN
@@ -43,7 +44,6 @@ from .restarts import persist
 from .resume import Source, resolve
 from .run_folder import RunFolder
 from .run_length import check_batches, count_updates
-from .shares_log import asked_shares
 from .train_rank import train_rank
 
 
@@ -184,7 +184,7 @@ def assemble(
         guard=config.guard,
         memory=build.memory(config.memory),
         disk=disk_options(config, folder),
-        shares=asked_shares(config.replicas, plan),
+        shares=MEASURED if config.replicas.shares == MEASURED else None,
         **sources(config.model),
     )
 

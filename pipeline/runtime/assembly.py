@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...stages.device import Device, is_gpu
-from ...stages.memory.arena_pool import Arena
+from ...stages.memory.arena import Arena
 from ...stages.memory.options import MemoryOptions
 from ...stages.memory.room import DiskOptions
 from ...stages.memory.store import StoreOptions
@@ -30,10 +30,10 @@ from ...stages.stage.guard import Guard
 from ..ranks.nccl import identity_of, transport_of
 from ..ranks.transport import Transport
 from ..ranks.world import World
-from ..weights.apart import check_apart
 from ..weights.mirrored_update import MirroredUpdate
 from ..weights.optimizers import Named
 from ..weights.scale import Scaler, scale_of
+from ..weights.separability import check_separable
 from ..weights.update import Update
 from . import facts
 from .agreement import Agreement, SameBatches
@@ -132,7 +132,8 @@ class Assembly:
                 exchange=self.replicas.exchange,
                 divided=plan.sharded,
             )
-            check_apart(optimizer, [*model.named_parameters()], own.parts, self.update.optimizers)
+            every = [*model.named_parameters()]
+            check_separable(optimizer, every, own.parts, [*self.update.optimizers.values()])
             self.policy = policy_named(
                 plan.codec,
                 named=plan.named_codecs,

@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 from ...stages.planner.plan import Plan
-from ..schedules.shares import Course, Shares
+from ..schedules.shares import Shares
 from .assembly import Assembly
 from .batches import joined
 from .gather import gather_reports
@@ -37,7 +37,7 @@ class Running(Assembly):
         """Whether it reads what is evaluated, which one replica of the first stage does."""
         return self.world.is_alone or self.plan.owner(0) == self.rank
 
-    def share_by(self, asked: str | Course | None) -> None:
+    def share_by(self, asked: str | None) -> None:
         """Share out the steps as ``asked`` on rank 0, from the next one on; collective.
 
         Raises:  PlanError: it means nothing, or suits another plan."""

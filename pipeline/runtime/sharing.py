@@ -1,4 +1,4 @@
-"""Which shares the replicas of stages have from step to step: the plan's, by measured speed, or as a run had.
+"""Shares of the replicas of stages from step to step: those of the plan, or by measured speed.
 
 All ranks know the seconds of all from the report of a step, and draw the same shares from them: it costs no
 exchange, and the next step is dealt anew on every rank, or on none.
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from ...compression.errors import PlanError
 from ...stages.planner.dealing import counts_of
 from ...stages.planner.plan import Plan
-from ..schedules.shares import Course, Shares, better, smoothed
+from ..schedules.shares import Shares, better, smoothed
 
 MEASURED = "measured"
 Seconds = Mapping[int, float]
@@ -86,67 +86,25 @@ class Measured(Sharing):
         return plan if tuple(found) == plan.shares else plan.with_shares(found)
 
 
-class Replayed(Sharing):
-    """Those that another run had at the same steps; before the first that is known, the plan's."""
-
-    def __init__(self, plan: Plan, course: Course) -> None:
-        """Refuse a course of another plan, now."""
-        self.planned = plan.shares
-        self.course = [(step, plan.with_shares(shares).shares) for step, shares in course]
-        steps = [step for step, _ in course]
-        if sorted(set(steps)) != steps:
-            raise PlanError(f"a course of shares has every step once, ascending, found steps {steps}")
-
-    def begin(self, plan: Plan, step: int, kept: Shares, seconds: Seconds = NONE) -> Plan:
-        """With the last ones up to ``step``, also where that is earlier than what ran before."""
-        *_, found = self.planned, *(shares for first, shares in self.course if first <= step)
-        return plan if found == plan.shares else plan.with_shares(found)
-
-    def after(self, plan: Plan, step: int, *, number: int, seconds: Sequence[float]) -> Plan:
-        """With the last ones up to ``step``."""
-        return self.begin(plan, step, ())
-
-
 def check_asked(asked: object) -> None:
-    """Refuse what is no list of steps with the shares of every stage, before others are told of it; whether
-    it suits the plan, ``sharing_of`` knows.
+    """Refuse shares that there are not, before other ranks hear of them.
 
-    Raises:  PlanError: it is something else."""
-    if asked is None or isinstance(asked, str):
-        return
-    listed = isinstance(asked, list | tuple)
-    for one in asked if listed else [asked]:
-        if not listed or not _is_entry(one):
-            raise PlanError(
-                "shares as another run had them are pairs of a step and the shares of every stage, all whole "
-                f"numbers, found {one!r:.60}; give such as [(0, [[3, 1], [1, 1]])]"
-            )
+    Raises:  PlanError: they are something else than measured ones or none."""
+    if asked is not None and asked != MEASURED:
+        raise PlanError(
+            f"shares are {MEASURED!r}, found {asked!r:.60}; leave them out for those of the plan, which has "
+            "weights by partition(..., shares=[3, 1])"
+        )
 
 
-def _is_entry(one: object) -> bool:
-    if not isinstance(one, list | tuple) or len(one) != 2:
-        return False
-    step, shares = one
-    if type(step) is not int or not isinstance(shares, list | tuple):
-        return False
-    return all(isinstance(row, list | tuple) and all(type(n) is int for n in row) for row in shares)
-
-
-def sharing_of(asked: str | Course | None, plan: Plan, *, alone: bool) -> Sharing:
+def sharing_of(asked: str | None, plan: Plan, *, alone: bool) -> Sharing:
     """What ``Pipeline(shares=asked)`` means.
 
     Args:    alone: one process has all replicas as one.
     Raises:  PlanError: it means nothing, or suits another plan."""
-    if isinstance(asked, str) and asked != MEASURED:
-        raise PlanError(
-            f"shares are {MEASURED!r}, or (step, shares of every stage) as another run had them, found "
-            f"{asked!r}; leave them out for those of the plan"
-        )
+    check_asked(asked)
     if asked is not None and max(plan.replicas) == 1:
         raise PlanError(
             "shares are for stages with replicas, and the plan has one rank a stage; leave them out"
         )
-    course = None if asked is None or isinstance(asked, str) else Replayed(plan, asked)
-    if alone or asked is None:
-        return Planned()
-    return course or Measured()
+    return Planned() if alone or asked is None else Measured()

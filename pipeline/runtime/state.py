@@ -17,8 +17,7 @@ from ...stages.stage.stage import Stage
 from ...stages.tracing.graph import LayerGraph
 from ...stages.tracing.layers import is_local
 from ..ranks.world import World
-from ..weights.kinds import is_plain, kind_of
-from ..weights.state_checks import check_keys, check_model, check_names, check_parts
+from ..weights.state_checks import check_keys, check_model, check_names, check_parts, is_plain, kind_of
 from ..weights.update import Has, Update
 from .arguments import check_versions_of
 from .ownership import Ownership

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 Shares = Sequence[Sequence[int]]  # of every stage
-Course = Sequence[tuple[int, Shares]]  # from which step on, ascending
 
 LEAST_GAIN = 0.05  # of the seconds of the slowest replica; predictions err by as much
 SMOOTHING = 0.3  # the weight of the newest seconds: what lasts counts for half after two steps

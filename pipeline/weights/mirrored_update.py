@@ -17,7 +17,7 @@ import torch
 from ...stages.memory.mirror import Mirror
 from ...stages.memory.tensor_memory import TensorMemory
 from .clip import device_of, norm_together, norms, total_norm
-from .in_turn import InTurn, check_in_turn
+from .separability import InTurn, check_separable
 from .update import Has, Update
 
 Gradients = Mapping[str, torch.Tensor]
@@ -43,7 +43,7 @@ class MirroredUpdate(Update):
                 mirror.bind(made)
                 turns = [*mirror.turns, self._rest[stage]]
                 turn_of = {self.names[id(p)]: place for place, turn in enumerate(turns) for p in turn}
-                check_in_turn(self.optimizer, list(self.parameters[stage]), turn_of, made)
+                check_separable(self.optimizer, list(self.parameters[stage]), turn_of, [made], in_turn=True)
                 self._in_turn[stage] = InTurn(made, turns)
 
     def begin(self) -> None:

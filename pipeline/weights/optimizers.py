@@ -89,20 +89,8 @@ def optimizer_like(
 
     Any exception: its class takes other arguments than its defaults, or refuses the parameters."""
     takes = inspect.signature(type(made)).parameters
-    defaults = {key: value for key, value in made.defaults.items() if key in takes}
+    defaults = {key: value for key, value in {**made.defaults, **groups[0][0]}.items() if key in takes}
     return type(made)([{**settings, "params": list(some)} for settings, some in groups], **defaults)
-
-
-def refusal_of(made: Optimizer, settings: Mapping[str, Any]) -> str:
-    """What the class of ``made`` says to hyper-parameters out of its range; "" for nothing."""
-    takes = inspect.signature(type(made)).parameters
-    try:
-        type(made)([torch.zeros(2, 2)], **{key: value for key, value in settings.items() if key in takes})
-    except ValueError as error:
-        return str(error)
-    except Exception:  # it takes more than these, and what it would say of them is not known
-        return ""
-    return ""
 
 
 def state_per_byte(optimizer: Make) -> float | None:

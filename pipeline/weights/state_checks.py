@@ -1,7 +1,7 @@
-"""What a state must be before a byte of it is taken over; each refusal is a PlanError.
+"""Checks of a state before a byte of it is taken over; each refusal is a PlanError.
 
-A state comes from a file that others may have written, so nothing of it is trusted to have the type, the
-shape or the range that ``state_dict`` gave it."""
+A state comes from a file that others may have written, so nothing of it is trusted to have the keys, the
+shapes and the dtypes that ``state_dict`` gave it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,83 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...compression.errors import PlanError
+from ...stages.device import CPU
+from ...stages.memory.tensor_memory import TensorMemory
 from ...stages.tracing.comparison import same_bits
-from .kinds import OURS, alike, check_tensor, is_count, is_number, is_plain, kind_of
+from .optimizers import optimizer_like, random_kept, settings_of
+from .separability import SEPARABLE
+
+OURS = "take it from state_dict of the same training"
+
+
+def is_plain(value: object) -> bool:
+    """Whether JSON can say it."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a real number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number from 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def check_like(where: str, ours: object, theirs: Any) -> None:
+    """Refuse other keys, shapes, dtypes and kinds of values than ours, which may be on the meta device."""
+    if isinstance(ours, torch.Tensor):
+        check_real(where, theirs)
+        for what, of in (("shape", lambda t: tuple(t.shape)), ("dtype", lambda t: t.dtype)):
+            if of(ours) != of(theirs):
+                raise PlanError(f"{where} has {what} {of(ours)}, the state {of(theirs)}; {OURS}")
+    elif isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        if strange := sorted(map(str, set(ours) ^ set(theirs))):
+            owner = "this training" if strange[0] in ours else "the state"
+            raise PlanError(f"{strange[0]} of {where} is in {owner} only; {OURS}")
+        for key, value in ours.items():
+            check_like(f"{key} of {where}", value, theirs[key])
+    elif not _is_alike(ours, theirs):
+        raise PlanError(
+            f"{where} is of kind {kind_of(ours)}, as in {ours!s:.40}, found {kind_of(theirs)} "
+            f"{theirs!r:.40}; {OURS}"
+        )
+
+
+def _is_alike(ours: object, theirs: object) -> bool:
+    if ours is None or theirs is None:
+        return is_plain(theirs)
+    if is_number(ours):
+        return is_number(theirs) and not math.isnan(theirs)  # type: ignore[arg-type]
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
+        return isinstance(ours, list) or len(ours) == len(theirs)  # JSON has no tuples
+    return type(ours) is type(theirs)
+
+
+def check_real(where: str, found: object) -> None:
+    """A tensor whose elements are there to be copied."""
+    strange = "" if isinstance(found, torch.Tensor) else kind_of(found)
+    if isinstance(found, torch.Tensor):
+        if type(found) not in (torch.Tensor, torch.nn.Parameter):
+            strange = f"a {type(found).__name__}"
+        elif found.layout != torch.strided or found.is_quantized or found.is_meta:
+            strange = "a meta tensor" if found.is_meta else "a sparse or quantised one"
+    if strange:
+        raise PlanError(f"{where} of a state is a dense tensor, found {strange}; {OURS}")
+
+
+def kind_of(value: object) -> str:
+    """How a refusal calls what it found."""
+    return type(value).__name__
 
 
 def check_parts(state: object) -> Mapping[str, Any]:
@@ -56,7 +128,7 @@ def check_model(
     Args:    expected: may be on the meta device.
              shared: for every further name of a tensor its first one."""
     for key, ours in expected.items():
-        check_tensor(f"{key} of the model", ours, found[key])
+        check_like(f"{key} of the model", ours, found[key])
     for key, first in shared.items():
         if not same_bits(found[key], found[first]):
             raise PlanError(
@@ -79,7 +151,6 @@ def check_scheduler(ours: LRScheduler | None, theirs: object) -> None:
         raise PlanError("this pipeline has a scheduler and the state has none; load it without a scheduler")
     if theirs is None:
         return
-    known = None if ours is None else {k: v for k, v in ours.state_dict().items() if is_plain(v)}
     is_course = isinstance(theirs, Mapping) and not {"last_epoch", "_schedulers"}.isdisjoint(theirs)
     if not isinstance(theirs, Mapping) or not is_course or not is_plain(dict(theirs)):
         found = f" with {', '.join(map(str, theirs))}" if isinstance(theirs, Mapping) else ""
@@ -89,18 +160,8 @@ def check_scheduler(ours: LRScheduler | None, theirs: object) -> None:
     for key in ("last_epoch", "_step_count"):
         if key in theirs and not (is_count(theirs[key]) or theirs[key] == -1):
             raise PlanError(f"{key} of the scheduler is a whole number, found {theirs[key]!r:.40}; {OURS}")
-    if known is None:
-        return
-    if strange := sorted(map(str, set(known) ^ set(theirs))):
-        raise PlanError(
-            f"a state belongs to the scheduler it was taken from; {strange[0]} is not in both, this is "
-            f"{type(ours).__name__}; give the same one"
-        )
-    for key, value in known.items():
-        if not alike(value, theirs[key]):
-            raise PlanError(
-                f"{key} of the scheduler is of kind {kind_of(value)}, found {kind_of(theirs[key])}; {OURS}"
-            )
+    if ours is not None:
+        check_like("the scheduler", {k: v for k, v in ours.state_dict().items() if is_plain(v)}, theirs)
 
 
 def check_scaler(theirs: object, *, needed: bool) -> None:
@@ -126,3 +187,110 @@ def check_scaler(theirs: object, *, needed: bool) -> None:
     for key, fits in ranges.items():
         if not is_number(theirs[key]) or not fits(theirs[key]):
             raise PlanError(f"{key} of the scaler is out of its range, found {theirs[key]!r:.40}; {OURS}")
+
+
+def saved_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters that a state carries: tensors, and what JSON can say."""
+    return {k: v for k, v in settings_of(group).items() if isinstance(v, torch.Tensor) or is_plain(v)}
+
+
+def check_kept(name: str, kept: object) -> None:
+    """What a state has of one parameter's optimizer, whichever that is: real tensors and plain values."""
+    parts = [kept.get(part) for part in ("state", "group")] if isinstance(kept, Mapping) else [kept]
+    if not isinstance(kept, Mapping) or not all(isinstance(part, Mapping) for part in parts):
+        raise PlanError(
+            f"the optimizer of a state has two dicts for {name}, state and group, found "
+            f"{' and '.join(map(kind_of, parts))}; {OURS}"
+        )
+    for part in ("state", "group"):
+        for key, value in kept[part].items():
+            where = f"{key} of {name} in the optimizer"
+            if isinstance(value, torch.Tensor):
+                check_real(where, value)
+            elif not isinstance(key, str) or not is_plain(value):
+                raise PlanError(f"{where} is a tensor or a plain value, found {kind_of(value)}; {OURS}")
+    steps = kept["state"].get("step", 0)
+    if isinstance(steps, torch.Tensor) and steps.numel() == 1 and not steps.is_complex():
+        steps = steps.item()
+    if isinstance(steps, float | int) and not 0 <= steps < math.inf:
+        raise PlanError(f"step of {name} in the optimizer is a number from 0, found {steps}; {OURS}")
+
+
+def check_optimizer(
+    state: Mapping[str, Any], made: Optimizer, names: Mapping[int, str], *, away: Mapping[int, TensorMemory]
+) -> None:
+    """Refuse a state that one optimizer does not have: its class, its hyper-parameters, its entries.
+
+    Args:
+        state: Its parts ``optimizer_class``, ``optimizer`` and ``scheduler`` are read.
+        made: The optimizer.
+        names: Name of every parameter by identity.
+        away: Memory of each parameter that is not near, by identity.
+
+    Raises:
+        PlanError: Keys, shapes, dtypes or kinds of values differ.
+    """
+    kind, name_of_class = type(made).__name__, state.get("optimizer_class")
+    if name_of_class is not None and kind not in name_of_class.split(", "):
+        raise PlanError(
+            f"a state belongs to the optimizer it was taken from, {name_of_class!s:.80}, and this is {kind}; "
+            "give the same one"
+        )
+    known: dict[object, list[dict[str, Any]]] = {}
+    for group in made.param_groups:
+        mine = {names[id(p)]: away[id(p)].like if id(p) in away else p for p in group["params"]}
+        found = {name: state["optimizer"][name] for name in mine if name in state["optimizer"]}
+        for name, kept in found.items():  # what is missing all ranks find together
+            first = next(iter(found.values()))["group"]
+            where = f"{name} in the optimizer"
+            ours = {k: _number(v) for k, v in saved_settings(group).items()}
+            theirs = {k: _number(v) for k, v in kept["group"].items()}
+            if state.get("scheduler") is not None:  # it leaves numbers in the groups
+                theirs = {k: v for k, v in theirs.items() if k in ours or not is_number(v)}
+            check_like(where, ours, theirs)
+            if _text(first) != _text(kept["group"]):
+                raise PlanError(
+                    f"the optimizer has {name} in one group with others, and the state has other "
+                    "hyper-parameters for it; make the groups as in the training it was taken from"
+                )
+            settings, like = {**settings_of(group), **first}, mine[name]
+            key = (tuple(like.shape), like.dtype, repr(settings))
+            if key not in known:
+                known[key] = _entries(made, like, settings)
+            if known[key] and (kept["state"] or known[key][0]):  # none is from before the first update
+                entries = dict(known[key][-1])
+                if type(made) not in SEPARABLE:  # it may keep more after a few updates
+                    entries = {k: v for k, v in kept["state"].items() if k not in entries} | entries
+                check_like(where, entries, kept["state"])
+
+
+def _entries(made: Optimizer, like: torch.Tensor, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a copy of ``made`` keeps of such a parameter, before and after its first update; [] if unknown."""
+    for device in ("meta", CPU):
+        parameter = torch.nn.Parameter(torch.zeros(like.shape, dtype=like.dtype, device=device))
+        try:
+            with random_kept():
+                copy = optimizer_like(made, [(settings, [parameter])])
+                before = dict(copy.state.get(parameter, {}))
+                parameter.grad = torch.ones_like(parameter)
+                copy.step()
+                return [before, dict(copy.state.get(parameter, {}))]
+        except ValueError as error:
+            if type(made) in SEPARABLE:  # torch says so of what is out of its range
+                raise PlanError(
+                    f"{type(made).__name__} refuses the hyper-parameters of a state: {error}; {OURS}"
+                ) from error
+        except Exception:  # a rule that reads values fails on meta, a class may take other arguments
+            continue
+    return []
+
+
+def _number(value: Any) -> Any:
+    """A tensor of one real number as that number: a learning rate may be either."""
+    real = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+    return value.item() if real else value
+
+
+def _text(settings: Mapping[str, Any]) -> str:
+    plain = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}
+    return repr(sorted(plain.items()))

@@ -22,12 +22,17 @@ from ...stages.stage.guard import Guard
 from ...stages.weights.versions import WeightVersions
 from ..ranks.world import World
 from .clip import clip_together
-from .entries import Entries
-from .kinds import is_plain, kind_of
-from .optimizer_checks import check_kept, check_optimizer, saved_settings
 from .optimizers import Make, Named, make_optimizers
 from .scale import Scaler, scale_of
-from .state_checks import check_scaler, check_scheduler
+from .state_checks import (
+    check_kept,
+    check_optimizer,
+    check_scaler,
+    check_scheduler,
+    is_plain,
+    kind_of,
+    saved_settings,
+)
 
 SCOPES = ("global", "stage")
 Has = Callable[[int], bool]  # whether a turn has the tensor with this identity
@@ -192,9 +197,7 @@ class Update:
         for name, kept in state["optimizer"].items():
             check_kept(name, kept)
         for optimizer in self.optimizers.values():
-            check_optimizer(
-                state, optimizer, self.names, Entries(self.optimizer, optimizer), away=self.away()
-            )
+            check_optimizer(state, optimizer, self.names, away=self.away())
         for scheduler in self.schedulers.values() or [None]:
             check_scheduler(scheduler, state.get("scheduler"))
         check_scaler(state.get("scaler"), needed=self.scale.state() is not None)

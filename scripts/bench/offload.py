@@ -286,7 +286,7 @@ def train(folder: RunFolder, group: Path | None) -> dict[str, Any]:
     told, asked = (json.loads((folder.path / f"{name}.json").read_text()) for name in ("told", "asked"))
     job = Job(folder.read_config())
     batches, plan = cycle(job.batches()), harness.load_plans(folder)[told["plan"]]
-    disk = DiskOptions(path=asked["path"], shared=False)
+    disk = DiskOptions(path=asked["path"])
     _warm_up(disk)
     _trim()
     resident, base = ResidentMemory(model_bytes=0), held_bytes(group) if group else 0

@@ -1,7 +1,7 @@
 """The disk of a rank: what its stores put there lies in one file, and comes back bit for bit or not at all.
 
-A frame stays in memory until it is written; each piece of it has a checksum. What finds no room, or would go
-over the day's cap, stays in memory as it was packed, and that is said once.
+A frame stays in memory until it is written; each piece of it has a checksum. What finds no room stays in
+memory as it was packed, and that is said once.
 Source: claims A5 and A6 of CN115016937A (what is idle leaves the memory); claims 2-4 of CN110032450B.
 """
 
@@ -98,8 +98,7 @@ class Disk:
         self.check()
         with self._changed:
             self._sweep()
-            waiting = self._threads.waiting_bytes
-            start = self._room.take(frame.num_bytes, soon=waiting) if frame.num_bytes else None
+            start = self._room.take(frame.num_bytes) if frame.num_bytes else None
         kept = SlabFrame(frame, start)
         if kept.start is None:
             self.memory.device.add(frame.num_bytes)
@@ -161,7 +160,6 @@ class Disk:
     def close(self) -> None:
         """Finish what is queued, end the threads and free the file."""
         self._threads.close()
-        self._room.today.keep()
         self._slab.close()
 
     def __str__(self) -> str:
@@ -181,9 +179,7 @@ class Disk:
             self._slab.write_all(data, at)
 
         def done(error: BaseException | None) -> None:
-            num_bytes = 0 if error else aligned(kept.bytes_of(number))
-            self.bytes_written += num_bytes
-            self._room.today.add(num_bytes)
+            self.bytes_written += 0 if error else aligned(kept.bytes_of(number))
             kept.num_open -= 1
             if error is not None and kept.error is None:
                 kept.error = worded(error, f"{kept.num_bytes} bytes could not be written to", self.folder)

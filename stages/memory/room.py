@@ -1,4 +1,4 @@
-"""Where on disk there is room for a frame: in the file, behind its end, or, by budget or cap, nowhere.
+"""Room for a frame on disk: in the file, behind its end, or, by budget, nowhere.
 
 Source: claims A5 and A6 of CN115016937A (what is idle leaves the memory)."""
 
@@ -10,10 +10,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from ...compression.errors import ConfigError
-from ..files import reason
 from ..units import is_zero, parse_bytes, show_bytes
-from .daily_bytes import COUNT_FILE, DailyBytes
 from .extents import UNIT, Extents, aligned
 from .slab import Slab
 
@@ -25,14 +22,10 @@ class DiskOptions:
     """What the tier ``disk`` of a rank may use.
 
     ``path``: the folder of its file; None: the one for temporary files. ``budget``: the most bytes of the
-    file, as ``"20GiB"``, 0: nothing goes there; ``per_day``: the most bytes written on a day; None: no limit.
-    ``shared``: the bytes of a day are counted in a file in the folder, with those of other processes and
-    runs."""
+    file, as ``"20GiB"``, 0: nothing goes there; None: no limit."""
 
     path: str | Path | None = None
     budget: int | str | None = None
-    per_day: int | str | None = None
-    shared: bool = True
 
     @property
     def allowed(self) -> bool:
@@ -49,20 +42,9 @@ class Room:
     def __init__(self, slab: Slab, options: DiskOptions) -> None:
         """Start with an empty slab.
 
-        Raises:  PlanError: no size in bytes. ConfigError: the count of the day cannot be kept."""
+        Raises:  PlanError: no size in bytes."""
         self.slab, self._extents = slab, Extents()
         self._budget = None if options.budget is None else parse_bytes(options.budget, name="memory.disk")
-        cap = None
-        if options.per_day is not None:
-            cap = parse_bytes(options.per_day, name="memory.disk_per_day")
-        path = slab.folder / COUNT_FILE if options.shared and options.path is not None else None
-        try:
-            self.today = DailyBytes(cap, path=path)
-        except OSError as error:
-            raise ConfigError(
-                f"the bytes of a day are counted in {path}, which refuses ({reason(error)}); make it "
-                "writable, or leave out memory.disk_per_day="
-            ) from error
         self._is_full = self._told = False
 
     @property
@@ -78,20 +60,13 @@ class Room:
     @property
     def takes(self) -> bool:
         """Whether there is some, as far as is known."""
-        return not self._is_full and self.today.allows(UNIT)
+        return not self._is_full
 
-    def take(self, num_bytes: int, *, soon: int = 0) -> int | None:
-        """Where ``num_bytes`` may be written; None: nowhere, which is told once.
-
-        Args:    soon: bytes that are about to be written, so they count as today's."""
-        needed, start = aligned(num_bytes), None
-        if not self.today.allows(needed + soon):
-            cap = show_bytes(self.today.cap or 0)
-            refusal = f"disks wear by what is written, and memory.disk_per_day={cap} is reached in "
-            refusal += str(self.slab.folder)
-        else:
-            start = self._extents.take(needed)
-            refusal = self._grow(needed) if start is None else ""
+    def take(self, num_bytes: int) -> int | None:
+        """Offset at which ``num_bytes`` may be written; None: nowhere, which is told once."""
+        needed = aligned(num_bytes)
+        start = self._extents.take(needed)
+        refusal = self._grow(needed) if start is None else ""
         if start is None and not refusal:
             start = self._extents.take(needed)
         if refusal:

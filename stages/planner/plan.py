@@ -16,12 +16,11 @@ from ..tracing.capture.signature import Signature
 from ..units import show_bytes, show_rate
 from ..weights.policies import WeightPolicy, policy_named
 from .asked import Asked
-from .old_plans import from_version_1
 from .placed import Placed
 from .plan_table import table
 from .rules import check_again, check_extra, check_mirror, check_replicas, check_versions, streams
 
-VERSION = 2  # 1: ranks, tier and weights_tier beside the stages
+VERSION = 2
 TIERS = NAMES
 
 
@@ -168,11 +167,12 @@ class Plan(Placed):
                 f"a plan is a JSON object with the key penstock_plan, {source} is not; make one anew"
             )
         version = data.pop("penstock_plan")
-        if type(version) is not int or not 1 <= version <= VERSION:
+        if type(version) is not int or version != VERSION:
             raise PlanError(
-                f"plans have version {VERSION} here, found {shortened(version)} in {source}; make it anew"
+                f"plans have version {VERSION} here, found {shortened(version)} in {source}; make "
+                "the plan anew"
             )
-        return read(cls, from_version_1(data) if version == 1 else data, "plan")
+        return read(cls, data, "plan")
 
     def draw(self, path: str | Path) -> None:
         """Draw the stages, their seconds and the bytes over each cut into a PNG."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import runs as results
+import run_results as results
 import torch
 
 import penstock

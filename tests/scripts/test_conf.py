@@ -81,7 +81,6 @@ EARLY = [
     ({"memory": {"weights": "disc"}}, "memory.weights is one of device, packed, host, disk, found 'disc'"),
     ({"memory": {"device": "lots"}}, "memory.device=lots is not a size in bytes"),
     ({"memory": {"disk": "lots"}}, "memory.disk=lots is not a size in bytes"),
-    ({"memory": {"disk_per_day": 0}}, "memory.disk_per_day=0 is not a size in bytes"),
     ({"memory": {"tier": "disk", "disk": 0}}, "memory.disk=0 allows nothing on disk, found memory.tier=disk"),
     ({"memory": {"weights": "disk", "disk": 0}}, "found memory.weights=disk; raise memory.disk="),
     ({"plan": "missing.json"}, "missing.json"),

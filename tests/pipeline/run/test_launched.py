@@ -376,7 +376,7 @@ def test_what_is_no_message_of_rank_0_is_refused(wrong, said, tmp_path):
 )
 def test_a_rank_writes_next_to_its_own_folder_only(name, place, tmp_path, monkeypatch):
     plan = penstock.Plan.__new__(penstock.Plan)
-    monkeypatch.setattr(torchrun.Plan, "of_json", lambda *_: plan)
+    monkeypatch.setattr(penstock.Plan, "of_json", lambda *_: plan)
     monkeypatch.setattr(penstock.Plan, "num_stages", 2)
     folder = torchrun._take(TrainConfig(), RunFolder(path=tmp_path / "own"), MESSAGE | {"folder": name})[1]
     assert folder.path == tmp_path / place

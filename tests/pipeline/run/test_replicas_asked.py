@@ -3,18 +3,21 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from runs import SMALL, refusal, same_model, same_run, trained
+from profiles import NET
+from runs import SMALL, refusal, same_model, trained
 
 from penstock import Plan
 from penstock.compression.errors import ConfigError, PlanError
 from penstock.conf.parts import ReplicasConfig
 from penstock.conf.schema import PlanConfig, TrainConfig
+from penstock.pipeline.planner.partition import partition
 from penstock.pipeline.run import early
 from penstock.pipeline.run.resume import check
-from penstock.pipeline.run.shares_log import read_course
+from penstock.pipeline.run.shares_log import SharesLog
 from penstock.scripts import command
 
 
@@ -49,7 +52,6 @@ TRAIN = {"count": 2, "ranks": 4, "kind": TrainConfig}
         ({"count": 2, "ranks": 4, "idle": True}, "replicas.count=2 says how many have work"),
         (TRAIN | {"min_ranks": 3, "max_restarts": 1}, "which shrinks by replicas.shrink=true"),
         (TRAIN | {"count": 1, "shrink": True}, "found replicas.count=1; add replicas.count="),
-        (TRAIN | {"shrink": True, "shares": "replay", "log": "x", "ranks": 2}, "replicas.shrink=true"),
     ],
 )
 def test_counts_that_do_not_suit_are_refused(options, said):
@@ -66,16 +68,14 @@ def test_counts_that_do_not_suit_are_refused(options, said):
         ({"micro_batches": 1}, "each replica of a stage gets a micro-batch at least"),
         ({"count": "auto", "schedule": "zb_h1"}, "replicas.count=auto with schedule=zb_h1"),
         ({"count": "auto", "weights": "double_buffered"}, "replicas.count=auto; take schedule=1f1b"),
-        ({"ranks": 2, "shares": [1, -1]}, r"shares=\[1, -1\] must be even, measured, replay"),
+        ({"ranks": 2, "shares": [1, -1]}, r"shares=\[1, -1\] must be even, measured, or"),
         ({"ranks": 2, "shares": [1, 0.5]}, "or whole numbers from 0"),
         ({"ranks": 2, "shares": []}, "or whole numbers from 0"),
         ({"ranks": 2, "shares": "fast"}, "replicas.shares=fast must be"),
-        ({"ranks": 2, "shares": "replay"}, "found log=None and shares=replay"),
-        ({"ranks": 2, "log": "run"}, "found log=run and shares=even"),
+        ({"ranks": 2, "shares": "replay"}, "shares=replay must be even, measured, or whole numbers"),
         ({"ranks": 2, "shares": [1, 1, 1]}, "found 3 shares for 2 ranks"),
         ({"ranks": 2, "shares": [0, 0]}, r"found shares \[0, 0\] of stage 0"),
         ({"ranks": 1, "shares": "measured", "count": 1}, "is for stages on several ranks"),
-        ({"ranks": 2, "shares": "replay", "log": "nowhere"}, "replicas.log=nowhere: nowhere cannot be read"),
     ],
     ids=str,
 )
@@ -83,22 +83,6 @@ def test_what_needs_no_torch_is_refused_at_once(options, said):
     with pytest.raises((ConfigError, PlanError), match=said) as refused:
         early.check(config(**{"count": 2, "ranks": 4} | options))
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "is no log of shares"),
-        ("{", "is damaged"),
-        ('{"step": 0, "shares": [[1]]}\n', "is no log of shares"),
-        ('{"step": "0", "shares": [[1]], "cuts": []}\n', "is no log of shares"),
-        ('{"step": 0, "shares": [1], "cuts": []}\n', "is no log of shares"),
-    ],
-)
-def test_a_log_that_is_none_is_refused(text, said, tmp_path):
-    (tmp_path / "shares.jsonl").write_text(text)
-    with pytest.raises(ConfigError, match=said):
-        read_course(str(tmp_path))
 
 
 @pytest.mark.parametrize(("count", "exact", "told"), [(2, True, 0), (2, False, 1), (1, False, 0)])
@@ -150,40 +134,58 @@ JOB = (
 )
 
 
-def course(folder):
-    told = map(json.loads, Path(folder, "shares.jsonl").read_text().splitlines())
-    return [(line["step"], line["shares"]) for line in told]
+def logged_shares(folder):
+    """The steps from which on a run had other shares, and these."""
+    rows = map(json.loads, Path(folder, "shares.jsonl").read_text().splitlines())
+    return [(row["step"], row["shares"]) for row in rows]
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_run_logs_its_shares_goes_on_with_them_and_is_had_again(capfd):
-    def train(typed):
-        capfd.readouterr()
-        trained(f"{JOB} {typed}")
-        return capfd.readouterr().out
-
-    train("replicas.shares=measured max_steps=9 hydra.run.dir=run")
-    assert course("run")[0] == (0, [[1, 1]])
-    Path("log").mkdir()
-    told = [(0, [[3, 1]]), (2, [[1, 5]]), (4, [[1, 0]])]
-    lines = [json.dumps({"step": step, "shares": shares, "cuts": []}) + "\n" for step, shares in told]
-    Path("log/shares.jsonl").write_text("".join(lines))
-    said = train("replicas.shares=replay replicas.log=log max_steps=9 hydra.run.dir=again")
-    assert "shares of replicas behind step 2: stage 0 [1, 5]" in said
-    assert course("again") == told
-    train("replicas.shares=replay replicas.log=again/shares.jsonl max_steps=9 hydra.run.dir=third")
-    assert same_run("again", "third")
+def test_a_run_logs_its_shares_and_resumes_with_them():
     early = "checkpoints/step_00000003"
-    train(f"replicas.shares=replay replicas.log=log max_steps=9 hydra.run.dir=on resume=again/{early}")
-    assert course("on") == [(3, [[1, 5]]), (4, [[1, 0]])]
-    assert same_model("again", "on")
-    train("replicas.exact=true replicas.shares=[5,1] max_steps=9 hydra.run.dir=exact")
-    train(f"ranks=1 replicas.count=1 max_steps=9 hydra.run.dir=one resume=exact/{early}")
+    trained(f"{JOB} replicas.shares=measured max_steps=9 hydra.run.dir=run")
+    assert logged_shares("run")[0] == (0, [[1, 1]])
+    *_, at_resume = [shares for step, shares in logged_shares("run") if step <= 3]
+    trained(f"{JOB} replicas.shares=measured max_steps=9 hydra.run.dir=on resume=run/{early}")
+    assert logged_shares("on")[0] == (3, at_resume)
+    trained(f"{JOB} replicas.exact=true replicas.shares=[5,1] max_steps=9 hydra.run.dir=exact")
+    assert logged_shares("exact") == [(0, [[5, 1]])]
+    trained(f"{JOB} ranks=1 replicas.count=1 max_steps=9 hydra.run.dir=one resume=exact/{early}")
     assert same_model("one", "exact")
-    said = refusal(f"{JOB} ranks=4 replicas.shares=replay replicas.log=log max_steps=9", capfd)
-    assert "has the shares of cuts=[], found cuts=[" in said
-    assert "add plan=PATH" in said
+
+
+def test_a_resumed_run_keeps_the_logged_shares_before_it_and_repeats_none(tmp_path):
+    plan = partition(NET, replicas=[2, 1], micro_batches=4, codec="raw")
+    path, messages = tmp_path / "shares.jsonl", []
+
+    def log(first, courses):
+        """Train from step ``first`` on, with the shares of ``courses`` after each step."""
+        pipe: Any = SimpleNamespace(plan=plan.with_shares(courses[0]), num_steps=first)
+        pipe.world = SimpleNamespace(is_alone=False)
+        with SharesLog(pipe, path, tell=messages.append) as shares_log:
+            for shares in courses[1:]:
+                report: Any = SimpleNamespace(step=pipe.num_steps)
+                pipe.num_steps += 1
+                pipe.plan = plan.with_shares(shares)
+                shares_log.after(report)
+
+    even, more, most = ([(1, 1), (1,)], [(2, 1), (1,)], [(3, 1), (1,)])
+    log(0, [even, more, more, even, most])
+    written = [[1, 1], [2, 1], [1, 1], [3, 1]]
+    assert [shares[0] for _, shares in logged_shares(tmp_path)] == written
+    assert messages[0] == "shares of replicas behind step 1: stage 0 [2, 1]"
+    log(3, [more, more])  # of a checkpoint at step 3, where the log says even
+    assert logged_shares(tmp_path)[1:] == [(1, [[2, 1], [1]])]
+    with path.open("a") as file:
+        file.write('{"step": 4, "sha')  # a kill
+    log(5, [more, most])
+    assert [(step, shares[0]) for step, shares in logged_shares(tmp_path)] == [
+        (0, [1, 1]), (1, [2, 1]), (6, [3, 1])
+    ]  # fmt: skip
+    path.write_text('[1]\n"x"\n')
+    log(5, [more])
+    assert logged_shares(tmp_path) == [(5, [[2, 1], [1]])]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Shares from step to step without ranks: who slows down gets less, noise moves nothing, and replay."""
+"""Shares from step to step without ranks: who slows down gets less, and noise moves nothing."""
 
 import copy
 import random
@@ -11,7 +11,7 @@ from torch import nn
 import penstock
 from penstock.compression.errors import PlanError
 from penstock.pipeline.planner.partition import partition
-from penstock.pipeline.runtime.sharing import Measured, Planned, check_asked, sharing_of
+from penstock.pipeline.runtime.sharing import Measured, Planned, sharing_of
 from penstock.stages.planner.dealing import counts_of
 
 EVEN = partition(NET, replicas=[2, 2], micro_batches=8, codec="raw")
@@ -103,20 +103,6 @@ def test_a_checkpoint_has_the_seconds_in_its_index(tmp_path):
         assert sorted(first) == [0, 1]
 
 
-def test_a_course_is_had_again_from_any_step_on():
-    course = [(2, [[5, 3], [4, 4]]), (5, [[4, 4], [7, 1]])]
-    sharing = sharing_of(course, EVEN, alone=False)
-    plan, found = sharing.begin(EVEN, 0, ()), []
-    for step in range(1, 8):
-        found.append(plan.shares)
-        plan = sharing.after(plan, step, number=8, seconds=[9, 1, 1, 9])
-    even, first, second = ((1, 1), (1, 1)), ((5, 3), (1, 1)), ((1, 1), (7, 1))
-    assert found == [even, even, first, first, first, second, second]
-    assert sharing.begin(EVEN, 4, ((1, 7), (1, 7))).shares == first
-    assert sharing.begin(EVEN, 9, ()).shares == second
-    assert sharing.begin(EVEN.with_shares(second), 1, ()) == EVEN  # an earlier state was loaded
-
-
 def test_one_process_has_the_plan_and_what_means_nothing_is_refused():
     assert isinstance(sharing_of("measured", EVEN, alone=True), Planned)
     assert isinstance(sharing_of(None, EVEN, alone=False), Planned)
@@ -124,17 +110,9 @@ def test_one_process_has_the_plan_and_what_means_nothing_is_refused():
     one_rank_a_stage = partition(NET, stages=2, codec="raw")
     for asked, plan, said in [
         ("fast", EVEN, "found 'fast'"),
-        ([(0, [[1, 1]])], EVEN, "found shares of 1 stages for 2"),
-        ([(0, [[1, 1, 1], [1, 1]])], EVEN, r"found shares \[1, 1, 1\] for 2 of stage 0"),
-        ([(3, [[1, 1], [1, 1]]), (3, [[2, 1], [1, 1]])], EVEN, r"ascending, found steps \[3, 3\]"),
+        ([(0, [[1, 1], [1, 1]])], EVEN, r"found \[\(0, .* shares=\[3, 1\]"),
+        ({1}, EVEN, r"found \{1\}"),
         ("measured", one_rank_a_stage, "the plan has one rank a stage"),
-        ([], one_rank_a_stage, "the plan has one rank a stage"),
     ]:
         with pytest.raises(PlanError, match=said):
             sharing_of(asked, plan, alone=False)
-
-
-@pytest.mark.parametrize("asked", [7, [0], [("a", [[3, 1]])], [(0, [3, 1])], [(0, [["3", 1]])], {1}])
-def test_a_course_that_is_none_is_refused(asked):
-    with pytest.raises(PlanError, match="pairs of a step and the shares of every stage"):
-        check_asked(asked)

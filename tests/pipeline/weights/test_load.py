@@ -152,8 +152,8 @@ DAMAGES = [
     (KEPT, "x", "two dicts for 5.bias, state and group, found str"),
     ((*KEPT, "state"), "x", "found str and dict"),
     (GROUP, GONE, "found dict and NoneType"),
-    (AVERAGE, GONE, "exp_avg is missing in the state"),
-    ((*KEPT, "state", "evil"), torch.zeros(5), "evil is not of this optimizer"),
+    (AVERAGE, GONE, "exp_avg of 5.bias in the optimizer is in this training only"),
+    ((*KEPT, "state", "evil"), torch.zeros(5), "evil of 5.bias in the optimizer is in the state only"),
     (AVERAGE, torch.zeros(3), r"exp_avg of 5.bias .* \(5,\), the state \(3,\)"),
     (AVERAGE, lambda t: t.half(), "exp_avg of 5.bias .* torch.float16"),
     (AVERAGE, "x", "exp_avg of 5.bias .* dense tensor, found str"),
@@ -161,21 +161,21 @@ DAMAGES = [
     (UPDATES, 3, "dense tensor, found int"),
     (UPDATES, torch.tensor(-1.0), "from 0, found -1"),
     (UPDATES, torch.tensor(NAN), "from 0, found nan"),
-    ((*GROUP, "lr"), "fast", "lr of 5.bias is of kind float.*'fast'"),
-    ((*GROUP, "lr"), NAN, "lr of 5.bias .* nan"),
-    ((*GROUP, "lr"), torch.zeros(2), "lr of 5.bias is of kind float"),
+    ((*GROUP, "lr"), "fast", "lr of 5.bias in the optimizer is of kind float.*'fast'"),
+    ((*GROUP, "lr"), NAN, "lr of 5.bias .* found float nan"),
+    ((*GROUP, "lr"), torch.zeros(2), "lr of 5.bias in the optimizer is of kind float"),
     ((*GROUP, "lr"), 0.5, "in one group with others"),
-    ((*GROUP, "lr"), GONE, "hyper-parameter lr of 5.bias is not in both"),
-    ((*GROUP, "amsgrad"), 1.0, "amsgrad of 5.bias is of kind bool"),
-    ((*GROUP, "betas"), (0.9,), "betas of 5.bias is of kind tuple"),
-    ((*GROUP, "evil"), "x", "hyper-parameter evil of 5.bias"),
+    ((*GROUP, "lr"), GONE, "lr of 5.bias in the optimizer is in this training only"),
+    ((*GROUP, "amsgrad"), 1.0, "amsgrad of 5.bias in the optimizer is of kind bool"),
+    ((*GROUP, "betas"), (0.9,), "betas of 5.bias in the optimizer is of kind tuple"),
+    ((*GROUP, "evil"), "x", "evil of 5.bias in the optimizer is in the state only"),
     (("step",), "many", "step of a state is a whole number from 0, found str"),
     (("step",), -5, "found int -5"),
     (("step",), NAN, "found float nan"),
     (("step",), True, "found bool True"),
     (("scheduler",), None, "a scheduler and the state has none"),
     (("scheduler",), {"x": 1}, "a dict with last_epoch, found dict with x"),
-    (("scheduler", "get_lr"), 1, "get_lr is not in both, this is StepLR"),
+    (("scheduler", "get_lr"), 1, "get_lr of the scheduler is in the state only"),
     (("scheduler", "gamma"), "x", "gamma of the scheduler is of kind float"),
     (("scheduler", "last_epoch"), 0.5, "last_epoch of the scheduler is a whole"),
     (("scaler",), None, "a GradScaler and the state has none"),
@@ -223,10 +223,18 @@ def test_what_is_no_state_is_refused(junk, other):
 # always, and what they hold tells), and what is named.
 UNSUITED = [
     ({"optimizer": KINDS["sgd"]}, True, "taken from, Adam, and this is SGD"),
-    ({"optimizer": KINDS["sgd"]}, False, "the hyper-parameter .* is not in both"),
+    (
+        {"optimizer": KINDS["sgd"]},
+        False,
+        r"\w+ of 0.weight in the optimizer is in (the state|this training) only",
+    ),
     ({"optimizer": KINDS["adamw"]}, True, "taken from, Adam, and this is AdamW"),
     ({"optimizer": KINDS["some_adam"]}, False, "is a parameter of the state only"),
-    ({"scheduler": SCHEDULERS["cycle"]}, False, "the hyper-parameter .* is not in both"),
+    (
+        {"scheduler": SCHEDULERS["cycle"]},
+        False,
+        "base_momentum of 0.weight in the optimizer is in this training only",
+    ),
     ({"width": 8}, True, r"0.weight of the model has shape \(8, 12\), the state \(16, 12\)"),
     ({"dtype": torch.bfloat16}, True, "0.weight of the model has dtype torch.bfloat16, the state"),
 ]
@@ -244,15 +252,46 @@ def test_a_rate_out_of_its_range_is_refused_as_the_optimizer_would(state, other)
     damaged = copy.deepcopy(state)
     for kept in damaged["optimizer"].values():
         kept["group"]["lr"] = -0.1
-    refused(other, damaged, r"Adam refuses the hyper-parameters of .*: Invalid")
+    refused(other, damaged, r"Adam refuses the hyper-parameters of a state: Invalid")
 
 
 def test_an_optimizer_that_keeps_entries_from_the_start_needs_them():
     state = trained(optimizer=KINDS["Adagrad"]).state_dict()
     state["optimizer"]["5.bias"]["state"] = {}
     refused(
-        pipeline(optimizer=KINDS["Adagrad"]), state, r"keeps step, sum of 5\.bias, and st?[a-z]+ is missing"
+        pipeline(optimizer=KINDS["Adagrad"]),
+        state,
+        r"st?[a-z]+ of 5\.bias in the optimizer is in this training only",
     )
+
+
+class Late(torch.optim.SGD):
+    """Keeps the newest gradient, and from its second update on the number of updates."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if "newest" in self.state[p]:
+                self.state[p]["count"] = self.state[p].get("count", 1) + 1
+            self.state[p]["newest"] = p.grad.clone()
+        return super().step(closure)
+
+
+def test_what_an_optimizer_of_ones_own_keeps_is_checked_as_far_as_an_update_shows_it():
+    settings = {"optimizer": lambda named: Late([p for _, p in named], lr=0.1), "scaler": None}
+    state, pipe = trained(**settings).state_dict(), pipeline(**settings)
+    assert set(state["optimizer"]["5.bias"]["state"]) == {"newest", "count"}
+    for newest, told in [
+        (GONE, "newest of 5.bias in the optimizer is in this training only"),
+        (torch.zeros(5, dtype=torch.half), "newest of 5.bias .* torch.float32, the state torch.float16"),
+        (torch.zeros(4), r"newest of 5.bias .* shape \(5,\), the state \(4,\)"),
+    ]:
+        damaged = copy.deepcopy(state)
+        damaged["optimizer"]["5.bias"]["state"] = {"count": 3} | (
+            {} if newest is GONE else {"newest": newest}
+        )
+        refused(pipe, damaged, told)
+    pipe.load_state_dict(state)
+    assert same(pipe.state_dict()["optimizer"], state["optimizer"])
 
 
 COURSES = [("adam", "cycle"), ("sgd", "two"), ("by_name", "two"), ("by_name", None), ("Adagrad", "step")]

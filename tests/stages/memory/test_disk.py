@@ -152,7 +152,6 @@ def test_many_threads_put_get_and_drop_at_a_time(opened):
         ({"path": "/nowhere/at/all"}, ConfigError, "/nowhere/at/all"),
         ({"budget": "much"}, PlanError, "memory.disk=much"),
         ({"budget": 0}, PlanError, "memory.disk=0"),
-        ({"per_day": "much"}, PlanError, "memory.disk_per_day=much"),
     ],
 )
 def test_what_cannot_be_is_refused(options, kind, found):

@@ -94,63 +94,6 @@ def test_a_plan_comes_back_as_it_was_saved(tmp_path_factory, plan):
     assert json.loads(path.read_text(encoding="utf-8"))["penstock_plan"] == 2
 
 
-# As version 1 wrote it: ranks and tiers beside the stages.
-VERSION_1 = """{
-"penstock_plan": 1,
-"stages": [
-{"layers": ["_0", "_1"], "parameters": ["0.weight", "0.bias"], "num_parameters": 30,
- "forward_seconds": 4.155300000019402e-05, "backward_seconds": 0.00011098600000014613, "memory_bytes": 720,
- "bytes_forward": 72, "bytes_backward": 72, "saved_bytes": 120},
-{"layers": ["_2", "_3"], "parameters": ["2.weight", "2.bias"], "num_parameters": 42,
- "forward_seconds": 4.04599999999089e-05, "backward_seconds": 0.00011067499999994901, "memory_bytes": 576,
- "bytes_forward": 72, "bytes_backward": 72, "saved_bytes": 72},
-{"layers": ["_4"], "parameters": ["4.weight", "4.bias"], "num_parameters": 14,
- "forward_seconds": 2.6229000000155267e-05, "backward_seconds": 6.464699999986223e-05, "memory_bytes": 168,
- "bytes_forward": 0, "bytes_backward": 0, "saved_bytes": 0}],
-"ranks": [0, 1, 1],
-"schedule": "1f1b", "micro_batches": 4, "extra_in_flight": 1, "codec": "zero_value",
-"fingerprint": "cf9ad599e720958ce043663a6921d3748e52a7942de4fd5a1d6fd0dfbad79835",
-"input_shapes": [[3, 4]], "input_dtypes": ["float32"], "memory": 1048576, "link": 1000000000.0,
-"tier": "packed", "weights": "latest", "weights_tier": "host", "weights_first": false, "prediction": false,
-"program": [], "asked": {"stages": 3, "ranks": 2, "cuts": null},
-"signature": {"form": "[{\\"tuple\\": [{\\"tensor\\": 0}]}, {\\"dict\\": {}}]", "names": ["input"],
- "whole": [false], "lowest": [0], "highest": [0]},
-"leaves": []
-}"""
-
-
-def test_a_plan_of_version_1_gives_its_ranks_and_tiers_to_the_stages_and_lacks_what_came_later(tmp_path):
-    plan = load_text(tmp_path, VERSION_1)
-    assert plan.ranks == (0, 1, 1)
-    assert plan.stages_of_rank == [[0], [1, 2]]
-    assert {(stage.tier, stage.weights_tier) for stage in plan.stages} == {("packed", "host")}
-    assert (plan.cuts, plan.stages[1].saved_bytes, plan.memory) == (("_1", "_3"), 72, 1 << 20)
-    assert plan.asked == Asked(stages=3, ranks=2, cuts=None)
-    assert plan.signature is not None
-    plan.save(tmp_path / "again.json")
-    assert Plan.load(tmp_path / "again.json") == plan
-    later = ("tier", "weights_tier", "program", "signature")
-    old = {name: value for name, value in json.loads(VERSION_1).items() if name not in later}
-    plan = load_text(tmp_path, json.dumps(old))
-    assert {(stage.tier, stage.weights_tier) for stage in plan.stages} == {("device", "device")}
-    assert (plan.program, plan.signature) == ((), None)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "found"),
-    [
-        ("ranks", [0, 1], r"plan.stages\[0\] lacks the key ranks"),
-        ("ranks", ["0", 1, 1], r"plan.stages\[0\].ranks\[0\] is of type int"),
-        ("ranks", [0, 2, 2], "every rank from 0 on a stage"),
-        ("tier", "tape", "found 'tape'"),
-        ("stages", [1, 2, 3], r"plan.stages\[0\] is an object"),
-    ],
-)
-def test_a_damaged_plan_of_version_1_is_refused(tmp_path, key, value, found):
-    with pytest.raises(PlanError, match=found):
-        load_text(tmp_path, json.dumps(json.loads(VERSION_1) | {key: value}))
-
-
 def test_a_plan_remembers_which_cuts_were_asked_for(tmp_path):
     asked = dataclasses.replace(PLAN, asked=Asked(stages=None, ranks=2, cuts=("relu", "pool")))
     asked.save(tmp_path / "plan.json")
@@ -288,7 +231,7 @@ def test_damaged_text_is_refused_or_read(tmp_path_factory, data):
         ('{"penstock_plan": 3}', "version .* found 3"),
         ('{"penstock_plan": 0}', "version .* found 0"),
         ('{"penstock_plan": true}', "version .* found true"),
-        ('{"penstock_plan": 1}', "lacks the key stages"),
+        ('{"penstock_plan": 1, "ranks": [0, 1]}', "version 2 here, found 1 in .*; make the plan anew"),
         ('{"penstock_plan": 2}', "lacks the key stages"),
     ],
 )

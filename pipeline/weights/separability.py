@@ -1,0 +1,254 @@
+"""Whether an optimizer updates every parameter by itself, so that it may be divided over stages or layers.
+
+Some do not: they clip by a norm over all gradients, estimate one step size for all, draw random numbers in
+turn, or count their steps. The optimizers of torch.optim are known; any other one is tried before training,
+on small parameters under the model's names: all at once, and part by part."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from ...compression.errors import PlanError
+from ...stages.tracing.comparison import same_bits
+from .optimizers import Make, Named, make_optimizer, optimizer_like, random_kept, settings_of
+
+SEPARABLE = frozenset(
+    getattr(torch.optim, name)
+    for name in "Adadelta Adafactor Adagrad Adam Adamax AdamW ASGD Muon NAdam RAdam RMSprop Rprop SGD".split()
+)
+"""The optimizers of torch.optim that update each parameter by its own gradient and state; LBFGS does not."""
+
+SCALES = (1e-3, 1.0, 30.0, 1e3, 1.0)
+"""How large the gradients of each update of a trial are; the last has an infinite one."""
+Pairs = Sequence[tuple[str, Parameter]]
+
+
+class InTurn:
+    """``optimizer``, stepped turn by turn: its groups have the parameters of one turn while it steps."""
+
+    def __init__(self, optimizer: Optimizer, turns: Sequence[Sequence[Parameter]]) -> None:
+        """Every parameter of ``optimizer`` is in one of the ``turns``."""
+        self.optimizer = optimizer
+        members = [{id(parameter) for parameter in turn} for turn in turns]
+        groups = [group["params"] for group in optimizer.param_groups]
+        self._parts = [[[p for p in group if id(p) in turn] for group in groups] for turn in members]
+
+    def step_of(self, turn: int) -> None:
+        """Update the parameters of one turn, if the optimizer has any of them."""
+        parts, groups = self._parts[turn], self.optimizer.param_groups
+        if not any(parts):
+            return
+        whole = [group["params"] for group in groups]
+        try:
+            for group, part in zip(groups, parts, strict=True):
+                group["params"] = part
+            self.optimizer.step()
+        finally:
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+
+    def step(self) -> None:
+        """Update all turns."""
+        for turn in range(len(self._parts)):
+            self.step_of(turn)
+
+
+def is_separable(optimizer: Optimizer) -> bool:
+    """Whether it is known to update every parameter by itself: nobody has a part in its steps either."""
+    of_all = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+    is_touched = _hooks(optimizer) or of_all or "step" in vars(optimizer)
+    return type(optimizer) in SEPARABLE and not is_touched
+
+
+def _hooks(optimizer: Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def check_separable(
+    optimizer: Make,
+    named: Named,
+    part_of: Mapping[str, int],
+    made: Sequence[Optimizer],
+    *,
+    in_turn: bool = False,
+) -> None:
+    """Refuse an optimizer that does something else with all parameters than with those of each part.
+
+    Args:
+        optimizer: Function that makes it.
+        named: All parameters, of which only names, dtypes and shapes are read, so every rank decides alike.
+        part_of: The stage of each by its name, or its turn.
+        made: Optimizers that the function made, copied where it takes no small parameters: it may look up
+            its model's own.
+        in_turn: One optimizer steps turn by turn; else every stage has one.
+
+    Raises:
+        PlanError: It does, its function gives a parameter other settings on a stage, or somebody counts the
+            steps of turns. A warning says that it could not be tried.
+    """
+    if hooked := next((one for one in made if in_turn and _hooks(one)), None):
+        raise PlanError(
+            "with a mirror of the parameters an optimizer steps once for every layer, and "
+            f"{type(hooked).__name__} has hooks on its steps; remove them, or leave parameters on the device"
+        )
+    if len(set(part_of.values())) < 2:
+        return
+    trials: list[Callable[[], str]] = [lambda: _refusal(optimizer, named, part_of, in_turn=in_turn)]
+    trials += [functools.partial(_refusal_of_twins, one, named, in_turn=in_turn) for one in made]
+    unknown: Exception | None = None
+    with random_kept():
+        for trial in trials:
+            try:
+                refusal = trial()
+            except Exception as error:  # whatever a person's function raises for parameters it never saw
+                unknown = error
+                continue
+            if refusal:
+                raise PlanError(refusal)
+            return
+    warnings.warn(
+        f"whether the optimizer treats every parameter by itself could not be tried on small ones "
+        f"({type(unknown).__name__}: {unknown}); if it does not, a pipeline trains otherwise than the plain "
+        "loop",
+        stacklevel=3,
+    )
+
+
+def _refusal(
+    optimizer: Make, named: Named, part_of: Mapping[str, int], *, in_turn: bool, max_size: int = 3
+) -> str:
+    """What an optimizer does otherwise part by part than with all parameters at once; "" for nothing."""
+    together, divided = (_stand_ins(named, max_size=max_size) for _ in range(2))
+    joint = make_optimizer(optimizer, together)
+    if joint is None:
+        return ""
+    by_part: dict[int, Named] = {}
+    for pair in divided:
+        by_part.setdefault(part_of[pair[0]], []).append(pair)
+    by_part = dict(sorted(by_part.items()))  # the order of turns
+    if in_turn:
+        divided_optimizers = [(make_optimizer(optimizer, divided), divided)]
+    else:
+        divided_optimizers = [(make_optimizer(optimizer, own), own) for own in by_part.values()]
+        settings = [_settings(one, own) for one, own in divided_optimizers]
+        if message := _settings_differ(_settings(joint, together), settings):
+            return message
+    if is_separable(joint):
+        return ""
+    known = _settings(joint, together)
+    tried = [name for name, p in together if name in known and p.requires_grad and p.numel()]
+    expected = _outcomes(joint, joint.step, together, tried)
+    for one, own in divided_optimizers:
+        if one is None:
+            continue
+        step = InTurn(one, [[p for _, p in part] for part in by_part.values()]).step if in_turn else one.step
+        for name, outcome in _outcomes(one, step, own, tried).items():
+            if _differ(expected[name], outcome):
+                mirror = "with a mirror of the parameters " * in_turn
+                return (
+                    f"{mirror}an optimizer works on one {'layer' if in_turn else 'stage'}'s parameters at a "
+                    f"time and {type(joint).__name__} looks at all together: {name} is updated otherwise "
+                    f"than {'in turn' if in_turn else 'apart'}; use SGD or Adam"
+                    f"{', or leave parameters on the device' * in_turn}"
+                )
+    return ""
+
+
+def _refusal_of_twins(made: Optimizer, named: Named, *, in_turn: bool) -> str:
+    """The same of two halves of ``made``'s own groups, whatever the function that made it takes."""
+    settings = _settings(made, named)
+    twins = [(f"{half}{name}", p) for half in "01" for name, p in named if name in settings]
+
+    def make(pairs: Named) -> Optimizer:
+        groups: dict[int, tuple[dict[str, Any], list[Parameter]]] = {}
+        for name, parameter in pairs:
+            mine = settings[name[1:]]
+            groups.setdefault(id(mine), (mine, []))[1].append(parameter)
+        return optimizer_like(made, list(groups.values()))
+
+    return _refusal(make, twins, {name: int(name[0]) for name, _ in twins}, in_turn=in_turn, max_size=32)
+
+
+def _stand_ins(named: Pairs, *, max_size: int) -> Named:
+    """Small parameters under the same names: same dtype, dimensions and wish for a gradient, sizes of at
+    most ``max_size`` to ``max_size + 2``, and never larger than they are."""
+    source, found = torch.Generator().manual_seed(0), []
+    for place, (name, parameter) in enumerate(named):
+        limits = [max_size + place % 3] * 2 + [2] * parameter.dim()
+        shape = [min(size, limit) for size, limit in zip(parameter.shape, limits, strict=False)]
+        value = _random(shape, parameter.dtype, source)
+        found.append((name, Parameter(value, requires_grad=parameter.requires_grad)))
+    return found
+
+
+def _settings(made: Optimizer | None, named: Pairs) -> dict[str, dict[str, Any]]:
+    """The hyper-parameters that each parameter has, those of one group in one dict."""
+    names = {id(parameter): name for name, parameter in named}
+    groups = [] if made is None else made.param_groups
+    return {names[id(p)]: settings for g in groups for settings in [settings_of(g)] for p in g["params"]}
+
+
+def _settings_differ(joint: Mapping[str, Any], divided: Sequence[Mapping[str, Any]]) -> str:
+    """What a function gives a parameter by its place, or by what else there is."""
+    found = {name: settings for one in divided for name, settings in one.items()}
+    rule = "the optimizer's function gives a parameter the same whatever others it is called with"
+    if strange := sorted(set(joint) ^ set(found)):
+        where = "with all of the model's only" if strange[0] in joint else "with those of its stage only"
+        return f"{rule}, and takes {strange[0]} {where}; choose by name"
+    for name, settings in found.items():
+        for key, value in settings.items():
+            if key in joint[name] and _differ(joint[name][key], value):
+                return (
+                    f"{rule}, and {key} of {name} is {joint[name][key]} with all of the model's and {value} "
+                    "with those of its stage; choose it by name"
+                )
+    return ""
+
+
+def _outcomes(
+    made: Optimizer, step: Callable[[], Any], named: Pairs, tried: Sequence[str]
+) -> dict[str, tuple[torch.Tensor, dict[str, Any], dict[str, Any]]]:
+    """The parameters that are tried, with the optimizer's state and settings of them, after some updates."""
+    torch.default_generator.manual_seed(0)  # those of GPUs are the person's
+    random.seed(0)
+    numpy.random.seed(0)
+    parameters = dict(named)
+    mine = [(place, name, parameters[name]) for place, name in enumerate(tried) if name in parameters]
+    for number, scale in enumerate(SCALES):
+        for place, _, p in mine:
+            source = torch.Generator().manual_seed(len(tried) * number + place)
+            p.grad = _random(p.shape, p.dtype, source).mul_(scale)
+            if number + 1 == len(SCALES) and place == 0:
+                p.grad.view(-1)[0] = math.inf
+        step()
+    settings = _settings(made, named)
+    return {name: (p, dict(made.state.get(p, {})), settings.get(name, {})) for _, name, p in mine}
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype, source: torch.Generator) -> torch.Tensor:
+    drawn = dtype if dtype.is_complex else torch.float32
+    return torch.randn(shape, generator=source, dtype=drawn).to(dtype)
+
+
+def _differ(a: Any, b: Any) -> bool:
+    """Whether tensors or numbers that both hold differ."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return not same_bits(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return any(_differ(a[key], b[key]) for key in a if key in b)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) != len(b) or any(map(_differ, a, b))
+    if isinstance(a, bool | int | float) and isinstance(b, bool | int | float):
+        return a != b and not (math.isnan(a) and math.isnan(b))
+    return False
