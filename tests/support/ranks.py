@@ -23,10 +23,11 @@ READY = ("", "ready")
 gc.set_threshold(20_000, 20, 20)  # else a fifth of the time is spent looking through torch
 
 context = multiprocessing.get_context("forkserver")
+# What ``pipeline/run/train.py`` imports, but not that, which a process that loads samples runs again.
 context.set_forkserver_preload(
     [
         "pytest",
-        "penstock.pipeline.run.train",
+        *(f"penstock.pipeline.run.{name}" for name in ("decide", "restarts", "train_rank")),
         "penstock.scripts.application",
         "matplotlib.figure",
         "torch._dynamo",
