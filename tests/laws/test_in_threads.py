@@ -38,12 +38,12 @@ def plan_of(model, x, micro_batches, **options):
     return penstock.partition(profile, micro_batches=micro_batches, codec="raw", **options)
 
 
-def trained(plan, model, batches, *, loss=mean_of_squares, **options):
+def trained(plan, model, batches):
     """Gradients of the last step and the losses of all, by rank."""
     models = [copy.deepcopy(model) for _ in range(plan.num_ranks)]
 
     def train(world):
-        pipe = penstock.Pipeline(models[world.rank], plan, loss=loss, optimizer=sgd, world=world, **options)
+        pipe = penstock.Pipeline(models[world.rank], plan, loss=mean_of_squares, optimizer=sgd, world=world)
         losses = [pipe.step(x, y).loss for x, y in batches]
         pipe.close()
         return losses, {name: p.grad for name, p in pipe.update.named.items()}

@@ -42,7 +42,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     elif name == "test_every_trap":
         one = dict.fromkeys(("dtype", "autocast"), (None,)) | {"replicas": (1,), "bare": (False,)}
         alone = [FACTORS | one | order for order in ORDERS]  # some are complex, or normed
-        rows = [next(draws(each | {"model": (t,)}, seed, unsuited)) for t in TRAPS for each in alone], ()
+        traps = [each | {"model": (trap,)} for trap in TRAPS for each in alone]
+        rows = [next(draws(trap, seed + place, unsuited)) for place, trap in enumerate(traps)], ()
     elif name == "test_at_random" and is_whole(metafunc.config):
         rows = (
             itertools.islice(draws(FACTORS, seed, unsuited), RANDOM["synchronous"]),

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import io
 import tempfile
 from pathlib import Path
 
@@ -155,20 +156,29 @@ def trained(case, model, batches, steps, plans, folder, *, world=None):
 
 def resumed(resume, pipe, make, folder):
     """Another pipeline, which ``make`` makes; it goes on where ``pipe`` ends, by a checkpoint or "state"."""
-    states = []
+    state = None
     if resume == "state":
-        states = [pipe.state_dict()]
+        state = pipe.state_dict()
         if dist.is_initialized():  # only the first rank has it
-            dist.broadcast_object_list(states)
+            state = broadcast(state)
     else:
         penstock.save(pipe, folder)
     pipe.close_stages(keeps_model=False)
     pipe = make()
-    if states:
-        pipe.load_state_dict(states[0])
+    if state is not None:
+        pipe.load_state_dict(state)
     else:
         penstock.load(pipe, folder)
     return pipe
+
+
+def broadcast(state):
+    """What the first rank has; ``torch.save`` takes tensors of every dtype, which pickle does not."""
+    written = io.BytesIO()
+    torch.save(state, written)
+    found = [written.getvalue()]
+    dist.broadcast_object_list(found)
+    return torch.load(io.BytesIO(found[0]), weights_only=False)
 
 
 def beside(pipe, plain, batches, **settings):
