@@ -12,10 +12,10 @@ import pytest
 import torch
 from fuzz_promises import limited
 from guarded import guarded
+from small_pipelines import pipeline_of
 from tensors import decoded
 from torch import Tensor, nn
 
-import penstock
 from penstock.compression.codec import CODECS, decode, decode_received, encode
 from penstock.compression.errors import CodecError, StageError
 from penstock.compression.frame import MASKED, Header, header_bytes, header_text, read_header
@@ -122,10 +122,8 @@ class Skipping(nn.Module):
 
 
 def pipeline(model, *, cuts=("b",), loss=nn.functional.mse_loss, micro_batches=2, ranks=None):
-    example = (torch.randn(2, 32),)
-    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
-    plan = penstock.partition(profile, cuts=list(cuts), micro_batches=micro_batches, ranks=ranks)
-    return penstock.Pipeline(model, plan, loss=loss, optimizer=lambda n: torch.optim.SGD(n, lr=0.1))
+    options = {"cuts": list(cuts), "micro_batches": micro_batches, "ranks": ranks, "loss": loss}
+    return pipeline_of(model, example=(torch.randn(2, 32),), **options)
 
 
 def lying(op: str, name: str, *, rank: int = 0, **options):

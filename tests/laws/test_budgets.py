@@ -52,7 +52,7 @@ def expected() -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def trained(tmp_path, **options):
+def trained(tmp_path, *, host=None, **options):
     """The reports and the state of a pipeline in one process, and the most that it may hold.
 
     Beside the budget there are a tensor that is saved, its frame, one that is read, and frames under way."""
@@ -64,21 +64,22 @@ def trained(tmp_path, **options):
         **options,
     }
     plan = penstock.partition(measured(), **options)
-    disk = penstock.DiskOptions(path=tmp_path)
-    pipe = penstock.Pipeline(deep(), plan, loss=squares, optimizer=adam, disk=disk)
+    disk, memory = penstock.DiskOptions(path=tmp_path), penstock.MemoryOptions(host=host)
+    pipe = penstock.Pipeline(deep(), plan, loss=squares, optimizer=adam, disk=disk, memory=memory)
     reports = [pipe.step(x, y) for x, y in batches()]
     state = pipe.state_dict()["model"]
     pipe.close()
-    assert plan.memory is not None
-    return reports, state, plan.memory + 3 * LAYER + pipe.engine.transport.pool.num_bytes
+    return reports, state, (plan.memory or 0) + 3 * LAYER + pipe.engine.transport.pool.num_bytes
 
 
 def differences(state) -> list[str]:
     return [name for name, tensor in expected().items() if not same_bits(tensor, state[name])]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
-@pytest.mark.parametrize("share", ["70%", "45%", "30%"])
+@pytest.mark.parametrize(
+    ("schedule", "share"),
+    [("1f1b", "70%"), ("1f1b", "45%"), ("1f1b", "30%"), ("gpipe", "45%"), ("zb_h1", "30%")],
+)
 def test_a_share_of_the_memory_gives_the_same_bits_and_is_kept_to(schedule, share, tmp_path):
     reports, state, most = trained(tmp_path, stages=2, ranks=1, schedule=schedule, memory=share)
     assert differences(state) == []
@@ -110,6 +111,14 @@ def test_everything_kept_is_foretold_to_the_byte(tmp_path):
     assert [stage.device_tier for stage in later] == [first.device_tier + first.grew_bytes] * 2
     assert later[0].grew_bytes == 0
     assert later[0].disk_tier == later[0].packed_tier == later[0].held_up_seconds == 0
+
+
+def test_what_a_full_host_tier_does_not_take_goes_to_disk_with_the_same_bits(tmp_path):
+    tiers = {"tier": "host", "parameters_tier": "host"}
+    reports, state, _ = trained(tmp_path, host="1MiB", stages=2, ranks=1, schedule="gpipe", **tiers)
+    assert differences(state) == []
+    assert reports[-1].stages[0].host_tier <= 1 << 20
+    assert reports[-1].stages[0].disk_tier > 0
 
 
 @pytest.mark.slow

@@ -6,8 +6,9 @@ import pytest
 import torch
 from cases import OPTIMIZERS
 from far import FarStore
-from law import everything_leaves, state_differences
+from law import beside, everything_leaves, state_differences
 from reference import plain_loop, same_bits
+from small_pipelines import pipeline_of
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from zoo import build, cross_entropy
@@ -15,9 +16,6 @@ from zoo import build, cross_entropy
 import penstock
 from penstock import PlanError, StageError
 from penstock.pipeline.runtime import ownership
-
-PACKED: dict[str, Any] = {"parameters_tier": "packed"}
-HOST: dict[str, Any] = {"parameters_tier": "host"}
 
 
 @pytest.fixture(autouse=True)
@@ -53,14 +51,9 @@ def squares(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().mean()
 
 
-def made(
-    model: nn.Module, *, optimizer: Any = torch.optim.AdamW, batch: Tensor = BATCH, **options: Any
-) -> Any:
-    of_pipeline = {name: options.pop(name) for name in ("clip", "loss", "guard", "scaler") if name in options}
-    graph = penstock.trace(model, (batch[:2],))
-    options = {"stages": 1, "micro_batches": 4, "parameters_tier": "packed", **options}
-    plan = penstock.partition(penstock.measure(graph, (batch[:2],), repeats=1), **options)
-    return penstock.Pipeline(model, plan, optimizer=optimizer, **{"loss": squares, **of_pipeline})
+def made(model: nn.Module, *, batch: Tensor = BATCH, **options: Any) -> Any:
+    options = {"stages": 1, "micro_batches": 4, "parameters_tier": "packed", "loss": squares, **options}
+    return pipeline_of(model, example=(batch[:2],), **{"optimizer": torch.optim.AdamW, **options})
 
 
 def bytes_near(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -147,36 +140,6 @@ def test_a_write_to_what_is_away_is_refused():
         pipe.step(BATCH, BATCH)
 
 
-class Returned(nn.Module):
-    """One of its layers is a parameter that goes on as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.end = nn.ParameterList([torch.ones(64)]), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.scale[0].contiguous().float()
-        return self.end(torch.tanh(x) * scale) * scale
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_parameter_under_several_names_is_there_for_all_its_readers(frozen, far):
-    models = [Returned(), Returned()]
-    models[1].load_state_dict(models[0].state_dict())
-    for each in models:
-        each.scale[0].requires_grad_(not frozen)
-    model, plain = models
-    batches = [(BATCH, BATCH)] * 3
-    optimizer = lambda named: torch.optim.Adagrad(  # noqa: E731
-        [(name, p) for name, p in named if p.requires_grad], lr=0.1
-    )
-    pipe = made(model, optimizer=optimizer, clip=1.0)
-    loop = plain_loop(plain, batches, loss=squares, optimizer=optimizer, micro_batches=4, clip=1.0)
-    for (x, y), expected in zip(batches, loop, strict=True):
-        pipe.step(x, y)
-        assert state_differences(pipe.state_dict(), plain, expected["optimizer"]) == []
-
-
 KINDS: dict[str, Any] = {
     "momentum": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
     "foreach": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, foreach=True),
@@ -202,13 +165,8 @@ KINDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizers_that_treat_each_parameter_by_itself_keep_their_bits(kind, far):
-    model, plain = deep(3), deep(3)
-    batches = [(BATCH, BATCH)] * 3
-    pipe = made(model, optimizer=KINDS[kind], clip=0.01)
-    loop = plain_loop(plain, batches, loss=squares, optimizer=KINDS[kind], micro_batches=4, clip=0.01)
-    for (x, y), expected in zip(batches, loop, strict=True):
-        assert pipe.step(x, y).loss == expected["loss"]
-        assert state_differences(pipe.state_dict(), plain, expected["optimizer"]) == []
+    told: Any = {"loss": squares, "optimizer": KINDS[kind], "micro_batches": 4, "clip": 0.01}
+    assert beside(made(deep(3), **told), deep(3), [(BATCH, BATCH)] * 3, **told) == []
 
 
 class Counts(torch.optim.SGD):
@@ -250,26 +208,6 @@ def test_one_that_takes_no_other_parameters_is_tried_by_its_class():
 
     with pytest.raises(PlanError, match="Counts looks at all together"):
         made(model, optimizer=own)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"schedule": "async_1f1b", "stages": 2}, r"schedule=async_1f1b reads several at a time"),
-        ({"weights": "double_buffered", "stages": 2}, r"weights=double_buffered reads several at a time"),
-        ({"parameters_tier": "far"}, r"parameters_tier is one of .*found 'far'"),
-    ],
-    ids=["async", "double_buffered", "unknown"],
-)
-def test_what_a_mirror_does_not_go_with_is_refused_by_the_plan(options, said):
-    with pytest.raises(PlanError, match=said) as refused:
-        made(deep(3), **options)
-    assert str(refused.value).count(". ") == 0
-
-
-def resumed(model: nn.Module, batches: Any, **options: Any) -> Any:
-    options = {"stages": 2, "micro_batches": 3, "loss": cross_entropy, **options}
-    return made(model, batch=batches[0][0], **options)
 
 
 def test_what_forwards_save_is_counted_beside_a_mirror(monkeypatch):
@@ -370,17 +308,14 @@ def test_what_a_backward_of_a_person_s_keeps_stays(leaves, far):
     model, plain = models
     plain.load_state_dict(model.state_dict())
     _, batches = build("mlp")
-    example, sgd = (batches[0][0][:4],), OPTIMIZERS["sgd"]
-    profile = penstock.measure(penstock.trace(model, example, leaves=leaves), example, repeats=1)
-    plan = penstock.partition(profile, stages=1, micro_batches=3, parameters_tier="host")
-    pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=sgd)
-    loop = plain_loop(plain, batches, loss=cross_entropy, optimizer=sgd, micro_batches=3)
-    for (x, y), expected in zip(batches, loop, strict=True):
-        pipe.step(x, y)
-        assert state_differences(pipe.state_dict(), plain, expected["optimizer"]) == []
+    pipe = made(model, batch=batches[0][0], leaves=leaves, parameters_tier="host", **OF_MLP)
+    assert beside(pipe, plain, batches, **OF_MLP) == []
     assert model.get_parameter("2.w").numel() == 192
     assert model.get_parameter("1.weight").numel() == 0
     pipe.close()
+
+
+OF_MLP: Any = {"loss": cross_entropy, "optimizer": OPTIMIZERS["sgd"], "micro_batches": 3}
 
 
 def hang_hooks(model):
@@ -398,20 +333,13 @@ def _shrink(parameter):
 @pytest.mark.parametrize("when", ["ahead of the pipeline", "behind it"])
 def test_hooks_on_parameters_find_them_and_their_gradients_near(when, far):
     (model, batches), (plain, _) = build("mlp"), build("mlp")
-    example = (batches[0][0][:4],)
-    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
-    plan = penstock.partition(profile, stages=2, micro_batches=3, parameters_tier="host")
-    sgd = OPTIMIZERS["sgd"]
     hang_hooks(plain)
     if when == "ahead of the pipeline":
         hang_hooks(model)
-    pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=sgd)
+    pipe = made(model, batch=batches[0][0], stages=2, parameters_tier="host", **OF_MLP)
     if when == "behind it":
         hang_hooks(model)
-    loop = plain_loop(plain, batches, loss=cross_entropy, optimizer=sgd, micro_batches=3)
-    for (x, y), expected in zip(batches, loop, strict=True):
-        pipe.step(x, y)
-        assert state_differences(pipe.state_dict(), plain, expected["optimizer"]) == []
+    assert beside(pipe, plain, batches, **OF_MLP) == []
     pipe.close()
 
 

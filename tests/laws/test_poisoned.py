@@ -24,7 +24,7 @@ POISON = {
 
 ALONE = FACTORS | {
     "world": ("alone",), "replicas": (1,), "tier": ("packed",), "budget": (None,), "dtype": (None,),
-    "autocast": (None,),
+    "autocast": (None,), "bare": (False,),
 }  # fmt: skip
 
 

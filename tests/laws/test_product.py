@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from cases import CUSTOM, Case
+from cases import CUSTOM, SCHEDULERS, Case
 from product import (
     FACTORS,
     STREAMS,
@@ -30,6 +30,8 @@ from penstock.stages.planner.plan import TIERS
 from penstock.stages.weights.policies import POLICIES
 
 RANDOM = {"synchronous": 1000, "asynchronous": 300}
+ORDERS = {"schedule": ("zb_h1", "zbv")}, {"weights_first": (True,)}
+"""Of a backward: every trap meets it in halves, and with its weights first."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -38,12 +40,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if name == "test_every_two_values_of_two_factors":
         rows = pairs(FACTORS, seed, unsuited), pairs(STREAMS, seed, unsuited_streams)
     elif name == "test_every_trap":
-        alone = FACTORS | {
-            "replicas": (1,),
-            "dtype": (None,),
-            "autocast": (None,),
-        }  # some are complex, or normed
-        rows = [next(draws(alone | {"model": (trap,)}, seed, unsuited)) for trap in TRAPS], ()
+        one = dict.fromkeys(("dtype", "autocast"), (None,)) | {"replicas": (1,), "bare": (False,)}
+        alone = [FACTORS | one | order for order in ORDERS]  # some are complex, or normed
+        traps = [each | {"model": (trap,)} for trap in TRAPS for each in alone]
+        rows = [next(draws(trap, seed + place, unsuited)) for place, trap in enumerate(traps)], ()
     elif name == "test_at_random" and is_whole(metafunc.config):
         rows = (
             itertools.islice(draws(FACTORS, seed, unsuited), RANDOM["synchronous"]),
@@ -77,6 +77,14 @@ REGRESSIONS = [
     # A bias whose gradient is a product at one size, a sum at another, waited for a W that never came.
     Case(model="OneLayoutOfMany", cuts=4, schedule="zb_h1", micro_batches=4, steps=2),
     Case(model="OneLayoutOfMany", cuts=4, ranks=2, schedule="zbv", micro_batches=4, steps=2),
+    # What two stages hold: tied in training alone, frozen in both; a load must reach all of it.
+    Case(model="TiedInTraining", cuts=["add"], world="processes", resume="state", evaluates=True),
+    Case(model="FrozenTwice", cuts=["add"], world="processes", resume="state", evaluates=True),
+    # Parameters under several names are there for all their readers.
+    Case(model="GoesOnAsItIs", cuts=1, parameters_tier="packed", far=True),
+    # What no state_dict has, or a file says badly, on another cut than it was saved on.
+    Case(model="Unsaved", cuts=["a"], resume="other"),
+    *(Case(model="mlp", cuts=3, scheduler=name, steps=4, resume="other") for name in SCHEDULERS),
     # A conjugate on a cut was packed as the memory that it shares.
     Case(model="Conjugate", cuts=["conj"], schedule="gpipe", tier="packed"),
     # Memory that was freed and given out again was looked up by its address.

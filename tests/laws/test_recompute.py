@@ -1,31 +1,16 @@
-"""Laws L1 and L2 where forwards run again instead of keeping what they saved, and that they keep nothing."""
+"""Forwards that run again keep nothing of what they saved; buffers, and what is refused."""
 
 import logging
 import weakref
 from typing import Any
 
 import pytest
-import streams
 import torch
-from streams import StreamCase
+from small_pipelines import pipeline_of
 from torch import Tensor, nn
-from zoo import cross_entropy
 
 import penstock
-from penstock import PlanError, StageError
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        StreamCase(model="mlp", recompute=True),
-        StreamCase(model="mlp", weights="vertical_sync", optimizer="adam", recompute=True, cuts=3),
-        StreamCase(model="gated", weights="double_buffered", schedule="1f1b", recompute=True, cuts=2),
-    ],
-    ids=str,
-)
-def test_they_see_the_weights_of_the_first_time_without_a_flush(case):
-    assert streams.differences(case) == []
+from penstock import StageError
 
 
 class Mean(nn.Module):
@@ -50,11 +35,8 @@ def trained(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 20), *layers, nn.Linear(20, 10))
     x, y = torch.randn(6, 10), torch.randint(10, (6,))
-    graph = penstock.trace(model, (x[:2],), leaves=[type(layer) for layer in layers])
-    plan = penstock.partition(
-        penstock.measure(graph, (x[:2],)), stages=2, schedule=schedule, micro_batches=3, recompute=recompute
-    )
-    pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    leaves, options = [type(layer) for layer in layers], {"schedule": schedule, "recompute": recompute}
+    pipe = pipeline_of(model, stages=2, example=(x[:2],), leaves=leaves, **options)
     for _ in range(steps):
         pipe.step(x, y)
     return pipe.state_dict()["model"]
@@ -125,13 +107,6 @@ def test_a_forward_that_does_something_else_the_second_time_is_refused(tmp_path,
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StageError, match=r"must do what it did, found that it saved .*recompute=false"):
         trained(Fickle(), recompute=True, steps=8)
-
-
-@pytest.mark.parametrize(("weights", "prediction"), [("latest", False), ("stashed", True)])
-def test_other_weights_at_the_backward_are_refused(weights, prediction):
-    case = StreamCase(model="mlp", weights=weights, prediction=prediction, recompute=True)
-    with pytest.raises(PlanError, match=r"must see the weights of the first time.*recompute=false"):
-        streams.differences(case)
 
 
 def test_it_is_for_stages_of_a_plan_and_counts_in_their_memory():

@@ -18,12 +18,8 @@ CASES = [
     Case(model="mlp", cuts=1, replicas=2, codec="raw"),
     Case(model="mlp", cuts=2, replicas=[2, 1], micro_batches=5, weights_first=True, optimizer="adamw"),
     Case(model="mlp", cuts=1, replicas=3, micro_batches=4, scaler=(2.0**14, 2)),
-    Case(model="residual", cuts=2, replicas=[1, 2], micro_batches=4, schedule="gpipe"),
-    Case(model="tied", cuts=("random", 3, 1), replicas=[1, 2, 1], micro_batches=5, dtype=torch.float64),
     Case(model="gpt_relu", cuts=2, replicas=2, dtype=torch.bfloat16, weights_first=True),
     Case(model="gated", cuts=2, replicas=2, recompute=True),
-    Case(model="gpt_tied", cuts=2, replicas=2, steps=2),
-    Case(model="resnet18", cuts=1, replicas=2, steps=1),
 ]
 
 

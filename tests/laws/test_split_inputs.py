@@ -6,15 +6,15 @@ import pytest
 import torch
 from law import split_for
 from reference import same_bits
+from small_pipelines import pipeline_of
 from torch import nn
 
 import penstock
 
 
 def pipeline(model, x, **options):
-    profile = penstock.measure(penstock.trace(model, (x[:2],)), (x[:2],), repeats=1)
-    plan = penstock.partition(profile, micro_batches=3, codec="raw", **options)
-    return penstock.Pipeline(model, plan, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD)
+    options |= {"codec": "raw", "loss": nn.functional.mse_loss, "optimizer": torch.optim.SGD}
+    return pipeline_of(model, example=(x[:2],), **options)
 
 
 @pytest.mark.parametrize("samples", [9, 7, 2])

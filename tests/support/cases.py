@@ -1,13 +1,17 @@
 """Training runs as data: what a case trains, and the plan, pipeline and scaler that it asks for."""
 
+import contextlib
 import dataclasses
 import functools
 import random
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from late import LateDevice
+from torch.optim import lr_scheduler
 from zoo import build, cross_entropy
 
 import penstock
@@ -44,7 +48,7 @@ class Case:
     clip: float | None = 1.0
     dtype: torch.dtype | None = None
     steps: int = 3
-    scheduler: bool = False
+    scheduler: bool | str = False  # or one of SCHEDULERS
     tier: str = "device"
     near: int | None = 1  # layers ahead of which what a tier keeps is there: of these networks most leaves
     weights_first: bool = False
@@ -63,12 +67,14 @@ class Case:
     shares: tuple = ()
     splits: bool = False
     budget: str | None = None  # bytes of the device tier; "least": the smallest that the planner takes
+    least_mirrored: int = 1  # bytes
     far: bool = False  # a store that keeps nothing of what it is given but its bytes
     world: str = "alone"  # or "threads", "processes"
     resume: str = (
         ""  # after the first step, from a checkpoint: on the "same" plan or an "other"; from a "state"
     )
     evaluates: bool = False  # behind each step
+    bare: bool = False  # on the meta device, its values in a file
 
     def __str__(self):
         shown = [
@@ -157,7 +163,7 @@ def on_ranks(ranks, differences, case, folder):
 
 def resumed_case(case):
     """The case that goes on from a checkpoint of another: another schedule and tiers, alone other cuts."""
-    away = {"late": (), "budget": None, "recompute": False, "extra_in_flight": 0}
+    away = {"late": (), "budget": None, "recompute": False, "extra_in_flight": 0, "sharded": False}
     away["tier"] = "packed" if case.tier == "device" else "device"
     other = {"schedule": "gpipe" if case.schedule == "1f1b" else "1f1b", "program": (), **away}
     if case.replicas == 1:
@@ -174,23 +180,35 @@ def pipeline_of(case, plan, model, *, world=None):
     late = rank in case.late
     if late:
         world = World.default(device=LateDevice(seed=rank), deadline=30)
-    pipe = penstock.Pipeline(
-        model,
-        plan,
-        loss=loss_of(case),
-        optimizer=OPTIMIZERS[case.optimizer],
-        scheduler=decayed if case.scheduler else None,
-        clip=case.clip,
-        clip_scope=case.clip_scope,
-        scaler=scaler_of(case),
-        autocast=case.autocast,
-        deadline=case.deadline,
-        guard=case.guard,
-        world=world,
-        memory=MemoryOptions(prefetch_layers=case.near, writeout_layers=case.near),
-    )
+    with values_in_a_file(model) if case.bare else contextlib.nullcontext((model, {})) as (model, values):
+        pipe = penstock.Pipeline(
+            model,
+            plan,
+            loss=loss_of(case),
+            optimizer=OPTIMIZERS[case.optimizer],
+            scheduler=scheduler_of(case),
+            clip=case.clip,
+            clip_scope=case.clip_scope,
+            scaler=scaler_of(case),
+            autocast=case.autocast,
+            deadline=case.deadline,
+            guard=case.guard,
+            world=world,
+            memory=MemoryOptions(prefetch_layers=case.near, writeout_layers=case.near),
+            **values,
+        )
     assert late == any(isinstance(device, LateDevice) for device in pipe.devices.values())
     return pipe
+
+
+@contextlib.contextmanager
+def values_in_a_file(model):
+    """The model on the meta device, and where a pipeline finds its values."""
+    from valueless import positions, saved, without_values  # which imports this file
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = saved(model, Path(folder) / "model.safetensors")
+        yield without_values(model), {"load_weights": file, "init_weights": positions}
 
 
 def loss_of(case):
@@ -210,6 +228,26 @@ def scaler_of(case):
     return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
 
 
-def decayed(optimizer):
-    """A schedule that every update moves."""
-    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+def scheduler_of(case):
+    """What a pipeline is given as ``scheduler``."""
+    return SCHEDULERS[case.scheduler] if case.scheduler else None
+
+
+class Warm(lr_scheduler.LRScheduler):
+    """One that keeps its whole past."""
+
+    def __init__(self, optimizer):
+        self.past = []
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.past = [*self.past, 1.0]
+        return [0.01 * len(self.past) for _ in self.optimizer.param_groups]
+
+
+SCHEDULERS = {
+    True: lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7),
+    "warm": Warm,
+    "chained": lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(optimizer, 2)]),
+    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.001, 0.01, step_size_up=2),
+}

@@ -2,12 +2,15 @@
 
 import contextlib
 import copy
+import functools
+import io
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from cases import OPTIMIZERS, decayed, loss_of, on_ranks, pipeline_of, plan_of, resumed_case, scaler_of
+import torch.distributed as dist
+from cases import OPTIMIZERS, loss_of, on_ranks, pipeline_of, plan_of, resumed_case, scaler_of, scheduler_of
 from far import FarStore
 from late import garbage
 from reference import casting, plain_loop, same_bits
@@ -18,6 +21,7 @@ import penstock
 from penstock.pipeline.runtime import ownership
 from penstock.stages.memory.saved import SavedActivations
 from penstock.stages.stage import stage
+from penstock.stages.stage.reuse import Reuse
 
 
 def plain_of(case, model, batches, random_layers):
@@ -29,7 +33,7 @@ def plain_of(case, model, batches, random_layers):
         optimizer=OPTIMIZERS[case.optimizer],
         micro_batches=case.micro_batches,
         clip=case.clip,
-        scheduler=decayed if case.scheduler else None,
+        scheduler=scheduler_of(case),
         random=random_layers,
         scaler=plain_scaler_of(case),
         autocast=case.autocast,
@@ -64,7 +68,8 @@ def surroundings(case):
     with pytest.MonkeyPatch.context() as patch, garbage():
         if case.world == "alone":  # ranks keep their own pace, so that threads overtake each other
             everything_leaves(patch)
-        patch.setattr(ownership, "LEAST_MIRRORED", 1)
+        patch.setattr(ownership, "LEAST_MIRRORED", case.least_mirrored)
+        patch.setattr(stage, "Reuse", functools.partial(Reuse, least=0))
         if case.far:
             patch.setattr(ownership, "open_store", lambda tier, options: FarStore())
         yield
@@ -136,7 +141,9 @@ def trained(case, model, batches, steps, plans, folder, *, world=None):
                 with torch.no_grad():  # all of it is to be replaced
                     for parameter in again.parameters():
                         parameter.mul_(3)
-                pipe = resumed(case, pipe, again, plans[1], folder, world=world)
+                other = resumed_case(case) if case.resume == "other" else case
+                make = functools.partial(pipeline_of, other, plans[1], again, world=world)
+                pipe = resumed(case.resume, pipe, make, folder)
             found += [f"step {number} {what}" for what in step_differences(case, pipe, x, y, expected)]
             if case.evaluates:
                 outputs = pipe.evaluate(batches[0][0])
@@ -147,20 +154,40 @@ def trained(case, model, batches, steps, plans, folder, *, world=None):
     return found
 
 
-def resumed(case, pipe, model, plan, folder, *, world):
-    """Another pipeline over ``model`` that goes on where ``pipe`` ends."""
+def resumed(resume, pipe, make, folder):
+    """Another pipeline, which ``make`` makes; it goes on where ``pipe`` ends, by a checkpoint or "state"."""
     state = None
-    if case.resume == "state":
+    if resume == "state":
         state = pipe.state_dict()
+        if dist.is_initialized():  # only the first rank has it
+            state = broadcast(state)
     else:
         penstock.save(pipe, folder)
     pipe.close_stages(keeps_model=False)
-    pipe = pipeline_of(resumed_case(case) if case.resume == "other" else case, plan, model, world=world)
+    pipe = make()
     if state is not None:
         pipe.load_state_dict(state)
     else:
         penstock.load(pipe, folder)
     return pipe
+
+
+def broadcast(state):
+    """What the first rank has; ``torch.save`` takes tensors of every dtype, which pickle does not."""
+    written = io.BytesIO()
+    torch.save(state, written)
+    found = [written.getvalue()]
+    dist.broadcast_object_list(found)
+    return torch.load(io.BytesIO(found[0]), weights_only=False)
+
+
+def beside(pipe, plain, batches, **settings):
+    """Differences of a pipeline's losses and state from the plain loop, which is told ``settings``."""
+    found, loop = [], plain_loop(plain, batches, **settings)
+    for (x, y), expected in zip(batches, loop, strict=True):
+        found += ["loss"] * (pipe.step(x, y).loss != expected["loss"])
+        found += state_differences(pipe.state_dict(), plain, expected["optimizer"])
+    return found
 
 
 def step_differences(case, pipe, x, y, expected):

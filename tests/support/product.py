@@ -16,7 +16,7 @@ from typing import Any
 import law
 import streams
 import torch
-from cases import Case
+from cases import SCHEDULERS, Case
 from ranks import Ranks
 from streams import StreamCase
 
@@ -41,17 +41,20 @@ FACTORS: dict[str, tuple] = {
     "scaler": (None, (2.0**14, 2), (2.0**120, 2), 1024.0),
     "dtype": (None, torch.float64, torch.bfloat16),
     "resume": ("", "same", "other", "state"),
+    "near": (0, 1, 4),
     "extra_in_flight": (0, 1, "auto"),
     "autocast": (None, torch.bfloat16),
     "clip": (1.0, 0.05, None),
+    "least_mirrored": (1, 1000),
     "budget": (None, "least"),
     "recompute": (False, True),
     "weights_first": (False, True),
-    "scheduler": (False, True),
+    "scheduler": (False, True, "another"),
     "guard": (False, True),
     "sharded": (False, True),
     "splits": (False, True),
     "evaluates": (False, True),
+    "bare": (False, True),
 }  # fmt: skip
 """Synchronous training: the values of every factor. All batches have 11 samples."""
 
@@ -71,7 +74,8 @@ def unsuited(row: dict[str, Any]) -> str:
         "its order is fixed": has("extra_in_flight", 1) and lacks("schedule", "1f1b", "zb_h1"),
         "a forward that runs again keeps nothing": has("recompute", True) and lacks("tier", "device"),
         "a checkpoint has no gradients": lacks("resume", "") and has("optimizer", "no_biases"),
-        "the state of all ranks is on the first": has("resume", "state") and lacks("world", "alone", "late"),
+        "the state of all threads is on the first": has("resume", "state") and has("world", "threads"),
+        "shapes have no autocast": has("bare", True) and lacks("autocast", None),
         "every layer is many": has("cuts", "every") and has("model", *NORMED, "gpt_tied"),
         "a rank for itself": has("cuts", 1) and has("replicas", 1) and lacks("world", "alone", "late"),
         "one rank for two": has("schedule", *TWO_A_RANK)
@@ -105,11 +109,13 @@ def unsuited(row: dict[str, Any]) -> str:
 
 
 def _draw(row: dict[str, Any], seed: int) -> None:
-    """Draw what a value leaves open: which graph, which cuts."""
+    """Draw what a value leaves open: which graph, which cuts, which schedule of the learning rate."""
     if row["model"] == "dag":
         row["model"] = f"dag{seed % 6}"
     if row["cuts"] == "random":
         row["cuts"] = ("random", 4, seed % 1000)
+    if row["scheduler"] == "another":
+        row["scheduler"] = [*SCHEDULERS][1 + seed % (len(SCHEDULERS) - 1)]
 
 
 def case_of(row: dict[str, Any], seed: int) -> Case:
@@ -152,6 +158,7 @@ STREAMS: dict[str, tuple] = {
     "world": ("alone", "processes"),
     "recompute": (False, True),
     "scheduler": (False, True),
+    "resume": ("", "same", "state"),
 }
 """Asynchronous training; "ahead": with the weights that are predicted for the backward."""
 

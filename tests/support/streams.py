@@ -2,13 +2,14 @@
 
 import copy
 import dataclasses
+import functools
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from cases import OPTIMIZERS, Case, on_ranks, plan_of
-from law import everything_leaves
+from law import everything_leaves, resumed
 from reference import same_bits
 from replay import Replay
 from zoo import build, cross_entropy
@@ -41,23 +42,20 @@ def settings_of(case):
 
 def differences(case, ranks=None):
     """Names of everything in which a pipeline and the replay of its stages differ."""
-    if case.world == "processes":
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        if case.world == "processes":
             return on_ranks(ranks, rank_differences, case, Path(folder))
-    with pytest.MonkeyPatch.context() as patch:
         everything_leaves(patch)
         plan, random_layers = plan_of(case)
-        return differences_of(case, plan, random_layers)
+        return differences_of(case, plan, random_layers, folder)
 
 
-def differences_of(case, plan, random_layers):
+def differences_of(case, plan, random_layers, folder):
     model, batches = build(case.model, case.dtype, case.steps)
     plain = copy.deepcopy(model)
-    names = {id(p): name for name, p in model.named_parameters()}
-    settings = settings_of(case)
-    scope = "stage" if case.schedule == "async_1f1b" else "global"
-    near = penstock.MemoryOptions(prefetch_layers=1, writeout_layers=1)
-    pipe = penstock.Pipeline(model, plan, **settings, clip_scope=scope, deadline=30, memory=near)
+    settings, updates = settings_of(case), {}
+    pipe = recorded(case, plan, model, updates)
+    make = functools.partial(recorded, case, plan, build(case.model, case.dtype)[0], updates)
     replay = Replay(
         plain,
         stages=[stage.parameters for stage in plan.stages],
@@ -67,11 +65,6 @@ def differences_of(case, plan, random_layers):
         random=random_layers,
         **settings,
     )
-    updates = {s: [] for s in pipe.update.optimizers}
-    for s, optimizer in pipe.update.optimizers.items():
-        optimizer.register_step_pre_hook(
-            lambda optimizer, *_, s=s: updates[s].append(_gradients(optimizer, names))
-        )
     found = []
     for half in ("first", "second"):
         losses = {}
@@ -84,7 +77,23 @@ def differences_of(case, plan, random_layers):
         expected = replay.drain()
         found += [f"{half}: {what}" for what in _compared(pipe, plain, losses, updates, expected)]
         updates.update({s: [] for s in updates})
+        if half == "first" and case.resume:
+            pipe = resumed(case.resume, pipe, make, folder)
     return found
+
+
+def recorded(case, plan, model, updates):
+    """The pipeline of a case, which notes the gradients of its updates by stage."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    scope = "stage" if case.schedule == "async_1f1b" else "global"
+    near = penstock.MemoryOptions(prefetch_layers=case.near, writeout_layers=case.near)
+    pipe = penstock.Pipeline(model, plan, **settings_of(case), clip_scope=scope, deadline=30, memory=near)
+    for s, optimizer in pipe.update.optimizers.items():
+        updates[s] = []
+        optimizer.register_step_pre_hook(
+            lambda optimizer, *_, s=s: updates[s].append(_gradients(optimizer, names))
+        )
+    return pipe
 
 
 def _gradients(optimizer, names):
@@ -113,4 +122,5 @@ def _compared(pipe, plain, losses, updates, expected):
 
 def rank_differences(case, plan_path, random_layers):
     """The same on this rank of a group."""
-    return differences_of(case, penstock.Plan.load(plan_path), random_layers)
+    folder = Path(plan_path).parent / "checkpoint"
+    return differences_of(case, penstock.Plan.load(plan_path), random_layers, folder)

@@ -297,6 +297,65 @@ class HookInForward(Base):
         return self.end(self.scaled(self.a(x.flatten(1))))
 
 
+class TiedInTraining(Base):
+    """The layer ``b`` runs twice in training, once in eval mode, where another stage would run it."""
+
+    def forward(self, x):
+        y = self.a(x.flatten(1))
+        if self.training:
+            y = y + 0.1 * self.b(y)
+        return self.end(torch.relu(self.b(torch.tanh(self.c(y)))))
+
+
+class FrozenTwice(Base):
+    """A frozen layer that two stages run: each holds a copy, and a load must reach both."""
+
+    def __init__(self):
+        super().__init__()
+        self.b.requires_grad_(False)
+
+    def forward(self, x):
+        y = self.a(x.flatten(1))
+        return self.end(torch.relu(self.b(torch.tanh(self.c(y + 0.1 * self.b(y))))))
+
+
+class GoesOnAsItIs(Base):
+    """A parameter, and a frozen one, that layers return as they are: one tensor under several names."""
+
+    def __init__(self):
+        super().__init__()
+        self.one.requires_grad_(False)
+
+    def forward(self, x):
+        scale, one = self.weight.contiguous().float(), self.one.contiguous().float()
+        return self.end(torch.tanh(self.a(x.flatten(1))) * scale * one) * scale[:10] * one
+
+
+class Unsaved(Base):
+    """A running mean that its state_dict leaves out, and buffers of which a file may say too little."""
+
+    mean: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(20), persistent=False)
+        for name, tensor in {
+            "repeated": torch.ones(1).expand(5),
+            "empty": torch.zeros(0, 3),
+            "number": torch.tensor(7),
+            "float8": torch.ones(3).to(torch.float8_e4m3fn),
+            "complex": torch.ones(2, dtype=torch.complex64),
+            "flag": torch.tensor([True]),
+        }.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, x):
+        y = torch.relu(self.a(x.flatten(1)))
+        if self.training:
+            self.mean.mul_(0.9).add_(y.detach().mean(0))
+        return self.end(y - self.mean)
+
+
 TRAPS = {
     kind.__name__: kind
     for kind in (
@@ -323,5 +382,9 @@ TRAPS = {
         SmallMasks,
         Freed,
         WrittenUnseen,
+        TiedInTraining,
+        FrozenTwice,
+        GoesOnAsItIs,
+        Unsaved,
     )
 }

@@ -7,7 +7,7 @@ from typing import Any
 import law
 import pytest
 import torch
-from cases import Case, pipeline_of, plan_of
+from cases import OPTIMIZERS, Case, pipeline_of, plan_of
 from reference import same_bits
 from torch import nn
 from zoo import build, cross_entropy
@@ -47,18 +47,11 @@ def everything_leaves(monkeypatch):
     law.everything_leaves(monkeypatch)
 
 
-def pipe_on(folder, **options):
+def pipe_on(folder):
     model, batches = build(CASE.model, CASE.dtype)
-    plan = plan_of(CASE)[0]
-    pipe = penstock.Pipeline(
-        model,
-        plan,
-        loss=cross_entropy,
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        disk=penstock.DiskOptions(path=folder, **options),
-        memory=penstock.MemoryOptions(prefetch_layers=1),
-    )
-    return pipe, batches
+    options = {"disk": penstock.DiskOptions(path=folder), "memory": penstock.MemoryOptions(prefetch_layers=1)}
+    settings = {"loss": cross_entropy, "optimizer": OPTIMIZERS["plain"]}
+    return penstock.Pipeline(model, plan_of(CASE)[0], **settings, **options), batches
 
 
 def weights_of(pipe):

@@ -13,6 +13,7 @@ from saving import memory_threads, settle
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
+from zoo import build, cross_entropy
 
 from penstock.compression.errors import CodecError, ConfigError, PlanError, StageError
 from penstock.scripts.examples.pipeline_stage import compare
@@ -28,49 +29,17 @@ def gradients(model, loss, *, more=()):
     return [loss.detach(), *(p.grad for p in model.parameters()), *(x.grad for x in more)]
 
 
-def mlp(block):
-    layers = nn.Linear(20, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 5)
-    model = nn.Sequential(*layers)
-    torch.manual_seed(3)
-    with block():
-        loss = nn.functional.cross_entropy(model(torch.randn(16, 20)), torch.arange(16) % 5)
-    return gradients(model, loss)
+def of_zoo(name):
+    """A model of the zoo in a block, the same drawn in both."""
 
+    def run(block):
+        (model, ((x, y), *_)) = build(name)
+        torch.manual_seed(3)
+        with block():
+            loss = cross_entropy(model(x), y)
+        return [*gradients(model, loss), *model.buffers()]
 
-class Block(nn.Module):
-    def __init__(self, width, inplace):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=inplace)
-
-    def forward(self, x):
-        return self.relu(self.norm(self.conv(x)) + x)
-
-
-def resnet(block, inplace=False, channels_last=False):
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        Block(8, inplace),
-        nn.MaxPool2d(3, 2, 1),
-        Block(8, inplace),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, 4),
-    )
-    x = torch.randn(4, 3, 12, 12)
-    if channels_last:
-        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    with block():
-        loss = model(x).square().sum()
-    return [*gradients(model, loss), *model.buffers()]
-
-
-def attention(block):
-    model = nn.MultiheadAttention(16, 4, batch_first=True)
-    x = torch.randn(2, 9, 16, requires_grad=True)
-    with block():
-        loss = model(x, x, x)[0].square().mean()
-    return gradients(model, loss, more=[x])
+    return run
 
 
 def checkpointed(block):
@@ -148,13 +117,9 @@ def kinds(block):
 
 CASES: dict[str, Any] = {
     case.__name__: case
-    for case in (
-        mlp, resnet, attention, checkpointed, autocast, views, second_derivative, backwards, same_buffer,
-        kinds,
-    )
-}  # fmt: skip
-CASES["inplace"] = functools.partial(resnet, inplace=True)
-CASES["channels_last"] = functools.partial(resnet, channels_last=True)
+    for case in (checkpointed, autocast, views, second_derivative, backwards, same_buffer, kinds)
+}
+CASES |= {name: of_zoo(name) for name in ("residual", "residual_channels_last", "gpt_gelu_dropout", "dag0")}
 
 
 class Away(Store):

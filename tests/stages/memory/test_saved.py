@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 from reference import same_bits
-from saving import Net, forward, gradients, memory_threads, saved_for, settle
+from saving import Net, forward, gradients
 from torch import nn
 
 from penstock.compression.codec import buffer_bytes, decode, pack_into
 from penstock.compression.errors import CodecError, StageError
 from penstock.compression.frame import MASKED, read_header, write_header
 from penstock.compression.pool import Frame, Pool
-from penstock.stages.memory.host_store import HostStore
 from penstock.stages.memory.saved import NoOffload, SavedActivations
 from penstock.stages.memory.store import Store
 
@@ -46,45 +45,6 @@ def busy(worker):
 
 def batches(count):
     return [torch.randn(4, 3, 16, 16).relu() for _ in range(count)]
-
-
-def run_program(program, store, xs):
-    """Run ``F0 F1 B0 ...``, fetching for the next backward; outputs and gradients, what kept the tensors."""
-    model = net()
-    saved = NoOffload() if store is None else saved_for(model, store=store)
-    outs, results, steps = {}, [], program.split()
-    for place_in_program, step in enumerate(steps):
-        index = int(step[1:])
-        following = [s for s in steps[place_in_program + 1 :] if s[0] == "B"]
-        if step[0] == "F":
-            with saved.forward(index, {0: xs[index]}):
-                out = model.run(xs[index].clone(), saved)
-            results.append(out.detach().clone())
-            outs[index] = torch.autograd.graph.get_gradient_edge(out)
-            del out
-            saved.offload(index, {}, {})
-            continue
-        saved.ready(index)
-        if following and int(following[0][1:]) in outs:
-            saved.fetch(int(following[0][1:]))
-        torch.autograd.backward([outs.pop(index)], [results[0] * 0.5])
-        saved.drop(index)
-    saved.close()
-    return [*results, *(p.grad for p in model.model.parameters())], saved
-
-
-@pytest.mark.parametrize("store", [Store, HostStore])
-@pytest.mark.parametrize(
-    "program", ["F0 B0", "F0 F1 F2 B0 B1 B2", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F0 F1 B0 B1"]
-)
-def test_the_bits_and_the_store_after_any_program(program, store):
-    settle()
-    xs, kept = batches(4), store()
-    expected, _ = run_program(program, None, xs)
-    found, saved = run_program(program, kept, xs)
-    assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
-    assert (kept.num_bytes, memory_threads()) == (0, [])
-    assert saved.bytes_kept <= saved.bytes_raw
 
 
 def test_what_left_is_gone_until_it_is_fetched_and_has_one_backward(saver):

@@ -4,9 +4,10 @@ import contextlib
 import itertools
 
 import pytest
+from profiles import NET
 
-from penstock import PlanError
-from penstock.stages.planner.rules import check_versions, streams
+from penstock import PlanError, partition
+from penstock.stages.planner.rules import check_again, check_mirror, check_versions, streams
 from penstock.stages.weights.policies import POLICIES
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev", "async_1f1b", "custom")
@@ -50,6 +51,27 @@ def test_only_these_go_together():
 def test_what_does_not_is_refused_by_name(given, told):
     with pytest.raises(PlanError, match=told):
         check(**given)
+
+
+@pytest.mark.parametrize(("schedule", "weights"), [("async_1f1b", "latest"), ("1f1b", "double_buffered")])
+def test_a_mirror_has_one_version_of_the_parameters(schedule, weights):
+    asked = "schedule=async_1f1b" if weights == "latest" else "weights=double_buffered"
+    check_mirror(schedule=schedule, weights=weights, parameters_tier="device")
+    with pytest.raises(PlanError, match=f"{asked} reads several at a time"):
+        check_mirror(schedule=schedule, weights=weights, parameters_tier="host")
+
+
+def test_a_second_forward_sees_the_weights_of_the_first():
+    check_again(weights="stashed", prediction=False)
+    for weights, prediction in (("latest", False), ("stashed", True)):
+        with pytest.raises(PlanError, match=r"weights of the first time.*recompute=false"):
+            check_again(weights=weights, prediction=prediction)
+
+
+def test_partition_asks_these_rules():
+    for wishes, subject in (({"parameters_tier": "host"}, "a mirror"), ({"recompute": True}, "runs again")):
+        with pytest.raises(PlanError, match=subject):
+            partition(NET, stages=2, codec="raw", schedule="async_1f1b", **wishes)
 
 
 def test_extra_in_flight_stays_for_synchronous_schedules():

@@ -2,23 +2,21 @@
 
 import collections
 import contextlib
-import dataclasses
 import gc
 
+import law
 import pytest
 import torch
 from believing import believing
 from cases import Case, parameters
-from law import differences
 from reference import same_bits
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from traps import TRAPS, NoGradientBack
+from traps import NoGradientBack
 
-from penstock.stages.stage import stage
 from penstock.stages.stage.backward import Split, run
 from penstock.stages.stage.receive import Receive
 from penstock.stages.stage.weights_first import run_weights_first
@@ -33,26 +31,18 @@ def same(a, b):
 
 
 CASES = [
-    Case(model="mlp", cuts="every"),
-    Case(model="mlp", cuts=1, tier="packed", codec="raw"),
-    Case(model="gated", cuts=3, dtype=torch.bfloat16, steps=2),
-    Case(model="gated", cuts="every", tier="packed", steps=1),
-    Case(model="tied", cuts=3, tier="packed"),
-    Case(model="tied", cuts=3, tier="host", steps=1),
-    Case(model="gpt_tied", cuts=4, steps=1),
-    Case(model="residual", cuts=2, steps=1, micro_batches=2),
-    *(Case(model=f"dag{i}", cuts=2 + i % 2, steps=1, micro_batches=2) for i in range(2)),
-    *(Case(model=name, cuts="every", steps=1, tier=("device", "packed")[len(name) % 2]) for name in TRAPS),
-    *(Case(model=name, cuts=2, steps=1, autocast=torch.bfloat16) for name in ("tied", "gated", "gpt_relu")),
+    Case(model="mlp", cuts="every", weights_first=True),
+    Case(model="gated", cuts="every", tier="packed", weights_first=True, steps=1),
+    Case(model="tied", cuts=3, tier="packed", weights_first=True),
+    Case(model="gpt_relu", cuts=2, weights_first=True, autocast=torch.bfloat16, steps=1),
+    Case(model="residual", cuts=2, weights_first=True, steps=1, micro_batches=2),
 ]
-ORDERS = {"halves": {"schedule": "zb_h1"}, "weights first": {"weights_first": True}}
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("case", parameters(CASES))
-def test_every_order_of_a_backward_has_the_bits_of_the_plain_loop(case, order, monkeypatch):
-    monkeypatch.setattr(stage, "Reuse", believing)
-    assert differences(dataclasses.replace(case, **ORDERS[order])) == []
+def test_gradients_that_are_written_over_without_a_trial_have_the_bits_of_the_plain_loop(case, monkeypatch):
+    monkeypatch.setattr(law, "Reuse", lambda least: believing())
+    assert law.differences(case) == []
 
 
 class Piece:

@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 from reference import same_bits
+from small_pipelines import pipeline_of
 from torch import nn
 
-import penstock
 from penstock import PlanError, StageError
 
 NAN, INF = float("nan"), float("inf")
@@ -32,17 +32,12 @@ def square(outputs, targets):
     return (outputs - nn.functional.one_hot(targets, 3)).square().mean()
 
 
-def made(function, *, cut="add", schedule="1f1b", weights_first=False, guard=True, **settings):
+def made(function, *, cut="add", guard=True, **settings):
     """A guarded pipeline of two stages, and its model."""
     torch.manual_seed(1)
-    model = Net(function)
-    example = (BATCH[0][:3].clone(),)
-    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
-    plan = penstock.partition(
-        profile, cuts=[cut], micro_batches=3, schedule=schedule, weights_first=weights_first
-    )
+    model, example = Net(function), (BATCH[0][:3].clone(),)
     settings = {"loss": square, "optimizer": lambda named: torch.optim.SGD(named, lr=0.1)} | settings
-    return penstock.Pipeline(model, plan, guard=guard, **settings), model
+    return pipeline_of(model, cuts=[cut], example=example, guard=guard, **settings), model
 
 
 def refusal(pipe, x=None):

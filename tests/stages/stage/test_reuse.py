@@ -8,6 +8,7 @@ import torch
 from believing import believing
 from cases import OPTIMIZERS
 from reference import same_bits
+from small_pipelines import pipeline_of
 from test_backward import Peak, Piece, all_same
 from torch import nn
 
@@ -225,10 +226,9 @@ def trained(*, weights_first):
     layers = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.ReLU(), Twice())]
     model = nn.Sequential(*layers, nn.Linear(256, 10))
     x, y = torch.randn(256, 256), torch.randint(0, 10, (256,))
-    profile = penstock.measure(penstock.trace(model, (x[:128],)), (x[:128],), repeats=1)
-    plan = penstock.partition(profile, stages=1, micro_batches=2, weights_first=weights_first, tier="packed")
-    settings: Any = {"loss": nn.functional.cross_entropy, "optimizer": OPTIMIZERS["plain"]}
-    pipe = penstock.Pipeline(model, plan, memory=penstock.MemoryOptions(prefetch_layers=0), **settings)
+    options: Any = {"optimizer": OPTIMIZERS["plain"], "memory": penstock.MemoryOptions(prefetch_layers=0)}
+    options |= {"stages": 1, "micro_batches": 2, "weights_first": weights_first, "tier": "packed"}
+    pipe = pipeline_of(model, example=(x[:128],), **options)
     saved: Any = pipe.engine.stages[0].saved
     forward = saved.offload
     saved.offload = lambda *given: (forward(*given), saved.wait())  # all that is to leave has left

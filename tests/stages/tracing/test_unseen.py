@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import OPTIMIZERS
 from reference import plain_loop, same_bits
+from small_pipelines import pipeline_of
 from torch import nn
 from zoo import cross_entropy
 
@@ -114,10 +115,8 @@ def is_equal(model, cut, monkeypatch, *, unseen=lambda outputs: None):
         return cross_entropy(outputs, targets)
 
     plain, example = copy.deepcopy(model), (torch.randn(4, 6),)
-    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
-    plan = penstock.partition(profile, cuts=[cut], micro_batches=3, tier="packed", schedule="gpipe")
     batch = torch.randn(10, 6), torch.randint(3, (10,))
-    pipes.append(penstock.Pipeline(model, plan, loss=loss, optimizer=OPTIMIZERS["sgd"]))
+    pipes.append(pipeline_of(model, cuts=[cut], example=example, tier="packed", schedule="gpipe", loss=loss))
     pipes[0].step(*batch)
     (wanted,) = plain_loop(plain, [batch], loss=loss, optimizer=OPTIMIZERS["sgd"], micro_batches=3)
     pipes[0].close()

@@ -17,10 +17,8 @@ from penstock.stages.weights.stashing import versions_of
 from penstock.stages.weights.versions import WeightVersions
 
 WAYS = [
-    *({"optimizer": "sgd"}, {"optimizer": "adamw", "tier": "packed"}, {"tier": "host"}),
-    {"optimizer": "adamw", "tier": "disk"},
     {"optimizer": "nesterov", "tier": "packed", "scheduler": falling, "drains": (1, 3)},
-    *({"packed": True}, {"tier": "packed", "packed": True}),  # saved tensors leave, too
+    {"optimizer": "adamw", "tier": "disk", "packed": True},  # saved tensors leave, too
 ]
 
 

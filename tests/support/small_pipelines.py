@@ -1,6 +1,7 @@
 """Pipelines of small models, and the plain loop beside them, while a person changes both between steps."""
 
 import dataclasses
+import inspect
 
 import torch
 from cases import OPTIMIZERS
@@ -42,14 +43,20 @@ def allowed(profile):
     return [layer.name for i, layer in enumerate(profile.layers[:-1]) if i not in profile.refused]
 
 
-def pipeline_of(model, *, cuts=None, example=None, leaves=(), ranks=None, schedule="1f1b", **settings):
-    """A pipeline of three micro-batches, cut behind ``cuts``; None: at every layer where a cut is allowed."""
+PLANNED = {*inspect.signature(penstock.partition).parameters} - {"profile", "memory", "shares"}
+
+
+def pipeline_of(model, *, example=None, leaves=(), **settings):
+    """A pipeline of three micro-batches, cut behind ``cuts``; without: at every layer where a cut is allowed.
+
+    Args:    settings: of ``partition`` or of ``Pipeline``."""
     profile = profile_of(model, example, leaves=leaves)
-    cuts = allowed(profile) if cuts is None else cuts
-    stages = None if cuts else 1
-    plan = penstock.partition(
-        profile, cuts=cuts or None, stages=stages, micro_batches=3, ranks=ranks, schedule=schedule
-    )
+    wishes = {"micro_batches": 3} | {name: settings.pop(name) for name in PLANNED & settings.keys()}
+    cuts = wishes.pop("cuts", None)
+    if cuts is None and "stages" not in wishes:
+        cuts = allowed(profile)
+    wishes |= {"cuts": cuts} if cuts else {"stages": wishes.get("stages", 1)}
+    plan = penstock.partition(profile, **wishes)
     return penstock.Pipeline(
         model, plan, **{"loss": cross_entropy, "optimizer": OPTIMIZERS["sgd"]} | settings
     )
