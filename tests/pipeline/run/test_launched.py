@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import DEADLY, SMALL, same_model, trained
+from commands import DEADLY, SMALL, same_model, trained
 
 from penstock.scripts import command
 
