@@ -54,6 +54,7 @@ class Case:
     scaler: tuple[float, int] | float | None = None  # a GradScaler's initial scale and growth interval
     autocast: torch.dtype | None = None
     late: tuple = ()  # ranks that compute on a device that does everything late
+    direct: bool = False  # whose payloads go to other ranks over groups of their own, as over NCCL
     deadline: float = 30
     guard: bool = False
     parameters_tier: str = "device"

@@ -3,18 +3,24 @@
 import contextlib
 import copy
 import tempfile
+from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import OPTIMIZERS, decayed, loss_of, on_ranks, pipeline_of, plan_of, resumed_case, scaler_of
 from far import FarStore
 from late import garbage
 from reference import casting, plain_loop, same_bits
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from zoo import build
 
 import penstock
+from penstock.pipeline.ranks import nccl
+from penstock.pipeline.ranks.staged import Direct
 from penstock.pipeline.runtime import ownership
 from penstock.stages.memory.saved import SavedActivations
 from penstock.stages.stage import stage
@@ -65,9 +71,20 @@ def surroundings(case):
         if case.world == "alone":  # ranks keep their own pace, so that threads overtake each other
             everything_leaves(patch)
         patch.setattr(ownership, "LEAST_MIRRORED", 1)
+        if case.direct:
+            routes = direct_routes()
+            patch.setattr(nccl, "direct_routes", lambda *args, **kwargs: routes)
         if case.far:
             patch.setattr(ownership, "open_store", lambda tier, options: FarStore())
         yield
+
+
+def direct_routes():
+    """Routes of this rank to all others over two groups of gloo, where there would be two of NCCL."""
+    ranks, mine, limit = range(dist.get_world_size()), dist.get_rank(), timedelta(seconds=30)
+    down, up = (cast(ProcessGroup, dist.new_group(list(ranks), limit, "gloo")) for _ in range(2))
+    ways = {rank: (down, up) if rank > mine else (up, down) for rank in ranks if rank != mine}
+    return {rank: Direct(rank, *groups) for rank, groups in ways.items()}
 
 
 def differences(case, ranks=None):
