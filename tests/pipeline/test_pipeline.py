@@ -42,21 +42,6 @@ def same_step(pipe, model, plain, batch, **settings):
     assert all(same_bits(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-def test_evaluate_is_the_plain_model_in_eval_mode_and_training_goes_on():
-    pipe, model, batches = made("residual", cuts=3)
-    plain = copy.deepcopy(model)
-    loop = plain_loop(
-        plain, batches, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], micro_batches=3, clip=1.0
-    )
-    for (x, y), _ in zip(batches, loop, strict=True):
-        pipe.step(x, y)
-        with torch.no_grad():
-            expected = copy.deepcopy(plain).eval()(x)
-        assert same_bits(pipe.evaluate(x), expected)
-    states = model.state_dict().values(), plain.state_dict().values()
-    assert all(same_bits(a, b) for a, b in zip(*states, strict=True))
-
-
 class Ways(nn.Module):
     """Takes another way in eval mode."""
 

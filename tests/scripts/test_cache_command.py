@@ -125,38 +125,3 @@ def test_a_broker_that_is_stopped_or_away_is_one_sentence(path, capfd, monkeypat
     with broker_thread(path) as broker:
         monkeypatch.setattr(broker, "_serve", lambda *_: time.sleep(0.5))
         assert f"the broker at {path} does not answer" in refusal("status", f"socket={path}", capfd=capfd)
-
-
-@pytest.mark.parametrize(
-    ("typed", "subject"),
-    [
-        ("", "takes serve or status, found none"),
-        ("sevre", "takes serve or status, found sevre"),
-        ("serve capcity=1GiB", "no option capcity=1GiB; did you mean capacity=?"),
-        ("serve --force", "no option --force; known are capacity=, policy=, page=, socket="),
-        ("serve capacity=", "capacity= has no value; write capacity=4GiB"),
-        ("serve capacity=much", "capacity=much is not a size in bytes"),
-        ("serve page=2MiB capacity=1MiB socket=s", "page=2MiB does not fit: a page has 512 B to 1 MiB"),
-        ("status live=yes", "live takes true or false"),
-        ("status capacity=1GiB", "penstock cache status has no option capacity=1GiB"),
-        ("serve capacity=900TiB socket=s", "capacity=900 TiB does not fit"),
-        ("serve capacity=1KiB socket=s", "capacity=1 KiB is less than a page of 16 KiB"),
-        ("serve policy=belady socket=s", "belady"),
-    ],
-)
-def test_what_cannot_be_is_one_sentence_and_leaves_no_socket(typed, subject, capfd, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert subject in refusal(*typed.split(), capfd=capfd)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_help_and_refusals_do_not_wait_for_torch():
-    script = (
-        "import sys; from penstock.scripts import command;"
-        "typed = (['--help'], ['serve', 'help'], ['serve', 'page=1'], ['status', 'socket=/nowhere/socket']);"
-        "codes = [command.run(['cache', *rest]) for rest in typed];"
-        "assert 'torch' not in sys.modules; sys.exit(codes != [0, 0, 2, 2])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "capacity=4GiB" in done.stdout

@@ -95,12 +95,7 @@ FLAGS = {
 # Whole commands: a few rows that say that the rules of test_conf.py are asked.
 EARLY = {
     "train batch_size=4 micro_batches=8": "batch_size=4",
-    "train ranks=99": "ranks=99",
-    "train schedule=gpipe extra_in_flight=1": "extra_in_flight=1",
     "train data=image_folder data.root=/nowhere": "/nowhere must hold train/CLASS",
-    "train data=fashion_mnist data.root=/nowhere": "/nowhere",
-    "train model._target_=nowhere.Net": "nowhere.Net",
-    "train optimizer.lr=abc": "optimizer.lr takes a number, not abc",
     "train schedule=custom program=/nowhere": "program=/nowhere cannot be read",
     "train --multirun seed=1 ranks=0 hydra.sweep.dir=swept": "ranks=0",
     "train plan=/nowhere.json": "/nowhere.json",
@@ -110,6 +105,32 @@ EARLY = {
     "plan epochs=3": "there is no option epochs",
     "plan --multirun seed=1,2 hydra.sweep.dir=/dev/null/sweep": "/dev/null/sweep cannot be written",
     "trian": "known are train, plan, export, cache",
+    "export": "reads one run or checkpoint, found none",
+    "export run run": "reads one run or checkpoint, found run run",
+    "export run outptu=a": "no option outptu=a",
+    "export run --force": "no option --force",
+    "export run output=": "output= names no file",
+    "cache": "takes serve or status, found none",
+    "cache sevre": "takes serve or status, found sevre",
+    "cache serve capcity=1GiB": "no option capcity=1GiB; did you mean capacity=?",
+    "cache serve --force": "no option --force; known are capacity=, policy=, page=, socket=",
+    "cache serve capacity=": "capacity= has no value; write capacity=4GiB",
+    "cache serve capacity=much": "capacity=much is not a size in bytes",
+    "cache serve page=2MiB capacity=1MiB socket=s": "page=2MiB does not fit: a page has 512 B to 1 MiB",
+    "cache serve capacity=900TiB socket=s": "capacity=900 TiB does not fit",
+    "cache serve capacity=1KiB socket=s": "capacity=1 KiB is less than a page of 16 KiB",
+    "cache serve policy=belady socket=s": "belady",
+    "cache status live=yes": "live takes true or false",
+    "cache status capacity=1GiB": "penstock cache status has no option capacity=1GiB",
+    "cache status socket=/nowhere/socket": "no broker listens at /nowhere/socket",
+}
+HELP = {
+    "--help": "penstock export",
+    "train --help": "ranks=2",
+    "plan -h": "ranks=2",
+    "export --help": "output=FILE",
+    "cache --help": "capacity=4GiB",
+    "cache serve help": "capacity=4GiB",
 }
 ASKED = """
 import contextlib, io, json, sys
@@ -123,14 +144,19 @@ print(json.dumps(answers))
 """
 
 
-def test_a_refusal_is_one_sentence_that_names_what_was_typed_before_torch_is_imported(tmp_path):
-    rows = {f"train {typed}": subject for typed, subject in SPELLING.items()} | EARLY
+def test_refusals_in_one_sentence_and_help_do_not_wait_for_torch(tmp_path):
+    rows = {f"train {typed}": subject for typed, subject in SPELLING.items()} | EARLY | HELP
     done = subprocess.run(
         [sys.executable, "-c", ASKED], input=json.dumps([*rows]), capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     for typed, (code, out, error, torch) in json.loads(done.stdout).items():
-        assert (code, out, torch, error.count("\n")) == (2, "", False, 1), typed
+        assert not torch, typed
+        if typed in HELP:
+            assert (code, error) == (0, ""), typed
+            assert rows[typed] in out, typed
+            continue
+        assert (code, out, error.count("\n")) == (2, "", 1), typed
         assert error.startswith("penstock: "), typed
         assert rows[typed] in error, (typed, error)
     assert [path.name for path in tmp_path.iterdir()] == ["swept"]  # where Hydra notes what was swept
@@ -196,15 +222,6 @@ def test_without_a_command_the_commands_are_listed(capfd):
     assert penstock("--version", capfd)[0] == 0
 
 
-@pytest.mark.parametrize("typed", ["train", "plan"])
-def test_every_command_has_its_help(typed, capfd):
-    for flag in ("--help", "-h"):
-        code, out, error = penstock(f"{typed} {flag}", capfd)
-        assert (code, error) == (0, "")
-        assert out.startswith(f"penstock {typed} ")
-    assert "ranks=2" in out
-
-
 def test_the_whole_configuration_is_printed_on_request(capfd, tmp_path):
     code, out, error = penstock("train --cfg job model=mlp optimizer.lr=0.5", capfd)
     assert (code, error) == (0, "")
@@ -237,16 +254,8 @@ def test_a_plan_is_printed_saved_drawn_and_followed(capfd, tmp_path):
     assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     assert "3 stages on 1 rank" in out
     follow = f"train model=mlp max_steps=1 plan={plan} hydra.run.dir=run"
-    for wrong, found in (
-        ("ranks=2", "ranks=1"),
-        ("schedule=gpipe", "schedule=1f1b"),
-        ("micro_batches=8", "micro_batches=2"),
-        ("codec=raw", "codec=auto"),
-        ("memory.tier=host", "memory.tier=device"),
-    ):
-        assert f"{wrong} contradicts plan={plan} with {found}" in refusal(f"{follow} {wrong}", capfd)
-    for wrong in ("link=1Gbit", "memory.device=1GiB"):
-        assert f"{wrong.partition('=')[0]}= is for making a plan" in refusal(f"{follow} {wrong}", capfd)
+    wrong = "ranks=2 contradicts plan=here/plan.json with ranks=1"
+    assert wrong in refusal(f"{follow} ranks=2", capfd)
     assert f"plan={plan}" in refusal(f"{follow} model.hidden=[7]", capfd)
     assert penstock(follow, capfd)[0] == 0
     assert (tmp_path / "run" / "plan.json").read_text() == (tmp_path / plan).read_text()
@@ -304,21 +313,19 @@ def test_ctrl_c_is_one_sentence(monkeypatch, capfd):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("number", "ranks", "told"), [(signal.SIGINT, 2, "Ctrl-C"), (signal.SIGHUP, 1, "the end of its terminal")]
-)
-def test_a_signal_ends_the_ranks_too_and_says_what_is_left(number, ranks, told, tmp_path):
-    job = f"train {SMALL} ranks={ranks} epochs=100000 hydra.run.dir=run".split()
+def test_the_end_of_a_terminal_ends_the_ranks_too_and_says_what_is_left(tmp_path):
+    job = f"train {SMALL} ranks=2 epochs=100000 hydra.run.dir=run".split()
     command = [sys.executable, "-m", "penstock.scripts.command", *job]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert any(line.startswith("step 1/") for line in process.stdout)
-        process.send_signal(number)
+        process.send_signal(signal.SIGHUP)
         process.stdout.read()
-        assert process.wait(timeout=30) == 128 + number
+        assert process.wait(timeout=30) == 128 + signal.SIGHUP
         error = process.stderr.read()
-    assert f"stopped by {told}; {tmp_path / 'run'} keeps config.yaml, metrics.jsonl" in error
+    kept = f"stopped by the end of its terminal; {tmp_path / 'run'} keeps config.yaml, metrics.jsonl"
+    assert kept in error
     assert re.search(r"plan\.png \(\d+ steps?\), and no checkpoint of the weights; start it again", error)
     assert error.endswith(f"; start it again from the beginning by {shlex.join(['penstock', *job])}\n")
     assert error.count("\n") == 1

@@ -58,6 +58,7 @@ class Case:
     scaler: tuple[float, int] | float | None = None  # a GradScaler's initial scale and growth interval
     autocast: torch.dtype | None = None
     late: tuple = ()  # ranks that compute on a device that does everything late
+    direct: bool = False  # whose payloads go to other ranks over groups of their own, as over NCCL
     deadline: float = 30
     guard: bool = False
     parameters_tier: str = "device"
@@ -240,7 +241,7 @@ class Warm(lr_scheduler.LRScheduler):
         self.past = []
         super().__init__(optimizer)
 
-    def get_lr(self):
+    def get_lr(self):  # pyright: ignore[reportIncompatibleMethodOverride]
         self.past = [*self.past, 1.0]
         return [0.01 * len(self.past) for _ in self.optimizer.param_groups]
 

@@ -60,6 +60,12 @@ class Kept:
         self._hold()
         return admitted
 
+    def takes(self, name: str, index: int, now: float = 0.0, num_bytes: int = 10) -> bool:
+        """Use a sample and load it if it is not there; whether it is there now."""
+        if self.use(name, index, now).entry is not None:
+            return True
+        return self.offer(name, index, num_bytes, now).entry is not None
+
     def drop(self, entry: Entry) -> None:
         self.policy.drop(entry)
         self.there.pop(entry, None)

@@ -5,7 +5,9 @@ import copy
 import functools
 import io
 import tempfile
+from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -14,10 +16,13 @@ from cases import OPTIMIZERS, loss_of, on_ranks, pipeline_of, plan_of, resumed_c
 from far import FarStore
 from late import garbage
 from reference import casting, plain_loop, same_bits
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from zoo import build
 
 import penstock
+from penstock.pipeline.ranks import nccl
+from penstock.pipeline.ranks.staged import Direct
 from penstock.pipeline.runtime import ownership
 from penstock.stages.memory.saved import SavedActivations
 from penstock.stages.stage import stage
@@ -70,9 +75,20 @@ def surroundings(case):
             everything_leaves(patch)
         patch.setattr(ownership, "LEAST_MIRRORED", case.least_mirrored)
         patch.setattr(stage, "Reuse", functools.partial(Reuse, least=0))
+        if case.direct:
+            routes = direct_routes()
+            patch.setattr(nccl, "direct_routes", lambda *args, **kwargs: routes)
         if case.far:
             patch.setattr(ownership, "open_store", lambda tier, options: FarStore())
         yield
+
+
+def direct_routes():
+    """Routes of this rank to all others over two groups of gloo, where there would be two of NCCL."""
+    ranks, mine, limit = range(dist.get_world_size()), dist.get_rank(), timedelta(seconds=30)
+    down, up = (cast(ProcessGroup, dist.new_group(list(ranks), limit, "gloo")) for _ in range(2))
+    ways = {rank: (down, up) if rank > mine else (up, down) for rank in ranks if rank != mine}
+    return {rank: Direct(rank, *groups) for rank, groups in ways.items()}
 
 
 def differences(case, ranks=None):

@@ -7,9 +7,22 @@ import time
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import Dataset, IterableDataset
 
 NUMBER = 23
+
+
+def write_images(root, **splits):
+    """Write so many images of either class for each split, every one with other pixels; return the root."""
+    source = torch.Generator().manual_seed(0)
+    for split, number in splits.items():
+        for name in ("cats", "dogs"):
+            (root / split / name).mkdir(parents=True)
+            for index in range(number):
+                pixels = torch.randint(256, (9, 7, 3), dtype=torch.uint8, generator=source)
+                Image.fromarray(pixels.numpy()).save(root / split / name / f"{index}.png")
+    return str(root)
 
 
 class Drawn(Dataset):

@@ -23,6 +23,9 @@ from streams import StreamCase
 Unsuited = Callable[[dict[str, Any]], str]
 
 TWO_A_RANK = ("interleaved", "zbv", "dualpipev")
+LATE = ("late", "late processes", "direct")
+"""On a device that does everything late; ``direct``: between ranks as over NCCL."""
+
 NORMED = ("residual", "residual_channels_last", "dag")
 """Models with batch norms: their statistics forbid a second forward on replicas."""
 
@@ -33,7 +36,7 @@ FACTORS: dict[str, tuple] = {
     "cuts": (1, 2, 3, 4, "every", "random"),
     "tier": ("device", "packed", "host", "disk"),
     "parameters_tier": ("device", "packed", "host", "disk", "far"),
-    "world": ("alone", "threads", "processes", "late", "late processes"),
+    "world": ("alone", "threads", "processes", *LATE),
     "micro_batches": (1, 2, 3, 5),
     "replicas": (1, 2, 3, (2, 1)),
     "shares": ("even", "uneven"),
@@ -84,7 +87,7 @@ def unsuited(row: dict[str, Any]) -> str:
         "a cast of what is cast": lacks("dtype", None) and lacks("autocast", None),
         "a budget chooses tiers": lacks("budget", None)
         and (lacks("tier", "device") or lacks("parameters_tier", "device") or has("recompute", True)),
-        "a late device is no GPU with a mirror": has("world", "late", "late processes")
+        "a late device is no GPU with a mirror": has("world", *LATE)
         and (lacks("parameters_tier", "device") or lacks("budget", None) or replicated),
         "replicas": replicated
         and (
@@ -92,7 +95,7 @@ def unsuited(row: dict[str, Any]) -> str:
             or lacks("cuts", 1, 2)
             or lacks("parameters_tier", "device")
             or lacks("budget", None)
-            or has("world", "late", "late processes")
+            or has("world", *LATE)
         ),
         "each replica has a micro-batch": row.get("micro_batches", 5)
         < {1: 1, 2: 2, 3: 3, (2, 1): 2}[row.get("replicas", 1)],
@@ -139,8 +142,8 @@ def case_of(row: dict[str, Any], seed: int) -> Case:
         row["replicas"] = list(replicas) if isinstance(replicas, tuple) else replicas
     else:
         del row["shares"]
-    if row["world"].startswith("late"):
-        row["late"] = (0, 1, 2, 3) if several else (0,)
+    if row["world"] in LATE:
+        row |= {"late": (0, 1, 2, 3) if several else (0,), "direct": row["world"] == "direct"}
         row["world"] = "processes" if several else "alone"
     return Case(**row, steps=3 if isinstance(row["scaler"], tuple) or row["resume"] else 2)
 

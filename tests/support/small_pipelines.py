@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from typing import Any
 
 import torch
 from cases import OPTIMIZERS
@@ -51,7 +52,9 @@ def pipeline_of(model, *, example=None, leaves=(), **settings):
 
     Args:    settings: of ``partition`` or of ``Pipeline``."""
     profile = profile_of(model, example, leaves=leaves)
-    wishes = {"micro_batches": 3} | {name: settings.pop(name) for name in PLANNED & settings.keys()}
+    wishes: dict[str, Any] = {"micro_batches": 3} | {
+        name: settings.pop(name) for name in PLANNED & settings.keys()
+    }
     cuts = wishes.pop("cuts", None)
     if cuts is None and "stages" not in wishes:
         cuts = allowed(profile)

@@ -92,20 +92,6 @@ def test_ranks_stay_idle_only_where_that_is_allowed():
         partition(FIRST_SLOW, ranks=9, **options)
 
 
-@given(profiles(), st.integers(2, 5), st.integers(2, 6))
-def test_where_there_are_too_many_the_slowest_stage_gets_the_next(profile, ranks, micro_batches):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(divide, "MOST", 0)
-        try:
-            plan = partition(profile, codec="raw", ranks=ranks, micro_batches=micro_batches, replicas="auto")
-        except PlanError:
-            return
-    assert plan.num_ranks == ranks
-    least = by_brute_force(profile, ranks, micro_batches=micro_batches)
-    assert least is not None
-    assert seconds_of(plan) >= least - 1e-12
-
-
 def test_walking_gives_the_slowest_stage_the_next_rank():
     def walked(**options):
         with pytest.MonkeyPatch.context() as patch:

@@ -14,5 +14,5 @@ def somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     yield
-    for name in ("own", "nans", "mine"):  # a module of the user's own, in that folder
+    for name in ("own", "mine"):  # a module of the user's own, in that folder
         sys.modules.pop(name, None)

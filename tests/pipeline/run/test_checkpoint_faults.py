@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import resource
 import shutil
@@ -13,15 +12,13 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 from cases import Case, pipeline_of, plan_of
 from reference import same_bits
-from runs import SMALL, same_model, trained
 from zoo import build
 
 import penstock
 from penstock.conf.parts import CheckpointConfig
-from penstock.pipeline.run.checkpoints import Checkpoints, resume
+from penstock.pipeline.run.checkpoints import Checkpoints
 from penstock.pipeline.run.run_folder import RunFolder
 
 CASE = Case(model="mlp", cuts=2, optimizer="adamw", scheduler=True, steps=6)
@@ -126,22 +123,6 @@ def test_a_disk_that_becomes_read_only_ends_no_training_and_is_told_once(disk, u
         remount("rw")
 
 
-def test_a_whole_run_on_a_full_disk_ends_and_goes_on_from_what_it_has(disk, capfd):
-    folder, _ = disk
-    job = (
-        f"{SMALL.replace('[16,12]', '[128]')} batch_size=200 max_steps=6 epochs=2 ranks=1 stages=2"
-        " checkpoint.every=1 checkpoint.keep=9"
-    )
-    trained(f"{job} hydra.run.dir=run")
-    out = " ".join(capfd.readouterr().out.split())
-    assert out.count("a checkpoint was not written") == 1
-    assert "No space left on device" in out
-    kept = RunFolder(path=folder).whole_checkpoints()
-    assert 0 < len(kept) < 6
-    trained(f"{job} hydra.run.dir=again resume=run checkpoint.every=9")
-    assert same_model("again", "run")
-
-
 def on_a_small_rank(plan_path, folder):
     run = Run(folder, plan=penstock.Plan.load(plan_path))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -207,56 +188,3 @@ def test_one_of_this_moment_is_there_when_it_was_asked_for(tmp_path):
         run.kept.after(run.pipe.step(*run.batches[3]))
         run.kept.now()
         assert run.whole() == [2, 4]
-
-
-def sections(folder):
-    """(file, first byte, end) of all that a checkpoint is made of."""
-    index = folder / "index.json"
-    start = 0
-    for line in index.read_bytes().splitlines(keepends=True):
-        yield index, start, start + len(line.rstrip())
-        start += len(line)
-    for part in sorted(folder.glob("rank_*")):
-        data = part.read_bytes()
-        header = 8 + int.from_bytes(data[:8], "little")
-        yield part, 0, 8
-        entries = json.loads(data[8:header])
-        for name in entries:
-            place = data.index(json.dumps(name).encode(), 8)
-            yield part, place, place + len(name) + 2
-        notes = data.index(b'"__metadata__"') + 14
-        for place in range(notes, data.index(b"data_offsets"), 97):  # its numbers, checksums and strides
-            yield part, place, place + 97
-        for name, entry in entries.items():
-            if name != "__metadata__" and entry["data_offsets"][0] < entry["data_offsets"][1]:
-                yield part, header + entry["data_offsets"][0], header + entry["data_offsets"][1]
-
-
-@pytest.mark.slow
-def test_damage_to_any_section_is_told_and_the_checkpoint_before_taken(tmp_path):
-    with Run(tmp_path / "run") as run:
-        run.steps(2)
-    before, newest = sorted((tmp_path / "run" / "checkpoints").iterdir())
-    again, harmed = Run(tmp_path / "again").pipe, 0
-    whole = torch.cat([tensor.flatten() for tensor in again.state_dict()["model"].values()])
-    for file, start, end in [*sections(newest)]:
-        data = file.read_bytes()
-        middle = (start + end) // 2
-        bit = 1 if harmed % 4 else 0x80
-        for harm in (data[:middle] + bytes([data[middle] ^ bit]) + data[middle + 1 :], data[:middle]):
-            file.write_bytes(harm)
-            said = []
-            folder, _ = resume(again, tmp_path / "run", said.append)
-            assert folder == before, (file.name, start, end)
-            assert len(said) == 1, (file.name, start, end)
-            assert "is damaged" in said[0]
-            assert said[0].endswith("; the checkpoint before is taken")
-            harmed += 1
-        file.write_bytes(data)
-    assert harmed > 100
-    assert again.num_steps == 1
-    assert not same_bits(
-        whole, torch.cat([tensor.flatten() for tensor in again.state_dict()["model"].values()])
-    )
-    folder, _ = resume(again, tmp_path / "run", pytest.fail)
-    assert folder == newest

@@ -186,8 +186,3 @@ def test_plan_schedule_all_shows_chooses_and_writes(capsys):
     rows = json.loads((folder / "schedules.json").read_text())["schedules"]
     assert [row["schedule"] for row in rows if row["chosen"]] == [chosen]
     assert out[-1] == "run/schedules.png"
-
-
-def test_train_schedule_all_says_where_to_compare(capsys):
-    assert command.run(["train", "model=mlp", "schedule=all"]) == 2
-    assert "penstock plan schedule=all" in capsys.readouterr().err

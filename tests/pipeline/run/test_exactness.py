@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from commands import refusal, trained
 from devices import Noting
 from omegaconf import OmegaConf
-from runs import refusal, trained
 
 from penstock.conf.schema import PlanConfig, TrainConfig
 from penstock.pipeline.run import exactness, train
@@ -56,16 +56,6 @@ def test_settings_are_made_as_asked_and_recorded(options, found, on_gpu):
     assert os.environ.get(exactness.WORKSPACE, "") == found[1]
 
 
-def test_a_run_on_the_cpu_leaves_what_counts_on_a_gpu_alone_and_says_where_it_ran():
-    cudnn: Any = torch.backends.cudnn
-    before = cudnn.conv.fp32_precision, cudnn.benchmark
-    trained(f"{JOB} hydra.run.dir=run device=cpu")
-    assert (cudnn.conv.fp32_precision, cudnn.benchmark) == before
-    config = OmegaConf.load("run/config.yaml")
-    assert config.device == "cpu"
-    assert config.settings == {"device": "cpu", "deterministic_algorithms": "True"}
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("what", ["train", "plan"])
 def test_cuda_is_refused_where_there_is_none(what, capfd):
@@ -77,7 +67,13 @@ def test_cuda_is_refused_where_there_is_none(what, capfd):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_auto_is_the_cpu_and_a_plan_whose_stage_says_cuda_is_refused(capfd):
+    """What counts on a GPU alone is left as it is, and the folder says where the run was."""
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.conv.fp32_precision, cudnn.benchmark
     trained(f"{JOB} hydra.run.dir=here device=auto")
+    assert (cudnn.conv.fp32_precision, cudnn.benchmark) == before
+    settings = OmegaConf.load("here/config.yaml").settings
+    assert settings == {"device": "cpu", "deterministic_algorithms": "True"}
     plan = Path("here/plan.json").read_text()
     assert plan.count('"device": null') == 2
     Path("edited.json").write_text(plan.replace('"device": null', '"device": "cuda"'))

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import lines, same_run, train, trained
 from faults import JOB, OWN, ended, started
 from processes import ranks_in
-from runs import lines, same_run, train, trained
 
 from penstock.pipeline.runtime.engine import Engine
 from penstock.scripts import command
@@ -75,7 +75,6 @@ def test_a_rank_that_is_killed_or_stopped_is_named_and_the_run_goes_on(
 @pytest.mark.parametrize(
     ("fault", "more", "told"),
     [
-        ("0 forward 9 SIGKILL", "ranks=2", r"rank 0 \(stage 0\) was killed by SIGKILL"),
         ("2 forward 1 SIGSTOP", "ranks=3", r"rank 2 \(stage 2\) was stopped or hangs: .* within 15 s"),
         (
             "1 update 3 SIGSTOP",
@@ -108,15 +107,6 @@ def test_a_rank_that_is_stopped_before_the_ranks_meet_is_named(tmp_path):
     os.kill(ranks[1], signal.SIGSTOP)
     told = r"penstock: rank 1 \(stage 1\) was stopped or hangs: .*rank 1 of 2 did not join within 15 s"
     assert re.match(told, said := failed(process, tmp_path)), said
-
-
-@pytest.mark.slow
-def test_ranks_go_with_a_launcher_that_is_killed(tmp_path):
-    process = started(tmp_path, f"ranks=2 {RUN} epochs=100000", fault="0 forward 9 SIGKILL@launcher")
-    assert ended(process)[0] == -signal.SIGKILL
-    until = time.monotonic() + 30
-    while still := ranks_in(tmp_path / "run"):
-        assert time.monotonic() < until, still
 
 
 def test_a_worker_of_a_loader_that_dies_is_named_with_its_rank(own, tmp_path, monkeypatch, capfd):

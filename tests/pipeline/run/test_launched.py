@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from runs import DEADLY, SMALL, same_model, trained
+from commands import DEADLY, SMALL, same_model, trained
 
 import penstock
 from penstock.conf.schema import TrainConfig

@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from brokers import PAGE, broker_thread, state, within
-from PIL import Image
-from runs import lines, refusal, summary, trained
+from commands import lines, refusal, summary, trained
+from loading import write_images
 
 from penstock.pipeline.samples.cache.policies import policy
 from penstock.pipeline.samples.drawn import order_of
@@ -23,14 +22,7 @@ JOB = (
 
 @pytest.fixture(autouse=True)
 def images(tmp_path):
-    source = torch.Generator().manual_seed(0)
-    for split, number in (("train", 10), ("test", 3)):
-        for name in ("cats", "dogs"):
-            folder = tmp_path / "images" / split / name
-            folder.mkdir(parents=True)
-            for index in range(number):
-                pixels = torch.randint(256, (9, 7, 3), dtype=torch.uint8, generator=source)
-                Image.fromarray(pixels.numpy()).save(folder / f"{index}.png")
+    write_images(tmp_path / "images", train=10, test=3)
 
 
 def train(folder, more=""):
@@ -39,46 +31,17 @@ def train(folder, more=""):
     return Path(folder, "model.safetensors").read_bytes(), losses, summary(folder)
 
 
-def test_the_bits_do_not_hang_on_who_loads(capfd):
-    plain = train("plain", "ranks=1 stages=3 data.workers=0")
-    ahead = train("ahead", "ranks=1 stages=3 data.workers=2")
-    assert ahead[:2] == plain[:2]
-    assert ahead[2]["test_loss"] == plain[2]["test_loss"]
-    assert [run[2]["data"][0]["workers"] for run in (plain, ahead)] == [0, 2]
-    assert "waited for samples: " in capfd.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_of_three_ranks_the_one_in_the_middle_loads_nothing():
-    plain = train("plain", "ranks=1 stages=3 data.workers=0")
-    ranks = train("ranks", "ranks=3 data.workers=1")
-    assert ranks[:2] == plain[:2]
-    assert ranks[2]["test_loss"] == plain[2]["test_loss"]
-    assert [row["workers"] for row in ranks[2]["data"]] == [1, 0, 0]
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_ranks_leave_the_same_samples_out():
-    first = int(order_of(20, seed=3, epoch=0)[0])  # which is in the example, too
-    for name in (f"train/{'cats' if first < 10 else 'dogs'}/{first % 10}.png", "test/dogs/1.png"):
-        Path("images", name).write_bytes(b"no image")
-    plain = train("plain", "ranks=1 stages=3 data.skip_broken=true")
-    ranks = train("ranks", "ranks=3 data.skip_broken=true")
-    assert ranks[:2] == plain[:2]
-    assert {row["left_out"] for row in plain[2]["data"] + ranks[2]["data"]} == {4}  # twice, with a test each
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_through_the_sample_cache_has_the_same_bits(workers, tmp_path, capfd):
+def test_the_bits_do_not_hang_on_who_loads_nor_on_the_sample_cache(tmp_path, capfd):
     plain = train("plain", "ranks=1 stages=2 data.workers=0")
+    ahead = train("ahead", "ranks=1 stages=2 data.workers=2")
+    assert "waited for samples: " in capfd.readouterr().out
     path = tmp_path / "s" / "cache.sock"
     with broker_thread(path, policy("next_use", 12 * PAGE)):
-        job = f"ranks=1 stages=2 data.workers={workers} cache=shared cache.socket={path}"
-        shared = train("shared", job)
+        shared = train("shared", f"ranks=1 stages=2 data.workers=2 cache=shared cache.socket={path}")
         assert not state(path)["jobs"]  # it has left
-    assert shared[:2] == plain[:2]
+    assert plain[:2] == ahead[:2] == shared[:2]
+    assert ahead[2]["test_loss"] == plain[2]["test_loss"]
+    assert [run[2]["data"][0]["workers"] for run in (plain, ahead)] == [0, 2]
     cache = shared[2]["data"][0]["cache"]
     assert cache["hits"] + cache["loads"] == 36  # of two epochs; the test passes it by
     assert cache["hits"] > 6
@@ -86,6 +49,27 @@ def test_a_run_through_the_sample_cache_has_the_same_bits(workers, tmp_path, cap
     out = capfd.readouterr().out
     assert "sample cache: " in out
     assert "its first epoch: " in out
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_ranks_leave_the_same_samples_out_and_the_one_in_the_middle_loads_nothing():
+    first = int(order_of(20, seed=3, epoch=0)[0])  # which is in the example, too
+    for name in (f"train/{'cats' if first < 10 else 'dogs'}/{first % 10}.png", "test/dogs/1.png"):
+        Path("images", name).write_bytes(b"no image")
+    plain = train("plain", "ranks=1 stages=3 data.skip_broken=true data.workers=0")
+    ranks = train("ranks", "ranks=3 data.skip_broken=true data.workers=1")
+    assert ranks[:2] == plain[:2]
+    assert ranks[2]["test_loss"] == plain[2]["test_loss"]
+    assert [row["workers"] for row in ranks[2]["data"]] == [1, 0, 0]
+    assert {row["left_out"] for row in plain[2]["data"] + ranks[2]["data"]} == {4}  # twice, with a test each
+
+
+def test_a_run_ends_at_a_sample_that_cannot_be_read(capfd):
+    Path("images/train/dogs/4.png").write_bytes(b"no image")
+    error = refusal(f"{JOB} ranks=1 stages=1 data.workers=1 cuts=[]".replace("seed=3", "seed=1"), capfd)
+    assert "images/train/dogs/4.png is not an image that can be read" in error
+    assert "data.skip_broken=true" in error
 
 
 @pytest.mark.slow
@@ -103,14 +87,6 @@ def test_two_runs_side_by_side_share_a_cache_and_keep_their_bits(tmp_path):
         assert Path(f"run{seed}", "model.safetensors").read_bytes() == plain[seed][0]
 
 
-def test_without_a_broker_a_run_says_so_once_and_goes_on(tmp_path, capfd):
-    plain = train("plain", "ranks=1 stages=2")
-    socket = tmp_path / "s" / "cache.sock"
-    alone = train("alone", f"ranks=1 stages=2 cache=shared cache.socket={socket} data.workers=2")
-    assert alone[:2] == plain[:2]
-    assert capfd.readouterr().out.count("goes on without the sample cache") == 1
-
-
 def test_what_cannot_be_cached_is_refused_and_what_lies_in_memory_told(capfd):
     Path("mine.py").write_text(
         "import torch\nclass Mine:\n    def __len__(self): return 12\n"
@@ -125,17 +101,3 @@ def test_what_cannot_be_cached_is_refused_and_what_lies_in_memory_told(capfd):
     assert "these samples lie in memory" in capfd.readouterr().out
     assert "cache=redis is not known" in refusal(f"{job} cache=redis", capfd)
     assert "cache.backend=foo://x is" in refusal(f"{job} cache=shared cache.backend=foo://x", capfd)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_ends_at_a_sample_that_cannot_be_read(workers, capfd):
-    Path("images/train/dogs/4.png").write_bytes(b"no image")
-    job = f"{JOB} ranks=1 stages=1 data.workers={workers} cuts=[]"
-    error = refusal(job.replace("seed=3", "seed=1"), capfd)
-    assert "images/train/dogs/4.png is not an image that can be read" in error
-    assert "data.skip_broken=true" in error
-
-
-@pytest.mark.parametrize("typed", ["data.workers=-1", "data.workers=many", "data.skip_broken=3"])
-def test_what_is_no_number_of_processes_is_refused(typed, capfd):
-    assert typed in refusal(f"{JOB} {typed}", capfd)

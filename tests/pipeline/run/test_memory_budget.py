@@ -6,13 +6,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from commands import refusal, summary, trained
 from reports import PLAN, report
-from runs import refusal, summary, trained
 
 from penstock.pipeline.run import tier_rows
 from penstock.pipeline.run.metrics import MOST, SUMS
 from penstock.pipeline.runtime.report import StageReport
-from penstock.scripts import command
 from penstock.stages.memory.mirror import Mirror
 
 JOB = (
@@ -56,12 +55,6 @@ def test_without_a_disk_what_fits_nowhere_is_refused_with_the_least_that_does(ca
     assert "disk" not in said
 
 
-@pytest.mark.parametrize("size", ["0%", "120%", "x%", "2 parrots"])
-def test_what_is_no_size_is_refused(size, capfd):
-    assert command.run(["train", f"memory.device='{size}'"]) == command.REFUSED
-    assert "memory.device=" in capfd.readouterr().err
-
-
 def test_a_prediction_is_the_first_step_and_what_it_left():
     first = StageReport(device_tier=100, packed_tier=20, disk_tier=7, grew_bytes=30)
     assert tier_rows.predicted_peaks(first) == {"device": 130, "packed": 20, "host": 0, "disk": 7}
@@ -90,11 +83,9 @@ def test_the_first_step_foretells_what_the_closing_table_will_show(memory, packe
     assert (tier_rows.tier_table({"tiers": rows, "steps": 1}) is not None) == bool(said)
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_mirror_is_not_brought_back_to_be_written(ranks, monkeypatch):
+def test_a_mirror_is_not_brought_back_to_be_written(monkeypatch):
     """At the end of a run less is near than all: its tensors go to the file one by one."""
-    options = f"ranks={ranks} stages=2 memory.parameters=disk"
-    if ranks == 1:
-        monkeypatch.setattr(Mirror, "pull_all", None)
-    assert model_of(options, "mirrored") == model_of(f"ranks={ranks} stages=2", "whole")
+    monkeypatch.setattr(Mirror, "pull_all", None)
+    assert model_of("ranks=1 stages=2 memory.parameters=disk", "mirrored") == model_of(
+        "ranks=1 stages=2", "whole"
+    )

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from commands import SMALL, refusal, same_model, trained
 from profiles import NET
-from runs import SMALL, refusal, same_model, trained
 
 from penstock import Plan
-from penstock.compression.errors import ConfigError, PlanError
-from penstock.conf.parts import ReplicasConfig
+from penstock.compression.errors import ConfigError
+from penstock.conf.parts import MemoryConfig, ReplicasConfig
 from penstock.conf.schema import PlanConfig, TrainConfig
 from penstock.pipeline.planner.partition import partition
 from penstock.pipeline.run import early
@@ -33,56 +33,6 @@ def test_ranks_are_shared_by_the_replicas_of_every_stage():
     assert config([2, 1], ranks=3).num_stages == 2
     assert config(2, ranks=6, cuts=["a", "b"]).num_stages == 3
     assert PlanConfig(ranks=4).num_stages == 4
-
-
-TRAIN = {"count": 2, "ranks": 4, "kind": TrainConfig}
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"count": [2, 1], "ranks": 3, "stages": 3}, "for each of 2 stages, found 3 stages"),
-        ({"count": [2, 1], "ranks": 4}, r"ranks=4 for replicas.count=\[2, 1\] of 2 stages; take ranks=3"),
-        ({"count": 2, "ranks": 3}, "found ranks=3 for replicas.count=2 of 1 stages; take ranks=2"),
-        ({"count": 0}, "replicas.count=0 must be"),
-        ({"count": [2, -1], "ranks": 1}, "must be a number from 1"),
-        ({"count": "most"}, "replicas.count=most must be"),
-        ({"count": []}, r"replicas.count=\[\] must be"),
-        ({"count": "auto", "ranks": 2, "stages": 3}, "found ranks=2 for 3 stages; raise ranks to 3"),
-        ({"count": 2, "ranks": 4, "idle": True}, "replicas.count=2 says how many have work"),
-        (TRAIN | {"min_ranks": 3, "max_restarts": 1}, "which shrinks by replicas.shrink=true"),
-        (TRAIN | {"count": 1, "shrink": True}, "found replicas.count=1; add replicas.count="),
-    ],
-)
-def test_counts_that_do_not_suit_are_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
-        config(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"schedule": "async_1f1b", "weights": "stashed"}, "no moment at which they could"),
-        ({"weights": "double_buffered"}, "no moment at which they could"),
-        ({"schedule": "interleaved"}, "stages have replicas under gpipe and 1f1b"),
-        ({"micro_batches": 1}, "each replica of a stage gets a micro-batch at least"),
-        ({"count": "auto", "schedule": "zb_h1"}, "replicas.count=auto with schedule=zb_h1"),
-        ({"count": "auto", "weights": "double_buffered"}, "replicas.count=auto; take schedule=1f1b"),
-        ({"ranks": 2, "shares": [1, -1]}, r"shares=\[1, -1\] must be even, measured, or"),
-        ({"ranks": 2, "shares": [1, 0.5]}, "or whole numbers from 0"),
-        ({"ranks": 2, "shares": []}, "or whole numbers from 0"),
-        ({"ranks": 2, "shares": "fast"}, "replicas.shares=fast must be"),
-        ({"ranks": 2, "shares": "replay"}, "shares=replay must be even, measured, or whole numbers"),
-        ({"ranks": 2, "shares": [1, 1, 1]}, "found 3 shares for 2 ranks"),
-        ({"ranks": 2, "shares": [0, 0]}, r"found shares \[0, 0\] of stage 0"),
-        ({"ranks": 1, "shares": "measured", "count": 1}, "is for stages on several ranks"),
-    ],
-    ids=str,
-)
-def test_what_needs_no_torch_is_refused_at_once(options, said):
-    with pytest.raises((ConfigError, PlanError), match=said) as refused:
-        early.check(config(**{"count": 2, "ranks": 4} | options))
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("count", "exact", "told"), [(2, True, 0), (2, False, 1), (1, False, 0)])
@@ -114,8 +64,21 @@ def test_a_plan_says_its_replicas_and_train_takes_them_from_it(capsys):
     found = TrainConfig(plan="run/plan.json", model={}, micro_batches=4, batch_size=48)
     early.load_plan(found, [])
     assert (found.ranks, found.stages, found.replicas.count, found.replicas.exact) == (3, 2, [1, 2], True)
-    with pytest.raises(ConfigError, match=r"replicas.count=2 contradicts plan=run/plan.json"):
-        early.load_plan(config(2, kind=TrainConfig, ranks=2, plan="run/plan.json"), ["replicas.count=2"])
+    contradicting: list[tuple[str, dict[str, Any]]] = [
+        ("replicas.count", {"replicas": ReplicasConfig(count=2), "ranks": 2}),
+        ("schedule", {"schedule": "gpipe"}),
+        ("micro_batches", {"micro_batches": 8}),
+        ("codec", {"codec": "raw"}),
+        ("memory.tier", {"memory": MemoryConfig(tier="host")}),
+        ("memory.weights", {"memory": MemoryConfig(weights="host")}),
+        ("prediction", {"prediction": True}),
+    ]
+    for key, given in contradicting:
+        with pytest.raises(ConfigError, match=f"{key}=.* contradicts plan=run/plan.json with {key}="):
+            early.load_plan(TrainConfig(plan="run/plan.json", **given), [f"{key}=..."])
+    for key in ("link", "memory.device"):
+        with pytest.raises(ConfigError, match=f"{key}= is for making a plan"):
+            early.load_plan(TrainConfig(plan="run/plan.json"), [f"{key}=1GiB"])
     plan.with_shares([(), (3, 1)]).save("shared.json")
     given = {"count": [1, 2], "kind": TrainConfig, "ranks": 3, "plan": "shared.json", "micro_batches": 4}
     for asked, found in [("even", [1, 3, 1]), ("measured", "measured"), ([5, 3, 1], [5, 3, 1])]:

@@ -6,10 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import DEADLY, refusal, same_run, train, trained
+from commands import DEADLY, refusal, same_run, train, trained
 
-from penstock import ConfigError
-from penstock.conf.parts import CheckpointConfig
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.ranks.failure import Lost
 from penstock.pipeline.run.restarts import persist
@@ -49,9 +47,6 @@ slow = pytest.mark.slow
     [
         (f"{KEPT} max_restarts=1", 1, "restart 1 of 1 goes on behind step"),
         pytest.param(f"{KEPT} data.workers=1 max_restarts=1", 1, "samples was lost", marks=slow),
-        pytest.param(
-            f"{JOB} max_restarts=1", 1, "restart 1 of 1 begins anew: there is no checkpoint", marks=slow
-        ),
         pytest.param(f"{KEPT} ranks=1 stages=2 max_restarts=2", 0, "of 2 goes on behind step", marks=slow),
     ],
 )
@@ -126,31 +121,16 @@ def test_an_error_of_its_own_is_not_tried_again(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"max_restarts": -1}, "max_restarts=-1 must be 0 or more"),
-        ({"min_ranks": 1}, "min_ranks=1 is for restarts; add max_restarts="),
-        ({"min_ranks": 3, "max_restarts": 1}, "min_ranks=3 is more than ranks=2"),
-        ({"min_ranks": 1, "max_restarts": 1, "plan": "p.json"}, "does not go with plan=p.json"),
-        ({"min_ranks": 1, "max_restarts": 1, "schedule": "async_1f1b"}, "on the same cuts; drop either"),
-    ],
-)
-def test_what_cannot_be_restarted_is_refused(more, said):
-    with pytest.raises(ConfigError) as refused:
-        TrainConfig(checkpoint=CheckpointConfig(every=1), **more)
-    assert said in str(refused.value)
-
-
-@pytest.mark.parametrize(
     "option",
     [
         "max_restarts=1",
         "replicas.count=2 replicas.shrink=true",
+        "replicas.threads=true",
         "ranks=2 replicas.count=auto replicas.idle=true",
     ],
 )
-def test_a_launcher_restarts_its_own_ranks(option, monkeypatch, capfd):
+def test_what_is_for_ranks_that_penstock_starts_is_refused_under_a_launcher(option, monkeypatch, capfd):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = refusal(f"{JOB} {option}", capfd)
-    assert f"{option.split()[-1]} is for ranks that penstock starts" in said
+    assert f"{option.split()[-1]} is for ranks that penstock" in said

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import SMALL, losses, refusal, same_model, same_run, summary, trained
+from commands import SMALL, losses, refusal, same_model, same_run, summary, trained
 
 from penstock import ConfigError, PlanError
 from penstock.conf.parts import CacheConfig, CheckpointConfig
@@ -89,12 +89,6 @@ def test_the_norm_of_a_stage_on_another_cut_is_told(capfd):
         assert told.count("bits may differ, for clip.scope=stage clips each stage: cuts=[") == said
 
 
-def test_the_same_run_goes_on_with_other_stages_and_another_schedule(whole):
-    killed(whole, 8)
-    trained(f"{AGAIN} stages=3 schedule=gpipe memory.tier=packed codec=raw")
-    assert same_run("run", whole)
-
-
 def test_another_run_goes_on_from_a_checkpoint_of_the_first(whole):
     trained(f"{ALONE} hydra.run.dir=run resume={whole}/checkpoints/step_00000008 stages=4 schedule=gpipe")
     assert losses("run") == losses(whole)[8:]
@@ -103,13 +97,13 @@ def test_another_run_goes_on_from_a_checkpoint_of_the_first(whole):
     assert same_model("end", whole)
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_taken(whole, capfd):
+def test_behind_a_damaged_checkpoint_the_one_before_goes_on_with_other_stages(whole, capfd):
     killed(whole, 10)
     (part,) = Path("run/checkpoints/step_00000010").glob("rank_0_*")
     data = bytearray(part.read_bytes())
     data[-1] ^= 1
     part.write_bytes(data)
-    trained(AGAIN)
+    trained(f"{AGAIN} stages=3 schedule=gpipe memory.tier=packed codec=raw")
     told = words(capfd.readouterr().out)
     assert "is damaged" in told
     assert "the checkpoint before is taken" in told

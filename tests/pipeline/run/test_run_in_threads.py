@@ -5,12 +5,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from commands import SMALL, losses, same_run, summary, trained
 from faults import ended, started
-from runs import SMALL, losses, refusal, same_run, summary, trained
-
-from penstock.compression.errors import ConfigError
-from penstock.conf.parts import ReplicasConfig
-from penstock.conf.schema import TrainConfig
 
 JOB = (
     f"{SMALL} batch_size=200 micro_batches=4 max_steps=8 optimizer.momentum=0.5 scheduler=cosine epochs=2"
@@ -19,50 +15,17 @@ JOB = (
 THREADS = f"{JOB} replicas.threads=true"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run of one rank."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    trained(f"{JOB} ranks=1 stages=2 hydra.run.dir={folder}")
-    return folder
-
-
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        pytest.param("ranks=2", marks=pytest.mark.slow),
-        pytest.param("ranks=2 replicas.count=2 replicas.exact=true", marks=pytest.mark.slow),
-        "ranks=3 replicas.count=[2,1] replicas.exact=true schedule=gpipe",
-    ],
-)
-def test_threads_train_to_the_bits_of_one_rank_and_go_on_with_others(ranks, whole):
-    trained(f"{THREADS} {ranks} hydra.run.dir=run")
+def test_threads_train_to_the_bits_of_one_rank_and_go_on_with_others():
+    trained(f"{JOB} ranks=1 stages=2 hydra.run.dir=whole")
+    trained(f"{THREADS} ranks=3 replicas.count=[2,1] replicas.exact=true schedule=gpipe hydra.run.dir=run")
     assert [t.name for t in threading.enumerate() if t.name.startswith(("rank", "penstock"))] == []
-    assert same_run("run", whole)
-    assert summary("run")["ranks"] == int(ranks[6])
+    assert same_run("run", "whole")
+    assert summary("run")["ranks"] == 3
     left = {path.name for path in Path("run").iterdir()}
     assert {"plan.json", "config.yaml", "timeline.png", "checkpoints"} <= left
     (middle,) = Path("run/checkpoints").glob("*6")
     trained(f"{THREADS} ranks=2 replicas.count=2 replicas.exact=true resume={middle} hydra.run.dir=second")
-    assert losses("second") == losses(whole)[6:]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"ranks": 1}, "replicas.threads=true gives each rank a thread, found ranks=1"),
-        ({"ranks": 2, "max_restarts": 1}, "are lost together, so none is started again"),
-    ],
-)
-def test_what_threads_cannot_be_is_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
-        TrainConfig(replicas=ReplicasConfig(threads=True), **options)
-
-
-def test_a_launcher_and_threads_are_refused_together(monkeypatch, capfd):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "replicas.threads=true is for ranks that penstock" in refusal(f"{THREADS} ranks=2", capfd)
+    assert losses("second") == losses("whole")[6:]
 
 
 @pytest.mark.slow

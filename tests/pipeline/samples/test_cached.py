@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from brokers import PAGE, broker_process, broker_thread, state, within
-from PIL import Image
+from brokers import PAGE, broker_thread, state, within
+from loading import write_images
 from reference import same_bits
 from sharing import NUMBER, Drawing, Readable
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
@@ -48,10 +48,8 @@ def through_cache(
     return Sharing(job=job, socket=path, data=data).through(reads_of(dataset, decoded=True), **counts)
 
 
-def batches(
-    dataset: Any, path: Any = None, *, workers: int = 0, seed: int = 0, job: str = "a", at_tenth: Any = None
-) -> Any:
-    """The batches of a run, and what its loader tells; ``at_tenth``: is called ahead of the tenth batch."""
+def batches(dataset: Any, path: Any = None, *, workers: int = 0, seed: int = 0, job: str = "a") -> Any:
+    """The batches of a run, and what its loader tells."""
     through = {}
     if path is not None:
         through["train"] = through_cache(dataset, path, job=job)
@@ -62,13 +60,8 @@ def batches(
     warm_up = WarmUp(batches=NUMBER // BATCH, batch_size=BATCH, workers=workers)
     notes: list[str] = []
     loader = Loader(reads, PLACES, workers=workers, warm_up=warm_up, tell=notes.append)
-    found = []
     try:
-        for number, place in enumerate(PLACES):
-            if number == 10 and at_tenth is not None:
-                at_tenth()
-            found.append(loader.take(place))
-        return found, loader.told | {"notes": notes}
+        return [loader.take(place) for place in PLACES], loader.told | {"notes": notes}
     finally:
         loader.close()
 
@@ -103,13 +96,7 @@ class Pairs(Dataset[Any]):
         return self.decode(index, self.read(index))
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("name", "workers"),
-    [("next_use", 0), ("next_use", 2), ("gain", 0), ("lru", 2), pytest.param("gain", 2, marks=SLOW)],
-)
+@pytest.mark.parametrize(("name", "workers"), [("next_use", 0), ("next_use", 2), ("gain", 0), ("lru", 2)])
 def test_order_and_bytes_are_those_without_a_cache(path, name, workers):
     plain, _ = batches(Pairs(Readable()))
     with broker_thread(path, policy(name, 30 * 2 * PAGE)):
@@ -122,12 +109,9 @@ def test_order_and_bytes_are_those_without_a_cache(path, name, workers):
     assert told["notes"] == []
 
 
-@pytest.mark.parametrize(
-    "name", ["next_use", pytest.param("gain", marks=SLOW), pytest.param("lru", marks=SLOW)]
-)
-def test_jobs_that_share_come_and_go_and_none_sees_another_byte(path, name):
+def test_jobs_that_share_come_and_go_and_none_sees_another_byte(path):
     plain = {seed: batches(Pairs(Readable()), seed=seed)[0] for seed in (0, 1)}
-    with broker_thread(path, policy(name, 20 * 2 * PAGE)):
+    with broker_thread(path, policy("next_use", 20 * 2 * PAGE)):
         for seed in (0, 1, 0, 1):
             first = through_cache(Pairs(Readable()), path, job="other", data="same", epochs=9)
             first.begin(0, lambda epoch: list(range(NUMBER)), last=False)
@@ -135,15 +119,6 @@ def test_jobs_that_share_come_and_go_and_none_sees_another_byte(path, name):
             found, _ = batches(Pairs(Readable()), path, seed=seed, job=f"job {seed}")
             assert alike(found, plain[seed])
             first.cache.close()
-
-
-@pytest.mark.slow
-def test_a_broker_that_is_killed_costs_no_byte(path):
-    plain, _ = batches(Pairs(Readable()))
-    with broker_process(path) as process:
-        found, told = batches(Pairs(Readable()), path, workers=2, at_tenth=process.kill)
-    assert alike(found, plain)
-    assert len(told["notes"]) == 1
 
 
 class Drawn(Drawing):
@@ -272,21 +247,12 @@ def test_files_that_are_read_otherwise_are_other_samples(path, tmp_path):
     assert [data.through.counts.hits for data in jobs[::2]] == [0, 0, 4]
 
 
-def images(root: Path) -> str:
-    source = torch.Generator().manual_seed(0)
-    for name in ("cats", "dogs"):
-        (root / name).mkdir(parents=True)
-        for index in range(NUMBER // 2):
-            pixels = torch.randint(256, (9, 7, 3), dtype=torch.uint8, generator=source)
-            Image.fromarray(pixels.numpy()).save(root / name / f"{index}.png")
-    return str(root)
-
-
 def test_folders_of_torchvision_keep_files_and_draw_their_transforms_anew(path, tmp_path):
     from torchvision import datasets, transforms
 
     draws = [transforms.RandomCrop(5), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
-    whole = datasets.ImageFolder(images(tmp_path / "images"), transform=transforms.Compose(draws))
+    write_images(tmp_path, train=NUMBER // 2)
+    whole = datasets.ImageFolder(str(tmp_path / "train"), transform=transforms.Compose(draws))
     plain, _ = batches(whole)
     with broker_thread(path, policy("lru", 1000 * PAGE)):
         found, told = batches(whole, path, workers=1)
@@ -303,10 +269,7 @@ def test_folders_of_torchvision_keep_files_and_draw_their_transforms_anew(path, 
 
 @pytest.mark.parametrize(
     ("start", "persistent_workers"),
-    [
-        ("fork", True),
-        *(pytest.param(*one, marks=SLOW) for one in [("fork", False), ("spawn", True), ("spawn", False)]),
-    ],
+    [("fork", True), pytest.param("spawn", False, marks=pytest.mark.slow)],
 )
 def test_a_loader_of_torch_goes_through_it(path, start, persistent_workers):
     with broker_thread(path, policy("next_use", 40 * 2 * PAGE)):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import losses, summary, trained
 from reference import plain_loop, same_bits
 from safetensors.torch import load_file
 from torch import nn
@@ -21,7 +20,6 @@ from penstock.pipeline.run import build
 from penstock.pipeline.run.run_length import example_inputs
 from penstock.pipeline.samples import Description, Samples
 from penstock.pipeline.samples.given import WORKS, samples_of
-from penstock.scripts import command
 
 OWN = """
 import random
@@ -292,11 +290,9 @@ def test_the_example_is_what_the_model_takes():
     ("target", "ranks"), [("loaders", 1), pytest.param("one", 2, marks=[pytest.mark.slow, pytest.mark.ranks])]
 )
 def test_what_people_have_trains_with_the_bits_of_the_plain_loop(target, ranks, capfd):
-    job = [*JOB.replace("ranks=1", f"ranks={ranks}").split(), f"data._target_=own.{target}"]
-    assert command.run(["train", *job, "hydra.run.dir=run"]) == 0
+    trained(f"{JOB.replace('ranks=1', f'ranks={ranks}')} data._target_=own.{target} hydra.run.dir=run")
     out, error = capfd.readouterr()
-    summary = json.loads(Path("run/summary.json").read_text())
-    assert ("test_accuracy" in summary) == ("test accuracy" in out) == (target != "one")
+    assert ("test_accuracy" in summary("run")) == ("test accuracy" in out) == (target != "one")
     assert error.count("nothing to test on") == (target == "one")
     assert error.count("batch_size=5 gives way to batch_size=20") == (target == "loaders")
     import own  # pyright: ignore[reportMissingImports]
@@ -311,9 +307,9 @@ def test_what_people_have_trains_with_the_bits_of_the_plain_loop(target, ranks, 
         micro_batches=2,
     )
     assert len(list(steps)) == 2
-    trained = load_file("run/model.safetensors")
+    found = load_file("run/model.safetensors")
     for name, weight in model.state_dict().items():
-        assert same_bits(trained[name], weight), name
+        assert same_bits(found[name], weight), name
 
 
 @pytest.mark.slow
@@ -323,12 +319,8 @@ def test_what_samples_draw_is_the_same_on_every_rank_and_for_a_run_that_goes_on(
     """Inputs are drawn on the first rank and their targets on the last, so both must mean the same sample."""
     job = f"{JOB.replace('epochs=1', 'epochs=4')} data._target_=own.mixed checkpoint.every=3"
 
-    def losses(folder: str) -> list[float]:
-        return [json.loads(line)["loss"] for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-
-    assert command.run(["train", *job.split(), "hydra.run.dir=alone"]) == 0
-    assert command.run(["train", *job.replace("ranks=1", "ranks=2").split(), "hydra.run.dir=two"]) == 0
+    trained(f"{job} hydra.run.dir=alone")
+    trained(f"{job.replace('ranks=1', 'ranks=2')} hydra.run.dir=two")
     assert losses("two") == losses("alone")
-    resume = "resume=alone/checkpoints/step_00000003"
-    assert command.run(["train", *job.split(), "hydra.run.dir=on", resume]) == 0
+    trained(f"{job} hydra.run.dir=on resume=alone/checkpoints/step_00000003")
     assert losses("on") == losses("alone")[3:]

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loading import NUMBER, Damaged, Deadly, Drawn, Slow, Stream, Where
-from PIL import Image
+from loading import NUMBER, Damaged, Deadly, Drawn, Slow, Stream, Where, write_images
 from reference import same_bits
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -228,13 +227,7 @@ def test_who_loads_ends_with_a_rank_that_is_killed(start, tmp_path):
 
 
 def images(root: Path) -> Any:
-    for split in ("train", "test"):
-        for name, colour in (("cats", 10), ("dogs", 200)):
-            (root / split / name).mkdir(parents=True)
-            for number in range(3):
-                image = Image.new("RGB", (5, 4), (colour, 7 * number, 30))
-                image.save(root / split / name / f"{number}.png")
-    return image_folder.load(root=str(root), size=4)
+    return image_folder.load(root=write_images(root, train=3, test=3), size=4)
 
 
 @pytest.fixture(params=["images", "text"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from typing import Any
 
 import pytest
 from profiles import NET
@@ -69,7 +70,9 @@ def test_a_second_forward_sees_the_weights_of_the_first():
 
 
 def test_partition_asks_these_rules():
-    for wishes, subject in (({"parameters_tier": "host"}, "a mirror"), ({"recompute": True}, "runs again")):
+    mirror: dict[str, Any] = {"parameters_tier": "host"}
+    again: dict[str, Any] = {"recompute": True}
+    for wishes, subject in ((mirror, "a mirror"), (again, "runs again")):
         with pytest.raises(PlanError, match=subject):
             partition(NET, stages=2, codec="raw", schedule="async_1f1b", **wishes)
 

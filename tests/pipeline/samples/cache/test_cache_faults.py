@@ -165,20 +165,6 @@ def test_a_stopped_broker_stops_nobody_for_long_and_is_used_again_when_it_goes_o
     assert f"{path} does not answer" in told[0]
 
 
-@pytest.mark.slow
-def test_a_client_that_meets_a_stopped_broker_first_waits_once(path):
-    with broker_process(path) as broker:
-        os.kill(broker.pid, signal.SIGSTOP)
-        one = client(path, timeout=0.3)
-        began = time.monotonic()
-        one.begin(0, ORDER, None)
-        for _ in range(50):
-            assert one.use([1]) == [None]
-        assert 0.25 < time.monotonic() - began < 0.6
-        os.kill(broker.pid, signal.SIGCONT)
-        assert used_again(one)
-
-
 def test_nobody_who_is_given_the_slab_can_write_or_shrink_it():
     """Not even by opening it anew; without these seals of Linux 5.1 only the descriptor would hold."""
     with contextlib.closing(Slab(4 * PAGE)) as slab:

@@ -30,28 +30,22 @@ def started(slots: int, *jobs: Job, **options: bool) -> Kept:
     return kept
 
 
-def takes(kept: Kept, name: str, index: int, now: float, num_bytes: int = 10) -> bool:
-    if kept.use(name, index, now).entry is not None:
-        return True
-    return kept.offer(name, index, num_bytes, now).entry is not None
-
-
 def test_what_is_used_later_makes_room_and_what_is_used_last_passes_by():
     kept = started(2, job("a"), job("quick", epoch=3.0))
-    assert takes(kept, "a", 0, 0.0)  # again at 6
-    assert takes(kept, "a", 1, 1.0)  # at 7
-    assert not takes(kept, "a", 2, 2.0)  # at 8, behind both
+    assert kept.takes("a", 0)  # again at 6
+    assert kept.takes("a", 1, 1.0)  # at 7
+    assert not kept.takes("a", 2, 2.0)  # at 8, behind both
     kept.use("quick", 0, 2.0)
     assert kept.offer("quick", 0, 10, 2.0) == (("quick", 0), (("a", 1),))  # at 4.5
     assert set(kept.there) == {("a", 0), ("quick", 0)}
     tie = started(1, job("a"), job("b"))
-    assert [takes(tie, name, 0, 0.0) for name in "ab"] == [True, False]
+    assert [tie.takes(name, 0) for name in "ab"] == [True, False]
 
 
 def test_what_another_uses_sooner_is_not_the_last():
     kept = started(2, job("a", "d"), job("c", epoch=5.0), job("quick", epoch=3.0))
-    assert takes(kept, "a", 0, 0.0)  # at 6, as far as is known
-    assert takes(kept, "c", 0, 0.0)  # at 5
+    assert kept.takes("a", 0)  # at 6, as far as is known
+    assert kept.takes("c", 0)  # at 5
     kept.join(job("b", "d"), 1.0)
     kept.begin("b", ORDER, ORDER, 1.0)  # it uses the first sample now
     kept.use("quick", 0, 1.0)
@@ -60,7 +54,7 @@ def test_what_another_uses_sooner_is_not_the_last():
 
 def test_a_sample_that_several_read_stays_for_the_next_of_them():
     kept = started(1, job("a", "d"))
-    takes(kept, "a", 0, 0.0)
+    kept.takes("a", 0)
     kept.join(job("b", "d"), 0.5)
     kept.begin("b", [5, 4, 3, 2, 1, 0], None, 0.5)
     kept.use("b", 5, 0.5)
@@ -72,7 +66,7 @@ def test_a_sample_that_several_read_stays_for_the_next_of_them():
 
 def test_who_leaves_hands_its_samples_to_who_still_reads_them():
     kept = started(4, job("a", "d"), job("b", "d"))
-    assert [takes(kept, "a", index, float(index)) for index in (0, 1, 2)] == [True] * 3
+    assert [kept.takes("a", index, float(index)) for index in (0, 1, 2)] == [True] * 3
     assert dict(kept.held) == {"a": 30}
     assert kept.leave("a", 2.0) == ()
     assert dict(kept.held) == {"b": 30}
@@ -82,27 +76,27 @@ def test_who_leaves_hands_its_samples_to_who_still_reads_them():
 
 def test_in_the_last_epoch_what_was_used_leaves():
     kept = started(6, job("a"))
-    assert [takes(kept, "a", index, float(index)) for index in ORDER] == [True] * 6
+    assert [kept.takes("a", index, float(index)) for index in ORDER] == [True] * 6
     kept.begin("a", ORDER, None, 6.0)
     assert kept.use("a", 0, 6.0) == (("a", 0), (("a", 0),))
     kept.drop(("a", 1))
-    assert not takes(kept, "a", 1, 7.0)  # nobody uses it again
+    assert not kept.takes("a", 1, 7.0)  # nobody uses it again
     assert len(kept.there) == 4
 
 
 def test_before_an_order_is_said_nothing_enters_and_one_that_was_not_foretold_frees_what_has_no_use():
     kept = Kept(NextUse(60))
     kept.join(job("a"), 0.0)
-    assert not takes(kept, "a", 0, 0.0)
+    assert not kept.takes("a", 0)
     kept.begin("a", ORDER, ORDER, 0.0)
-    assert [takes(kept, "a", index, float(index)) for index in ORDER] == [True] * 6
+    assert [kept.takes("a", index, float(index)) for index in ORDER] == [True] * 6
     assert set(kept.begin("a", [0, 1], [2], 6.0)) == {("a", 3), ("a", 4), ("a", 5)}
     assert kept.use("a", 0, 6.0).freed == (("a", 0),)
 
 
 def test_larger_samples_push_out_as_much_as_they_need_or_nothing():
     kept = started(3, job("a"), job("quick", epoch=0.6))
-    assert [takes(kept, "a", index, 0.0) for index in (0, 1, 2)] == [True] * 3
+    assert [kept.takes("a", index) for index in (0, 1, 2)] == [True] * 3
     kept.use("quick", 0, 0.0)
     assert kept.offer("quick", 0, 31, 0.0) == (None, ())
     assert kept.offer("quick", 0, 15, 0.0) == (("quick", 0), (("a", 2), ("a", 1)))
@@ -114,31 +108,31 @@ def test_larger_samples_push_out_as_much_as_they_need_or_nothing():
 
 def test_what_a_batch_does_not_need_has_only_idle_space_unless_others_read_it_too():
     kept = started(2, job("a", hidden=1.0), job("b", epoch=60.0))  # a needs one of two
-    assert takes(kept, "a", 0, 0.0)
-    assert takes(kept, "a", 1, 0.0)  # the same batch: there is room
+    assert kept.takes("a", 0)
+    assert kept.takes("a", 1)  # the same batch: there is room
     kept.use("b", 0, 0.0)
     assert kept.offer("b", 0, 10, 0.0) == (("b", 0), (("a", 1),))  # much later, but b needs it
-    assert not takes(kept, "a", 1, 0.0)
+    assert not kept.takes("a", 1)
     free = started(2, job("a", hidden=1.0), job("b", epoch=60.0), caps=False)
-    assert [takes(free, name, index, 0.0) for name, index in (("a", 0), ("a", 1), ("b", 0))] == [
+    assert [free.takes(name, index) for name, index in (("a", 0), ("a", 1), ("b", 0))] == [
         True,
         True,
         False,
     ]
     # What others read too is wanted by all.
     kept = started(2, job("a", "d", hidden=2.0), job("b", "d", hidden=2.0), job("c", epoch=60.0))
-    assert [takes(kept, "a", index, 0.0) for index in (0, 1)] == [True] * 2
-    assert not takes(kept, "c", 0, 0.0)
+    assert [kept.takes("a", index) for index in (0, 1)] == [True] * 2
+    assert not kept.takes("c", 0)
 
 
 def test_with_floors_a_batch_keeps_what_it_is_due():
     jobs = job("a", epoch=60.0), job("quick", epoch=3.0)
     for floors in (True, False):
         kept = started(2, *jobs, floors=floors)
-        takes(kept, "a", 0, 0.0)
+        kept.takes("a", 0)
         kept.drop(("a", 0))
         kept.join(jobs[0], 0.0)  # sizes are known now: a batch of each is due a third of a sample
-        assert [takes(kept, "a", index, 0.0) for index in (0, 1)] == [True] * 2
+        assert [kept.takes("a", index) for index in (0, 1)] == [True] * 2
         kept.use("quick", 0, 0.0)
         assert kept.offer("quick", 0, 10, 0.0).freed == (("a", 1),)
         kept.use("quick", 1, 0.0)
@@ -153,8 +147,8 @@ def test_times_that_were_told_give_way_to_what_was_seen():
             kept.use("b", index, float(index))
         kept.begin("a", ORDER, ORDER, 60.0)  # ten times as slow as it said
         kept.begin("b", ORDER, ORDER, 7.0)
-        takes(kept, "a", 0, 60.0)
-        takes(kept, "b", 0, 60.0)
+        kept.takes("a", 0, 60.0)
+        kept.takes("b", 0, 60.0)
         assert set(kept.there) == {(stays, 0)}
 
 
@@ -164,7 +158,7 @@ def test_entries_that_are_laid_again_and_again_leave_no_heap_behind():
     kept.join(job("a"), 0.0)
     for epoch in range(200):
         kept.begin("a", ORDER, ORDER, float(epoch))
-        assert all(takes(kept, "a", index, float(epoch)) for index in ORDER)
+        assert all(kept.takes("a", index, float(epoch)) for index in ORDER)
     assert sum(len(heap) for heap in policy._users["a"].heaps) < 200
 
 

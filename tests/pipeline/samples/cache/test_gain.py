@@ -30,14 +30,8 @@ def gain(slots: float, *jobs: Job, last_gain: int | None = None) -> tuple[Kept, 
     return kept, policy
 
 
-def takes(kept: Kept, name: str, index: int, num_bytes: int = 10) -> bool:
-    """Use and load a sample; whether it entered."""
-    assert kept.use(name, index, 0.0).entry is None
-    return kept.offer(name, index, num_bytes, 0.0).entry == (name, index)
-
-
 def fill(kept: Kept, name: str, indices: list[int] = FIRST) -> None:
-    assert all(takes(kept, name, index) for index in indices)
+    assert all(kept.takes(name, index) for index in indices)
 
 
 def state(policy: Gain, name: str) -> tuple[int, int, dict[int, int]]:
@@ -51,13 +45,13 @@ def state(policy: Gain, name: str) -> tuple[int, int, dict[int, int]]:
 
 def test_s11_nothing_is_cached_in_the_warm_up_epoch():
     kept, policy = gain(4, job("a", epoch=None))
-    assert [takes(kept, "a", index) for index in FIRST] == [False] * 4
+    assert [kept.takes("a", index) for index in FIRST] == [False] * 4
     assert policy.pool == 40
     kept.join(job("a"), 1.0)  # its times are known now
     kept.begin("a", SECOND, FIRST, 1.0)
-    assert takes(kept, "a", 3)
+    assert kept.takes("a", 3)
     kept.join(job("a", epoch=None), 2.0)
-    assert not takes(kept, "a", 1)
+    assert not kept.takes("a", 1)
 
 
 def test_s13_jobs_ascend_by_epoch_and_gain_falls():
@@ -118,7 +112,7 @@ def test_s22_reading_is_to_hide_behind_the_rest():
 def test_s31_all_is_the_pool_at_first_and_what_is_idle_is_when_the_halves_turn():
     kept, policy = gain(4, job("a", epoch=1.0), job("b", epoch=3.0))
     assert policy.pool == 40
-    assert takes(kept, "a", 0)
+    assert kept.takes("a", 0)
     assert state(policy, "a") == (1, 2, {3: 1})  # a gain of 3: one slot is used, two are idle
     kept.use("a", 1, 0.0)
     kept.use("a", 2, 0.0)
@@ -141,7 +135,7 @@ def test_s32_s34_counters_are_those_of_the_batches_of_the_next_order():
 def test_s33_a_hit_gives_its_slot_to_the_pool_or_enters_the_other_half():
     for following, freed in ((None, (("a", 0),)), (FIRST, ())):
         kept, policy = gain(1, job("a"))
-        assert [takes(kept, "a", index) for index in FIRST] == [True, False, False, False]
+        assert [kept.takes("a", index) for index in FIRST] == [True, False, False, False]
         kept.begin("a", SECOND, following, 1.0)
         assert policy.pool == 0
         assert kept.use("a", 3, 1.0) == (None, ())
@@ -155,9 +149,9 @@ def test_s33_a_hit_gives_its_slot_to_the_pool_or_enters_the_other_half():
 
 def test_s35_a_batch_that_has_what_it_wants_takes_no_slot():
     kept, policy = gain(4, job("a", hidden=1.0))  # E = 1
-    assert takes(kept, "a", 3)
-    assert not takes(kept, "a", 1)  # in the same batch of the next epoch
-    assert takes(kept, "a", 0)
+    assert kept.takes("a", 3)
+    assert not kept.takes("a", 1)  # in the same batch of the next epoch
+    assert kept.takes("a", 0)
     assert state(policy, "a") == (2, 0, {2: 1, 3: 1})
 
 
@@ -171,31 +165,31 @@ def test_s35_a_request_is_given_what_the_pool_still_has_and_with_an_empty_one_an
     fill(kept, "a", [1])
     assert state(policy, "a") == (0, 1, {2: 1, 3: 1})
     kept.join(job("a", epoch=1.0, hidden=1.0), 0.0)  # E = 1 now
-    assert not takes(kept, "a", 2)
+    assert not kept.takes("a", 2)
 
 
 def test_s36_without_a_slot_a_batch_gets_what_it_is_due_at_most():
     kept, policy = gain(4, job("a", epoch=1.0), job("b", epoch=1.0))  # a part of 2 slots: s = 1
-    assert [takes(kept, "a", index) for index in (0, 1, 2)] == [True] * 3
-    assert takes(kept, "b", 0)
+    assert [kept.takes("a", index) for index in (0, 1, 2)] == [True] * 3
+    assert kept.takes("b", 0)
     assert policy.pool == 0
-    assert not takes(kept, "b", 2)  # its batch has one
-    assert takes(kept, "b", 1)  # this has none, and a has a slot to give
+    assert not kept.takes("b", 2)  # its batch has one
+    assert kept.takes("b", 1)  # this has none, and a has a slot to give
     assert state(policy, "b") == (0, 0, {2: 1, 3: 1})
 
 
 def test_s37_the_first_of_the_list_has_nobody_to_ask():
     kept, policy = gain(1, job("a", epoch=1.0), job("b", epoch=1.0))
-    assert takes(kept, "b", 0)
-    assert not takes(kept, "a", 1)
+    assert kept.takes("b", 0)
+    assert not kept.takes("a", 1)
     assert kept.there == {("b", 0): 10}
     assert policy.pool == 0
 
 
 def test_s37_a_neighbour_gives_an_idle_slot_first():
     kept, policy = gain(4, job("a", epoch=1.0), job("b", epoch=4.0))
-    assert takes(kept, "a", 0)  # takes all four, uses one
-    assert takes(kept, "b", 0)
+    assert kept.takes("a", 0)  # takes all four, uses one
+    assert kept.takes("b", 0)
     assert (state(policy, "a"), state(policy, "b")) == ((0, 2, {3: 1}), (0, 0, {3: 1}))
     assert kept.there == {("a", 0): 10, ("b", 0): 10}
 
@@ -217,7 +211,7 @@ def test_s37_a_neighbour_without_one_gives_a_random_sample_and_its_batch_counts_
 def test_s37_a_neighbour_gives_as_many_samples_as_it_takes_and_none_for_nothing():
     kept, policy = gain(4, job("a"), job("b"))
     fill(kept, "a")
-    assert not takes(kept, "b", 0, 50)  # more than it has: nothing leaves
+    assert not kept.takes("b", 0, num_bytes=50)  # more than it has: nothing leaves
     assert len(kept.there) == 4
     kept.use("b", 1, 0.0)
     assert len(kept.offer("b", 1, 15, 0.0).freed) == 2
@@ -226,7 +220,7 @@ def test_s37_a_neighbour_gives_as_many_samples_as_it_takes_and_none_for_nothing(
 
 def test_s37_the_neighbour_is_the_one_before():
     kept, _ = gain(3, job("a", epoch=1.0), job("b", epoch=1.1), job("c", epoch=1.2))  # s = 0.5
-    assert [takes(kept, name, 0) for name in "abc"] == [True] * 3
+    assert [kept.takes(name, 0) for name in "abc"] == [True] * 3
     kept.use("b", 1, 0.0)
     assert kept.offer("b", 1, 10, 0.0).freed == (("a", 0),)
     kept.use("a", 1, 0.0)
@@ -235,10 +229,10 @@ def test_s37_the_neighbour_is_the_one_before():
 
 def test_s37_the_last_with_a_gain_of_0_asks_its_neighbour_only():
     kept, policy = gain(4, job("a", epoch=1.0), job("b", epoch=4.0), last_gain=0)
-    assert not takes(kept, "b", 0)  # a has nothing, and the pool is not for it
+    assert not kept.takes("b", 0)  # a has nothing, and the pool is not for it
     assert policy.pool == 40
-    assert takes(kept, "a", 0)
-    assert takes(kept, "b", 1)
+    assert kept.takes("a", 0)
+    assert kept.takes("b", 1)
     assert state(policy, "a") == (0, 2, {3: 1})
 
 
@@ -249,9 +243,9 @@ def test_s38_in_the_last_epoch_nothing_enters_and_what_is_used_is_for_others():
     kept, policy = gain(2, job("a"), job("b"))
     fill(kept, "a", [0, 1])
     kept.begin("a", SECOND, None, 1.0)
-    assert not takes(kept, "a", 3)
+    assert not kept.takes("a", 3)
     assert kept.use("a", 1, 1.0).freed == (("a", 1),)
-    assert takes(kept, "b", 0)
+    assert kept.takes("b", 0)
     assert set(kept.there) == {("a", 0), ("b", 0)}
     assert kept.leave("a", 2.0) == (("a", 0),)
     assert policy.pool == 10
@@ -267,7 +261,7 @@ def test_what_was_not_used_leaves_when_the_halves_turn_and_what_was_not_foretold
 
 def test_a_sample_of_the_next_half_may_be_dropped_or_found_again():
     kept, policy = gain(4, job("a"))
-    takes(kept, "a", 0)
+    kept.takes("a", 0)
     assert kept.use("a", 0, 0.0) == (("a", 0), ())
     assert kept.offer("a", 0, 10, 0.0) == (("a", 0), ())
     kept.drop(("a", 0))
@@ -278,7 +272,7 @@ def test_a_sample_of_the_next_half_may_be_dropped_or_found_again():
 
 def test_a_compute_bound_job_has_no_slots():
     kept, policy = gain(4, job("a"), job("b", hidden=2.0))
-    assert [takes(kept, "b", index) for index in FIRST[:2]] == [False] * 2
+    assert [kept.takes("b", index) for index in FIRST[:2]] == [False] * 2
     fill(kept, "a")
     assert policy.pool == 0
-    assert [takes(kept, "b", index) for index in FIRST[2:]] == [False] * 2  # nor of its neighbour's
+    assert [kept.takes("b", index) for index in FIRST[2:]] == [False] * 2  # nor of its neighbour's

@@ -22,6 +22,32 @@ DEADLY = (
 )
 """Five steps an epoch of 40 samples each, which may kill a rank that reads them (``own_digits``)."""
 
+OWN = """
+import torch
+
+from penstock.pipeline.samples import Description, Samples
+
+
+def samples(rows=60, nans=False):
+    inputs = torch.randn(rows, 6, generator=torch.Generator().manual_seed(0))
+    targets = (inputs[:, 0] > 0).long()
+    if nans:
+        inputs[:, 1][inputs[:, 1] > 0.5] = float("nan")
+    table = torch.utils.data.TensorDataset(inputs, targets)
+    return Samples(train=table, test=table, describe=Description(num_classes=2, input_shape=(6,)))
+
+
+class Net(torch.nn.Module):
+    def __init__(self, num_classes, width=4):
+        super().__init__()
+        self.wide = torch.nn.Linear(6, width)
+        self.narrow = torch.nn.Linear(width, num_classes)
+
+    def forward(self, inputs):
+        return self.narrow(torch.relu(self.wide(inputs)))
+"""
+"""A model and data of one's own, for a file ``own.py`` in the folder where the command is typed."""
+
 
 def train(typed: str) -> int:
     """Type ``penstock train ...``; return the exit code."""
