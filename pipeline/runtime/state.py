@@ -67,11 +67,16 @@ class State:
             if read & set(stages) or id(tensor) in held:
                 self.held[key] = tensor
         self.stages = {
-            s: {k: t for k, t in self.held.items() if id(t) in one.held} for s, one in stages.items()
+            stage: {
+                key: tensor
+                for key, tensor in self.held.items()
+                if id(tensor) in one.held and own.stage_of.get(names.get(id(tensor), ""), stage) == stage
+            }
+            for stage, one in stages.items()
         }
 
     def of_stage(self, stage: int) -> dict[str, torch.Tensor]:
-        """The parameters and buffers that the layers of a stage of this process name."""
+        """The parameters of a stage of this process, and the buffers that its layers name."""
         return self.stages[stage]
 
     def part(self, update: Update, *, hidden: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -166,7 +166,7 @@ def seen_in_a_step(case):
 
 
 def test_gradients_behind_a_relu_travel_without_zeros():
-    seen, _ = seen_in_a_step(Case(model="residual", cuts=["_2", "_3_bn1", "_4_relu"]))
+    seen, _ = seen_in_a_step(Case(model="resnet18", cuts=["relu", "layer1_0_bn1", "layer2_0_relu"]))
     sent = {}
     for message, _, num_bytes, header in seen:
         masked = bool(header.flags & MASKED)
@@ -191,8 +191,10 @@ def test_a_tensor_is_packed_once_and_sent_on_in_the_same_storage():
     assert len(forward) == len(by_value)
 
 
+@pytest.mark.slow
 def test_the_store_holds_the_frames_of_the_wire_and_packs_nothing_twice():
-    case = Case(model="residual", cuts=["_2", "_3_relu_1"], tier="packed", micro_batches=2, schedule="gpipe")
+    cuts = ["relu", "layer1_0_relu_1"]
+    case = Case(model="resnet18", cuts=cuts, tier="packed", micro_batches=2, schedule="gpipe")
     plan, _ = plan_of(case)
     model, batches = build(case.model, case.dtype, 1)
     pipe = pipeline_of(case, plan, model)

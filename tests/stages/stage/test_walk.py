@@ -7,9 +7,9 @@ from cases import Case, pipeline_of, plan_of
 from zoo import build
 
 
-@pytest.mark.parametrize("tier", ["device", "packed"])
+@pytest.mark.parametrize("tier", [pytest.param("device", marks=pytest.mark.slow), "packed"])
 def test_every_layer_is_told_when_it_is_done_and_which_comes_next(tier):
-    case = Case(model="residual", cuts=["_2", "_3_relu_1"], tier=tier, micro_batches=2, steps=1)
+    case = Case(model="resnet18", cuts=["relu", "layer1_0_relu_1"], tier=tier, micro_batches=2, steps=1)
     plan, _ = plan_of(case)
     model, batches = build(case.model, case.dtype, 1)
     pipe = pipeline_of(case, plan, model)
