@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from late import LateDevice
 from torch.optim import lr_scheduler
-from zoo import build, cross_entropy
+from zoo import DAGS, build, cross_entropy
 
 import penstock
 from penstock.pipeline.planner.choose import TooSmall
@@ -86,7 +86,7 @@ class Case:
 
 # Models that take seconds; of the transformers gpt_relu is for the quick round, of the random graphs dag0.
 LARGE = {"resnet18", "resnet18_channels_last", "mobilenet", "densenet", "squeezenet"}
-LARGE |= {"gpt_tied", "gpt_gelu_dropout", *(f"dag{i}" for i in range(1, 6))}
+LARGE |= {"gpt_tied", "gpt_gelu_dropout", *DAGS[1:]}
 
 
 def parameters(cases, *, slow=False):

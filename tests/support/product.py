@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, islice
+from itertools import combinations
 from typing import Any
 
 import law
@@ -19,6 +19,7 @@ import torch
 from cases import SCHEDULERS, Case
 from ranks import Ranks
 from streams import StreamCase
+from zoo import DAGS
 
 Unsuited = Callable[[dict[str, Any]], str]
 
@@ -78,6 +79,7 @@ def unsuited(row: dict[str, Any]) -> str:
         "a forward that runs again keeps nothing": has("recompute", True) and lacks("tier", "device"),
         "a checkpoint has no gradients": lacks("resume", "") and has("optimizer", "no_biases"),
         "the state of all threads is on the first": has("resume", "state") and has("world", "threads"),
+        "what no state_dict has": has("resume", "state") and has("model", "Unsaved"),
         "shapes have no autocast": has("bare", True) and lacks("autocast", None),
         "every layer is many": has("cuts", "every") and has("model", *NORMED, "gpt_tied"),
         "a rank for itself": has("cuts", 1) and has("replicas", 1) and lacks("world", "alone", "late"),
@@ -114,7 +116,7 @@ def unsuited(row: dict[str, Any]) -> str:
 def _draw(row: dict[str, Any], seed: int) -> None:
     """Draw what a value leaves open: which graph, which cuts, which schedule of the learning rate."""
     if row["model"] == "dag":
-        row["model"] = f"dag{seed % 6}"
+        row["model"] = DAGS[seed % len(DAGS)]
     if row["cuts"] == "random":
         row["cuts"] = ("random", 4, seed % 1000)
     if row["scheduler"] == "another":
@@ -145,7 +147,7 @@ def case_of(row: dict[str, Any], seed: int) -> Case:
     if row["world"] in LATE:
         row |= {"late": (0, 1, 2, 3) if several else (0,), "direct": row["world"] == "direct"}
         row["world"] = "processes" if several else "alone"
-    return Case(**row, steps=3 if isinstance(row["scaler"], tuple) or row["resume"] else 2)
+    return Case(**row, steps=3 if isinstance(row["scaler"], tuple) else 2)
 
 
 STREAMS: dict[str, tuple] = {
@@ -202,9 +204,9 @@ def stream_of(row: dict[str, Any], seed: int) -> StreamCase:
 def pairs(factors: dict[str, tuple], seed: int, unsuited: Unsuited) -> Iterator[dict[str, Any]]:
     """Rows in which every two values of two factors meet at least once, where a row can have both.
 
-    The greedy algorithm of AETG (Cohen et al., IEEE TSE 1997): a row begins with two values that have not
-    met, and takes of each other factor the value that meets most for the first time. Libraries that were
-    tried (allpairspy, covertable) leave pairs out where not all goes together."""
+    As in AETG (Cohen et al., IEEE TSE 1997), a row begins with two values that have not met, and takes of
+    each other factor the value that meets most for the first time. Libraries that were tried (allpairspy,
+    covertable) leave pairs out where not all goes together."""
     chance = random.Random(seed)
     values = [(name, value) for name in factors for value in factors[name]]
     left = dict.fromkeys(  # in their order, which a set has not
@@ -215,18 +217,15 @@ def pairs(factors: dict[str, tuple], seed: int, unsuited: Unsuited) -> Iterator[
     while left:
         start = chance.choice(list(left))
         tries = (_filled(dict(start), factors, chance, unsuited, left) for _ in range(TRIES))
-        found = islice(filter(None, tries), CANDIDATES)
-        met = [[frozenset(pair) for pair in combinations(row.items(), 2)] for row in found]
-        best = max(met, key=lambda pairs: sum(pair in left for pair in pairs), default=[])
-        for pair in (start, *best):
+        row = next(filter(None, tries), {})  # where a third factor keeps the two apart: none
+        for pair in (start, *map(frozenset, combinations(row.items(), 2))):
             left.pop(pair, None)
-        if best:
-            row = dict(frozenset().union(*best))
-            yield {name: row[name] for name in factors}
+        if row:
+            yield row
 
 
-CANDIDATES, TRIES = 3, 60
-"""Rows that are compared, and those that are begun until there are so many."""
+TRIES = 60
+"""Rows that are begun with two values until one has the other factors, too."""
 
 
 def draws(factors: dict[str, tuple], seed: int, unsuited: Unsuited) -> Iterator[dict[str, Any]]:

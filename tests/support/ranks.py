@@ -13,8 +13,10 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from multiprocessing import reduction
+from multiprocessing import forkserver, reduction
 from pathlib import Path
+
+import pytest
 
 DEADLINE = 120  # seconds until a job must have ended
 DIED, SILENT = "the process died", f"no answer within {DEADLINE} s"
@@ -23,16 +25,15 @@ READY = ("", "ready")
 gc.set_threshold(20_000, 20, 20)  # else a fifth of the time is spent looking through torch
 
 context = multiprocessing.get_context("forkserver")
-# What ``pipeline/run/train.py`` imports, but not that, which a process that loads samples runs again.
-context.set_forkserver_preload(
-    [
-        "pytest",
-        *(f"penstock.pipeline.run.{name}" for name in ("decide", "restarts", "train_rank")),
-        "penstock.scripts.application",
-        "matplotlib.figure",
-        "torch._dynamo",
-    ]
-)
+context.set_forkserver_preload(["preloaded"])
+
+
+def process(target, *args, **options):
+    """A process that is forked from one that has everything imported (``preloaded``)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        forkserver.ensure_running()
+    return context.Process(target=target, args=args, **options)
 
 
 class Ranks:
@@ -47,10 +48,10 @@ class Ranks:
         known = len(self.workers)
         while len(self.workers) < number:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
+            one = process(_serve, theirs, daemon=True)
+            one.start()
             theirs.close()
-            self.workers.append((process, ours))
+            self.workers.append((one, ours))
         for _, pipe in self.workers[known:]:
             assert _answer(pipe) == READY
 
@@ -87,7 +88,7 @@ class ForkedRank:
 
     def __init__(self, command, environment):
         ours = Descriptor(1), Descriptor(2)
-        self.process = context.Process(target=_live, args=(list(command), dict(environment), *ours))
+        self.process = process(_live, list(command), dict(environment), *ours)
         self.process.start()
         assert self.process.pid is not None
         self.pid = self.process.pid

@@ -109,7 +109,10 @@ def step_that_ends(how):
     ("how", "told"),
     [
         ("raise", "StageError: {}forward of micro-batch 2, step 0: layer _3: ValueError: the sky fell"),
-        ("raise in backward", "StageError: {}backward of micro-batch 2, step 0: backward: ValueError: the sky fell"),
+        (
+            "raise in backward",
+            "StageError: {}backward of micro-batch 2, step 0: backward: ValueError: the sky fell",
+        ),
         ("SystemExit", "StageError: {}forward of micro-batch 2, step 0: SystemExit"),
         ("KeyboardInterrupt", "KeyboardInterrupt: "),  # which is no error of a stage
     ],

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from zoo import ZOO, build
+from zoo import DAGS, ZOO, build
 
 import penstock
 
 LARGE = {"resnet18", "resnet18_channels_last", "mobilenet", "squeezenet", "densenet"}
-LARGE |= {f"dag{i}" for i in range(1, 6)}
+LARGE |= {*DAGS[1:]}
 SCALE = torch.tensor(2.0)
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

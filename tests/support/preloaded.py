@@ -1,0 +1,21 @@
+"""The state of the process that ranks are forked from: modules are imported, kernels compiled."""
+
+# ruff: noqa: F401
+import gc
+import os
+
+import matplotlib.figure
+import pytest
+import torch._dynamo
+
+import penstock.pipeline.run.decide  # what ``train`` imports, but not that, which a process that loads
+import penstock.pipeline.run.restarts  # samples runs again
+import penstock.pipeline.run.train_rank
+import penstock.scripts.application
+from penstock.compression.codec import decode, encode
+from penstock.compression.names import CODEC_NAMES
+
+os.environ.pop("PYTHONPATH", None)  # it led here
+for name in CODEC_NAMES:
+    decode(encode(torch.arange(1000.0), codec=name))
+gc.freeze()  # no rank looks through it again
