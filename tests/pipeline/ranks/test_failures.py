@@ -84,9 +84,8 @@ def meet_without(absent):
 def test_who_gives_no_sign_of_life_is_named_by_a_collective(ranks):
     told = ranks.run(meet_without, 2, ranks=3, deadline=5)
     for rank in (0, 1):
-        assert told[rank].startswith(
-            f"TransportError: rank {rank} lost the group of ranks: rank 2 did not answer"
-        )
+        said = f"TransportError: rank {rank} lost the group of ranks: rank 2 did not answer"
+        assert told[rank].startswith(said)
 
 
 def measure_alone():
@@ -109,7 +108,10 @@ def step_that_ends(how):
     ("how", "told"),
     [
         ("raise", "StageError: {}forward of micro-batch 2, step 0: layer _3: ValueError: the sky fell"),
-        ("raise in backward", "StageError: {}backward of micro-batch 2, step 0: backward: ValueError: the sky fell"),
+        (
+            "raise in backward",
+            "StageError: {}backward of micro-batch 2, step 0: backward: ValueError: the sky fell",
+        ),
         ("SystemExit", "StageError: {}forward of micro-batch 2, step 0: SystemExit"),
         ("KeyboardInterrupt", "KeyboardInterrupt: "),  # which is no error of a stage
     ],
