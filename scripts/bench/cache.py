@@ -27,7 +27,7 @@ import cache_simulator as simulator
 import harness
 import numpy as np
 import torch
-from cache_simulator import CONTESTANTS, Load, NeverEvict, Outcome, Simulated, TokenBucket, simulate
+from cache_simulator import CONTESTANTS, Load, Outcome, Simulated, TokenBucket, simulate
 from harness import Options, Results, alternate, medians, ratio_of_pairs, say, speeds, spread
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -36,6 +36,7 @@ from penstock.compression.errors import TransportError
 from penstock.pipeline.samples import image_folder
 from penstock.pipeline.samples.cache.broker import serving
 from penstock.pipeline.samples.cache.client import Client
+from penstock.pipeline.samples.cache.lru import Lru
 from penstock.pipeline.samples.cache.messages import Hello
 from penstock.pipeline.samples.cache.pages import PAGE_BYTES, pages_of
 from penstock.pipeline.samples.cache.policies import DEFAULT
@@ -54,9 +55,6 @@ TIMED = ("next_use", "next_use_told")
 """Policies whose hits depend on the epochs' times, so that they also run with times that are wrong."""
 
 CLOSED: dict[tuple[str, str], Callable[[float], float]] = {
-    ("never_evict", "own"): simulator.never_evict,
-    ("never_evict", "same"): simulator.never_evict,
-    ("static_split", "own"): simulator.never_evict,
     ("lru", "own"): simulator.lru,
     **{(name, "own"): simulator.next_use_own for name in (*TIMED, "next_use_uncapped")},
     **{(name, "same"): simulator.next_use_same for name in (*TIMED, "next_use_uncapped")},
@@ -215,7 +213,7 @@ def waiting(asked: Options) -> Iterator[dict[str, Any]]:
 
 
 def _policy(name: str, capacity: int) -> Policy:
-    return NeverEvict(0) if name == NONE else CONTESTANTS[name](capacity)
+    return Lru(0) if name == NONE else CONTESTANTS[name](capacity)
 
 
 def _bucket(asked: Options) -> TokenBucket:

@@ -6,8 +6,7 @@ training, and starts again each epoch, as torch's DataLoader does. The same seed
 bounds of a hit rate are closed forms and the offline optimum.
 
 Sources: MLPerf Storage (utilisation = seconds of computing / seconds of the run); L. A. Belady, A study of
-replacement algorithms for a virtual-storage computer, IBM Systems Journal 1966; Mohan et al., Analyzing and
-Mitigating Data Stalls in DNN Training, VLDB 2021 (MinIO never evicts)."""
+replacement algorithms for a virtual-storage computer, IBM Systems Journal 1966."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ import numpy as np
 
 from penstock.compression.errors import ConfigError
 from penstock.pipeline.samples.cache.gain import Gain
-from penstock.pipeline.samples.cache.lru import Lru, joined
+from penstock.pipeline.samples.cache.lru import Lru
 from penstock.pipeline.samples.cache.next_use import NextUse
 from penstock.pipeline.samples.cache.policies import POLICIES
-from penstock.pipeline.samples.cache.policy import Admitted, Entry, Job, Policy, Times
+from penstock.pipeline.samples.cache.policy import Job, Policy, Times
 
 
 class TokenBucket:
@@ -239,7 +238,7 @@ def alone(load: Load, shared: Shared) -> Times:
     """The times of an epoch alone, without a cache (CN114968588A, steps S11 and S12)."""
     one, storage = replace(load, epochs=1, start=0.0), shared.storage
     fresh = TokenBucket(storage.rate, latency=storage.latency, burst=storage.burst)
-    own = replace(shared, policy=NeverEvict(0), storage=fresh, keys=_keys([one]), trace=[], epochs=[])
+    own = replace(shared, policy=Lru(0), storage=fresh, keys=_keys([one]), trace=[], epochs=[])
     run = _Run(one, own)
     life = run.live(None)
     now = next(life)
@@ -339,59 +338,15 @@ class _Run:
         )
 
 
-# Policies to compare with.
-
-
-class NeverEvict(Lru):
-    """Takes what fits, and keeps it while a job reads its data. Of one job no policy hits more."""
-
-    def offer(self, name: str, index: int, num_bytes: int, now: float) -> Admitted:
-        """See ``Policy``."""
-        entry = self._entry(name, index)
-        if entry in self._shelf or self._shelf.fits(num_bytes):
-            return super().offer(name, index, num_bytes, now)
-        return Admitted(None)
-
-
-class StaticSplit(NeverEvict):
-    """Gives each job an equal part and never evicts in it; a sample that two jobs read is there twice.
-
-    Parts get smaller when a job comes; the excess stays until somebody needs room in its part."""
-
-    def leave(self, name: str, now: float) -> tuple[Entry, ...]:
-        """See ``Policy``."""
-        self._jobs.pop(name, None)
-        return self._clear(self._shelf.of(name))
-
-    def offer(self, name: str, index: int, num_bytes: int, now: float) -> Admitted:
-        """See ``Policy``."""
-        if self._entry(name, index) in self._shelf:
-            return super().offer(name, index, num_bytes, now)
-        part = self.capacity // len(self._jobs)
-        if num_bytes < 0 or self._shelf.held.get(name, 0) + num_bytes > part:
-            return Admitted(None)
-        freed: list[Entry] = []
-        while not self._shelf.fits(num_bytes):
-            over = next(other for other, held in self._shelf.held.items() if held > part)
-            for entry in reversed(self._shelf.of(over)):
-                if self._shelf.held.get(over, 0) <= part or self._shelf.fits(num_bytes):
-                    break
-                freed += self._clear((entry,))
-        return Admitted(super().offer(name, index, num_bytes, now).entry, tuple(freed))
-
-    def _entry(self, name: str, index: int) -> Entry:
-        return joined(self._jobs, name).name, index
-
+# Policies to compare.
 
 CONTESTANTS: dict[str, Callable[[int], Policy]] = POLICIES | {
-    "never_evict": NeverEvict,
-    "static_split": StaticSplit,
     "gain_last_0": partial(Gain, last_gain=0),
     "next_use_told": partial(NextUse, watch=False),
     "next_use_uncapped": partial(NextUse, caps=False),
     "next_use_floors": partial(NextUse, floors=True),
 }
-"""Policies of the library, some of them with other options than their own, and others, by name."""
+"""Policies of the library, some of them with other options than their own, by name."""
 
 
 # Bounds.
@@ -434,11 +389,6 @@ def _following(asked: np.ndarray) -> np.ndarray:
 # Hit rates in closed form, for jobs of one speed that use each sample once an epoch in random orders.
 # ``share`` is the capacity relative to all samples: of one data set where jobs read the same, else of all
 # data sets together. Derived for phases that are spread evenly, and as fluids: many samples, many jobs.
-
-
-def never_evict(share: float) -> float:
-    """What stays is hit once an epoch. For a job alone no policy hits more, whatever it knows."""
-    return share
 
 
 def lru(share: float) -> float:

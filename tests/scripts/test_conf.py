@@ -30,11 +30,8 @@ from penstock.pipeline.schedules.placement import layout
 from penstock.scripts import flags, usage
 
 CONF = Path(str(resources.files("penstock.conf")))
-SAMPLES, SGD, ONE_CYCLE = (
-    "penstock.pipeline.samples",
-    "torch.optim.SGD",
-    "torch.optim.lr_scheduler.OneCycleLR",
-)
+SAMPLES, SGD = "penstock.pipeline.samples", "torch.optim.SGD"
+ONE_CYCLE = "torch.optim.lr_scheduler.OneCycleLR"
 GROUPS = ("model", "data", "optimizer", "scheduler")
 
 
@@ -81,7 +78,6 @@ RULES = [
     ({"ranks": 3, **count(2)}, "found ranks=3 for replicas.count=2 of 1 stages; take ranks=2"),
     (count(0), "replicas.count=0 must be"),
     ({"ranks": 1, **count([2, -1])}, "must be a number from 1"),
-    (count("most"), "replicas.count=most must be"),
     (count([]), "replicas.count=[] must be"),
     ({"stages": 3, **count("auto")}, "found ranks=2 for 3 stages; raise ranks to 3"),
     ({"ranks": 4, **count(2, idle=True)}, "replicas.count=2 says how many have work"),
@@ -94,40 +90,21 @@ EARLY = [
     ({"schedule": "2f2b"}, "2f2b"),
     ({"schedule": "all"}, "penstock plan schedule=all"),
     ({"schedule": "custom"}, "found none; give program="),
-    ({"schedule": "custom", "program": "/nowhere.txt"}, "program=/nowhere.txt cannot be read"),
-    ({"schedule": "zbv", "stages": 3}, "found stages=3 for ranks=2; take stages=4"),
     ({"schedule": "gpipe", "extra_in_flight": 1}, "extra_in_flight=1"),
-    (
-        {"weights": "stash"},
-        "weights is one of latest, stashed, vertical_sync, double_buffered",
-    ),
     ({"weights": "stashed"}, "weights=stashed is for weights that change"),
-    ({"weights": "double_buffered", "stages": 3, "micro_batches": 2}, "found micro_batches=2 for 3 stages"),
-    ({**STREAMS, "prediction": True, "weights": "vertical_sync"}, "take weights=latest or weights=stashed"),
     ({"codec": "zip"}, "zip"),
     ({"link": "fast"}, "link=fast"),
     ({"memory": {"tier": "disc"}}, "memory.tier is one of device, packed, host, disk, found 'disc'"),
-    ({"memory": {"weights": "disc"}}, "memory.weights is one of device, packed, host, disk, found 'disc'"),
     ({"memory": {"device": "lots"}}, "memory.device=lots is not a size in bytes"),
     ({"memory": {"disk": "lots"}}, "memory.disk=lots is not a size in bytes"),
     ({"memory": {"tier": "disk", "disk": 0}}, "memory.disk=0 allows nothing on disk, found memory.tier=disk"),
-    ({"memory": {"weights": "disk", "disk": 0}}, "found memory.weights=disk; raise memory.disk="),
-    ({"plan": "missing.json"}, "missing.json"),
     ({"data": {"workers": -1}}, "data.workers=-1"),
     ({"data": {"workers": "many"}}, "data.workers=many"),
     ({"data": {"skip_broken": 3}}, "data.skip_broken=3"),
     (FOUR | {"schedule": "async_1f1b", "weights": "stashed"}, "no moment at which they could"),
-    (FOUR | {"micro_batches": 1}, "each replica of a stage gets a micro-batch at least"),
     ({"ranks": 4, "schedule": "zb_h1", **count("auto")}, "replicas.count=auto with schedule=zb_h1"),
-    (
-        {"ranks": 4, "weights": "double_buffered", **count("auto")},
-        "replicas.count=auto; take schedule=1f1b",
-    ),
     (count(2, shares=[1, -1]), "shares=[1, -1] must be even, measured, or"),
-    (count(2, shares=[1, 0.5]), "or whole numbers from 0"),
-    (count(2, shares=[]), "or whole numbers from 0"),
     (count(2, shares="fast"), "replicas.shares=fast must be"),
-    (count(2, shares="replay"), "shares=replay must be even, measured, or whole numbers"),
     (count(2, shares=[1, 1, 1]), "found 3 shares for 2 ranks"),
     (count(2, shares=[0, 0]), "found shares [0, 0] of stage 0"),
     ({"ranks": 1, **count(1, shares="measured")}, "is for stages on several ranks"),
@@ -136,12 +113,7 @@ EARLY = [
     ({"model": {"_target_": "nowhere.Net"}}, "nowhere.Net cannot be imported"),
     ({"optimizer": {"_target_": SGD, "lr": "abc"}}, "optimizer.lr takes a number, not abc"),
     ({"optimizer": {"_target_": SGD, "lr": None}}, "optimizer.lr takes a number, not null"),
-    ({"optimizer": {"_target_": SGD, "lr": True}}, "optimizer.lr takes a number"),
     ({"optimizer": {"_target_": SGD, "nesterov": "perhaps"}}, "optimizer.nesterov takes true or false"),
-    (
-        {"data": {"_target_": f"{SAMPLES}.image_folder.load", "root": "/nowhere"}},
-        "/nowhere must hold train/CLASS",
-    ),
     ({"data": {"_target_": f"{SAMPLES}.text.load", "path": "/nowhere"}}, "/nowhere"),
 ]
 # Targets that cannot be called as asked, by build.py.
@@ -149,12 +121,7 @@ TARGETS = [
     ("optimizer", "torch.optim.Adm", {}, "torch.optim.Adm cannot be imported"),
     ("optimizer", SGD, {"lr": -1}, "optimizer.lr=-1"),
     ("optimizer", SGD, {"nope": 3}, "optimizer.nope=3; it takes lr"),
-    (
-        "scheduler",
-        "torch.optim.lr_scheduler.OneCycleLR",
-        {"max_lr": 1, "pct_start": 3},
-        "scheduler.pct_start=3",
-    ),
+    ("scheduler", ONE_CYCLE, {"max_lr": 1, "pct_start": 3}, "scheduler.pct_start=3"),
     ("model", "torchvision.models.resnet18", {"nope": 3}, "model has no option model.nope=3"),
     ("model", "penstock.pipeline.models.torchvision", {"name": "resnet19"}, "model.name=resnet19"),
     ("model", "penstock.pipeline.models.gpt", {}, "data=text"),

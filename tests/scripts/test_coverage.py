@@ -8,7 +8,6 @@ import importlib.util
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from penstock.scripts.coverage import eager, vision
 from penstock.scripts.coverage.examine import examine
@@ -60,35 +59,9 @@ class Net(nn.Module):
         return self.c(torch.relu(self.b(self.trap(self, self.a(x)))))
 
 
-class Squared(torch.autograd.Function):
-    @staticmethod
-    def forward(context, x):
-        context.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(context, gradient):  # type: ignore[override]
-        return gradient * 3 * context.saved_tensors[0]
-
-
 def replaced_buffer(net, x):
     net.n = net.n + x.detach().mean()
     return x * (1 + net.n)
-
-
-def written_buffer(net, x):
-    net.n.add_(1)
-    return x * net.n
-
-
-def cache(net, x):
-    if not hasattr(net, "table"):
-        net.table = torch.arange(6.0)
-    return x + net.table
-
-
-def reentrant(net, x):
-    return checkpoint(lambda v: torch.tanh(v), x, use_reentrant=True)
 
 
 def borrowed(net, x):
@@ -106,20 +79,10 @@ def add_encoder(net):
     net.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 12, batch_first=True), 2)
 
 
-def add_compiled(net):
-    net.compiled = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), backend="eager")
-
-
 TRAPS = {
-    "a custom Function": (lambda net, x: Squared.apply(x), None),
     "a buffer that is replaced": (replaced_buffer, None),
-    "a buffer that is written and read": (written_buffer, None),
-    "a cache": (cache, None),
-    "a reentrant checkpoint": (reentrant, None),
     "a borrowed parameter": (borrowed, None),
     "padding, which evaluation nests": (padded, add_encoder),
-    "a compiled part": (lambda net, x: net.compiled(x), add_compiled),
-    "complex numbers": (lambda net, x: torch.fft.irfft(torch.fft.rfft(x) * 1j, n=6), None),
 }
 
 

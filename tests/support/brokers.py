@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from small_policies import Lru
+from small_policies import watched_lru
 
 from penstock.pipeline.samples.cache.broker import serving
 from penstock.pipeline.samples.cache.client import Client
@@ -43,7 +43,7 @@ def broker_thread(path, policy=None, *, said=None):
     """A broker in this process; yields it."""
     stop = threading.Event()
     with serving(
-        path, policy or Lru(100 * PAGE), page_bytes=PAGE, tell=Said() if said is None else said
+        path, policy or watched_lru(100 * PAGE), page_bytes=PAGE, tell=Said() if said is None else said
     ) as broker:
         thread = threading.Thread(
             target=broker.run, kwargs={"until": stop.is_set, "pause": 0.01}, name="broker", daemon=True
@@ -64,7 +64,7 @@ def broker_process(path, capacity=100 * PAGE, page=PAGE):
     listens = fork.Event()
 
     def serve():
-        with serving(path, Lru(capacity), page_bytes=page, tell=Said()) as broker:
+        with serving(path, watched_lru(capacity), page_bytes=page, tell=Said()) as broker:
             listens.set()
             broker.run()
 

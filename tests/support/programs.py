@@ -1,15 +1,11 @@
-"""What the tests of schedules share: stages on ranks, edges, a clock, and the count of what is in flight."""
+"""What the tests of schedules share: stages on ranks, edges, and the count of what is in flight."""
 
 from penstock.pipeline.schedules import schedule_named
 from penstock.pipeline.schedules.instruction import Instruction, Op, parse_program
 from penstock.pipeline.schedules.messages import Flow, Message, StepMessages
 from penstock.pipeline.schedules.placement import placement, stages_on
-from penstock.pipeline.schedules.simulate import (
-    outline,
-    simulate,
-)
+from penstock.pipeline.schedules.simulate import outline, simulate
 
-SECONDS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.U: 0}
 PER_RANK = {"interleaved": 2, "zbv": 2, "dualpipev": 2}
 
 
@@ -47,29 +43,6 @@ def most_in_flight(program, stages):
             now += {Op.F: 1, Op.B: -1, Op.W: -1}.get(instruction.op, 0)
         most = max(most, now)
     return most
-
-
-def clock(programs, seconds=SECONDS):
-    """When the last rank ends, if frames between neighbouring stages take no time."""
-    last = max(instruction.stage for program in programs for instruction in program)
-    ready, at, place = {}, [0] * len(programs), [0] * len(programs)
-    while any(place[rank] < len(program) for rank, program in enumerate(programs)):
-        before = list(place)
-        for rank, program in enumerate(programs):
-            while place[rank] < len(program):
-                each = program[place[rank]]
-                up = each.op in (Op.B, Op.I)
-                needed = (each.stage + 1 if up else each.stage - 1, each.micro_batch, up)
-                if each.op in (Op.W, Op.U) or each.stage == (last if up else 0):
-                    needed = None
-                if needed is not None and needed not in ready:
-                    break
-                at[rank] = max(at[rank], ready.get(needed, 0)) + seconds[each.op]
-                if each.op in (Op.F, Op.B, Op.I):
-                    ready[each.stage, each.micro_batch, up] = at[rank]
-                place[rank] += 1
-        assert place != before, "the programs wait for each other"
-    return max(at)
 
 
 def two_ranks(num_micro_batches, schedule="1f1b", extra_in_flight=0):

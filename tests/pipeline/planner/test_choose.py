@@ -129,9 +129,7 @@ def test_what_is_no_share_is_refused():
 
 
 @given(profiles(), st.integers(1, 3), st.sampled_from(["device", "packed", "disk"]), st.booleans())
-def test_the_least_budget_is_that_of_brute_force_though_less_may_enter_a_longer_stage(
-    profile, stages, tier, again
-):
+def test_the_least_budget_is_that_of_brute_force(profile, stages, tier, again):
     options = {"micro_batches": 4, "schedule": "gpipe", "parameters_tier": "disk", "recompute": again}
     options["tier"] = "device" if again else tier
     names = [layer.name for layer in profile.layers]

@@ -53,18 +53,6 @@ def test_the_division_is_the_one_that_brute_force_finds(profile, ranks, micro_ba
     assert seconds_of(plan) == pytest.approx(least)
 
 
-def test_the_slow_stage_gets_more_ranks():
-    for replicas in ((1, 1), (2, 1), (2, 2), (3, 2), (4, 2)):
-        plan = partition(FIRST_SLOW, codec="raw", stages=2, ranks=sum(replicas), replicas="auto")
-        assert plan.replicas == replicas
-
-
-def test_without_a_link_and_with_cuts_of_no_use_ranks_share_all_layers():
-    plan = partition(FIRST_SLOW, codec="raw", ranks=4, replicas="auto")
-    assert plan.replicas == (4,)  # whole batches in a quarter of the time, and no bubble
-    assert partition(FIRST_SLOW, codec="raw", cuts=["a"], ranks=3, replicas="auto").replicas == (2, 1)
-
-
 def test_what_gradients_take_to_exchange_counts():
     heavy = [dataclasses.replace(layer, num_parameters=10**8) for layer in FIRST_SLOW.layers]
     profile = dataclasses.replace(FIRST_SLOW, layers=tuple(heavy))

@@ -14,9 +14,8 @@ import penstock
 from penstock import partition
 from penstock.pipeline.planner.programs import endless_programs, predicted_bytes, step_programs, waiting
 from penstock.pipeline.schedules import SCHEDULES
-from penstock.pipeline.schedules.instruction import Op
 from penstock.pipeline.schedules.placement import layout
-from penstock.stages.weights.policies import POLICIES, rule_named
+from penstock.stages.weights.policies import rule_named
 
 FLUSHED = [name for name in SCHEDULES if name not in ("custom", "async_1f1b")]
 ENDLESS = [("async_1f1b", "latest"), ("async_1f1b", "stashed"), ("async_1f1b", "vertical_sync")]
@@ -30,12 +29,7 @@ def planned(schedule, *, stages, **options):
 
 
 @pytest.mark.parametrize("schedule", FLUSHED)
-@given(
-    num_ranks=st.integers(1, 4),
-    per_rank=st.integers(1, 3),
-    number=st.integers(1, 12),
-    extra=st.integers(0, 2),
-)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 12), st.integers(0, 2))
 def test_planned_memory_counts_what_the_plan_s_program_keeps(schedule, num_ranks, per_rank, number, extra):
     per_rank = 2 if layout(schedule) == "vee" else per_rank
     options = {"ranks": num_ranks, "micro_batches": number}
@@ -49,9 +43,7 @@ def test_planned_memory_counts_what_the_plan_s_program_keeps(schedule, num_ranks
 
 
 @pytest.mark.parametrize(("schedule", "weights"), ENDLESS)
-def test_a_stream_keeps_as_many_as_there_are_stages_to_the_end_and_versions_as_its_policy_says(
-    schedule, weights
-):
+def test_a_stream_keeps_as_many_as_there_are_stages_to_the_end(schedule, weights):
     """Whatever a batch has."""
     for number, stages in product((1, 2, 3, 5, 8, 30), range(1, 6)):
         if weights == "double_buffered" and number < stages:
@@ -62,31 +54,6 @@ def test_a_stream_keeps_as_many_as_there_are_stages_to_the_end_and_versions_as_i
         programs = endless_programs(alone, schedule=schedule, micro_batches=number, more=2)
         found = [old for _, old in waiting(programs, weights=weights, micro_batches=number)]
         assert found == [rule_named(weights).old_versions(stage, stages) for stage in range(stages)]
-
-
-def versions_one_by_one(program, needs):
-    """The slow twin: all versions that somebody still needs, looked up behind every instruction."""
-    needed, newest, most = dict(needs), 0, 1
-    for each in program:
-        newest += each.op is Op.U
-        if each.op in (Op.B, Op.W):
-            needed.pop(each.micro_batch, None)
-        most = max(most, len({newest, *(version for version in needed.values() if version <= newest)}))
-    return most
-
-
-@pytest.mark.parametrize("weights", POLICIES)
-@pytest.mark.parametrize("schedule", ["async_1f1b", "1f1b"])
-def test_versions_are_counted_as_one_by_one(monkeypatch, schedule, weights):
-    from penstock.pipeline.schedules import live
-
-    for stages, number in ((1, 3), (2, 4), (3, 3), (4, 7)):
-        alone = [[stage] for stage in range(stages)]
-        programs = endless_programs(alone, schedule=schedule, micro_batches=number, more=2)
-        found = live.live_versions(programs, weights=weights, micro_batches=number)
-        with monkeypatch.context() as patch:
-            patch.setattr(live, "_most_versions", versions_one_by_one)
-            assert found == live.live_versions(programs, weights=weights, micro_batches=number)
 
 
 def test_the_lines_of_a_custom_schedule_say_what_waits():

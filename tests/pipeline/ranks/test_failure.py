@@ -69,9 +69,7 @@ def test_ranks_that_were_asked_to_stop_did_not_fail(codes, asked, number):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_rank_leaves_its_sentence_with_its_number_and_traceback(
-    error, said, consequence, tmp_path, monkeypatch
-):
+def test_a_rank_leaves_a_sentence_and_its_traceback(error, said, consequence, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     leave(tmp_path, error)
     (found,) = read_failures(tmp_path)

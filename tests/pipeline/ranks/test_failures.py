@@ -84,9 +84,8 @@ def meet_without(absent):
 def test_who_gives_no_sign_of_life_is_named_by_a_collective(ranks):
     told = ranks.run(meet_without, 2, ranks=3, deadline=5)
     for rank in (0, 1):
-        assert told[rank].startswith(
-            f"TransportError: rank {rank} lost the group of ranks: rank 2 did not answer"
-        )
+        said = f"TransportError: rank {rank} lost the group of ranks: rank 2 did not answer"
+        assert told[rank].startswith(said)
 
 
 def measure_alone():

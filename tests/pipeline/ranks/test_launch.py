@@ -144,8 +144,6 @@ def test_cores_are_those_this_process_may_use():
 @pytest.mark.ranks
 def test_groups_start_and_end_again_and_again_without_an_abort():
     command = [sys.executable, str(Path(leaving.__file__)), "10"]
-    surroundings = os.environ | {"GLOO_SOCKET_IFNAME": launch._loopback()}
-    ended = subprocess.run(
-        command, env=surroundings, capture_output=True, text=True, timeout=240, check=False
-    )
+    options = {"env": os.environ | {"GLOO_SOCKET_IFNAME": launch._loopback()}, "timeout": 240}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert (ended.stdout, ended.stderr) == ("{0: 20}\n", "")

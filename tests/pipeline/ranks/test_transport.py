@@ -4,7 +4,6 @@ import gc
 import weakref
 
 import pytest
-import torch
 from cases import Case, pipeline_of, plan_of
 from programs import two_ranks
 from zoo import build
@@ -12,7 +11,6 @@ from zoo import build
 import penstock
 from penstock.compression.pool import Frame
 from penstock.pipeline.ranks.transport import GlooTransport, LocalTransport
-from penstock.pipeline.ranks.world import World
 from penstock.pipeline.schedules.instruction import Op
 from penstock.pipeline.schedules.messages import Message
 
@@ -103,25 +101,3 @@ def test_a_rank_holds_only_its_own_layers():
 
     for stage, (alive, trained) in zip(plan.stages, penstock.in_threads(held, ranks=3), strict=True):
         assert alive == trained == sorted(stage.parameters)
-
-
-def words(number):
-    """What the small exchanges beside frames give on this rank."""
-    world = World.default()
-    rank = world.rank
-    rows = world.gather([torch.arange(rank + 1, dtype=torch.uint8)] * rank)
-    return (
-        world.all_gather([rank + 0.1, number]),
-        world.all_gather_json({"rank": rank, "text": "x" * (10**rank)}),
-        None if rows is None else [[row.tolist() for row in row_of_rank] for row_of_rank in rows],
-        world.broadcast(float(rank * 7), 2),
-    )
-
-
-@pytest.mark.ranks
-def test_ranks_exchange_numbers_json_and_frames(ranks):
-    for rank, (numbers, notes, rows, shared) in enumerate(ranks.run(words, 5.0, ranks=3)):
-        assert numbers == [[r + 0.1, 5.0] for r in range(3)]
-        assert notes == [{"rank": r, "text": "x" * (10**r)} for r in range(3)]
-        assert rows == (None if rank else [[], [[0, 1]], [[0, 1, 2], [0, 1, 2]]])
-        assert shared == 14.0

@@ -66,9 +66,8 @@ def test_pipelines_run_side_by_side_in_somebody_elses_job(ranks, tmp_path):
     alone = pipeline_of(CASE, plan, model)
     expected = [alone.step(*batch).loss for batch in batches]
     weights = alone.state_dict()["model"]
-    for found in zip(
-        *ranks.run(side_by_side, str(tmp_path), str(tmp_path / "plan.json"), ranks=4), strict=True
-    ):
+    of_ranks = ranks.run(side_by_side, str(tmp_path), str(tmp_path / "plan.json"), ranks=4)
+    for found in zip(*of_ranks, strict=True):
         assert sorted(rank for rank, *_ in found) == [0, 0, 1, 1]
         for rank, losses, state, ones in found:
             assert (losses, ones) == (expected, 4)

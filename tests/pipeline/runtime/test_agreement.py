@@ -40,10 +40,7 @@ def test_ranks_that_were_given_different_things_say_so_all_of_them(ranks):
 
 
 # What rank 0 and rank 1 give as their plan: each measured for itself, or one has none.
-WAYS = [
-    (lambda: plan_of(0, stages=2), lambda: plan_of(1, stages=2)),
-    (lambda: plan_of(0, stages=2), lambda: None),
-]
+WAYS = [(lambda: plan_of(0, stages=2), other) for other in (lambda: plan_of(1, stages=2), lambda: None)]
 
 
 def trained():

@@ -120,14 +120,10 @@ def test_auto_begins_with_what_is_named_and_tries_it_there_alone(tmp_path):
     assert tried == {(first, "F")}
 
 
-@pytest.mark.parametrize(
-    ("decided", "what"), [("codecs", "values"), ("gradient_codecs", "gradients")], ids=["down", "up"]
-)
+@pytest.mark.parametrize(("decided", "what"), [("codecs", "values"), ("gradient_codecs", "gradients")])
 def test_a_codec_for_what_a_stage_does_not_pack_is_refused(tmp_path, decided, what):
     _, second = names_of()
     name = "nothing" if what == "values" else second  # which this stage sends down, and not up
     plan = edited(plan_of(CASE)[0], tmp_path / "plan.json", {}, {decided: {name: "raw"}})
-    with pytest.raises(
-        penstock.PlanError, match=f"the {what} that it packs, found {name}=raw for stage 1, which"
-    ):
+    with pytest.raises(penstock.PlanError, match=f"the {what} that it packs, found {name}=raw for stage 1"):
         trained(plan)

@@ -34,9 +34,7 @@ def test_memory_that_runs_out_is_told_in_one_sentence_with_what_helps(way):
     with pytest.raises(StageError) as refused:
         pipe.step(*batches[1])
     told = str(refused.value)
-    assert told.startswith(
-        f"rank 0, stage 1, {way} of micro-batch 1, step 1: a stage computes in the memory of "
-    )
+    assert told.startswith(f"rank 0, stage 1, {way} of micro-batch 1, step 1: a stage computes in the memory")
     assert "CUDA out of memory, tried to allocate 2.00 GiB; raise micro_batches=" in told
     assert "Memory Management" not in told
     handle.remove()

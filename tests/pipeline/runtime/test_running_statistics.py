@@ -36,7 +36,11 @@ def networks(momentum, dtype=torch.float32) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_what_is_set_aside_adds_up_to_the_plain_statistics(momentum, dtype, layout):
-    model, plain = networks(momentum, dtype)
+    add_up(*networks(momentum, dtype), dtype=dtype, layout=layout)
+
+
+def add_up(model, plain, *, dtype=torch.float32, layout=torch.contiguous_format):
+    """Forwards of a model leave its statistics, and their exchange gives it those of the plain one."""
     statistics = RunningStatistics(batch_norms(dict(model.named_modules())))
     for _ in range(20):
         batch = [(torch.randn(3, 3, 6, 6, dtype=dtype) + 0.2).to(memory_format=layout) for _ in range(3)]
@@ -58,16 +62,7 @@ def test_norms_that_share_a_buffer_add_to_it_one_after_the_other(shared, momentu
     model: Any = nn.Sequential(*(nn.BatchNorm2d(3, momentum=momentum) for _ in range(3)))
     for name in shared:
         setattr(model[2], name, getattr(model[0], name))
-    plain = copy.deepcopy(model)
-    statistics = RunningStatistics(batch_norms(dict(model.named_modules())))
-    for _ in range(3):
-        statistics.begin()
-        for number, x in enumerate(torch.randn(2, 4, 3, 6, 6) + 0.2):
-            with statistics.forward(number):
-                assert same_bits(model(x), plain(x))
-        statistics.exchange(ALONE, [0, 0])
-        for key, value in plain.state_dict().items():
-            assert same_bits(model.state_dict()[key], value), key
+    add_up(model, copy.deepcopy(model))
 
 
 def test_a_frozen_norm_reads_its_own_and_is_left_alone():
@@ -133,10 +128,8 @@ class Reading(nn.Module):
 def test_statistics_that_a_larger_layer_uses_by_itself_are_refused(what):
     model: Any = Reading(what)
     statistics = RunningStatistics({"layer.norm": model.norm}, inside={"layer.norm"})
-    with (
-        statistics.forward(0),
-        pytest.raises(StageError, match=r"a layer that uses layer\.norm\.\w+ by itself"),
-    ):
+    refused = pytest.raises(StageError, match=r"a layer that uses layer\.norm\.\w+ by itself")
+    with statistics.forward(0), refused:
         model(torch.randn(4, 3))
     model.what = lambda norm, x: norm(x.to(norm.running_mean.dtype)).view(-1, len(norm.running_var))
     plain, x = copy.deepcopy(model), torch.randn(4, 3)

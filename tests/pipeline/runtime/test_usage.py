@@ -135,9 +135,8 @@ def test_what_a_run_keeps_is_what_was_predicted_from_the_programs(schedule, weig
     model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))
     inputs, targets = torch.randn(12, 6), torch.randn(12, 6)
     profile = measure(trace(model, (inputs[:2],)), (inputs[:2],))
-    plan = partition(
-        profile, stages=4, ranks=2, micro_batches=6, schedule=schedule, weights=weights, codec="raw"
-    )
+    asked = {"schedule": schedule, "weights": weights, "codec": "raw"}
+    plan = partition(profile, stages=4, ranks=2, micro_batches=6, **asked)
     predicted = candidate(profile, plan)
     settings = {"loss": torch.nn.functional.mse_loss, "optimizer": torch.optim.SGD}
     pipe = Pipeline(model, plan, **settings)

@@ -27,7 +27,7 @@ GIB = 1 << 30
 def made(plan, **options):
     model, _ = build(CASE.model)
     return Pipeline(
-        model, plan, loss=cross_entropy, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), **options
+        model, plan, loss=cross_entropy, optimizer=lambda n: torch.optim.SGD(n, lr=0.1), **options
     )
 
 

@@ -109,18 +109,6 @@ def test_order_and_bytes_are_those_without_a_cache(path, name, workers):
     assert told["notes"] == []
 
 
-def test_jobs_that_share_come_and_go_and_none_sees_another_byte(path):
-    plain = {seed: batches(Pairs(Readable()), seed=seed)[0] for seed in (0, 1)}
-    with broker_thread(path, policy("next_use", 20 * 2 * PAGE)):
-        for seed in (0, 1, 0, 1):
-            first = through_cache(Pairs(Readable()), path, job="other", data="same", epochs=9)
-            first.begin(0, lambda epoch: list(range(NUMBER)), last=False)
-            first.payloads(list(range(10 * seed, 30)))
-            found, _ = batches(Pairs(Readable()), path, seed=seed, job=f"job {seed}")
-            assert alike(found, plain[seed])
-            first.cache.close()
-
-
 class Drawn(Drawing):
     """(x, y), of which every third one draws."""
 

@@ -13,11 +13,8 @@ from penstock.pipeline.samples.fashion_mnist import load, read_idx
 
 
 def idx(array: np.ndarray) -> bytes:
-    return (
-        bytes([0, 0, 8, array.ndim])
-        + b"".join(size.to_bytes(4, "big") for size in array.shape)
-        + array.tobytes()
-    )
+    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
 
 
 def write(file: Path, data: bytes, *, gzipped: bool) -> None:
@@ -31,9 +28,8 @@ def fashion(folder: Path, *, gzipped: bool = False) -> np.ndarray:
     pixels = np.random.default_rng(0).integers(0, 256, (10, 28, 28), dtype=np.uint8)
     for stem, chosen in (("train", slice(0, 6)), ("t10k", slice(6, 10))):
         write(folder / f"{stem}-images-idx3-ubyte", idx(pixels[chosen]), gzipped=gzipped)
-        write(
-            folder / f"{stem}-labels-idx1-ubyte", idx(np.arange(10, dtype=np.uint8)[chosen]), gzipped=gzipped
-        )
+        labels = np.arange(10, dtype=np.uint8)[chosen]
+        write(folder / f"{stem}-labels-idx1-ubyte", idx(labels), gzipped=gzipped)
     return pixels[:6]
 
 
@@ -49,36 +45,16 @@ def test_fashion_mnist_is_read_where_it_lies(tmp_path: Path, gzipped: bool, insi
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.slow
-def test_fashion_mnist_of_the_distribution() -> None:
-    root = Path("/usr/share/datasets/fashion-mnist")
-    if not root.is_dir():
-        pytest.skip("no data set is installed: apt install dataset-fashion-mnist")
-    samples = load(root=str(root))
-    assert (samples.num_samples("train"), samples.num_samples("test")) == (60000, 10000)
-    inputs, targets = next(samples.batches("train", batch_size=2000))
-    assert inputs.shape == (2000, 3, 32, 32)
-    assert targets.bincount().min() > 100
-    assert abs(inputs.mean().item()) < 0.05
-
-
 def test_a_missing_folder_says_where_it_looked_and_how_to_get_the_data() -> None:
-    with pytest.raises(
-        ConfigError, match=r"data.root=/nowhere .*/nowhere/FashionMNIST/raw.*apt install.*download"
-    ):
+    with pytest.raises(ConfigError, match=r"data.root=/nowhere .*/FashionMNIST/raw.*apt install.*download"):
         load(root="/nowhere")
 
 
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
     whole = idx(np.zeros((3, 2, 2), dtype=np.uint8))
     file, packed = tmp_path / "train-images-idx3-ubyte", tmp_path / "t10k-images-idx3-ubyte.gz"
-    for damaged in (
-        whole[:-1],
-        whole + b"0",
-        b"\0\0\x0d" + whole[3:],
-        b"",
-        whole[:4] + b"\xff" * 12 + whole[16:],
-    ):
+    huge, other = whole[:4] + b"\xff" * 12 + whole[16:], b"\0\0\x0d" + whole[3:]
+    for damaged in (whole[:-1], whole + b"0", other, b"", huge):
         file.write_bytes(damaged)
         packed.write_bytes(gzip.compress(damaged))
         for one in (file, packed):

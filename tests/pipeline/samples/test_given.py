@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import losses, summary, trained
+from commands import OWN, losses, summary, trained
 from reference import plain_loop, same_bits
 from safetensors.torch import load_file
 from torch import nn
@@ -21,11 +21,10 @@ from penstock.pipeline.run.run_length import example_inputs
 from penstock.pipeline.samples import Description, Samples
 from penstock.pipeline.samples.given import WORKS, samples_of
 
-OWN = """
+MORE = """
 import random
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -50,15 +49,6 @@ def mixed():  # two samples in one, as mixup does, by all the generators that pe
         return weight * inputs + (1 - weight) * inputs.flip(0), targets if weight > 0.1 else targets.flip(0)
 
     return DataLoader(table(), batch_size=20, collate_fn=mix)
-
-
-class Net(torch.nn.Module):
-    def __init__(self, num_classes=2):
-        super().__init__()
-        self.wide, self.narrow = torch.nn.Linear(6, 4), torch.nn.Linear(4, num_classes)
-
-    def forward(self, inputs):
-        return self.narrow(torch.relu(self.wide(inputs)))
 """
 JOB = (
     "model._target_=own.Net ranks=1 stages=2 batch_size=20 micro_batches=2 epochs=1 scheduler=none"
@@ -69,7 +59,7 @@ JOB = (
 @pytest.fixture
 def own(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own.py").write_text(OWN + MORE)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     yield
     sys.modules.pop("own", None)
@@ -212,9 +202,7 @@ def test_what_does_not_tell_its_length_is_refused():
     late = Streamed()
     late.__len__ = lambda: 10  # pyright: ignore[reportAttributeAccessIssue]  (Python asks the class)
     for made in (Streamed(), DataLoader(Streamed()), (table(), Streamed()), late, Unwilling()):
-        with pytest.raises(
-            ConfigError, match=r"to (train|test), .* how many samples .*give its class __len__"
-        ):
+        with pytest.raises(ConfigError, match=r"to (train|test), .* how many .*give its class __len__"):
             given(made)
 
 
@@ -298,7 +286,7 @@ def test_what_people_have_trains_with_the_bits_of_the_plain_loop(target, ranks, 
     import own  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(0)
-    model = own.Net()
+    model = own.Net(2)
     steps = plain_loop(
         model,
         list(given(own.one()).batches("train", batch_size=20)),

@@ -39,9 +39,8 @@ def rows(number: int = ROWS, *, label: str = "labels") -> Any:
 
 
 def taken(samples: Any, *, workers: int = 0) -> list[Any]:
-    loader = Loader(
-        Reading(tables={"train": samples.train}, batch_size=BATCH, seed=0), PLACES, workers=workers
-    )
+    reading = Reading(tables={"train": samples.train}, batch_size=BATCH, seed=0)
+    loader = Loader(reading, PLACES, workers=workers)
     try:
         return [loader.take(place) for place in PLACES]
     finally:
@@ -76,9 +75,7 @@ def test_a_dict_of_splits_trains_and_is_tested():
 def test_a_stream_says_what_it_needs(named):
     stream = rows().to_iterable_dataset()
     named_splits = import_module("datasets").IterableDatasetDict(train=stream)
-    with pytest.raises(
-        ConfigError, match="an IterableDataset to train, which does not tell how many samples"
-    ):
+    with pytest.raises(ConfigError, match="an IterableDataset to train, which does not tell how many"):
         given(named_splits if named else stream)
 
 
@@ -89,11 +86,9 @@ def test_whole_rows_go_through_the_cache(tmp_path, workers):
         data = penstock.cached(rows(), job="a", decoded=True, socket=path, batch_size=BATCH, epochs=2)
         for epoch in range(2):
             data.sampler.set_epoch(epoch)
-            loaded = torch.utils.data.DataLoader(
-                data, batch_size=BATCH, sampler=data.sampler, num_workers=workers
-            )
+            options = {"sampler": data.sampler, "num_workers": workers}
+            batches = list(torch.utils.data.DataLoader(data, batch_size=BATCH, **options))
             order = torch.tensor(list(data.order(epoch)))
-            batches = list(loaded)
             assert same_bits(torch.cat([batch["inputs"] for batch in batches]), INPUTS[order])
             assert same_bits(torch.cat([batch["labels"] for batch in batches]), TARGETS[order])
         assert workers or data.through.counts.hits == ROWS

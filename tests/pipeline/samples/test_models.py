@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.fx
 from omegaconf import OmegaConf
-from torch import nn
 
 import penstock.conf
 from penstock import ConfigError
@@ -124,26 +123,10 @@ def test_attention_is_softmax_of_scaled_products() -> None:
 
 
 def test_activations() -> None:
-    for activation, expected in (
-        ("relu", [0.0, 0.0, 2.0]),
-        ("relu2", [0.0, 0.0, 4.0]),
-        ("gelu", [-0.1587, 0.0, 1.9545]),
-    ):
+    table = {"relu": [0.0, 0.0, 2.0], "relu2": [0.0, 0.0, 4.0], "gelu": [-0.1587, 0.0, 1.9545]}
+    for activation, expected in table.items():
         outputs = ACTIVATIONS[activation]()(torch.tensor([-1.0, 0.0, 2.0]))
         assert outputs.tolist() == pytest.approx(expected, abs=1e-4)
-
-
-def test_a_gpt_learns_the_next_character() -> None:
-    model = gpt(activation="relu2", tied=True)
-    tokens = (torch.arange(13) + torch.arange(7).unsqueeze(1)) % 7
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loss = torch.tensor(torch.inf)
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.1
 
 
 @pytest.mark.parametrize(
@@ -151,14 +134,11 @@ def test_a_gpt_learns_the_next_character() -> None:
     [
         ("torchvision", IMAGES, {"name": "resnt18"}, r"model.name=resnt18 .*resnet18"),
         ("torchvision", IMAGES, {"name": "zzz"}, r"model.name=zzz .*close ones"),
-        ("torchvision", IMAGES, {"name": "fcn_resnet50"}, r"model.name=fcn_resnet50 "),
         ("torchvision", IMAGES, {"name": "alexnet"}, r"model.name=alexnet .*\[3, 32, 32\].*data.size"),
         ("resnet18", GREY, {}, r"model=resnet18 .*\[1, 32, 32\].*channels"),
-        ("resnet18", TEXT, {}, r"resnet18.*text"),
         ("mlp", TEXT, {}, r"mlp.*text"),
         ("gpt", IMAGES, {}, r"gpt.*text"),
         ("mlp", IMAGES, {"activation": "tanh"}, r"model.activation=tanh .*gelu, relu, relu2"),
-        ("gpt", TEXT, {"activation": "tanh"}, r"model.activation=tanh .*gelu, relu, relu2"),
         ("mlp", IMAGES, {"hidden": [8, 0]}, r"model.hidden=0 "),
         ("gpt", TEXT, {"width": 10, "heads": 3}, r"model.width=10 .*model.heads=3"),
         ("gpt", TEXT, {"layers": 0}, r"model.layers=0"),
@@ -167,7 +147,6 @@ def test_a_gpt_learns_the_next_character() -> None:
         ("gpt", TEXT, {"dropout": "some"}, r"model.dropout=some "),
         ("gpt", TEXT, {"tied": "maybe"}, r"model.tied=maybe .*True, False"),
         ("mlp", IMAGES, {"hidden": 512}, r"model.hidden=512 .*list"),
-        ("mlp", IMAGES, {"activation": ["relu"]}, r"model.activation=\['relu'\]"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_sentence(

@@ -67,9 +67,7 @@ class Draws(torch.utils.data.Dataset):
 def test_what_a_sample_draws_depends_on_seed_epoch_and_batch_alone() -> None:
     samples = Samples(train=Draws(), test=Draws(), describe=Description(num_classes=10, input_shape=(3,)))
 
-    def drawn(
-        split: Any = "train", *, seed: int = 1, epoch: int = 2, first: int = 0
-    ) -> list[list[list[float]]]:
+    def drawn(split: Any = "train", *, seed: int = 1, epoch: int = 2, first: int = 0) -> list[Any]:
         options: Any = {"batch_size": 4, "seed": seed, "epoch": epoch, "drop_last": False, "first": first}
         return [inputs.tolist() for inputs, _ in samples.batches(split, **options)]
 
@@ -92,10 +90,8 @@ def test_train_drops_the_last_batch_and_test_keeps_all_in_order() -> None:
     samples = own()
     assert next(samples.batches("test", batch_size=3))[0].tolist() == [0.0, 1.0, 2.0]
     assert [len(targets) for _, targets in samples.batches("train", batch_size=4)] == [4, 4]
-    assert [targets.tolist() for _, targets in samples.batches("test", batch_size=6)] == [
-        [0, 1, 2, 3, 4, 5],
-        [6, 7, 8, 9],
-    ]
+    tested = [targets.tolist() for _, targets in samples.batches("test", batch_size=6)]
+    assert tested == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]
     for split in ("train", "test"):
         for batch_size in (1, 3, 5, 10):
             for drop_last in (None, True, False):
@@ -162,9 +158,7 @@ def test_one_digit_is_the_same_alone_and_in_a_batch() -> None:
         ("text", ("length",), (0,)),
     ],
 )
-def test_numbers_of_no_data_set_are_refused(
-    name: str, options: tuple[str, ...], values: tuple[Any, ...]
-) -> None:
+def test_numbers_of_no_data_set_are_refused(name: str, options: Any, values: Any) -> None:
     for option in options:
         for value in values:
             with pytest.raises(ConfigError, match=rf"data\.{option}={value} "):
@@ -267,13 +261,10 @@ def test_an_image_folder_that_is_none_says_what_it_must_hold(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"data.root=/nowhere must hold train/CLASS/\*.png"):
         SAMPLES["image_folder"](root="/nowhere")
     root = image_folder(tmp_path)
-    for name, told in (
-        ("train/birds/none.txt", "birds"),  # a class without images
-        ("test/birds/1.txt", "birds"),
-    ):
+    for name in ("train/birds/none.txt", "test/birds/1.txt"):  # a class without images
         (root / name).parent.mkdir()
         (root / name).touch()
-        with pytest.raises(ConfigError, match=f"data.root={root} must hold .*{told}") as refused:
+        with pytest.raises(ConfigError, match=f"data.root={root} must hold .*birds") as refused:
             SAMPLES["image_folder"](root=str(root))
         assert "\n" not in str(refused.value)
         (root / name).unlink()

@@ -110,12 +110,6 @@ def test_literals():
     assert found.of(Datum("saved", 0, 1, 1), Point(0, 2)) == Point(4, 2)
     assert found.of(Datum("saved", 0, 1, 1), Point(4, 2)) == Point(4, 0)
     assert found.of(Datum("saved", 0, 1, 1), Point(4, 0)) is None
-    assert found.of(Datum("parameter", 0, 1), Point(0, 0)) == Point(0, 1)
-    assert found.of(Datum("parameter", 0, 1), Point(0, 1)) == Point(1, 1)
-    assert found.of(Datum("parameter", 0, 1), Point(2, 2)) == Point(2, 1)  # backward: 2, then 1
-    assert found.of(Datum("gradient", 0, 1), Point(0, 0)) == Point(2, 1)
-    assert found.of(Datum("optimizer", 0, 2)) == Point(6, 2)
-    assert found.of(Datum("optimizer", 0, 2), Point(6, 2)) is None
     assert found.of(Datum("version", 0, 2, 1)) is None
     with pytest.raises(ScheduleError, match="one of saved, parameter"):
         found.of(Datum("weights", 0, 0))

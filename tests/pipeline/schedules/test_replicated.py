@@ -7,10 +7,9 @@ from cases import Case, plan_of
 
 from penstock.compression.errors import ScheduleError
 from penstock.pipeline.schedules import SCHEDULES
-from penstock.pipeline.schedules.instruction import Op, parse_program, show
+from penstock.pipeline.schedules.instruction import parse_program, show
 from penstock.pipeline.schedules.live import live_micro_batches
 from penstock.pipeline.schedules.replicated import dealt, replicated, without
-from penstock.pipeline.schedules.simulate import outline, simulate
 from penstock.pipeline.schedules.verify import smallest_window, verify
 
 
@@ -81,15 +80,3 @@ def test_a_micro_batch_on_the_wrong_replica_is_refused():
 def test_in_flight_is_that_of_the_fullest_replica():
     assert live_micro_batches(programs_of("1f1b", [2, 1], 8)) == (2, 1)
     assert live_micro_batches(programs_of("gpipe", [2, 1], 7)) == (4, 7)
-
-
-def test_two_replicas_of_a_slow_stage_halve_its_time():
-    def seconds(replicas):
-        work = {0: {Op.F: 2.0, Op.B: 4.0}, 1: {Op.F: 1.0, Op.B: 2.0}}
-        steps = outline(programs_of("1f1b", replicas, 16))
-        made = simulate(steps, work=lambda i: work[i.stage][i.op], transfer=lambda message: 0.0)
-        assert len(made.bubble) == sum(replicas)
-        return made.seconds
-
-    assert seconds([1, 1]) == 97
-    assert seconds([2, 1]) <= 16 * 3 + 12

@@ -3,12 +3,11 @@
 What is asked of torch is private there: a version that lacks it skips these tests and says why.
 """
 
-import math
 from typing import Any
 from unittest import mock
 
 import pytest
-from programs import clock, halved, laid, most_in_flight, neighbours
+from programs import halved, laid, most_in_flight, neighbours, on_paper
 
 from penstock.pipeline.schedules import SCHEDULES, schedule_named
 from penstock.pipeline.schedules.instruction import Instruction, Op, show
@@ -96,31 +95,12 @@ def test_zero_bubble_has_torchs_order_and_no_longer_a_step(name):
         ours = our_program(name, num_ranks, number)
         if wanted is not None:
             assert halved(ours) == halved(wanted)
-            assert clock(ours) <= clock(wanted)
+            taken, theirs_takes = (on_paper(*map(show, each)).seconds for each in (ours, wanted))
+            assert taken <= theirs_takes
             for rank, stages in enumerate(laid(name, num_ranks)):
                 assert most_in_flight(ours[rank], stages) <= most_in_flight(wanted[rank], stages)
             compared += 1
     assert compared >= len(SIZES) // 3
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_torchs_validator_accepts_our_programs(name):
-    validate, action = private(theirs, "_validate_schedule"), private(theirs, "_Action")
-    for num_ranks, number in SIZES:
-        ours = our_program(name, num_ranks, number)
-        rows = {rank: [action.from_str(str(each)) for each in program] for rank, program in enumerate(ours)}
-        num_stages = num_ranks * len(laid(name, 1)[0])
-        ranks = validate(rows, num_ranks, num_stages, number)
-        assert ranks == {s: rank for rank, own in enumerate(laid(name, num_ranks)) for s in own}
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_verify_accepts_torchs_programs(name):
-    for num_ranks, number in [(2, 4), (4, 8), (3, 9)]:
-        programs = [from_zero(program) for program in torch_program(name, num_ranks, number) or []]
-        edges = neighbours(num_ranks * len(laid(name, 1)[0]))
-        assert math.prod(map(len, programs)) > 0
-        verify(programs, num_micro_batches=number, edges=edges, window=4)
 
 
 @pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
@@ -128,9 +108,7 @@ def test_verify_accepts_torchs_programs(name):
     ("name", "num_ranks", "per_rank", "number"),
     [("zb_h1", 2, 2, 4), ("dualpipev", 4, 2, 10), ("interleaved", 4, 2, 8), ("zbv", 3, 2, 6)],
 )
-def test_a_file_that_torch_writes_runs_as_a_custom_schedule(
-    tmp_path, name, num_ranks, per_rank, number, form
-):
+def test_a_file_of_torch_runs_as_a_custom_schedule(tmp_path, name, num_ranks, per_rank, number, form):
     schedule: Any = torch_schedule(name, num_ranks, number, per_rank)
     private(schedule, "_dump_csv")(str(tmp_path / "theirs.csv"), form)
     written = (tmp_path / "theirs.csv").read_text()

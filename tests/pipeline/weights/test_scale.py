@@ -16,41 +16,23 @@ from penstock.pipeline.weights.scale import Static, Unscaled, scale_of
 
 HUGE = (2.0**125, 2)  # the first step overflows, and again each time that two went well
 DRAINED = 5  # steps of nine
-HALF, BRAIN = torch.float16, torch.bfloat16
+HALF = torch.float16
 
-HUGE_SCALE = {"model": "mlp", "scaler": HUGE, "steps": 7}
-
+# What the sampled product has not: half precision, many steps, and a scale at which nothing is ever updated.
 CASES = [
-    Case(**HUGE_SCALE, cuts=1, schedule="gpipe", optimizer="sgd"),
-    Case(**HUGE_SCALE, cuts=4, optimizer="adam"),
     Case(model="mlp", cuts="every", scaler=HUGE, steps=7, scheduler=True, clip=None, tier="packed"),
-    Case(model="mlp", cuts=3, scaler=2.0**127, scheduler=True),  # nothing is ever updated
+    Case(model="mlp", cuts=3, scaler=2.0**127, scheduler=True),
     Case(model="mlp", cuts=3, autocast=HALF, scaler=(2.0**16, 1), steps=9, micro_batches=4),
-    Case(model="gated", cuts=3, autocast=BRAIN, schedule="gpipe", codec="exponent", steps=2),
-    Case(model="gpt_tied", cuts=3, autocast=BRAIN, clip=0.1),
     Case(model="gpt_tied", cuts=4, autocast=HALF, scaler=(2.0**16, 1), steps=4, optimizer="adam"),
     Case(model="gpt_gelu_dropout", cuts=2, autocast=HALF, scaler=4096.0, extra_in_flight=1, steps=2),
     Case(model="dag1", cuts=4, autocast=HALF, scaler=(2.0**16, 1), steps=3),
-    Case(model="dag2", cuts=4, autocast=BRAIN, scaler=HUGE, steps=3),
-]
-OTHERS = [
-    Case(**HUGE_SCALE, cuts=2, optimizer="nesterov"),
-    Case(**HUGE_SCALE, cuts=3, schedule="gpipe", optimizer="adamw"),
-    Case(model="mlp", cuts=3, scaler=1024.0, scheduler=True),
-    Case(model="tied", cuts="every", autocast=HALF, scaler=(2.0**16, 1), steps=4),
-    Case(model="residual", cuts=3, autocast=BRAIN, steps=2),
 ]
 ON_RANKS = [
-    Case(model="mlp", cuts=6, ranks=3, scaler=HUGE, steps=7, scheduler=True),
     Case(model="mlp", cuts=["_0"], scaler=(2.0**127, 1), clip=None, autocast=HALF, steps=4),
-    Case(model="mlp", cuts=2, scaler=2.0**127, optimizer="adam"),
 ]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*parameters(CASES), *(pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in OTHERS)],
-)
+@pytest.mark.parametrize("case", parameters(CASES))
 def test_training_has_the_bits_of_the_plain_loop(case):
     assert differences(case) == []
 
@@ -87,32 +69,8 @@ def test_the_scaler_that_was_given_tells_the_scale_and_may_be_set_between_steps(
     assert scaler.get_scale() == 128.0
 
 
-def test_a_skipped_update_leaves_weights_state_and_scheduler():
-    pipe, batch = pipeline(2.0**127, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5))
-    before = copy.deepcopy(pipe.state_dict())
-    pipe.step(*batch)
-    after = pipe.state_dict()
-    assert pipe.update.skipped
-    assert all(torch.equal(after["model"][name], tensor) for name, tensor in before["model"].items())
-    assert all(kept["state"] == {} and kept["group"]["lr"] == 1e-3 for kept in after["optimizer"].values())
-    assert after["step"] == 1
-
-
-def test_a_state_brings_the_scale_along():
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**125, growth_interval=3)
-    pipe, batch = pipeline(scaler)
-    pipe.step(*batch)
-    pipe.step(*batch)
-    state = copy.deepcopy(pipe.state_dict())
-    assert state["scaler"]["scale"] == 2.0**124
-    assert state["scaler"]["_growth_tracker"] == 1
-    other = torch.amp.GradScaler("cpu", init_scale=8.0)
-    pipeline(None)[0].load_state_dict(state)
-    resumed, _ = pipeline(other)
-    resumed.load_state_dict(state)
-    assert other.state_dict() == scaler.state_dict()
-    assert resumed.step(*batch).loss == pipe.step(*batch).loss
-    assert other.state_dict() == scaler.state_dict()
+def test_a_state_with_a_scale_loads_where_there_is_none():
+    pipeline(None)[0].load_state_dict(pipeline(torch.amp.GradScaler("cpu"))[0].state_dict())
 
 
 def test_double_buffered_weights_have_a_global_clip_and_a_moving_scale():

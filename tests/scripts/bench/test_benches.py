@@ -8,22 +8,17 @@ import re
 import shlex
 import subprocess
 import sys
-from math import inf, log2
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import cache_simulator
 import harness
-import numpy as np
 import pytest
 import torch
 from checkout import ROOT
 
 from penstock import PenstockError
-from penstock.compression.codec import CODECS, encode
-from penstock.compression.frame import header_bytes
-from penstock.pipeline.schedules.span import Span
 
 BENCHES = ROOT / "scripts" / "bench"
 TOPICS = "cache checkpoint codecs convergence gpu offload pipeline replicas".split()
@@ -48,74 +43,54 @@ def topic(name: str) -> Any:
 def check_pipeline(found: dict[str, Any]) -> None:
     torchs, ours = found["rows"]
     assert (torchs["side"], ours["side"], ours["codec"]) == ("torch", "penstock", "raw")
-    pairs = ours["speedup_of_pairs"]
-    assert min(pairs) <= ours["speedup"] <= max(pairs)
     assert ours["bytes_sent_forward"] > torchs["bytes_sent_forward"] > 0  # headers
     losses = found["links"][0]["first_losses"].values()
     assert max(losses) == pytest.approx(min(losses), rel=1e-3)
 
 
 def check_schedules(found: dict[str, Any]) -> None:
-    plain, stream = found["rows"]
-    assert (plain["rival"], stream["rival"]) == ("torch", "1f1b")
-    assert len(stream["bubble"]) == len(stream["bubble_simulated"]) == 2
-    assert [stage["num_live"] for stage in stream["versions"]] == [2, 1]
-    assert [cost["ranks"] for cost in found["overhead"]] == [1, 2]
+    assert [row["rival"] for row in found["rows"]] == ["torch", "1f1b"]
+    assert [stage["num_live"] for stage in found["rows"][1]["versions"]] == [2, 1]
 
 
 def check_codecs(found: dict[str, Any]) -> None:
     rows = {(row["class"], row["codec"]): row for row in found["rows"]}
     assert rows["synthetic", "raw"]["ratio"] == 1
-    zero_value = rows["synthetic", "zero_value"]
-    assert zero_value["ratio"] == pytest.approx(zero_value["bound"])
-    assert 1.5 < zero_value["ratio"] < 2
-    assert rows["synthetic", "lz4"]["by"] == "others"
+    assert rows["synthetic", "zero_value"]["ratio"] == pytest.approx(rows["synthetic", "zero_value"]["bound"])
     assert {row["codec"] for row in found["rows"] if row["class"] == "job"} == {"raw", "zero_value", "lz4"}
-    assert all(row[verb] > 0 for row in found["rows"] for verb in ("pack", "unpack", "copy", "clone"))
-    assert len(found["overhead"]) == 6
 
 
 def check_offload(found: dict[str, Any]) -> None:
     rows = found["disk"]["rows"]
     assert [row["contestant"] for row in rows] == ["kept", "kept_as_it_comes", "disk_parameters"]
     assert rows[2]["bytes_written"] > 0 == rows[0]["bytes_written"]
-    assert all(row["seconds"] > 0 and row["times_roofline"] >= 0.99 for row in rows)
 
 
 def check_replicas(found: dict[str, Any]) -> None:
-    even, weighted = found["speeds"]
-    assert (even["bound"], weighted["bound"]) == (pytest.approx(2 / 3), 1.0)
+    assert [row["bound"] for row in found["speeds"]] == [pytest.approx(2 / 3), 1.0]
     sent = {row["side"]: row for row in found["bytes"]}
     assert sent["[2]"]["exchange"] > 0 == sent["three stages"]["exchange"]
     assert sent["three stages"]["activations"] > 0 == sent["[2]"]["activations"]
-    assert all(row["total"] == row["activations"] + row["gradients"] + row["exchange"] + row["rest"]
-               for row in found["bytes"])  # fmt: skip
 
 
 def check_checkpoint(found: dict[str, Any]) -> None:
-    kinds = found["bytes"]["kinds"]
-    assert kinds["model"]["raw"] == kinds["momentum_buffer"]["raw"]
-    assert found["bytes"]["files"] > found["bytes"]["raw"] == 2 * kinds["model"]["raw"]
+    assert found["bytes"]["files"] > found["bytes"]["raw"] == 2 * found["bytes"]["kinds"]["model"]["raw"]
     assert set(found["starts"]["seconds"]) == {"anew", "from the checkpoint"}
-    assert found["steps"]["ratio"] > 0
 
 
 def check_convergence(found: dict[str, Any]) -> None:
     runs = {run["policy"]: run for run in found["runs"]}
     assert runs["latest"]["updates"] == 4 * runs["synchronous"]["updates"]
-    assert runs["latest"]["lr"] == runs["synchronous"]["lr"] / 4
     assert all(run["samples"] == [64, 128] for run in found["runs"])
-    assert all(0 <= share <= 1 for run in found["runs"] for share in run["accuracy"])
 
 
 def check_cache(found: dict[str, Any]) -> None:
-    kept = next(row for row in found["simulated"] if row["policy"] == "never_evict")
-    assert kept["hit_rate"] == pytest.approx(kept["closed_form"], abs=0.02)
+    lru, next_use = (row for row in found["simulated"] if not row["error"])
+    assert lru["hit_rate"] < next_use["hit_rate"]
+    assert 0.9 < next_use["of_optimum"] <= 1
     real = {row["policy"]: row for row in found["real"]}
     assert real["none"]["hit_rate"] == 0 < real["next_use"]["hit_rate"] <= 0.6
     assert all(row["same_samples"] for row in found["real"])
-    never = real["never_evict"]
-    assert never["hit_rate"] == pytest.approx(never["simulated"]["hit_rate"], abs=0.05)
     assert set(found["hit"]["microseconds"]) == {"hit", "file in the page cache"}
 
 
@@ -151,7 +126,7 @@ RUNS = {
         check_convergence,
     ),
     "cache": (
-        "--parts simulated,real,hit --policies never_evict,next_use --jobs 2 --shares 0.25 --reads same "
+        "--parts simulated,real,hit --policies lru,next_use --jobs 2 --shares 0.25 --reads same "
         "--num-samples 40 --batch-size 10 --epochs 3 --sample-bytes 8kB --rate 4MB --repeats 1",
         check_cache,
     ),
@@ -180,30 +155,20 @@ def test_a_bench_runs_at_its_smallest_size(name: str, tmp_path: Path):
 
 REFUSED = {
     "cache --policies belady": "belady is not known; known are next_use",
-    "cache --shares 0.1,2": "2 must be a number above 0 and at most 1",
-    "cache --parts real,real": "must name one or more, each once",
     "cache --sample-bytes big": "big",
     "checkpoint --every 0": "0 must be a whole number of 1 or more",
     "checkpoint checkpoint.every=3": "this bench trains with checkpoint.every=10; drop checkpoint.every=",
     "codecs --codecs zip": "zip is not known; known are raw",
-    "codecs --densities 1.5": "1.5 must be a number",
-    "codecs --isa sse": "sse is not known; known are avx512",
-    "convergence --policies lucky": "lucky is not known; known are synchronous",
-    "convergence data=digits": "this bench trains with data=digits; drop data=",
     "offload --limits 200%": "200% is no share of what is needed; write 1% to 100%",
     "offload --path nowhere": "--path=nowhere is no folder; name the one",
     "offload ranks=2": "this bench trains with ranks=1; drop ranks=",
     "pipeline --links fast": "fast",
-    "pipeline --schedules nowhere": "nowhere is not known; known are all, gpipe",
-    "pipeline --codecs zip": "zip",
     "pipeline batch_size=10 micro_batches=4": "micro-batches of one size, found ranks=2 batch_size=10",
     "pipeline ranks=3 --links 1Gbit": "a shaped link joins 2; leave 1Gbit out",
     "pipeline modle=mlp": "modle",
     "pipeline --seconds 0": "0 must be a number above 0",
-    "replicas --parts all": "all is not known; known are speeds, stages",
     "replicas micro_batches=1": "replicas share micro-batches, found micro_batches=1; take 2",
     "replicas --nothing": "unrecognized arguments: --nothing",
-    "gpu --dtypes float7": "float7 is not known; known are float32",
 }
 
 
@@ -263,22 +228,9 @@ def test_every_topic_is_documented():
 # Calculations.
 
 
-def test_sides_take_turns_and_stop_when_time_is_up():
-    order: list[str] = []
-    sides = {name: lambda name=name: order.append(name) or len(order) for name in "ab"}
-    assert harness.alternate(sides, 2) == {"a": [1, 3], "b": [2, 4]}
-    assert order == ["a", "b", "a", "b"]
-    clock = iter(range(0, 100, 3))
-    assert harness.alternate({"a": lambda: 0}, 9, seconds=7, clock=lambda: float(next(clock))) == {
-        "a": [0] * 3
-    }
-
-
 def test_ratios_are_those_of_neighbours():
     ratios = harness.ratio_of_pairs([2.0, 9.0, 8.0], [1.0, 3.0, 4.0])
     assert ratios == {"speedup": 2.0, "speedup_of_pairs": [2.0, 3.0, 2.0]}
-    rates = harness.speeds([2.0, 4.0, 8.0], 16)
-    assert rates == {"samples_per_second": 4.0, "samples_per_second_of_runs": [8.0, 4.0, 2.0]}
 
 
 def test_sides_with_other_losses_are_not_compared():
@@ -286,33 +238,6 @@ def test_sides_with_other_losses_are_not_compared():
     harness.refuse_other_losses({"torch": 2.0, "ours": 2.3}, random=True)
     with pytest.raises(PenstockError, match=r"first losses are 2\.0+ with torch and 2\.1\d+ with ours"):
         harness.refuse_other_losses({"torch": 2.0, "ours": 2.1}, random=False)
-
-
-def test_entropy_and_bounds_hold():
-    codecs = topic("codecs")
-    assert codecs.entropy(np.zeros(9, np.uint8)) == 0
-    assert codecs.entropy(np.arange(256, dtype=np.uint8)) == 8
-    symbols = np.array([0] * 3 + [1], np.uint8)
-    assert codecs.entropy(symbols) == pytest.approx(0.75 * log2(4 / 3) + 0.25 * 2)
-    source = torch.Generator().manual_seed(0)
-    tensor = torch.relu(torch.randn(20000, generator=source))
-    words = tensor.numpy().view(np.uint32)
-    best = {codec: codecs.bound(codec, words, tensor.dtype) for codec in CODECS}
-    for codec in ("raw", "zero_value", "exponent", "zero_value+exponent"):
-        reached = tensor.nbytes / (encode(tensor, codec).numel() - header_bytes(1))
-        assert reached <= best[codec] * (1 + 1e-9)
-    assert codecs.bound("zero_value", np.zeros(4, np.uint32), torch.float32, np.zeros(4, bool)) == inf
-    assert codecs.bound("narrow", np.array([3, 7], np.uint8), torch.uint8) == pytest.approx(8 / 3)
-
-
-def test_the_bound_of_a_step_is_what_takes_longest():
-    offload = topic("offload")
-    runs = [{"seconds": 4.0, "bytes_written": 100.0, "bytes_read": 30.0, "peak_bytes": n} for n in (5, 7, 6)]
-    speeds = [{"written": w, "read": r} for w, r in ((50.0, 100.0), (1000.0, 10.0), (1000.0, 1000.0))]
-    row = offload.bounded_row(runs, [1.0, 1.0, 1.0], speeds)
-    assert (row["roofline"], row["times_roofline_of_runs"]) == (2.0, [2.0, 4 / 3, 4.0])
-    assert (row["times_compute"], row["peak_bytes"]) == (4.0, 7)
-    assert [offload.limit_bytes(limit, 200) for limit in ("none", "25%", "1KiB")] == [None, 50, 1024]
 
 
 def test_without_a_cgroup_a_limit_is_refused(tmp_path):
@@ -323,32 +248,6 @@ def test_without_a_cgroup_a_limit_is_refused(tmp_path):
         offload.memory_group(root=tmp_path, own=tmp_path / "own"),
     ):
         pass
-
-
-def test_cost_of_a_checkpoint_is_a_ratio_of_neighbours():
-    taken = {"without": [1.0, 2.0, 4.0], "with": [1.5, 2.0, 8.0]}
-    facts = topic("checkpoint").step_facts(taken, taken, [0.1, 0.3, 0.2])
-    assert (facts["ratio"], facts["busy_ratio_of_pairs"], facts["held"]) == (1.5, [1.5, 1.0, 2.0], 0.2)
-
-
-def test_rows_of_replicas_are_sums_and_shares():
-    replicas = topic("replicas")
-    rows = replicas.speed_rows({"4": {"one rank": [[30.0, 10.0]], "[2]": [2.0]}}, 32)
-    assert (rows[0]["share"], rows[0]["bound"]) == (0.4, 0.4)
-    spans = [
-        Span(rank=rank, stage=0, op="U", micro_batch=0, start=0.0, end=end, waiting=0.0)
-        for rank, end in ((0, 3.0), (1, 1.0), (0, 5.0), (1, 9.0))
-    ]
-    assert replicas.update_seconds(spans) == 3.0
-
-
-def test_convergence_is_tested_at_even_steps_and_over_seeds():
-    convergence = topic("convergence")
-    assert convergence.stops_of(10, 4) == {2, 5, 8, 10}
-    runs = [{"set": "d", "policy": "latest", "accuracy": [0.1, one]} for one in (0.2, 0.6)]
-    assert convergence.curves(runs, "d") == {
-        "latest": {"mean": [0.1, pytest.approx(0.4)], "least": [0.1, 0.2], "most": [0.1, 0.6]}
-    }
 
 
 def test_a_store_grants_its_rate_to_all_who_read():

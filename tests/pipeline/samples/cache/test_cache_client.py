@@ -11,7 +11,7 @@ from array import array
 
 import pytest
 from brokers import PAGE, SOON, Said, broker_thread, client, payload, state, within
-from small_policies import Lru
+from small_policies import watched_lru
 
 from penstock.pipeline.samples.cache import wire
 from penstock.pipeline.samples.cache.link import Hit
@@ -56,7 +56,7 @@ def test_samples_of_all_sizes_come_back_byte_for_byte_with_their_stamps(path):
 
 
 def test_copies_stay_as_they_are_when_the_pages_are_written_anew(path):
-    with broker_thread(path, Lru(5 * PAGE)):
+    with broker_thread(path, watched_lru(5 * PAGE)):
         one = filled(path, [1])
         (hit,) = one.use([1])
         one.use([2, 3, 4])
@@ -141,7 +141,7 @@ def test_a_broker_is_looked_for_once_a_second_and_found_when_it_comes(path):
     one = client(path)
     one.begin(0, ORDER, None)
     one.measured(TIMES)
-    policy = Lru(100 * PAGE)
+    policy = watched_lru(100 * PAGE)
     with broker_thread(path, policy):
         assert one.use([1]) == [None]
         assert not one.is_connected

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from brokers import hello
-from small_policies import Lru
+from small_policies import watched_lru
 
 from penstock.compression.errors import TransportError
 from penstock.pipeline.samples.cache.core import Core, NotWelcome
@@ -22,7 +22,7 @@ TIMES = Times(epoch=9.0, batch_io=0.4, sample_io=0.1, augmentation=0.1, training
 
 
 def core_of(num_pages=10) -> Any:
-    return Core(Lru(num_pages * 10), Pages(num_pages, 10))
+    return Core(watched_lru(num_pages * 10), Pages(num_pages, 10))
 
 
 def begun(core, said, epoch=0, order: Sequence[int] = range(8), following=None):
@@ -76,11 +76,8 @@ def test_runs_share_samples_by_the_name_of_their_data_alone():
     core = core_of()
     one, two = begun(core, hello("a", num_samples=8)), begun(core, hello("b", num_samples=8))
     begun(core, hello("a", run="2", num_samples=8))
-    assert [(job["job"], job["run"]) for job in core.status(0.0)["jobs"]] == [
-        ("a", "1"),
-        ("b", "1"),
-        ("a", "2"),
-    ]
+    named = [(job["job"], job["run"]) for job in core.status(0.0)["jobs"]]
+    assert named == [("a", "1"), ("b", "1"), ("a", "2")]
     store(core, one, 3)
     assert core.use(two, 0, [3], 0.0)[0] is not None
     assert core.offer(two, 0, [(3, 10, b"")], 0.0) == [None]

@@ -12,12 +12,14 @@ from brokers import hello
 from cache_simulator import CONTESTANTS
 from hypothesis import given
 from hypothesis import strategies as st
-from small_policies import Lru, Watched, Whims
+from small_policies import Watched
 
 from penstock.pipeline.samples.cache.core import Core
 from penstock.pipeline.samples.cache.gain import Gain
+from penstock.pipeline.samples.cache.lru import Lru
 from penstock.pipeline.samples.cache.next_use import NextUse
 from penstock.pipeline.samples.cache.pages import Pages, pieces
+from penstock.pipeline.samples.cache.policies import POLICIES
 from penstock.pipeline.samples.cache.policy import Times
 
 PAGE, NUM_SAMPLES = 8, 10
@@ -28,7 +30,7 @@ class World:
     """Connections, a slab, and what is known to be in it without asking the core."""
 
     def __init__(self, policy, num_pages):
-        self.core: Any = Core(policy(num_pages * PAGE), Pages(num_pages, PAGE))
+        self.core: Any = Core(Watched(policy(num_pages * PAGE)), Pages(num_pages, PAGE))
         self.slab, self.num_pages = bytearray(num_pages * PAGE), num_pages
         self.members = []
         self.true = {}  # what was put as a stored sample, byte for byte
@@ -57,9 +59,8 @@ class World:
 
     def use(self, member, index, size):
         asked = [(index + step) % NUM_SAMPLES for step in range(1 + size % 4)]
-        for at, stored in zip(
-            asked, self.core.use(member, self.epoch(member, size), asked, self.now), strict=True
-        ):
+        found = self.core.use(member, self.epoch(member, size), asked, self.now)
+        for at, stored in zip(asked, found, strict=True):
             if stored is not None:
                 assert stored.entry in member.run.places(at)
                 assert stored in member.leased
@@ -118,7 +119,6 @@ class World:
         """The laws, after every request."""
         core = self.core
         ledger, policy = core.ledger, core.policy
-        assert sum(policy.held.values()) <= policy.capacity
         assert ledger.entries.keys() == policy.entries.keys()
         there = [*ledger.entries.values(), *ledger.given_up]
         out = [page for stored in there for page in stored.pages]
@@ -132,7 +132,7 @@ class World:
             assert stored.whole
             found = b"".join(self.slab[a:b] for a, b in pieces(stored.pages, stored.num_bytes, PAGE))
             assert found == self.true.get(stored, b""), "what somebody may read is not what was put"
-        laws_of(getattr(policy, "policy", policy), policy.entries, policy.jobs)
+        laws_of(policy.policy, policy.entries, policy.jobs)
         assert core.runs.keys() == {member.run.key for member in self.members}
 
     def told_once(self):
@@ -172,11 +172,9 @@ REQUEST = st.tuples(
 
 
 def each_policy():
-    """Two to drive the core, and those of a broker; slow: variants, and what they are compared with."""
-    yield from (Lru, Whims)
+    """Those of a broker; slow: variants of them."""
     for name, make in CONTESTANTS.items():
-        marks = () if name in ("next_use", "gain", "lru") else pytest.mark.slow
-        yield pytest.param(lambda capacity, make=make: Watched(make(capacity)), id=name, marks=marks)
+        yield pytest.param(make, id=name, marks=() if name in POLICIES else pytest.mark.slow)
 
 
 def run(policy, requests, num_pages=12):
@@ -211,6 +209,6 @@ def test_thousands_of_requests_in_one_life_hold_the_laws_and_repeat_their_answer
     world, again = run(policy, requests), run(policy, requests)
     assert world.core.policy.calls == again.core.policy.calls
     assert [one.entry for one in world.true] == [one.entry for one in again.true]
-    least = 150 if policy in (Lru, Whims) else 15
+    least = 150 if policy is Lru else 15
     assert sum(stored.whole for stored in world.true) > least, "too little was stored to say anything"
     assert world.leases > least

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from kept import ALONE, Kept
+from small_policies import ALONE, Watched
 
 from penstock.pipeline.samples.cache.next_use import NextUse
 from penstock.pipeline.samples.cache.policy import Job, Times
@@ -21,9 +21,9 @@ def job(
     return Job(name=name, data=data or name, num_samples=6, batch_size=batch, times=times)
 
 
-def started(slots: int, *jobs: Job, **options: bool) -> Kept:
+def started(slots: int, *jobs: Job, **options: bool) -> Watched:
     """Jobs with the same order in all epochs, which a position takes a second where the epoch takes six."""
-    kept = Kept(NextUse(10 * slots, **options))
+    kept = Watched(NextUse(10 * slots, **options))
     for one in jobs:
         kept.join(one, 0.0)
         kept.begin(one.name, ORDER, ORDER, 0.0)
@@ -37,7 +37,7 @@ def test_what_is_used_later_makes_room_and_what_is_used_last_passes_by():
     assert not kept.takes("a", 2, 2.0)  # at 8, behind both
     kept.use("quick", 0, 2.0)
     assert kept.offer("quick", 0, 10, 2.0) == (("quick", 0), (("a", 1),))  # at 4.5
-    assert set(kept.there) == {("a", 0), ("quick", 0)}
+    assert set(kept.entries) == {("a", 0), ("quick", 0)}
     tie = started(1, job("a"), job("b"))
     assert [tie.takes(name, 0) for name in "ab"] == [True, False]
 
@@ -60,7 +60,7 @@ def test_a_sample_that_several_read_stays_for_the_next_of_them():
     kept.use("b", 5, 0.5)
     assert kept.offer("b", 5, 10, 0.5) == (("d", 5), (("d", 0),))  # a uses 5 at 4, and 0 at 6, b 0 at 5.5
     kept.use("a", 5, 4.0)  # out of turn
-    assert kept.there == {("d", 5): 10}
+    assert kept.entries == {("d", 5): 10}
     assert kept.use("b", 5, 4.1).entry == ("d", 5)
 
 
@@ -81,11 +81,11 @@ def test_in_the_last_epoch_what_was_used_leaves():
     assert kept.use("a", 0, 6.0) == (("a", 0), (("a", 0),))
     kept.drop(("a", 1))
     assert not kept.takes("a", 1, 7.0)  # nobody uses it again
-    assert len(kept.there) == 4
+    assert len(kept.entries) == 4
 
 
 def test_before_an_order_is_said_nothing_enters_and_one_that_was_not_foretold_frees_what_has_no_use():
-    kept = Kept(NextUse(60))
+    kept = Watched(NextUse(60))
     kept.join(job("a"), 0.0)
     assert not kept.takes("a", 0)
     kept.begin("a", ORDER, ORDER, 0.0)
@@ -102,7 +102,7 @@ def test_larger_samples_push_out_as_much_as_they_need_or_nothing():
     assert kept.offer("quick", 0, 15, 0.0) == (("quick", 0), (("a", 2), ("a", 1)))
     kept.use("quick", 1, 0.0)
     assert kept.offer("quick", 1, 30, 0.0) == (None, ())  # a's 0 would leave, its own sooner sample not
-    assert set(kept.there) == {("a", 0), ("quick", 0)}
+    assert set(kept.entries) == {("a", 0), ("quick", 0)}
     assert kept.offer("quick", 1, 15, 0.0) == (("quick", 1), (("a", 0),))  # who might have left still may
 
 
@@ -149,12 +149,12 @@ def test_times_that_were_told_give_way_to_what_was_seen():
         kept.begin("b", ORDER, ORDER, 7.0)
         kept.takes("a", 0, 60.0)
         kept.takes("b", 0, 60.0)
-        assert set(kept.there) == {(stays, 0)}
+        assert set(kept.entries) == {(stays, 0)}
 
 
 def test_entries_that_are_laid_again_and_again_leave_no_heap_behind():
     policy = NextUse(60)
-    kept = Kept(policy)
+    kept = Watched(policy)
     kept.join(job("a"), 0.0)
     for epoch in range(200):
         kept.begin("a", ORDER, ORDER, float(epoch))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from kept import ALONE
+from small_policies import ALONE
 
 from penstock import ConfigError
 from penstock.pipeline.samples.cache.orders import NEVER, Course

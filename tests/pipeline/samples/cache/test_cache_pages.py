@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import pytest
@@ -38,21 +37,3 @@ def test_pages_side_by_side_are_one_piece():
 def test_the_pieces_are_the_bytes_one_by_one(order, num_bytes, begin):
     slow = [order[at // 5] * 5 + at % 5 for at in range(num_bytes)][begin:]
     assert [at for start, end in pieces(order, num_bytes, 5, begin=begin) for at in range(start, end)] == slow
-
-
-@given(st.lists(st.integers(0, 6), max_size=40))
-def test_no_page_is_had_twice_or_lost(asked):
-    pages, had = Pages(9, 1), []
-    for count in asked:
-        if count == 0 and had:
-            pages.give(had.pop(0))
-        elif (taken := pages.take(count)) is not None:
-            had.append(taken)
-        out = [page for taken in had for page in taken]
-        assert len(set(out)) == len(out)
-        assert pages.num_free + len(out) == 9
-    for taken in had:
-        pages.give(taken)
-    everything = pages.take(9)
-    assert isinstance(everything, array)
-    assert sorted(everything) == list(range(9))

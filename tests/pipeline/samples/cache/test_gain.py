@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kept import ALONE, Kept
+from small_policies import ALONE, Watched
 
 from penstock.pipeline.samples.cache import needs
 from penstock.pipeline.samples.cache.gain import Gain, Space
@@ -19,10 +19,10 @@ def job(name: str, *, epoch: float | None = 10.0, **times: float) -> Job:
     return Job(name=name, data=name, num_samples=4, batch_size=2, times=told)
 
 
-def gain(slots: float, *jobs: Job, last_gain: int | None = None) -> tuple[Kept, Gain]:
+def gain(slots: float, *jobs: Job, last_gain: int | None = None) -> tuple[Watched, Gain]:
     """A cache of so many slots of 10 bytes, and jobs in their first epoch."""
     policy = Gain(int(10 * slots), last_gain=last_gain)
-    kept = Kept(policy)
+    kept = Watched(policy)
     for one in jobs:
         kept.join(one, 0.0)
     for one in jobs:
@@ -30,7 +30,7 @@ def gain(slots: float, *jobs: Job, last_gain: int | None = None) -> tuple[Kept, 
     return kept, policy
 
 
-def fill(kept: Kept, name: str, indices: list[int] = FIRST) -> None:
+def fill(kept: Watched, name: str, indices: list[int] = FIRST) -> None:
     assert all(kept.takes(name, index) for index in indices)
 
 
@@ -182,7 +182,7 @@ def test_s37_the_first_of_the_list_has_nobody_to_ask():
     kept, policy = gain(1, job("a", epoch=1.0), job("b", epoch=1.0))
     assert kept.takes("b", 0)
     assert not kept.takes("a", 1)
-    assert kept.there == {("b", 0): 10}
+    assert kept.entries == {("b", 0): 10}
     assert policy.pool == 0
 
 
@@ -191,7 +191,7 @@ def test_s37_a_neighbour_gives_an_idle_slot_first():
     assert kept.takes("a", 0)  # takes all four, uses one
     assert kept.takes("b", 0)
     assert (state(policy, "a"), state(policy, "b")) == ((0, 2, {3: 1}), (0, 0, {3: 1}))
-    assert kept.there == {("a", 0): 10, ("b", 0): 10}
+    assert kept.entries == {("a", 0): 10, ("b", 0): 10}
 
 
 def test_s37_a_neighbour_without_one_gives_a_random_sample_and_its_batch_counts_less():
@@ -212,7 +212,7 @@ def test_s37_a_neighbour_gives_as_many_samples_as_it_takes_and_none_for_nothing(
     kept, policy = gain(4, job("a"), job("b"))
     fill(kept, "a")
     assert not kept.takes("b", 0, num_bytes=50)  # more than it has: nothing leaves
-    assert len(kept.there) == 4
+    assert len(kept.entries) == 4
     kept.use("b", 1, 0.0)
     assert len(kept.offer("b", 1, 15, 0.0).freed) == 2
     assert policy.spaces["a"].idle == 5
@@ -246,7 +246,7 @@ def test_s38_in_the_last_epoch_nothing_enters_and_what_is_used_is_for_others():
     assert not kept.takes("a", 3)
     assert kept.use("a", 1, 1.0).freed == (("a", 1),)
     assert kept.takes("b", 0)
-    assert set(kept.there) == {("a", 0), ("b", 0)}
+    assert set(kept.entries) == {("a", 0), ("b", 0)}
     assert kept.leave("a", 2.0) == (("a", 0),)
     assert policy.pool == 10
 
