@@ -120,6 +120,12 @@ def gelu_loss(outputs, targets):
     return F.cross_entropy(outputs, targets)
 
 
+def fails_on_one_stage(named):
+    if named[-1][0] == "c.bias" and named[0][0] != "a.weight":
+        raise RuntimeError("c.weight is not for me")
+    return sgd(named)
+
+
 def none():
     return pipeline(plan_of())
 
@@ -129,7 +135,7 @@ def asking(**asked):
 
 
 def giving(**changes):
-    return lambda: pipeline(plan_of(), **{name: make() for name, make in changes.items()})
+    return lambda: pipeline(plan_of(), **changes)
 
 
 def changing(change):
@@ -140,133 +146,75 @@ def edited(**changes):
     return lambda: pipeline(dataclasses.replace(plan_of(), **changes))
 
 
-# What rank 0 does, what rank 1 does, and what both then say.
-CASES = {
-    "cuts": (
-        asking(cuts=["norm"]),
-        asking(cuts=["b"]),
-        "asked for is cuts=[norm] on rank 0 and cuts=[b] on rank 1",
+# What rank 1 does where rank 0 does nothing of its own, and what both then say.
+ON_RANK_1 = {
+    "micro_batches": (edited(micro_batches=4), "micro_batches is 3 on rank 0 and 4 on rank 1"),
+    "a plan for another model": (edited(fingerprint="00"), "the fingerprint of the model is "),
+    "schedule": (edited(schedule="gpipe"), "schedule is 1f1b on rank 0 and gpipe on rank 1"),
+    "other weights": (
+        lambda: pipeline(plan_of(), model=built(seed=1)),
+        "the checksum of the parameter a.weight",
     ),
+    "one weight, the least bit": (changing(halved), "the checksum of the parameter b.bias is"),
+    "a buffer": (changing(lambda m: m.norm.running_mean.add_(1)), "checksum of the buffer norm.running_mean"),
+    "a tensor that is no buffer": (changing(lambda m: m.shift.add_(1)), "the tensor shift in train mode"),
+    "another layer": (changing(lambda m: setattr(m, "b", nn.Identity())), "the module b is Linear in train"),
+    "one more module": (changing(untied), "rank 0 has the parameter a.weight where rank 1 has the module c2"),
+    "a part in eval mode": (changing(lambda m: m.drop.eval()), "the module drop is Dropout in train mode"),
+    "all in eval mode": (changing(lambda m: m.eval()), "the module itself is Net in train mode on rank 0"),
+    "a frozen parameter": (changing(lambda m: m.b.weight.requires_grad_(False)), "the parameter b.weight is"),
+    "strides": (
+        changing(lambda m: setattr(m.b.weight, "data", m.b.weight.detach().t().contiguous().t())),
+        "with strides (8, 1), trained on rank 0",
+    ),
+    "a dtype": (changing(lambda m: m.double()), "the parameter a.weight is torch.float32"),
+    "dropout": (changing(lambda m: setattr(m.drop, "p", 0.2)), "the layer drop in train mode is drop"),
+    "a number in forward": (
+        changing(lambda m: setattr(m, "slope", 0.2)),
+        "the layer leaky_relu in train mode",
+    ),
+    "lr": (giving(optimizer=lambda named: torch.optim.SGD(named, lr=0.2)), "optimizer, lr of its group 0"),
+    "an optimizer": (giving(optimizer=torch.optim.Adam), "the argument optimizer is SGD"),
+    "a scheduler": (giving(scheduler=stepped(0.5)), "the argument scheduler is None on rank 0"),
+    "clip_scope": (giving(clip_scope="stage"), "clip_scope is 'global' on rank 0 and 'stage'"),
+    "seed": (giving(seed=1), "the argument seed is 0 on rank 0 and 1 on rank 1"),
+    "autocast": (giving(autocast=torch.bfloat16), "autocast is None on rank 0 and torch.bfloat16"),
+    "weight": (giving(weight=len), "weight is None on rank 0 and len on rank 1"),
+    "loss": (giving(loss=gelu_loss), "loss is cross_entropy on rank 0 and gelu_loss on rank 1"),
+    "threads": (two_threads, "the number of threads of torch is 1 on rank 0 and 2 on rank 1"),
+    "no gradients on one": (without_gradients, "switched off here"),
+    "a clip that none takes": (giving(clip=-1.0), "clip is a largest norm above 0, found -1.0"),
+}
+# What rank 0 does, what rank 1 does, and what both then say.
+CASES = {name: (none, *told) for name, told in ON_RANK_1.items()} | {
+    "cuts": (asking(cuts=["norm"]), asking(cuts=["b"]), "asked for is cuts=[norm] on rank 0 and cuts=[b]"),
     "cuts left to the planner": (
         asking(cuts=["norm"]),
         asking(stages=2),
         "asked for is cuts=[norm] on rank 0 and stages=2",
     ),
-    "micro_batches": (none, edited(micro_batches=4), "micro_batches is 3 on rank 0 and 4 on rank 1"),
-    "a plan for another model": (none, edited(fingerprint="00"), "the fingerprint of the model is "),
-    "schedule": (none, edited(schedule="gpipe"), "schedule is 1f1b on rank 0 and gpipe on rank 1"),
     "an old file": (
         lambda: pipeline(dataclasses.replace(plan_of(0, stages=2), asked=None)),
         asking(stages=2),
         "the cut is cuts=[",
     ),
     "no plan on rank 0": (lambda: pipeline(None), none, "found plan=None on rank 0"),
-    "other weights": (
-        none,
-        lambda: pipeline(plan_of(), model=built(seed=1)),
-        "the checksum of the parameter a.weight",
-    ),
-    "one weight, the least bit": (none, changing(halved), "the checksum of the parameter b.bias is"),
-    "a buffer": (
-        none,
-        changing(lambda m: m.norm.running_mean.add_(1)),
-        "checksum of the buffer norm.running_mean",
-    ),
-    "a tensor that is no buffer": (
-        none,
-        changing(lambda m: m.shift.add_(1)),
-        "the tensor shift in train mode",
-    ),
-    "another layer": (
-        none,
-        changing(lambda m: setattr(m, "b", nn.Identity())),
-        "the module b is Linear in train",
-    ),
-    "one more module": (
-        none,
-        changing(untied),
-        "rank 0 has the parameter a.weight where rank 1 has the module c2",
-    ),
-    "a part in eval mode": (
-        none,
-        changing(lambda m: m.drop.eval()),
-        "the module drop is Dropout in train mode on rank",
-    ),
-    "all in eval mode": (
-        none,
-        changing(lambda m: m.eval()),
-        "the module itself is Net in train mode on rank 0",
-    ),
-    "a frozen parameter": (
-        none,
-        changing(lambda m: m.b.weight.requires_grad_(False)),
-        "the parameter b.weight is",
-    ),
-    "strides": (
-        none,
-        changing(lambda m: setattr(m.b.weight, "data", m.b.weight.detach().t().contiguous().t())),
-        "with strides (8, 1), trained on rank 0",
-    ),
-    "a dtype": (none, changing(lambda m: m.double()), "the parameter a.weight is torch.float32"),
-    "dropout": (none, changing(lambda m: setattr(m.drop, "p", 0.2)), "the layer drop in train mode is drop"),
-    "a number in forward": (
-        none,
-        changing(lambda m: setattr(m, "slope", 0.2)),
-        "the layer leaky_relu in train mode",
-    ),
-    "lr": (
-        none,
-        giving(optimizer=lambda: lambda named: torch.optim.SGD(named, lr=0.2)),
-        "optimizer, lr of its group 0",
-    ),
-    "an optimizer": (
-        none,
-        giving(optimizer=lambda: lambda n: torch.optim.Adam(n)),
-        "the argument optimizer is SGD",
-    ),
     "a group by name": (
-        giving(optimizer=lambda: by_name(0.1)),
-        giving(optimizer=lambda: by_name(0.2)),
+        giving(optimizer=by_name(0.1)),
+        giving(optimizer=by_name(0.2)),
         "optimizer, weight_decay of its group 1 is 0.1 on rank 0 and 0.2 on rank 1",
     ),
-    "a scheduler": (none, giving(scheduler=lambda: stepped(0.5)), "the argument scheduler is None on rank 0"),
-    "gamma": (giving(scheduler=lambda: stepped(0.5)), giving(scheduler=lambda: stepped(0.7)), "gamma: 0.7"),
-    "clip": (
-        giving(clip=lambda: 1.0),
-        giving(clip=lambda: 2.0),
-        "the argument clip is 1.0 on rank 0 and 2.0 on rank 1",
-    ),
-    "clip_scope": (none, giving(clip_scope=lambda: "stage"), "clip_scope is 'global' on rank 0 and 'stage'"),
-    "seed": (none, giving(seed=lambda: 1), "the argument seed is 0 on rank 0 and 1 on rank 1"),
-    "scaler": (
-        giving(scaler=lambda: 2.0),
-        giving(scaler=lambda: torch.amp.GradScaler("cpu")),
-        "scaler is 2.0",
-    ),
-    "autocast": (
-        none,
-        giving(autocast=lambda: torch.bfloat16),
-        "autocast is None on rank 0 and torch.bfloat16",
-    ),
-    "weight": (none, giving(weight=lambda: len), "weight is None on rank 0 and len on rank 1"),
-    "loss": (none, giving(loss=lambda: gelu_loss), "loss is cross_entropy on rank 0 and gelu_loss on rank 1"),
-    "threads": (none, two_threads, "the number of threads of torch is 1 on rank 0 and 2 on rank 1"),
+    "gamma": (giving(scheduler=stepped(0.5)), giving(scheduler=stepped(0.7)), "gamma: 0.7"),
+    "clip": (giving(clip=1.0), giving(clip=2.0), "clip is 1.0 on rank 0 and 2.0 on rank 1"),
+    "scaler": (giving(scaler=2.0), giving(scaler=torch.amp.GradScaler("cpu")), "scaler is 2.0"),
     "determinism": (
         careless,
         none,
         "the deterministic-algorithms flag is False on rank 0 and True on rank 1",
     ),
-    "no gradients on one": (none, without_gradients, "switched off here"),
-    "a clip that none takes": (none, giving(clip=lambda: -1.0), "clip is a largest norm above 0, found -1.0"),
     "an optimizer that fails on one stage": (
-        giving(optimizer=lambda: fails_on_one_stage),
-        giving(optimizer=lambda: fails_on_one_stage),
+        giving(optimizer=fails_on_one_stage),
+        giving(optimizer=fails_on_one_stage),
         "RuntimeError: c.weight is not for me",
     ),
 }
-
-
-def fails_on_one_stage(named):
-    if named[-1][0] == "c.bias" and named[0][0] != "a.weight":
-        raise RuntimeError("c.weight is not for me")
-    return sgd(named)
