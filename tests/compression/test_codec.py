@@ -29,14 +29,6 @@ DTYPES = sorted(DTYPE_NUMBERS, key=str)
 pytestmark = pytest.mark.filterwarnings("ignore:B?Complex.* support is experimental")
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_every_dtype_comes_back(codec: str) -> None:
-    for place, dtype in enumerate(DTYPES):
-        for size in (0, 1, (4095, 4096, 4097)[place % 3]):
-            tensor = laid_out(dtype, [size], [1], first=place % 3, density=0.3)
-            assert_same(decode(encode(tensor, codec)), tensor)
-
-
 @st.composite
 def nested(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     """Sizes and strides in any order, with gaps, repeated elements, and any stride where the size is 1."""
@@ -79,7 +71,10 @@ def test_every_geometry_comes_back_unless_it_overlaps(
     """Of every dtype, and by every codec in turn."""
     codecs, overlaps = sorted(CODECS), spread(*layout)
     for place, dtype in enumerate(DTYPES):
-        tensor, codec = laid_out(dtype, *layout, first=first, density=density, seed=seed), codecs[place % 8]
+        tensor, codec = (
+            laid_out(dtype, *layout, first=first, density=density, seed=seed),
+            codecs[(place + seed) % 8],
+        )
         frame = encode(tensor, codec)
         assert frame.numel() <= tensor.nbytes + header_bytes(tensor.dim())
         back = decoded(frame)
@@ -89,16 +84,6 @@ def test_every_geometry_comes_back_unless_it_overlaps(
         else:
             assert_same(back, tensor)
         assert torch.equal(encode(tensor, codec), frame)
-
-
-def test_geometries_that_training_makes() -> None:
-    x = torch.relu(torch.randn(4, 6, 10, 12))
-    y, interleaved = x.to(memory_format=torch.channels_last), laid_out(torch.float32, [2, 3], [3, 2])
-    strided = x, y, y[:, :3], x.transpose(1, 2), x[1:, 1:, 1:, 1:], x[..., ::2], x[:, :1].expand(4, 6, 10, 12)
-    others = torch.tensor(3.0), torch.ones(1).expand(1000), torch.empty(3, 0, 2), x[:0], interleaved
-    for codec in CODECS:
-        for tensor in (*strided, *others):
-            assert_same(decode(encode(tensor, codec)), tensor)
 
 
 def test_a_raw_bool_is_zero_or_one() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from exponent_twin import BLOCK, decode, encode
+from exponent_twin import BLOCK, encode
 from guarded import guarded
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -104,13 +104,12 @@ def of_every_kind(law):
 def test_kernels_write_what_their_twin_writes_and_read_it(
     kernels: ExponentKernels, kind: str, num_groups: int, seed: int, rarest: bool
 ) -> None:
-    """Escapes few or all over, in cache or past it, last block whole or not; and the twin reads it back."""
+    """Escapes few or all over, in cache or past it, last block whole or not."""
     for place, (bits, plan) in enumerate((bits, plan) for bits in DTYPES for plan in PLANS):
         words = memory(floats(64 * num_groups, bits, kind, seed))
         section, stream = plan_of(words, plan, rarest), (seed + place) % 2 == 1
         twin = memory(encode(words, section))
         np.testing.assert_array_equal(pack_words(kernels, words, section, stream=stream), twin)
-        np.testing.assert_array_equal(decode(twin, len(words), bits), words)
         np.testing.assert_array_equal(unpack_words(kernels, twin, len(words), bits, stream=stream), words)
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from gpu import case, tensors
-from gpus import INTERPRETED, assert_law, compile_all, moved, no_waiting, run_interpreted
+from gpus import INTERPRETED, assert_law, compile_all, moved, run_interpreted
 from guarded import guarded
 from tensors import decoded, laid_out
 from torch import Tensor
@@ -266,27 +264,6 @@ def test_packing_says_what_it_cannot_take(device: str) -> None:
         gpu.encode(tensor, "nothing")
 
 
-def test_nothing_waits(device: str) -> None:
-    tensor = torch.relu(torch.randn(30, 400)).to(device)
-    mask = bitmap(tensor != 0)
-    index = (torch.arange(9000) % 9).to(device)
-    buffer, other, third = room_of(tensor), room_of(tensor), room_of(index)
-    header, start = read_header(encode(tensor.cpu())), header_bytes(2)
-    out = torch.empty(tensor.shape, dtype=torch.int32, device=device)
-    for strict in (False, True):  # the first time kernels are compiled and loaded
-        with no_waiting(device) if strict else nullcontext():
-            packed = gpu.pack_on_device(tensor, buffer)
-            masked = gpu.pack_on_device(tensor, other, mask=mask)
-            narrow = gpu.pack_on_device(index, third, codec="narrow")
-            error = gpu.unpack_on_device(header, buffer[start : start + header.payload_bytes], out)
-        assert int(packed.num_bytes) == header.payload_bytes
-        assert not bool(packed.raw)
-        assert not int(error)
-        assert torch.equal(out, tensor.view(torch.int32))
-        assert int(masked.num_bytes) == 4 * int((tensor != 0).sum())
-        assert int(narrow.num_bytes) == 64 + 64 * 71  # 1,125 rows of 4 bits in rows of 64
-
-
 KERNELS = {
     "gpu_zero_value": "count_words count_bits decide decide_masked compact expand checksum",
     "gpu_narrow": "range_of_words decide_narrow pack_rows unpack_rows",
@@ -309,19 +286,6 @@ def test_kernels_compile_where_there_is_no_gpu(
         own = types | ({"bitmap": "*i64"} if name == "checksum" else {})
         words = getattr(loops, "SIGNED" if name == "range_of_words" else "UNSIGNED", {32: None})[32]
         compile_all(module, [name], own, constants | {"WORD": words})
-
-
-@pytest.mark.slow
-def test_every_route_of_the_bench_brings_back_its_words(device: str) -> None:
-    dtypes = ["float32", "bfloat16", "int64", "bool"]
-    for tensor, codec, _ in tensors(dtypes, [1 << 13], [0, 0.5, 1], device):
-        one = case(tensor, codec, None)
-        assert len(one.routes) == (5 if codec == "zero_value" else 3)
-        for route, call in one.routes.items():
-            one.out.copy_(one.words if route.startswith("pack") else torch.ones_like(one.words))
-            call()
-            assert torch.equal(one.out, one.words), route
-        assert all(one.moved_bytes[route] >= one.least_bytes[route] for route in one.routes)
 
 
 def test_without_triton_there_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from gpus import INTERPRETED, assert_law, compile_all, no_waiting
+from gpus import INTERPRETED, assert_law, compile_all
 from guarded import guarded
 from torch import Tensor
 
@@ -245,21 +245,3 @@ def test_nothing_is_written_behind_a_payload(device: str) -> None:
             frame = gpu.finish(packed, gpu.header_of(values))
             assert torch.equal(frame.cpu(), encode(values, codec))
             assert bool((buffer[len(frame) :] == 85).all())
-
-
-def test_nothing_waits(device: str) -> None:
-    tensor = normal(9000, torch.bfloat16).to(device)
-    mask = payload_of(encode(tensor.relu().cpu()))[: sections(9000).offsets].to(device)
-    buffer = torch.empty(frame_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8, device=device)
-    cases = (tensor, "exponent", None), (tensor.relu(), BOTH, None), (tensor, BOTH, mask)
-    for strict, (values, codec, bitmap) in product((False, True), cases):  # compiled and loaded at first
-        out = torch.empty(9000, dtype=torch.int16, device=device)
-        packed = gpu.pack_on_device(values, buffer, codec=codec, mask=bitmap)
-        frame = gpu.finish(packed, gpu.header_of(values))
-        assert read_header(frame.cpu()).codec == codec
-        header, payload = read_header(frame.cpu()), payload_of(frame).clone()
-        if strict:
-            with no_waiting(device):
-                gpu.pack_on_device(values, buffer, codec=codec, mask=bitmap)
-                gpu.unpack_on_device(header, payload, out, mask=bitmap)
-        assert not int(gpu.unpack_on_device(header, payload, out, mask=bitmap))

@@ -1,5 +1,7 @@
 """Frames as the engine sends them from a GPU: the CPU's bytes, nothing waits, damage shows on the device."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from gpus import moved, no_waiting
@@ -83,12 +85,19 @@ def test_damage_is_told_on_the_device(device):
 
 
 def test_nothing_waits(device):
-    tensor = moved(sparse(64, 100), device)
-    for name in ("raw", "zero_value", "exponent", "zero_value+exponent"):
-        buffer = room(tensor, name, device)
-        with no_waiting(device):
-            packed = gpu_frames.pack(tensor, buffer, name, requires_grad=False)
-        header = gpu_frames.header_of(Work(packed))
-        assert read_header(as_frame(header, buffer)) == header
-        with no_waiting(device):
-            gpu_frames.unpack(header, buffer)
+    dense, mask = torch.randn(90, 100), sent(sparse(90, 100), "zero_value", device)
+    cases = [(dense, name, None) for name in ("raw", "exponent")]
+    cases += [(sparse(90, 100), name, None) for name in ("zero_value", "zero_value+exponent")]
+    cases += [(dense, name, mask) for name in ("zero_value", "zero_value+exponent")]
+    for values, name, bitmap in [*cases, (torch.arange(9000) % 9, "narrow", None)]:
+        tensor, buffer = moved(values, device), room(values, name, device)
+        for strict in (False, True):  # the first time kernels are compiled and loaded
+            with no_waiting(device) if strict else nullcontext():
+                packed = gpu_frames.pack(tensor, buffer, name, requires_grad=False, mask=bitmap)
+            header = gpu_frames.header_of(Work(packed))
+            assert header.codec == name
+            assert read_header(as_frame(header, buffer)) == header
+            with no_waiting(device) if strict else nullcontext():
+                back, error = gpu_frames.unpack(header, buffer, mask=bitmap)
+            assert not int(error)
+            assert bitmap is not None or torch.equal(back, tensor)

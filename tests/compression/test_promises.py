@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from fuzz_promises import limited
 from guarded import guarded
 from small_pipelines import pipeline_of
 from tensors import decoded
@@ -226,6 +228,18 @@ def test_every_codec_writes_what_was_promised_of_it() -> None:
     for tensor in (half, *others):
         for codec in (*CODECS, *LOSSY_CODECS):
             assert read_header(encode(tensor, codec)).codec in written_by(codec)
+
+
+@contextlib.contextmanager
+def limited(num_bytes: int = 2 << 30) -> Iterator[None]:
+    """At most ``num_bytes`` of address space more than now: what torch maps at import is not counted."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (num_pages * resource.getpagesize() + num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def peak() -> int:

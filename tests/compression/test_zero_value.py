@@ -175,20 +175,3 @@ def test_a_part_that_misleads_costs_time_but_no_bytes(codec: ZeroValue) -> None:
     words = random_words(80 * BLOCK, 32, 1)
     words[2 * BLOCK :: 2] = 0  # and the other way round
     assert packed(codec, words)[0].codec == "zero_value"
-
-
-def test_the_checksum_of_a_bitmap_is_that_of_every_bit_in_its_place_and_of_no_offset(
-    codec: ZeroValue,
-) -> None:
-    bitmap = np.zeros(9, np.uint64)
-    found = {codec.bitmap_checksum(at(bitmap), 576)}
-    for word in range(9):
-        for bit in range(64):
-            bitmap[word] = 1 << bit
-            found.add(codec.bitmap_checksum(at(bitmap), 576))
-        bitmap[word] = 0
-    assert len(found) == 9 * 64 + 1
-    mask = mask_of(random_words(5000, 8, 0.5) != 0)
-    before = codec.bitmap_checksum(at(mask), 5000)
-    mask[sections(5000).offsets :] ^= 255
-    assert codec.bitmap_checksum(at(mask), 5000) == before

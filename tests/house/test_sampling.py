@@ -38,17 +38,7 @@ def suite(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: belongs to --all alone\n")
 
     def run(*options):
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "sampling",
-            "-p",
-            "no:cacheprovider",
-            "-rA",
-            *options,
-        ]
+        command = [sys.executable, *"-m pytest -p sampling -p no:cacheprovider -rA".split(), *options]
         surroundings = {"PYTHONPATH": str(SUPPORT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
         done = subprocess.run(
             command, cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=60

@@ -179,19 +179,11 @@ def test_a_stranger_in_the_store_of_torchrun_executes_nothing(when, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    agent = f"--nnodes 2 --master-addr 127.0.0.1 --master-port {port} -m penstock".split()
+    agent = f"-m torch.distributed.run --nnodes 2 --master-addr 127.0.0.1 --master-port {port}".split()
     agents, words = [], JOB.replace(" ranks=2", "").split()
     try:
         for number in range(2):
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--node-rank",
-                str(number),
-                *agent,
-                *words,
-            ]
+            command = [sys.executable, *agent, f"--node-rank={number}", "-m", "penstock", *words]
             with (tmp_path / f"said_{number}").open("w") as file:
                 agents.append(subprocess.Popen(command, cwd=tmp_path, stdout=file, stderr=file))
         if when == "while they train":
@@ -209,16 +201,6 @@ def test_a_stranger_in_the_store_of_torchrun_executes_nothing(when, tmp_path):
         for connection in held:
             connection.close()
     assert not canary.exists()
-
-
-def test_the_bomb_of_these_tests_goes_off_where_it_is_loaded(tmp_path):
-    pickle.loads(pickle.dumps(Bomb(tmp_path / "canary")))
-    assert (tmp_path / "canary").exists()
-
-
-def test_a_stranger_is_seen_where_one_listens():
-    with socket.create_server(("0.0.0.0", 0)) as server:
-        assert ("0.0.0.0", server.getsockname()[1]) in listening([os.getpid()])
 
 
 UNPICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}

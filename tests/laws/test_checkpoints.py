@@ -116,13 +116,6 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused_as_a_state_is(tmp
         assert not differences(pipe.state_dict(), before)
 
 
-def test_a_stream_resumes_on_its_own_schedule_only(tmp_path):
-    interrupted(dataclasses.replace(SMALL, schedule="async_1f1b", clip=None, scheduler=False), tmp_path)
-    pipe, _ = made(SMALL)
-    with pytest.raises(penstock.PlanError, match="goes on with the schedule, weights and cuts"):
-        penstock.load(pipe, tmp_path)
-
-
 def test_a_scheduler_whose_past_is_in_tensors_is_refused_before_it_is_lost(tmp_path, monkeypatch):
     def sequential(optimizer):
         parts = [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.ExponentialLR(optimizer, 0.9)]

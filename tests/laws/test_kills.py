@@ -127,17 +127,6 @@ def test_a_run_that_was_killed_at_any_moment_ends_with_the_same_bits(number, who
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(whole, tmp_path):
-    for turn, kill in enumerate([(0, "U", 4), (0, "index", 2), (0, "evaluation", 4), (0, "tensor", 30)]):
-        later = LATER[turn] if turn else ""
-        codes, said = kills.run(tmp_path, f"{later} hydra.run.dir=run resume=auto", kill=kill)
-        assert codes == [-signal.SIGKILL], said
-        check_what_is_left(tmp_path / "run", whole)
-    goes_on(tmp_path, whole, "stages=2 schedule=gpipe")
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
 def test_checkpoints_by_the_clock_go_on_with_the_same_bits(whole, tmp_path):
     by_time = "checkpoint.every=null checkpoint.minutes=1e-5 hydra.run.dir=run"
     codes, said = kills.run(tmp_path, by_time, kill=(0, "U", 6))

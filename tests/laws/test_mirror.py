@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from zoo import build, cross_entropy
 
-import penstock
 from penstock import PlanError, StageError
 from penstock.pipeline.runtime import ownership
 
@@ -374,18 +373,3 @@ def test_a_failed_step_leaves_a_mirror_that_gives_all_back():
         pipe.step(BATCH, BATCH)
     pipe.close()
     assert all(map(same_bits, before, model.parameters()))
-
-
-def test_a_plan_says_it_and_counts_it():
-    graph = penstock.trace(deep(), (BATCH,))
-    profile = penstock.measure(graph, (BATCH,), repeats=1)
-    plans = [
-        penstock.partition(profile, stages=2, micro_batches=4, parameters_tier=tier)
-        for tier in ("device", "packed")
-    ]
-    assert "parameters packed" in str(plans[1])
-    assert "parameters" not in str(plans[0]).partition("\n")[0]
-    assert [stage.parameters_tier for stage in plans[1].stages] == ["packed", "packed"]
-    one = 64 * 64 * 4  # on a CPU a frame is in the same memory; three layers and two gradients besides
-    for there, away in zip(plans[0].stages, plans[1].stages, strict=True):
-        assert away.memory_bytes - there.memory_bytes == (3 + 2) * one

@@ -73,16 +73,15 @@ def test_a_pipeline_on_a_gpu_has_the_bits_of_the_plain_loop_there(name, schedule
     hold(name, schedule=schedule, **SCHEDULES[schedule])
 
 
-@pytest.mark.parametrize("codec", ["raw", "exponent", "zero_value+exponent", "zero_value+lz4", "auto"])
-def test_whatever_packs_it(codec):
-    hold("gpt_relu", codec=codec)
+CODECS = ("raw", "exponent", "zero_value+exponent", "zero_value+lz4", "auto")
+OTHERS = [("gpt_relu", {"codec": codec}) for codec in CODECS]
+OTHERS += [(name, {"tier": tier}) for name in ("mlp", "gpt_relu", "resnet18") for tier in ("packed", "host")]
 
 
-@pytest.mark.parametrize("tier", ["packed", "host"])
-@pytest.mark.parametrize("name", ["mlp", "gpt_relu", "resnet18"])
-def test_wherever_saved_tensors_wait(name, tier, monkeypatch):
+@pytest.mark.parametrize(("name", "options"), OTHERS, ids=str)
+def test_whatever_packs_it_and_wherever_saved_tensors_wait(name, options, monkeypatch):
     monkeypatch.setattr(stage, "LEAST_SAVED", 1)  # else little of these small models leaves
-    hold(name, tier=tier)
+    hold(name, **options)
 
 
 def test_the_host_waits_for_the_device_only_at_the_end_of_a_step():

@@ -65,47 +65,55 @@ def test_versions_are_those_of_the_papers():
     assert of["double_buffered"] == [[0, 0, 0, 0, 1, 1, 2, 2]] * 3
 
 
-def test_stashed_is_the_rule_of_pipedream():
-    # w_(t+1) = w_t - lr * grad f(w_1 of t - n + 1, .., w_n of t), here n = 2: the first stage is one late
+def course(gradient, steps=8):
+    """(a, b) behind w_(t+1) = w_t - lr * gradient, where it is told t and all a and b up to t."""
     a, b = [0.7], [-0.4]
-    for t, (x, z) in enumerate(DATA):
-        da, db = slope(a[max(0, t - 1)], b[t], x, z)
+    for t in range(steps):
+        da, db = gradient(t, a, b)
         a.append(a[t] - LR * da)
         b.append(b[t] - LR * db)
-    assert close(played("stashed")[0], (a[-1], b[-1]))
+    return a[-1], b[-1]
 
 
-def test_vertical_sync_is_the_rule_of_pipedream():
-    # w_(t+1) = w_t - lr * grad f(w of t - n + 1 on all stages)
-    a, b = [0.7], [-0.4]
-    for t, (x, z) in enumerate(DATA):
-        da, db = slope(a[max(0, t - 1)], b[max(0, t - 1)], x, z)
-        a.append(a[t] - LR * da)
-        b.append(b[t] - LR * db)
-    assert close(played("vertical_sync")[0], (a[-1], b[-1]))
+def mean_of_two(t, a, b):
+    last = max(0, t - 1)
+    slopes = [slope(a[last], b[last], x, z) for x, z in DATA[2 * t : 2 * t + 2]]
+    return [sum(parts) / 2 for parts in zip(*slopes, strict=True)]
 
 
-def test_double_buffered_is_the_rule_of_2bw():
-    # W(t+1) = W(t) - lr * grad f(W(t-1)), f the mean over the micro-batches of a batch
-    a, b = [0.7], [-0.4]
-    for t in range(4):
-        slopes = [slope(a[max(0, t - 1)], b[max(0, t - 1)], x, z) for x, z in DATA[2 * t : 2 * t + 2]]
-        a.append(a[t] - LR * sum(da for da, _ in slopes) / 2)
-        b.append(b[t] - LR * sum(db for _, db in slopes) / 2)
-    assert close(played("double_buffered", micro_batches=2)[0], (a[-1], b[-1]))
-
-
-def test_latest_goes_forward_with_old_weights_and_backward_with_the_newest():
+def newest_in_the_backward(t, a, b):
     # h = a (a x): the outer factor's gradient is a x, made in the forward; the inner one's is a, read anew
-    a, b = [0.7], [-0.4]
-    for t, (x, z) in enumerate(DATA):
-        late = a[max(0, t - 1)]
-        error = 2 * (b[t] * late * late * x - z)
-        a.append(a[t] - LR * error * b[t] * (late * x + a[t] * x))
-        b.append(b[t] - LR * error * late * late * x)
-    found = played("latest", power=2)[0]
-    assert close(found, (a[-1], b[-1]))
-    assert not close(played("stashed", power=2)[0], found)
+    late, x = a[max(0, t - 1)], DATA[t][0]
+    error = 2 * (b[t] * late * late * x - DATA[t][1])
+    return error * b[t] * (late * x + a[t] * x), error * late * late * x
+
+
+# By policy the gradient of an update, here of n = 2 stages: the first is one late.
+RULES = {
+    # PipeDream: f(w_1 of t - n + 1, .., w_n of t), and with vertical sync f(w of t - n + 1 on all stages)
+    "stashed": (lambda t, a, b: slope(a[max(0, t - 1)], b[t], *DATA[t]), {}),
+    "vertical_sync": (lambda t, a, b: slope(a[max(0, t - 1)], b[max(0, t - 1)], *DATA[t]), {}),
+    # 2BW: f(W(t-1)), the mean over the micro-batches of a batch
+    "double_buffered": (mean_of_two, {"micro_batches": 2}),
+    "latest": (newest_in_the_backward, {"power": 2}),
+}
+
+
+@pytest.mark.parametrize("policy", RULES)
+def test_a_policy_is_the_rule_of_its_paper(policy):
+    gradient, settings = RULES[policy]
+    found, _ = played(policy, **settings)
+    assert close(found, course(gradient, len(DATA) // settings.get("micro_batches", 1)))
+    assert policy != "latest" or not close(played("stashed", power=2)[0], found)
+
+
+def test_a_drain_counts_from_zero_again():
+    def gradient(t, a, b):
+        return slope(a[t if t == 4 else max(0, t - 1)], b[t], *DATA[t])  # 4 is number 0 of its stream
+
+    found, seen = played("stashed", drains=(4,))
+    assert close(found, course(gradient))
+    assert [len(part["losses"]) for part in seen] == [4, 4] == [len(part["gradients"]) for part in seen]
 
 
 def test_prediction_is_the_rule_of_spectrain():
@@ -140,18 +148,6 @@ def test_prediction_is_the_rule_of_pipeoptim_for_adam():
             weights.append(weights[t] * (1 - lr * 0.01) - step(which, t + 1))
     found, _ = played("stashed", prediction=True, optimizer=lambda named: torch.optim.AdamW(named, lr=lr))
     assert close(found, (a[-1], b[-1]))
-
-
-def test_a_drain_counts_from_zero_again():
-    a, b = [0.7], [-0.4]
-    for t, (x, z) in enumerate(DATA):
-        first = t if t == 4 else max(0, t - 1)  # micro-batch 4 is number 0 of its stream
-        da, db = slope(a[first], b[t], x, z)
-        a.append(a[t] - LR * da)
-        b.append(b[t] - LR * db)
-    found, seen = played("stashed", drains=(4,))
-    assert close(found, (a[-1], b[-1]))
-    assert [len(part["losses"]) for part in seen] == [4, 4] == [len(part["gradients"]) for part in seen]
 
 
 @pytest.mark.parametrize("policy", ["stashed", "latest", "vertical_sync"])

@@ -113,11 +113,6 @@ def test_a_gradient_that_changes_behind_its_last_backward_is_refused_by_name(ran
     assert all("was summed up over replicas when its last backward had ended it" in one for one in said)
 
 
-def test_a_pipeline_without_replicas_has_no_slices():
-    plan, _ = plan_of(Case(model="mlp", cuts=2))
-    assert pipeline_of(Case(model="mlp", cuts=2), plan, build("mlp")[0]).replicas.slices == {}
-
-
 def test_a_model_with_hooks_behind_the_backward_is_refused_where_stages_have_replicas():
     (plan, _), (model, _) = plan_of(Case(model="mlp", cuts=1, replicas=2)), build("mlp")
     graph = penstock.trace(model, (torch.randn(4, 3, 8, 8),))

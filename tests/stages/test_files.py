@@ -7,21 +7,17 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from reports import PLAN, report
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from penstock import ConfigError
 from penstock.pipeline.run.metrics import Metrics, read_lines
 from penstock.pipeline.run.model_file import keeping, rescuing, save_model
-from penstock.pipeline.run.run_folder import RunFolder
 from penstock.stages.files import refusing, save_json, save_picture, writing
 
 FULL = "No space left on device"
@@ -113,39 +109,6 @@ def test_the_model_file_has_every_name_and_plain_strides(tmp_path):
         assert (loaded[name].dtype, loaded[name].shape) == (weight.dtype, weight.shape)
         assert loaded[name].equal(weight), name
         assert loaded[name].data_ptr() % weight.element_size() == 0
-
-
-SAVE = """
-import os, signal, sys
-import torch
-from pathlib import Path
-from penstock.pipeline.run.model_file import save_model
-
-path = Path(sys.argv[1])
-
-class Weights(dict):
-    def __getitem__(self, name):  # when the one tensor is on the disk and the other is asked for
-        if name == "b" and any(left.stat().st_size > 1 << 20 for left in path.parent.iterdir()):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(name)
-
-save_model(path, Weights(a=torch.ones(1 << 20), b=torch.ones(1 << 20)))
-"""
-
-
-@pytest.mark.slow
-def test_a_kill_while_saving_leaves_nothing_that_opens_as_a_model(tmp_path):
-    folder = RunFolder(path=tmp_path / "run")
-    folder.path.mkdir()
-    saving = [sys.executable, "-c", SAVE, str(folder.model)]
-    ended = subprocess.run(saving, capture_output=True, timeout=120, check=False)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
-    (left,) = folder.path.iterdir()
-    assert left.suffix == ".part"
-    with pytest.raises(SafetensorError):
-        load_file(left)
-    with folder.claim():
-        assert not left.exists()
 
 
 def save_big(path):

@@ -1,4 +1,4 @@
-"""The slow twin of the exponent codec: its payload written and read by numpy, a block at a time."""
+"""The slow twin of the exponent codec: its payload written by numpy, a block at a time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ BLOCK, GROUP = 4096, 64
 
 def to_bits(codes: np.ndarray, k: int) -> bytes:
     return np.packbits((codes[:, None] >> np.arange(k)) & 1, bitorder="little").tobytes()
-
-
-def from_bits(payload: np.ndarray, num: int, k: int) -> np.ndarray:
-    return np.unpackbits(payload[: num * k // 8], bitorder="little").reshape(num, k) @ (1 << np.arange(k))
 
 
 def zeros_to(num_bytes: int, section: bytes) -> bytes:
@@ -53,33 +49,3 @@ def encode(words: np.ndarray, plan: bytes) -> bytes:
     for section in (plan, codes, rest, np.array(ends, "<u8").tobytes()):
         text += zeros_to(len(text), section)
     return text + tail
-
-
-def decode(payload: np.ndarray, num_words: int, bits: int) -> np.ndarray:
-    """The words of a sound payload."""
-    plan, num = payload[:3].tolist(), -(-num_words // GROUP) * GROUP
-    tables = payload[16:64].reshape(3, 16)
-    remainders = -(-(64 + num * plan[0] // 8) // 64) * 64
-    offsets = remainders + num * (bits // 8 - 1)
-    tail = payload[-(-(offsets + 8 * -(-num_words // BLOCK)) // 64) * 64 :]
-    exponents = np.empty(num, np.uint8)
-    for first in range(0, num, BLOCK):
-        here, at = min(BLOCK, num - first), 8
-        counts = tail[:8].view("<u2")
-        levels = [from_bits(payload[64 + first * plan[0] // 8 :], here, plan[0])]
-        for count, k in zip(counts[:2], plan[1:], strict=True):
-            levels.append(from_bits(tail[at:], -(-int(count) // GROUP) * GROUP, k)[:count])
-            at += -(-int(count) // GROUP) * GROUP * k // 8
-        left = tail[at : at + int(counts[2])]
-        for table, codes, k in zip(tables[::-1], levels[::-1], plan[::-1], strict=True):
-            known = table[codes]
-            known[codes == (1 << k) - 1] = left
-            left = known
-        exponents[first : first + here] = left
-        tail = tail[at + int(counts[2]) :]
-    groups = payload[remainders:offsets].reshape(-1, GROUP * (bits // 8 - 1))
-    turned = groups[:, -GROUP:].reshape(-1).astype(np.uint32) | exponents.astype(np.uint32) << 8
-    if bits == 32:
-        turned = turned << 16 | np.ascontiguousarray(groups[:, :-GROUP]).view("<u2").reshape(-1)
-    words = (turned >> 1 | (turned & 1) << (bits - 1)).astype(f"u{bits // 8}")
-    return words[:num_words]

@@ -67,11 +67,10 @@ class LateWork(Work):
 
 
 class Past(Work):
-    """A point that the computing has reached; ``computed``: whether that is so."""
+    """A point that the computing has reached."""
 
-    def __init__(self, *, computed=True):
+    def __init__(self):
         super().__init__(None)
-        self.computed = computed
 
     def over(self):
         """Nothing to wait for."""
@@ -84,7 +83,7 @@ class LateStream(Stream):
         self._device, self._worker = device, Worker("late-stream", depth=1 << 20)
 
     def submit(self, task, *, after=(), reads=()):
-        behind = any(isinstance(other, Past) and other.computed for other in after)
+        behind = any(isinstance(other, Past) for other in after)
         assert behind or not reads, "what was computed is read behind the point that computing has reached"
         work = LateWork(self._device)
         self._device.submitted.append(work)

@@ -13,25 +13,7 @@ from penstock.compression.names import CODEC_NAMES
 
 MOST_FRAME_BYTES = 1 << 16
 # What lengths, sizes and offsets are off by one, or absurd, at.
-_NUMBERS = (
-    0,
-    1,
-    2,
-    7,
-    8,
-    63,
-    64,
-    65,
-    255,
-    4095,
-    4096,
-    4097,
-    1 << 31,
-    1 << 32,
-    1 << 60,
-    1 << 63,
-    (1 << 64) - 1,
-)
+_NUMBERS = (0, 1, 2, 7, 8, 63, 64, 65, 255, 4095, 4096, 4097, 2**31, 2**32, 2**60, 2**63, 2**64 - 1)
 
 
 def seal(frame: bytearray) -> None:

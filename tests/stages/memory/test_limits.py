@@ -101,17 +101,6 @@ def test_nothing_leaves_that_need_not(held):
     assert 5 * MIB <= some.tiers.disk.peak <= 15 * MIB
 
 
-def test_while_there_is_room_nobody_looks_for_what_may_leave(held):
-    one, looked = held(100 * MIB), []
-    far = one.thread._far
-    vars(one.thread)["_far"] = lambda *what: looked.append(what) or far(*what)
-    one.gradient(waits=True)
-    assert looked == []
-    one.tiers.fix(100 * MIB)
-    one.gradient(waits=True)
-    assert looked
-
-
 def test_what_is_read_last_leaves_first(held):
     one = held(40 * MIB)
     _, _graph = one.forward(waits=True)

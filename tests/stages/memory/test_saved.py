@@ -13,23 +13,15 @@ from penstock.compression.codec import buffer_bytes, decode, pack_into
 from penstock.compression.errors import CodecError, StageError
 from penstock.compression.frame import MASKED, read_header, write_header
 from penstock.compression.pool import Frame, Pool
-from penstock.stages.memory.saved import NoOffload, SavedActivations
+from penstock.stages.memory.copy_stream import CopyStream
+from penstock.stages.memory.saved_storage import SavedStorage
 from penstock.stages.memory.store import Store
 
 
 def net():
     torch.manual_seed(1)
-    return Net(
-        nn.Sequential(
-            nn.Conv2d(3, 8, 3),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(8, 8, 3),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(200, 9),
-        )
-    )
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten()
+    return Net(nn.Sequential(*layers, nn.Linear(200, 9)))
 
 
 def busy(worker):
@@ -199,19 +191,6 @@ def test_what_was_used_meanwhile_is_not_brought_back_again(saver):
     assert saved.num_unpacks == saved.num_packs > 0
 
 
-def test_what_the_thread_raises_is_raised_once_by_who_waits(saver):
-    class Full(Store):
-        def put(self, key, frame):
-            raise OSError("no space left")
-
-    model = net()
-    saved = saver(model, store=Full())
-    _graph = forward(model, saved, batches(1)[0])
-    with pytest.raises(OSError, match="no space left"):
-        saved.wait()
-    saved._packer.check()
-
-
 def test_a_failed_step_leaves_nothing(saver):
     model, store = net(), Store()
     saved = saver(model, store=store)
@@ -241,11 +220,11 @@ def test_a_frame_that_was_damaged_in_the_store_is_told(saver):
         saved.wait()
 
 
-def test_no_offload_has_every_method_of_saved_activations():
-    def public(kind):
-        return {name for name in dir(kind) if not name.startswith("_")}
-
-    assert public(SavedActivations) <= public(NoOffload)
+def test_a_way_that_no_saved_storage_goes_is_refused():
+    storage = SavedStorage(torch.ones(8), stream=CopyStream(), previous=lambda: None)
+    assert storage.transition("dropped")
+    with pytest.raises(StageError, match=r"that is dropped goes to .*, found away"):
+        storage.transition("away")
 
 
 @pytest.mark.parametrize("filled", [False, True])
@@ -318,25 +297,3 @@ def test_a_slow_store_stops_no_packing_and_gets_nothing_that_is_wanted_or_droppe
         assert saved.num_unpacks <= 1 or what == "left"
     saved.drop(0)
     assert (store.num_bytes, store._frames) == (0, {})
-
-
-def test_storages_are_known_by_the_layer_that_reads_them_first(saver):
-    model = net()
-    saved = saver(model)
-    with saved.forward(0, {}):
-        _graph = model.run(batches(1)[0], saved)
-    run = saved._micro_batches[0]
-    # A layer's result is saved by itself (ReLU) or by the next one; the pool saves its indices too.
-    assert sorted(run.first_read(storage) for storage in run.alive()) == [0, 2, 2, 3, 6]
-
-
-def test_layers_are_told_in_order_and_inside_of_a_forward(saver):
-    model = net()
-    saved = saver(model)
-    first, second = model.layers[:2]
-    with pytest.raises(AssertionError, match="inside of a forward"):
-        saved.layer_done(None, first)
-    with saved.forward(0, {}):
-        saved.layer_done(None, first)
-        with pytest.raises(AssertionError, match="in the order"):
-            saved.layer_done(second, None)

@@ -5,8 +5,6 @@ import gc
 import mmap
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,23 +88,6 @@ def test_a_folder_that_takes_no_file_is_refused_by_name(tmp_path):
     for folder, found in ((tmp_path / "nowhere", "nowhere"), (tmp_path / "file", "file")):
         with pytest.raises(ConfigError, match=f"found .*/{found} .Not a directory.*memory.path="):
             Slab(folder)
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_leaves_nothing(tmp_path):
-    program = (
-        "import os, signal, sys\nfrom pathlib import Path\n"
-        "from penstock.stages.memory.disk import Disk\nfrom penstock.stages.memory.room import DiskOptions\n"
-        "from penstock.compression.pool import Frame, Pool\n"
-        "disk, pool = Disk(DiskOptions(path=sys.argv[1])), Pool()\n"
-        "disk.write(Frame(pool.take(5_000_000), 5_000_000, pool))\n"
-        "disk.drain()\nassert disk.bytes_written >= 5_000_000\n"
-        "assert list(Path(sys.argv[1]).iterdir()) == []\n"  # no name: the system frees it with the process
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=120, check=False)
-    assert done.returncode == -9
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_system_refuses_is_one_sentence_with_the_frame_the_folder_and_the_remedy():

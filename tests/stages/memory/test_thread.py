@@ -10,8 +10,6 @@ from torch import nn
 from penstock.compression.codec import buffer_bytes, pack_into
 from penstock.compression.errors import ConfigError
 from penstock.compression.pool import Frame, Pool
-from penstock.pipeline.schedules.instruction import Op
-from penstock.pipeline.schedules.one_f_one_b import one_f_one_b
 from penstock.stages.memory.options import MemoryOptions
 from penstock.stages.memory.store import Store
 from penstock.stages.memory.thread import MemoryThread
@@ -208,20 +206,6 @@ def test_a_slow_store_makes_the_next_forward_wait_and_nothing_is_lost(saver):
     out.sum().backward()
 
 
-def test_a_program_is_laid_out_once_and_anew_where_it_changed():
-    thread, program = MemoryThread(num_layers={0: 3}), [*PROGRAM]
-    thread.begin(program)
-    first = thread._timeline
-    thread.at(1)
-    thread.begin([*PROGRAM])
-    assert thread._timeline is first
-    assert (thread._start, thread._now) == (0, 0)
-    program.append(Pass(0, 1))
-    thread.begin(program)
-    assert [thread._timeline.start(number) for number in range(3)] == [0, 3, 6]
-    thread.close()
-
-
 def test_what_the_thread_raises_ends_the_step(made):
     net = deep()
     saved, thread = made(net)
@@ -293,15 +277,3 @@ def test_what_no_pass_of_the_program_reads_is_never_read():
     assert line.next_reading(0, 0, 10) == NEVER
     assert line.next_reading(0, 1, 0) == NEVER
     assert Timeline().next_reading(0, 0, 0) == NEVER
-
-
-def test_every_backward_of_a_schedule_comes_behind_its_forward():
-    for program in one_f_one_b([[0], [1]], 4):
-        passes = [Pass(i.stage, i.micro_batch, i.op in (Op.B, Op.I, Op.W)) for i in program]
-        line = Timeline(passes, {0: 5, 1: 4})
-        for number, one in enumerate(passes):
-            if one.reads or one.micro_batch is None:
-                continue
-            start = line.next_reading(one.stage, one.micro_batch, line.start(number))
-            back = passes.index(Pass(one.stage, one.micro_batch, reads=True))
-            assert start == line.start(back) > line.start(number)

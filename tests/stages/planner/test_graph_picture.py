@@ -1,8 +1,6 @@
 """What the picture of the dependencies holds: every layer in a box, three styles of arrows, and no more boxes
 than a page takes."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
@@ -11,8 +9,7 @@ from torch import nn
 from zoo import build
 
 from penstock.stages.planner.graph_drawing import MOST_BOXES, Arrow, drawing
-from penstock.stages.planner.graph_picture import STYLES, draw, figure
-from penstock.stages.planner.graph_routes import HIGH, PITCH, WIDE, columns, route
+from penstock.stages.planner.graph_picture import draw, figure
 from penstock.stages.planner.layer_dependencies import dependencies
 
 
@@ -73,23 +70,3 @@ def test_the_figure_draws_all_of_it_in_three_styles(residual, tmp_path):
     assert {p.get_linestyle() for p in arrows} == {"solid", "dashed", "dotted"}
     draw(tmp_path / "graph.png", residual, stages, title="a network")
     assert (tmp_path / "graph.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_stages_begin_columns_and_long_ones_take_several():
-    assert columns([0, 0, 1]) == [(0.0, 0.0), (0.0, -1.0), (PITCH, 0.0)]
-    places = columns([0] * 40 + [1])
-    assert (places[19:21], places[40]) == ([(0.0, -19.0), (PITCH, 0.0)], (2 * PITCH, 0.0))
-    assert len(set(places)) == 41
-
-
-def test_arrows_end_at_the_edge_of_their_box_and_go_round_the_others():
-    places = [*columns([0] * 4), (PITCH, 0.0)]
-    for style in STYLES:
-        for box, (x, y) in enumerate(places[1:], start=1):
-            points = route(Arrow(style, 0, box), places, [(-0.45, -0.5)])
-            end = points[-1]
-            assert (abs(abs(end[1] - y) - HIGH) < 1e-9) or (abs(abs(end[0] - x) - WIDE) < 1e-9)
-            for (ax, ay), (bx, by) in pairwise(points):
-                assert ax == bx or ay == by
-                between = [p for p in places if min(ay, by) < p[1] < max(ay, by)]
-                assert not any(abs(ax - px) < WIDE for px, _ in between)

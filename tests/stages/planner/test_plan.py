@@ -1,5 +1,4 @@
 import dataclasses
-import itertools
 import json
 
 import pytest
@@ -8,9 +7,8 @@ from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 
 from penstock.compression.errors import PlanError
-from penstock.compression.names import CODEC_NAMES
 from penstock.stages.planner.asked import Asked
-from penstock.stages.planner.plan import TIERS, Plan
+from penstock.stages.planner.plan import Plan
 from penstock.stages.planner.plan_picture import figure
 from penstock.stages.planner.plan_stage import PlanStage
 
@@ -45,53 +43,14 @@ PLAN = Plan(
     link=1e9,
 )
 
-names = st.text(min_size=1, max_size=8)
-amounts = st.integers(0, 2**70)
-seconds = st.floats(0, 1e300, allow_nan=False)
 
-
-codecs = st.dictionaries(names, st.sampled_from(CODEC_NAMES), max_size=2)
-STAGES = st.fixed_dictionaries(
-    {
-        "parameters": st.lists(names, max_size=3).map(tuple),
-        "device": st.sampled_from([None, "cpu", "cuda", "cuda:3"]),
-        **dict.fromkeys(("num_parameters", "memory_bytes", "bytes_forward", "bytes_backward"), amounts),
-        **dict.fromkeys(("forward_seconds", "backward_seconds"), seconds),
-        **dict.fromkeys(("tier", "weights_tier", "parameters_tier"), st.sampled_from(TIERS)),
-        **dict.fromkeys(("codecs", "gradient_codecs"), codecs),
-    }
-)
-
-
-@st.composite
-def plans(draw):
-    layers = iter(draw(st.lists(names, min_size=6, max_size=12, unique=True)))
-    decided = draw(st.lists(STAGES, min_size=1, max_size=5))
-    ranks = [0, *itertools.accumulate(draw(st.integers(0, 1)) for _ in decided[1:])]
-    stages = tuple(
-        PlanStage(layers=tuple(itertools.islice(layers, 1 + (number == 0))), ranks=(rank,), **one)
-        for number, (rank, one) in enumerate(zip(ranks, decided, strict=True))
-    )
-    return Plan(
-        stages=stages,
-        schedule=draw(names),
-        micro_batches=draw(st.integers(1, 100)),
-        extra_in_flight=draw(st.integers(0, 3)),
-        codec=draw(names),
-        fingerprint=draw(st.text(max_size=8)),
-        input_shapes=tuple(map(tuple, draw(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=3)))),
-        input_dtypes=tuple(draw(st.lists(names, max_size=3))),
-        memory=draw(st.none() | st.integers(1, 2**60)),
-        link=draw(st.none() | st.floats(1e-3, 1e15)),
-    )
-
-
-@given(plan=plans())
-def test_a_plan_comes_back_as_it_was_saved(tmp_path_factory, plan):
-    path = tmp_path_factory.getbasetemp() / "round_trip.json"
-    plan.save(path)
-    assert Plan.load(path) == plan
-    assert json.loads(path.read_text(encoding="utf-8"))["penstock_plan"] == 2
+def test_a_plan_comes_back_as_it_was_saved(tmp_path):
+    away = {"tier": "packed", "weights_tier": "host", "parameters_tier": "disk", "device": "cuda:3"}
+    one = stage_of("größe", codecs={"relu": "raw"}, gradient_codecs={"": "fp8"}, **away)
+    other = stage_of("b", num_parameters=2**70, forward_seconds=1e300, ranks=(1,))
+    for plan in (PLAN, dataclasses.replace(PLAN, stages=(one, other), memory=None, link=1e-3)):
+        plan.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json") == plan
 
 
 def test_a_plan_remembers_which_cuts_were_asked_for(tmp_path):
@@ -207,19 +166,6 @@ def test_no_other_key_is_taken(tmp_path, where):
     added = changed(PLAN_JSON, (*where, "pickle"), lambda inner, key: inner.__setitem__(key, 1))
     with pytest.raises(PlanError, match='unknown key "pickle"'):
         load_text(tmp_path, json.dumps(added))
-
-
-@given(st.data())
-def test_damaged_text_is_refused_or_read(tmp_path_factory, data):
-    raw = bytearray(json.dumps(PLAN_JSON).encode())
-    for _ in range(data.draw(st.integers(1, 4))):
-        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-    path = tmp_path_factory.getbasetemp() / "damaged.json"
-    path.write_bytes(raw[: data.draw(st.integers(0, len(raw)))])
-    try:
-        Plan.load(path)
-    except PlanError:
-        pass
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,9 @@ import collections
 import contextlib
 import gc
 
-import law
 import pytest
 import torch
 from believing import believing
-from cases import Case, parameters
 from reference import same_bits
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
@@ -28,21 +26,6 @@ def same(a, b):
         return a is b
     layouts = [(t.stride(), t.is_conj()) for t in (a, b)]
     return layouts[0] == layouts[1] and same_bits(a.resolve_conj(), b.resolve_conj())
-
-
-CASES = [
-    Case(model="mlp", cuts="every", weights_first=True),
-    Case(model="gated", cuts="every", tier="packed", weights_first=True, steps=1),
-    Case(model="tied", cuts=3, tier="packed", weights_first=True),
-    Case(model="gpt_relu", cuts=2, weights_first=True, autocast=torch.bfloat16, steps=1),
-    Case(model="residual", cuts=2, weights_first=True, steps=1, micro_batches=2),
-]
-
-
-@pytest.mark.parametrize("case", parameters(CASES))
-def test_gradients_that_are_written_over_without_a_trial_have_the_bits_of_the_plain_loop(case, monkeypatch):
-    monkeypatch.setattr(law, "Reuse", lambda least: believing())
-    assert law.differences(case) == []
 
 
 class Piece:

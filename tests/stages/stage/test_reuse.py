@@ -74,15 +74,6 @@ def test_a_product_by_rows_has_the_bits_of_the_whole(rows, shape):
     assert (len(reuse.verdicts), num_reused) == (tried, tried and reuse.verdicts.popitem()[1])
 
 
-@pytest.mark.parametrize("num_rows", [1, 63, 64, 65, 1024, 1025, 5000])
-def test_blocks_are_all_the_rows_and_none_is_small(num_rows):
-    blocks = list(reusing._blocks(num_rows))
-    assert [row for begin, end in blocks for row in range(begin, end)] == list(range(num_rows))
-    assert all(begin % 64 == 0 for begin, _ in blocks)
-    assert len(blocks) == 1 or min(end - begin for begin, end in blocks) >= 64
-    assert len(blocks) <= 16
-
-
 def test_what_differs_is_not_written_over_again(monkeypatch):
     torch.manual_seed(0)
     layers, x = (nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh()), torch.randn(128, 64)

@@ -104,11 +104,8 @@ class Net(nn.Module):
         self.shared = {"k": 2.0}  # which only the part reads
         self.part = Table(self.shared)
         self.kept, self.zero, self.parameter = 2.0, 0.0, nn.Parameter(torch.ones(8))
-        self.space, self.array, self.number = (
-            argparse.Namespace(s=2.0),
-            array.array("d", [2.0]),
-            ctypes.c_double(2),
-        )
+        self.space, self.array = argparse.Namespace(s=2.0), array.array("d", [2.0])
+        self.number = ctypes.c_double(2)
         self.things, self.hidden, self.UNREAD = [Thing()], [Factor()], 2
 
     def between(self, x):

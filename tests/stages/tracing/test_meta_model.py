@@ -6,14 +6,13 @@ import dataclasses
 import numpy
 import pytest
 import torch
+from cases import LARGE
 from torch import nn
 from torch.nn import functional as F
-from zoo import DAGS, ZOO, build
+from zoo import ZOO, build
 
 import penstock
 
-LARGE = {"resnet18", "resnet18_channels_last", "mobilenet", "squeezenet", "densenet"}
-LARGE |= {*DAGS[1:]}
 SCALE = torch.tensor(2.0)
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

@@ -81,11 +81,6 @@ def other_order(self, x):
     return self.end(z + y)
 
 
-def shared_in_training_only(self, x):
-    y = self.a(x)
-    return self.end(self.b(y)) + self.end(torch.tanh(y)) if self.training else self.end(self.b(y))
-
-
 def with_plain_tensors(self, x):
     return self.end(self.b(self.a(x)) + torch.arange(20.0) * torch.tensor([2.0]) + self.plain)
 
@@ -164,7 +159,7 @@ def first_of_two(outputs, targets):
 
 WORDS = torch.randint(9, (2, 11), generator=torch.Generator().manual_seed(0)).unbind()
 FORWARDS = [scatters, reads_alias, slices_shape, other_order]
-FORWARDS += [shared_in_training_only, with_plain_tensors, without_gradients_at_times, casts_inside]
+FORWARDS += [with_plain_tensors, without_gradients_at_times, casts_inside]
 ODD = {forward.__name__: (of(forward), {}) for forward in FORWARDS} | {
     "bakes_a_buffer": (of(bakes_a_buffer), {"evaluates": False}),  # an evaluation would write, too
     "counts_its_calls": (of(counts_its_calls), {"evaluates": False}),

@@ -41,13 +41,6 @@ def test_no_more_versions_live_than_micro_batches_need(policy, prediction):
     assert [weights.num_bytes for weights in chain.weights] == [0] * NUM_STAGES
 
 
-def test_in_steady_state_a_stage_keeps_a_version_for_each_stage_behind_it():
-    for policy, expected in (("stashed", [4, 3, 2, 1]), ("vertical_sync", [4, 4, 4, 4]), ("latest", [1] * 4)):
-        chain = Chain(policy)
-        chain.run(batches_of())
-        assert [chain.live[s, 8][0] for s in range(NUM_STAGES)] == expected
-
-
 @pytest.mark.parametrize("tier", ["packed", "host"])
 def test_idle_versions_take_fewer_bytes_packed(tier):
     loose, packed = Chain("stashed"), Chain("stashed", tier=tier)
