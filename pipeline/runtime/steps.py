@@ -43,7 +43,7 @@ class Steps:
         self.stage_of = {"train": stage_of}
         self.refusal = ""
         try:
-            self.stage_of["eval"] = follow(graph.train, stage_of, graph.eval)
+            self.stage_of["eval"] = follow(graph, stage_of, num_stages=plan.num_stages)
         except PlanError as error:  # training does not need it
             self.refusal = str(error)
         self.known: dict[object, Planned] = {}

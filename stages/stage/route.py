@@ -7,13 +7,14 @@ other bits)."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import fx
 
 from ...compression.errors import PlanError
+from ..tracing.layer_graph import LayerGraph
 from ..tracing.layers import Layer, Traced, is_local
 from ..tracing.probe import Probe
 
@@ -183,31 +184,51 @@ def stage_of_layers(traced: Traced, cuts: Sequence[str]) -> list[int]:
     return stages
 
 
-def follow(train: Traced, stage_of: Sequence[int], evaluation: Traced) -> list[int]:
+def follow(graph: LayerGraph, stage_of: Sequence[int], *, num_stages: int) -> list[int]:
     """The stage of every layer of the eval trace, which may hold other layers than the train trace.
 
-    Parameters, and modules that are not wholly tied, stay on the stage that trains them; all others run as
-    early as their arguments and the layers before them allow (earlier, an in-place layer could overtake a
-    reader)."""
-    if [layer.name for layer in train.layers] == [layer.name for layer in evaluation.layers]:
+    Parameters, modules that are not wholly tied, and what reads a buffer that training writes stay on the
+    stage that trains or writes them; all others run as early as their arguments and the layers before them
+    allow (earlier, an in-place layer could overtake a reader)."""
+    train, evaluation, names = graph.train, graph.eval, [layer.name for layer in graph.eval.layers]
+    if [layer.name for layer in train.layers] == names:
         return list(stage_of)
     home: dict[object, int] = {}
     for layer, stage in zip(train.layers, stage_of, strict=True):
-        if layer.holds:
-            home.setdefault(layer.node.target, stage)
+        for part in _held(layer, graph.written):
+            home.setdefault(part, stage)
     stages: list[int] = []
     place: dict[fx.Node, int] = {}
     earliest = 0
     for layer in evaluation.layers:
         # a tied parameter waits on the stage that trains it, which may be one behind
         possible = max((earliest, *(place[node] for node in reads(layer) if node in place)))
-        stage = place[layer.node] = home.get(layer.node.target, possible) if layer.holds else possible
+        homes = [home[part] for part in _held(layer, graph.written) if part in home]
+        stage = place[layer.node] = max(homes, default=possible)
         if layer.node.op != "get_attr":  # a parameter has no arguments and may wait for its first reader
-            if stage < possible:
-                raise PlanError(
-                    f"the model takes another way in eval mode: layer {layer.name} is held by stage {stage} "
-                    f"and comes after layers of stage {possible}; cut elsewhere"
-                )
+            if min(homes, default=possible) < max(stage, possible):
+                _refuse(f"layer {layer.name}", min(homes), max(stage, possible))
             earliest = stage
         stages.append(stage)
+    for part in _written(evaluation.output, graph.written):
+        if home.get(part, num_stages - 1) < num_stages - 1:
+            _refuse(f"the output, {part},", home[part], num_stages - 1)
     return stages
+
+
+def _held(layer: Layer, written: Collection[str]) -> list[object]:
+    return [*([layer.node.target] if layer.holds else []), *_written(layer.node, written)]
+
+
+def _written(node: fx.Node, written: Collection[str]) -> list[str]:
+    """The buffers that training writes to, of those that a node reads or the module it calls holds."""
+    read = {str(source.target) for source in node.all_input_nodes if is_local(source)}
+    inside = f"{node.target}." if node.op == "call_module" else None
+    return [name for name in written if name in read or (inside and name.startswith(inside))]
+
+
+def _refuse(what: str, stage: int, behind: int) -> NoReturn:
+    raise PlanError(
+        f"the model takes another way in eval mode: {what} needs what stage {stage} holds and comes after "
+        f"layers of stage {behind}; cut elsewhere"
+    )

@@ -80,6 +80,8 @@ REGRESSIONS = [
     # What two stages hold: tied in training alone, frozen in both; a load must reach all of it.
     Case(model="TiedInTraining", cuts=["add"], world="processes", resume="state", evaluates=True),
     Case(model="FrozenTwice", cuts=["add"], world="processes", resume="state", evaluates=True),
+    # An evaluation read, on another rank than writes to it, a buffer as it was in the beginning.
+    Case(model="Unsaved", cuts=["relu"], ranks=2, world="processes", evaluates=True),
     # Parameters under several names are there for all their readers.
     Case(model="GoesOnAsItIs", cuts=1, parameters_tier="packed", far=True),
     # What no state_dict has, or a file says badly, on another cut than it was saved on.
