@@ -198,7 +198,8 @@ def write_plan(payload, state, book, BITS: tl.constexpr):
 def write_block(words, state, book, payload, ends, BITS: tl.constexpr):
     """A block's codes of level 1, its remainders, where its tail ends, and the plain escapes in that."""
     block = tl.program_id(0).to(tl.int64)
-    number, (k1, k2, k3) = tl.load(state + NUMBER), plan_of(state)
+    number = tl.load(state + NUMBER)
+    k1, k2, k3 = plan_of(state)
     _, remainders, offsets, _, tail = sections_of(number, k1, BITS)
     x, rank = ranks_of(words, book, number, BITS)
     at = block * BLOCK

@@ -64,7 +64,7 @@ def test_a_sample_decides_for_raw_as_on_the_cpu(device: str) -> None:
     head, num_samples = min(whole // 32, 32), min(whole // 32, 16)
     sample = [(2 * i + 1) * whole // (2 * num_samples) for i in range(num_samples)]
     codecs = []
-    for dense in ([*range(head), *sample[1:]], sample, [*range(head), *sample]):
+    for dense in ([*range(head), *sample[num_samples // 2 :]], sample, [*range(head), *sample]):
         words = torch.zeros(whole * BLOCK + 99, dtype=torch.uint8)
         words[: whole * BLOCK].view(whole, BLOCK)[dense] = 7
         frame = gpu.encode(words.to(device)).cpu()
@@ -90,6 +90,8 @@ def test_every_geometry(dtype: torch.dtype, device: str) -> None:
 
 def test_what_is_not_yet_carried_out(device: str) -> None:
     source = laid_out(torch.complex64, [30, 40], [1, 30])
+    parts = torch.view_as_real(source)
+    parts[parts.isnan()] = 1  # a negated NaN has other bits on a GPU
     for lazy in (torch.conj, lambda x: x.conj().imag, lambda x: x.conj()[:, :1].expand(30, 9)):
         frame = gpu.encode(lazy(moved(source, device)), requires_grad=True)
         assert torch.equal(frame.cpu(), encode(lazy(source).requires_grad_()))

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from cases import OPTIMIZERS, Case, plan_of
+from gpus import told_of_waits
 from reference import plain_loop, same_bits
 from zoo import build, cross_entropy
 
@@ -87,13 +88,9 @@ def test_whatever_packs_it_and_wherever_saved_tensors_wait(name, options, monkey
 def test_the_host_waits_for_the_device_only_at_the_end_of_a_step():
     steps = trained("mlp", codec="raw")
     next(steps)
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as waits:
-            warnings.simplefilter("always")
-            next(steps)  # with the state that is gathered behind it, and the plain loop
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with told_of_waits("warn"), warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        next(steps)  # with the state that is gathered behind it, and the plain loop
     places = [f"{wait.filename}:{wait.lineno}" for wait in waits if "synchroniz" in str(wait.message)]
     inside = [place for place in places if "/stages/" in place or place.split(":")[0].endswith("engine.py")]
     assert inside == [], places

@@ -27,7 +27,7 @@ CASES = [
 ]
 
 
-def on_gpus(case, path, devices):
+def on_gpus(case, path, random_layers, devices):
     """The differences that this rank finds to the plain loop on its own device."""
     import torch.distributed as dist
 
@@ -40,7 +40,8 @@ def on_gpus(case, path, devices):
         model, plan, loss=cross_entropy, optimizer=OPTIMIZERS[case.optimizer], device=str(device), deadline=60
     )
     there = [(x.to(device), y.to(device)) for x, y in batches]
-    options = {"optimizer": OPTIMIZERS[case.optimizer], "micro_batches": case.micro_batches}
+    options = {"micro_batches": case.micro_batches, "random": random_layers}
+    options |= {"optimizer": OPTIMIZERS[case.optimizer]}
     mine, found = pipe.update.named, []
     del model
     for batch, expected in zip(batches, plain_loop(plain, there, loss=cross_entropy, **options), strict=True):
@@ -51,9 +52,10 @@ def on_gpus(case, path, devices):
 
 
 def differences(ranks, case, folder, devices):
-    plan, _ = plan_of(case)
+    plan, random_layers = plan_of(case)
     plan.save(folder / "plan.json")
-    return ranks.run(on_gpus, case, str(folder / "plan.json"), devices, ranks=plan.num_ranks, deadline=60)
+    given = str(folder / "plan.json"), random_layers, devices
+    return ranks.run(on_gpus, case, *given, ranks=plan.num_ranks, deadline=60)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

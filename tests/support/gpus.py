@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -111,7 +112,16 @@ def no_waiting(device: str) -> Iterator[None]:
         with _RefusingCalls(), _RefusingOperations():
             yield
         return
-    torch.cuda.set_sync_debug_mode("error")
+    with told_of_waits("error"):
+        yield
+
+
+@contextmanager
+def told_of_waits(how: str) -> Iterator[None]:
+    """Torch says where the host waits for the device: ``how`` is "warn" or "error"."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode(how)
     try:
         yield
     finally:
