@@ -60,6 +60,7 @@ def test_slow_tests_are_left_to_all(suite):
     assert "examples 500\n" in text
 
 
+@pytest.mark.slow
 def test_a_shard_is_in_the_order_of_its_seed_and_says_what_runs_the_same_again(suite):
     parallel = "-n", "2", "--dist", "load", "--maxschedchunk", "1"
     code, names, text = suite("--shard", "five", "--minutes", "0.03", *parallel)

@@ -50,12 +50,13 @@ def left(folder, error):
     ("fault", "more", "told"),
     [
         ("1 forward 9 SIGKILL", "ranks=2", r"rank 1 \(stage 1\) was killed by SIGKILL; .*did not arrive"),
-        (
+        pytest.param(
             "1 forward 9 SIGSTOP",
             "ranks=2 deadline=15",
             r"rank 1 \(stage 1\) was stopped or hangs: .*; rank 0, stage 0, backward of micro-batch 0, "
             r"step \d: the gradient of \w+ of micro-batch 0, [\d,]+ bytes from stage 1 to stage 0, did not "
             r"arrive from rank 1 within 15 s: ",
+            marks=slow,
         ),
     ],
 )
@@ -180,14 +181,8 @@ def test_a_stream_is_stopped_at_the_checkpoint_that_was_asked_for(tmp_path):
     assert len(lines("run")) == 3
 
 
-@pytest.mark.parametrize(
-    ("ranks", "number"),
-    [
-        (2, signal.SIGINT),
-        pytest.param(1, signal.SIGTERM, marks=slow),
-        pytest.param(2, signal.SIGTERM, marks=slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "number"), [(2, signal.SIGINT), (1, signal.SIGTERM), (2, signal.SIGTERM)])
 def test_ctrl_c_and_a_second_request_end_at_once(ranks, number, tmp_path):
     """The rank sleeps in a layer, so that its step never ends, as SIGTERM would have it."""
     fault = f"{ranks - 1} forward 5 sleep"
