@@ -10,23 +10,23 @@ from torch import nn
 
 from ...compression.errors import PlanError
 from ..tracing.capture.call import Call, Constant, Example
-from ..tracing.capture.signature import HIGHEST, ArgumentPlace, Signature, form_of
+from ..tracing.capture.signature import ArgumentPlace, Signature, form_of
 from ..tracing.graph import trace
 from ..tracing.layer_graph import LayerGraph
 from ..tracing.remembered import recalled
 from .plan import Plan
 
+_MOST_VALUES = 256
+
 
 def signature_of(call: Call, tensors: Sequence[torch.Tensor]) -> Signature:
     """How a model was called with these tensors."""
-    ranges = [_range(tensor) for tensor in tensors]
     places: Any = [ArgumentPlace(i) for i in range(len(tensors))]
     return Signature(
         form=form_of(call.arguments(places)),
         names=call.names,
         whole=call.whole,
-        lowest=tuple(low for low, _ in ranges),
-        highest=tuple(high for _, high in ranges),
+        values=tuple(map(_values, tensors)),
     )
 
 
@@ -51,18 +51,18 @@ def _is_meant(graph: LayerGraph, plan: Plan, autocast: torch.dtype | None) -> bo
 
 
 def example_of(plan: Plan) -> Example:
-    """Inputs of the plan's shapes and dtypes: normal numbers, and integers of the range that was seen (0
-    where the plan does not know).
+    """Inputs of the plan's shapes and dtypes: normal numbers, and integers that were seen (0 where the plan
+    does not know).
 
     Raises: PlanError: the plan contradicts itself."""
     generator = torch.Generator().manual_seed(0)
     known, number = plan.signature, len(plan.input_shapes)
     if len(plan.input_dtypes) != number or (known and len(known.names) != number):
         raise PlanError("a plan has a name, a shape and a dtype for each input; make the plan anew")
-    ranges = list(zip(known.lowest, known.highest, strict=True)) if known else [(0, 0)] * number
+    seen = known.values if known else [()] * number
     tensors = [
-        _made(shape, _dtype(name), bounds, generator)
-        for shape, name, bounds in zip(plan.input_shapes, plan.input_dtypes, ranges, strict=True)
+        _made(shape, _dtype(name), values, generator)
+        for shape, name, values in zip(plan.input_shapes, plan.input_dtypes, seen, strict=True)
     ]
     if known is None:
         return tuple(tensors)
@@ -76,14 +76,16 @@ def with_values(tensor: torch.Tensor) -> torch.Tensor:
     """An input of the same kind that has values, if it has none: integers are 0, which any table has."""
     if not tensor.is_meta:
         return tensor
-    return _made(tensor.shape, tensor.dtype, (0, 0), torch.Generator().manual_seed(0))
+    return _made(tensor.shape, tensor.dtype, (), torch.Generator().manual_seed(0))
 
 
-def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta or not tensor.numel():
-        return 0, 0
-    whole = tensor.to(torch.int64)
-    return max(int(whole.min()), -HIGHEST), int(whole.max())
+def _values(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Integers or bools in ``tensor`` in ascending order; of many some, the first and the last among them."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
+        return ()
+    found = tensor.to(torch.int64).unique().tolist()
+    most = min(_MOST_VALUES, len(found))
+    return tuple(found[place * (len(found) - 1) // max(1, most - 1)] for place in range(most))
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -94,10 +96,10 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _made(
-    shape: Sequence[int], dtype: torch.dtype, bounds: tuple[int, int], generator: torch.Generator
+    shape: Sequence[int], dtype: torch.dtype, values: Sequence[int], generator: torch.Generator
 ) -> torch.Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         kind = dtype if dtype.is_complex else torch.float32
         return torch.randn(tuple(shape), dtype=kind, generator=generator).to(dtype)
-    low, high = bounds
-    return torch.randint(low, min(high, HIGHEST - 1) + 1, tuple(shape), generator=generator).to(dtype)
+    values = values or (0,)
+    return torch.tensor(values)[torch.randint(len(values), tuple(shape), generator=generator)].to(dtype)

@@ -20,7 +20,7 @@ from .placed import Placed
 from .plan_table import table
 from .rules import check_again, check_extra, check_mirror, check_replicas, check_versions, streams
 
-VERSION = 2
+VERSION = 3
 TIERS = NAMES
 
 

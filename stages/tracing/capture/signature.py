@@ -1,11 +1,13 @@
 """Signature: how a model is called, as data that a plan carries to ranks that never saw its example.
 
 A rank traces with inputs that it makes itself (``examples.py``), so they have what a forward may ask for:
-names, shapes, flags between them, and the range of integers (an index beyond a table is an error)."""
+names, shapes, flags between them, and integers that were there (an index beyond a table is an error, and a
+label of -100 is none)."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +15,6 @@ from typing import Any
 from ....compression.errors import PlanError
 
 PLAIN = (bool, int, float, str, type(None))
-HIGHEST = 2**63 - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,25 +29,21 @@ class Signature:
     """``form``: (args, kwargs) as JSON, with {"tensor": n} for tensor n, {"tuple": [...]} and {"dict":
     {...}}.
 
-    For each tensor its name, whether it is a ``Constant`` (``whole``), and the ``lowest`` and ``highest``
-    that an integer or bool was, 0 for other dtypes.
+    For each tensor its name, whether it is a ``Constant`` (``whole``), and ``values`` that its integers or
+    bools had; none of other dtypes.
     Raises:  PlanError: the fields contradict each other."""
 
     form: str
     names: tuple[str, ...]
     whole: tuple[bool, ...]
-    lowest: tuple[int, ...]
-    highest: tuple[int, ...]
+    values: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        fields = (self.whole, self.lowest, self.highest)
-        if any(len(field) != len(self.names) for field in fields):
-            raise PlanError("a signature has one name, range and flag for each tensor; make the plan anew")
-        for low, high in zip(self.lowest, self.highest, strict=True):
-            if not -HIGHEST <= low <= high <= HIGHEST:
-                raise PlanError(
-                    f"integers go from lowest to highest, found {low} and {high}; make the plan anew"
-                )
+        if not len(self.whole) == len(self.values) == len(self.names):
+            raise PlanError("a signature has a name, flag and values for each tensor; make the plan anew")
+        for value in itertools.chain(*self.values):
+            if not -(2**63) <= value < 2**63:
+                raise PlanError(f"an input holds integers of 64 bits, found {value}; make the plan anew")
         self.arguments([None] * len(self.names))
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -103,7 +103,7 @@ def changed(value, path, change):
     return copy
 
 
-PLAN_JSON = {"penstock_plan": 2, **json.loads(json.dumps(dataclasses.asdict(PLAN)))}
+PLAN_JSON = {"penstock_plan": 3, **json.loads(json.dumps(dataclasses.asdict(PLAN)))}
 scalars = st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats() | st.text(max_size=5)
 values = st.recursive(
     scalars,
@@ -174,11 +174,11 @@ def test_no_other_key_is_taken(tmp_path, where):
         ("", "is a JSON file"),
         ("[" * 100_000, "is a JSON file"),
         ('{"plan": 1}', "key penstock_plan"),
-        ('{"penstock_plan": 3}', "version .* found 3"),
+        ('{"penstock_plan": 4}', "version .* found 4"),
         ('{"penstock_plan": 0}', "version .* found 0"),
         ('{"penstock_plan": true}', "version .* found true"),
-        ('{"penstock_plan": 1, "ranks": [0, 1]}', "version 2 here, found 1 in .*; make the plan anew"),
-        ('{"penstock_plan": 2}', "lacks the key stages"),
+        ('{"penstock_plan": 1, "ranks": [0, 1]}', "version 3 here, found 1 in .*; make the plan anew"),
+        ('{"penstock_plan": 3}', "lacks the key stages"),
     ],
 )
 def test_what_is_no_plan_is_refused(tmp_path, text, found):
