@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,8 @@ class _Run:
         """The second run, with buffers as they were ahead of the first, and left as they are now.
 
         Raises: StageError: it did not save what the first did, or wrote to what it had saved."""
-        assert self.forward is not None, "a stage says how its layers run again"
+        if self.forward is None:
+            _not_read(None)
         if self._made:
             return
         buffers = tuple(buffer for buffer, _ in self._before)
@@ -135,7 +136,7 @@ def _read(kept: Callable[[], Tensor]) -> Tensor:
     return kept()
 
 
-def _not_read(_: None) -> Tensor:
+def _not_read(_: None) -> NoReturn:
     raise StageError("a backward ran inside a forward that runs again; take recompute=false for this stage")
 
 

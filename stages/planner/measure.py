@@ -18,7 +18,7 @@ from ..tracing.layer_graph import LayerGraph
 from ..tracing.layers import parts_of
 from .examples import signature_of, with_values
 from .layer_profile import LayerProfile, Profile, ValueProfile
-from .timed import parameters_of, timed_apart, timed_run
+from .timed import blocks_of, parameters_of, timed_apart, timed_run
 from .whole_step import whole_step
 
 
@@ -51,13 +51,15 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
     device = device_of(given[0].device if bare else graph.example_inputs[0].device)
     inputs = tuple(x.to(device.torch) for x in given)
     buffers = [memory_of(b).clone() for b in graph.model_copy.buffers()]
+    tied: dict[int, str] = {}
     with device.current(), seeded(None, device.generators):
         if bare:
             runs = timed_apart(graph, inputs, device, repeats)
             with META:
                 seen, far = whole_step(graph, graph.example_inputs)
         else:
-            runs = [timed_run(graph, inputs, device) for _ in range(repeats + 1)][1:]
+            blocks, tied = blocks_of(graph, inputs, device)
+            runs = [timed_run(graph, inputs, device, blocks) for _ in range(repeats)]
             seen, far = whole_step(graph, inputs)
     for buffer, before in zip(graph.model_copy.buffers(), buffers, strict=True):
         memory_of(buffer).copy_(before)
@@ -90,7 +92,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
             )
             for number, value in enumerate(graph.train_probe.values)
         ),
-        refused=far | dict(graph.train_probe.refused),
+        refused=far | tied | dict(graph.train_probe.refused),
         fingerprint=graph.fingerprint,
         input_shapes=shapes,
         input_dtypes=tuple(str(x.dtype).removeprefix("torch.") for x in inputs),

@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from ..tracing.layer_graph import LayerGraph
-from ..tracing.layers import parts_of, run_layer, run_output
+from ..tracing.layers import casting, parts_of, run_layer, run_output
 from ..tracing.probe import travels
 from .first_iteration import FirstIteration, Observed
 
@@ -41,7 +41,8 @@ def whole_step(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> tuple[Obs
     env: dict[fx.Node, Any] = {n: x.clone() for n, x in zip(graph.train.inputs, inputs, strict=True)}
     for node in graph.train.inputs:
         made(node, env[node])
-    with torch.autograd.graph.saved_tensors_hooks(first.pack, first.unpack):
+    cast = casting(graph.autocast, graph.train.recorded)
+    with torch.autograd.graph.saved_tensors_hooks(first.pack, first.unpack), cast:
         for layer in graph.train.layers:
             first.layer_begins()
             env[layer.node] = run_layer(layer, env, parts, samples=record.samples)

@@ -122,6 +122,7 @@ def _record_layer(
     buffers = buffers_at(layer, parts)
     at_hand = [*recorder.beside(tensors), *buffers.values()]
     versions, contents = [t._version for t in at_hand], Contents(at_hand)
+    asked = [(t.requires_grad, t._version) for t in tensors]
     recorder.kept += contents.storages
     states, before = states_of(recorder.generators), edges_of((i, recorder.objects[i]) for i in read)
     try:
@@ -140,6 +141,11 @@ def _record_layer(
     unseen = [t for t in at_hand if id(t) not in counted and t.untyped_storage()._cdata in other]
     recorder.unseen |= {recorder.numbers[id(t)]: index for t in unseen if id(t) in recorder.numbers}
     changed += unseen
+    recorder.turned |= {
+        recorder.numbers[id(t)]: index
+        for t, (did, version) in zip(tensors, asked, strict=True)
+        if t.requires_grad != did and t._version == version
+    }
     for storage in {t.untyped_storage()._cdata for t in changed}:
         recorder.writes.setdefault(storage, []).append(index)
     recorder.written |= {id(t) for t in changed}
@@ -229,6 +235,10 @@ def _refusal(recorder: ProbeRecorder, record: Probe, cut: int, alive: Sequence[i
                 f"a layer behind it writes to the memory of {name}, which one before it may have saved, "
                 "where autograd counts no write (through .data or NumPy)"
             )
+    for number in alive:
+        if cut < recorder.turned.get(number, -1):
+            name = record.values[number].name
+            return f"a layer behind it lets {name} ask for a gradient, or no more (requires_grad_)"
     seen: dict[int, int] = {}
     for number, storage in recorder.storages(alive).items():
         first = seen.setdefault(storage, number)

@@ -47,6 +47,7 @@ class ProbeRecorder:
         self.writes: dict[int, list[int]] = {}
         self.leads: dict[int, Leads] = {}
         self.unseen: dict[int, int] = {}  # by value, the last layer that wrote to it uncounted
+        self.turned: dict[int, int] = {}  # by value, the last layer that made it ask for a gradient, or not
         self.on: dict[int, list[torch.Tensor]] = {}
         self.kept: list[torch.UntypedStorage] = []  # else one that is exchanged gives its number to another
 

@@ -85,6 +85,8 @@ REGRESSIONS = [
     Case(model="FrozenTwice", cuts=["add"], world="processes", resume="state", evaluates=True),
     # An evaluation read, on another rank than writes to it, a buffer as it was in the beginning.
     Case(model="Unsaved", cuts=["relu"], ranks=2, world="processes", evaluates=True),
+    # It was measured without the autocast with which it had been traced.
+    Case(model="CastsBack", cuts=3, autocast=torch.bfloat16, tier="packed"),
     # Parameters under several names are there for all their readers.
     Case(model="GoesOnAsItIs", cuts=1, parameters_tier="packed", far=True),
     # What no state_dict has, or a file says badly, on another cut than it was saved on.

@@ -356,6 +356,37 @@ class Unsaved(Base):
         return self.end(y - self.mean)
 
 
+class Differentiated(Base):
+    """An activation's own gradient is taken in forward: what it hangs on runs in one stage with that."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            y = self.a(x.flatten(1)).detach().requires_grad_()
+            energy = self.end(torch.tanh(self.b(y))).sum()
+            (force,) = torch.autograd.grad(energy, y, create_graph=self.training)
+        return self.end(force)
+
+
+class TurnedInPlace(Base):
+    """An activation is transposed in place, and back."""
+
+    def forward(self, x):
+        y = self.a(x.flatten(1)) * 1
+        y.t_()
+        y = y * 2
+        y.t_()
+        return self.end(y)
+
+
+class CastsBack(Base):
+    """What is computed in float32 goes on in the dtype that another layer had: autocast's, if it is on."""
+
+    def forward(self, x):
+        y = self.a(x.flatten(1))
+        z = torch.tanh(self.b(y).float()).to(y.dtype)
+        return self.end(torch.bmm(y.unsqueeze(1), z.unsqueeze(2)).squeeze(2) * z)
+
+
 SHARED = ("Base", "Wide", "Scaled")
 TRAPS = {
     name: kind
