@@ -5,16 +5,19 @@ so that a log stays readable."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from ...stages.files import reason
 from . import schedule_table as compare_table
 from .closing import KEY, clock, closing_table, packed, totals
 from .tier_rows import tier_table
@@ -94,9 +97,35 @@ class Training:
         return True
 
 
+class _Output:
+    """Standard output that may end, as a pipe or a full disk does: the rest is lost, which is said once."""
+
+    def write(self, text: str) -> int:
+        try:
+            return sys.stdout.write(text)
+        except OSError as error:
+            return self._end(error)
+
+    def flush(self) -> None:
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            self._end(error)
+
+    def _end(self, error: OSError) -> int:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # what is still in its buffer would fail again at the end
+        os.close(nowhere)
+        warn(f"standard output cannot be written any more ({reason(error)}); the run goes on without it")
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+
 def screen(*, width_of_a_log: int = WIDTH_OF_A_LOG) -> Console:
     """Return standard output; where it is no terminal, wide enough for the closing table."""
-    return Console(width=None if sys.stdout.isatty() else width_of_a_log)
+    return Console(file=cast(IO[str], _Output()), width=None if sys.stdout.isatty() else width_of_a_log)
 
 
 def begin(plan: Plan, folder: Path, *, console: Console | None = None) -> None:
@@ -132,8 +161,9 @@ def refuse(error: BaseException) -> None:
 
 
 def warn(sentence: str) -> None:
-    """Print a sentence on standard error, in one line."""
-    print(f"penstock: {' '.join(sentence.split())}", file=sys.stderr)
+    """Print a sentence on standard error, in one line, if that can be written."""
+    with contextlib.suppress(OSError):
+        print(f"penstock: {' '.join(sentence.split())}", file=sys.stderr)
 
 
 def short(path: Path) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 
 import pytest
+from commands import SMALL, lines, trained
 from reports import PLAN, report
 from rich.console import Console
 
@@ -149,3 +151,20 @@ def test_the_totals_say_what_was_chosen_and_what_is_missing(found, said, unsaid)
     lines = "\n".join(closing.totals(summary(**found)))
     assert all(words in lines for words in said), lines
     assert not any(words in lines for words in unsaid), lines
+
+
+def closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+@pytest.mark.parametrize("opened", [lambda: open("/dev/full", "w"), closed_pipe], ids=["full", "closed"])
+def test_output_that_cannot_be_written_ends_no_training_and_is_told_once(opened, monkeypatch, capsys):
+    with opened() as output:
+        monkeypatch.setattr("sys.stdout", output)
+        trained(f"{SMALL} batch_size=200 max_steps=2 ranks=1 stages=2 hydra.run.dir=run")
+    assert len(lines("run")) == 2
+    told = capsys.readouterr().err
+    assert told.count("standard output cannot be written any more") == 1
+    assert told.count("\n") == 1

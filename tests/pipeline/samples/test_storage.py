@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -109,3 +111,20 @@ def test_a_file_is_copied_too_and_what_cannot_be_is_refused(images, tmp_path):
             local_copy(options, str(tmp_path))
     with pytest.raises(ConfigError, match=r"data.local=.*text.txt/local: .* cannot be copied there"):
         local_copy({"root": str(images)}, str(text / "local"))
+
+
+def test_what_is_mounted_to_be_read_only_is_read(images):
+    mounted = f"mount --bind {images} {images} && mount -o remount,bind,ro {images} && cd {images}"
+    look = f"""
+from penstock.pipeline.samples.storage import check_shared
+for options in ({{"root": "{images}"}}, {{}}):
+    check_shared(options, rank=0, gather=lambda item: [item, item])
+"""
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", f'{mounted} && exec "$0" -c "$1"', sys.executable, look],
+        capture_output=True,
+        text=True,
+    )
+    if "not permitted" in done.stderr:
+        pytest.skip("mounting needs root")
+    assert done.returncode == 0, done.stderr
