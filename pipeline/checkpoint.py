@@ -29,11 +29,12 @@ def save(pipe: Pipeline, folder: str | Path, *, notes: Mapping[str, Any] | None 
 
     Args:    notes: what ``load`` shall return, as far as JSON can say it: an epoch, a place in the data.
     Raises:  ConfigError: the file system refuses. PlanError: another rank failed."""
-    saving = Saving(pipe, Path(folder), notes=notes or {})
-    saving.write()
-    saving.agree()
-    saving.seal()
-    saving.finish()
+    with pipe.engine.interrupts.held():
+        saving = Saving(pipe, Path(folder), notes=notes or {})
+        saving.write()
+        saving.agree()
+        saving.seal()
+        saving.finish()
 
 
 def load(pipe: Pipeline, folder: str | Path) -> Mapping[str, Any]:
@@ -45,14 +46,18 @@ def load(pipe: Pipeline, folder: str | Path) -> Mapping[str, Any]:
     Returns: the notes that it was saved with.
     Raises:  CheckpointError: there is none, or some of it is damaged. PlanError: it does not suit. Both on
              every rank, and nothing changed."""
-    pipe.drain()
-    found, read = _read(pipe, Path(folder))
-    state, keys, names = read
-    with pipe.agreement.together("loading a checkpoint"):
-        parts = pipe.state.checked(pipe.update, state, pipe.plan, keys=keys)
-    pipe.num_steps = pipe.state.load(pipe.update, parts, names=names)
-    pipe.begin_shares(shares_in(found), seconds_in(found))
-    pipe.same.restart()
+    with pipe.engine.interrupts.held():
+        pipe.drain()
+        pipe.engine.failures.check_open()
+        found, read = _read(pipe, Path(folder))
+        state, keys, names = read
+        with pipe.agreement.together("loading a checkpoint"):
+            parts = pipe.state.checked(pipe.update, state, pipe.plan, keys=keys)
+            shares, seconds = shares_in(found), seconds_in(found)
+        with pipe.loading():
+            pipe.num_steps = pipe.state.load(pipe.update, parts, names=names)
+        pipe.begin_shares(shares, seconds)
+        pipe.same.restart()
     return found.notes
 
 

@@ -9,13 +9,14 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..compression.errors import PlanError
 from ..stages.memory.options import NO_OPTIONS, MemoryOptions
 from ..stages.memory.room import ANYWHERE, DiskOptions
 from ..stages.planner.plan import Plan
@@ -24,6 +25,7 @@ from .runtime import facts
 from .runtime.arguments import check_gradients
 from .runtime.batches import micro_batches
 from .runtime.gather import gather_flows, gather_spans
+from .runtime.interrupts import held
 from .runtime.replica_checks import check_outputs
 from .runtime.report import Report, described
 from .runtime.running import Running
@@ -111,10 +113,14 @@ class Pipeline(Running):
     def __str__(self) -> str:
         return described(self.plan, here=list(self.stages), num_steps=self.num_steps)
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise PlanError("a pipeline is not copied or pickled; save it, or take its state_dict")
+
     def __repr__(self) -> str:
         first, _, _ = str(self).partition(",")
         return f"<{first}, rank {self.rank}>"
 
+    @held
     def step(self, inputs: Any, targets: Any = None, *, outputs: bool = False) -> Report:
         """Train on one batch: micro-batches through the schedule, one update.
 
@@ -143,13 +149,15 @@ class Pipeline(Running):
             self.same.compare(lambda: facts.of_batch(given, call.names, targets))
             step = self.feed.feed(batches, step=self.num_steps, extra=self.policy.extra)
         samples = sum(call.samples_of(batch.inputs) for batch in batches)
-        report = self._run(step, num_samples=samples, began=began, outputs=outputs)
-        others = functools.partial(self.feed.messages, step)
-        self.policy.end(others, self.engine.meter.spans, report.seconds)
-        self.num_steps += 1
-        self.next_shares(report, len(batches))
+        with self.whole():
+            report = self._run(step, num_samples=samples, began=began, outputs=outputs)
+            others = functools.partial(self.feed.messages, step)
+            self.policy.end(others, self.engine.meter.spans, report.seconds)
+            self.num_steps += 1
+            self.next_shares(report, len(batches))
         return report
 
+    @held
     def drain(self, *, outputs: bool = False) -> Report | None:
         """Finish the micro-batches in flight, if the schedule leaves any; count versions from 0 again.
 
@@ -161,14 +169,16 @@ class Pipeline(Running):
         self.engine.failures.check()
         spans = self.engine.meter.spans  # those of a step: a drain is none
         step = self.feed.drain(step=self.num_steps)
-        report = self._run(step, num_samples=0, began=began, outputs=outputs)
-        self.engine.meter.spans = spans
-        self.feed.restart()
-        for stage in self.stages.values():
-            stage.weights.drained()
-        self.update.begin()
+        with self.whole():
+            report = self._run(step, num_samples=0, began=began, outputs=outputs)
+            self.engine.meter.spans = spans
+            self.feed.restart()
+            for stage in self.stages.values():
+                stage.weights.drained()
+            self.update.begin()
         return report
 
+    @held
     @torch.inference_mode(False)  # its tensors could not be packed
     def evaluate(self, inputs: Any) -> Any:
         """The plain model in eval mode on all of ``inputs`` at once; on the last stage's rank, else None.
@@ -188,6 +198,7 @@ class Pipeline(Running):
         with self.world.device.current():
             return self.engine.evaluate(step)
 
+    @held
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "step"} under the model's own names; collective, complete on rank 0.
 
@@ -196,6 +207,7 @@ class Pipeline(Running):
         self.engine.failures.check()
         return self.state.gather(self.update, self.num_steps) | {"versions": self.plan.versions}
 
+    @held
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what ``state_dict`` returned on rank 0, on whatever cut; every rank passes all of it.
 
@@ -203,10 +215,12 @@ class Pipeline(Running):
         and cuts only, because they decide which weights a micro-batch sees.
         Raises:  PlanError: some of it is damaged or does not suit; on every rank, and nothing changed."""
         self.drain()
+        self.engine.failures.check_open()
         with self.agreement.together("loading a state"):
             parts = self.state.checked(self.update, state, self.plan)
             self.agreement.agree("a state to load", lambda: facts.of_state(parts))
-            self.num_steps = self.state.load(self.update, parts)
+            with self.loading():
+                self.num_steps = self.state.load(self.update, parts)
         self.begin_shares()
         self.same.restart()
 

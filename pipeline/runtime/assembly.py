@@ -176,6 +176,7 @@ class Assembly:
     def close_stages(self, *, keeps_model: bool = True) -> None:
         """End the threads of the stages, and let go of what they keep on disk; ``keeps_model``: bring
         parameters back ahead of it."""
+        self.engine.failures.closed = "was closed"
         for stage in self.stages.values():
             if stage.mirror and keeps_model:
                 stage.mirror.pull_all()

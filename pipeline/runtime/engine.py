@@ -27,6 +27,7 @@ from ..weights.update import Update
 from .batches import MicroBatch
 from .device_frames import frames_of
 from .failures import Failures, place
+from .interrupts import Interrupts
 from .loss import Loss, check_loss_uses_outputs_only, mean_loss
 from .policy import Policy
 from .replicas import Replicas
@@ -64,6 +65,7 @@ class Engine:
         self.memory, self.replicas = memory, replicas
         self.stages, self.transport, self.policy = stages, transport, policy
         self.failures = Failures(rank, stages, transport)
+        self.interrupts = Interrupts(self.failures)
         self.meter, self.frames = frames_of(devices, transport, rank=rank, stages=stages, policy=policy)
         self.fetches = not all(stage.plain for stage in stages.values())
         self.loss, self.update, self.parameters, self.seed = loss, update, parameters, seed
@@ -78,6 +80,7 @@ class Engine:
         step = dataclasses.replace(step, observed=self.policy.observed(step.messages))
         self.losses, self.outputs, instruction = {}, {}, None
         run, now, stop, fetches = self.run, self.meter.now, self.meter.stop, self.fetches
+        begun = self.update.begun
         self.meter.begin(step)
         try:
             self._begin(step)
@@ -87,6 +90,8 @@ class Engine:
             if fetches:
                 self.memory.begin([_pass(instruction) for instruction in step.program])
             for number, instruction in enumerate(step.program):
+                if self.update.begun == begun:  # all of an update or nothing
+                    self.interrupts.check()
                 if fetches:
                     self._ahead(step.program, number)
                 started = now()
@@ -105,6 +110,7 @@ class Engine:
             self._begin(step)
             with self.flags.evaluating():
                 for instruction in step.program:
+                    self.interrupts.check()
                     outputs = self._evaluate(step, instruction)
             instruction = None
             self.frames.end(step)

@@ -22,14 +22,26 @@ WORDS = {
 
 
 class Failures:
-    """Words the errors of a rank; ``first`` is the sentence of the first one since a step began."""
+    """Words the errors of a rank; ``first`` is the sentence of the first one since a step began.
+
+    Attributes: over: why only a state that is loaded goes on, "" while all goes on; closed: what happened to
+                the pipeline that it does nothing more, "" while it does."""
 
     def __init__(self, rank: int, stages: Mapping[int, Stage], transport: Transport) -> None:
         self.rank, self.stages, self.transport = rank, stages, transport
-        self.first = ""
+        self.first = self.over = self.closed = ""
+
+    def check_open(self) -> None:
+        """Refuse a pipeline that does nothing more."""
+        if self.closed:
+            raise StageError(f"a pipeline that {self.closed} does nothing more; make another one")
 
     def check(self) -> None:
-        """Refuse to go on after a failure that may have left other ranks elsewhere in the program."""
+        """Refuse to go on where it was closed, where weights are of two steps, and after a failure that may
+        have left other ranks elsewhere in the program."""
+        self.check_open()
+        if self.over:
+            raise StageError(self.over)
         if self.first and not self.transport.survives_failure:
             raise TransportError(
                 f"these ranks stopped in the middle of a step ({self.first}); start them anew"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 
+from ...compression.errors import PenstockError
 from ...stages.planner.plan import Plan
 from ..schedules.shares import Shares
 from .assembly import Assembly
@@ -58,6 +61,36 @@ class Running(Assembly):
     def _take(self, plan: Plan) -> None:
         if plan is not self.plan:
             self.plan = self.steps.plan = self.replicas.plan = plan
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """The block in which a step trains: one that breaks off behind the begin of its update leaves weights
+        of two steps, so that only a state that is loaded goes on."""
+        before = self.update.begun
+        try:
+            yield
+        except BaseException as error:
+            if self.update.begun != before:
+                self.engine.failures.over = (
+                    f"the update of step {self.num_steps} was broken off by {type(error).__name__}, so "
+                    "weights are of two steps; load a checkpoint or a state_dict of before"
+                )
+            raise
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """The block in which a checked state is taken over: one that breaks off leaves parts of two."""
+        failures = self.engine.failures
+        before, failures.over = (
+            failures.over,
+            "a load was broken off, so parts are of two states; load it again",
+        )
+        try:
+            yield
+            failures.over = ""
+        except PenstockError:  # refused ahead of the first byte
+            failures.over = before
+            raise
 
     def _run(self, step: Step, *, num_samples: int, began: float, outputs: bool) -> Report:
         """Run a step, or what drains a stream; put together the loss, and what each stage did."""

@@ -87,6 +87,7 @@ class Update:
         self.schedulers = (
             {stage: scheduler(made) for stage, made in self.optimizers.items()} if scheduler else {}
         )
+        self.begun = 0  # updates of stages that have begun to write
         self.begin()
 
     def begin(self) -> None:
@@ -120,6 +121,7 @@ class Update:
         elif self.num_updates[stage] > self.num_rounds:
             self.num_rounds += 1
             self._ready(list(self.weights))
+        self.begun += 1
         with self.weights[stage].update():
             self._step(stage)
         if stage in self.schedulers and not self.skipped:
