@@ -49,14 +49,13 @@ def load(pipe: Pipeline, folder: str | Path) -> Mapping[str, Any]:
     with pipe.engine.interrupts.held():
         pipe.drain()
         pipe.engine.failures.check_open()
-        found, read = _read(pipe, Path(folder))
+        found, read, shares = _read(pipe, Path(folder))
         state, keys, names = read
         with pipe.agreement.together("loading a checkpoint"):
             parts = pipe.state.checked(pipe.update, state, pipe.plan, keys=keys)
-            shares, seconds = shares_in(found), seconds_in(found)
         with pipe.loading():
             pipe.num_steps = pipe.state.load(pipe.update, parts, names=names)
-        pipe.begin_shares(shares, seconds)
+        pipe.begin_shares(*shares)
         pipe.same.restart()
     return found.notes
 
@@ -168,20 +167,20 @@ def _said(notes: Mapping[str, Any]) -> Any:
         raise PlanError(f"notes of a checkpoint are what JSON can say, found otherwise: {error}") from error
 
 
-def _read(pipe: Pipeline, folder: Path) -> tuple[Checkpoint, Any]:
+def _read(pipe: Pipeline, folder: Path) -> tuple[Checkpoint, Any, Any]:
     """What this rank needs of a checkpoint; refused on every rank if one of them cannot read its own."""
-    found, read, said = None, None, ""
+    found, read, shares, said, cause = None, None, None, "", None
     try:
         found = Checkpoint(folder)
         read = found.state(*pipe.state.wanted(pipe.update), streams=pipe.update.streams)
+        shares = shares_in(found), seconds_in(found)
     except CheckpointError as error:
-        said = str(error)
-    except Exception as error:
-        pipe.agreement.refuse("a checkpoint to load", error)
-        raise
+        said, cause = str(error), error
+    except Exception as error:  # somebody forged it, with checksums that suit
+        said, cause = f"{folder} says what no checkpoint does ({error!r}); take an earlier one", error
     rows = pipe.agreement.exchange("a checkpoint to load", [said, found.checksum if found else ""])
     if damage := next((theirs for theirs, _ in rows if theirs), ""):
-        raise CheckpointError(damage)
+        raise CheckpointError(damage) from cause
     assert found is not None
     for rank, (_, checksum) in enumerate(rows):
         if checksum != rows[0][1]:
@@ -189,4 +188,4 @@ def _read(pipe: Pipeline, folder: Path) -> tuple[Checkpoint, Any]:
                 f"all ranks load one checkpoint: {folder} on rank {rank} is another one than on rank 0; give "
                 "the same folder, on file systems that all of them share"
             )
-    return found, read
+    return found, read, shares

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +56,20 @@ def writing(path: str | Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 part.unlink()
             raise
+
+
+def open_regular(path: str | Path, *, most: int | None = None) -> io.BufferedReader:
+    """Open a file to read it, but no pipe or device, which may have no end, nor one of over ``most`` bytes.
+
+    Raises: OSError: it is not there, or refused."""
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    found = os.fstat(file.fileno())
+    if stat.S_ISREG(found.st_mode) and (most is None or found.st_size <= most):
+        return file
+    file.close()
+    if stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EFBIG, f"it has {found.st_size:,} bytes of {most:,} at most")
+    raise OSError(errno.EINVAL, "it is no regular file")
 
 
 def sync(path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..compression.errors import CheckpointError
-from .files import reason, writing
+from .files import open_regular, reason, writing
 
 _UNKNOWN = "0" * 16  # a checksum that is told when the tensor was written
 
@@ -89,7 +89,7 @@ class TensorFile:
         with self._told():
             if (found := path.stat().st_size) != receipt.num_bytes:
                 raise _damaged(path, f"it has {found:,} bytes of {receipt.num_bytes:,}")
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 begin = file.read(8)
                 (length,) = struct.unpack("<Q", begin)
                 begin += file.read(min(length, receipt.num_bytes))
@@ -99,7 +99,7 @@ class TensorFile:
             described = json.loads(self._entries.pop("__metadata__")["penstock"])
             self.notes: Mapping[str, Any] = described["notes"]
             self._checksums, self._strides = described["checksums"], described["strides"]
-            self._start = len(begin)
+            self._start, self._num_bytes = len(begin), receipt.num_bytes
         self.names = frozenset(self._entries)
 
     def read(self, name: str) -> Tensor:
@@ -109,8 +109,10 @@ class TensorFile:
         """
         entry = self._entries[name]
         start, end = entry["data_offsets"]
+        if not 0 <= start <= end <= self._num_bytes - self._start:
+            raise _damaged(self.path, f"{name} ends behind it")
         data = bytearray(end - start)
-        with self._told(), self.path.open("rb") as file:
+        with self._told(), open_regular(self.path) as file:
             file.seek(self._start + start)
             if file.readinto(data) != len(data) or checksum(data) != self._checksums[name]:
                 raise _damaged(self.path, f"{name} was altered")
@@ -134,7 +136,7 @@ class TensorFile:
             raise CheckpointError(
                 f"{self.path} cannot be read ({reason(error)}); take an earlier checkpoint"
             ) from error
-        except (ValueError, KeyError, TypeError, struct.error) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
             raise _damaged(self.path, "its header is none") from error
 
 

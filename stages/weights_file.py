@@ -18,7 +18,7 @@ import torch
 
 from ..compression.errors import ConfigError
 from .device import CPU
-from .files import reason
+from .files import open_regular, reason
 from .tensor_file import checksum, dtype_named
 
 LONGEST_HEADER = 100_000_000  # bytes; the library takes no longer one
@@ -65,7 +65,7 @@ class WeightsFile:
         direct = out.device == CPU and out.is_contiguous()
         whole = out.detach() if direct else torch.empty(entry.shape, dtype=entry.dtype)
         data = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
-        with self._told(), entry.path.open("rb", buffering=0) as file:
+        with self._told(), open_regular(entry.path) as file:
             file.seek(entry.start)
             done = 0
             while done < len(data):  # one call reads 2 GB at most
@@ -80,15 +80,15 @@ class WeightsFile:
         if not self.path.name.endswith(INDEX):
             return {self.path: set()}
         found: dict[Path, set[str]] = {}
-        with self._told():
-            for name, file in json.loads(self.path.read_bytes())["weight_map"].items():
+        with self._told(), open_regular(self.path, most=LONGEST_HEADER) as index:
+            for name, file in json.load(index)["weight_map"].items():
                 if Path(file).name != file:
                     raise self._damaged(f"it names {file}, and its files lie beside it")
                 found.setdefault(self.path.with_name(file), set()).add(name)
         return found
 
     def _header(self, path: Path) -> tuple[bytes, dict[str, Entry]]:
-        with self._told(), path.open("rb") as file:
+        with self._told(), open_regular(path) as file:
             size = path.stat().st_size
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(size, LONGEST_HEADER):

@@ -20,7 +20,7 @@ import torch
 
 from ...compression.errors import CheckpointError
 from ...stages.device import is_gpu
-from ...stages.files import reason, refusing, save_json, sync
+from ...stages.files import open_regular, reason, refusing, save_json, sync
 from ...stages.memory.tensor_memory import TensorMemory
 from ...stages.tensor_file import Receipt, TensorFile, checksum, write_tensors
 from ..weights.update import Update
@@ -28,6 +28,7 @@ from .on_demand import Unread, on_demand
 from .state import State, chosen, put_together
 
 INDEX = "index.json"
+_MOST_INDEX_BYTES = 64 << 20
 FORMAT = 1
 
 
@@ -89,7 +90,8 @@ class Checkpoint:
         self.folder = folder
         path = folder / INDEX
         try:
-            index = json.loads(path.read_text(encoding="utf-8"))
+            with open_regular(path, most=_MOST_INDEX_BYTES) as file:
+                index = json.load(file)
             self.checksum = index.pop("checksum")
             whole = index["format"] == FORMAT and self.checksum == _checksum(index)
             self.index: Mapping[str, Any] = index
@@ -100,7 +102,7 @@ class Checkpoint:
             ) from error
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({reason(error)}); see to it") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise self._altered() from error
         if not whole:
             raise self._altered()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import shutil
 
 import cases
@@ -164,6 +165,14 @@ def test_a_checkpoint_that_was_altered_anywhere_is_refused_and_nothing_changes(t
         penstock.load(pipe, tmp_path / "harmed")
     with pytest.raises(penstock.CheckpointError, match="holds no checkpoint"):
         penstock.load(pipe, tmp_path / "nowhere")
+    index = tmp_path / "harmed" / "index.json"
+    index.write_text("[" * 200_000)
+    with pytest.raises(penstock.CheckpointError, match="is damaged or of another version"):
+        penstock.load(pipe, tmp_path / "harmed")
+    index.unlink()
+    os.mkfifo(index)
+    with pytest.raises(penstock.CheckpointError, match=r"cannot be read \(it is no regular file"):
+        penstock.load(pipe, tmp_path / "harmed")
     assert not differences(pipe.state_dict(), before)
 
 

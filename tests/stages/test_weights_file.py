@@ -83,6 +83,10 @@ def test_a_header_that_ends_behind_the_file_is_not_read(tmp_path):
 def test_files_that_are_not_there_or_end_too_early_are_said(tmp_path):
     with pytest.raises(penstock.ConfigError, match=r"gone\.safetensors cannot be read \(No such file"):
         WeightsFile(tmp_path / "gone.safetensors")
+    for name in ("a.safetensors", "b.safetensors.index.json"):
+        (tmp_path / name).symlink_to("/dev/zero")
+        with pytest.raises(penstock.ConfigError, match="it is no regular file"):
+            WeightsFile(tmp_path / name)
     path = written(tmp_path, {"w": GOOD})
     file = WeightsFile(path)
     path.write_bytes(path.read_bytes()[:-3])
