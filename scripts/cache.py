@@ -119,6 +119,7 @@ def status(options: Mapping[str, str]) -> int:
 def view(state: Mapping[str, Any]) -> RenderableType:
     """Return the cache as a line, and a row for each job."""
     from rich.console import Group
+    from rich.markup import escape
     from rich.table import Table
 
     from ..pipeline.run.console import clock
@@ -138,8 +139,8 @@ def view(state: Mapping[str, Any]) -> RenderableType:
     for job in jobs:
         rate = f"{job['hits'] / job['uses']:.1%}" if job["uses"] else "-"
         table.add_row(
-            job["job"],
-            job["data"],
+            escape(job["job"]),
+            escape(job["data"]),
             f"{job['epoch'] + 1}/{job['epochs']}",
             f"{job['progress']:.0%}",
             f"{job['connections']}/{job['readers']}" if job["readers"] > 1 else str(job["connections"]),

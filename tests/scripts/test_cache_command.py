@@ -76,7 +76,7 @@ def test_status_shows_the_jobs(path, capfd):
         pool, jobs = shown(path, capfd)
         assert pool == "0 B of 400 KiB held in 0 samples, 400 KiB in the pool"
         assert jobs == "no job is connected"
-        one = client(path, "sweep/lr=0.1", data="images", num_samples=100, epochs=4)
+        one = client(path, "[/bold]lr=0.1", data="images", num_samples=100, epochs=4)
         one.begin(0, ORDER, ORDER)
         one.use([1, 2])
         one.store([1, 2], [payload(1), payload(2)])
@@ -85,7 +85,7 @@ def test_status_shows_the_jobs(path, capfd):
         pool, heads, row = shown(path, capfd)
         assert pool == "24 KiB of 400 KiB held in 2 samples, 376 KiB in the pool"
         assert heads.split() == "job data epoch done connections hits of all from cache holds ends in".split()
-        assert re.fullmatch(r"sweep/lr=0.1 images 2/4 2% 1 1 25.0% 9\.8 KiB 24 KiB \d+:\d\d", row.strip())
+        assert re.fullmatch(r"\[/bold\]lr=0.1 images 2/4 2% 1 1 25.0% 9\.8 KiB 24 KiB \d+:\d\d", row.strip())
         one.close()
 
 

@@ -178,6 +178,9 @@ class Broker:
         except TransportError as error:
             self._tell(f"{connection.session} is ended: {error}")
             goes_on = False
+        except MemoryError:
+            self._tell(f"{connection.session} is ended: there is no memory for what it says")
+            goes_on = False
         except OSError:  # the other end is gone
             goes_on = False
         if not goes_on:

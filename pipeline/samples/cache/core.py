@@ -19,6 +19,9 @@ from .policy import Entry, Policy, Times
 from .runs import DONE, MISSED, UNUSED, Member, Run
 
 _LONGEST = 1e9  # seconds, some 30 years
+_BYTES_OF_ORDERS = 18  # of a sample, in the orders of a run
+_BOOKS_OF_ALL = 16  # the orders of all runs take this part of the slab at most
+_LEAST_BOOK_BYTES = 1 << 20
 
 
 class NotWelcome(TransportError):
@@ -31,12 +34,15 @@ class Core:
     def __init__(self, policy: Policy, pages: Pages) -> None:
         self.policy, self.ledger = policy, Ledger(pages)
         self.runs: dict[tuple[str, str], Run] = {}
+        held = max(_LEAST_BOOK_BYTES, pages.num_pages * pages.page_bytes // _BOOKS_OF_ALL)
+        self.most_samples = held // _BYTES_OF_ORDERS
         self.crowded = 0  # samples that were admitted, and had no pages as others were just being read
 
     def join(self, hello: Hello, now: float) -> Member:
         """A connection says whose it is.
 
-        Raises: NotWelcome: its run is known otherwise, or its data has another number of samples."""
+        Raises: NotWelcome: its run is known otherwise, its data has another number of samples, or so many
+        that the orders of all runs would take more memory than such a cache is worth."""
         run = self.runs.get((hello.job, hello.run))
         if run is None:
             for other in self.runs.values():
@@ -45,6 +51,12 @@ class Core:
                         f"data {hello.data} has {other.hello.num_samples} samples for job {other.hello.job} "
                         f"and {hello.num_samples} for job {hello.job}; name different data differently"
                     )
+            room = self.most_samples - sum(other.hello.num_samples for other in self.runs.values())
+            if hello.num_samples > room:
+                raise NotWelcome(
+                    f"this cache keeps orders of {self.most_samples:,} samples, and job {hello.job} has "
+                    f"{hello.num_samples:,}, with {room:,} left; serve a larger capacity="
+                )
             run = Run(hello)
             self.runs[run.key] = run
             self.policy.join(run.job, now)

@@ -99,6 +99,7 @@ MALFORMED = [
     (hello(num_samples=0), "1 to"),
     (hello(job="a\nb"), "printable"),
     (hello(num_samples=5), "name different data differently"),
+    (hello(data="e", num_samples=1 << 26), "keeps orders of 58,254 samples"),
     (USED, "first whose it is"),
     (HELLO_SAID * 2, "job b is ended: a connection says once whose it is"),
     (HELLO_SAID + numbers(Kind.USE, 0, 2, 1), "shorter than it says"),
