@@ -109,7 +109,7 @@ def loader(
         reading,
         ahead,
         workers=workers,
-        pinned=pipe.world.device.is_gpu and needs.inputs,
+        pinned=pipe.world.device.is_gpu and needs == Needs(),  # what is without memory cannot be pinned
         start="spawn" if threads else None,
         warm_up=WarmUp(**counts) if brings else None,
         tell=tell,

@@ -144,7 +144,7 @@ class Mirror:
         one = self._storages[tensor.untyped_storage()._cdata]
         begins = tensor.data_ptr() - one.parameter.data_ptr()
         view = None if tensor is one.parameter else view_of(tensor)._replace(start=begins)
-        return functools.partial(self._read, one, view, tensor._version)
+        return functools.partial(self._read, one, view, one.parameter._version)  # a view may count for itself
 
     def _read(self, one: ParameterMemory, view: TensorView | None, version: int) -> Tensor:
         refuse_written(version, one.parameter._version)

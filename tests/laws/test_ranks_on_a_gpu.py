@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from cases import OPTIMIZERS, Case, plan_of
+from commands import SMALL, losses, trained
 from reference import plain_loop, same_bits
 from zoo import build, cross_entropy
 
@@ -61,6 +62,14 @@ def differences(ranks, case, folder, devices):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_ranks_on_one_gpu_have_the_bits_of_the_plain_loop_there(case, ranks, tmp_path):
     assert differences(ranks, case, tmp_path, ["cuda:0", "cuda:0"]) == [[], []]
+
+
+def test_a_training_of_two_ranks_on_one_gpu_has_the_losses_of_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = f"{SMALL} device=cuda batch_size=200 micro_batches=4 max_steps=4"
+    trained(f"{job} ranks=1 stages=2 hydra.run.dir=one")
+    trained(f"{job} ranks=2 hydra.run.dir=two")
+    assert losses("one") == losses("two")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -103,8 +103,8 @@ def unsuited(row: dict[str, Any]) -> str:
         < {1: 1, 2: 2, 3: 3, (2, 1): 2}[row.get("replicas", 1)],
         "replicas by stage": has("replicas", (2, 1)) and lacks("cuts", 2),
         "four ranks at most": has("replicas", 3) and lacks("cuts", 1),
-        "a gradient inside a forward needs all that it reads": has("model", "Differentiated")
-        and (has("recompute", True) or lacks("parameters_tier", "device") or has("budget", "least")),
+        "a gradient inside a forward does not run again": has("model", "Differentiated")
+        and (has("recompute", True) or has("budget", "least")),
         "a guard refuses what is infinite": has("guard", True)
         and has("model", "InfiniteAtZero", "WrittenUnseen"),
         "no second forward of batch norms": replicated and has("recompute", True) and has("model", *NORMED),
