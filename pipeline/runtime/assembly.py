@@ -117,6 +117,7 @@ class Assembly:
             self.replicas = Replicas(plan, world, own=own, stages=self.stages, held=self.state.of_stage)
             mirrors = {s: stage.mirror for s, stage in self.stages.items() if stage.mirror is not None}
             make = functools.partial(MirroredUpdate, mirrors=mirrors) if mirrors else Update
+            every = [*model.named_parameters()]
             self.update = make(
                 world=self.world,
                 parameters=own.here,
@@ -124,6 +125,7 @@ class Assembly:
                 weights={s: stage.weights for s, stage in self.stages.items()},
                 optimizer=optimizer_of(optimizer),
                 scheduler=scheduler_of(scheduler) if scheduler else None,
+                every=every,
                 clip=clip,
                 scope=clip_scope,
                 scaler=scaler,
@@ -132,7 +134,8 @@ class Assembly:
                 exchange=self.replicas.exchange,
                 divided=plan.sharded,
             )
-            every = [*model.named_parameters()]
+            if (shared := self.update.scheduler) is not None:
+                self.agreement.agree("its scheduler", lambda: facts.of_scheduler(shared.made))
             check_separable(optimizer, every, own.parts, [*self.update.optimizers.values()])
             self.policy = policy_named(
                 plan.codec,

@@ -96,6 +96,11 @@ def of_pipeline(
     return [*of_process(device), *given, *_of_model(model), *updates]
 
 
+def of_scheduler(scheduler: LRScheduler) -> list[Fact]:
+    """The scheduler that the argument of a Pipeline made."""
+    return [_argument("scheduler", _shown(scheduler))]
+
+
 def _argument(name: str, value: str) -> Fact:
     return Fact(f"the argument {name}", value, ARGUMENTS)
 
@@ -106,7 +111,7 @@ def _of_updates(
     scheduler: Callable[[Optimizer], LRScheduler] | None,
 ) -> dict[str, str]:
     """The optimizer of all parameters at once: its settings may depend on names, or on a parameter itself."""
-    facts: dict[str, str] = {}
+    facts = {"scheduler": _shown(scheduler)}
     try:
         made = optimizer(list(model.named_parameters()))
         facts["optimizer"] = f"{type(made).__qualname__}{_shown(_plain(made) or '')}"
@@ -116,7 +121,6 @@ def _of_updates(
             facts |= {f"optimizer, {k} of its group {number}": _shown(v) for k, v in kept.items()}
             own = [owner.get(id(parameter)) for parameter in settings["params"]]
             facts |= {f"optimizer, the group of {name}": str(number) for name in own}
-        facts["scheduler"] = _shown(scheduler(made) if scheduler else None)
     except Exception as error:  # each stage's own is asked for later, and refused with its reason
         facts["optimizer"] = f"one that cannot be made of all parameters ({type(error).__name__}: {error})"
     return facts

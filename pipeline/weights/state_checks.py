@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from ...compression.errors import PlanError
 from ...stages.device import CPU
@@ -145,8 +144,8 @@ def check_names(found: Collection[str], expected: set[str]) -> None:
         )
 
 
-def check_scheduler(ours: LRScheduler | None, theirs: object) -> None:
-    """The course of the learning rate; without a scheduler here it may be any scheduler's."""
+def check_scheduler(ours: Mapping[str, Any] | None, theirs: object) -> None:
+    """The state of a scheduler; without one here (None) it may be any scheduler's."""
     if theirs is None and ours is not None:
         raise PlanError("this pipeline has a scheduler and the state has none; load it without a scheduler")
     if theirs is None:
@@ -161,7 +160,7 @@ def check_scheduler(ours: LRScheduler | None, theirs: object) -> None:
         if key in theirs and not (is_count(theirs[key]) or theirs[key] == -1):
             raise PlanError(f"{key} of the scheduler is a whole number, found {theirs[key]!r:.40}; {OURS}")
     if ours is not None:
-        check_like("the scheduler", {k: v for k, v in ours.state_dict().items() if is_plain(v)}, theirs)
+        check_like("the scheduler", ours, theirs)
 
 
 def check_scaler(theirs: object, *, needed: bool) -> None:

@@ -12,10 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from ...compression.errors import PlanError
 from ...stages.device import CPU
 from ...stages.memory.tensor_memory import TensorMemory
 from ...stages.stage.guard import Guard
@@ -24,23 +21,17 @@ from ..ranks.world import World
 from .clip import clip_together
 from .optimizers import Make, Named, make_optimizers
 from .scale import Scaler, scale_of
+from .shared_scheduler import MakeScheduler, SharedScheduler
 from .state_checks import (
     check_kept,
     check_optimizer,
     check_scaler,
     check_scheduler,
-    is_plain,
-    kind_of,
     saved_settings,
 )
 
 SCOPES = ("global", "stage")
 Has = Callable[[int], bool]  # whether a turn has the tensor with this identity
-
-_OF_GROUPS = ("base_lrs", "max_lrs", "base_momentums", "max_momentums")
-"""What torch's schedulers were given for each group, so their constructor has it."""
-
-_GIVEN = (*_OF_GROUPS, "_last_lr", "milestones")  # or what the optimizer has
 
 
 class Update:
@@ -49,7 +40,8 @@ class Update:
     Args:    parameters: per stage its (name, parameter) pairs, in the model's own order.
              owner: the rank of every parameter of the model by name, in the model's own order.
              weights: the versions of each stage's parameters.
-             scheduler: stepped after every update of its stage that was not skipped for an overflow.
+             scheduler: stepped after every update that was not skipped for an overflow.
+             every: all parameters of the model by name, also those of other ranks.
              clip: largest L2 norm of the gradients, or None; ``scope``: of all, or of each stage.
              together: whether the stages update in rounds; else each on its own, whatever others find.
              guard: checks the gradients before an update; None: nothing does.
@@ -64,7 +56,8 @@ class Update:
         owner: Mapping[str, int],
         weights: Mapping[int, WeightVersions],
         optimizer: Make,
-        scheduler: Callable[[Optimizer], LRScheduler] | None,
+        scheduler: MakeScheduler | None,
+        every: Named,
         clip: float | None,
         scope: str = "global",
         scaler: Scaler = None,
@@ -84,8 +77,8 @@ class Update:
         self.optimizers = make_optimizers(optimizer, parameters, mine=mine)
         for stage, made in self.optimizers.items():
             weights[stage].bind(made)
-        self.schedulers = (
-            {stage: scheduler(made) for stage, made in self.optimizers.items()} if scheduler else {}
+        self.scheduler = (
+            SharedScheduler(scheduler, optimizer, named=every, stages=self.optimizers) if scheduler else None
         )
         self.begun = 0  # updates of stages that have begun to write
         self.begin()
@@ -124,8 +117,8 @@ class Update:
         self.begun += 1
         with self.weights[stage].update():
             self._step(stage)
-        if stage in self.schedulers and not self.skipped:
-            self.schedulers[stage].step()
+        if self.scheduler is not None and stage in self.optimizers and not self.skipped:
+            self.scheduler.step(stage)
 
     def _step(self, stage: int) -> None:
         """Have the optimizer of ``stage`` write its parameters, unless the update is skipped."""
@@ -179,20 +172,10 @@ class Update:
         return found
 
     def scheduler_state(self) -> dict[str, Any] | None:
-        """The state of a scheduler (they all keep step), as JSON says it.
+        """The state of the scheduler, as JSON says it.
 
         Raises: PlanError: it keeps something else."""
-        for scheduler in self.schedulers.values():
-            kept = scheduler.state_dict()
-            for name in [name for name, value in kept.items() if not is_plain(value)]:
-                if name not in _GIVEN:
-                    raise PlanError(
-                        f"a state holds plain values, and {type(scheduler).__name__} keeps {name} as "
-                        f"{kind_of(kept[name])} with something else in it; give it numbers, no tensors"
-                    )
-                del kept[name]
-            return copy.deepcopy(kept)
-        return None
+        return self.scheduler.state() if self.scheduler is not None and self.optimizers else None
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that does not suit the optimizers, schedulers and scale of this process."""
@@ -200,8 +183,7 @@ class Update:
             check_kept(name, kept)
         for optimizer in self.optimizers.values():
             check_optimizer(state, optimizer, self.names, away=self.away())
-        for scheduler in self.schedulers.values() or [None]:
-            check_scheduler(scheduler, state.get("scheduler"))
+        check_scheduler(self.scheduler and self.scheduler.state(), state.get("scheduler"))
         check_scaler(state.get("scaler"), needed=self.scale.state() is not None)
 
     def turns(self, *, at_once: bool) -> Iterator[Has]:
@@ -228,9 +210,8 @@ class Update:
 
     def load_course(self, scheduler: Mapping[str, Any] | None) -> None:
         """Take over what ``scheduler_state`` returned; behind ``load_kept``."""
-        for stage, ours in self.schedulers.items():
-            ours.load_state_dict(_course(scheduler))
-            ours._last_lr = [float(settings["lr"]) for settings in self.optimizers[stage].param_groups]
+        if self.scheduler is not None:
+            self.scheduler.load(scheduler)
 
 
 def _own(value: Any, device: torch.device) -> Any:
@@ -238,13 +219,3 @@ def _own(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.empty_like(value, device=device).copy_(value.detach())
     return copy.deepcopy(value)
-
-
-def _course(scheduler: Any) -> Any:
-    """A scheduler's state without what it was given for each group of the stage that it was taken from: other
-    stages have other groups, and their constructor gave it to them."""
-    if isinstance(scheduler, list | tuple):
-        return [_course(each) for each in scheduler]
-    if isinstance(scheduler, Mapping):
-        return {k: _course(v) for k, v in scheduler.items() if k not in _OF_GROUPS}
-    return scheduler

@@ -68,6 +68,7 @@ def test_a_number_of_steps_stays_with_the_host_unless_kernels_count_them(options
         weights={0: WeightVersions()},
         optimizer=lambda named: torch.optim.Adam(named, lr=0.1),
         scheduler=None,
+        every=[("w", weight)],
         clip=None,
     )
     group = {**update.state()["w"]["group"], **options}
