@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .device import CPU
 
@@ -56,6 +56,10 @@ class MetaWatch(TorchDispatchMode):
                 self._writes(args[number] if number < len(args) else kwargs.get(told.name))
         if func._schema.name.partition("::")[2] in _NORMS and args[_TRAINING]:
             self._writes(args[_STATISTICS])
+        if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
+            to_meta = lambda tensor: tensor.to(META)  # noqa: E731 (a tensor of a file has values)
+            args = tree_map_only(torch.Tensor, to_meta, args)
+            kwargs = {name: tree_map_only(torch.Tensor, to_meta, given) for name, given in kwargs.items()}
         return func(*args, **kwargs)
 
     def _writes(self, given: Any) -> None:

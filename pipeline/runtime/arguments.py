@@ -4,7 +4,7 @@ remedy."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -129,6 +129,26 @@ def check_update(model: nn.Module, plan: Plan, *, clip: object, scope: str, scal
     _check_scaler(model, plan, scaler)
 
 
+def _sparse(model: nn.Module) -> Iterator[str]:
+    """The modules whose gradients are sparse."""
+    return (name for name, module in model.named_modules() if getattr(module, "sparse", False) is True)
+
+
+def check_momentum(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """No state of a training can hold the momentum of sparse gradients, which is sparse."""
+    groups = [group for made in optimizers for group in made.param_groups if group.get("momentum")]
+    moved = {id(parameter) for group in groups for parameter in group["params"]}
+    for module in model.modules():
+        if not getattr(module, "sparse", False):  # what is tied to it has dense gradients
+            moved -= {id(parameter) for parameter in module.parameters(recurse=False)}
+    for name in _sparse(model):
+        if any(id(parameter) in moved for parameter in model.get_submodule(name).parameters()):
+            raise PlanError(
+                f"a momentum is kept of dense gradients, and {name} gives sparse ones; make it with "
+                "sparse=False, or give its parameters a group without momentum"
+            )
+
+
 def _check_scaler(model: nn.Module, plan: Plan, scaler: object) -> None:
     if scaler is None or (isinstance(scaler, GradScaler) and not scaler.is_enabled()):
         return
@@ -143,8 +163,7 @@ def _check_scaler(model: nn.Module, plan: Plan, scaler: object) -> None:
             f"with {STREAM} there is no moment at which all stages hold the same step, to skip it or to move "
             "its loss scale; give scaler a number, such as 1024.0"
         )
-    sparse = next((n for n, m in model.named_modules() if getattr(m, "sparse", False) is True), "")
-    if sparse:
+    if sparse := next(_sparse(model), ""):
         raise PlanError(
             f"a loss scale is taken off dense gradients, and {sparse} gives sparse ones; make it with "
             "sparse=False, or give scaler=None"
@@ -210,6 +229,21 @@ def _said(versions: object) -> str:
     predicted = ", prediction=true" if versions["prediction"] else ""
     cuts = ",".join(map(str, versions["cuts"])) if isinstance(versions["cuts"], list | tuple) else "?"
     return f"schedule={versions['schedule']} weights={versions['weights']}{predicted} cuts=[{cuts}]"
+
+
+def check_written(plan: Plan, model: nn.Module, graph: LayerGraph) -> None:
+    """A parameter to which forwards write is as each left it, in one version, when the next one reads it."""
+    written = next((name for name, _ in model.named_parameters() if name in graph.written), "")
+    if written and plan.streams:
+        raise PlanError(
+            f"a forward writes to {written}, of which {plan.schedule} keeps versions; take a schedule whose "
+            "steps end, or make it a buffer"
+        )
+    if written and any(stage.recompute for stage in plan.stages):
+        raise PlanError(
+            f"a forward writes to {written}, and one that runs again would do so twice; take "
+            "recompute=false, or make it a buffer"
+        )
 
 
 def check_layers(plan: Plan, graph: LayerGraph) -> None:

@@ -43,8 +43,10 @@ from .arguments import (
     check_functions,
     check_gradients,
     check_layers,
+    check_momentum,
     check_plan,
     check_update,
+    check_written,
     optimizer_of,
     scheduler_of,
 )
@@ -134,6 +136,7 @@ class Assembly:
                 exchange=self.replicas.exchange,
                 divided=plan.sharded,
             )
+            check_momentum(model, self.update.optimizers.values())
             if (shared := self.update.scheduler) is not None:
                 self.agreement.agree("its scheduler", lambda: facts.of_scheduler(shared.made))
             check_separable(optimizer, every, own.parts, [*self.update.optimizers.values()])
@@ -218,6 +221,7 @@ class Assembly:
         graph = graph_of(model, self.plan, autocast)
         self.agreement.agree("the layers of a model", lambda: facts.of_layers(graph))
         check_layers(self.plan, graph)
+        check_written(self.plan, model, graph)
         if not self.world.is_alone:
             check_replicated(self.plan, model, graph)
         self.call = graph.train.call

@@ -5,7 +5,7 @@ All ranks know all of it without asking, as each has the whole plan and, until n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from ...stages.device import Device
 from ...stages.memory.disk import Disk
 from ...stages.memory.io_threads import MOST_WAITING, REQUEST_BYTES
 from ...stages.memory.mirror import Mirror
-from ...stages.memory.readers import but_staying, readers_of, sharing
+from ...stages.memory.readers import but_staying, directly_read, readers_of, sharing
 from ...stages.memory.room import DiskOptions
 from ...stages.memory.store import UNLIMITED, StoreOptions
 from ...stages.memory.stores import open_store
@@ -44,13 +44,15 @@ LEAST_MIRRORED = 1 << 12  # bytes of a parameter from which on moving it is wort
 class Ownership:
     """``layers``: the stage of every layer; ``stage_of``: the stage of every parameter by its first name;
     ``owner``: the rank that answers for a stage, rank 0 without a group; ``updaters``: that of a parameter
-    which one of several replicas updates; ``here``: the parameters of each stage of this process."""
+    which one of several replicas updates; ``here``: the parameters of each stage of this process;
+    ``written``: names of frozen parameters, and of buffers, to which forwards write."""
 
     layers: Sequence[int]
     stage_of: Mapping[str, int]
     owner: Callable[[int], int]
     updaters: Mapping[str, int]
     here: Mapping[int, Named]
+    written: Collection[str]
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -84,6 +86,7 @@ def ownership(model: nn.Module, plan: Plan, graph: LayerGraph, steps: Steps, wor
         owner=(lambda stage: 0) if world.is_alone else plan.owner,
         updaters=_updaters(plan, of_stages, graph) if plan.sharded and not world.is_alone else {},
         here={s: of_stages[s] for s in mine},
+        written=graph.written,
     )
 
 
@@ -197,6 +200,11 @@ def mirror_of(
     for mode in steps.stage_of:
         traced, layers = steps.layers(mode, index)
         runs.append((traced, layers, parts_of(model, traced, layers), steps.shapes.real[mode]))
-    able = {id(parameter) for _, parameter in own.here[index]} - shared
+    able = {id(parameter) for name, parameter in own.here[index] if name not in own.written} - shared
+    for other in own.here:  # a frozen module may be called in several stages
+        for mode in steps.stage_of if other != index else ():
+            traced, layers = steps.layers(mode, other)
+            parts = parts_of(model, traced, layers)
+            able -= {id(parameter) for layer in layers for parameter in directly_read(layer, parts)}
     readers = but_staying(readers_of(runs, able), plan.stages[index].staying_bytes)
     return Mirror(open_store(tier, stores), readers=readers, packs=tier == "packed", min_bytes=LEAST_MIRRORED)

@@ -56,7 +56,7 @@ def _reads(
 ) -> dict[str, list[Parameter]]:
     """What the layers read; ``near`` grows by what others look at."""
     here = {layer.node for layer in layers}
-    read: dict[fx.Node, list[Parameter]] = {layer.node: _directly(layer, parts) for layer in layers}
+    read: dict[fx.Node, list[Parameter]] = {layer.node: directly_read(layer, parts) for layer in layers}
     number_of = {layer.node: n for n, layer in enumerate(traced.layers)}
     for node in here:
         for number in record.outputs[node].values:
@@ -78,8 +78,8 @@ def _reads(
     return {layer.name: _once(read[layer.node]) for layer in layers}
 
 
-def _directly(layer: Layer, parts: Parts) -> list[Parameter]:
-    """The parameters of its module, and those that it is given where it is used."""
+def directly_read(layer: Layer, parts: Parts) -> list[Parameter]:
+    """Return the parameters of the layer's module, and those that it is given."""
     node = layer.node
     if node.op == "get_attr":
         return []

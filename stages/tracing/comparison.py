@@ -56,14 +56,16 @@ def refuse_changes(
         return False
     raise PlanError(
         f"a forward may write to registered buffers alone, found that it changes {changed} "
-        f"({change(before.get(changed), after.get(changed))}){_author(root, changed)}, which other stages, "
+        f"({change(before.get(changed), after.get(changed))}){author(root, changed)}, which other stages, "
         f"other ranks and the loss do not see; {_remedy(settled=once)}"
     )
 
 
-def _author(root: nn.Module, path: str) -> str:
-    """Class, file and line of the forward that a path belongs to, as far as they are known."""
-    while path and path not in dict(root.named_modules()):
+def author(root: nn.Module, path: str) -> str:
+    """Class, file and line of the forward that a path belongs to, as far as they are known; torch's own
+    modules write to nothing but their buffers, so it is that of the module around them."""
+    modules = dict(root.named_modules())
+    while path and (path not in modules or type(modules[path]).__module__.startswith("torch.nn.")):
         path = path.rpartition(".")[0]
     code = getattr(type(root.get_submodule(path)).forward, "__code__", None)
     if code is None:

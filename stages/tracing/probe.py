@@ -20,7 +20,7 @@ from ..seeds import drew, generators_of, states_of
 from .layers import Layer, Parts, Traced, run_layer
 from .probe_record import Outputs, ProbeRecorder, buffers_at, local_at
 from .proof import zeros_that_stop
-from .reached import Hung, edges_of, keeps_itself, leads, reached, runs_own_code
+from .reached import Hung, edges_of, keeps_itself, kept_by, leads, reached, runs_own_code
 from .unseen import Contents
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -126,7 +126,7 @@ def _record_layer(
     recorder.kept += contents.storages
     states, before = states_of(recorder.generators), edges_of((i, recorder.objects[i]) for i in read)
     try:
-        with Hung() as hung:
+        with Hung() as hung, kept_by(layer, parts) as kept:
             env[layer.node] = run_layer(layer, env, parts, samples=samples)
     except Exception as error:
         size = next((tuple(t.shape) for t in tensors), ())
@@ -139,6 +139,8 @@ def _record_layer(
     # batch_norm writes its statistics without giving them a new version, others through .data or NumPy
     other, counted = contents.changed(), {id(t) for t in changed}
     unseen = [t for t in at_hand if id(t) not in counted and t.untyped_storage()._cdata in other]
+    if layer.node.op == "call_module":
+        _refuse_unseen(layer, parts, kept & {t.untyped_storage()._cdata for t in unseen})
     recorder.unseen |= {recorder.numbers[id(t)]: index for t in unseen if id(t) in recorder.numbers}
     changed += unseen
     recorder.turned |= {
@@ -161,6 +163,22 @@ def _record_layer(
     recorder.leads[index] = leads(layer, parts, made=after, read=before)
     if hung.any or keeps_itself(layer, parts, made=after, read=before):
         recorder.keeping.add(layer.name)
+
+
+def _refuse_unseen(layer: Layer, parts: Parts, memory: Collection[int]) -> None:
+    """What a backward reads of a buffer would be what forwards of later micro-batches have written.
+
+    Args:    memory: what the layer keeps for its backward, and wrote to so that torch does not count it."""
+    module = parts.modules[str(layer.node.target)] if memory else nn.Module()
+    for path, part in module.named_modules(prefix=str(layer.node.target)):
+        # The backward of a batch norm in train mode does not read the statistics that it keeps.
+        own = {} if isinstance(part, nn.modules.batchnorm._NormBase) else part._buffers
+        for name, buffer in own.items():
+            if buffer is not None and buffer.untyped_storage()._cdata in memory:
+                raise PlanError(
+                    f"layer {layer.name} writes to {path}.{name} past what torch counts (.data, NumPy), "
+                    "and keeps it for its backward; write to it in place, or keep a clone of it"
+                )
 
 
 def _refuse_written_constants(recorder: ProbeRecorder, layer: Layer, traced: Traced, parts: Parts) -> None:

@@ -116,11 +116,12 @@ class ProbeRecorder:
 
 
 def buffers_at(layer: Layer, parts: Parts) -> dict[str, torch.Tensor]:
-    """The buffers that a layer may write to, by name."""
+    """The buffers and frozen parameters that a layer may write to, by name."""
     found = local_at(layer.node, parts)
     if layer.node.op == "call_module":
-        named = parts.modules[str(layer.node.target)].named_buffers()
-        found |= {f"{layer.node.target}.{name}": buffer for name, buffer in named}
+        module = parts.modules[str(layer.node.target)]
+        frozen = ((name, p) for name, p in module.named_parameters() if not p.requires_grad)
+        found |= {f"{layer.node.target}.{name}": part for name, part in (*module.named_buffers(), *frozen)}
     return found
 
 

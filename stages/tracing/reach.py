@@ -87,7 +87,8 @@ def _parts(item: object) -> Iterator[tuple[str, object]]:
     if isinstance(item, types.FunctionType):
         yield from _inside_function(item)
     elif isinstance(item, type):
-        functions = {n: part for n, part in vars(item).items() if isinstance(part, types.FunctionType)}
+        inside = {n: getattr(part, "__func__", part) for n, part in vars(item).items()}
+        functions = {n: part for n, part in inside.items() if isinstance(part, types.FunctionType)}
         yield from ((f".{name}", part) for name, part in (data_of(item) | functions).items())
     elif isinstance(item, nn.Module):
         for registered in REGISTERED:

@@ -5,12 +5,13 @@ of a person may take another way in every run, and a backward of his own may ret
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from .layers import Layer, Parts
@@ -87,6 +88,21 @@ def _is_own(layer: Layer, parts: Parts) -> bool:
     home = getattr(node.target, "__module__", None) or ""
     owner = getattr(node.target, "__objclass__", None)  # of a method of torch.Tensor
     return owner in (torch.Tensor, torch._C.TensorBase) or home in _OWN or home.startswith("torch._C")
+
+
+@contextlib.contextmanager
+def kept_by(layer: Layer, parts: Parts) -> Iterator[set[int]]:
+    """The block in which a layer runs; the memory that it keeps for its backward, if a person wrote it."""
+    found = set[int]()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is torch.strided:
+            found.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    own = runs_own_code(layer, parts)
+    with saved_tensors_hooks(keep, lambda tensor: tensor) if own else contextlib.nullcontext():
+        yield found
 
 
 def runs_own_code(layer: Layer, parts: Parts) -> bool:

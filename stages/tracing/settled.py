@@ -18,7 +18,7 @@ from ...compression.errors import PlanError
 from ..meta_watch import watching
 from .capture.call import Call
 from .capture.data import other_data
-from .comparison import observe, refuse_changes, same_bits
+from .comparison import author, observe, refuse_changes, same_bits
 from .contents import contents
 from .meta_model import needs_values, without_values
 from .model_copy import move
@@ -27,10 +27,12 @@ from .model_copy import move
 def run_eager(
     eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...], *, cold: Callable[[], nn.Module]
 ) -> tuple[set[str], bool]:
-    """The buffers that a forward writes to, and whether it leaves nothing else behind, no other buffer
-    either.
+    """The buffers and frozen parameters that a forward writes to, and whether it leaves nothing else behind,
+    no other buffer either.
 
-    Raises: PlanError: it does not run, or changes the model beside its buffers every time."""
+    Raises: PlanError: it does not run, or changes the model beside these every time."""
+    named = [*eager.named_parameters()]
+    parameters = [(name, p, p.untyped_storage()._cdata, p.detach().clone()) for name, p in named]
     buffers = {name: (buffer, buffer.clone()) for name, buffer in eager.named_buffers()}
     before, watch = contents(eager, running=True), watching()
     run: Callable[..., Any] = lambda *x: call.run(eager, x)  # noqa: E731
@@ -43,6 +45,15 @@ def run_eager(
         raise PlanError(
             f"the model does not run on inputs of shape {shapes}: {error}; give another example"
         ) from error
+    moved = {name for name, p, place, _ in parameters if p.untyped_storage()._cdata != place}
+    filled = {name for name, p, _, before in parameters if not same_bits(p, before)}
+    filled |= {name for name, _, place, _ in parameters if watch and place in watch.writes}
+    for name, parameter, *_ in parameters:
+        if name in moved or (name in filled and parameter.requires_grad):
+            raise PlanError(
+                "a forward may write to buffers, and in place to parameters with requires_grad=False, found "
+                f"that it writes to {name}{author(eager, name)}; write to one of these, or between steps"
+            )
     clean = refuse_changes(
         before,
         eager,
@@ -55,7 +66,7 @@ def run_eager(
     written = {name for name, buffer in held.items() if not same_bits(buffer, buffers[name][1])}
     if watch:
         written |= {name for name, (b, _) in buffers.items() if b.untyped_storage()._cdata in watch.writes}
-    return replaced | written, clean and not replaced
+    return replaced | written | filled, clean and not replaced
 
 
 def settles(

@@ -16,6 +16,7 @@ from torch import nn
 
 from ...compression.errors import PlanError
 from ..device import device_of
+from ..meta_watch import MetaWatch
 from ..places import home_of
 from ..seeds import seeded
 from .layer_graph import LayerGraph
@@ -125,7 +126,7 @@ class Shapes:
         if alike and samples in traced.sizes:
             return
         try:
-            with torch.set_grad_enabled(mode == "train"), as_written(), torch.device("meta"):
+            with torch.set_grad_enabled(mode == "train"), as_written(), torch.device("meta"), MetaWatch():
                 traced.extend(self.roots[mode], _bare(key))
         except Exception as error:
             why = (

@@ -105,6 +105,8 @@ def unsuited(row: dict[str, Any]) -> str:
         "four ranks at most": has("replicas", 3) and lacks("cuts", 1),
         "a gradient inside a forward does not run again": has("model", "Differentiated")
         and (has("recompute", True) or has("budget", "least")),
+        "a frozen weight that forwards write to is one for all, once a forward": has("model", "Teacher")
+        and (replicated or has("recompute", True) or has("budget", "least")),
         "a guard refuses what is infinite": has("guard", True)
         and has("model", "InfiniteAtZero", "WrittenUnseen"),
         "no second forward of batch norms": replicated and has("recompute", True) and has("model", *NORMED),

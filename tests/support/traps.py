@@ -387,7 +387,65 @@ class CastsBack(Base):
         return self.end(torch.bmm(y.unsqueeze(1), z.unsqueeze(2)).squeeze(2) * z)
 
 
-SHARED = ("Base", "Wide", "Scaled")
+OF_A_FILE = torch.linspace(-1, 1, 20)
+
+
+class FileConstant(Base):
+    """A tensor of the file is read, which no micro-batch brings and no size changes."""
+
+    def forward(self, x):
+        return self.end(torch.relu(self.a(x.flatten(1)) - OF_A_FILE))
+
+
+class ByItself(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        return x * module.weight.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient * ctx.module.weight.detach(), None
+
+
+class Handing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(20) + 0.5)
+
+    def forward(self, x):
+        return ByItself.apply(x, self) * self.weight
+
+
+class Handed(Base):
+    """A backward function of a person's is handed a module, and reads a weight that trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.handing = Handing()
+
+    def forward(self, x):
+        return self.end(self.b(self.handing(self.a(x.flatten(1)))))
+
+
+class Teacher(Base):
+    """Frozen parameters follow trained ones in every forward, as in MoCo and BYOL."""
+
+    def __init__(self):
+        super().__init__()
+        self.c.requires_grad_(False)
+
+    def forward(self, x):
+        x = torch.relu(self.a(x.flatten(1)))
+        with torch.no_grad():
+            if self.training:
+                for ours, theirs in zip(self.c.parameters(), self.b.parameters(), strict=True):
+                    ours.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+            keys = torch.tanh(self.c(x))
+        return self.end(self.b(x) * keys)
+
+
+SHARED = ("Base", "Wide", "Scaled", "Handing")
 TRAPS = {
     name: kind
     for name, kind in list(globals().items())

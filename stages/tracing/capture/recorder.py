@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...seeds import TURN, drew, states_of
+from ..reach import is_plain, walk
 from .affine import mapped
 from .buffers import Buffers, only_read
 from .nodes import Nodes
@@ -142,6 +143,8 @@ class Recorder(Nodes, TorchFunctionMode):
             return run(*args, **kwargs)
         self.quiet += 1
         try:
+            for leaf in (target, *tree_leaves((args, kwargs))):
+                self._refuse_hidden(name, leaf)
             given = self.named((args, kwargs))
             if self.altering.count:
                 args, kwargs = plain_numbers((args, kwargs))
@@ -152,6 +155,18 @@ class Recorder(Nodes, TorchFunctionMode):
             return self._told(node, result)
         finally:
             self.quiet -= 1
+
+    def _refuse_hidden(self, name: str, item: object) -> None:
+        """Refuse an object around tensors of the model, which a stage would read in the recorder's copy."""
+        if isinstance(item, torch.Tensor | str) or is_plain(item):
+            return
+        for root in (item, getattr(item, "__self__", None)):  # a class, where it was made in forward
+            for _, part, _ in walk(root):
+                if isinstance(part, torch.Tensor) and id(part) in self.names:
+                    raise self.unrecordable(
+                        f"{name} is handed {self.names[id(part)]} of the model inside of a "
+                        f"{type(item).__name__}; hand it the tensors that it reads"
+                    )
 
     def _told(self, node: fx.Node, result: Any) -> Any:
         """``result`` with the numbers in it as Python is to see them; each has a node that tells it."""

@@ -84,6 +84,12 @@ def test_what_forward_makes_of_no_tensor_has_no_values_either():
     assert {graph.train_probe.values[i].dtype for i in (2, 3)} == {torch.float32, torch.int64}
 
 
+def test_an_array_that_forward_makes_has_values_also_where_the_model_has_none():
+    of_numpy = two(lambda self, x: x * torch.from_numpy(numpy.ones(4, dtype="float32")), "OfNumpy")
+    graph = penstock.trace(bare(of_numpy), (X.to("meta"),))
+    assert [tensor.tolist() for tensor in graph.train.constants.values()] == [[1.0] * 4]
+
+
 def test_a_model_of_which_only_a_part_has_values_is_recorded_and_keeps_them():
     model = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.BatchNorm1d(4), nn.Linear(4, 2, device="meta"))
     statistics = dict(model.named_buffers())["1.running_mean"]
@@ -99,7 +105,6 @@ def two(between, name):
 
 
 by_truth = two(lambda self, x: x * 2 if x.sum() > 0 else x, "ByTruth")
-of_numpy = two(lambda self, x: x * torch.from_numpy(numpy.ones(4, dtype="float32")), "OfNumpy")
 RETURNS = {"forward": lambda self, x: Two.forward(self, x).sum().item()}
 NEED_VALUES = {
     "ByTruth": by_truth,
@@ -107,7 +112,6 @@ NEED_VALUES = {
     "ByWeight": two(lambda self, x: x * float(self.a.weight.norm()), "ByWeight"),
     "BySelection": two(lambda self, x: x[x > 0].sum() + x, "BySelection"),
     "ByChance": two(lambda self, x: x * 2 if torch.rand(()) < 0.5 else x, "ByChance"),
-    "OfNumpy": of_numpy,
     "Returns": lambda: type("Returns", (Two,), RETURNS)(),
 }
 

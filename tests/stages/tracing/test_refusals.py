@@ -214,6 +214,12 @@ def test_a_loss_scale_is_refused_where_gradients_are_sparse():
         pipeline_of(sparse(False), cuts=["_0"], example=words, optimizer=OPTIMIZERS["plain"], scaler=8.0)
 
 
+def test_a_momentum_is_refused_where_gradients_are_sparse():
+    words = (torch.randint(9, (3,)),)
+    with pytest.raises(PlanError, match="0 gives sparse ones; make it with sparse=False"):
+        pipeline_of(sparse(False), cuts=["_0"], example=words, optimizer=OPTIMIZERS["sgd"])
+
+
 X, Y = torch.zeros(9, 6), torch.zeros(9, dtype=torch.long)
 BATCHES = {
     "an array": ((X.numpy(), Y), r"found 1 \(ndarray\); give a tensor"),
