@@ -52,11 +52,12 @@ from .arguments import (
 )
 from .auto import policy_named
 from .engine import Engine
+from .guards import Guards
 from .ownership import Ownership, disk_of, make_stages, ownership
 from .process_memory import ResidentMemory, Usage
 from .replica_checks import check_replicated
 from .replicas import Replicas
-from .state import State
+from .state import State, readers_of_buffers
 from .steps import Steps, SynchronousFeed
 from .stream import StreamFeed
 from .values import Init, give_values, values_of
@@ -160,6 +161,7 @@ class Assembly:
                 devices=self.devices,
                 memory=self.memory,
                 replicas=self.replicas,
+                guards=self.guards,
             )
             self.same = SameBatches(self.agreement, self.engine.failures.worded)
             resident.begin()
@@ -253,4 +255,16 @@ class Assembly:
             stores=StoreOptions(disk=self.disk, tiers=tiers),
         )
         self.state = State(model, graph, world=self.world, stages=self.stages, own=own)
+        readers = readers_of_buffers(model, graph, own.layers)
+        homes = {name: {stage} for name, stage in own.stage_of.items()}
+        homes |= {name: readers.get(id(buffer), {0}) for name, buffer in model.named_buffers()}
+        shared = max(self.plan.replicas) > 1 and not self.world.is_alone
+        self.guards = Guards(
+            model,
+            homes=homes,
+            written=graph.written,
+            here=[*self.stages],
+            replicated=shared,
+            moves=any(stage.mirror is not None for stage in self.stages.values()),
+        )
         return own

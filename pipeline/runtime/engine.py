@@ -27,6 +27,7 @@ from ..weights.update import Update
 from .batches import MicroBatch
 from .device_frames import frames_of
 from .failures import Failures, place
+from .guards import Guards
 from .interrupts import Interrupts
 from .loss import Loss, check_loss_uses_outputs_only, mean_loss
 from .policy import Policy
@@ -44,7 +45,8 @@ class Engine:
 
     Args:    parameters: those of the model, held weakly: no loss may read one beside the outputs.
              memory: moves what forwards save, and is told where the program is.
-             replicas: are told when a micro-batch has gone backward, and when a stage is updated."""
+             replicas: are told when a micro-batch has gone backward, and when a stage is updated.
+             guards: watch what the loss, backwards and updates reach."""
 
     def __init__(
         self,
@@ -61,8 +63,9 @@ class Engine:
         devices: Mapping[int, Device],
         memory: MemoryThread,
         replicas: Replicas,
+        guards: Guards,
     ) -> None:
-        self.memory, self.replicas = memory, replicas
+        self.memory, self.replicas, self.guards = memory, replicas, guards
         self.stages, self.transport, self.policy = stages, transport, policy
         self.failures = Failures(rank, stages, transport)
         self.interrupts = Interrupts(self.failures)
@@ -79,7 +82,8 @@ class Engine:
         """Run a step of training."""
         step = dataclasses.replace(step, observed=self.policy.observed(step.messages))
         self.losses, self.outputs, instruction = {}, {}, None
-        run, now, stop, fetches = self.run, self.meter.now, self.meter.stop, self.fetches
+        run, now, stop = self.guards.watched(step, self.run), self.meter.now, self.meter.stop
+        fetches = self.fetches
         begun = self.update.begun
         self.meter.begin(step)
         try:
@@ -102,6 +106,7 @@ class Engine:
         except BaseException as error:
             self._fail(step, instruction, error)
         self.meter.end()
+        self.guards.ran()
 
     def evaluate(self, step: Step) -> Any:
         """Run one micro-batch forward in eval mode; returns the outputs where the last stage is."""
@@ -172,7 +177,7 @@ class Engine:
         return outputs
 
     def _lose(self, step: Step, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:
-        with stage.weights.backward(index):  # outputs may be parameters
+        with stage.weights.backward(index), self.guards.loss(stage.index):  # outputs may be parameters
             mean = mean_loss(self.loss, outputs, batch.targets, autocast=stage.autocast)
         if index == step.messages.first:
             check_loss_uses_outputs_only(mean, outputs, self.parameters)

@@ -26,6 +26,8 @@ def mean_loss(loss: Loss, outputs: Any, targets: Any, *, autocast: torch.dtype |
     try:
         with casting(autocast, _place(outputs, autocast)):
             found = loss(outputs, targets)
+    except StageError:
+        raise
     except Exception as error:
         raise StageError(f"the loss: {type(error).__name__}: {error}") from error
     if not isinstance(found, torch.Tensor) or found.dim():

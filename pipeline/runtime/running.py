@@ -88,6 +88,7 @@ class Running(Assembly):
         try:
             yield
             failures.over = ""
+            self.guards.loaded()
         except PenstockError:  # refused ahead of the first byte
             failures.over = before
             raise

@@ -1,0 +1,210 @@
+"""Guards: what a person's code reaches of the model in a step, besides the layers.
+
+The loss, hooks of weights and of optimizers, schedulers and backward functions may look anywhere: at memory
+that is offloaded or belongs to another rank, at a buffer that forwards of later micro-batches have written to
+by then. In a watched step every operation of torch that such code calls is looked at. It finds what the plain
+loop shows it at that moment, or the step is refused in a sentence that says who reads or writes what.
+
+    the loss        may read what is in memory here, but no buffer of an earlier stage that forwards write to
+    a backward      may read parameters of its stage and unwritten buffers; draws and writes nothing
+    an update       (optimizers, their hooks, schedulers) may read and write what is of its stage
+
+Watched are the first step of every kind (its shapes, and what runs after a load) and every hundredth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ...compression.errors import StageError
+from ...stages import memory
+from ...stages.seeds import TURN, generators_of, states_of
+from ..schedules.instruction import Instruction, Op
+from .step import Step
+
+EVERY = 100
+"""A step of so many is watched, beside the first of its kind."""
+
+Run = Callable[[Step, Instruction], None]
+DOORS = dict.fromkeys((Op.B, Op.I, Op.W), "a backward") | {Op.U: "an update"}
+_ENGINE = f"{__package__}.engine"  # opens the doors
+_MEMORY = memory.__name__
+_NOT_A_PERSON = {"penstock", "torch", *sys.stdlib_module_names}
+_BUFFER_REMEDY = "return it from forward"
+
+
+class Guards:
+    """The watch over one pipeline in this process.
+
+    Args:
+        model: Its modules are held weakly.
+        homes: For every parameter and buffer by name the stages that read it.
+        written: Buffers that a forward in train mode writes to.
+        here: The stages of this process.
+        replicated: Whether replicas share the micro-batches, so that no process sees all losses.
+        moves: Whether parameters are offloaded, so that their memory changes in a step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        homes: Mapping[str, Collection[int]],
+        written: Collection[str],
+        here: Collection[int],
+        replicated: bool,
+        moves: bool,
+    ) -> None:
+        paths = ((name, *name.rpartition(".")[::2]) for name in homes)
+        self._places = [(name, weakref.ref(model.get_submodule(p)), item) for name, p, item in paths]
+        self.homes, self.written, self.here = homes, written, here
+        self.replicated, self.moves = replicated, moves
+        self._kinds: set[object] = set()
+        self._kind: object = None
+        self._watches = False
+
+    def loaded(self) -> None:
+        """Watch the next step of every kind again."""
+        self._kinds.clear()
+
+    def watched(self, step: Step, run: Mapping[Op, Run]) -> Mapping[Op, Run]:
+        """What runs each instruction of ``step``: ``run`` itself, unless the step is watched."""
+        inputs = (batch.inputs for batch in step.micro_batches.values())
+        self._kind = frozenset(tuple((x.shape, x.dtype) for x in some) for some in inputs)
+        self._watches = self._kind not in self._kinds or step.number % EVERY == 0
+        return {op: self._watching(op, call) for op, call in run.items()} if self._watches else run
+
+    def ran(self) -> None:
+        """The step has run to its end."""
+        self._kinds.add(self._kind)
+
+    def _watching(self, op: Op, run: Run) -> Run:
+        def watched(step: Step, instruction: Instruction) -> None:
+            with self._at(DOORS[op], instruction.stage):
+                run(step, instruction)
+
+        return watched if op in DOORS else run
+
+    def loss(self, stage: int) -> contextlib.AbstractContextManager[object]:
+        """The block in which the loss is computed, after the forward of the last ``stage``."""
+        return self._at("the loss", stage) if self._watches else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _at(self, door: str, stage: int) -> Iterator[None]:
+        draws = door == "a backward" or (door == "the loss" and self.replicated)
+        found = ((name, getattr(module(), item, None)) for name, module, item in self._places)
+        named = {name: tensor for name, tensor in found if isinstance(tensor, Tensor)}
+        before = _random_states(named.values()) if draws else []
+        with _Watch(self, door, stage, named) as watch:
+            yield
+        if draws and before != _random_states(named.values()):
+            where = f" ({watch.drew})" if watch.drew else ""
+            why = (
+                "replicas draw apart" if door == "the loss" else "the schedule decides the order of backwards"
+            )
+            raise StageError(f"{door} draws random numbers{where}, and {why}; draw them in forward")
+
+    def refusal(self, door: str, stage: int, name: str, tensor: Tensor, *, writes: bool) -> str:
+        """Why ``door`` of ``stage`` must not read or write what is ``name``; "" where the plain loop has the
+        same there."""
+        homes, parameter = self.homes[name], isinstance(tensor, nn.Parameter) and name not in self.written
+        ours = set(homes) == {stage}
+        if writes and not (door == "an update" and ours):
+            return "and others read it in the same step; write to it between steps"
+        if parameter and not tensor.untyped_storage().nbytes():
+            return "which is offloaded; plan with parameters_tier=device"
+        if not any(home in self.here for home in homes) and (parameter or name in self.written):
+            return f"which another rank trains; {_BUFFER_REMEDY}, or read it between steps"
+        if parameter:
+            if door != "the loss" and not ours and tensor.requires_grad:
+                return f"which is of stage {min(homes)}, updated at another time; read it between steps"
+        elif name in self.written and (door == "a backward" or (door == "the loss" and not ours)):
+            return f"to which forwards of later micro-batches have written by then; {_BUFFER_REMEDY}"
+        return ""
+
+
+class _Watch(TorchDispatchMode):
+    """Looks at every operation while a door is open."""
+
+    def __init__(self, guards: Guards, door: str, stage: int, named: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.guards, self.door, self.stage, self.drew = guards, door, stage, ""
+        self.tensors, self.names = named, {id(tensor): name for name, tensor in named.items()}
+        self.storages = self._storages()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What torch.compile made runs as it does without a watch."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (code := self._code()) is not None:
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                self.drew = code
+            self._check(code, [*_tensors((args, kwargs))], _written(func, args, kwargs))
+        return func(*args, **kwargs)
+
+    def _check(self, code: str, touched: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """Refuse what these tensors are of the model, if the plain loop might have another there."""
+        if self.guards.moves:
+            self.storages = self._storages()
+        for tensor in touched:
+            if (name := self._name(tensor)) is None:
+                continue
+            writes = any(tensor is one for one in written)
+            why = self.guards.refusal(self.door, self.stage, name, self.tensors[name], writes=writes)
+            if why:
+                verb, where = "writes to" if writes else "reads", f" ({code})" if code else ""
+                raise StageError(f"{self.door} {verb} {name} of the model{where}, {why}")
+
+    def _storages(self) -> dict[int, str]:
+        strided = ((name, t) for name, t in self.tensors.items() if t.layout is torch.strided)
+        return {tensor.untyped_storage()._cdata: name for name, tensor in strided}
+
+    def _name(self, tensor: Tensor) -> str | None:
+        if (name := self.names.get(id(tensor))) is None and tensor.layout is torch.strided:
+            name = self.storages.get(tensor.untyped_storage()._cdata)
+        return name
+
+    def _code(self) -> str | None:
+        """Whose code calls, by name and place; None: nobody's but torch's and ours."""
+        frame: FrameType | None = sys._getframe(2)
+        code = "" if self.door == "the loss" else None
+        while frame is not None and (module := frame.f_globals.get("__name__", "")) != _ENGINE:
+            if module.startswith(_MEMORY):  # it brings what is read, or runs a forward again
+                return None
+            if not code and module.partition(".")[0] not in _NOT_A_PERSON:
+                code = f"{frame.f_code.co_qualname}, {frame.f_code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
+        return code
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation writes to."""
+    taken = func._schema.arguments
+    pairs = [*zip(taken, args, strict=False), *((a, kwargs[a.name]) for a in taken if a.name in kwargs)]
+    return [t for a, value in pairs if a.alias_info and a.alias_info.is_write for t in _tensors(value)]
+
+
+def _random_states(tensors: Iterable[Tensor]) -> list[bytes | str]:
+    """The states of torch's generators where ``tensors`` are, of Python's, and of NumPy's."""
+    with TURN:
+        states = [state.numpy().tobytes() for state in states_of(generators_of(tensors))]
+        return [*states, repr(random.getstate()), repr(numpy.random.get_state(legacy=False))]
