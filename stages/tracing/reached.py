@@ -98,7 +98,7 @@ def kept_by(layer: Layer, parts: Parts) -> Iterator[set[int]]:
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is torch.strided:
             found.add(tensor.untyped_storage()._cdata)
-        return tensor
+        return tensor.detach()  # a node that kept its own result would never be freed
 
     own = runs_own_code(layer, parts)
     with saved_tensors_hooks(keep, lambda tensor: tensor) if own else contextlib.nullcontext():

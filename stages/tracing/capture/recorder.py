@@ -87,8 +87,13 @@ class Recorder(Nodes, TorchFunctionMode):
         yield torch.autograd.Function, "apply", classmethod(applied)
         yield torch.jit.ScriptFunction, "__call__", script
         yield torch.overrides, "has_torch_function", overridden
+        yield torch, "initial_seed", self._initial_seed
         for frame, name, held in (*wrapped(), *bound(self.functions)):
             yield frame, name, self._opaque_function(name, held)
+
+    def _initial_seed(self) -> int:
+        """Layers are seeded one by one, so only inside of one does the seed say anything."""
+        raise self.unrecordable("it reads torch.initial_seed(), which each layer has its own of")
 
     def _called(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from reference import same_bits
-from small_pipelines import batch, differences, nothing, pipeline_of
+from small_pipelines import batch, built, differences, nothing, pipeline_of
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
@@ -254,3 +254,20 @@ def test_inference_mode_is_left_or_refused():
         found, inputs = pipe.evaluate(x + 0), torch.randn(9, 6)
     assert same_bits(found, wanted)
     pipe.step(inputs, y)
+
+
+class BySeed(nn.Module):
+    def forward(self, x):
+        return x * (1 + torch.initial_seed() % 7)
+
+
+def test_a_module_that_reads_the_seed_is_one_layer_with_a_seed_of_its_own():
+    losses = set()
+    for cuts in (["_0"], ["_1"], ["_0", "_1"]):
+        torch.manual_seed(len(cuts))
+        model = built(lambda: nn.Sequential(nn.Linear(6, 6), BySeed(), nn.Linear(6, 3)))
+        pipe = pipeline_of(model, example=(batch()[0][:3],), cuts=cuts)
+        losses.add(tuple(pipe.step(*batch()).loss for _ in range(2)))
+    assert len(losses) == 1
+    with pytest.raises(penstock.PlanError, match=r"BySeed .* reads torch\.initial_seed"):
+        penstock.trace(BySeed(), (batch()[0],))
