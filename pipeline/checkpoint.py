@@ -29,7 +29,7 @@ def save(pipe: Pipeline, folder: str | Path, *, notes: Mapping[str, Any] | None 
 
     Args:    notes: what ``load`` shall return, as far as JSON can say it: an epoch, a place in the data.
     Raises:  ConfigError: the file system refuses. PlanError: another rank failed."""
-    with pipe.engine.interrupts.held():
+    with pipe.engine.interrupts.alone():
         saving = Saving(pipe, Path(folder), notes=notes or {})
         saving.write()
         saving.agree()
@@ -46,7 +46,7 @@ def load(pipe: Pipeline, folder: str | Path) -> Mapping[str, Any]:
     Returns: the notes that it was saved with.
     Raises:  CheckpointError: there is none, or some of it is damaged. PlanError: it does not suit. Both on
              every rank, and nothing changed."""
-    with pipe.engine.interrupts.held():
+    with pipe.engine.interrupts.alone():
         pipe.drain()
         pipe.engine.failures.check_open()
         found, read, shares = _read(pipe, Path(folder))

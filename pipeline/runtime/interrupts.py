@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
+from ...compression.errors import StageError
 from .failures import Failures
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -20,10 +21,25 @@ class Interrupts:
     """Holds back the Ctrl-C of a main thread in which nobody else handles it."""
 
     def __init__(self, failures: Failures) -> None:
-        self.failures, self.asked = failures, False
+        self.failures, self.asked, self._inside = failures, False, threading.RLock()
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
+        """The block in which one thread uses the pipeline, and its Ctrl-C waits.
+
+        Raises: StageError: another thread is inside."""
+        if not self._inside.acquire(blocking=False):
+            raise StageError(
+                "a pipeline does one thing at a time, and another thread uses it now; wait for that"
+            )
+        try:
+            with self._held():
+                yield
+        finally:
+            self._inside.release()
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
         """The block in which Ctrl-C waits for ``check``, or for the end of the block."""
         mine = threading.current_thread() is threading.main_thread()
         if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -52,11 +68,11 @@ class Interrupts:
 
 
 def held(method: Method) -> Method:
-    """A method of a pipeline during which Ctrl-C waits."""
+    """A method of a pipeline that one thread runs at a time, and during which Ctrl-C waits."""
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.interrupts.held():
+        with self.engine.interrupts.alone():
             return method(self, *args, **kwargs)
 
     return run  # type: ignore[return-value]

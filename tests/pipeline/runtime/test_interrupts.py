@@ -49,7 +49,8 @@ def press(seconds):
     return timer
 
 
-def interrupted_step(pipe, batch, timer):
+def interrupted_step(pipe, batch, seconds):
+    timer = press(seconds)
     try:
         pipe.step(*batch)
     finally:
@@ -74,9 +75,9 @@ def test_a_storm_of_interrupts_leaves_whole_steps(tiers, monkeypatch, pytestconf
         if pipe.num_steps == len(states) - 1:
             pipe.load_state_dict(states[0])
         before = pipe.num_steps
-        timer = press(chance.uniform(0.1, 1.5) * chance.choice((1, 12)) * seconds)  # some are watched
+        pause = chance.uniform(0.1, 1.5) * chance.choice((1, 12)) * seconds  # some steps are watched
         with pytest.raises(KeyboardInterrupt):
-            interrupted_step(pipe, batches[before % 2], timer)
+            interrupted_step(pipe, batches[before % 2], pause)
         seen.add(pipe.num_steps - before)
         assert same(pipe, states[pipe.num_steps])
     faulthandler.cancel_dump_traceback_later()
@@ -96,14 +97,32 @@ class Slow(nn.Module):
         return x * 1
 
 
-def test_a_second_interrupt_ends_it_at_once_and_nothing_goes_on():
+def slow_pipeline():
     slow = Slow()
     model, x = nn.Sequential(nn.Linear(4, 4), slow), torch.randn(4, 4)
     graph = penstock.trace(model, (x,), leaves=["1"])
     plan = penstock.partition(penstock.measure(graph, (x,)), stages=2, micro_batches=1)
-    pipe = penstock.Pipeline(
-        model, plan, loss=lambda y, _: y.sum(), optimizer=lambda named: torch.optim.SGD(named, lr=0.1)
-    )
+    optimizer = lambda named: torch.optim.SGD(named, lr=0.1)  # noqa: E731
+    return penstock.Pipeline(model, plan, loss=lambda y, _: y.sum(), optimizer=optimizer), x
+
+
+def test_a_pipeline_is_for_one_thread_at_a_time(monkeypatch):
+    pipe, x = slow_pipeline()
+    monkeypatch.setattr(Slow, "at", 1.0)
+    other = threading.Thread(target=pipe.step, args=(x, x))
+    other.start()
+    threading.Event().wait(0.3)
+    for use in (lambda: pipe.step(x, x), pipe.state_dict, lambda: pipe.evaluate(x)):
+        with pytest.raises(StageError, match="another thread uses it now"):
+            use()
+    other.join()
+    assert pipe.num_steps == 1
+    pipe.step(x, x)
+    pipe.close()
+
+
+def test_a_second_interrupt_ends_it_at_once_and_nothing_goes_on():
+    pipe, x = slow_pipeline()
     Slow.at = 20.0
     timers = [press(0.2), press(0.4)]
     try:
