@@ -11,7 +11,6 @@ import datetime
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -20,6 +19,7 @@ from ...compression.errors import ConfigError, TransportError
 from . import rank as first
 from .failure import cause, leave, read_failures
 from .launched import MEETING, Launched, fresh
+from .private import private_folder
 from .processes import StartProcess, run_together, start_process
 from .signals import Stopped
 
@@ -132,12 +132,12 @@ def start_ranks(
     size = len(stages_of_rank)
     # -P and PYTHONPATH: the ranks find modules where this process does, the user's own included.
     command = [sys.executable, "-P", "-m", first.__name__, module, *arguments]
-    with _folder() as meeting:
+    with contextlib.ExitStack() as made:
         environment = os.environ | {
             "WORLD_SIZE": str(size),
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             "GLOO_SOCKET_IFNAME": device or _loopback(),
-            MEETING: meeting,
+            MEETING: _meeting_folder(made),
             first.LAUNCHER: str(os.getpid()),
         }
         found = run_together(
@@ -173,10 +173,10 @@ def end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder that only this user may enter."""
+def _meeting_folder(made: contextlib.ExitStack) -> str:
+    """A folder for as long as ``made`` is open."""
     try:
-        return tempfile.TemporaryDirectory(prefix="penstock_", ignore_cleanup_errors=True)
+        return str(made.enter_context(private_folder()))
     except OSError as error:
         raise TransportError(
             f"ranks meet in a temporary folder, and there is none ({error}); name one with TMPDIR"

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from ... import __version__
 from ...compression.errors import ConfigError, PenstockError
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.files import refusing, remove_parts, writing
+from ..ranks.private import private_folder
 from .lock import held
 
 if TYPE_CHECKING:
@@ -150,8 +150,7 @@ class RunFolder:
         """
         with contextlib.ExitStack() as made:
             with refusing("a temporary folder (TMPDIR)"):
-                path = tempfile.TemporaryDirectory(prefix="penstock_", ignore_cleanup_errors=True)
-                told = RunFolder(path=Path(made.enter_context(path)))
+                told = RunFolder(path=made.enter_context(private_folder()))
             try:
                 yield told
             except PenstockError as error:
