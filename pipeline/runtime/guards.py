@@ -9,7 +9,7 @@ loop shows it at that moment, or the step is refused in a sentence that says who
     a backward      may read parameters of its stage and unwritten buffers; draws and writes nothing
     an update       (optimizers, their hooks, schedulers) may read and write what is of its stage
 
-Watched are the first step of every kind (its shapes, and what runs after a load) and every hundredth.
+Watched are the first step with every shape of a micro-batch, the first after a load, and every hundredth.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..schedules.instruction import Instruction, Op
 from .step import Step
 
 EVERY = 100
-"""A step of so many is watched, beside the first of its kind."""
+"""One step of so many is watched, beside the first of its kind."""
 
 Run = Callable[[Step, Instruction], None]
 DOORS = dict.fromkeys((Op.B, Op.I, Op.W), "a backward") | {Op.U: "an update"}
@@ -51,7 +51,7 @@ class Guards:
     Args:
         model: Its modules are held weakly.
         homes: For every parameter and buffer by name the stages that read it.
-        written: Buffers that a forward in train mode writes to.
+        written: Buffers and frozen parameters that a forward in train mode writes to.
         here: The stages of this process.
         replicated: Whether replicas share the micro-batches, so that no process sees all losses.
         moves: Whether parameters are offloaded, so that their memory changes in a step.
@@ -71,8 +71,8 @@ class Guards:
         self._places = [(name, weakref.ref(model.get_submodule(p)), item) for name, p, item in paths]
         self.homes, self.written, self.here = homes, written, here
         self.replicated, self.moves = replicated, moves
-        self._kinds: set[object] = set()
-        self._kind: object = None
+        self._kinds: set[object] = set()  # shapes of the micro-batches that watched steps had
+        self._new: set[object] = set()
         self._watches = False
 
     def loaded(self) -> None:
@@ -80,15 +80,15 @@ class Guards:
         self._kinds.clear()
 
     def watched(self, step: Step, run: Mapping[Op, Run]) -> Mapping[Op, Run]:
-        """What runs each instruction of ``step``: ``run`` itself, unless the step is watched."""
+        """Return what runs each instruction of ``step``: ``run`` itself, unless the step is watched."""
         inputs = (batch.inputs for batch in step.micro_batches.values())
-        self._kind = frozenset(tuple((x.shape, x.dtype) for x in some) for some in inputs)
-        self._watches = self._kind not in self._kinds or step.number % EVERY == 0
+        self._new = {tuple((x.shape, x.dtype) for x in some) for some in inputs} - self._kinds
+        self._watches = bool(self._new) or step.number % EVERY == 0
         return {op: self._watching(op, call) for op, call in run.items()} if self._watches else run
 
     def ran(self) -> None:
         """The step has run to its end."""
-        self._kinds.add(self._kind)
+        self._kinds |= self._new
 
     def _watching(self, op: Op, run: Run) -> Run:
         def watched(step: Step, instruction: Instruction) -> None:
@@ -117,8 +117,8 @@ class Guards:
             raise StageError(f"{door} draws random numbers{where}, and {why}; draw them in forward")
 
     def refusal(self, door: str, stage: int, name: str, tensor: Tensor, *, writes: bool) -> str:
-        """Why ``door`` of ``stage`` must not read or write what is ``name``; "" where the plain loop has the
-        same there."""
+        """Say why ``door`` of ``stage`` must not read or write what is ``name``; "" where the plain loop has
+        the same there."""
         homes, parameter = self.homes[name], isinstance(tensor, nn.Parameter) and name not in self.written
         ours = set(homes) == {stage}
         if writes and not (door == "an update" and ours):
@@ -146,7 +146,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What torch.compile made runs as it does without a watch."""
+        """Let what torch.compile made run as it does without a watch."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -180,7 +180,7 @@ class _Watch(TorchDispatchMode):
         return name
 
     def _code(self) -> str | None:
-        """Whose code calls, by name and place; None: nobody's but torch's and ours."""
+        """Say which code of a person calls, by name and place; None: only that of torch and ours."""
         frame: FrameType | None = sys._getframe(2)
         code = "" if self.door == "the loss" else None
         while frame is not None and (module := frame.f_globals.get("__name__", "")) != _ENGINE:

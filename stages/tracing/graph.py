@@ -9,7 +9,6 @@ Source: claims B1.1-1.4 of CN110032450B (layer vertices, data vertices, dependen
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import hashlib
 import warnings
@@ -148,7 +147,7 @@ def _proven(
     tied = {str(node.target) for layer in beside.layers for _, node in layer.lifted} if beside else ()
     root, mode = copied.root, "train" if copied.root.training else "eval"
     with torch.set_grad_enabled(root.training):
-        written, eager.clean = run_eager(copy.deepcopy(root), call, example, cold=lambda: copy.deepcopy(root))
+        written, eager.clean = run_eager(root, call, example)
         with undrawn():
             captured = capture(
                 eager.root,

@@ -8,6 +8,7 @@ that has not, on other data and with moved weights."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,16 +25,14 @@ from .meta_model import needs_values, without_values
 from .model_copy import move
 
 
-def run_eager(
-    eager: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...], *, cold: Callable[[], nn.Module]
-) -> tuple[set[str], bool]:
-    """The buffers and frozen parameters that a forward writes to, and whether it leaves nothing else behind,
-    no other buffer either.
+def run_eager(root: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> tuple[set[str], bool]:
+    """Run a copy of ``root``: the buffers and frozen parameters that a forward writes to, and whether it
+    leaves nothing else behind, no other buffer either.
 
     Raises: PlanError: it does not run, or changes the model beside these every time."""
-    named = [*eager.named_parameters()]
-    parameters = [(name, p, p.untyped_storage()._cdata, p.detach().clone()) for name, p in named]
-    buffers = {name: (buffer, buffer.clone()) for name, buffer in eager.named_buffers()}
+    eager, original = copy.deepcopy(root), dict(root.named_parameters())
+    parameters = [(name, p, p.untyped_storage()._cdata) for name, p in eager.named_parameters()]
+    buffers, cold = dict(eager.named_buffers()), dict(root.named_buffers())
     before, watch = contents(eager, running=True), watching()
     run: Callable[..., Any] = lambda *x: call.run(eager, x)  # noqa: E731
     try:
@@ -45,10 +44,10 @@ def run_eager(
         raise PlanError(
             f"the model does not run on inputs of shape {shapes}: {error}; give another example"
         ) from error
-    moved = {name for name, p, place, _ in parameters if p.untyped_storage()._cdata != place}
-    filled = {name for name, p, _, before in parameters if not same_bits(p, before)}
-    filled |= {name for name, _, place, _ in parameters if watch and place in watch.writes}
-    for name, parameter, *_ in parameters:
+    moved = {name for name, p, place in parameters if p.untyped_storage()._cdata != place}
+    filled = {name for name, p, _ in parameters if not same_bits(p, original[name])}
+    filled |= {name for name, _, place in parameters if watch and place in watch.writes}
+    for name, parameter, _ in parameters:
         if name in moved or (name in filled and parameter.requires_grad):
             raise PlanError(
                 "a forward may write to buffers, and in place to parameters with requires_grad=False, found "
@@ -59,13 +58,13 @@ def run_eager(
         eager,
         again=lambda: observe(run, eager, inputs),
         # Without values nobody can tell what the first run made from the first batch.
-        settles=lambda: not watch and settles(eager, cold(), call.run, other_data(call, inputs)),
+        settles=lambda: not watch and settles(eager, copy.deepcopy(root), call.run, other_data(call, inputs)),
     )
     held = {name: buffer for name, buffer in eager.named_buffers() if name in buffers}
-    replaced = {name for name, buffer in held.items() if buffer is not buffers[name][0]}
-    written = {name for name, buffer in held.items() if not same_bits(buffer, buffers[name][1])}
+    replaced = {name for name, buffer in held.items() if buffer is not buffers[name]}
+    written = {name for name, buffer in held.items() if not same_bits(buffer, cold[name])}
     if watch:
-        written |= {name for name, (b, _) in buffers.items() if b.untyped_storage()._cdata in watch.writes}
+        written |= {name for name, b in buffers.items() if b.untyped_storage()._cdata in watch.writes}
     return replaced | written | filled, clean and not replaced
 
 
