@@ -51,22 +51,32 @@ class MetaWatch(TorchDispatchMode):
         """One call of a kernel."""
         kwargs = kwargs or {}
         self.draws += torch.Tag.nondeterministic_seeded in func.tags
-        for number, told in enumerate(func._schema.arguments):
-            if told.alias_info is not None and told.alias_info.is_write:
-                self._writes(args[number] if number < len(args) else kwargs.get(told.name))
+        self._writes(written_by(func, args, kwargs))
         if func._schema.name.partition("::")[2] in _NORMS and args[_TRAINING]:
             self._writes(args[_STATISTICS])
-        if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
+        if {tensor.is_meta for tensor in tensors_in((args, kwargs))} == {True, False}:
             to_meta = lambda tensor: tensor.to(META)  # noqa: E731 (a tensor of a file has values)
             args = tree_map_only(torch.Tensor, to_meta, args)
             kwargs = {name: tree_map_only(torch.Tensor, to_meta, given) for name, given in kwargs.items()}
         return func(*args, **kwargs)
 
     def _writes(self, given: Any) -> None:
-        for tensor in tree_leaves(given):
-            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+        for tensor in tensors_in(given):
+            if tensor.is_meta:
                 self._kept.append(tensor.untyped_storage())
                 self.writes.append(self._kept[-1]._cdata)
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operation writes to, as its schema says."""
+    taken = func._schema.arguments
+    pairs = [*zip(taken, args, strict=False), *((a, kwargs[a.name]) for a in taken if a.name in kwargs)]
+    return [t for a, value in pairs if a.alias_info and a.alias_info.is_write for t in tensors_in(value)]
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """Return the tensors among what a call is given."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def watching() -> MetaWatch | None:

@@ -26,10 +26,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ...compression.errors import StageError
 from ...stages import memory
+from ...stages.meta_watch import tensors_in, written_by
 from ...stages.seeds import TURN, generators_of, states_of
 from ..schedules.instruction import Instruction, Op
 from .step import Step
@@ -71,8 +71,8 @@ class Guards:
         self._places = [(name, weakref.ref(model.get_submodule(p)), item) for name, p, item in paths]
         self.homes, self.written, self.here = homes, written, here
         self.replicated, self.moves = replicated, moves
-        self._kinds: set[object] = set()  # shapes of the micro-batches that watched steps had
-        self._new: set[object] = set()
+        self._kinds: set[Any] = set()  # shapes of the micro-batches that watched steps had
+        self._new: set[Any] = set()
         self._watches = False
 
     def loaded(self) -> None:
@@ -154,7 +154,7 @@ class _Watch(TorchDispatchMode):
         if (code := self._code()) is not None:
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self.drew = code
-            self._check(code, [*_tensors((args, kwargs))], _written(func, args, kwargs))
+            self._check(code, tensors_in((args, kwargs)), written_by(func, args, kwargs))
         return func(*args, **kwargs)
 
     def _check(self, code: str, touched: Sequence[Tensor], written: Sequence[Tensor]) -> None:
@@ -190,17 +190,6 @@ class _Watch(TorchDispatchMode):
                 code = f"{frame.f_code.co_qualname}, {frame.f_code.co_filename}:{frame.f_lineno}"
             frame = frame.f_back
         return code
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation writes to."""
-    taken = func._schema.arguments
-    pairs = [*zip(taken, args, strict=False), *((a, kwargs[a.name]) for a in taken if a.name in kwargs)]
-    return [t for a, value in pairs if a.alias_info and a.alias_info.is_write for t in _tensors(value)]
 
 
 def _random_states(tensors: Iterable[Tensor]) -> list[bytes | str]:
