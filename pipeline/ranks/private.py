@@ -1,7 +1,7 @@
 """Folders for the time of one run, in the directory for temporary files.
 
-Who makes one holds a lock on it, which ends with the process however that ends: the next run on the machine
-takes away what a killed one has left.
+The process that makes one holds a lock on it, which ends with the process however that ends. So the next run
+on the machine takes away what a killed one has left, where the file system has locks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def private_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as path:
         folder = os.open(path, os.O_RDONLY)
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(folder, fcntl.LOCK_EX)
             yield Path(path)
         finally:
             os.close(folder)

@@ -138,11 +138,11 @@ def check_momentum(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """No state of a training can hold the momentum of sparse gradients, which is sparse."""
     groups = [group for made in optimizers for group in made.param_groups if group.get("momentum")]
     moved = {id(parameter) for group in groups for parameter in group["params"]}
-    for module in model.modules():
-        if not getattr(module, "sparse", False):  # what is tied to it has dense gradients
-            moved -= {id(parameter) for parameter in module.parameters(recurse=False)}
-    for name in _sparse(model):
-        if any(id(parameter) in moved for parameter in model.get_submodule(name).parameters()):
+    sparse, modules = [*_sparse(model)], dict(model.named_modules())
+    others = (module for name, module in modules.items() if name not in sparse)
+    dense = {id(p) for module in others for p in module.parameters(recurse=False)}  # also what is tied to it
+    for name in sparse:
+        if any(id(p) in moved - dense for p in modules[name].parameters(recurse=False)):
             raise PlanError(
                 f"a momentum is kept of dense gradients, and {name} gives sparse ones; make it with "
                 "sparse=False, or give its parameters a group without momentum"

@@ -57,7 +57,7 @@ from .ownership import Ownership, disk_of, make_stages, ownership
 from .process_memory import ResidentMemory, Usage
 from .replica_checks import check_replicated
 from .replicas import Replicas
-from .state import State, readers_of_buffers
+from .state import State
 from .steps import Steps, SynchronousFeed
 from .stream import StreamFeed
 from .values import Init, give_values, values_of
@@ -255,9 +255,8 @@ class Assembly:
             stores=StoreOptions(disk=self.disk, tiers=tiers),
         )
         self.state = State(model, graph, world=self.world, stages=self.stages, own=own)
-        readers = readers_of_buffers(model, graph, own.layers)
         homes = {name: {stage} for name, stage in own.stage_of.items()}
-        homes |= {name: readers.get(id(buffer), {0}) for name, buffer in model.named_buffers()}
+        homes |= {name: self.state.readers.get(id(buffer), {0}) for name, buffer in model.named_buffers()}
         shared = max(self.plan.replicas) > 1 and not self.world.is_alone
         self.guards = Guards(
             model,

@@ -28,7 +28,8 @@ class State:
 
     Args:       stages: those of this process.
                 own: who owns which parameter.
-    Attributes: hidden: keys of buffers that the state_dict leaves out; forward may write to them too."""
+    Attributes: hidden: keys of buffers that the state_dict leaves out; forward may write to them too.
+                readers: for every buffer (by identity) the stages whose layers use it."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class State:
     ) -> None:
         self.world = world
         names = {id(p): name for name, p in model.named_parameters()}
-        readers = readers_of_buffers(model, graph, own.layers)
+        self.readers = readers_of_buffers(model, graph, own.layers)
         held = {key for stage in stages.values() for key in stage.held}
         self.keys: list[str] = []
         self.shared: dict[str, str] = {}  # for every further name of a tensor its first one
@@ -57,7 +58,8 @@ class State:
                 raise PlanError(
                     f"a state is made of tensors, {key} of the model is not; keep it outside the model"
                 )
-            read = {own.stage_of[names[id(tensor)]]} if id(tensor) in names else readers.get(id(tensor), {0})
+            readers = self.readers.get(id(tensor), {0})
+            read = {own.stage_of[names[id(tensor)]]} if id(tensor) in names else readers
             if key in listed:
                 self.keys.append(key)
             if (first := firsts.setdefault(id(tensor), key)) != key:

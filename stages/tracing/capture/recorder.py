@@ -88,6 +88,7 @@ class Recorder(Nodes, TorchFunctionMode):
         yield torch.jit.ScriptFunction, "__call__", script
         yield torch.overrides, "has_torch_function", overridden
         yield torch, "initial_seed", self._initial_seed
+        yield torch.random, "initial_seed", self._initial_seed
         for frame, name, held in (*wrapped(), *bound(self.functions)):
             yield frame, name, self._opaque_function(name, held)
 
