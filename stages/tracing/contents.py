@@ -61,12 +61,13 @@ def contents(
 ) -> Facts:
     """The facts of all that ``root`` leads to, by path; ``enters``: whether an item is looked into.
 
-    ``unversioned``: ids of tensors that may be written to. ``running``: so may registered buffers, and what
-    is not registered is compared by its elements too: batch_norm, and who writes through ``.data``, gives no
-    new version."""
+    ``unversioned``: ids of tensors that may be written to. ``running``: so may buffers and frozen parameters,
+    and what is not registered is compared by its elements too: batch_norm, and who writes through ``.data``,
+    gives no new version."""
     registered: set[int] = set()
     if running and isinstance(root, nn.Module):
-        unversioned = {*unversioned, *map(id, root.buffers())}
+        frozen = (p for p in root.parameters() if not p.requires_grad)
+        unversioned = {*unversioned, *map(id, root.buffers()), *map(id, frozen)}
         registered = {*unversioned, *map(id, root.parameters())}
     found: Facts = {}
     for path, item, before in walk(root, name=name, enters=enters):

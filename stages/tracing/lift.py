@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from ...compression.errors import PlanError
-from .layers import tensor_at
+from .layers import is_local, tensor_at
 
 
 def _parameter_uses(
@@ -21,7 +21,7 @@ def _parameter_uses(
     """For every trained parameter the nodes that use it, and its name in their module (None: get_attr)."""
     uses: dict[int, list[tuple[fx.Node, str | None]]] = {}
     for node in graph.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" and not is_local(node):
             uses.setdefault(id(tensor_at(root, str(node.target), constants)), []).append((node, None))
         elif node.op == "call_module":
             for name, parameter in root.get_submodule(node.target).named_parameters(remove_duplicate=False):

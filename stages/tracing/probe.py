@@ -20,7 +20,7 @@ from ..seeds import drew, generators_of, states_of
 from .layers import Layer, Parts, Traced, run_layer
 from .probe_record import Outputs, ProbeRecorder, buffers_at, local_at
 from .proof import zeros_that_stop
-from .reached import Hung, edges_of, keeps_itself, kept_by, leads, reached, runs_own_code
+from .reached import Hung, edges_of, keeps_itself, kept_by, leads, reached, runs_own_code, statistics_of
 from .unseen import Contents
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -95,6 +95,7 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
         recorder.users[number].add(end)
     for name, buffer in local_at(traced.output, parts).items():
         recorder.accesses.setdefault(buffer.untyped_storage()._cdata, (name, set()))[1].add(end)
+    _refuse_uncounted(recorder)
     stops = zeros_that_stop(traced, parts, recorder.outputs, recorder.last_writer, recorder.watched())
     asked = {i for i in recorder.reads(traced.output) if getattr(recorder.objects[i], "requires_grad", False)}
     last = reached(recorder.leads, asked, len(traced.layers))
@@ -120,13 +121,14 @@ def _record_layer(
     read = list(recorder.reads(layer.node, [source for _, source in layer.lifted]))
     tensors = [t for i in read if isinstance(t := recorder.objects[i], torch.Tensor)]
     buffers = buffers_at(layer, parts)
-    at_hand = [*recorder.beside(tensors), *buffers.values()]
+    recorder.hold(buffers.values())
+    at_hand = recorder.beside([*tensors, *buffers.values()])
     versions, contents = [t._version for t in at_hand], Contents(at_hand)
     asked = [(t.requires_grad, t._version) for t in tensors]
     recorder.kept += contents.storages
     states, before = states_of(recorder.generators), edges_of((i, recorder.objects[i]) for i in read)
     try:
-        with Hung() as hung, kept_by(layer, parts) as kept:
+        with Hung() as hung, kept_by(layer, parts, every=bool(buffers or recorder.accesses)) as kept:
             env[layer.node] = run_layer(layer, env, parts, samples=samples)
     except Exception as error:
         size = next((tuple(t.shape) for t in tensors), ())
@@ -139,8 +141,8 @@ def _record_layer(
     # batch_norm writes its statistics without giving them a new version, others through .data or NumPy
     other, counted = contents.changed(), {id(t) for t in changed}
     unseen = [t for t in at_hand if id(t) not in counted and t.untyped_storage()._cdata in other]
-    if layer.node.op == "call_module":
-        _refuse_unseen(layer, parts, kept & {t.untyped_storage()._cdata for t in unseen})
+    recorder.uncounted |= {t.untyped_storage()._cdata: layer.name for t in unseen}
+    recorder.keepers |= dict.fromkeys(kept - statistics_of(layer, parts), layer.name)
     recorder.unseen |= {recorder.numbers[id(t)]: index for t in unseen if id(t) in recorder.numbers}
     changed += unseen
     recorder.turned |= {
@@ -165,27 +167,23 @@ def _record_layer(
         recorder.keeping.add(layer.name)
 
 
-def _refuse_unseen(layer: Layer, parts: Parts, memory: Collection[int]) -> None:
-    """What a backward reads of a buffer would be what forwards of later micro-batches have written.
-
-    Args:    memory: what the layer keeps for its backward, and wrote to so that torch does not count it."""
-    module = parts.modules[str(layer.node.target)] if memory else nn.Module()
-    for path, part in module.named_modules(prefix=str(layer.node.target)):
-        # The backward of a batch norm in train mode does not read the statistics that it keeps.
-        own = {} if isinstance(part, nn.modules.batchnorm._NormBase) else part._buffers
-        for name, buffer in own.items():
-            if buffer is not None and buffer.untyped_storage()._cdata in memory:
-                raise PlanError(
-                    f"layer {layer.name} writes to {path}.{name} past what torch counts (.data, NumPy), "
-                    "and keeps it for its backward; write to it in place, or keep a clone of it"
-                )
+def _refuse_uncounted(recorder: ProbeRecorder) -> None:
+    """What a backward reads of a buffer would be what forwards of later micro-batches have written; where
+    torch counts that, it says so by itself."""
+    for memory, (name, _) in recorder.accesses.items():
+        if memory in recorder.uncounted and memory in recorder.keepers:
+            raise PlanError(
+                f"layer {recorder.uncounted[memory]} writes to {name} past what torch counts (.data, NumPy), "
+                f"and {recorder.keepers[memory]} keeps it for its backward; read a clone of it, or read it "
+                "under torch.no_grad()"
+            )
 
 
 def _refuse_written_constants(recorder: ProbeRecorder, layer: Layer, traced: Traced, parts: Parts) -> None:
     """A tensor made in forward was made once, while tracing: what a layer writes to it would stay for
     ever."""
     for name, tensor in local_at(layer.node, parts).items():
-        if id(tensor) in recorder.written and name not in traced.buffers:
+        if id(tensor) in recorder.written and name in traced.constants:
             raise PlanError(
                 f"layer {layer.name} writes to {name}, a tensor that was made once, while tracing; make "
                 "it in a module or function that is named in leaves=, or register it as a buffer"

@@ -46,6 +46,8 @@ class ProbeRecorder:
         self.written: set[int] = set()
         self.writes: dict[int, list[int]] = {}
         self.leads: dict[int, Leads] = {}
+        self.uncounted: dict[int, str] = {}  # by memory, a layer that wrote to it so
+        self.keepers: dict[int, str] = {}  # by memory, a layer that keeps it for its backward
         self.unseen: dict[int, int] = {}  # by value, the last layer that wrote to it uncounted
         self.turned: dict[int, int] = {}  # by value, the last layer that made it ask for a gradient, or not
         self.on: dict[int, list[torch.Tensor]] = {}
@@ -84,6 +86,13 @@ class ProbeRecorder:
                 yield outputs.values[picks]
             else:
                 yield from outputs.values
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Know tensors of the model by their memory: who writes to a view of one writes to it."""
+        for tensor in tensors:
+            others = self.on.setdefault(tensor.untyped_storage()._cdata, [])
+            if all(tensor is not other for other in others):
+                others.append(tensor)
 
     def beside(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """These tensors, and all that lie in the same memories."""

@@ -10,12 +10,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from .layers import Layer, Parts
-from .probe_record import Leads
+from .probe_record import Leads, local_at
 from .proof import is_of_torch
 
 Edges = dict[tuple[Node, int], int]  # of a graph, and the number of the value that it belongs to
@@ -91,8 +92,9 @@ def _is_own(layer: Layer, parts: Parts) -> bool:
 
 
 @contextlib.contextmanager
-def kept_by(layer: Layer, parts: Parts) -> Iterator[set[int]]:
-    """The block in which a layer runs; the memory that it keeps for its backward, if a person wrote it."""
+def kept_by(layer: Layer, parts: Parts, *, every: bool) -> Iterator[set[int]]:
+    """The block in which a layer runs; the memory that it keeps for its backward, if a person wrote it or
+    ``every`` layer is asked."""
     found = set[int]()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,9 +102,21 @@ def kept_by(layer: Layer, parts: Parts) -> Iterator[set[int]]:
             found.add(tensor.untyped_storage()._cdata)
         return tensor.detach()  # a node that kept its own result would never be freed
 
-    own = runs_own_code(layer, parts)
-    with saved_tensors_hooks(keep, lambda tensor: tensor) if own else contextlib.nullcontext():
+    asked = every or runs_own_code(layer, parts)
+    with saved_tensors_hooks(keep, lambda tensor: tensor) if asked else contextlib.nullcontext():
         yield found
+
+
+def statistics_of(layer: Layer, parts: Parts) -> set[int]:
+    """The memory of running statistics that a layer keeps, and that no backward in train mode reads."""
+    if layer.node.op == "call_module":
+        modules = parts.modules[str(layer.node.target)].modules()
+        norms = (part for part in modules if isinstance(part, nn.modules.batchnorm._NormBase))
+        found = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+    else:
+        norm = getattr(layer.node.target, "__name__", "") in ("batch_norm", "instance_norm")
+        found = [*local_at(layer.node, parts).values()] if norm else []
+    return {tensor.untyped_storage()._cdata for tensor in found}
 
 
 def runs_own_code(layer: Layer, parts: Parts) -> bool:

@@ -441,8 +441,9 @@ class Teacher(Base):
             if self.training:
                 for ours, theirs in zip(self.c.parameters(), self.b.parameters(), strict=True):
                     ours.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+                self.c.bias.lerp_(self.b.bias, 0.1)
             keys = torch.tanh(self.c(x))
-        return self.end(self.b(x) * keys)
+        return self.end(self.b(x) * keys * self.c.bias[:1])
 
 
 SHARED = ("Base", "Wide", "Scaled", "Handing")

@@ -1,4 +1,5 @@
-"""Buffers that a forward writes to: read as copies where autograd may keep them, replaced ones written back.
+"""Buffers and frozen parameters that a forward writes to: read as copies where autograd may keep them,
+replaced ones written back.
 
 A pipeline runs several forwards before the first backward, and what a layer kept of a buffer must not change
 between. A forward that gives a module another tensor for a buffer becomes one that writes into the one it
@@ -11,23 +12,27 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from ...meta_watch import tensors_in
 from ..unseen import Contents
 
 
 class Buffers:
-    """The registered buffers of ``model``, of which its forward changes those that are ``written``."""
+    """The registered buffers and frozen parameters of ``model``, of which its forward changes those that are
+    ``written``."""
 
     def __init__(self, model: nn.Module, written: Collection[str]) -> None:
-        self.held = dict(model.named_buffers(remove_duplicate=False))
-        self.written = {id(self.held[name]) for name in written if name in self.held}
+        named = model.named_parameters(remove_duplicate=False)
+        self.held = {name: p for name, p in named if not p.requires_grad}
+        self.held |= dict(model.named_buffers(remove_duplicate=False))
+        ours = (tensor for name, tensor in self.held.items() if name in written)
+        self.written = {memory for tensor in ours for memory in storage(tensor)}
 
     def among(self, given: Any) -> list[tuple[torch.Tensor, Contents]]:
-        """Written buffers among the arguments of a call, each with what it held before it."""
+        """Written buffers and views of them among the arguments of a call, each with what it held before."""
         if not self.written or not torch.is_grad_enabled():
             return []
-        return [(t, Contents([t])) for t in tree_leaves(given) if id(t) in self.written]
+        return [(t, Contents([t])) for t in tensors_in(given) if self.written.intersection(storage(t))]
 
     def replaced(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Name, old and new tensor of those that ``model`` has no more."""
@@ -36,9 +41,13 @@ class Buffers:
                 yield name, self.held[name], buffer
 
 
+def storage(tensor: torch.Tensor) -> list[int]:
+    """What tells the memory of a tensor from others; empty: it has not one."""
+    return [tensor.untyped_storage()._cdata] if tensor.layout is torch.strided else []
+
+
 def only_read(buffer: torch.Tensor, before: Contents, result: Any) -> bool:
     """Whether a call left ``buffer`` as it was, gave no view of it, and may keep it for its backward."""
-    made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-    memory = buffer.untyped_storage()._cdata
-    viewed = any(t.layout is torch.strided and t.untyped_storage()._cdata == memory for t in made)
+    made = tensors_in(result)
+    viewed = any(storage(t) == storage(buffer) for t in made)
     return not viewed and any(t.requires_grad for t in made) and not before.changed()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import Function
 from torch.fx import _symbolic_trace
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
@@ -105,12 +106,20 @@ def wrapped() -> list[Place]:
 
 def bound(functions: Collection[Callable[..., Any]]) -> list[Place]:
     """Every name of every imported file that stands for one of ``functions``."""
-    if not functions:
-        return []
-    files = [vars(file) for file in list(sys.modules.values()) if isinstance(file, types.ModuleType)]
+    return _places(lambda held: any(held is function for function in functions)) if functions else []
+
+
+def applying() -> list[tuple[dict[str, Any], str, type]]:
+    """Every name of every imported file that stands for ``apply`` of an autograd Function, which comes
+    last."""
+    builtin = types.BuiltinMethodType  # compared and not asked: some lazy objects warn when they are
+    places = _places(lambda held: type(held) is builtin and held.__name__ == "apply")
+    owners = [(file, name, getattr(held, "__self__", None)) for file, name, held in places]
     return [
-        (file, name, held)
-        for file in files
-        for name, held in list(file.items())
-        if any(held is function for function in functions)
+        (file, name, own) for file, name, own in owners if isinstance(own, type) and issubclass(own, Function)
     ]
+
+
+def _places(suits: Callable[[Any], bool]) -> list[Place]:
+    files = [vars(file) for file in list(sys.modules.values()) if isinstance(file, types.ModuleType)]
+    return [(file, name, held) for file in files for name, held in list(file.items()) if suits(held)]

@@ -24,7 +24,17 @@ from ..reach import is_plain, walk
 from .affine import mapped
 from .buffers import Buffers, only_read
 from .nodes import Nodes
-from .patches import Patches, at_once, bound, is_single, kinds_that_are_called, overridden, paused, wrapped
+from .patches import (
+    Patches,
+    applying,
+    at_once,
+    bound,
+    is_single,
+    kinds_that_are_called,
+    overridden,
+    paused,
+    wrapped,
+)
 from .reads import Reads
 from .sizes import called
 from .told import NUMBERS, Altering, numbers_in, plain_number, plain_numbers, replaced
@@ -85,6 +95,8 @@ class Recorder(Nodes, TorchFunctionMode):
         if self.notes:
             yield nn.Module, "__getattribute__", self.reads.reader()
         yield torch.autograd.Function, "apply", classmethod(applied)
+        for frame, name, function in applying():
+            yield frame, name, functools.partial(applied, function)
         yield torch.jit.ScriptFunction, "__call__", script
         yield torch.overrides, "has_torch_function", overridden
         yield torch, "initial_seed", self._initial_seed

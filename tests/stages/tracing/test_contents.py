@@ -98,10 +98,6 @@ def counted_in_training(self, y):
         self.calls = getattr(self, "calls", 0) + 1
 
 
-def frozen():
-    return nn.Parameter(torch.zeros(8), requires_grad=False)
-
-
 CHANGES = [
     (appended, list, r"kept \(a list of 0, then a list of 1\)"),
     (appended, collections.deque, r"kept \(a deque"),
@@ -126,7 +122,6 @@ CHANGES = [
     (lambda self, y: self.kept[0].data.mul_(0.5), lambda: [torch.ones(3)], r"kept\[0\]"),
     (counted_in_training, int, r"calls"),
     (written, lambda: torch.zeros(8), r"kept \(a Tensor"),
-    (written, frozen, r"kept \(a Parameter"),
     (lambda self, y: setattr(self.b, "seen", y), int, r"b\.seen"),
     (lambda self, y: self.kept(None, None, y), lambda: Seen().keep, r"kept\.__self__\.outputs"),
 ]

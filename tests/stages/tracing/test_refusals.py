@@ -1,9 +1,12 @@
 """What cannot be traced, cut or trained, and arguments that are none: refused by name, with the remedy."""
 
 import dataclasses
+import functools
 import random
+import types
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from cases import OPTIMIZERS
@@ -12,7 +15,7 @@ from test_odd_models import Segments, sparse
 from torch import nn
 from torch.ao.quantization import quantize_dynamic
 from torch.nn import functional as F
-from torch.nn.utils import prune, spectral_norm
+from torch.nn.utils import parameters_to_vector, prune, spectral_norm, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 from zoo import cross_entropy
 
@@ -107,6 +110,151 @@ def test_what_cannot_be_traced_or_trained_is_refused_by_path(make, subject):
             pipeline_of(make())
     finally:
         random.setstate(state)
+
+
+class Doing(Two):
+    """Calls ``does`` with itself and what goes on between the two."""
+
+    def __init__(self, does):
+        super().__init__()
+        self.does = does
+
+    def forward(self, x):
+        hidden = torch.tanh(self.a(x))
+        out = self.does(self, hidden)
+        return self.b(out if isinstance(out, torch.Tensor) and out.shape == hidden.shape else hidden)
+
+
+foreach_mul = getattr(torch, "_foreach_mul_")  # noqa: B009
+
+
+def without_gradient(write):
+    return lambda m, h: torch.no_grad()(write)(m.b.weight)
+
+
+def of_vector(m, h):
+    vector_to_parameters(parameters_to_vector(m.b.parameters()).detach() * 0.9, m.b.parameters())
+
+
+WRITES = {
+    "data": lambda m, h: m.b.weight.data.mul_(0.9),
+    "data in train mode": lambda m, h: m.b.weight.data.mul_(0.9) if m.training else None,
+    "data in eval mode": lambda m, h: None if m.training else m.b.weight.data.mul_(0.9),
+    "other data": lambda m, h: setattr(m.b.weight, "data", m.b.weight.data * 0.9),
+    "detach": lambda m, h: m.b.weight.detach().clamp_(-0.05, 0.05),
+    "no_grad": without_gradient(lambda weight: weight.mul_(0.9)),
+    "set_": without_gradient(lambda weight: weight.set_(weight * 0.9)),
+    "foreach": lambda m, h: foreach_mul([m.b.weight.data], 0.9),
+    "numpy": lambda m, h: numpy.multiply(m.b.weight.detach(), 0.9, out=m.b.weight.detach().numpy()),
+    "vector_to_parameters": of_vector,
+}
+
+
+@pytest.mark.parametrize("does", WRITES.values(), ids=[*WRITES])
+def test_a_write_of_forward_to_a_parameter_that_trains_is_refused_by_place(does):
+    with pytest.raises(PlanError, match=r"writes to b\.weight in forward of Doing \(.*refusals\.py:\d+\)"):
+        pipeline_of(Doing(does))
+
+
+class Handed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, item):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient * 2, None
+
+
+handed = Handed.apply
+
+
+@torch.fx.wrap
+def wrapped(x, item):
+    return x
+
+
+def made_in_forward(m, h):
+    class Made(Handed):
+        @staticmethod
+        def forward(ctx, x, item):
+            return x * m.b.weight.detach().sum()
+
+    return Made.apply(h, 1)
+
+
+HIDDEN = {
+    "module": lambda m: m.b,
+    "itself": lambda m: m,
+    "method": lambda m: m.b.forward,
+    "closure": lambda m: lambda: m.b.weight,
+    "partial": lambda m: functools.partial(F.linear, weight=m.b.weight),
+    "namespace": lambda m: types.SimpleNamespace(layer=m.b),
+    "in a dict": lambda m: {"layer": m.b},
+    "in a set": lambda m: {m.b},
+}
+CALLED = {
+    "a Function": lambda h, item: Handed.apply(h, item),
+    "its apply": lambda h, item: handed(h, item),
+    "a wrapped function": lambda h, item: wrapped(h, item),
+}
+
+
+@pytest.mark.parametrize("hides", HIDDEN.values(), ids=[*HIDDEN])
+@pytest.mark.parametrize("call", CALLED.values(), ids=[*CALLED])
+def test_what_hides_tensors_of_the_model_from_the_trace_is_refused_by_name(call, hides):
+    with pytest.raises(PlanError, match=r"is handed [ab]\.weight of the model inside of a"):
+        pipeline_of(Doing(lambda m, h: call(h, hides(m))))
+
+
+def test_a_function_class_that_is_made_in_forward_around_the_model_is_refused():
+    with pytest.raises(PlanError, match=r"Made is handed [ab]\.weight of the model inside of a"):
+        pipeline_of(Doing(made_in_forward))
+
+
+class Scaled(nn.Module):
+    """Writes to its buffer, as ``how`` says, and multiplies by it."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.scale = how, nn.Buffer(torch.ones(8))
+
+    def forward(self, h):
+        self.how(self.scale)
+        return h * self.scale
+
+
+UNCOUNTED = {
+    "data": lambda scale: scale.data.mul_(0.9),
+    "numpy": lambda scale: numpy.multiply(scale.numpy(), 0.9, out=scale.numpy()),
+    "foreach": lambda scale: foreach_mul([scale.data], 0.9),
+}
+
+
+@pytest.mark.parametrize("how", UNCOUNTED.values(), ids=[*UNCOUNTED])
+def test_a_buffer_that_a_layer_writes_to_uncounted_and_keeps_is_refused_by_path(how):
+    model = chain(Scaled(how), nn.Linear(8, 3))
+    with pytest.raises(PlanError, match=r"layer _1 writes to 1\.scale past what torch counts"):
+        penstock.trace(model, (torch.randn(4, 6),), leaves=(Scaled,))
+
+
+class Teacher(Two):
+    """Its forward writes to frozen parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Linear(6, 8).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9).add_(self.a.weight, alpha=0.1)
+        return self.b(self.a(x) - self.teacher(x))
+
+
+@pytest.mark.parametrize("how", [{"recompute": True}, {"schedule": "async_1f1b"}], ids=str)
+def test_a_frozen_parameter_to_which_forwards_write_has_one_version_and_one_forward(how):
+    with pytest.raises(PlanError, match=r"a forward writes to teacher\.weight"):
+        pipeline_of(Teacher(), **how)
 
 
 def test_the_remedy_for_max_norm_works():
