@@ -85,8 +85,8 @@ REGRESSIONS = [
     Case(model="FrozenTwice", cuts=["add"], world="processes", resume="state", evaluates=True),
     # A frozen module of two stages was offloaded by one of them while the other read it.
     Case(model="FrozenTwice", cuts=2, parameters_tier="packed"),
-    # A cut parted what writes to a frozen parameter from the module that holds it, and on one stage a backward
-    # read what forwards of later micro-batches had written.
+    # A cut parted what writes to a frozen parameter from the module that holds it, and a backward read what
+    # forwards of later micro-batches had written.
     Case(model="Teacher", cuts=2, ranks=2, world="processes", evaluates=True),
     # An evaluation read, on another rank than writes to it, a buffer as it was in the beginning.
     Case(model="Unsaved", cuts=["relu"], ranks=2, world="processes", evaluates=True),
