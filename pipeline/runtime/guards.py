@@ -82,7 +82,8 @@ class Guards:
     def watched(self, step: Step, run: Mapping[Op, Run]) -> Mapping[Op, Run]:
         """Return what runs each instruction of ``step``: ``run`` itself, unless the step is watched."""
         inputs = (batch.inputs for batch in step.micro_batches.values())
-        self._new = {tuple((x.shape, x.dtype) for x in some) for some in inputs} - self._kinds
+        shapes = {tuple((x.shape, x.dtype) for x in some) for some in inputs}
+        self._new = (shapes or {()}) - self._kinds  # a replica without a share updates, too
         self._watches = bool(self._new) or step.number % EVERY == 0
         return {op: self._watching(op, call) for op, call in run.items()} if self._watches else run
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import random
+import types
 from typing import Any
 
 import numpy
@@ -182,7 +183,28 @@ def test_a_parameter_of_another_rank_is_refused_by_name():
         penstock.in_threads(train, ranks=2)
 
 
-@pytest.mark.parametrize("again", ["a load", "other shapes", "the hundredth step"])
+def test_a_step_is_watched_for_a_new_shape_of_a_micro_batch_and_not_for_known_ones_put_together_anew():
+    reads = False
+    torch.manual_seed(0)
+    pipe = pipeline(Net(), {"loss": lambda m, v: v * m.early.clone() if reads else v})
+    x, y = batches(1)[0]
+    for samples in (12, 10):  # micro-batches of 4, and of 4, 3 and 3
+        pipe.step(x[:samples], y[:samples])
+    reads = True
+    pipe.step(x[:9], y[:9])
+    with pytest.raises(penstock.PenstockError, match="loss reads early"):
+        pipe.step(x[:6], y[:6])
+
+
+def test_the_first_step_of_a_replica_without_a_share_is_watched():
+    guards, run = pipeline(Net(), {}).guards, {}
+    step: Any = types.SimpleNamespace(micro_batches={}, number=1)
+    assert guards.watched(step, run) is not run
+    guards.ran()
+    assert guards.watched(step, run) is run
+
+
+@pytest.mark.parametrize("again", ["a load", "the hundredth step"])
 def test_steps_are_watched_again_after(again):
     reads = False
     torch.manual_seed(0)
@@ -193,8 +215,6 @@ def test_steps_are_watched_again_after(again):
     pipe.step(x, y)  # nobody looks
     if again == "a load":
         pipe.load_state_dict(pipe.state_dict())
-    elif again == "other shapes":
-        x, y = x[:9], y[:9]
     else:
         pipe.num_steps = 100
     with pytest.raises(penstock.PenstockError, match="loss reads early"):
