@@ -13,9 +13,9 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ...compression.errors import PlanError
+from ..meta_watch import tensors_in
 from ..seeds import generators_of
 from .capture.data import fresh
 from .contents import Facts, change, contents
@@ -102,10 +102,6 @@ def undrawn() -> Iterator[None]:
             )
 
 
-def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
-
-
 def observe(
     run: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor | None]:
@@ -113,7 +109,7 @@ def observe(
     for generator in generators_of(inputs):
         generator.manual_seed(0)
     model.zero_grad()
-    outputs = list(_tensors(run(*fresh(inputs))))
+    outputs = tensors_in(run(*fresh(inputs)))
     seen: dict[str, torch.Tensor | None] = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
     training = (
         torch.is_grad_enabled()

@@ -20,7 +20,7 @@ from ..seeds import drew, generators_of, states_of
 from .layers import Layer, Parts, Traced, run_layer
 from .probe_record import Outputs, ProbeRecorder, buffers_at, local_at
 from .proof import zeros_that_stop
-from .reached import Hung, edges_of, keeps_itself, kept_by, leads, reached, runs_own_code, statistics_of
+from .reached import Hung, edges_of, keeping, keeps_itself, leads, reached, runs_own_code, statistics_of
 from .unseen import Contents
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -128,7 +128,7 @@ def _record_layer(
     recorder.kept += contents.storages
     states, before = states_of(recorder.generators), edges_of((i, recorder.objects[i]) for i in read)
     try:
-        with Hung() as hung, kept_by(layer, parts, every=bool(buffers or recorder.accesses)) as kept:
+        with Hung() as hung, keeping() as kept:
             env[layer.node] = run_layer(layer, env, parts, samples=samples)
     except Exception as error:
         size = next((tuple(t.shape) for t in tensors), ())
@@ -168,8 +168,8 @@ def _record_layer(
 
 
 def _refuse_uncounted(recorder: ProbeRecorder) -> None:
-    """What a backward reads of a buffer would be what forwards of later micro-batches have written; where
-    torch counts that, it says so by itself."""
+    """Refuse a buffer that a backward would read as forwards of later micro-batches have written it; where
+    torch counts the writes, it does so by itself."""
     for memory, (name, _) in recorder.accesses.items():
         if memory in recorder.uncounted and memory in recorder.keepers:
             raise PlanError(

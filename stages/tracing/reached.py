@@ -92,9 +92,8 @@ def _is_own(layer: Layer, parts: Parts) -> bool:
 
 
 @contextlib.contextmanager
-def kept_by(layer: Layer, parts: Parts, *, every: bool) -> Iterator[set[int]]:
-    """The block in which a layer runs; the memory that it keeps for its backward, if a person wrote it or
-    ``every`` layer is asked."""
+def keeping() -> Iterator[set[int]]:
+    """The block in which a layer runs; the memory that it keeps for its backward."""
     found = set[int]()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,8 +101,7 @@ def kept_by(layer: Layer, parts: Parts, *, every: bool) -> Iterator[set[int]]:
             found.add(tensor.untyped_storage()._cdata)
         return tensor.detach()  # a node that kept its own result would never be freed
 
-    asked = every or runs_own_code(layer, parts)
-    with saved_tensors_hooks(keep, lambda tensor: tensor) if asked else contextlib.nullcontext():
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
         yield found
 
 

@@ -25,14 +25,13 @@ class Buffers:
         named = model.named_parameters(remove_duplicate=False)
         self.held = {name: p for name, p in named if not p.requires_grad}
         self.held |= dict(model.named_buffers(remove_duplicate=False))
-        ours = (tensor for name, tensor in self.held.items() if name in written)
-        self.written = {memory for tensor in ours for memory in storage(tensor)}
+        self.written = {storage_of(tensor) for name, tensor in self.held.items() if name in written}
 
     def among(self, given: Any) -> list[tuple[torch.Tensor, Contents]]:
         """Written buffers and views of them among the arguments of a call, each with what it held before."""
         if not self.written or not torch.is_grad_enabled():
             return []
-        return [(t, Contents([t])) for t in tensors_in(given) if self.written.intersection(storage(t))]
+        return [(t, Contents([t])) for t in tensors_in(given) if storage_of(t) in self.written]
 
     def replaced(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Name, old and new tensor of those that ``model`` has no more."""
@@ -41,13 +40,13 @@ class Buffers:
                 yield name, self.held[name], buffer
 
 
-def storage(tensor: torch.Tensor) -> list[int]:
-    """What tells the memory of a tensor from others; empty: it has not one."""
-    return [tensor.untyped_storage()._cdata] if tensor.layout is torch.strided else []
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Return the number of a tensor's memory, which no other memory has; None: it is not one piece."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 def only_read(buffer: torch.Tensor, before: Contents, result: Any) -> bool:
     """Whether a call left ``buffer`` as it was, gave no view of it, and may keep it for its backward."""
     made = tensors_in(result)
-    viewed = any(storage(t) == storage(buffer) for t in made)
+    viewed = any(storage_of(t) == storage_of(buffer) for t in made)
     return not viewed and any(t.requires_grad for t in made) and not before.changed()

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_leaves
 
+from ...meta_watch import tensors_in
 from ...places import home_of
 from ...seeds import generators_of
 from .modes import Modes
@@ -160,7 +161,7 @@ class Nodes:
     def emit(self, op: str, target: Any, given: Any, result: Any, name: str, expect: Any = None) -> fx.Node:
         """One more call, and its result."""
         args, kwargs = given
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        made = tensors_in(result)
         if any(tensor.is_nested for tensor in made):
             raise self.unrecordable("a nested tensor was made, which has no shape that could be told")
         node = self.tag(self.graph.create_node(op, target, tuple(args), dict(kwargs), name=name), expect)
@@ -174,6 +175,6 @@ class Nodes:
             return self._bind(value, node)
         pick, items = items_of(value)
         for key, item in items:
-            if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(item)):
+            if tensors_in(item):
                 picked = self.graph.call_function(pick, (node, key))
                 self._spread(self.tag(picked, None), item)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ...meta_watch import tensors_in
+
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -43,4 +45,4 @@ def _register(result: Any) -> None:
 
 def _holds_tensors(item: Any) -> bool:
     values = [getattr(item, field.name) for field in dataclasses.fields(item)]
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(values))
+    return bool(tensors_in(values))

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
+from ...meta_watch import tensors_in
 from ...seeds import TURN, drew, states_of
 from ..reach import is_plain, walk
 from .affine import mapped
@@ -193,7 +194,7 @@ class Recorder(Nodes, TorchFunctionMode):
             node.meta["told"] = plain_number(given)
             return given
         found = list(numbers_in(result))
-        if not found and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+        if not found and not tensors_in(result):
             if (value := plain(result)) is not None:
                 node.meta["expect"] = value
         told: dict[tuple[Any, ...], Any] = {}
@@ -233,7 +234,7 @@ class Recorder(Nodes, TorchFunctionMode):
                 read = self.node_of(buffer)
                 copied = self.tag(self.graph.call_function(torch.clone, (read,)), None)
                 given = mapped(given, fx.Node, lambda node, r=read, c=copied: c if node is r else node)
-        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)) or plain(result) is None:
+        if tensors_in(result) or plain(result) is None:
             node = self.emit("call_function", func, given, result, node_name(name))
             if drew(self.generators, states):
                 node.meta["drew"] = True
