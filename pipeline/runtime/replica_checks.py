@@ -4,7 +4,7 @@ A replica sees some micro-batches, its part of a gradient, and what it was told 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from ...compression.errors import Disagreement, PlanError, StageError
 from ...stages.planner.plan import Plan
 from ...stages.tracing.graph import LayerGraph
+from ...stages.tracing.layers import is_local
 from .running_statistics import BUFFERS, batch_norms
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -85,7 +86,10 @@ def check_replicated(plan: Plan, model: nn.Module, graph: LayerGraph) -> None:
             f"replicas see some micro-batches each, and a forward writes to {found[0]}, which is no running "
             "statistic of a batch norm; take one rank a stage"
         )
-    if found := sorted(_by_identity(model, graph.train.buffers) & _by_identity(model, graph.written)):
+    traced = graph.train
+    nodes = [*(layer.node for layer in traced.layers), traced.output]
+    read = {str(source.target) for node in nodes for source in node.all_input_nodes if is_local(source)}
+    if found := sorted(_buffers(model, read) & _buffers(model, graph.written)):
         raise PlanError(
             "replicas add running statistics at the update, and only a module of torch.nn that is called may "
             f"read or write them, found a forward that uses {found[0]} by itself (F.batch_norm, or a class "
@@ -98,12 +102,11 @@ def check_replicated(plan: Plan, model: nn.Module, graph: LayerGraph) -> None:
         )
 
 
-def _by_identity(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """The first name of each of these buffers."""
-    first = dict[int, str]()
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        first.setdefault(id(buffer), name)
-    return {first[id(model.get_buffer(name))] for name in names}
+def _buffers(model: nn.Module, names: Collection[str]) -> set[str]:
+    """Return the first name of each buffer among these names."""
+    first = {id(buffer): name for name, buffer in model.named_buffers()}
+    named = model.named_buffers(remove_duplicate=False)
+    return {first[id(buffer)] for name, buffer in named if name in names}
 
 
 def check_outputs(plan: Plan, asked: bool) -> None:

@@ -212,14 +212,12 @@ def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection
     )
     if not layers:
         raise PlanError(f"a pipeline needs at least one layer; {type(root).__name__}.forward calls none")
-    held = {str(n.target) for n in graph.nodes if n.op == "get_attr"}
     return Traced(
         inputs=tuple(node for node in graph.nodes if node.op == "placeholder"),
         layers=layers,
         output=next(iter(reversed(graph.nodes))),
         call=call,
         recorded=recorded_on(root),
-        buffers=frozenset(held) & {name for name, _ in root.named_buffers(remove_duplicate=False)},
         **{field.name: getattr(captured, field.name) for field in dataclasses.fields(Recording)},
     )
 

@@ -55,15 +55,13 @@ class Layer:
 class Traced(Recording):
     """The recorded run of one mode (train or eval): input nodes, layers in running order, the output node.
 
-    ``call`` says how the model is called; ``recorded`` is the device of the run; ``buffers`` are the names of
-    registered buffers that layers read by themselves."""
+    ``call`` says how the model is called; ``recorded`` is the device of the run."""
 
     inputs: tuple[fx.Node, ...]
     layers: tuple[Layer, ...]
     output: fx.Node
     call: Call
     recorded: torch.device
-    buffers: frozenset[str]
 
     def extend(self, model_copy: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         """Record ``model_copy`` on inputs of another shape or kind, hold this record against that, and learn

@@ -1,5 +1,7 @@
-"""What a killed process leaves in the directory for temporary files is taken away by the next one."""
+"""Folders that a killed process leaves in the directory for temporary files, which the next one takes away."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -40,6 +42,18 @@ def test_a_folder_goes_with_its_block_and_others_may_not_enter(temporary):
     with private_folder() as folder:
         assert folder.parent == temporary
         assert folder.stat().st_mode & 0o777 == 0o700
+    assert not any(temporary.iterdir())
+
+
+def test_a_file_system_without_locks_has_folders_too(temporary, monkeypatch):
+    def flock(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with private_folder() as left:
+        age(left)
+        with private_folder() as folder:
+            assert {*temporary.iterdir()} == {left, folder}  # nobody can tell that it is left over
     assert not any(temporary.iterdir())
 
 

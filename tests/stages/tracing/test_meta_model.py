@@ -41,7 +41,7 @@ def record(graph):
             graph.layers,
             [dataclasses.replace(value, strides=None) for value in probe.values],
             (probe.random, probe.seeded, probe.refused, probe.samples),
-            (traced.leaves, traced.sizes, traced.fixed, traced.buffers),
+            (traced.leaves, traced.sizes, traced.fixed),
             [(layer.name, layer.module, layer.holds, layer.moves) for layer in traced.layers],
         )
         for traced, probe in ((graph.train, graph.train_probe), (graph.eval, graph.eval_probe))

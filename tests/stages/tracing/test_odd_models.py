@@ -258,7 +258,7 @@ def test_inference_mode_is_left_or_refused():
 
 class BySeed(nn.Module):
     def forward(self, x):
-        return x * (1 + torch.initial_seed() % 7)
+        return x * (1 + torch.initial_seed() % 7 + torch.random.initial_seed() % 3)
 
 
 def test_a_module_that_reads_the_seed_is_one_layer_with_a_seed_of_its_own():

@@ -17,6 +17,7 @@ from torch.ao.quantization import quantize_dynamic
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, prune, spectral_norm, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
+from traps import TRAPS
 from zoo import cross_entropy
 
 import penstock
@@ -238,23 +239,10 @@ def test_a_buffer_that_a_layer_writes_to_uncounted_and_keeps_is_refused_by_path(
         penstock.trace(model, (torch.randn(4, 6),), leaves=(Scaled,))
 
 
-class Teacher(Two):
-    """Its forward writes to frozen parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.teacher = nn.Linear(6, 8).requires_grad_(False)
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.teacher.weight.mul_(0.9).add_(self.a.weight, alpha=0.1)
-        return self.b(self.a(x) - self.teacher(x))
-
-
 @pytest.mark.parametrize("how", [{"recompute": True}, {"schedule": "async_1f1b"}], ids=str)
 def test_a_frozen_parameter_to_which_forwards_write_has_one_version_and_one_forward(how):
-    with pytest.raises(PlanError, match=r"a forward writes to teacher\.weight"):
-        pipeline_of(Teacher(), **how)
+    with pytest.raises(PlanError, match=r"a forward writes to c\.weight"):
+        pipeline_of(TRAPS["Teacher"](), example=(torch.randn(3, 192),), **how)
 
 
 def test_the_remedy_for_max_norm_works():
