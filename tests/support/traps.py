@@ -429,13 +429,16 @@ class Handed(Base):
 
 
 class Teacher(Base):
-    """Frozen parameters follow trained ones in every forward, as in MoCo and BYOL."""
+    """Frozen parameters follow trained ones in every forward, as in MoCo and BYOL; functions read one."""
 
     def __init__(self):
         super().__init__()
         self.c.requires_grad_(False)
+        self.weight.requires_grad_(False)
 
     def forward(self, x):
+        if self.training:
+            self.weight.data.mul_(0.9)
         x = torch.relu(self.a(x.flatten(1)))
         with torch.no_grad():
             if self.training:
@@ -443,7 +446,7 @@ class Teacher(Base):
                     ours.data.mul_(0.9).add_(theirs.data, alpha=0.1)
                 self.c.bias.lerp_(self.b.bias, 0.1)
             keys = torch.tanh(self.c(x))
-        return self.end(self.b(x) * keys * self.c.bias[:1])
+        return self.end(self.b(x) * keys * self.weight[:1] + x * self.weight)
 
 
 SHARED = ("Base", "Wide", "Scaled", "Handing")

@@ -1,4 +1,4 @@
-"""Folders that a killed process leaves in the directory for temporary files, which the next one takes away."""
+"""Folders that a killed process leaves in the directory for temporary files: the next one takes them away."""
 
 import errno
 import fcntl
