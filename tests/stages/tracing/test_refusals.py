@@ -241,7 +241,7 @@ def test_a_buffer_that_a_layer_writes_to_uncounted_and_keeps_is_refused_by_path(
 
 @pytest.mark.parametrize("how", [{"recompute": True}, {"schedule": "async_1f1b"}], ids=str)
 def test_a_frozen_parameter_to_which_forwards_write_has_one_version_and_one_forward(how):
-    with pytest.raises(PlanError, match=r"a forward writes to c\.weight"):
+    with pytest.raises(PlanError, match="a forward writes to weight, "):
         pipeline_of(TRAPS["Teacher"](), example=(torch.randn(3, 192),), **how)
 
 
