@@ -31,7 +31,7 @@ context.set_forkserver_preload(["preloaded"])
 def process(target, *args, **options):
     """A process that is forked from one that has everything imported (``preloaded``)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         forkserver.ensure_running()
     return context.Process(target=target, args=args, **options)
 
