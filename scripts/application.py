@@ -103,8 +103,12 @@ def _read(name: str, schema: type[Any], command: str, arguments: Sequence[str]) 
     typed = flags.read(command, arguments, schema)
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
     OmegaConf.register_new_resolver("pid", os.getpid, replace=True)  # makes the folder's name unique
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # where model._target_=my.Net usually lies
+    try:
+        here = os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("a run needs a working folder, and this one was removed; go to another") from error
+    if here not in sys.path:
+        sys.path.append(here)  # where model._target_=my.Net usually lies
     return dataclasses.replace(typed, options=overrides.with_own_groups(typed.options))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,6 +100,11 @@ def _dtype(name: str) -> torch.dtype:
 def _made(
     shape: Sequence[int], dtype: torch.dtype, values: Sequence[int], generator: torch.Generator
 ) -> torch.Tensor:
+    if math.prod(shape) * dtype.itemsize > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        raise PlanError(
+            f"an input of the shape {list(shape)} is more than the memory of this machine holds; make the "
+            "plan anew with one micro-batch"
+        )
     if dtype.is_floating_point or dtype.is_complex:
         kind = dtype if dtype.is_complex else torch.float32
         return torch.randn(tuple(shape), dtype=kind, generator=generator).to(dtype)

@@ -16,6 +16,8 @@ REPLICATED = (
     "1f1b",
 )  # schedules whose stages may have replicas: backwards are whole, a rank has one
 
+MOST_MICRO_BATCHES = 2**16
+
 
 def streams(schedule: str, weights: str) -> bool:
     """Whether micro-batches flow on from batch to batch, so that only a drain empties the pipeline.
@@ -79,9 +81,12 @@ def check_again(*, weights: str, prediction: bool) -> None:
 
 
 def check_extra(least: int, most: int, *, micro_batches: int) -> None:
-    """Refuse counts of micro-batches in flight beyond the schedule's own that no search can go through."""
-    if micro_batches < 1:
-        raise PlanError(f"a step needs a micro-batch at least, found micro_batches={micro_batches}")
+    """Refuse counts of micro-batches that nobody can list: those of a step, and those in flight."""
+    if not 1 <= micro_batches <= MOST_MICRO_BATCHES:
+        raise PlanError(
+            f"a step has from 1 to {MOST_MICRO_BATCHES} micro-batches, found "
+            f"micro_batches={shortened(micro_batches)}; choose one of these"
+        )
     if most and not least <= most <= max(least, micro_batches):
         raise PlanError(
             "most_extra_in_flight is 0, or from extra_in_flight up to the micro-batches of a step, found "

@@ -16,6 +16,7 @@ from penstock.compression.pool import Frame, Pool
 from penstock.stages.memory.copy_stream import CopyStream
 from penstock.stages.memory.saved_storage import SavedStorage
 from penstock.stages.memory.store import Store
+from penstock.stages.memory.tensor_view import Bytes
 
 
 def net():
@@ -220,11 +221,37 @@ def test_a_frame_that_was_damaged_in_the_store_is_told(saver):
         saved.wait()
 
 
+def storage_of(tensor):
+    return SavedStorage(tensor, stream=CopyStream(), previous=lambda: None)
+
+
 def test_a_way_that_no_saved_storage_goes_is_refused():
-    storage = SavedStorage(torch.ones(8), stream=CopyStream(), previous=lambda: None)
+    storage = storage_of(torch.ones(8))
     assert storage.transition("dropped")
     with pytest.raises(StageError, match=r"that is dropped goes to .*, found away"):
         storage.transition("away")
+
+
+def test_a_view_that_was_given_up_is_not_waited_for():
+    kept = torch.arange(8.0)
+    storage = storage_of(kept)
+    first, second = storage.add(kept, None), storage.add(kept, None)
+    storage.transition("leaving")
+    storage.stored(lambda: Bytes(kept.untyped_storage(), 0))
+    storage.give_up(first)
+    for _ in range(2):  # a graph that is kept is gone through again
+        assert same_bits(storage.read(second), kept)
+        assert storage.state == "away"
+
+
+def test_memory_that_was_given_back_and_taken_anew_is_another():
+    x = torch.ones(1 << 16)
+    storage, memory = storage_of(x), x.untyped_storage()
+    assert storage.same_memory(memory)
+    memory.resize_(0)
+    others = [torch.ones(len(x)) for _ in range(4)]  # one of them may lie there now
+    memory.resize_(storage.num_bytes)
+    assert not storage.same_memory(memory), len(others)
 
 
 @pytest.mark.parametrize("filled", [False, True])

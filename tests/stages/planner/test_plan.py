@@ -8,6 +8,7 @@ from matplotlib.patches import Rectangle
 
 from penstock.compression.errors import PlanError
 from penstock.stages.planner.asked import Asked
+from penstock.stages.planner.examples import example_of
 from penstock.stages.planner.plan import Plan
 from penstock.stages.planner.plan_picture import figure
 from penstock.stages.planner.plan_stage import PlanStage
@@ -228,6 +229,7 @@ def two(**changes):
         ({"stages": ()}, "one stage or more"),
         ({"stages": (*two(), stage_of("a"))}, "'a' twice"),
         ({"micro_batches": 0}, "micro_batches=0"),
+        ({"micro_batches": 10**30}, "from 1 to 65536 micro-batches, found micro_batches=10{30}"),
         ({"extra_in_flight": -1}, "never negative"),
         ({"most_extra_in_flight": -1}, "found -1 with extra_in_flight=1 and micro_batches=8"),
         ({"extra_in_flight": 5, "most_extra_in_flight": 1}, "found 1 with extra_in_flight=5"),
@@ -243,6 +245,14 @@ def two(**changes):
 def test_a_plan_that_contradicts_itself_is_refused(change, found):
     with pytest.raises(PlanError, match=found):
         dataclasses.replace(PLAN, **change)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+@pytest.mark.parametrize("shape", [(10**30,), (2**40, 8)])
+def test_inputs_that_no_memory_holds_are_refused(shape, dtype):
+    plan = dataclasses.replace(PLAN, input_shapes=(shape,), input_dtypes=(dtype,))
+    with pytest.raises(PlanError, match=r"an input of the shape .* is more than the memory"):
+        example_of(plan)
 
 
 def test_the_picture_has_each_stage_its_seconds_and_what_replicas_make_of_them(tmp_path):
