@@ -9,7 +9,7 @@ that has not, on other data and with moved weights."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -47,12 +47,7 @@ def run_eager(root: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> 
     moved = {name for name, p, place in parameters if p.untyped_storage()._cdata != place}
     filled = {name for name, p, _ in parameters if not same_bits(p, original[name])}
     filled |= {name for name, _, place in parameters if watch and place in watch.writes}
-    for name, parameter, _ in parameters:
-        if name in moved or (name in filled and parameter.requires_grad):
-            raise PlanError(
-                "a forward may write to buffers, and in place to parameters with requires_grad=False, found "
-                f"that it writes to {name}{author(eager, name)}; write to one of these, or between steps"
-            )
+    refuse_written(eager, moved, filled)
     clean = refuse_changes(
         before,
         eager,
@@ -66,6 +61,18 @@ def run_eager(root: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> 
     if watch:
         written |= {name for name, b in buffers.items() if b.untyped_storage()._cdata in watch.writes}
     return replaced | written | filled, clean and not replaced
+
+
+def refuse_written(root: nn.Module, moved: Collection[str], filled: Collection[str]) -> None:
+    """Refuse a forward that gives a parameter other memory, or writes to one that is trained.
+
+    Raises: PlanError: it does, with where."""
+    for name, parameter in root.named_parameters():
+        if name in moved or (name in filled and parameter.requires_grad):
+            raise PlanError(
+                "a forward may write to buffers, and in place to parameters with requires_grad=False, found "
+                f"that it writes to {name}{author(root, name)}; write to one of these, or between steps"
+            )
 
 
 def settles(

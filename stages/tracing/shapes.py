@@ -7,9 +7,10 @@ place."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from .leaves import as_written
 from .model_copy import on_meta
 from .probe import Probe, Value, probe
 from .scaled import Scaled, scaled
+from .settled import refuse_written
 
 KEPT = 256  # records; texts of varying length would make ever more
 
@@ -102,7 +104,7 @@ class Shapes:
         parts = parts_of(self.roots[mode], traced).to_meta()
         if key != self.example and traced.has_tables:
             self._refuse_other_way(mode, key)
-        with torch.set_grad_enabled(mode == "train"), as_written(), torch.device("meta"):
+        with self._on_meta(mode):
             found = probe(traced, parts, inputs)
         if key != self.example and not traced.has_tables:
             self._refuse_other_way(mode, key)
@@ -116,6 +118,18 @@ class Shapes:
             found = dataclasses.replace(found, values=values, refused=self.real[mode].refused | found.refused)
         return found
 
+    @contextlib.contextmanager
+    def _on_meta(self, mode: str) -> Iterator[None]:
+        """A run on the meta device.
+
+        Raises: PlanError: the model's code wrote to a parameter that the plan takes for unwritten."""
+        root = self.roots[mode]
+        parameters = {name: (p, p.untyped_storage()._cdata) for name, p in root.named_parameters()}
+        with torch.set_grad_enabled(mode == "train"), as_written(), torch.device("meta"), MetaWatch() as watch:
+            yield
+        moved = {name for name, (p, place) in parameters.items() if p.untyped_storage()._cdata != place}
+        refuse_written(root, moved, {name for name, (_, place) in parameters.items() if place in watch.writes})
+
     def _refuse_other_way(self, mode: str, key: _Key) -> None:
         """Refuse inputs with which the model's code may go another way than it was seen to go.
 
@@ -126,7 +140,7 @@ class Shapes:
         if alike and samples in traced.sizes:
             return
         try:
-            with torch.set_grad_enabled(mode == "train"), as_written(), torch.device("meta"), MetaWatch():
+            with self._on_meta(mode):
                 traced.extend(self.roots[mode], _bare(key))
         except Exception as error:
             why = (

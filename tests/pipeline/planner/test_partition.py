@@ -141,6 +141,15 @@ def test_several_stages_a_rank_are_as_good_as_brute_force_twice(profile, stages,
     assert value_of_plan(profile, cuts) == slowest
 
 
+def test_a_slow_link_moves_the_cut_to_where_less_passes():
+    sizes = 10, 100_000, 10
+    net = profile_of(
+        [layer_of(f"l{i}") for i in range(4)], [value_of(i, [i + 1], size) for i, size in enumerate(sizes)]
+    )
+    assert cuts_of(partition(net, stages=2)) == [2]
+    assert cuts_of(partition(net, stages=2, link="8Mbit")) == [1]
+
+
 def test_predictions_of_a_stage():
     plan = partition(NET, cuts=["layer1.0"], micro_batches=8)
     first, second = plan.stages

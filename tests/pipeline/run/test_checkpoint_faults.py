@@ -149,6 +149,13 @@ def test_what_one_rank_cannot_write_all_leave_and_rank_0_tells(ranks, tmp_path):
     assert not list((tmp_path / "run").rglob("*.part"))
 
 
+def test_checkpoints_of_steps_that_a_run_goes_back_over_are_removed(tmp_path):
+    with Run(tmp_path) as run:
+        assert run.steps(2) == [1, 2]
+    with Run(tmp_path) as run:
+        assert run.whole() == []
+
+
 def test_no_step_waits_for_the_disk_and_names_follow_their_bytes(tmp_path, monkeypatch):
     done, main = [], threading.current_thread()
     sync, root = os.fsync, str(tmp_path)

@@ -77,6 +77,14 @@ def test_where_a_layer_makes_tensors_is_told_alike_on_every_rank():
     assert all("where ranks compute" in text and "cpu" not in text for text in told)
 
 
+def test_an_optimizer_that_cannot_be_made_of_all_parameters_is_told_and_not_raised():
+    def optimizer(named):
+        raise ValueError(f"found {len([*named])}")
+
+    told = facts._of_updates(nn.Linear(2, 2), optimizer, None)
+    assert told["optimizer"] == "one that cannot be made of all parameters (ValueError: found 2)"
+
+
 def test_a_tensor_that_a_kind_of_device_computed_is_compared_among_its_ranks():
     class Table(nn.Module):
         def __init__(self):

@@ -38,6 +38,7 @@ WRITES = {
     "numpy": through_numpy,
     "counted": counted,
     "uneven": lambda x: through_data(x) if len(x) == 3 else None,
+    "hidden": lambda x: through_data(x) if len(x) == 3 and not x.is_meta else None,
     "freed": lambda x: x.untyped_storage().resize_(0),
     "nothing": lambda x: None,
 }
@@ -123,15 +124,48 @@ def is_equal(model, cut, monkeypatch, *, unseen=lambda outputs: None):
     return all(same_bits(p.grad, wanted["gradients"][name]) for name, p in model.named_parameters())
 
 
+def test_a_cut_ahead_of_a_write_that_only_another_size_shows_is_refused_at_its_step():
+    pipe = pipeline_of(Net("uneven", "itself"), cuts=["exp"], example=(torch.randn(4, 6),))
+    pipe.step(torch.randn(12, 6), torch.randint(3, (12,)))
+    with pytest.raises(penstock.PlanError, match="not be cut behind layer exp: a layer behind it writes"):
+        pipe.step(torch.randn(9, 6), torch.randint(3, (9,)))
+
+
+class Fades(nn.Module):
+    """A leaf whose parameter changes at one size only."""
+
+    def __init__(self, fade):
+        super().__init__()
+        self.fade, self.weight = fade, nn.Parameter(torch.ones(7))
+
+    def forward(self, x):
+        if len(x) == 3:
+            self.fade(self.weight)
+        return x * self.weight
+
+
+def exchanged(weight):
+    weight.data = weight.data / 2
+
+
+@pytest.mark.parametrize("fade", [through_data, counted, exchanged])
+def test_a_trained_parameter_that_a_layer_writes_to_at_another_size_is_refused_at_its_step(fade):
+    model = nn.Sequential(nn.Linear(6, 7), Fades(fade), nn.Linear(7, 3))
+    pipe = pipeline_of(model, cuts=["0"], example=(torch.randn(4, 6),), leaves=(Fades,))
+    pipe.step(torch.randn(12, 6), torch.randint(3, (12,)))
+    with pytest.raises(penstock.PlanError, match=r"it writes to 1\.weight in forward of Fades"):
+        pipe.step(torch.randn(9, 6), torch.randint(3, (9,)))
+
+
 def test_what_came_is_saved_as_it_is_by_then(monkeypatch):
-    """The example's size shows no write: what comes in at another has one."""
+    """Nothing tells of the write to what comes in: there is none at the example's size, or without values."""
 
     class Read(Net):
         def forward(self, x):
             y = self.first(x) + 1
             return self.end(layer(y, self.write) * 0 + y.cos())
 
-    assert is_equal(Read("uneven", "itself"), "add", monkeypatch)
+    assert is_equal(Read("hidden", "itself"), "add", monkeypatch)
 
 
 def test_a_loss_may_write_to_what_the_last_layer_saved(monkeypatch):
