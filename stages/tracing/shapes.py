@@ -124,11 +124,12 @@ class Shapes:
 
         Raises: PlanError: the model's code wrote to a parameter that the plan takes for unwritten."""
         root = self.roots[mode]
-        parameters = {name: (p, p.untyped_storage()._cdata) for name, p in root.named_parameters()}
-        with torch.set_grad_enabled(mode == "train"), as_written(), torch.device("meta"), MetaWatch() as watch:
+        owned = {name: (p, p.untyped_storage()._cdata) for name, p in root.named_parameters()}
+        grad = torch.set_grad_enabled(mode == "train")
+        with grad, as_written(), torch.device("meta"), MetaWatch() as watch:
             yield
-        moved = {name for name, (p, place) in parameters.items() if p.untyped_storage()._cdata != place}
-        refuse_written(root, moved, {name for name, (_, place) in parameters.items() if place in watch.writes})
+        moved = {name for name, (p, place) in owned.items() if p.untyped_storage()._cdata != place}
+        refuse_written(root, moved, {name for name, (_, place) in owned.items() if place in watch.writes})
 
     def _refuse_other_way(self, mode: str, key: _Key) -> None:
         """Refuse inputs with which the model's code may go another way than it was seen to go.
