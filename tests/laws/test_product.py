@@ -105,6 +105,10 @@ REGRESSIONS = [
     # The first of two ranks has the first and the last stage, by a program of one's own.
     Case(model="mlp", cuts=3, ranks=2, schedule="custom", program=CUSTOM, world="processes"),
     Case(model="mlp", cuts=3, ranks=2, schedule="custom", program=CUSTOM, recompute=True, late=(0,)),
+    # A buffer goes back when a late device has read it: frames, masks, frames of another device.
+    Case(model="PoolOfRelu", cuts=["relu"], late=(0,), steps=2),
+    Case(model="PoolOfRelu", cuts=["relu"], late=(0, 1), steps=2, world="processes"),
+    Case(model="mlp", cuts=2, late=(0, 1), steps=2, world="processes", direct=True),
     # Gradients that no optimizer empties stay from step to step.
     Case(model="mlp", cuts=3, optimizer="no_biases", clip=None, recompute=True, parameters_tier="disk"),
     # A rank whose replica has no share of a step takes part in its sums.

@@ -9,9 +9,11 @@ that is missing, or a buffer that is used too early, is an error or another bit,
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import threading
 import time
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +28,7 @@ from penstock.stages.work import Stream, Work
 from penstock.stages.worker import Worker
 
 GARBAGE = 0xA5
+USES: dict[int, list[LateWork]] = {}  # by the place of a buffer: what was submitted with it since it was lent
 
 
 class LateWork(Work):
@@ -33,6 +36,7 @@ class LateWork(Work):
 
     def __init__(self, device):
         self._device, self._ended, self._error = device, threading.Event(), None
+        self.told = False  # whether the host knows that it is done; wait_for tells only the device
 
     def run(self, task, after):
         """In the stream's thread."""
@@ -55,6 +59,7 @@ class LateWork(Work):
         if threading.current_thread() is threading.main_thread() and not self.done:
             self._device.host_waits += 1
         self.over()
+        self.told = True
 
     @property
     def value(self):
@@ -63,7 +68,8 @@ class LateWork(Work):
 
     @property
     def done(self):
-        return self._ended.is_set()
+        self.told = self.told or self._ended.is_set()
+        return self.told
 
 
 class Past(Work):
@@ -87,6 +93,8 @@ class LateStream(Stream):
         assert behind or not reads, "what was computed is read behind the point that computing has reached"
         work = LateWork(self._device)
         self._device.submitted.append(work)
+        for tensor in _tensors(task):
+            USES.setdefault(_place(tensor), []).append(work)
         self._worker.submit(lambda: work.run(task, list(after)))
         return work
 
@@ -152,15 +160,40 @@ def _whole(header, buffer):
     return frame
 
 
+def _tensors(what):
+    """What a task works with: the tensors among its arguments and what it closes over."""
+    if isinstance(what, torch.Tensor):
+        yield what
+    elif isinstance(what, functools.partial):
+        yield from _tensors((what.func, *what.args, *what.keywords.values()))
+    elif isinstance(what, tuple):
+        for part in what:
+            yield from _tensors(part)
+    elif isinstance(what, types.FunctionType):
+        yield from _tensors(tuple(cell.cell_contents for cell in what.__closure__ or ()))
+
+
 @contextlib.contextmanager
 def garbage() -> Iterator[None]:
-    """Fill what is given back with garbage at once."""
-    give = device_frame.DevicePool.give
+    """Fill what is given back with garbage; by then the host was told that all is done that uses it."""
+    take, give = device_frame.DevicePool.take, device_frame.DevicePool.give
+
+    def take_unused(pool, num_bytes):
+        buffer = take(pool, num_bytes)
+        USES.pop(_place(buffer), None)
+        return buffer
 
     def give_garbage(pool, buffer):
+        used = USES.pop(_place(buffer), ())
+        assert all(work.told for work in used), "a buffer was given back while the device may still use it"
         buffer.fill_(GARBAGE)
         give(pool, buffer)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_frame.DevicePool, "take", take_unused)
         patch.setattr(device_frame.DevicePool, "give", give_garbage)
         yield
+
+
+def _place(tensor):
+    return tensor.untyped_storage().data_ptr()
