@@ -77,6 +77,15 @@ def test_where_a_layer_makes_tensors_is_told_alike_on_every_rank():
     assert all("where ranks compute" in text and "cpu" not in text for text in told)
 
 
+def test_a_parameter_under_a_further_name_is_told_with_its_first():
+    def told(other):
+        model = nn.ModuleDict({name: nn.Linear(2, 2) for name in "abc"})
+        model["c"].weight = model[other].weight
+        return {fact.what: fact.value for fact in facts._of_model(model)}["the parameter c.weight"]
+
+    assert [told("a"), told("b")] == ["that of a.weight", "that of b.weight"]
+
+
 def test_an_optimizer_that_cannot_be_made_of_all_parameters_is_told_and_not_raised():
     def optimizer(named):
         raise ValueError(f"found {len([*named])}")

@@ -1,5 +1,6 @@
 """The disk of a rank: frames leave the memory and come back with the same bits, in whatever order."""
 
+import concurrent.futures
 import math
 import threading
 import time
@@ -117,6 +118,19 @@ def test_reads_go_before_writes(opened):
     assert store.get(0).bytes.equal(kept[0])
     disk.drain()
     assert disk._slab.order[:3] in (["write", "write", "read"], ["write", "read", "write"])
+
+
+def test_what_is_dropped_while_somebody_waits_for_it_is_his(opened):
+    disk, store = opened(Slow)
+    kept = put_all(store, [MIB])
+    disk.drain()
+    with concurrent.futures.ThreadPoolExecutor() as others:
+        coming = others.submit(lambda: store.get(0).bytes)
+        while "read" not in disk._slab.order:
+            time.sleep(0.001)
+        store.drop(0)
+        assert coming.result().equal(kept[0])
+    assert (disk.num_bytes, disk.memory.device.now) == (0, 0)
 
 
 def test_many_threads_put_get_and_drop_at_a_time(opened):

@@ -6,6 +6,8 @@ from chain import ASYNCHRONOUS, BATCHES, MICRO_BATCHES, NUM_STAGES, Chain, batch
 from replay import version_of
 from torch import nn
 
+from penstock.stages.weights import stashing
+from penstock.stages.weights.idle import copy_of
 from penstock.stages.weights.policies import policy_named
 from penstock.stages.weights.stashing import versions_of
 
@@ -100,6 +102,13 @@ def test_a_version_is_in_memory_only_inside_a_block():
     assert parameter.unique().tolist() == [3.0]
 
 
+def test_a_version_is_asked_for_ahead_of_its_block(monkeypatch):
+    weights, asked = driven(nn.Parameter(torch.zeros(4096))), []
+    monkeypatch.setattr(weights.store, "fetch", asked.append)
+    weights.fetch(3)
+    assert len(asked) == 1
+
+
 def test_what_does_not_shrink_stays():
     parameter = nn.Parameter(torch.zeros(8))
     weights = driven(parameter)
@@ -124,12 +133,14 @@ def test_memory_that_a_person_may_look_into_is_never_freed():
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in seen)
 
 
-def test_a_stage_alone_never_keeps_three_versions_of_double_buffered_weights():
+def test_a_stage_alone_never_keeps_three_versions_of_double_buffered_weights(monkeypatch):
+    copied = []
+    monkeypatch.setattr(stashing, "copy_of", lambda tensor: copied.append(0) or copy_of(tensor))
     policy = policy_named("double_buffered", schedule="1f1b")
     parameter = nn.Parameter(torch.zeros(8))
     weights = versions_of(policy, [parameter], stage=0, num_stages=1)
     live = []
-    for batch in range(4):
+    for batch in range(8):
         with weights.forward(batch, batch):
             assert parameter.unique().tolist() == [max(0, batch - 1)]
         with weights.backward(batch):
@@ -139,4 +150,5 @@ def test_a_stage_alone_never_keeps_three_versions_of_double_buffered_weights():
         with weights.update(), torch.no_grad():
             parameter += 1
         live.append(weights.num_live)
-    assert live == [2, 2, 2, 2]
+    assert live == [2] * 8
+    assert len(copied) == 3  # then a version has the memory of one that is gone

@@ -99,6 +99,8 @@ def test_larger_samples_push_out_as_much_as_they_need_or_nothing():
     assert [kept.takes("a", index) for index in (0, 1, 2)] == [True] * 3
     kept.use("quick", 0, 0.0)
     assert kept.offer("quick", 0, 31, 0.0) == (None, ())
+    assert kept.offer("a", 3, 0, 0.0) == (("a", 3), ())  # an empty sample has room wherever
+    kept.drop(("a", 3))
     assert kept.offer("quick", 0, 15, 0.0) == (("quick", 0), (("a", 2), ("a", 1)))
     kept.use("quick", 1, 0.0)
     assert kept.offer("quick", 1, 30, 0.0) == (None, ())  # a's 0 would leave, its own sooner sample not
@@ -140,8 +142,8 @@ def test_with_floors_a_batch_keeps_what_it_is_due():
 
 
 def test_times_that_were_told_give_way_to_what_was_seen():
-    for watch, stays in ((True, "b"), (False, "a")):
-        kept = started(1, job("a", epoch=6.0), job("b", epoch=7.0), watch=watch)
+    for options, stays in (({}, "b"), ({"watch": False}, "a")):
+        kept = started(1, job("a", epoch=6.0), job("b", epoch=7.0), **options)
         for index in ORDER:
             kept.use("a", index, float(index))
             kept.use("b", index, float(index))
