@@ -96,7 +96,7 @@ class NoStashing(WeightVersions):
     def _start(self) -> None:
         self.update_of: dict[int, int] = {}  # by micro-batch between its forward and done
         self.gathering = 0  # the update whose gradients are in .grad
-        self.whole: list[list[Tensor | None]] = []  # gradients set aside until their update
+        self.whole: list[Tensor | None] | None = None  # gradients of an update, until it is due
         self.begun: list[Tensor | None] | None = None  # those of the next update, during one
 
     def bind(self, optimizer: Optimizer) -> None:
@@ -119,7 +119,8 @@ class NoStashing(WeightVersions):
         update = self.update_of.get(micro_batch, self.gathering)
         if update != self.gathering:
             self.gathering = update
-            self.whole.append(self._exchange_gradients(None))
+            assert self.whole is None, "a stage is ahead of the others by less than a batch"
+            self.whole = self._exchange_gradients(None)
         yield
 
     def done(self, micro_batch: int) -> None:
@@ -127,9 +128,9 @@ class NoStashing(WeightVersions):
         self.update_of.pop(micro_batch, None)
 
     def due(self) -> None:
-        """Put the gradients of the oldest whole update into ``.grad``, set aside what the next has begun."""
-        if self.whole:
-            self.begun = self._exchange_gradients(self.whole.pop(0))
+        """Put the gradients of a whole update into ``.grad``, set aside what the next has begun."""
+        if self.whole is not None:
+            self.begun, self.whole = self._exchange_gradients(self.whole), None
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
