@@ -9,6 +9,7 @@ Source: steps S2 and S5 of the resource management of distributed deep learning 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -152,11 +153,11 @@ class MirroredUpdate(Update):
             super()._step(stage)
             return
         mirror, in_turn = self.mirrors[stage], self._in_turn.get(stage)
-        if self.skipped and self.clip is None:
+        if self.skipped and self.clip is None and not (in_turn and self._is_told(in_turn.optimizer)):
             return
         for place, turn in enumerate([*mirror.turns, self._rest[stage]]):
             mirror.prefetch(place + 1)
             with mirror.whole(turn) if place < len(mirror.turns) else contextlib.nullcontext():
                 self._scale(stage, turn)
-                if in_turn is not None and not self.skipped:
-                    in_turn.step_of(place)
+                if in_turn is not None:
+                    self._unless_skipped(in_turn.optimizer, functools.partial(in_turn.step_of, place))

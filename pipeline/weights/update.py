@@ -122,8 +122,24 @@ class Update:
 
     def _step(self, stage: int) -> None:
         """Have the optimizer of ``stage`` write its parameters, unless the update is skipped."""
-        if stage in self.optimizers and not self.skipped:
-            self.optimizers[stage].step()
+        if stage in self.optimizers:
+            self._unless_skipped(self.optimizers[stage], self.optimizers[stage].step)
+
+    def _is_told(self, optimizer: object) -> bool:
+        """Whether it is called in a skipped update, too, and told so, as by ``GradScaler.step``: a fused one.
+
+        It begins its state then."""
+        return self.scale.checks and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+    def _unless_skipped(self, optimizer: Any, step: Callable[[], object]) -> None:
+        if self._is_told(optimizer):
+            optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(float(self.skipped))
+            try:
+                step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
+        elif not self.skipped:
+            step()
 
     def _ready(self, stages: Sequence[int]) -> None:
         """Make the gradients of ``stages`` what their optimizers shall see, and decide whether they do."""

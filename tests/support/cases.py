@@ -26,6 +26,7 @@ OPTIMIZERS = {
     "adam": lambda named: torch.optim.Adam(named, lr=1e-3),
     "no_biases": lambda named: torch.optim.SGD([p for n, p in named if "bias" not in n], lr=0.05),
     "adamw": lambda named: torch.optim.AdamW(named, lr=1e-3),
+    "fused": lambda named: torch.optim.AdamW(named, lr=1e-3, fused=True),
 }
 
 

@@ -41,7 +41,7 @@ FACTORS: dict[str, tuple] = {
     "micro_batches": (1, 2, 3, 5),
     "replicas": (1, 2, 3, (2, 1)),
     "shares": ("even", "uneven"),
-    "optimizer": ("sgd", "plain", "nesterov", "adam", "no_biases", "adamw"),
+    "optimizer": ("sgd", "plain", "nesterov", "adam", "no_biases", "adamw", "fused"),
     "scaler": (None, (2.0**14, 2), (2.0**120, 2), 1024.0),
     "dtype": (None, torch.float64, torch.bfloat16),
     "resume": ("", "same", "other", "state"),

@@ -22,6 +22,10 @@ HALF = torch.float16
 CASES = [
     Case(model="mlp", cuts="every", scaler=HUGE, steps=7, scheduler=True, clip=None, tier="packed"),
     Case(model="mlp", cuts=3, scaler=2.0**127, scheduler=True),
+    # The state of a fused optimizer begins in an update that is skipped.
+    Case(model="mlp", cuts=3, scaler=HUGE, optimizer="fused", steps=1),
+    Case(model="mlp", cuts=3, scaler=HUGE, optimizer="fused", steps=1, parameters_tier="packed", clip=None),
+    Case(model="mlp", cuts=3, scaler=HUGE, optimizer="fused", steps=1, parameters_tier="packed"),
     Case(model="mlp", cuts=3, autocast=HALF, scaler=(2.0**16, 1), steps=9, micro_batches=4),
     Case(model="gpt_tied", cuts=4, autocast=HALF, scaler=(2.0**16, 1), steps=4, optimizer="adam"),
     Case(model="gpt_gelu_dropout", cuts=2, autocast=HALF, scaler=4096.0, extra_in_flight=1, steps=2),
