@@ -105,7 +105,9 @@ def undrawn() -> Iterator[None]:
 def observe(
     run: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor | None]:
-    """Outputs, gradients, parameters and buffers of one forward and backward from a fixed random state."""
+    """Outputs, gradients, parameters and buffers of one forward and backward from a fixed random state.
+
+    Raises: PlanError: the backward writes to a buffer."""
     for generator in generators_of(inputs):
         generator.manual_seed(0)
     model.zero_grad()
@@ -116,8 +118,16 @@ def observe(
     )  # without, a view of a parameter still says that it requires a gradient
     roots = [t for t in outputs if training and t.requires_grad]
     weights = [torch.linspace(-1, 1, t.numel(), dtype=torch.float64).reshape(t.shape).to(t) for t in roots]
+    versions = {name: b._version for name, b in model.named_buffers()}
     if roots:
         torch.autograd.backward(roots, weights)
+    for name, buffer in model.named_buffers():
+        if versions.get(name, buffer._version) != buffer._version:
+            raise PlanError(
+                f"the backward writes to buffer {name}, out of the order of micro-batches, as where a "
+                "torch.utils.checkpoint has a batch norm in it; leave the checkpoint out (recompute=true "
+                "computes stages again and writes once)"
+            )
     seen |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
     seen |= {f"parameter {name}": p.detach() for name, p in model.named_parameters()}
     seen |= {f"buffer {name}": b for name, b in model.named_buffers()}

@@ -37,6 +37,8 @@ def run_eager(root: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> 
     run: Callable[..., Any] = lambda *x: call.run(eager, x)  # noqa: E731
     try:
         observe(run, eager, inputs)
+    except PlanError:
+        raise
     except Exception as error:
         if watch and needs_values(error):
             raise without_values(eager, error) from error

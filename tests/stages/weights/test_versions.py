@@ -104,6 +104,7 @@ def test_a_version_is_in_memory_only_inside_a_block():
 
 def test_a_version_is_asked_for_ahead_of_its_block(monkeypatch):
     weights, asked = driven(nn.Parameter(torch.zeros(4096))), []
+    assert isinstance(weights, stashing.WeightStashing)
     monkeypatch.setattr(weights.store, "fetch", asked.append)
     weights.fetch(3)
     assert len(asked) == 1
