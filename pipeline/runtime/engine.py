@@ -177,7 +177,8 @@ class Engine:
         return outputs
 
     def _lose(self, step: Step, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:
-        with stage.weights.backward(index), self.guards.loss(stage.index):  # outputs may be parameters
+        # Outputs may be parameters.
+        with stage.weights.backward(index), self.guards.loss(stage.index, self.loss):
             mean = mean_loss(self.loss, outputs, batch.targets, autocast=stage.autocast)
         if index == step.messages.first:
             check_loss_uses_outputs_only(mean, outputs, self.parameters)

@@ -6,7 +6,8 @@ by then. In a watched step every operation of torch that such code calls is look
 loop shows it at that moment, or the step is refused in a sentence that says who reads or writes what.
 
     the loss        may read what is in memory here, but no buffer of an earlier stage that forwards write to
-    a backward      may read parameters of its stage and unwritten buffers; draws and writes nothing
+    a backward      may read parameters of its stage and unwritten buffers; draws and writes nothing,
+                    and hooks of the weights of one stage count nothing that hooks of another do
     an update       (optimizers, their hooks, schedulers) may read and write what is of its stage
 
 Watched are the first step with every shape of a micro-batch, the first after a load, and every hundredth.
@@ -19,7 +20,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import numpy
@@ -31,6 +32,8 @@ from ...compression.errors import StageError
 from ...stages import memory
 from ...stages.meta_watch import tensors_in, written_by
 from ...stages.seeds import TURN, generators_of, states_of
+from ...stages.tracing.contents import OWN_STATE, Facts, change, contents
+from ...stages.tracing.reach import is_foreign, walk
 from ..schedules.instruction import Instruction, Op
 from .step import Step
 
@@ -42,6 +45,7 @@ DOORS = dict.fromkeys((Op.B, Op.I, Op.W), "a backward") | {Op.U: "an update"}
 _ENGINE = f"{__package__}.engine"  # opens the doors
 _MEMORY = memory.__name__
 _NOT_A_PERSON = {"penstock", "torch", *sys.stdlib_module_names}
+_NUMBERS = (int, float, complex, Tensor, *OWN_STATE)
 _BUFFER_REMEDY = "return it from forward"
 
 
@@ -98,24 +102,41 @@ class Guards:
 
         return watched if op in DOORS else run
 
-    def loss(self, stage: int) -> contextlib.AbstractContextManager[object]:
-        """The block in which the loss is computed, after the forward of the last ``stage``."""
-        return self._at("the loss", stage) if self._watches else contextlib.nullcontext()
+    def loss(self, stage: int, loss: object) -> contextlib.AbstractContextManager[object]:
+        """The block in which ``loss`` is computed, after the forward of the last ``stage``."""
+        return self._at("the loss", stage, loss) if self._watches else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def _at(self, door: str, stage: int) -> Iterator[None]:
+    def _at(self, door: str, stage: int, loss: object = None) -> Iterator[None]:
         draws = door == "a backward" or (door == "the loss" and self.replicated)
         found = ((name, getattr(module(), item, None)) for name, module, item in self._places)
         named = {name: tensor for name, tensor in found if isinstance(tensor, Tensor)}
         before = _random_states(named.values()) if draws else []
+        counted = self._counted(door, stage, named, loss)
         with _Watch(self, door, stage, named) as watch:
             yield
+        shared = door == "the loss" or self.replicated
+        why = "replicas do so apart" if shared else "the schedule decides the order of backwards"
         if draws and before != _random_states(named.values()):
             where = f" ({watch.drew})" if watch.drew else ""
-            why = (
-                "replicas draw apart" if door == "the loss" else "the schedule decides the order of backwards"
-            )
             raise StageError(f"{door} draws random numbers{where}, and {why}; draw them in forward")
+        for path, now in self._counted(door, stage, named, loss).items() if counted else ():
+            was = counted.get(path, now)
+            if was != now and (not issubclass(now[0], Tensor) or was[1] == now[1]):
+                count = f"{path} ({change(was, now)})"
+                raise StageError(f"{door} counts in {count}, and {why}; count ahead of each step")
+
+    def _counted(self, door: str, stage: int, named: Mapping[str, Tensor], loss: object) -> Facts:
+        """The numbers that ``door`` of ``stage`` keeps together with other stages or replicas."""
+        if door == "the loss":
+            found = contents(_reach(loss), name="loss") if self.replicated else {}
+        elif door == "a backward":
+            others = (name for name, homes in self.homes.items() if self.replicated or set(homes) != {stage})
+            hooks = {name: [*map(_reach, _hooks(named[name]))] for name in others if name in named}
+            found = contents({name: each for name, each in hooks.items() if each}, name="hooks")
+        else:
+            found = {}
+        return {path: fact for path, fact in found.items() if issubclass(fact[0], _NUMBERS)}
 
     def refusal(self, door: str, stage: int, name: str, tensor: Tensor, *, writes: bool) -> str:
         """Say why ``door`` of ``stage`` must not read or write what is ``name``; "" where the plain loop has
@@ -191,6 +212,18 @@ class _Watch(TorchDispatchMode):
                 code = f"{frame.f_code.co_qualname}, {frame.f_code.co_filename}:{frame.f_lineno}"
             frame = frame.f_back
         return code
+
+
+def _hooks(parameter: Tensor) -> Iterator[object]:
+    """The hooks of a parameter's gradient."""
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        yield from (getattr(parameter, kind, None) or {}).values()
+
+
+def _reach(call: Any) -> tuple[object, ...]:
+    """A callable, and the globals that the functions of a person name to which it leads."""
+    found = (item for _, item, _ in walk(call) if isinstance(item, FunctionType) and not is_foreign(item))
+    return call, {n: f.__globals__[n] for f in found for n in f.__code__.co_names if n in f.__globals__}
 
 
 def _random_states(tensors: Iterable[Tensor]) -> list[bytes | str]:

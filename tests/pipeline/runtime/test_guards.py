@@ -1,5 +1,6 @@
 """Code of a person beside the layers: it finds what the plain loop shows it, or the first step is refused."""
 
+import collections
 import copy
 import functools
 import random
@@ -109,6 +110,28 @@ def when_added(look):
     return lambda model, p: p.register_post_accumulate_grad_hook(functools.partial(hook, model))
 
 
+class Counts:
+    """Counts its calls; what it returns moves with them."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, value):
+        self.calls += 1
+        return value * (1 + self.calls / 100)
+
+
+COUNTS: dict[nn.Module, Counts] = collections.defaultdict(Counts)
+
+
+def count_for_each(model, parameter):
+    parameter.register_hook(Counts())
+
+
+def count_together(model, parameter):
+    parameter.register_hook(COUNTS[model])
+
+
 AWAY = {"parameters_tier": "host"}
 REFUSED = {
     "loss, buffer": ({"loss": lambda m, v: v * m.early}, {}, "loss reads early"),
@@ -125,6 +148,7 @@ REFUSED = {
     "hook, another stage": ({"hook": on_gradient(lambda m, p, g: g * m.d.bias.norm())}, {}, "reads d.bias"),
     "hook, offloaded": ({"hook": on_gradient(lambda m, p, g: g + m.a.weight.mean())}, AWAY, "reads a.weight"),
     "hook draws": ({"hook": on_gradient(lambda m, p, g: g + torch.randn_like(g))}, {}, "backward draws"),
+    "hooks count": ({"hook": count_together}, {}, r"counts in hooks.*calls \(\d, then \d"),
     "hook updates": ({"hook": when_added(lambda m, p: p.data.sub_(p.grad))}, {}, "backward writes to"),
     "update, another stage": ({"update": lambda m, o: [p + 1 for p in m.parameters()]}, {}, "update reads"),
     "scheduler": ({"factor": lambda m: float(m.d.bias.detach().norm())}, {}, "update reads d.bias"),
@@ -146,10 +170,13 @@ ALLOWED = {
     "loss, parameter": {"loss": lambda m, v: v * m.a.weight.detach().norm()},
     "loss draws": {"loss": lambda m, v: v * (1 + torch.rand(()))},
     "backward, own parameter": {"backward": lambda m: m.a.weight.sum()},
+    "loss counts": {"loss": lambda m, v: COUNTS[m](v)},
+    "hooks count": {"hook": count_for_each},
     "hook scales": {"hook": on_gradient(lambda m, p, g: g * p.detach().norm())},
     "hook clamps": {"hook": when_added(lambda m, p: p.grad.clamp_(-0.01, 0.01))},
     "update clamps": {"update": lambda m, o: [p.data.clamp_(-0.2, 0.2) for p in o.param_groups[0]["params"]]},
     "scheduler": {"factor": lambda m: 0.5},
+    "scheduler counts": {"factor": lambda m: COUNTS[m](0.5)},
 }  # fmt: skip
 
 
@@ -180,6 +207,22 @@ def test_a_parameter_of_another_rank_is_refused_by_name():
             pipe.close()
 
     with pytest.raises(penstock.PenstockError, match=r"loss reads a\.weight .* which another rank trains"):
+        penstock.in_threads(train, ranks=2)
+
+
+@pytest.mark.parametrize("code", ["loss counts", "hooks count"])
+def test_numbers_that_replicas_count_apart_are_refused_by_name(code):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 5))
+
+    def train(world):
+        how = {"cuts": None, "stages": 1, "replicas": 2, "exact": True}
+        pipe = pipeline(copy.deepcopy(model), ALLOWED[code], world=world, **how)
+        try:
+            pipe.step(*batches(1)[0])
+        finally:
+            pipe.close()
+
+    with pytest.raises(penstock.PenstockError, match=r"calls \(\d, then \d\), and replicas do so apart"):
         penstock.in_threads(train, ranks=2)
 
 
