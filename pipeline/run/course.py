@@ -111,6 +111,7 @@ def loader(
         workers=workers,
         pinned=pipe.world.device.is_gpu and needs == Needs(),  # what is without memory cannot be pinned
         start="spawn" if threads else None,
+        deadline=config.deadline,
         warm_up=WarmUp(**counts) if brings else None,
         tell=tell,
     )

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class Loader:
         workers: int = 0,
         pinned: bool = False,
         start: str | None = None,
+        deadline: float = 60.0,
         warm_up: WarmUp | None = None,
         tell: Callable[[str], None] = print,
     ) -> None:
@@ -71,6 +73,7 @@ class Loader:
         Args:    places: may be gone through twice. workers: processes that load; 0: whoever asks loads.
                  pinned: batches lie in memory that a GPU fetches from by itself.
                  start: how processes begin ("fork", "spawn", "forkserver"); None: as torch does here.
+                 deadline: a process that has stopped is ended within half of so many seconds.
                  warm_up: is told of the first epoch, and the caches of what it measured.
                  tell: is told of samples that are left out, and of caches that are gone."""
         self.workers, self.waited, self.broken, self.counts = workers, 0.0, 0, Counts()
@@ -94,17 +97,22 @@ class Loader:
             )
             self._batches: Iterator[Read] = iter(loads)
         _ask_for_deaths(self._batches)
+        self._stopped, self._closed = "", threading.Event()
+        if workers:
+            threading.Thread(target=self._watch, args=(deadline / 4,), daemon=True).start()
 
     def take(self, place: Place) -> tuple[Any, Any]:
         """Return the next batch, which is that of ``place``.
 
         Raises: ConfigError: a sample of it cannot be read, and none is to be left out.
-                TransportError: a process that loads has died."""
+                TransportError: a process that loads has died, or has stopped."""
         assert next(self._expected) == place, f"{place} is not next"
         began = time.perf_counter()
         try:
             read = next(self._batches)
         except (RuntimeError, OSError, EOFError) as error:  # deaths are told in many ways
+            if self._stopped:
+                raise TransportError(f"{self._stopped}; see who stops it, and resume") from error
             raise TransportError(
                 f"a process that loads samples was lost ({' '.join(str(error).split())}); if nobody killed "
                 "it, memory ran out: lower data.workers, 0 loads without processes"
@@ -144,8 +152,20 @@ class Loader:
             for cache in self._caches:
                 cache.measured(self.times)
 
+    def _watch(self, seconds: float) -> None:
+        """End a process that has stopped: a rank that reads from it waits without a limit of time."""
+        before: set[int] = set()
+        while not self._closed.wait(seconds):
+            now = {one.pid for one in getattr(self._batches, "_workers", ()) if _has_stopped(one.pid)}
+            for pid in before & now:
+                told = f"process {pid}, which loads samples, had stopped"
+                self._stopped = f"{told}, and was ended after {seconds:g} s"
+                os.kill(pid, signal.SIGKILL)
+            before = now
+
     def close(self) -> None:
         """End the processes, and the connections to caches."""
+        self._closed.set()
         for cache in self._caches:
             cache.close()
         self._batches = iter(())  # torch ends them with the iterator of which nobody knows
@@ -165,6 +185,13 @@ def _begin(_: int) -> None:
 def _end_with(parent: BaseProcess) -> None:
     parent.join()
     os._exit(1)
+
+
+def _has_stopped(pid: int) -> bool:
+    """Whether a signal stopped a process, where the system tells."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+    return False
 
 
 def _ask_for_deaths(batches: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -168,6 +169,16 @@ class Uneven(Damaged):
 def test_a_batch_of_which_nothing_can_be_had_ends_the_run(table, workers, error, subject):
     with pytest.raises(error, match=subject):
         taken(reading(table, skips=True, shuffled=()), workers=workers)
+
+
+def test_a_process_that_has_stopped_is_named_and_ended():
+    loader: Any = Loader(reading(Slow()), PLACES, workers=1, deadline=0.4)
+    loader.take(PLACES[0])
+    pid = loader._batches._workers[0].pid
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(TransportError, match=f"process {pid}, which loads samples, had stopped, .* 0.1 s"):
+        [loader.take(place) for place in PLACES[1:]]
+    loader.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
