@@ -53,11 +53,10 @@ def leave(errors: Path, error: BaseException, *, rank: int | None = None) -> Fai
     path = errors / f"rank{rank}.json"
     consequence = isinstance(error, TransportError) or _GLOO in str(error)
     sentence = str(error) if isinstance(error, PenstockError) else _unexpected(error)
-    if not consequence:
-        sentence += f"; its traceback is in {path}"
+    sentence = sentence if sentence.startswith(f"rank {rank}") else f"rank {rank}: {sentence}"
     failure = Failure(
         rank=rank,
-        sentence=sentence if sentence.startswith(f"rank {rank}") else f"rank {rank}: {sentence}",
+        sentence=sentence + f"; its traceback is in {path}" * (not consequence),
         consequence=consequence,
         at=time.time(),
         trace="".join(traceback.format_exception(error)).splitlines(),
@@ -68,7 +67,8 @@ def leave(errors: Path, error: BaseException, *, rank: int | None = None) -> Fai
         part.write_text(json.dumps(dataclasses.asdict(failure), indent=1))
         part.replace(path)
     except OSError as refused:  # a full disk may be the very error
-        print(f"{failure.sentence} ({path} cannot be written: {refused.strerror})", file=sys.stderr)
+        print(f"{sentence} ({path} cannot be written: {refused.strerror})", file=sys.stderr)
+        return dataclasses.replace(failure, sentence=sentence)
     return failure
 
 
