@@ -26,7 +26,7 @@ from ..conf.schema import AGAIN
 from ..pipeline.run import console
 from ..pipeline.run.run_folder import RunFolder
 from . import flags, overrides, stopping
-from .command import REFUSED
+from .command import REFUSED, unloadable
 
 CONFIGURATION = "penstock.conf"
 
@@ -65,6 +65,9 @@ def run(
                 task(made, folder, options)
         except PenstockError as error:
             console.refuse(error)
+            codes.append(REFUSED)
+        except ImportError as error:
+            console.refuse(unloadable(error))
             codes.append(REFUSED)
         except KeyboardInterrupt as stop:
             stop.add_note(stopping.kept(folder, command=asked))

@@ -63,13 +63,20 @@ def run(arguments: list[str], **how: Any) -> int:
         if launched and launched.rank and name != "train":
             return 0  # one process is enough, and rank 0 is one
         return importlib.import_module(f".{COMMANDS[name][0]}", __package__).main(rest, **how)
-    except PenstockError as error:
-        print(f"penstock: {' '.join(str(error).split())}", file=sys.stderr)
+    except (PenstockError, ImportError) as error:
+        told = unloadable(error) if isinstance(error, ImportError) else error
+        print(f"penstock: {' '.join(str(told).split())}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt as stop:
         if not os.environ.get("RANK", "0").strip("0"):  # of a launcher's ranks the first one tells
             print(f"penstock: {stopping.sentence(stop)}", file=sys.stderr)
         return stopping.exit_code(stop)
+
+
+def unloadable(error: ImportError) -> PenstockError:
+    """What a library that does not load, as under a limit of memory, is to whoever typed the command."""
+    remedy = "raise the limit of the memory of a process (ulimit -v), or install it anew"
+    return PenstockError(f"a library cannot be loaded: {error}; {remedy}")
 
 
 if __name__ == "__main__":

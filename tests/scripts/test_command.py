@@ -160,6 +160,16 @@ def test_refusals_in_one_sentence_and_help_do_not_wait_for_torch(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["swept"]  # where Hydra notes what was swept
 
 
+@pytest.mark.parametrize("typed", ["train model=mlp data=digits hydra.run.dir=run", "export run output=o"])
+def test_a_limit_of_memory_under_which_torch_does_not_load_is_told_in_one_sentence(typed, tmp_path):
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29)); "
+    run = f"from penstock.scripts.command import run; raise SystemExit(run({typed.split()!r}))"
+    command = [sys.executable, "-c", limited + run]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert re.match(r"penstock: a library cannot be loaded: libtorch.*\(ulimit -v\)", done.stderr)
+
+
 def test_a_flag_that_there_is_not_is_refused_with_the_spelling_that_was_meant():
     for typed, subject in FLAGS.items():
         with pytest.raises(ConfigError, match=re.escape(subject)):
