@@ -210,10 +210,16 @@ def check_result(layer: Layer, result: Any, samples: int) -> None:
         return
     if seen != found and repr(seen) != repr(found):  # NaN is not unequal to itself here
         raise PlanError(
-            f"forward read {seen} from {node.name}{where_of(node)} when it was recorded and goes on from "
-            f"that, and now it is {found}; name the module around it in leaves=, or "
+            f"forward read {_line(seen)} from {node.name}{where_of(node)} when it was recorded and goes on "
+            f"from that, and now it is {_line(found)}; name the module around it in leaves=, or "
             "choose the model's option that does not look (transformers: attn_implementation='eager')"
         )
+
+
+def _line(item: Any) -> str:
+    """As much of what Python read as a person reads."""
+    text = repr(item)
+    return text if len(text) < 80 else f"{text[:60]}..."
 
 
 def _itself(item: Any) -> Any:
