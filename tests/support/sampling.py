@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import collections
 import fcntl
+import functools
 import hashlib
+import shutil
 import subprocess
 import tempfile
 import time
@@ -76,7 +78,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(number_of(seed_of(config)))
     if config.getoption("minutes") is not None and not hasattr(config, "workerinput"):
-        config.stash[STARTED] = tempfile.mkdtemp(prefix="shard_") + "/started"
+        folder = tempfile.mkdtemp(prefix="shard_")
+        config.add_cleanup(functools.partial(shutil.rmtree, folder))
+        config.stash[STARTED] = f"{folder}/started"
     if config.option.verbose < 1 and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Progress(config), "progress")
 
@@ -90,6 +94,12 @@ def pytest_configure_node(node: Any) -> None:
     """Tell a worker of pytest-xdist of the file that all of them share."""
     if STARTED in node.config.stash:
         node.workerinput["started"] = node.config.stash[STARTED]
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Where no test reaches what changed, none failed."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("changed"):
+        session.exitstatus = pytest.ExitCode.OK
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
