@@ -129,11 +129,12 @@ class Guards:
     def _counted(self, door: str, stage: int, named: Mapping[str, Tensor], loss: object) -> Facts:
         """The numbers that ``door`` of ``stage`` keeps together with other stages or replicas."""
         if door == "the loss":
-            found = contents(_reach(loss), name="loss") if self.replicated else {}
+            found = contents(_reach(loss), name="loss", enters=_is_a_persons) if self.replicated else {}
         elif door == "a backward":
             others = (name for name, homes in self.homes.items() if self.replicated or set(homes) != {stage})
             hooks = {name: [*map(_reach, _hooks(named[name]))] for name in others if name in named}
-            found = contents({name: each for name, each in hooks.items() if each}, name="hooks")
+            hooks = {name: each for name, each in hooks.items() if each}
+            found = contents(hooks, name="hooks", enters=_is_a_persons)
         else:
             found = {}
         return {path: fact for path, fact in found.items() if issubclass(fact[0], _NUMBERS)}
@@ -222,8 +223,15 @@ def _hooks(parameter: Tensor) -> Iterator[object]:
 
 def _reach(call: Any) -> tuple[object, ...]:
     """A callable, and the globals that the functions of a person name to which it leads."""
-    found = (item for _, item, _ in walk(call) if isinstance(item, FunctionType) and not is_foreign(item))
+    led_to = (item for _, item, _ in walk(call, enters=_is_a_persons))
+    found = (item for item in led_to if isinstance(item, FunctionType) and not is_foreign(item))
     return call, {n: f.__globals__[n] for f in found for n in f.__code__.co_names if n in f.__globals__}
+
+
+def _is_a_persons(item: object) -> bool:
+    """Whether it is none of ours: parameters that are offloaded have hooks, too."""
+    home = item if isinstance(item, FunctionType) else type(item)
+    return not home.__module__.startswith("penstock.")
 
 
 def _random_states(tensors: Iterable[Tensor]) -> list[bytes | str]:
