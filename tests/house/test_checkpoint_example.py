@@ -66,8 +66,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("step", "rank", "more"),
-    [(27, 1, ""), (33, 0, "stages=4 schedule=gpipe"), (25, 1, "ranks=1")],
+    ("step", "rank", "more"), [(27, 1, ""), (33, 0, "stages=4 schedule=gpipe"), (25, 1, "ranks=1")]
 )
 def test_the_readmes_run_survives_a_kill_of_any_rank(whole, tmp_path, monkeypatch, step, rank, more):
     monkeypatch.chdir(tmp_path)

@@ -16,10 +16,7 @@ from penstock.pipeline.run import exactness
 from penstock.stages.device import device_of, memory_on
 from penstock.stages.stage import stage
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 GPU = torch.device("cuda", 0)
 
 

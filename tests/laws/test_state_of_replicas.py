@@ -49,9 +49,7 @@ def resumed(case, plan_path, random_layers, folder):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("before", "behind"),
-    [pytest.param(TWO, ONE, marks=pytest.mark.slow), SHARED],
-    ids=["even", "by weight"],
+    ("before", "behind"), [pytest.param(TWO, ONE, marks=pytest.mark.slow), SHARED], ids=["even", "by weight"]
 )
 def test_a_checkpoint_has_every_tensor_once_and_goes_on_with_fewer_replicas(before, behind, ranks, tmp_path):
     plan, random_layers = plan_of(before)

@@ -39,8 +39,7 @@ def test_a_course_may_be_gone_through_twice():
 
 
 @pytest.mark.parametrize(
-    ("shares", "follows"),
-    [([1, 1, 1], None), ([2, 1, 1], None), ([3, 1, 0], None), ([1, 1, 1], "measured")],
+    ("shares", "follows"), [([1, 1, 1], None), ([2, 1, 1], None), ([3, 1, 0], None), ([1, 1, 1], "measured")]
 )
 def test_each_replica_reads_its_own_micro_batches_where_it_knows_ahead_which(shares, follows, tmp_path):
     samples, config = load(size=8, channels=1), TrainConfig(batch_size=40, micro_batches=4)

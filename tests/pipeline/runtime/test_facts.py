@@ -40,10 +40,7 @@ def test_ranks_on_other_kinds_of_device_may_differ_in_what_goes_with_it():
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        (
-            [("cpu", ""), ("cuda", "cu132"), ("cuda", "cu126")],
-            "variant is cu132 on rank 1 and cu126",
-        ),
+        ([("cpu", ""), ("cuda", "cu132"), ("cuda", "cu126")], "variant is cu132 on rank 1 and cu126"),
         ([("cpu", ""), ("cuda", "cu132", {"seed": "2"})], "the seed is 1 on rank 0 and 2 on rank 1; do it"),
         ([("cpu", ""), ("cuda", "", {"more": "2"})], "rank 0 has no more where rank 1 has the more; do it"),
     ],

@@ -25,7 +25,7 @@ def spans(text, rank=0):
     return [
         Span(
             rank=rank, stage=int(word[0]), op=word[1], micro_batch=int(word[2:] or 0),
-            start=float(i), waiting=0.0, end=float(i + 1),
+            start=float(i), waiting=0.0, end=float(i + 1)
         )
         for i, word in enumerate(text.split())
     ]  # fmt: skip

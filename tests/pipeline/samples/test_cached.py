@@ -256,8 +256,7 @@ def test_folders_of_torchvision_keep_files_and_draw_their_transforms_anew(path, 
 
 
 @pytest.mark.parametrize(
-    ("start", "persistent_workers"),
-    [("fork", True), pytest.param("spawn", False, marks=pytest.mark.slow)],
+    ("start", "persistent_workers"), [("fork", True), pytest.param("spawn", False, marks=pytest.mark.slow)]
 )
 def test_a_loader_of_torch_goes_through_it(path, start, persistent_workers):
     with broker_thread(path, policy("next_use", 40 * 2 * PAGE)):

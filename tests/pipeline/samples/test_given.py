@@ -207,8 +207,7 @@ def test_what_does_not_tell_its_length_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("more", "tested"),
-    [((), None), (("test",), 6), (("test", "validation", "extra"), 7), (("val",), 8)],
+    ("more", "tested"), [((), None), (("test",), 6), (("test", "validation", "extra"), 7), (("val",), 8)]
 )
 def test_splits_by_name_train_and_are_tested(more, tested):
     rows = {"train": 10, "test": 6, "validation": 7, "val": 8, "extra": 9}

@@ -78,10 +78,7 @@ def test_an_update_takes_its_time_where_it_stands():
 
 # stage 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3   every B is followed by U
 # stage 1   .. F0 B0 F1 B1 F2 B2 F3 B3
-STREAM = (
-    "0F0 0F1 0B0 0U 0F2 0B1 0U 0F3 0B2 0U 0B3 0U",
-    "1F0 1B0 1U 1F1 1B1 1U 1F2 1B2 1U 1F3 1B3 1U",
-)
+STREAM = ("0F0 0F1 0B0 0U 0F2 0B1 0U 0F3 0B2 0U 0B3 0U", "1F0 1B0 1U 1F1 1B1 1U 1F2 1B2 1U 1F3 1B3 1U")
 
 
 def test_versions_live_as_long_as_a_backward_needs_them():

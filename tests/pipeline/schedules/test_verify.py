@@ -49,10 +49,7 @@ def is_legal(order, programs, num_micro_batches, edges):
     return True
 
 
-@given(
-    st.integers(1, 6).flatmap(lambda num: st.sampled_from(list(units(num)))),
-    st.integers(1, 9),
-)
+@given(st.integers(1, 6).flatmap(lambda num: st.sampled_from(list(units(num)))), st.integers(1, 9))
 def test_every_schedule_is_legal_and_with_skips_in_the_window_they_need(stages_of_rank, number):
     num_stages = 1 + stages_of_rank[-1][-1]
     for name, extra in UNITS:

@@ -20,9 +20,7 @@ SCHEDULERS = {
     "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5),
     "cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.05, total_steps=20),
     "two": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o,
-        [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5)],
-        [2],
+        o, [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5)], [2]
     ),
 }
 

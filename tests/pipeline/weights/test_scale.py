@@ -31,9 +31,7 @@ CASES = [
     Case(model="gpt_gelu_dropout", cuts=2, autocast=HALF, scaler=4096.0, extra_in_flight=1, steps=2),
     Case(model="dag1", cuts=4, autocast=HALF, scaler=(2.0**16, 1), steps=3),
 ]
-ON_RANKS = [
-    Case(model="mlp", cuts=["_0"], scaler=(2.0**127, 1), clip=None, autocast=HALF, steps=4),
-]
+ON_RANKS = [Case(model="mlp", cuts=["_0"], scaler=(2.0**127, 1), clip=None, autocast=HALF, steps=4)]
 
 
 @pytest.mark.parametrize("case", parameters(CASES))

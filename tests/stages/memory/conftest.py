@@ -19,10 +19,7 @@ def opened(tmp_path):
 
     def make(slab=Slab, *, depth=4, most_waiting=64 << 20, **options):
         disk = Disk(
-            DiskOptions(**{"path": tmp_path, **options}),
-            slab=slab,
-            depth=depth,
-            most_waiting=most_waiting,
+            DiskOptions(**{"path": tmp_path, **options}), slab=slab, depth=depth, most_waiting=most_waiting
         )
         disks.append(disk)
         return disk, DiskStore(StoreOptions(disk=disk))

@@ -122,11 +122,7 @@ def test_a_stage_ends_a_block():
     assert found[2] == Block(name="layer1.0", stage=1, start=2, end=4)
 
 
-@given(
-    st.lists(st.text("ab.", max_size=5), min_size=1, max_size=30),
-    st.integers(1, 10),
-    st.integers(0, 3),
-)
+@given(st.lists(st.text("ab.", max_size=5), min_size=1, max_size=30), st.integers(1, 10), st.integers(0, 3))
 def test_every_layer_is_in_one_block_of_its_stage(modules, most, num_cuts):
     stages = sorted(i * (num_cuts + 1) // len(modules) for i in range(len(modules)))
     found = blocks([str(i) for i in range(len(modules))], modules, stages, most=most)

@@ -30,12 +30,7 @@ def swapped(self, x):
 
 
 @pytest.mark.parametrize(
-    ("forward", "said"),
-    [
-        (scaled, "layer mul"),
-        (returned, "the output, scale,"),
-        (swapped, "layer one"),
-    ],
+    ("forward", "said"), [(scaled, "layer mul"), (returned, "the output, scale,"), (swapped, "layer one")]
 )
 def test_an_evaluation_that_needs_what_an_earlier_stage_holds_is_refused(forward, said):
     model = model_of(forward, one=nn.Linear(4, 4), two=nn.Linear(4, 4))

@@ -116,11 +116,7 @@ def test_what_a_batch_does_not_need_has_only_idle_space_unless_others_read_it_to
     assert kept.offer("b", 0, 10, 0.0) == (("b", 0), (("a", 1),))  # much later, but b needs it
     assert not kept.takes("a", 1)
     free = started(2, job("a", hidden=1.0), job("b", epoch=60.0), caps=False)
-    assert [free.takes(name, index) for name, index in (("a", 0), ("a", 1), ("b", 0))] == [
-        True,
-        True,
-        False,
-    ]
+    assert [free.takes(name, index) for name, index in (("a", 0), ("a", 1), ("b", 0))] == [True, True, False]
     # What others read too is wanted by all.
     kept = started(2, job("a", "d", hidden=2.0), job("b", "d", hidden=2.0), job("c", epoch=60.0))
     assert [kept.takes("a", index) for index in (0, 1)] == [True] * 2
