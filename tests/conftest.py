@@ -1,7 +1,5 @@
 """What every test starts from: one thread, deterministic algorithms, the same seed."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Planes of bytes: what they are, which of them pay, and that no zstd frame of another size takes memory."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Combinations behind zero_value: who falls back to whom, and offsets that disagree."""
 
-from __future__ import annotations
-
 import lz4.block
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The exponent codec and its loops, for every instruction set, against their slow twin."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The header of a frame: its bytes, and that nothing malformed gets past it."""
 
-from __future__ import annotations
-
 import resource
 
 import pytest

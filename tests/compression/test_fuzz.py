@@ -2,8 +2,6 @@
 
 Frame and output end at unreadable pages: an access out of bounds kills the process, by the same seed."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Without a GPU the kernels run in Triton's interpreter on CPU tensors. That is ch
 imported, so one test runs these files again, in a process of its own.
 """
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The exponent codec on a GPU, alone and behind zero_value: the CPU's bytes, plans and refusals."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The compiled kernels against their slow twins, on memory that ends at unreadable pages."""
 
-from __future__ import annotations
-
 import threading
 from itertools import pairwise
 

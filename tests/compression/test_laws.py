@@ -1,7 +1,5 @@
 """Laws L3 and L9 of codecs without frames: the words come back, and damage stays within its memory."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Lossy codecs: each within the bound of its docstring, the rest raw, NaN and infinities as stated."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Memory of frames: no more is kept than they need, and buffers that come back are lent again."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import sys

@@ -1,7 +1,5 @@
 """Integers in the fewest bits: the range decides, the bits come back, and a damaged width is refused."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A receiver takes what it was promised, and says of anything else where it came from."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

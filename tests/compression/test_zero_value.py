@@ -1,7 +1,5 @@
 """The zero_value codec: whole payloads, what is given up, values that lie elsewhere, reused masks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -2,8 +2,6 @@
 
 Only images and batches are smaller than there, so that a run takes seconds."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The house: who may import whom, what the wheel holds, and the traps of a root that is the package."""
 
-from __future__ import annotations
-
 import ast
 import configparser
 import os

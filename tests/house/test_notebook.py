@@ -1,7 +1,5 @@
 """The notebook: stored without outputs, and run from end to end at small size."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """From a fresh clone by one command: a quiet install, a run of a screen, and a failure that can be read."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

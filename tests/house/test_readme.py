@@ -2,8 +2,6 @@
 
 A block is found by its fence: a new one is tried at once, or fails as one that no test knows how to try."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

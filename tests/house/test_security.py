@@ -1,7 +1,5 @@
 """Nothing unsafe comes in: what a stranger reaches of a local run, and what he can do there."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import datetime

@@ -1,7 +1,5 @@
 """The walks of docs/architecture.md: which calls lie between the loop over a program and the work itself."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """A rank keeps to its memory, whatever share of what it needs that is, and trains with the same bits."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

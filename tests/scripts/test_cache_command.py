@@ -1,7 +1,5 @@
 """``penstock cache``: a broker that is served, shown and ended, and what is refused in one sentence."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

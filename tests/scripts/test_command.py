@@ -1,7 +1,5 @@
 """The command line: every refusal is one sentence that names what was typed, before anything starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

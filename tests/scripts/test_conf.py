@@ -1,7 +1,5 @@
 """The options: their rules, their defaults, and that what the YAML files list is what the targets take."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import itertools

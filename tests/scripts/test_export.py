@@ -1,7 +1,5 @@
 """``penstock export``: the model of a checkpoint, as a finished run would have written it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import weakref

@@ -1,7 +1,5 @@
 """The batch script for Slurm, with stand-ins for its commands: an agent a machine, back after a warning."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Files are whole or not there: on a full disk, when the process is killed, and while others write them."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """A broker of the sample cache, in a thread or in a process of its own, with a policy of a few lines."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import threading

@@ -1,7 +1,5 @@
 """The checkout: its files, and copies of it."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``penstock train`` in this process, its ranks forked instead of started, and what a run folder says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A device that is the CPU and notes what is asked of it: what a GPU would be asked, without one."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 

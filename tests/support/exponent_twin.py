@@ -1,7 +1,5 @@
 """The slow twin of the exponent codec: its payload written by numpy, a block at a time."""
 
-from __future__ import annotations
-
 import numpy as np
 
 BLOCK, GROUP = 4096, 64

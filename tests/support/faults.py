@@ -3,8 +3,6 @@
 ``FAULT="RANK PLACE COUNT ACTION"``: when that rank comes to a place of a model and data of one's own for the
 COUNTth time, it sends a signal to itself, or with ``ACTION@launcher`` to its launcher, or sleeps."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Frames with any header."""
 
-from __future__ import annotations
-
 import math
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Laws of kernels for a GPU, held on one, or in Triton's interpreter on CPU tensors where there is none."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

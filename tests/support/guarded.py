@@ -1,7 +1,5 @@
 """Memory that ends at an unreadable page: one byte too far, read or written, kills the process."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 

@@ -3,8 +3,6 @@
 An import is one wherever it stands: at the top, in a function, for types alone. What a file starts by its
 name (a process, ``importlib``, a ``_target_`` of Hydra) is no import."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterable, Iterator

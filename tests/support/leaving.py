@@ -4,8 +4,6 @@
 
 prints how often a process ended with which code: ``{0: 600}`` is all well, -6 is an abort."""
 
-from __future__ import annotations
-
 import collections
 import os
 import shutil

@@ -1,7 +1,5 @@
 """When every storage of a forward and its backward came and went: real buffers for a placement."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import weakref

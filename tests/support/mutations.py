@@ -3,8 +3,6 @@
 A header that is damaged is refused at once; sealed again, it leads to the checks behind that.
 """
 
-from __future__ import annotations
-
 import random
 import zlib
 

@@ -1,7 +1,5 @@
 """Codecs without frames, on memory that ends at an unreadable page, and the laws of a lossless one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The processes of a run, as the system lists them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

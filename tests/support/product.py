@@ -5,8 +5,6 @@ A case that failed is run again by its own line, which names everything and no s
     python tests/support/product.py "Case(model='mlp', cuts=2, schedule='zb_h1', tier='packed')"
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence

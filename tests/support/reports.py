@@ -1,7 +1,5 @@
 """A plan and the report of a step, made up."""
 
-from __future__ import annotations
-
 from profiles import layer_of, profile_of
 
 from penstock import Report, partition

@@ -8,8 +8,6 @@
 
 Nothing is chosen by name or by whether it passes."""
 
-from __future__ import annotations
-
 import collections
 import fcntl
 import functools

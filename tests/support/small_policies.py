@@ -1,7 +1,5 @@
 """Policies of the sample cache to drive: any one, its answers held against the bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors of any layout, and when two are the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

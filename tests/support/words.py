@@ -1,7 +1,5 @@
 """Words to pack, memory that ends at an unreadable page, and the slow twin of the zero-value kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which tiers a plan takes where that is left open, and what a share of the memory means."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """What the search believes to wait on a stage is what the programs that will run make wait there."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """What a failing rank leaves, and which of several failures is told (law L7)."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

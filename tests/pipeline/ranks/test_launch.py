@@ -1,7 +1,5 @@
 """Ranks started for real: they end together, and one sentence tells why (law L7)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

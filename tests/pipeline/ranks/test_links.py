@@ -1,8 +1,6 @@
 """A bad link: lost packets and a cable that is pulled for a while change no bit, and one that stays down ends
 both ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

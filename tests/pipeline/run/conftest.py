@@ -1,7 +1,5 @@
 """Every test of a run types in an empty folder."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

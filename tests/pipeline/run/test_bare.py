@@ -1,7 +1,5 @@
 """``model.load_weights=``: a run whose model no process has whole, from its first values to its file."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Full and read-only disks, and files that were damaged later: no training ends, and nobody is misled."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import resource

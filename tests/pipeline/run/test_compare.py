@@ -1,7 +1,5 @@
 """All schedules, simulated: the numbers are those of the programs, and the choice is the best of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

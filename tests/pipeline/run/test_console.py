@@ -1,7 +1,5 @@
 """What a person reads of a run: every figure is there, in a log and on a terminal of 80 columns."""
 
-from __future__ import annotations
-
 import io
 import os
 

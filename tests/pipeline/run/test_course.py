@@ -1,7 +1,5 @@
 """The course of a run: every batch in its turn, from wherever the run goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

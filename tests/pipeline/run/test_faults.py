@@ -1,7 +1,5 @@
 """Whatever is killed, stopped or asked to stop ends the run with a sentence, and no process stays."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """``penstock train`` under torchrun: on one machine, and on two, each with an agent of its own."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import os

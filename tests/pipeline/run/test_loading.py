@@ -1,7 +1,5 @@
 """Runs whose samples are loaded ahead: the bits are those of a run that loads as it goes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What other tools read of a run: CSV, the events of TensorBoard, a run of Weights & Biases."""
 
-from __future__ import annotations
-
 import csv
 import json
 import subprocess

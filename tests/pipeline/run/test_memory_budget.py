@@ -1,7 +1,5 @@
 """A run within a share of the memory that it needs: the same model, and a table of what every tier held."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Lines and totals of the steps."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A trace that others open: the rules of the format, and the numbers of the spans it was made from."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import defaultdict

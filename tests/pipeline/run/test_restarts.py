@@ -1,7 +1,5 @@
 """Ranks that are lost are started again: the same bits, said in one line, and no error is tried twice."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs that were stopped go on from a checkpoint: the same bits, no line of metrics lost or twice."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """The run folder: one run's alone, whose files are whole or not there, and never another run's."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

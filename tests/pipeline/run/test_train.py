@@ -1,7 +1,5 @@
 """Whole runs: the bits of the plain loop whatever the ranks, and a run folder that others can read."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Decisions of a stage, edited by hand into plan.json: every stage runs with its own, with the same bits."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

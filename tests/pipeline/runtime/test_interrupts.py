@@ -1,7 +1,5 @@
 """What breaks a step off leaves all of its update or nothing, or the pipeline says that nothing goes on."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import faulthandler

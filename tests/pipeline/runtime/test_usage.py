@@ -1,7 +1,5 @@
 """Memory that is counted, and memory that the system reports."""
 
-from __future__ import annotations
-
 import mmap
 
 import pytest

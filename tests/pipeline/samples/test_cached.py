@@ -1,7 +1,5 @@
 """Law L5: whatever goes through the sample cache has the order and the bytes of a run without it."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

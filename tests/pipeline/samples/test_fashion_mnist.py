@@ -1,7 +1,5 @@
 """Fashion-MNIST: real files read where they lie, plain or gzipped, refused where they cannot be read."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What people have to train on: data sets, loaders, pairs of them; what is not used of it is said."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

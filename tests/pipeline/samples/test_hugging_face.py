@@ -1,7 +1,5 @@
 """Data sets of Hugging Face, where their package is installed: what trains, what goes through the cache."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any

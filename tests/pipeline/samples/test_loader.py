@@ -1,7 +1,5 @@
 """Batches that are loaded ahead: the same bytes in the same order by however many processes."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Networks: the shapes they promise, traced by torch.fx at any batch size, refused where they do not fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

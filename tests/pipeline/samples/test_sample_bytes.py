@@ -1,7 +1,5 @@
 """A sample as bytes: what comes back is what there was, or there are no bytes."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

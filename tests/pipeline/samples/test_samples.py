@@ -1,7 +1,5 @@
 """Data sets: the same batches for the same (seed, epoch), and what the digits and the text hold."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import random

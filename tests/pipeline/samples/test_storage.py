@@ -1,7 +1,5 @@
 """One storage for all ranks, or local copies of it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What an optimizer keeps, as a step of its own shows it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Benches: each runs at its smallest size, refuses bad input in one sentence, and calculates what it says."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """Buffers of a step that repeats itself: one allocation by lifetimes; what deviates has others."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Real lifetimes: every storage of a forward and its backward, placed within 2 % of what lives at once."""
 
-from __future__ import annotations
-
 import pytest
 from lifetimes import buffers_of
 from test_arena import peak

@@ -1,7 +1,5 @@
 """A mirror by itself: what it brings and takes between layers, what stays near, and that writes stay."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any

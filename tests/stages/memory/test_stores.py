@@ -1,7 +1,5 @@
 """The stores behind their table: opened by name with options; what does not fit a tier goes to the next."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

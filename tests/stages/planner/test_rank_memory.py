@@ -1,7 +1,5 @@
 """The one formula of memory: how often the bytes of some layers are there at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

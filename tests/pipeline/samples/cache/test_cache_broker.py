@@ -1,7 +1,5 @@
 """What the broker does with what is malformed, untrue, half said or not read; others do not notice."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

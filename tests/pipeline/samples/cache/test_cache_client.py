@@ -1,7 +1,5 @@
 """A client: copies and stamps, forks and pickles, and what it does without a broker."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

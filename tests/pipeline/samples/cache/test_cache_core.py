@@ -2,8 +2,6 @@
 
 That bytes, pages and leases are always right is the law of ``test_cache_interleavings.py``."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Processes that are killed, stopped or lie, and what is left of them: nothing, within a second."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import mmap

@@ -1,7 +1,5 @@
 """Random interleavings of all that connections may say, held against a model: bytes, pages, capacity."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections import Counter, defaultdict

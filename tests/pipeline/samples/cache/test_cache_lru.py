@@ -1,7 +1,5 @@
 """The policies by their names, and the one that looks at no order."""
 
-from __future__ import annotations
-
 import pytest
 from small_policies import watched_lru
 

@@ -1,7 +1,5 @@
 """Where a job is in its two orders, and when it comes to a sample again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Pages and where the bytes of a sample lie in them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

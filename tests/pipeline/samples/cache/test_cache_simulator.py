@@ -1,7 +1,5 @@
 """Jobs at one cache, simulated: how close policies come to the offline optimum."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 

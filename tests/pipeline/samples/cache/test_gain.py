@@ -1,7 +1,5 @@
 """The policy of the patent, step by step (CN114968588A), on cases small enough to be worked out by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from small_policies import ALONE, Watched
