@@ -29,6 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark a test that takes ranks from the pool."""
+    if isinstance(item, pytest.Function) and "ranks" in item.fixturenames:
+        if not hasattr(item, "callspec") or "ranks" not in item.callspec.params:  # a number of ranks
+            item.add_marker("ranks")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Have the collector pass over what is here by now, which is torch above all."""

@@ -160,7 +160,6 @@ def lie_on_ranks() -> None:
     pipe.step(x, x)
 
 
-@pytest.mark.ranks
 def test_a_lying_rank_is_named_on_ranks(ranks) -> None:
     (said, _), _ = ranks.try_run(lie_on_ranks, ranks=2)
     where = (

@@ -198,7 +198,6 @@ def refused_on_ranks(case, plan_path, folder):
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.ranks
 def test_ranks_write_and_read_their_own_parts_on_other_cuts_with_the_same_bits(ranks, tmp_path):
     on_two = dataclasses.replace(SMALL, cuts=2)
     other = dataclasses.replace(SMALL, cuts=4, ranks=2, schedule="zbv")
@@ -223,7 +222,6 @@ def test_ranks_write_and_read_their_own_parts_on_other_cuts_with_the_same_bits(r
     assert not differences(without_versions(state), without_versions(expected))
 
 
-@pytest.mark.ranks
 def test_what_one_rank_finds_damaged_all_refuse_in_the_same_words(ranks, tmp_path):
     case = dataclasses.replace(SMALL, cuts=2)
     plan_of(case)[0].save(tmp_path / "plan.json")

@@ -52,7 +52,6 @@ def on_a_rank(case, plan_path, random_layers):
     return [] if right else [f"made {counts}, planned {planned}, deviating {deviating}"]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
 def test_ranks_make_none_either(ranks, tmp_path, schedule):
     case = Case(model="mlp", cuts=4, ranks=2, schedule=schedule, steps=6)

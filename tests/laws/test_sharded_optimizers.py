@@ -30,7 +30,6 @@ def both(case, plan_path):
     return all(same_bits(found[0][n], found[1][n]) for n in found[0]), kept
 
 
-@pytest.mark.ranks
 def test_each_replica_keeps_a_part_of_the_state(ranks, tmp_path):
     case = Case(model="mlp", cuts=1, replicas=2, optimizer="adamw", codec="raw", sharded=True, clip=None)
     plan, _ = plan_of(case)
@@ -83,7 +82,6 @@ def refused(case, plan_path, random_layers):
     return ""
 
 
-@pytest.mark.ranks
 def test_a_parameter_that_no_optimizer_has_is_refused_by_name(ranks, tmp_path):
     case = Case(model="mlp", cuts=1, replicas=2, sharded=True, optimizer="no_biases")
     plan, random_layers = plan_of(case)

@@ -81,7 +81,6 @@ def trained(plan_path, shares, slow_rank, folder):
     return found, learned(pipe)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("replicas", [[2], pytest.param([1, 2], marks=pytest.mark.slow)], ids=str)
 def test_a_rank_that_slows_down_gets_less_and_exact_sums_have_the_same_bits(replicas, ranks, tmp_path):
     plan = plan_of(replicas, exact=True)
@@ -104,7 +103,6 @@ def resumed(plan_path, shares, folder):
     return begun, pipe.num_steps, pipe.step(*next(batches())).loss
 
 
-@pytest.mark.ranks
 def test_a_checkpoint_has_the_shares_and_other_numbers_of_replicas_begin_evenly(ranks, tmp_path):
     folder, paths = str(tmp_path / "kept"), {n: str(tmp_path / f"{n}.json") for n in (1, 2, 3)}
     for number, path in paths.items():
@@ -132,7 +130,6 @@ def disagreeing(plan_path):
         return str(error)
 
 
-@pytest.mark.ranks
 def test_rank_0_decides_and_is_refused_for_all(ranks, tmp_path):
     plan_of([2]).save(tmp_path / "plan.json")
     found = ranks.run(disagreeing, str(tmp_path / "plan.json"), ranks=2)

@@ -60,7 +60,6 @@ def compared(case, plan_path, random_layers):
     return all(same_bits(ours[name], theirs[name]) for name in theirs), out
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("case", [*parameters(CASES[:3]), *parameters(CASES[3:], slow=True)])
 def test_slices_that_go_out_early_sum_up_to_the_same_bits(case, ranks, tmp_path):
     plan, random_layers = plan_of(case)
@@ -101,7 +100,6 @@ def meddling(case, plan_path, random_layers, when):
     return ""
 
 
-@pytest.mark.ranks
 def test_a_gradient_that_changes_behind_its_last_backward_is_refused_by_name(ranks, tmp_path):
     case = Case(model="mlp", cuts=1, replicas=2, micro_batches=2, codec="raw")
     plan, random_layers = plan_of(case)

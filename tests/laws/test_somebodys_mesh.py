@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, plan_of
@@ -62,7 +61,6 @@ def differences(case, plan_path):
     return found
 
 
-@pytest.mark.ranks
 def test_rows_of_a_mesh_have_the_bits_of_ddp(ranks, tmp_path):
     plan, _ = plan_of(CASE)
     plan.save(tmp_path / "plan.json")
@@ -90,7 +88,6 @@ def one_after_another(paths):
     return found
 
 
-@pytest.mark.ranks
 def test_pipelines_with_replicas_on_other_ranks_follow_each_other(ranks, tmp_path):
     """Torch names a group of some ranks by how many groups each of them has founded."""
     paths = []

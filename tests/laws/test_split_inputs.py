@@ -66,7 +66,6 @@ def different(plan_path):
         return str(error)
 
 
-@pytest.mark.ranks
 def test_two_that_have_one_micro_batch_must_have_the_same(ranks, tmp_path):
     torch.manual_seed(0)
     pipeline(nn.Linear(6, 2), X, stages=1, replicas=2).plan.save(tmp_path / "plan.json")

@@ -47,7 +47,6 @@ def resumed(case, plan_path, random_layers, folder):
     return found + (state_differences(state, plain, expected["optimizer"]) if pipe.rank == 0 else [])
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("before", "behind"), [pytest.param(TWO, ONE, marks=pytest.mark.slow), SHARED], ids=["even", "by weight"]
 )
@@ -81,7 +80,6 @@ def written_to(case, plan_path, random_layers):
     return ""
 
 
-@pytest.mark.ranks
 def test_replicas_that_part_are_refused_by_name(ranks, tmp_path):
     case = Case(model="mlp", cuts=2, replicas=2, micro_batches=4, codec="raw", deadline=4)
     plan, random_layers = plan_of(case)
@@ -108,7 +106,6 @@ def of_outputs(case, plan_path, random_layers):
     return [str(pipe).count("ranks"), len(pipe.step(x, y).busy_seconds), pipe.step(x, y).stages[1].rank]
 
 
-@pytest.mark.ranks
 def test_outputs_of_replicas_are_refused_and_reports_name_their_ranks(ranks, tmp_path):
     case = Case(model="mlp", cuts=2, replicas=2, micro_batches=4, codec="raw")
     plan, random_layers = plan_of(case)

@@ -33,7 +33,6 @@ def steps_after_a_failure(plan_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 def test_ranks_that_stopped_in_a_step_refuse_another(ranks, plan_path):
     texts = [text for text, _ in ranks.try_run(steps_after_a_failure, plan_path, ranks=2)]
     assert "StageError: rank 1, stage 1, forward of micro-batch 0, step 0: the loss: IndexError" in texts[1]
@@ -60,6 +59,5 @@ def step_with_a_loss_that_trains(plan_path):
     return id(own[-1]) in gone
 
 
-@pytest.mark.ranks
 def test_a_loss_keeps_its_parameters_where_some_of_the_model_were(ranks, plan_path):
     assert ranks.run(step_with_a_loss_that_trains, plan_path, ranks=2)[1]

@@ -79,7 +79,6 @@ def plan_of(shares, replicas, dtype, weights=()):
     return penstock.partition(profile, stages=None if isinstance(replicas, list) else 1, **options)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("shares", "replicas"),
     [
@@ -121,7 +120,6 @@ def test_threads_that_are_dealt_micro_batches_by_weight_have_the_gradient_of_the
         assert max(ours for ours, _ in found) <= limit
 
 
-@pytest.mark.ranks
 def test_a_batch_smaller_than_the_replicas_leaves_one_with_nothing_to_do(ranks, tmp_path):
     plan = plan_of((29, 3), 2, torch.float64)
     plan.save(tmp_path / "plan.json")

@@ -65,7 +65,6 @@ def test_what_has_values_keeps_them_and_what_is_tied_stays_tied(tmp_path):
     pipe.close()
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gpt_tied", marks=pytest.mark.slow)])
 def test_ranks_give_values_to_their_own_stages_alone(name, ranks, tmp_path):
     whole, batches = build(name)

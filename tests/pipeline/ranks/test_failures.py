@@ -80,7 +80,6 @@ def meet_without(absent):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 def test_who_gives_no_sign_of_life_is_named_by_a_collective(ranks):
     told = ranks.run(meet_without, 2, ranks=3, deadline=5)
     for rank in (0, 1):
@@ -93,7 +92,6 @@ def measure_alone():
     return told_by(lambda: measured_rates(world, [(0, 1)], deadline=2) if world.rank == 0 else None)
 
 
-@pytest.mark.ranks
 def test_a_link_that_cannot_be_measured_names_its_other_end(ranks):
     told, _ = ranks.run(measure_alone, ranks=2)
     assert told.startswith("TransportError: rank 0 could not measure its link with rank 1 within 2 s: ")
@@ -103,7 +101,6 @@ def step_that_ends(how):
     return told_by(lambda: train(how))
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("how", "told"),
     [

@@ -58,7 +58,6 @@ def side_by_side(path, plan_path):
     return found
 
 
-@pytest.mark.ranks
 def test_pipelines_run_side_by_side_in_somebody_elses_job(ranks, tmp_path):
     plan, _ = plan_of(CASE)
     plan.save(tmp_path / "plan.json")
@@ -87,7 +86,6 @@ def in_the_default_group(path, plan_path):
     return loss, pipe.world.group is None
 
 
-@pytest.mark.ranks
 def test_a_default_group_of_somebody_else_is_used_and_left_alone(ranks, tmp_path):
     plan, _ = plan_of(CASE)
     plan.save(tmp_path / "plan.json")

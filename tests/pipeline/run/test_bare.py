@@ -78,7 +78,6 @@ def test_parameters_are_made_without_memory_and_buffers_as_they_are():
     assert torch.equal(buffers["norm.running_var"], torch.ones(4))
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("full", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_file_is_written_with_one_tensor_of_others_at_a_time(full, ranks, tmp_path):
     model, batches = build("gpt_tied")

@@ -133,7 +133,6 @@ def on_a_small_rank(plan_path, folder):
     return run.said, run.pipe.num_steps
 
 
-@pytest.mark.ranks
 def test_what_one_rank_cannot_write_all_leave_and_rank_0_tells(ranks, tmp_path):
     plan_of(CASE)[0].save(tmp_path / "plan.json")
     said = ranks.run(on_a_small_rank, str(tmp_path / "plan.json"), str(tmp_path / "run"), ranks=2)

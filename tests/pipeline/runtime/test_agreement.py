@@ -27,7 +27,6 @@ def sentences():
     return said, pipeline(plan_of()).step(*batches(1)[0]).loss
 
 
-@pytest.mark.ranks
 def test_ranks_that_were_given_different_things_say_so_all_of_them(ranks):
     (first, loss), (second, same) = ranks.run(sentences, ranks=2)
     alone = {"no gradients on one", "a clip that none takes", "an optimizer that fails on one stage"}
@@ -53,7 +52,6 @@ def trained():
     return found
 
 
-@pytest.mark.ranks
 def test_the_plan_of_rank_0_is_everybodys_and_has_the_bits_of_the_plain_loop(ranks):
     own = [plan_of(rank, stages=2) for rank in range(2)]
     assert own[0].cuts != own[1].cuts
@@ -102,7 +100,6 @@ def watched(state):
     return said
 
 
-@pytest.mark.ranks
 def test_a_batch_or_state_that_ranks_do_not_share_is_refused(ranks):
     state = pipeline(plan_of(ranks=1)).state_dict()
     first, second = ranks.run(watched, state, ranks=2)
@@ -142,7 +139,6 @@ def refuses_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 def test_a_rank_that_refuses_a_batch_alone_is_named_by_the_others(ranks):
     texts = [text for text, _ in ranks.try_run(refuses_alone, ranks=2)]
     why = "rank 1, the batch of step 1: inputs and targets of a batch have the same number of samples"

@@ -180,7 +180,6 @@ def decided_on_a_rank(case, plan_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 def test_all_ranks_choose_the_same_at_the_speed_of_their_links(ranks, tmp_path):
     case = Case(model="mlp", cuts=["_1", "_3"], codec="auto")
     plan, _ = plan_of(case)

@@ -484,7 +484,6 @@ def example():
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 def test_the_example_with_torch_s_own_pipeline(ranks):
     for raw, kept in ranks.run(example, ranks=2):
         assert raw > kept > 0

@@ -124,7 +124,6 @@ def on_ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 def test_ranks_train_what_shares_memory_on_one_of_them(ranks):
     assert ranks.run(on_ranks, ranks=2) == [[[], [], []]] * 2
 
