@@ -8,10 +8,9 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-from cases import Case, pipeline_of, plan_of
+from cases import Case, pipeline_with_batches
 from checkout import ROOT
 from torch import nn
-from zoo import build
 
 import penstock
 from penstock.compression.masked import pack_masked
@@ -44,7 +43,7 @@ def above(frame: FrameType | None) -> tuple[CodeType, ...] | None:
 def ways_of_a_step(codec: str) -> tuple[set[tuple[CodeType, ...]], set[tuple[CodeType, ...]]]:
     """How a step reaches its layers, and the ``pack`` of its codec."""
     case = Case(model="mlp", cuts=2, micro_batches=2, codec=codec)
-    model, batches = build(case.model, case.dtype, 2)
+    pipe, batches = pipeline_with_batches(case)
     layers, packs = set(), set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -53,7 +52,7 @@ def ways_of_a_step(codec: str) -> tuple[set[tuple[CodeType, ...]], set[tuple[Cod
             if way is not None and not PACKS.intersection(way):  # a codec may ask another one
                 (layers if frame.f_code is LAYER else packs).add(way)
 
-    with contextlib.closing(pipeline_of(case, plan_of(case)[0], model)) as pipe:
+    with contextlib.closing(pipe):
         pipe.step(*batches[0])
         sys.setprofile(note)
         try:

@@ -8,7 +8,7 @@ import shutil
 import cases
 import pytest
 import torch
-from cases import Case, pipeline_of, plan_of
+from cases import Case, pipeline_of, plan_file, plan_of
 from reference import same_bits
 from torch.optim import lr_scheduler
 from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -224,11 +224,11 @@ def test_ranks_write_and_read_their_own_parts_on_other_cuts_with_the_same_bits(r
 
 def test_what_one_rank_finds_damaged_all_refuse_in_the_same_words(ranks, tmp_path):
     case = dataclasses.replace(SMALL, cuts=2)
-    plan_of(case)[0].save(tmp_path / "plan.json")
-    ranks.run(saved_on_ranks, case, str(tmp_path / "plan.json"), str(tmp_path / "run"), ranks=2)
+    path = plan_file(case, tmp_path)
+    ranks.run(saved_on_ranks, case, path, str(tmp_path / "run"), ranks=2)
     (part,) = (tmp_path / "run").glob("rank_1_*.safetensors")
     flipped(part, part.stat().st_size - 1)  # in a tensor that only rank 1 reads
-    said = ranks.run(refused_on_ranks, case, str(tmp_path / "plan.json"), str(tmp_path / "run"), ranks=2)
+    said = ranks.run(refused_on_ranks, case, path, str(tmp_path / "run"), ranks=2)
     assert said[0] == said[1]
     assert said[0].startswith("CheckpointError: ")
     assert "is damaged" in said[0]

@@ -7,11 +7,10 @@ import shutil
 import struct
 
 import pytest
-from cases import Case, pipeline_of, plan_of
+from cases import Case, pipeline_with_batches
 from reference import same_bits
 from sampling import is_whole, number_of, seed_of
 from torch.utils._pytree import tree_flatten
-from zoo import build
 
 import penstock
 from penstock.pipeline.runtime import checkpoint
@@ -75,8 +74,7 @@ def same(a, b):
 
 
 def test_a_forged_checkpoint_is_refused_and_nothing_changes(tmp_path, pytestconfig):
-    model, batches = build(CASE.model, None, CASE.steps)
-    pipe = pipeline_of(CASE, plan_of(CASE)[0], model)
+    pipe, batches = pipeline_with_batches(CASE)
     pipe.step(*batches[0])
     penstock.save(pipe, tmp_path / "whole", notes={"epoch": 1})
     pipe.step(*batches[1])

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from cases import OPTIMIZERS, Case, pipeline_of, plan_of
+from cases import OPTIMIZERS, Case, pipeline_of, plan_file, plan_of
 from reference import plain_loop, same_bits
 from torch.nn.functional import linear, mse_loss
 from zoo import build
@@ -32,9 +32,7 @@ def both(case, plan_path):
 
 def test_each_replica_keeps_a_part_of_the_state(ranks, tmp_path):
     case = Case(model="mlp", cuts=1, replicas=2, optimizer="adamw", codec="raw", sharded=True, clip=None)
-    plan, _ = plan_of(case)
-    plan.save(tmp_path / "plan.json")
-    found = ranks.run(both, case, str(tmp_path / "plan.json"), ranks=2)
+    found = ranks.run(both, case, plan_file(case, tmp_path), ranks=2)
     assert [alike for alike, _ in found] == [True, True]
     parts, wholes = zip(*(kept for _, kept in found), strict=True)
     assert sum(parts) == wholes[0] == wholes[1]
@@ -73,7 +71,7 @@ def test_a_plan_counts_a_part_of_the_state(tmp_path):
     assert penstock.Plan.load(tmp_path / "plan.json") == part
 
 
-def refused(case, plan_path, random_layers):
+def refused(case, plan_path):
     """On a rank: what is said of the case."""
     try:
         pipeline_of(case, penstock.Plan.load(plan_path), build(case.model)[0])
@@ -84,9 +82,7 @@ def refused(case, plan_path, random_layers):
 
 def test_a_parameter_that_no_optimizer_has_is_refused_by_name(ranks, tmp_path):
     case = Case(model="mlp", cuts=1, replicas=2, sharded=True, optimizer="no_biases")
-    plan, random_layers = plan_of(case)
-    plan.save(tmp_path / "plan.json")
-    found = ranks.run(refused, case, str(tmp_path / "plan.json"), random_layers, ranks=2)
+    found = ranks.run(refused, case, plan_file(case, tmp_path), ranks=2)
     assert all(
         "bias is in none; set requires_grad=False for it, or take sharded=False" in one for one in found
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, parameters, pipeline_of, plan_of
+from cases import Case, parameters, pipeline_of, plan_file, plan_of
 from reference import same_bits
 from zoo import build
 
@@ -49,7 +49,7 @@ def counting(slices, whole, out):
     return finals
 
 
-def compared(case, plan_path, random_layers):
+def compared(case, plan_path):
     """On a rank: whether both ways end alike, and how many slices each had out early."""
     plan = penstock.Plan.load(plan_path)
     (ours, out, world), (theirs, late, _) = (
@@ -62,9 +62,8 @@ def compared(case, plan_path, random_layers):
 
 @pytest.mark.parametrize("case", [*parameters(CASES[:3]), *parameters(CASES[3:], slow=True)])
 def test_slices_that_go_out_early_sum_up_to_the_same_bits(case, ranks, tmp_path):
-    plan, random_layers = plan_of(case)
-    plan.save(tmp_path / "plan.json")
-    found = ranks.run(compared, case, str(tmp_path / "plan.json"), random_layers, ranks=plan.num_ranks)
+    plan, _ = plan_of(case)
+    found = ranks.run(compared, case, plan_file(case, tmp_path), ranks=plan.num_ranks)
     assert all(alike for alike, _ in found)
     out = [pair for _, pairs in found for pair in pairs]
     assert len(out) == case.steps * sum(number for number in plan.replicas if number > 1)
@@ -84,7 +83,7 @@ def written_behind(backward, parameter) -> Any:
     return run
 
 
-def meddling(case, plan_path, random_layers, when):
+def meddling(case, plan_path, when):
     """On a rank: what is said of somebody who writes to a gradient by hooks, or behind its backward."""
     pipe = pipeline_of(case, penstock.Plan.load(plan_path), build(case.model)[0])
     parameter = next(iter(pipe.update.named.values()))
@@ -102,9 +101,7 @@ def meddling(case, plan_path, random_layers, when):
 
 def test_a_gradient_that_changes_behind_its_last_backward_is_refused_by_name(ranks, tmp_path):
     case = Case(model="mlp", cuts=1, replicas=2, micro_batches=2, codec="raw")
-    plan, random_layers = plan_of(case)
-    plan.save(tmp_path / "plan.json")
-    job = meddling, case, str(tmp_path / "plan.json"), random_layers
+    job = meddling, case, plan_file(case, tmp_path)
     said = ranks.run(*job, "in a hook", ranks=2)
     assert all("a hook that sees it behind each backward" in one for one in said)
     said = ranks.run(*job, "behind it", ranks=2)

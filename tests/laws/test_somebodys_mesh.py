@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import Case, plan_of
+from cases import Case, plan_file, plan_of
 from reference import same_bits
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -62,10 +62,7 @@ def differences(case, plan_path):
 
 
 def test_rows_of_a_mesh_have_the_bits_of_ddp(ranks, tmp_path):
-    plan, _ = plan_of(CASE)
-    plan.save(tmp_path / "plan.json")
-    found = ranks.run(differences, CASE, str(tmp_path / "plan.json"), ranks=4)
-    assert found == [[]] * 4
+    assert ranks.run(differences, CASE, plan_file(CASE, tmp_path), ranks=4) == [[]] * 4
 
 
 OTHER_WAY = [

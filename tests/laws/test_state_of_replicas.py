@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from cases import Case, pipeline_of, plan_of
+from cases import Case, pipeline_of, plan_file, plan_of
 from law import plain_of, state_differences
 from zoo import build
 
@@ -66,7 +66,7 @@ def test_a_checkpoint_has_every_tensor_once_and_goes_on_with_fewer_replicas(befo
     assert found == [[]] * 3
 
 
-def written_to(case, plan_path, random_layers):
+def written_to(case, plan_path):
     """On a rank: what is said of a weight that somebody moved on one replica."""
     pipe = pipeline_of(case, penstock.Plan.load(plan_path), build(case.model)[0])
     (x, y), *_ = build(case.model)[1]
@@ -82,9 +82,7 @@ def written_to(case, plan_path, random_layers):
 
 def test_replicas_that_part_are_refused_by_name(ranks, tmp_path):
     case = Case(model="mlp", cuts=2, replicas=2, micro_batches=4, codec="raw", deadline=4)
-    plan, random_layers = plan_of(case)
-    plan.save(tmp_path / "plan.json")
-    answers = ranks.try_run(strict, case, str(tmp_path / "plan.json"), random_layers, ranks=4, deadline=4)
+    answers = ranks.try_run(strict, case, plan_file(case, tmp_path), ranks=4, deadline=4)
     found = [text for text, _ in answers]
     assert any(
         "replicas of a stage hold the same bits" in text and "of stage 1 differs on rank 2 and rank 3" in text
@@ -93,12 +91,11 @@ def test_replicas_that_part_are_refused_by_name(ranks, tmp_path):
 
 
 def strict(*told):
-    said = written_to(*told)
-    if said:
+    if said := written_to(*told):
         raise RuntimeError(said)
 
 
-def of_outputs(case, plan_path, random_layers):
+def of_outputs(case, plan_path):
     pipe = pipeline_of(case, penstock.Plan.load(plan_path), build(case.model)[0])
     (x, y), *_ = build(case.model)[1]
     with pytest.raises(penstock.PlanError, match="has outputs of its own micro-batches, found outputs=True"):
@@ -108,10 +105,7 @@ def of_outputs(case, plan_path, random_layers):
 
 def test_outputs_of_replicas_are_refused_and_reports_name_their_ranks(ranks, tmp_path):
     case = Case(model="mlp", cuts=2, replicas=2, micro_batches=4, codec="raw")
-    plan, random_layers = plan_of(case)
-    plan.save(tmp_path / "plan.json")
-    found = ranks.run(of_outputs, case, str(tmp_path / "plan.json"), random_layers, ranks=4)
-    assert found == [[3, 4, 2]] * 4
+    assert ranks.run(of_outputs, case, plan_file(case, tmp_path), ranks=4) == [[3, 4, 2]] * 4
 
 
 def test_a_digest_is_that_of_what_a_tensor_holds_however_it_is_seen():

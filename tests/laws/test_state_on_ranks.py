@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from cases import OPTIMIZERS, Case, pipeline_of, plan_of
+from cases import OPTIMIZERS, Case, pipeline_with_batches, plan_file
 from torch import nn
 from zoo import build, cross_entropy
 
@@ -13,16 +13,9 @@ import penstock
 CASE = Case(model="mlp", cuts=2, deadline=4)
 
 
-@pytest.fixture
-def plan_path(tmp_path):
-    plan_of(CASE)[0].save(tmp_path / "plan.json")
-    return str(tmp_path / "plan.json")
-
-
 def steps_after_a_failure(plan_path):
     """The loss fails on rank 1 in the first step; what a second step then says."""
-    model, ((x, y), *_) = build(CASE.model)
-    pipe, said = pipeline_of(CASE, penstock.Plan.load(plan_path), model), []
+    (pipe, ((x, y), *_)), said = pipeline_with_batches(CASE, penstock.Plan.load(plan_path)), []
     for targets in (y + 10, y):
         try:
             pipe.step(x, targets)
@@ -33,8 +26,8 @@ def steps_after_a_failure(plan_path):
 
 
 @pytest.mark.slow
-def test_ranks_that_stopped_in_a_step_refuse_another(ranks, plan_path):
-    texts = [text for text, _ in ranks.try_run(steps_after_a_failure, plan_path, ranks=2)]
+def test_ranks_that_stopped_in_a_step_refuse_another(ranks, tmp_path):
+    texts = [text for text, _ in ranks.try_run(steps_after_a_failure, plan_file(CASE, tmp_path), ranks=2)]
     assert "StageError: rank 1, stage 1, forward of micro-batch 0, step 0: the loss: IndexError" in texts[1]
     for text in texts:
         assert " / TransportError: these ranks stopped in the middle of a step" in text
@@ -59,5 +52,5 @@ def step_with_a_loss_that_trains(plan_path):
     return id(own[-1]) in gone
 
 
-def test_a_loss_keeps_its_parameters_where_some_of_the_model_were(ranks, plan_path):
-    assert ranks.run(step_with_a_loss_that_trains, plan_path, ranks=2)[1]
+def test_a_loss_keeps_its_parameters_where_some_of_the_model_were(ranks, tmp_path):
+    assert ranks.run(step_with_a_loss_that_trains, plan_file(CASE, tmp_path), ranks=2)[1]

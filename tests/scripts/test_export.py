@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import Case, pipeline_of, plan_of
+from cases import Case, pipeline_with_batches
 from reference import same_bits
 from safetensors.torch import load_file
 from zoo import build
@@ -25,8 +25,7 @@ def trained(tmp_path_factory):
     """A run folder with two checkpoints, and the states they were made of."""
     torch.manual_seed(0)
     run = tmp_path_factory.mktemp("trained") / "run"
-    model, batches = build(TIED.model, TIED.dtype, TIED.steps)
-    pipe = pipeline_of(TIED, plan_of(TIED)[0], model)
+    pipe, batches = pipeline_with_batches(TIED)
     states = {}
     for step, batch in enumerate(batches[:2], start=1):
         pipe.step(*batch)

@@ -144,6 +144,12 @@ def plan_of(case):
     return penstock.partition(profile, **settings, memory=budget_of(case, profile, settings)), random_layers
 
 
+def plan_file(case, folder):
+    """The path of a file in ``folder`` that has the plan of a case."""
+    plan_of(case)[0].save(folder / "plan.json")
+    return str(folder / "plan.json")
+
+
 def budget_of(case, profile, settings):
     """The bytes of a case's budget: "least" is what a refusal of one byte calls the smallest that does."""
     if case.budget != "least":
@@ -201,6 +207,12 @@ def pipeline_of(case, plan, model, *, world=None):
         )
     assert late == any(isinstance(device, LateDevice) for device in pipe.devices.values())
     return pipe
+
+
+def pipeline_with_batches(case, plan=None, *, world=None):
+    """The pipeline of a case, on its plan where there is no other, and its batches."""
+    model, batches = build(case.model, case.dtype, case.steps)
+    return pipeline_of(case, plan or plan_of(case)[0], model, world=world), batches
 
 
 @contextlib.contextmanager

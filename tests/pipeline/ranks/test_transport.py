@@ -4,7 +4,7 @@ import gc
 import weakref
 
 import pytest
-from cases import Case, pipeline_of, plan_of
+from cases import Case, pipeline_of, pipeline_with_batches, plan_of
 from programs import two_ranks
 from zoo import build
 
@@ -80,8 +80,7 @@ def test_bytes_in_flight_are_bounded(max_in_flight, expected):
         return [pipe.step(x, y).loss for x, y in batches], max(most)
 
     _, found = on_threads(most_in_flight)
-    model, batches = build(CASE.model)
-    alone = pipeline_of(CASE, plan_of(CASE)[0], model)
+    alone, batches = pipeline_with_batches(CASE)
     assert [losses for losses, _ in found] == [[alone.step(x, y).loss for x, y in batches]] * 3
     assert {most for _, most in found} == expected
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, pipeline_of, plan_of
+from cases import Case, pipeline_with_batches, plan_file
 from reference import same_bits
 from torch.distributed.device_mesh import init_device_mesh
-from zoo import build
 
 import penstock
 from penstock import TransportError
@@ -29,8 +28,7 @@ def leave():
 
 def train(plan_path, world):
     """Losses and weights of a pipeline in this world, which is left; the job's own group goes on."""
-    model, batches = build(CASE.model)
-    pipe = pipeline_of(CASE, penstock.Plan.load(plan_path), model, world=world)
+    pipe, batches = pipeline_with_batches(CASE, penstock.Plan.load(plan_path), world=world)
     losses = [pipe.step(*batch).loss for batch in batches]
     state = pipe.state_dict()["model"]
     pipe.close()
@@ -59,13 +57,10 @@ def side_by_side(path, plan_path):
 
 
 def test_pipelines_run_side_by_side_in_somebody_elses_job(ranks, tmp_path):
-    plan, _ = plan_of(CASE)
-    plan.save(tmp_path / "plan.json")
-    model, batches = build(CASE.model)
-    alone = pipeline_of(CASE, plan, model)
+    alone, batches = pipeline_with_batches(CASE)
     expected = [alone.step(*batch).loss for batch in batches]
     weights = alone.state_dict()["model"]
-    of_ranks = ranks.run(side_by_side, str(tmp_path), str(tmp_path / "plan.json"), ranks=4)
+    of_ranks = ranks.run(side_by_side, str(tmp_path), plan_file(CASE, tmp_path), ranks=4)
     for found in zip(*of_ranks, strict=True):
         assert sorted(rank for rank, *_ in found) == [0, 0, 1, 1]
         for rank, losses, state, ones in found:
@@ -78,8 +73,7 @@ def in_the_default_group(path, plan_path):
     rank = dist.get_rank()
     dist.destroy_process_group()
     foreign(f"{path}/default", rank, 2)
-    model, batches = build(CASE.model)
-    pipe = pipeline_of(CASE, penstock.Plan.load(plan_path), model)
+    pipe, batches = pipeline_with_batches(CASE, penstock.Plan.load(plan_path))
     loss = pipe.step(*batches[0]).loss
     pipe.close()
     leave()
@@ -87,11 +81,9 @@ def in_the_default_group(path, plan_path):
 
 
 def test_a_default_group_of_somebody_else_is_used_and_left_alone(ranks, tmp_path):
-    plan, _ = plan_of(CASE)
-    plan.save(tmp_path / "plan.json")
-    model, batches = build(CASE.model)
-    loss = pipeline_of(CASE, plan, model).step(*batches[0]).loss
-    found = ranks.run(in_the_default_group, str(tmp_path), str(tmp_path / "plan.json"), ranks=2)
+    alone, batches = pipeline_with_batches(CASE)
+    loss = alone.step(*batches[0]).loss
+    found = ranks.run(in_the_default_group, str(tmp_path), plan_file(CASE, tmp_path), ranks=2)
     assert found == [(loss, True)] * 2
 
 

@@ -10,9 +10,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from cases import Case, pipeline_of, plan_of
+from cases import Case, pipeline_with_batches, plan_file
 from reference import same_bits
-from zoo import build
 
 import penstock
 from penstock.conf.parts import CheckpointConfig
@@ -26,8 +25,7 @@ class Run:
     """Steps and their checkpoints, as ``penstock train`` has them; ``said``: what a person was told."""
 
     def __init__(self, folder, *, every=1, keep=9, plan=None):
-        model, self.batches = build(CASE.model, CASE.dtype, CASE.steps)
-        self.pipe = pipeline_of(CASE, plan or plan_of(CASE)[0], model)
+        self.pipe, self.batches = pipeline_with_batches(CASE, plan)
         self.said, self.folder = [], RunFolder(path=Path(folder))
         options = CheckpointConfig(every=every, keep=keep)
         self.kept = Checkpoints(self.pipe, self.folder.checkpoints, options, tell=self.said.append)
@@ -134,8 +132,7 @@ def on_a_small_rank(plan_path, folder):
 
 
 def test_what_one_rank_cannot_write_all_leave_and_rank_0_tells(ranks, tmp_path):
-    plan_of(CASE)[0].save(tmp_path / "plan.json")
-    said = ranks.run(on_a_small_rank, str(tmp_path / "plan.json"), str(tmp_path / "run"), ranks=2)
+    said = ranks.run(on_a_small_rank, plan_file(CASE, tmp_path), str(tmp_path / "run"), ranks=2)
     assert [steps for _, steps in said] == [3, 3]
     (told,), _ = said[0]
     assert "rank 1: " in told

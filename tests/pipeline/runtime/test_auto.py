@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, pipeline_of, plan_of
+from cases import Case, pipeline_of, pipeline_with_batches, plan_file, plan_of
 from hypothesis import given
 from hypothesis import strategies as st
 from programs import two_ranks
@@ -142,8 +142,7 @@ def test_a_trial_tells_the_bytes_of_the_whole_tensor(dtype):
 
 
 def trained(case, plan, steps):
-    model, batches = build(case.model, case.dtype, 3)
-    pipe = pipeline_of(case, plan, model)
+    pipe, batches = pipeline_with_batches(case, plan)
     for step in range(steps):
         pipe.step(*batches[step % 3])
     assert isinstance(pipe.policy, Auto)
@@ -182,9 +181,7 @@ def decided_on_a_rank(case, plan_path):
 @pytest.mark.slow
 def test_all_ranks_choose_the_same_at_the_speed_of_their_links(ranks, tmp_path):
     case = Case(model="mlp", cuts=["_1", "_3"], codec="auto")
-    plan, _ = plan_of(case)
-    plan.save(tmp_path / "plan.json")
-    (chosen, rates), *others = ranks.run(decided_on_a_rank, case, str(tmp_path / "plan.json"), ranks=3)
+    (chosen, rates), *others = ranks.run(decided_on_a_rank, case, plan_file(case, tmp_path), ranks=3)
     assert all(other == chosen for other, _ in others)
     assert set(rates) == {(0, 1), (1, 0), (1, 2), (2, 1)}
     assert all(rate > 1e6 for rate in rates.values())

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, pipeline_of, plan_of
+from cases import Case, pipeline_with_batches, plan_of
 from law import everything_leaves
 from reference import same_bits
 from sampling import is_whole
@@ -26,11 +26,6 @@ CASE = Case(model="mlp", cuts=3, steps=2)
 TIERS = [{}, {"tier": "disk", "parameters_tier": "disk"}]
 OTHERS = [{"tier": "packed"}, {"tier": "host"}, {"tier": "disk"}, {"parameters_tier": "host"}]
 OTHERS += [{"parameters_tier": "disk"}, {"schedule": "zb_h1", "scheduler": True}]
-
-
-def made(case):
-    model, batches = build(case.model, None, case.steps)
-    return pipeline_of(case, plan_of(case)[0], model), batches
 
 
 def same(pipe, state):
@@ -61,12 +56,12 @@ def interrupted_step(pipe, batch, seconds):
 def test_a_storm_of_interrupts_leaves_whole_steps(tiers, monkeypatch, pytestconfig):
     case = dataclasses.replace(CASE, **tiers)
     everything_leaves(monkeypatch)
-    plain, batches = made(case)
+    plain, batches = pipeline_with_batches(case)
     states, seconds = [plain.state_dict()], 0.0
     for batch in (*batches, *batches):
         seconds = plain.step(*batch).seconds
         states.append(plain.state_dict())
-    pipe, _ = made(case)
+    pipe, _ = pipeline_with_batches(case)
     chance, seen = random.Random(0), set()
     for _ in range(500 if is_whole(pytestconfig) else 30):
         faulthandler.dump_traceback_later(60, exit=True)
@@ -179,7 +174,7 @@ def test_an_update_that_fails_halfway_is_gone_on_from_by_a_state_alone(tmp_path)
 
 
 def test_a_pipeline_is_not_copied_and_does_nothing_more_once_it_is_closed():
-    pipe, batches = made(CASE)
+    pipe, batches = pipeline_with_batches(CASE)
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(PenstockError, match="a pipeline is not copied or pickled; save it"):
             copied(pipe)

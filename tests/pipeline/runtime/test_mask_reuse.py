@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from cases import Case, pipeline_of, plan_of
+from cases import Case, pipeline_with_batches
 from reference import same_bits
 from torch import nn
 from torch.nn import functional as F
-from zoo import build
 
 import penstock
 from penstock.compression.frame import MASKED, read_header
@@ -150,9 +149,7 @@ class Listening:
 
 def seen_in_a_step(case):
     """What a step of ``case`` sends in one process, and how often it packs."""
-    plan, _ = plan_of(case)
-    model, batches = build(case.model, case.dtype, case.steps)
-    pipe = pipeline_of(case, plan, model)
+    pipe, batches = pipeline_with_batches(case)
     frames = pipe.engine.frames
     listening = Listening(frames.transport)
     packs, pack = [], frames._pack
@@ -195,9 +192,7 @@ def test_a_tensor_is_packed_once_and_sent_on_in_the_same_storage():
 def test_the_store_holds_the_frames_of_the_wire_and_packs_nothing_twice():
     cuts = ["relu", "layer1_0_relu_1"]
     case = Case(model="resnet18", cuts=cuts, tier="packed", micro_batches=2, schedule="gpipe")
-    plan, _ = plan_of(case)
-    model, batches = build(case.model, case.dtype, 1)
-    pipe = pipeline_of(case, plan, model)
+    pipe, batches = pipeline_with_batches(case)
     middle = pipe.stages[1].saved
     assert isinstance(middle, SavedActivations)
     kept, put, offload = [], middle._packer.store.put, middle.offload

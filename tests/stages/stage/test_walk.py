@@ -3,16 +3,13 @@
 from itertools import pairwise
 
 import pytest
-from cases import Case, pipeline_of, plan_of
-from zoo import build
+from cases import Case, pipeline_with_batches
 
 
 @pytest.mark.parametrize("tier", [pytest.param("device", marks=pytest.mark.slow), "packed"])
 def test_every_layer_is_told_when_it_is_done_and_which_comes_next(tier):
     case = Case(model="resnet18", cuts=["relu", "layer1_0_relu_1"], tier=tier, micro_batches=2, steps=1)
-    plan, _ = plan_of(case)
-    model, batches = build(case.model, case.dtype, 1)
-    pipe = pipeline_of(case, plan, model)
+    pipe, batches = pipeline_with_batches(case)
     told = {index: [] for index in pipe.stages}
     with pytest.MonkeyPatch.context() as patch:
         for index, stage in pipe.stages.items():
