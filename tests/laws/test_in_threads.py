@@ -8,6 +8,7 @@ import torch
 from cases import Case
 from law import differences
 from reference import plain_loop, same_bits
+from small_pipelines import profile_of
 from torch import nn
 
 import penstock
@@ -33,8 +34,7 @@ def sgd(named):
 
 
 def plan_of(model, x, micro_batches, **options):
-    part = x[: len(x) // micro_batches]
-    profile = penstock.measure(penstock.trace(model, (part,)), (part,), repeats=1)
+    profile = profile_of(model, (x[: len(x) // micro_batches],))
     return penstock.partition(profile, micro_batches=micro_batches, codec="raw", **options)
 
 

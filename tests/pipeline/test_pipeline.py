@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import OPTIMIZERS, Case, pipeline_of, plan_of
 from reference import plain_loop, same_bits
+from small_pipelines import model_of, profile_of
 from torch import nn
 from zoo import build, cross_entropy
 
@@ -26,8 +27,7 @@ def made(name="mlp", **settings):
 def small(model=None, example=None, *, cuts=None, codec="auto", **settings):
     """A pipeline of any small model, two stages unless it is cut otherwise."""
     model = model or nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    example = example or (torch.randn(4, 6),)
-    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
+    profile = profile_of(model, example or (torch.randn(4, 6),))
     where: dict[str, Any] = {"cuts": cuts} if cuts else {"stages": 2}
     plan = penstock.partition(profile, micro_batches=3, codec=codec, **where)
     return penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], **settings)
@@ -55,23 +55,17 @@ def test_a_batch_smaller_than_the_micro_batches_runs_one_sample_each():
     same_step(pipe, model, copy.deepcopy(model), batch, clip=1.0)
 
 
-class Turned(nn.Module):
-    """One-sample micro-batches change which tensors are one object, and where a tied value comes from."""
+def test_one_sample_micro_batches_change_identities_and_not_the_bits():
+    """Which tensors are one object, and where a tied value comes from."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
+    def turned(self, x):
         y = self.a(x).view(-1, 2, 3).transpose(0, 1)
         z = y.contiguous()  # does nothing for one sample
         rows = self.b(torch.tanh(z).transpose(0, 1).reshape(-1, 6))  # tied: its value gets another number
         return self.c(rows + self.b(y.transpose(0, 1).reshape(-1, 6)))
 
-
-def test_one_sample_micro_batches_change_identities_and_not_the_bits():
     torch.manual_seed(1)
-    model = Turned()
+    model = model_of(turned, a=nn.Linear(6, 6), b=nn.Linear(6, 6), c=nn.Linear(6, 3))
     plain = copy.deepcopy(model)
     pipe = small(model=model, example=(torch.randn(2, 6),), cuts=["contiguous", "tanh", "b"])
     same_step(pipe, model, plain, (torch.randn(4, 6), torch.randint(3, (4,))))  # 2, 1, 1
@@ -88,17 +82,11 @@ def test_weight_says_over_how_much_the_loss_is_a_mean():
     same_step(small(model=model, weight=count), model, copy.deepcopy(model), (x, y), weight=count)
 
 
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 3), nn.Linear(5, 3)
-
+def test_inputs_by_position_and_by_name():
     def forward(self, left, right):
         return torch.tanh(self.a(left)) + self.b(right)
 
-
-def test_inputs_by_position_and_by_name():
-    one = Two()
+    one = model_of(forward, a=nn.Linear(6, 3), b=nn.Linear(5, 3))
     other, example = copy.deepcopy(one), (torch.randn(4, 6), torch.randn(4, 5))
     left, right, y = torch.randn(7, 6), torch.randn(7, 5), torch.randint(3, (7,))
     pipe = small(model=one, example=example)

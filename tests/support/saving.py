@@ -4,7 +4,7 @@ import threading
 import time
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from penstock.stages.memory.saved import NoOffload, SavedActivations
 from penstock.stages.memory.store import Store
@@ -22,6 +22,13 @@ def settle():
     while memory_threads():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+class Square(nn.Module):
+    """Saves its input, and nothing else holds it."""
+
+    def forward(self, x):
+        return x * x
 
 
 class Net:

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from small_pipelines import profile_of
 from torch import nn
 from zoo import cross_entropy, images
 
@@ -36,9 +37,7 @@ def train(how):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(1), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 10))
     x, y = images(8)[0]
-    example = (x[:3].clone(),)
-    profile = penstock.measure(penstock.trace(model, example), example)
-    plan = penstock.partition(profile, cuts=["_1"], micro_batches=4)
+    plan = penstock.partition(profile_of(model, (x[:3].clone(),)), cuts=["_1"], micro_batches=4)
     pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=sgd, deadline=DEADLINE)
     if backward:
         model[3].register_forward_hook(lambda module, args, out: out.register_hook(third) and None)

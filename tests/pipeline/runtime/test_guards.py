@@ -194,36 +194,29 @@ def test_what_is_the_same_at_any_moment_trains_to_the_bits_of_the_plain_loop(cod
     assert all(same_bits(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-def test_a_parameter_of_another_rank_is_refused_by_name():
-    model = Net()
+def step_in_threads(model, code, **how):
+    """A step of two ranks, each with a copy of the model."""
 
     def train(world):
-        pipe = pipeline(
-            copy.deepcopy(model), {"loss": lambda m, v: v * m.a.weight.detach().norm()}, world=world
-        )
+        pipe = pipeline(copy.deepcopy(model), code, world=world, **how)
         try:
             pipe.step(*batches(1)[0])
         finally:
             pipe.close()
 
+    penstock.in_threads(train, ranks=2)
+
+
+def test_a_parameter_of_another_rank_is_refused_by_name():
     with pytest.raises(penstock.PenstockError, match=r"loss reads a\.weight .* which another rank trains"):
-        penstock.in_threads(train, ranks=2)
+        step_in_threads(Net(), ALLOWED["loss, parameter"])
 
 
 @pytest.mark.parametrize("code", ["loss counts", "hooks count"])
 def test_numbers_that_replicas_count_apart_are_refused_by_name(code):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 5))
-
-    def train(world):
-        how = {"cuts": None, "stages": 1, "replicas": 2, "exact": True}
-        pipe = pipeline(copy.deepcopy(model), ALLOWED[code], world=world, **how)
-        try:
-            pipe.step(*batches(1)[0])
-        finally:
-            pipe.close()
-
     with pytest.raises(penstock.PenstockError, match=r"calls \(\d, then \d\), and replicas do so apart"):
-        penstock.in_threads(train, ranks=2)
+        step_in_threads(model, ALLOWED[code], cuts=None, stages=1, replicas=2, exact=True)
 
 
 def test_a_step_is_watched_for_a_new_shape_of_a_micro_batch_and_not_for_known_ones_put_together_anew():

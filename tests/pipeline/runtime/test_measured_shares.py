@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from profiles import NET
+from small_pipelines import profile_of
 from torch import nn
 
 import penstock
@@ -85,8 +86,7 @@ def test_seconds_go_on_with_a_checkpoint_of_as_many_replicas():
 
 def test_a_checkpoint_has_the_seconds_in_its_index(tmp_path):
     model, x = nn.Linear(6, 8), torch.randn(16, 6)
-    profile = penstock.measure(penstock.trace(model, (x[:4],)), (x[:4],), repeats=1)
-    plan = partition(profile, stages=1, replicas=2, micro_batches=4)
+    plan = partition(profile_of(model, (x[:4],)), stages=1, replicas=2, micro_batches=4)
     models = [[copy.deepcopy(model) for _ in range(2)] for _ in range(2)]
 
     def train(world):

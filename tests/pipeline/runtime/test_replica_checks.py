@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from small_pipelines import model_of, profile_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -47,22 +48,14 @@ def test_statistics_that_are_only_read_where_nobody_writes_them_are_as_good_as_a
     check(Own(nn.BatchNorm1d(8).eval(), lambda norm, x: norm(x) + norm.running_mean))
 
 
-class Two(nn.Module):
-    """Autograd gives both views the same gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.p, self.q = nn.Parameter(torch.ones(2, 4)), nn.Parameter(torch.ones(4, 2))
-
-    def forward(self, x):
-        return self.first(x) * (self.p.view(8) + self.q.view(8))
-
-
 @pytest.mark.parametrize("exact", [False, True])
 def test_gradients_of_two_parameters_in_one_memory_are_refused(exact):
+    def forward(self, x):
+        return self.first(x) * (self.p.view(8) + self.q.view(8))  # autograd gives both the same gradient
+
+    p, q = (nn.Parameter(torch.ones(shape)) for shape in ((2, 4), (4, 2)))
     with pytest.raises(penstock.StageError, match=r"gave p and q one tensor for both.*q\.clone\(\)"):
-        trained(Two(), exact=exact)
+        trained(model_of(forward, first=nn.Linear(6, 8), p=p, q=q), exact=exact)
 
 
 @pytest.mark.parametrize(("exact", "later"), [(False, True), (True, False)])
@@ -88,10 +81,8 @@ def test_more_replicas_than_could_ever_be_are_refused_before_they_are_listed():
 
 def planned(model, **options):
     x = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
-    example = (x[:3],)
-    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
     options = {"replicas": 2, **options}
-    return penstock.partition(profile, stages=1, micro_batches=4, **options), model, x
+    return penstock.partition(profile_of(model, (x[:3],)), stages=1, micro_batches=4, **options), model, x
 
 
 def trained(model, *, before=lambda rank, step, model: None, **options):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import OPTIMIZERS
 from reference import plain_loop, same_bits
+from small_pipelines import profile_of
 from torch import nn
 from zoo import cross_entropy
 
@@ -62,8 +63,7 @@ def batches(steps=6):
 
 @functools.cache
 def plan_for(cuts, width=16, dtype=torch.float32):
-    example = (torch.randn(4, 12, dtype=dtype),)
-    profile = penstock.measure(penstock.trace(model_of(width, dtype), example), example, repeats=1)
+    profile = profile_of(model_of(width, dtype), (torch.randn(4, 12, dtype=dtype),))
     return penstock.partition(profile, cuts=list(cuts), micro_batches=2)
 
 
@@ -342,9 +342,7 @@ class Tied(nn.Module):
 
 
 def test_a_tied_tensor_has_one_value():
-    example = (torch.randn(4, 6),)
-    profile = penstock.measure(penstock.trace(Tied(), example), example, repeats=1)
-    plan = penstock.partition(profile, cuts=["relu"], micro_batches=2)
+    plan = penstock.partition(profile_of(Tied(), (torch.randn(4, 6),)), cuts=["relu"], micro_batches=2)
     pipe = penstock.Pipeline(Tied(), plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"])
     state = pipe.state_dict()
     assert list(state["model"]) == list(Tied().state_dict())

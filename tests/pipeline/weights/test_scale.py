@@ -8,6 +8,7 @@ import torch
 from cases import OPTIMIZERS, Case, loud, parameters, plan_of
 from law import differences, thread_differences
 from reference import same_bits
+from small_pipelines import profile_of
 from torch import nn
 from zoo import build, cross_entropy
 
@@ -136,8 +137,7 @@ def test_a_scale_that_is_none_is_refused(scaler):
 )
 def test_parameters_that_a_grad_scaler_has_no_kernel_for_are_refused_unless_frozen(dtype, told, scaler):
     model, example = nn.Sequential(nn.Linear(6, 8, dtype=dtype), Modulus()), (torch.ones(3, 6, dtype=dtype),)
-    profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
-    plan = penstock.partition(profile, stages=1, micro_batches=2)
+    plan = penstock.partition(profile_of(model, example), stages=1, micro_batches=2)
     settings = {"loss": cross_entropy, "optimizer": OPTIMIZERS["sgd"], "scaler": scaler}
     with pytest.raises(penstock.PlanError, match=told):
         penstock.Pipeline(model, plan, **settings)

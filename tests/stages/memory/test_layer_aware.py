@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference import same_bits
-from saving import Net, gradients
+from saving import Net, Square, gradients
 from torch import nn
 
 from penstock.stages.memory.layer_aware import (
@@ -103,11 +103,6 @@ def test_what_each_form_keeps(model, most):
     _, saved = gradients(net, torch.randn(16, 1, 64, 64), {})
     first = 16 * 64 * 64 * 4  # the input itself, saved for the weight
     assert saved.bytes_kept - first <= most * first + 5 * 192
-
-
-class Square(nn.Module):
-    def forward(self, x):
-        return x * x
 
 
 def test_nothing_is_known_where_another_layer_reads():

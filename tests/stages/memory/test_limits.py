@@ -6,7 +6,7 @@ import pytest
 import torch
 from disks import Slow
 from reference import same_bits
-from saving import Net, forward, memory_threads, saved_for, settle
+from saving import Net, Square, forward, memory_threads, saved_for, settle
 from torch import nn
 
 from penstock.compression.errors import StageError
@@ -21,13 +21,6 @@ from penstock.stages.memory.timeline import Pass
 
 DEPTH, MIB = 30, 1 << 20
 PROGRAM = [Pass(0, 0), Pass(0, 0, reads=True)]
-
-
-class Square(nn.Module):
-    """Saves its input, of a MiB, and nothing else holds it."""
-
-    def forward(self, x):
-        return x * x
 
 
 class Held:

@@ -12,9 +12,8 @@ from penstock.stages.memory.stores import STORES, open_store
 from penstock.stages.memory.tiers import Tiers
 
 
-def frame_of(num_bytes):
-    pool = UnpooledBuffers()
-    return Frame(pool.take(num_bytes), num_bytes, pool)
+def frame_of(num_bytes, value=0):
+    return Frame(new_bytes(num_bytes).fill_(value), num_bytes, UnpooledBuffers())
 
 
 @pytest.mark.parametrize("tier", STORES)
@@ -53,10 +52,6 @@ def test_a_tier_is_one_row_and_gets_its_options(monkeypatch, tmp_path):
     y.backward()
 
 
-def frame(number: int) -> Frame:
-    return Frame(new_bytes(100).fill_(number), 100, UnpooledBuffers())
-
-
 @pytest.fixture
 def disk(opened):
     return opened()[0]
@@ -69,7 +64,7 @@ def test_a_full_tier_is_followed_by_the_disk_and_has_room_again(limits, disk):
     assert isinstance(store, Cascade)
     for key in range(4):
         assert store.admit(key, 100)
-        store.put(key, frame(key))
+        store.put(key, frame_of(100, key))
     disk.drain()
     assert (tiers.host.now, tiers.disk.now, store.num_bytes) == (200, 200, 400)
     store.fetch(3)
@@ -88,7 +83,7 @@ def test_what_did_not_shrink_goes_only_where_it_is_away(disk):
     assert store.admit(0, 100)
     assert store.admit_dense(1, 100, torch.device("cpu"))
     for key in range(2):
-        store.put(key, frame(key))
+        store.put(key, frame_of(100, key))
     assert (tiers.packed.now, tiers.disk.now) == (100, 100)
 
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from saving import Net, forward
+from saving import Net, Square, forward
 from torch import nn
 
 from penstock.compression.codec import buffer_bytes, pack_into
@@ -24,13 +24,6 @@ class Far(Store):
 
     def takes_away(self, device):
         return True
-
-
-class Square(nn.Module):
-    """Saves its input, and nothing else holds it."""
-
-    def forward(self, x):
-        return x * x
 
 
 def deep(depth=DEPTH):

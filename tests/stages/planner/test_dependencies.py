@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from profiles import measured
+from small_pipelines import model_of
 from torch import nn
 from zoo import build
 
@@ -119,19 +120,15 @@ def test_every_edge_goes_with_time_and_every_trained_parameter_is_updated(name):
     assert sum(found.data[n].num_bytes for n in trained) == sum(with_gradient)
 
 
-class Gate(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.start, self.end = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-
-    def forward(self, x):
-        y = self.start(x)
-        return self.end(torch.where(y > 0, y, 0.0))
+def gate(self, x):
+    y = self.start(x)
+    return self.end(torch.where(y > 0, y, 0.0))
 
 
 def test_what_compares_gives_no_gradient_and_backwards_read_old_versions():
     torch.manual_seed(0)
-    found = graph_of(Gate(), torch.randn(3, 2), old_versions=[2, 0, 0, 1])
+    model = model_of(gate, start=nn.Linear(2, 2, bias=False), end=nn.Linear(2, 2, bias=False))
+    found = graph_of(model, torch.randn(3, 2), old_versions=[2, 0, 0, 1])
     assert found.layers == ("start", "gt", "where", "end")
     names = [one.name for one in found.data]
     wanted = ("gradient of start", "old versions of end.weight", "end.weight")

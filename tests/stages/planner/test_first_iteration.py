@@ -9,6 +9,7 @@ import pytest
 import torch
 from devices import Noting, Reads
 from profiles import measured
+from small_pipelines import model_of
 from torch import nn
 from torch.nn import functional as F
 from zoo import ZOO, build
@@ -88,30 +89,21 @@ def test_how_often_gradients_are_added_and_what_backwards_read(profile):
 
 
 def test_a_node_that_reads_a_tensor_twice_is_one_reader_and_two_additions():
-    class Square(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.start = nn.Linear(4, 4)
+    def square(self, x):
+        y = self.start(x)
+        return y * y
 
-        def forward(self, x):
-            y = self.start(x)
-            return y * y
-
-    profile = profiled(Square(), torch.ones(2, 4))
+    profile = profiled(model_of(square, start=nn.Linear(4, 4)), torch.ones(2, 4))
     assert [(i.value, i.readers) for i in profile.intermediates] == [("x", 1), ("start", 1)]
     assert {v.name: v.contributions for v in profile.values} == {"x": 0, "start": 2, "mul": 1}
 
 
 def test_a_cast_of_a_weight_is_told_from_a_feature_map():
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.start, self.weight = nn.Linear(8, 8), nn.Parameter(torch.ones(8, 8))
+    def half(self, x):
+        return self.start(x).bfloat16() @ self.weight.bfloat16()
 
-        def forward(self, x):
-            return self.start(x).bfloat16() @ self.weight.bfloat16()
-
-    profile = profiled(Half(), torch.ones(2, 8))
+    model = model_of(half, start=nn.Linear(8, 8), weight=nn.Parameter(torch.ones(8, 8)))
+    profile = profiled(model, torch.ones(2, 8))
     assert [(i.kind, i.dtype, i.num_bytes) for i in profile.intermediates] == [
         ("feature map", "float32", 64),
         ("cast", "bfloat16", 128),

@@ -8,7 +8,7 @@ import torch
 from believing import believing
 from cases import OPTIMIZERS
 from reference import same_bits
-from small_pipelines import pipeline_of
+from small_pipelines import model_of, pipeline_of
 from test_backward import Peak, Piece, all_same
 from torch import nn
 
@@ -164,20 +164,10 @@ def test_a_frozen_layer_is_reused_and_one_with_a_shared_weight_is_not():
         assert num_reused == expected_count
 
 
-class Both(nn.Module):
-    """A product of two things that were computed from what was received."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(64))
-
-    def forward(self, x):
-        return torch.addmm(self.bias, x, x * 2) * 3
-
-
 def test_a_product_that_is_read_for_two_gradients_keeps_what_arrives():
     torch.manual_seed(0)
-    module, x = Both(), torch.randn(64, 64)
+    bias = nn.Parameter(torch.randn(64))
+    module, x = model_of(lambda self, x: torch.addmm(self.bias, x, x * 2) * 3, bias=bias), torch.randn(64, 64)
     expected = Piece(module, x).whole()
     assert all_same(first(module, x, believing())[0], expected)
 
