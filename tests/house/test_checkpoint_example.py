@@ -2,7 +2,6 @@
 
 Only images and batches are smaller than there, so that a run takes seconds."""
 
-import json
 import os
 import re
 import shlex
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torchvision
+from commands import losses, summary
+from processes import children
 from safetensors.torch import load_file
 from test_readme import README, blocks
 
@@ -44,14 +45,8 @@ def killed(step, rank):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < until
         time.sleep(0.005)
-    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
-    os.kill(sorted(map(int, listed.stdout.split()))[rank], signal.SIGKILL)
+    os.kill(children(process)[rank], signal.SIGKILL)
     return finish(process, code=2)
-
-
-def losses(folder):
-    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"]) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +69,7 @@ def test_the_readmes_run_survives_a_kill_of_any_rank(whole, tmp_path, monkeypatc
     said = finish(start(AGAIN, *more.split()))
     (begun,) = map(int, re.findall(r"goes on behind step (\d+) of 44", said))
     assert begun % EVERY == 0
-    twice = json.loads(Path("runs/mine/summary.json").read_text())["resumed_from"]["repeated_steps"]
+    twice = summary("runs/mine")["resumed_from"]["repeated_steps"]
     assert twice <= EVERY + 2  # and what passed while the checkpoint was on its way
     assert not twice or f"{begun + twice} are done again" in said or f"step {begun + 1} is done again" in said
     assert losses("runs/mine") == losses(whole)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from checkout import ROOT, files
+from processes import free_port
 
 JOB = "train model=mlp model.hidden=[8] data=fake data.size=4 data.num_samples=64 ranks=2 batch_size=8"
 JOB += " micro_batches=2 epochs=100000 deadline=20 hydra.run.dir=run"
@@ -174,9 +175,7 @@ def test_a_stranger_in_the_store_of_torchrun_executes_nothing(when, tmp_path):
     """He may stop the run, or change what it learns."""
     folder, canary = tmp_path / "run", tmp_path / "canary"
     texts, bomb, held = texts_of_a_stranger(canary), pickle.dumps(Bomb(canary)), []
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     agent = f"-m torch.distributed.run --nnodes 2 --master-addr 127.0.0.1 --master-port {port}".split()
     agents, words = [], JOB.replace(" ranks=2", "").split()
     try:

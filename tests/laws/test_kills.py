@@ -13,6 +13,7 @@ import time
 
 import kills
 import pytest
+from commands import losses, summary
 from processes import ranks_in
 from reference import same_bits
 
@@ -71,11 +72,6 @@ def last_state(folder):
     return checkpoint.step, found
 
 
-def losses(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"]) for line in lines]
-
-
 def check_what_is_left(folder, whole):
     """Whatever has its name is whole, and the run did not end."""
     assert not (folder / "summary.json").exists()
@@ -94,9 +90,9 @@ def goes_on(folder, whole, later, *, killed_at=""):
     assert codes == [0] * ranks, f"{killed_at} {later}: {said}"
     same_run(folder / "run", whole / "run_1")
     assert not list((folder / "run").rglob("*.part"))
-    summary = json.loads((folder / "run" / "summary.json").read_text())
-    assert summary["steps"] == 9
-    return summary["resumed_from"], said
+    ended = summary(folder / "run")
+    assert ended["steps"] == 9
+    return ended["resumed_from"], said
 
 
 def point(number, whole):

@@ -9,11 +9,11 @@ import functools
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 
+from processes import free_port
 from ranks import context
 
 KINDS = ("F", "B", "U", "evaluation", "tensor", "sync", "part", "index", "remove")
@@ -81,16 +81,9 @@ def run(folder, options, *, ranks=1, kill=None, counts=None):
 
 
 def _launched(ranks):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    numbers = {
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    return {name: str(value) for name, value in numbers.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
+    numbers = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": free_port()}
+    names = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {name: str(value) for name, value in numbers.items()} | names
 
 
 def _work(folder, words, rank, surroundings, kill, counts):

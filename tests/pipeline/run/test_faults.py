@@ -3,14 +3,13 @@
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from commands import lines, same_run, train, trained
 from faults import JOB, OWN, ended, started
-from processes import ranks_in
+from processes import children, ranks_in
 
 from penstock.pipeline.runtime.engine import Engine
 from penstock.scripts import command
@@ -88,12 +87,6 @@ def test_any_rank_at_any_place_is_named(fault, more, told, own, tmp_path, capfd)
     own(fault)
     assert train(f"{JOB} {more} {RUN} deadline=15") == 2
     assert re.match(f"penstock: {told}", said := left(tmp_path, capfd.readouterr().err)), said
-
-
-def children(process):
-    """The processes that a process has started, the first one first."""
-    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
-    return sorted(map(int, listed.stdout.split()))
 
 
 @pytest.mark.slow

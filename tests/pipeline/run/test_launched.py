@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from commands import DEADLY, SMALL, same_model, trained
+from processes import free_port
 
 import penstock
 from penstock.conf.schema import TrainConfig
@@ -31,12 +31,6 @@ JOB = f"{SMALL.replace(' threads=1', '')} batch_size=50 micro_batches=3 max_step
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 OWN = f"{DEADLY.replace(' epochs=2', '')} checkpoint.every=2 deadline=20 stages=2"
 SUPPORT = Path(__file__).parents[2] / "support"
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def launched(tmp_path, *options, ranks=2, name="train"):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from brokers import PAGE, broker_thread, state, within
 from loading import write_images
+from processes import free_port
 from reference import same_bits
 from sharing import NUMBER, Drawing, Readable
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
@@ -393,9 +394,7 @@ def redis_url(tmp_path):
     pytest.importorskip("redis")
     if (server := shutil.which("redis-server") or shutil.which("valkey-server")) is None:
         pytest.skip("no Redis server is installed; install redis-server or valkey-server")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = f"--port {port} --bind 127.0.0.1 --appendonly no --dir {tmp_path}".split()
     process = subprocess.Popen([server, "--save", "", *options], stdout=subprocess.DEVNULL)
     try:
