@@ -133,6 +133,7 @@ def plain_bytes(model, x):
     return sum(storage.nbytes() for key, storage in found.items() if key not in known)
 
 
+COPIES = {"Teacher": 84}  # of a frozen parameter that forwards write to: of 20 floats, and of its first one
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ZOO if name not in ("residual", "gpt_tied")]
 
 
@@ -141,7 +142,8 @@ def test_bytes_are_those_of_a_plain_run_and_of_the_layers(name):
     model, batches = build(name)
     x = batches[0][0][:4].clone()
     profile = profiled(model, x)
-    assert sum(i.num_bytes for i in profile.intermediates) == plain_bytes(model, x)
+    expected = plain_bytes(model, x) + COPIES.get(name, 0)
+    assert sum(i.num_bytes for i in profile.intermediates) == expected
     for number, layer in enumerate(profile.layers):
         own = [i for i in profile.intermediates if i.layer == number]
         assert sum(i.num_bytes for i in own) == layer.saved_bytes
