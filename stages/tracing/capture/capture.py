@@ -1,8 +1,8 @@
 """capture(model, call, example) -> Captured: the graph of what a model does, from a few real eager runs.
 
-The first run gives the nodes. A second one with other data shows what depends on it: the smallest module
-around such a place is taken as one layer, whatever it does inside. A third one with one more sample shows
-which numbers follow the size of the micro-batch.
+The first run gives the nodes. A second one with other data and weights shows what depends on them: the
+smallest module around such a place is taken as one layer, whatever it does inside. A third one with one more
+sample shows which numbers follow the size of the micro-batch.
 """
 
 from __future__ import annotations
@@ -69,14 +69,15 @@ def capture(
     call: Call,
     example: Sequence[torch.Tensor],
     *,
-    copies: Callable[[], nn.Module],
+    copies: Callable[..., nn.Module],
     leaf: Callable[[str, nn.Module], bool],
     functions: Collection[Callable[..., Any]] = (),
     written: Collection[str] = (),
 ) -> Captured:
     """Record ``model`` on ``example``.
 
-    Args:    copies: gives a fresh copy of the model for each run, in the mode to record.
+    Args:    copies: gives a fresh copy of the model for each run, in the mode to record, with moved weights
+             if ``shifted``.
              leaf: whether a module is one layer by somebody's choice; ``functions``: those that are.
              written: the buffers that a forward changes.
     Raises:  PlanError: a run cannot be repeated node by node, and no module around the place can be one
@@ -150,10 +151,10 @@ class _Runs:
         return recorder.graph
 
     def settle(
-        self, model: nn.Module, copies: Callable[[], nn.Module], example: Sequence[torch.Tensor]
+        self, model: nn.Module, copies: Callable[..., nn.Module], example: Sequence[torch.Tensor]
     ) -> tuple[Recorder, TreeSpec, tuple[str, ...], Outside]:
-        """Run until two runs on different data are the same calls, with one module more as one layer each
-        time they are not."""
+        """Run until two runs on different data and weights are the same calls, with one module more as one
+        layer each time they are not."""
         while True:
             model_copy, outside, self.held = copies(), Outside(model), False
             recorder = self.recorder(model_copy, notes=True)
@@ -163,7 +164,7 @@ class _Runs:
                 self.held = recorder.altering.count > 0 and not _carries(
                     recorder, lambda way: self.again(copies(), fresh(example), way=way)
                 )
-                other = self.again(copies(), other_data(self.call, example))
+                other = self.again(copies(shifted=True), other_data(self.call, example))
                 refuse_data(recorder.graph, other, self.call.samples_of(example))
             except (Different, Unrecordable) as failure:
                 self._choose(model, failure)

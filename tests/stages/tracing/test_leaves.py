@@ -115,6 +115,25 @@ def test_what_chooses_by_value_is_one_layer_by_itself_and_the_graph_says_why():
     assert "by request" in str(penstock.trace(Net(), X, leaves=[Block]))
 
 
+class Gate(nn.Module):
+    """A weight chooses what is done with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x):
+        return x * self.weight if self.weight.sum() > 0 else x + self.weight
+
+
+def test_what_chooses_by_a_weight_is_one_layer_by_itself():
+    def gated():
+        return nn.Sequential(nn.Linear(6, 6), Gate(), nn.Linear(6, 3))
+
+    assert penstock.trace(gated(), X).layers == ("_0", "_1", "_2")
+    assert differences(gated, data=batch(8), evaluates=False) == []
+
+
 def without_dropout():
     model = Net()
     for block in model.blocks:
