@@ -41,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file.write(json.dumps(rows[name]) + "\n")
         print(page.line(rows[name]), flush=True)
     if options.table:
-        command = " ".join([*options.names, f"--table {options.table}"])
+        command = " ".join(sys.argv[1:] if arguments is None else arguments)
         options.table.write_text(page.written(list(rows.values()), command))
-    return int(any(row["result"] == "different" for row in rows.values()))
+    return int(any("different" in (row["result"], row.get("autocast_result")) for row in rows.values()))
 
 
 def _chosen(known: dict[str, Network], parts: Sequence[str]) -> dict[str, Network]:
@@ -74,13 +74,25 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _row_of(network: Network, timeout: float, trace_only: bool) -> dict[str, Any]:
-    """What became of a network in a process of its own, which is forked: the libraries are loaded once."""
+    """What became of a network, and of the same under autocast unless there was no time even without it."""
     row: dict[str, Any] = {"name": network.full_name}
     if network.skip:
         return row | {"result": "skipped", "why": network.skip}
+    row |= _attempt(network, timeout, trace_only, None)
+    if row["result"] == "timeout":
+        return row
+    cast = _attempt(network, timeout, trace_only, torch.bfloat16)
+    return row | {f"autocast_{field}": value for field, value in cast.items()}
+
+
+def _attempt(
+    network: Network, timeout: float, trace_only: bool, autocast: torch.dtype | None
+) -> dict[str, Any]:
+    """Try a network in a process of its own, which is forked: the libraries are loaded once."""
+    row: dict[str, Any] = {}
     context, begun = multiprocessing.get_context("fork"), time.perf_counter()
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(network, theirs, trace_only))
+    process = context.Process(target=_child, args=(network, theirs, trace_only, autocast))
     process.start()
     theirs.close()
     try:
@@ -95,11 +107,11 @@ def _row_of(network: Network, timeout: float, trace_only: bool) -> dict[str, Any
     return row | {"seconds": round(time.perf_counter() - begun, 1)}
 
 
-def _child(network: Network, pipe: Connection, trace_only: bool) -> None:
+def _child(network: Network, pipe: Connection, trace_only: bool, autocast: torch.dtype | None) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
-        row = examine(network, trace_only=trace_only)
+        row = examine(network, trace_only=trace_only, autocast=autocast)
     except BaseException as error:
         where = traceback.format_exc().strip().splitlines()[-7:]
         row = {"result": "failed", "why": f"{type(error).__name__}: {error}", "traceback": where}

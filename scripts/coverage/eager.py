@@ -103,15 +103,17 @@ def plain_step(
     optimizer: torch.optim.Optimizer,
     layers: Collection[str],
     draws: Mapping[int, str],
+    cast: torch.autocast,
 ) -> list[torch.Tensor]:
-    """One step of the plain loop over micro-batches; returns their losses."""
+    """One step of the plain loop over micro-batches, forward and loss under ``cast``; returns the losses."""
     optimizer.zero_grad()
     total = sum(len(y) for _, y in micro_batches)
     losses = []
     for index, (batch, targets) in enumerate(micro_batches):
         seeds = {number: layer_seed(0, 0, index, name) for number, name in draws.items()}
         drawing = Drawing({model.get_submodule(path) for path in layers}, seeds)
-        value = loss(drawing.run(model, batch), targets)
+        with cast:
+            value = loss(drawing.run(model, batch), targets)
         (value * (len(targets) / total)).backward()
         losses.append(value.detach())
     optimizer.step()

@@ -33,25 +33,29 @@ STAGES = 3
 Row = dict[str, Any]
 
 
-def examine(network: Network, *, trace_only: bool = False) -> Row:
+def examine(network: Network, *, trace_only: bool = False, autocast: torch.dtype | None = None) -> Row:
     """Try ``network``; the row says what came of it: ``result`` is same, different, refused, failed or
-    traced."""
+    traced.
+
+    Args: autocast: the dtype that both the pipeline and the plain loop cast to, None for no cast."""
     torch.manual_seed(0)
     model = network.make().train()
     row: Row = {"name": network.full_name, "parameters": sum(p.numel() for p in model.parameters())}
     try:
-        _examine(row, network, model, trace_only)
+        _examine(row, network, model, trace_only, autocast)
     except PenstockError as error:
         row |= {"result": "refused", "why": str(error)}
     row["megabytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     return row
 
 
-def _examine(row: Row, network: Network, model: nn.Module, trace_only: bool) -> None:
+def _examine(
+    row: Row, network: Network, model: nn.Module, trace_only: bool, autocast: torch.dtype | None
+) -> None:
     parts = {name: x.tensor_split(SAMPLES) for name, x in network.batch(SAMPLES * SAMPLES).items()}
     micro_batches = [{name: parts[name][i].clone() for name in parts} for i in range(SAMPLES)]
     with _timing(row, "trace_seconds"):
-        graph = trace(model, given(micro_batches[0]))
+        graph = trace(model, given(micro_batches[0]), autocast=autocast)
     row |= {
         "layers": len(graph.train.layers),
         "leaves": dict(getattr(graph.train, "leaves", {})),
@@ -85,10 +89,12 @@ def _differences(
     layers, targets = graph.train.layers, torch.linspace(-1, 1, SAMPLES * SAMPLES)
     ordered = [layer.name for layer in layers if layer.name in graph.train_probe.random]
     modules = {str(layer.node.target) for layer in layers if layer.node.op == "call_module"}
-    draws = drawing_calls(copy.deepcopy(model), micro_batches[0], modules, ordered)
+    cast = torch.autocast("cpu", graph.autocast, enabled=graph.autocast is not None, cache_enabled=False)
+    with cast:
+        draws = drawing_calls(copy.deepcopy(model), micro_batches[0], modules, ordered)
     plain = copy.deepcopy(model)
     with _timing(row, "pipeline_seconds"):
-        pipe = Pipeline(model, plan, loss=mean_square, optimizer=_sgd)
+        pipe = Pipeline(model, plan, loss=mean_square, optimizer=_sgd, autocast=graph.autocast)
     pipe.step(given(whole), targets)
     losses = plain_step(
         plain,
@@ -97,6 +103,7 @@ def _differences(
         optimizer=_sgd(list(plain.named_parameters())),
         layers=modules,
         draws=draws,
+        cast=cast,
     )
     pairs: dict[str, tuple[Any, Any]] = {
         f"loss {i}": (loss, pipe.engine.losses[i]) for i, loss in enumerate(losses)

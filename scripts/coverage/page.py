@@ -16,6 +16,7 @@ RESULTS = ("same", "different", "refused", "failed", "timeout", "skipped", "trac
 COLUMNS = {
     "network": "name",
     "result": "result",
+    "under autocast": "autocast_result",
     "layers": "layers",
     "cuts": "cuts",
     "layers by their own": "leaves",
@@ -37,7 +38,9 @@ def line(row: Row) -> str:
         if name not in ("name", "result", "stages", "measure_seconds")
     ]
     facts = {name: row[name] for name in told if name in row}
-    return f"{row['name']}: {row['result']} {facts} {row.get('why', '')[:300]}"
+    return f"{row['name']}: {row['result']} {facts} " + "; ".join(
+        f"{why[:300]}{when}" for why, when in _whys(row)
+    )
 
 
 def written(rows: Sequence[Row], command: str) -> str:
@@ -46,9 +49,11 @@ def written(rows: Sequence[Row], command: str) -> str:
     for row in rows:
         counts.setdefault(row["name"].partition("/")[0], Counter())[row["result"]] += 1
     used = [result for result in RESULTS if any(count[result] for count in counts.values())]
-    summary = [("library", "networks", *used)]
+    cast = Counter(row["name"].partition("/")[0] for row in rows if row.get("autocast_result") == "same")
+    summary: list[tuple[str, ...]] = [("library", "networks", *used, "same under autocast")]
     for library, count in sorted(counts.items()):
-        summary.append((library, str(count.total()), *(str(count[result]) for result in used)))
+        facts = (count.total(), *(count[result] for result in used), cast[library])
+        summary.append((library, *map(str, facts)))
     every = [
         tuple(_cell(row, field) for field in COLUMNS.values())
         for row in sorted(rows, key=lambda row: row["name"])
@@ -66,10 +71,12 @@ def _preface(command: str) -> str:
         "Each network, with small inputs and random weights, is recorded, measured, cut into three "
         "stages and trained for a step of two micro-batches in one process; loss, gradients, updated "
         "parameters and buffers are compared with the plain loop on the eager model, bit for bit. "
-        "*same*: every bit agrees. *Layers by their own*: modules that were taken as one layer because "
-        "of what they do. *Guards*: values that forward read into Python. *Largest stage*: its share of "
-        "the parameters; in brackets that of the largest layer, where it is more than 90 %. Seconds are "
-        "those of a busy machine.\n\n"
+        "*same*: every bit agrees. *Under autocast*: both again, the pipeline with "
+        "`autocast=torch.bfloat16`, the plain loop under `torch.autocast('cpu', torch.bfloat16, "
+        "cache_enabled=False)`. *Layers by their own*: modules that were taken as one layer because of "
+        "what they do. *Guards*: values that forward read into Python. *Largest stage*: its share of the "
+        "parameters; in brackets that of the largest layer, where it is more than 90 %. Seconds are "
+        "those of a busy machine, without autocast.\n\n"
         "What is not in the table has not been run.\n\n"
         f"`python -m penstock.scripts.coverage {command}`; {', '.join(versions)}; Python "
         f"{found['versions']['python']}; {processor}, one thread, float32; {datetime.date.today()}."
@@ -84,7 +91,7 @@ def _version(name: str) -> str:
 
 
 def _cell(row: Row, field: str) -> str:
-    value = row.get(field, "")
+    value = row.get(field, "not run" if field == "autocast_result" else "")
     if field == "leaves" and value != "":
         return str(len(value))
     if field == "largest_stage" and value != "":
@@ -98,8 +105,14 @@ def _told(why: str) -> str:
     return re.sub(r"/[^\s:]*/(?=(transformers|timm|torchvision|torch|penstock)/)", "", why)[:600]
 
 
+def _whys(row: Row) -> list[tuple[str, str]]:
+    """Why a network has not the same bits, and when that is, once where both attempts say the same."""
+    found = {row.get("autocast_why"): " under autocast", row.get("why"): ""}
+    return [(why, when) for why, when in found.items() if why]
+
+
 def _reasons(rows: Sequence[Row]) -> list[str]:
-    refused = [f"- {row['name']}: {_told(row['why'])}" for row in rows if row.get("why")]
+    refused = [f"- {row['name']}{when}: {_told(why)}" for row in rows for why, when in _whys(row)]
     leaves = [
         f"- {row['name']}: " + "; ".join(f"`{name}`: {why}" for name, why in list(row["leaves"].items())[:2])
         for row in rows
