@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from ...compression.errors import PenstockError
 from ...pipeline.pipeline import Pipeline
 from ...pipeline.planner.partition import partition
+from ...stages.device import CPU
 from ...stages.planner.layer_profile import Profile
 from ...stages.planner.measure import measure
 from ...stages.planner.plan import Plan
@@ -89,7 +90,7 @@ def _differences(
     layers, targets = graph.train.layers, torch.linspace(-1, 1, SAMPLES * SAMPLES)
     ordered = [layer.name for layer in layers if layer.name in graph.train_probe.random]
     modules = {str(layer.node.target) for layer in layers if layer.node.op == "call_module"}
-    cast = torch.autocast("cpu", graph.autocast, enabled=graph.autocast is not None, cache_enabled=False)
+    cast = torch.autocast(CPU.type, graph.autocast, enabled=graph.autocast is not None, cache_enabled=False)
     with cast:
         draws = drawing_calls(copy.deepcopy(model), micro_batches[0], modules, ordered)
     plain = copy.deepcopy(model)

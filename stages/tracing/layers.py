@@ -218,7 +218,7 @@ def check_result(layer: Layer, result: Any, samples: int) -> None:
 
 def _line(item: Any) -> str:
     """As much of what Python read as a person reads."""
-    text = repr(item)
+    text = str(item)
     return text if len(text) < 80 else f"{text[:60]}..."
 
 
