@@ -135,7 +135,7 @@ def test_a_refused_run_is_told_why_and_does_not_ask_again(path, said):
     assert "data d has 100 samples for job a and 5 for job b" in told[0]
     other._next_try = 0.0
     assert other.use([1]) == [None]
-    assert len(said) == 1
+    within(5, lambda: len(said) == 1)  # the broker says it behind its answer
     assert not other.is_connected
 
 
