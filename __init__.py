@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from .pipeline.ranks.threads import in_threads as in_threads
     from .pipeline.runtime.report import Report as Report
     from .pipeline.samples.shared import cached as cached
+    from .stages.memory.byte_budget import MemoryOptions as MemoryOptions
     from .stages.memory.offload import offload as offload
-    from .stages.memory.options import MemoryOptions as MemoryOptions
-    from .stages.memory.room import DiskOptions as DiskOptions
-    from .stages.planner.layer_profile import Profile as Profile
+    from .stages.memory.swap_file import DiskOptions as DiskOptions
     from .stages.planner.measure import measure as measure
+    from .stages.planner.network_profile import Profile as Profile
     from .stages.planner.plan import Plan as Plan
     from .stages.seeds import layer_seed as layer_seed
     from .stages.split_inputs import Split as Split
-    from .stages.tracing.capture.call import Constant as Constant
-    from .stages.tracing.graph import LayerGraph as LayerGraph
-    from .stages.tracing.graph import trace as trace
+    from .stages.tracing.capture.call_spec import Constant as Constant
+    from .stages.tracing.tracer import LayerGraph as LayerGraph
+    from .stages.tracing.tracer import trace as trace
 
 __version__ = "0.1.0"
 
@@ -58,18 +58,18 @@ _HOMES = {
     "ConfigError": "compression.errors",
     "StageError": "compression.errors",
     "CheckpointError": "compression.errors",
-    "Constant": "stages.tracing.capture.call",
+    "Constant": "stages.tracing.capture.call_spec",
     "Split": "stages.split_inputs",
-    "trace": "stages.tracing.graph",
-    "LayerGraph": "stages.tracing.graph",
+    "trace": "stages.tracing.tracer",
+    "LayerGraph": "stages.tracing.tracer",
     "measure": "stages.planner.measure",
-    "Profile": "stages.planner.layer_profile",
+    "Profile": "stages.planner.network_profile",
     "partition": "pipeline.planner.partition",
     "Plan": "stages.planner.plan",
     "layer_seed": "stages.seeds",
     "offload": "stages.memory.offload",
-    "MemoryOptions": "stages.memory.options",
-    "DiskOptions": "stages.memory.room",
+    "MemoryOptions": "stages.memory.byte_budget",
+    "DiskOptions": "stages.memory.swap_file",
     "Pipeline": "pipeline.pipeline",
     "save": "pipeline.checkpoint",
     "load": "pipeline.checkpoint",

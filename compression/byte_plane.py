@@ -23,13 +23,11 @@ import numpy as np
 import torch
 import zstandard
 
-from .dtypes import FLOATS, OTHERS
+from .buffers import Scratch, view_at
 from .errors import CodecError
-from .frame import MAX_RATIO
+from .frame import FLOATS, MAX_RATIO, OTHERS
 from .geometry import Words
-from .kernels import loops
-from .memory import view_at
-from .pool import Scratch
+from .kernels.jit import planes_kernels
 from .raw import Packed, Raw
 
 HEAD_BYTES = 64
@@ -163,4 +161,4 @@ class BytePlane:
         return plain
 
     def _kernel(self, verb: str, bits: int) -> Callable[..., None]:
-        return loops.build("planes", self._isa).call[f"{verb}{bits}"]
+        return planes_kernels(self._isa).call[f"{verb}{bits}"]

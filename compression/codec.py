@@ -1,8 +1,7 @@
 """Tensors to frames and back: ``encode``, ``decode``, and ``pack_into`` for kept buffers.
 
-One place decides what may be packed and in which memory it comes back; the codecs only see words.
-
-Source: patent CN115016937A, claim 7 (one pack and unpack module on every path out of a stage).
+One place decides what may be packed and in which memory it comes back; the codecs only see words. A frame
+whose header was read becomes a tensor in memory that its payload accounts for, or not at all.
 """
 
 from __future__ import annotations
@@ -13,29 +12,88 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .dtypes import DTYPE_NUMBERS
+from .buffers import SMALL_BYTES, Scratch, cut, lent, memory, new_bytes, no_memory
 from .errors import CodecError
 from .frame import (
     ALIGNMENT,
+    DTYPE_NUMBERS,
     MASKED,
     Header,
+    Promise,
     accounts,
+    check_bytes,
     check_memory,
     header_bytes,
     no_tensor,
     read_header,
     write_header,
 )
-from .geometry import Geometry, Words, contiguous, gather, geometry, in_memory, resolved
-from .masked import bitmap_of, has_bitmap, pack_masked
-from .memory import SMALL_BYTES, cut, new_bytes
-from .pool import Scratch
-from .promise import Promise
+from .geometry import Geometry, Words, contiguous, gather, geometry, in_memory, resolved, scatter
+from .names import HOST
 from .raw import Codec, Raw
 from .registry import CODECS as CODECS
 from .registry import LOSSY_CODECS as LOSSY_CODECS
 from .registry import ZERO_VALUE, codec_named, inner_of
-from .unpack import check_bytes, unpacked
+from .zero_value import bitmap_for, bitmap_of, has_bitmap, pack_masked, unpack_masked
+
+_CPU = torch.device(HOST)
+_PLAIN = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64})
+_SHORT = 1 << 14  # bytes: where algorithms are deterministic torch fills the memory first, which is soon done
+
+
+def unpacked(frame: Tensor, header: Header, buffer: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """The tensor of ``frame``, whose header is ``header``; arguments and errors as ``codec.decode``."""
+    try:
+        return None if header.dtype is None else _laid_out(frame, header, header.dtype, buffer, mask)
+    except (MemoryError, RuntimeError) as error:  # torch has no kind of its own for memory that is not there
+        raise no_memory(error) from error
+
+
+@lru_cache(maxsize=1024)
+def _reading(header: Header) -> tuple[int, Geometry, Codec, bool]:
+    """Where the payload begins, what it is, and whether it is that of a short tensor like most."""
+    geo, codec = header.geometry, codec_named(header.codec)
+    if not header.flags & MASKED and not codec.fits(geo.num_words, geo.word_bits, header.payload_bytes):
+        found = f"{header.payload_bytes} bytes for {geo.num_stored} elements of {geo.item_bytes}"
+        raise CodecError(f"a {header.codec} payload suits its elements, found {found}; it is damaged")
+    short = 0 < geo.span * geo.item_bytes <= _SHORT and header.dtype in _PLAIN and geo.order == "dense"
+    return header_bytes(len(header.sizes)), geo, codec, short and not header.flags and not header.address
+
+
+def _laid_out(
+    frame: Tensor, header: Header, dtype: torch.dtype, buffer: Tensor | None, mask: Tensor | None
+) -> Tensor:
+    start, geo, codec, short = _reading(header)
+    if short and buffer is None:  # the same memory by fewer calls
+        tensor = torch.empty_strided(header.sizes, header.strides, dtype=dtype, device=_CPU)
+        address = tensor.data_ptr() if type(tensor) is Tensor else 0  # a mode of torch may give another
+        if address and not address % ALIGNMENT:
+            out = Words(address, geo.num_words, geo.word_bits, dtype)
+            codec.unpack(frame.data_ptr() + start, header.payload_bytes, out)
+            return tensor
+    bitmap = bitmap_for(header, mask, ZERO_VALUE) if header.flags & MASKED else None
+    needed = header.address + geo.span * geo.item_bytes
+    storage, base = memory(needed) if buffer is None else lent(buffer, needed, geo.item_bytes)
+    first = base + header.address
+    words = None if geo.order == "dense" else new_bytes(geo.num_words * geo.word_bits // 8)
+    address = storage.data_ptr() + first if words is None else words.data_ptr()
+    out = Words(address, geo.num_words, geo.word_bits, dtype)
+    if bitmap is None:
+        codec.unpack(frame.data_ptr() + start, header.payload_bytes, out)
+    else:
+        inner = inner_of(header.codec)
+        unpack_masked(frame.data_ptr() + start, header.payload_bytes, bitmap, out, ZERO_VALUE, inner)
+    if dtype is torch.bool:  # kernels do not agree on what another byte than 0 and 1 means
+        flat = torch.empty(0, dtype=torch.uint8).set_(storage, first, (geo.num_words,), (1,))
+        (flat if words is None else words).ne_(0)
+    if words is not None:
+        scatter(words, storage, first, geo)
+    if dtype.is_complex:  # torch.empty warns of the experimental ones, which the sender chose
+        tensor = torch.empty(0, dtype=torch.uint8).view(dtype)
+    else:
+        tensor = torch.empty(0, dtype=dtype)
+    return tensor.set_(storage, first // geo.item_bytes, geo.sizes, geo.strides)
+
 
 _kept = Scratch()
 
@@ -59,7 +117,7 @@ def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | N
             f"a frame carries a tensor or None, found a {type(tensor).__name__}; convert it first"
         )
     if tensor is not None and tensor.is_cuda:
-        from . import gpu  # brings Triton
+        from . import gpu
 
         return gpu.encode(tensor, codec, requires_grad=tensor.requires_grad, mask=mask)
     most = header_bytes(0) if tensor is None else _layout(_geometry_of(tensor), codec)[2]

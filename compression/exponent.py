@@ -27,13 +27,11 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from .dtypes import FLOATS
 from .errors import CodecError
-from .frame import ALIGNMENT, BLOCK, aligned
+from .frame import ALIGNMENT, BLOCK, FLOATS, aligned
 from .geometry import Words
-from .kernels import exponent_cpu
-from .kernels.exponent_ir import BLOCK_TAIL_BYTES
-from .kernels.exponent_isa import GROUP, NUM_LEVELS, PLANS, TABLE_BYTES, escape
+from .kernels.exponent_ir import BLOCK_TAIL_BYTES, GROUP, NUM_LEVELS, PLANS, TABLE_BYTES, escape
+from .kernels.jit import ExponentKernels, exponent_kernels
 from .raw import Packed, Raw
 from .zero_value import STREAM_BYTES
 
@@ -82,15 +80,15 @@ class Exponent:
 
     name, dtypes = "exponent", FLOATS
 
-    def __init__(self, kernels: exponent_cpu.ExponentKernels | None = None) -> None:
+    def __init__(self, kernels: ExponentKernels | None = None) -> None:
         """Use ``kernels``; default: the host's best, built at the first use."""
         self._kernels = kernels
 
     @property
-    def kernels(self) -> exponent_cpu.ExponentKernels:
+    def kernels(self) -> ExponentKernels:
         """The compiled loops."""
         if self._kernels is None:
-            self._kernels = exponent_cpu.build()
+            self._kernels = exponent_kernels()
         return self._kernels
 
     def max_bytes(self, num_words: int, bits: int) -> int:

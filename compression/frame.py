@@ -11,7 +11,9 @@ every section at a multiple of 64 bytes::
     offsets  u64 per block of 4,096 words: how many values stand before the block's end     zero_value only
     values   the words that are not zero (raw: all words), in memory order
 
-A word is an element, or an 8-byte half of a complex128.
+A word is an element, or an 8-byte half of a complex128. The numbers of dtypes are for ever: a frame on disk
+outlives the release that wrote it, and no name is ever evaluated. A frame may come from anybody who reaches
+the port, so a receiver holds it against its ``Promise`` before anything is allocated.
 """
 
 from __future__ import annotations
@@ -29,9 +31,28 @@ import torch
 from torch import Tensor
 
 from . import names
-from .dtypes import DTYPE_NUMBERS, DTYPES
 from .errors import CodecError
 from .geometry import MAX_DIMS, MAX_SPREAD, Geometry, geometry, in_memory
+from .names import AUTO, lossless
+
+# A dtype's number is its place here: append, never reorder. 0 stands for no tensor.
+_NAMES = """
+    none uint8 int8 bool uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64
+    complex32 complex64 complex128 bcomplex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz
+    float8_e8m0fnu float4_e2m1fn_x2 bits8 bits16 bits1x8 bits2x4 bits4x2 int1 int2 int3 int4 int5 int6 int7
+    uint1 uint2 uint3 uint4 uint5 uint6 uint7
+""".split()
+
+DTYPES: dict[int, torch.dtype] = {
+    number: getattr(torch, name) for number, name in enumerate(_NAMES) if number and hasattr(torch, name)
+}
+DTYPE_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
+
+# What a codec's ``dtypes`` are made of: those on which ``codec=auto`` tries it.
+FLOATS = frozenset(dtype for dtype in DTYPES.values() if dtype.is_floating_point)
+OTHERS = frozenset(DTYPES.values()) - FLOATS
+ON_REQUEST: frozenset[torch.dtype] = frozenset()  # only where it is asked for by name
+
 
 MAGIC, VERSION = b"PNST", 1
 ALIGNMENT = 64
@@ -241,3 +262,75 @@ def _check(header: Header) -> None:
     if not fits:
         found = f"{payload} bytes for {geo.num_stored} elements of {geo.item_bytes}, span {geo.span}"
         raise CodecError(f"a {header.codec} payload suits its elements, found {found}; it is damaged")
+
+
+NUMBERS = (torch.bool, torch.int64, torch.float64)
+
+
+class Promise(NamedTuple):
+    """The frame that will come; a tuple, since one is made for every message.
+
+    Any address mod 64 is lawful: it costs 63 bytes at most, and moves no element to another one's place.
+    """
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...] | None  # None: any that a frame can have, so up to 64 times the tensor's bytes
+    codecs: frozenset[str]
+    requires_grad: bool = False
+    masked: bool = False  # whether it may be values alone, at the set bits of the mask that the reader has
+    none: bool = False  # whether a frame of None may come instead
+    number: bool = False  # a Python number, whose type may be another than it was
+    frozen: bool = False  # whether it may ask for no gradient all the same: it was frozen since
+
+    def hold(self, header: Header) -> None:
+        """Raise CodecError unless ``header`` is what was promised."""
+        codec, dtype, sizes, strides, _, flags, _, requires_grad, _ = header
+        if dtype is None and self.none:
+            return
+        kept = dtype is self.dtype or (self.number and dtype in NUMBERS)
+        kept = kept and sizes == self.sizes and codec in self.codecs
+        kept = kept and (strides == self.strides or self.strides is None)
+        kept = kept and (requires_grad == self.requires_grad or (self.frozen and not requires_grad))
+        if not kept or (flags == MASKED and not self.masked):
+            remedy = "give every rank the same model and plan, and let nobody else reach its ports"
+            raise CodecError(f"a frame brings what was promised, {self._difference(header)}; {remedy}")
+
+    def _difference(self, header: Header) -> str:
+        """The first thing that is not as it was promised."""
+        if header.dtype is None:
+            return f"a tensor of {self.dtype} and sizes {self.sizes}, found None"
+        strides = header.strides if self.strides is None else self.strides
+        dtype = header.dtype if self.number and header.dtype in NUMBERS else self.dtype
+        asks = self.requires_grad and (header.requires_grad or not self.frozen)
+        codec = header.codec if header.codec in self.codecs else " or ".join(sorted(self.codecs))
+        for name, promised, found in (
+            ("dtype", dtype, header.dtype),
+            ("sizes", self.sizes, header.sizes),
+            ("strides", strides, header.strides),
+            ("codec", codec, header.codec),
+            ("requires_grad", asks, header.requires_grad),
+        ):
+            if promised != found:
+                return f"{name} {promised}, found {found}"
+        return "all values, found those at the set bits of a mask"
+
+
+@lru_cache(maxsize=64)
+def written_by(codec: str) -> frozenset[str]:
+    """The codecs that frames packed with ``codec`` may name: its parts, where a whole does not shrink.
+
+    Under "auto" those are all that lose nothing."""
+    if codec == AUTO:
+        return frozenset(lossless())
+    return frozenset({"raw", codec, *codec.split("+")})
+
+
+def check_bytes(header: Header, max_bytes: int | None) -> None:
+    """Raise CodecError if the tensor of ``header`` has more than ``max_bytes``, as it lies or as a copy."""
+    if max_bytes is None or header.dtype is None:
+        return
+    geo = header.geometry
+    found = max(geo.span, geo.num_elements) * geo.item_bytes
+    if found > max_bytes:
+        raise CodecError(f"this tensor may have {max_bytes} bytes, found {found}; raise max_bytes to take it")

@@ -87,7 +87,7 @@ def _pack(words: Tensor, payload: Tensor, facts: Tensor, *, head: int, alone: in
     Args:    payload: at its start for all words, behind ``head`` bytes for values.
              alone: the codec's number where zero_value left nothing out.
     """
-    plans, loops, device = kernels("gpu_exponent_plan"), kernels("gpu_exponent"), words.device
+    loops, device = kernels("gpu_exponent"), words.device
     num_words, num_bytes, bits = words.numel(), words.nbytes, 8 * words.element_size()
     num_blocks = -(-num_words // BLOCK)
     state, book = torch.empty(_STATE + _BOOK, dtype=torch.int64, device=device).split([_STATE, _BOOK])
@@ -95,7 +95,7 @@ def _pack(words: Tensor, payload: Tensor, facts: Tensor, *, head: int, alone: in
     heads, lengths = torch.empty((2, num_blocks), dtype=torch.int64, device=device)
     book, numbers = book.view(torch.uint8), (num_words, head, alone, _BOTH)
     rules = options(16, BITS=bits, RUNS=_RUNS, SHORTEST=_SHORTEST, PERCENT=_LEAST_PERCENT)
-    plans.choose_plan[(1,)](words, facts, state, book, *numbers, **rules)
+    loops.choose_plan[(1,)](words, facts, state, book, *numbers, **rules)
     made, grid, launch = (
         (words, state, book, codes2, codes3, heads),
         (num_blocks,),
@@ -112,7 +112,7 @@ def _unpack(payload: Tensor, number: Tensor, out: Tensor, dtype: torch.dtype) ->
     bits, num_blocks = 8 * out.element_size(), -(-out.numel() // BLOCK)
     if _DTYPES.get(dtype) != bits:
         raise CodecError(f"an exponent frame has floats of 32 or 16 bits, found {dtype}; it was damaged")
-    loops, error = kernels("gpu_exponent_restore"), no_error(out.device)
+    loops, error = kernels("gpu_exponent"), no_error(out.device)
     second, first = torch.empty((2, num_blocks * BLOCK), dtype=torch.uint8, device=out.device)
     sizes, grid, launch = (payload.numel(), out.numel()), (num_blocks,), options(_WARPS, BITS=bits)
     loops.restore_escapes[grid](payload, number, payload, second, error, *sizes, LEVEL=3, **launch)

@@ -16,9 +16,9 @@ from . import gpu, gpu_zero_value
 from .errors import CodecError
 from .frame import MASKED, Header, header_bytes, sections
 from .geometry import gather, resolved
-from .gpu_checks import geometry_of
+from .gpu import geometry_of
 from .gpu_launch import at_64, empty
-from .masked import Bitmap, has_bitmap, shows_bitmap
+from .zero_value import Bitmap, has_bitmap, shows_bitmap
 
 
 class Packed(NamedTuple):

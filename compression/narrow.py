@@ -19,10 +19,10 @@ from collections.abc import Callable
 
 import torch
 
-from .dtypes import OTHERS
 from .errors import CodecError
+from .frame import OTHERS
 from .geometry import Words
-from .kernels import loops
+from .kernels.jit import narrow_kernels
 from .kernels.narrow_ir import ROW_BYTES
 from .raw import Packed, Raw
 
@@ -135,4 +135,4 @@ class Narrow:
             ctypes.memmove(out.address + num_groups * group, copy, rest)
 
     def _kernel(self, verb: str, bits: int) -> Callable[..., None]:
-        return loops.build("narrow", self._isa).call[f"{verb}{bits}"]
+        return narrow_kernels(self._isa).call[f"{verb}{bits}"]

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from .dtypes import FLOATS, OTHERS
+from .frame import FLOATS, OTHERS
 from .geometry import Words
 
 

@@ -6,11 +6,10 @@ Source: patent CN115016937A, claim 7 (zero-value compression); the others are na
 from __future__ import annotations
 
 from .byte_plane import BytePlane
-from .combined import Combined
+from .chained import Combined, ZeroValueLz4
 from .exponent import Exponent
-from .kernels import exponent_cpu
+from .kernels.jit import exponent_kernels
 from .lossy import LOSSY_CODECS
-from .lz import ZeroValueLz4
 from .names import check_name
 from .narrow import Narrow
 from .raw import Codec, Raw
@@ -22,7 +21,7 @@ def codecs_on(isa: str | None, zero_value: ZeroValue) -> dict[str, Codec]:
 
     Raises: CodecError: this machine has no such instruction set.
     """
-    exponent, byte_plane = Exponent(exponent_cpu.build(isa) if isa else None), BytePlane(isa)
+    exponent, byte_plane = Exponent(exponent_kernels(isa) if isa else None), BytePlane(isa)
     simple = Raw(), zero_value, ZeroValueLz4(zero_value), exponent
     others = Combined(zero_value, exponent), byte_plane, Combined(zero_value, byte_plane), Narrow(isa)
     return {codec.name: codec for codec in (*simple, *others)}

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..compression.errors import PlanError
-from ..stages.memory.options import NO_OPTIONS, MemoryOptions
-from ..stages.memory.room import ANYWHERE, DiskOptions
+from ..stages.memory.byte_budget import NO_OPTIONS, MemoryOptions
+from ..stages.memory.swap_file import ANYWHERE, DiskOptions
 from ..stages.planner.plan import Plan
 from .ranks.world import World
 from .runtime import facts

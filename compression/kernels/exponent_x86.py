@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .exponent_isa import (
+from .exponent_ir import (
     BOOLS,
     BYTES,
     EIGHTS,
@@ -202,3 +202,8 @@ def _move(orders: str, j: int) -> str:
   %order.wide{j} = shufflevector <8 x i8> %order{j}, <8 x i8> poison, <16 x i32> {wide}
   %moved.wide{j} = call {pair} @llvm.x86.ssse3.pshuf.b.128({operands})
   %moved{j} = shufflevector {pair} %moved.wide{j}, {pair} poison, <8 x i32> {narrow}"""
+
+
+STEPS: dict[str, type[PortableExponents]] = {
+    kind.name: kind for kind in (Avx512Exponents, Avx2Exponents, PortableExponents)
+}

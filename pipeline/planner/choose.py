@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ...compression.errors import PlanError
 from ...compression.names import AUTO, HOST
-from ...stages.planner.layer_profile import Profile
+from ...stages.planner.network_profile import Profile
 from ...stages.planner.plan import Plan
 from ...stages.planner.plan_stage import PlanStage
 from ...stages.units import share_of, show_bytes

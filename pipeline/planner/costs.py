@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ...stages.memory.options import NEAR
-from ...stages.planner.layer_profile import LayerProfile, Profile, ValueProfile, sizes_of
+from ...stages.memory.byte_budget import NEAR
+from ...stages.planner.memory_model import NEIGHBOURS, Copies
+from ...stages.planner.network_profile import LayerProfile, Profile, ValueProfile, sizes_of
 from ...stages.planner.plan_stage import PlanStage
-from ...stages.planner.rank_memory import NEIGHBOURS, Copies
 from .split import TOLERANCE, Span
 
 BESIDE = 8  # one part in so many of a budget is for frames, the layer that runs, what waits to be written

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ...compression.errors import PlanError
 from ...compression.names import AUTO, check_name
-from ...stages.planner.layer_profile import Profile
+from ...stages.planner.network_profile import Profile
 from ..schedules.placement import layout, placed
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ...compression.errors import PlanError
-from ...stages.planner.layer_profile import Profile
+from ...stages.planner.network_profile import Profile
 
 
 def allowed_cuts(profile: Profile) -> list[int]:

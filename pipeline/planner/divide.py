@@ -14,8 +14,7 @@ from math import comb
 from typing import Any
 
 from ...compression.errors import PlanError
-from ...stages.planner.asked import Asked
-from ...stages.planner.plan import Plan
+from ...stages.planner.plan import Asked, Plan
 from ...stages.planner.rules import check_replicated
 from ..schedules.simulate import simulate_plan
 from .choose import TooSmall

@@ -14,11 +14,10 @@ from itertools import pairwise
 from typing import Any
 
 from ...compression.names import AUTO
-from ...stages.planner.asked import Asked
-from ...stages.planner.dealing import counts_of, split_shares
-from ...stages.planner.layer_profile import Profile
-from ...stages.planner.plan import Plan
-from ...stages.planner.rank_memory import Copies, copies, exchanges
+from ...stages.planner.memory_model import Copies, copies, exchanges
+from ...stages.planner.network_profile import Profile
+from ...stages.planner.plan import Asked, Plan
+from ...stages.planner.plan_stage import counts_of, split_shares
 from ...stages.planner.rules import check_replicas, streams
 from ...stages.units import parse_bytes, parse_rate, show_bytes
 from ..schedules import schedule_named

@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ...compression.buffers import Frame, Pool, new_bytes
 from ...compression.frame import Header, header_bytes
-from ...compression.memory import new_bytes
-from ...compression.pool import Frame, Pool
 from ...stages.device import Device
 from ...stages.work import Work
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ...compression.pool import Pool
+from ...compression.buffers import Pool
 from ...stages.device import Device
 from .groups import thread_of
 from .staged import Direct, StagedTransport

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 
+from ...compression.buffers import Frame
 from ...compression.frame import MAX_HEADER_BYTES, header_bytes, parse_header, write_header
-from ...compression.pool import Frame
 from ...stages.device import Device
 from ...stages.worker import Worker
 from ..schedules.messages import Message, StepMessages

@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from ...compression.buffers import Frame, Pool
 from ...compression.errors import TransportError
-from ...compression.pool import Frame, Pool
 from ..schedules.messages import Message, StepMessages
 from .notices import of_gloo
 from .world import World

@@ -22,7 +22,7 @@ from ...conf.groups import OF_THE_RUN, OURS
 from ...conf.parts import MemoryConfig
 from ...stages.autocast import grad_scaler
 from ...stages.device import CPU
-from ...stages.memory.options import MemoryOptions
+from ...stages.memory.byte_budget import MemoryOptions
 from ..samples.given import samples_of
 from ..samples.samples import Description, Samples
 from ..samples.storage import local_copy

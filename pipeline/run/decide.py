@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...compression.errors import PlanError
 from ...compression.names import AUTO
 from ...conf.schema import PlanConfig
-from ...stages.memory.disk_rate import disk_rate
-from ...stages.memory.room import DiskOptions
-from ...stages.planner.layer_profile import Profile
+from ...stages.memory.disk import disk_rate
+from ...stages.memory.swap_file import DiskOptions
 from ...stages.planner.measure import measure
+from ...stages.planner.network_profile import Profile
 from ...stages.planner.plan import Plan
-from ...stages.tracing.graph import trace
 from ...stages.tracing.layer_graph import LayerGraph
+from ...stages.tracing.tracer import trace
 from ...stages.units import is_zero, share_of
 from ..planner.choose import bytes_of_share
 from ..planner.partition import partition

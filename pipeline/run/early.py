@@ -17,8 +17,8 @@ from ...conf.parts import EVEN, MEASURED, MemoryConfig
 from ...conf.planning import PlanningConfig
 from ...conf.rules import count_or_auto
 from ...conf.schema import PlanConfig, TrainConfig
-from ...stages.planner.dealing import split_shares
 from ...stages.planner.plan import Plan, check_tiers
+from ...stages.planner.plan_stage import split_shares
 from ...stages.planner.rules import check_mirror, check_replicas, check_replicated, check_versions
 from ...stages.units import is_zero, parse_bytes, parse_rate, share_of
 from ..ranks.launch import check_ranks

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...compression.codec import decode, encode
 from ...compression.errors import ConfigError
-from ...stages.memory.tensor_memory import TensorMemory
+from ...stages.memory.evictable_tensor import TensorMemory
 from ...stages.tensor_file import in_order, write_tensors
 from ..pipeline import Pipeline
 from .bare import is_bare

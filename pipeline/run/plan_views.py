@@ -7,8 +7,8 @@ from pathlib import Path
 from ...conf.parts import MEASURED
 from ...conf.planning import PlanningConfig
 from ...stages.planner.layer_dependencies import dependencies
-from ...stages.planner.layer_profile import Profile
 from ...stages.planner.memory_table import rows, save, table
+from ...stages.planner.network_profile import Profile
 from ...stages.planner.plan import Plan
 from ...stages.tracing.layer_graph import LayerGraph
 from ..weights.optimizers import state_per_byte

@@ -14,7 +14,7 @@ from ...compression.errors import ConfigError
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.planner.plan import Plan
 from ...stages.planner.rules import STREAM
-from ...stages.tracing.capture.call import Example
+from ...stages.tracing.capture.call_spec import Example
 from ..samples.samples import Samples
 
 

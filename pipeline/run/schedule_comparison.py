@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import Any
 
 from ...compression.errors import PenstockError, PlanError
-from ...stages.planner.dealing import counts_of
-from ...stages.planner.layer_profile import Profile, sizes_of
+from ...stages.planner.memory_model import copies, exchanges
+from ...stages.planner.network_profile import Profile, sizes_of
 from ...stages.planner.plan import Plan
-from ...stages.planner.rank_memory import copies, exchanges
+from ...stages.planner.plan_stage import counts_of
 from ...stages.units import show_bytes, show_seconds
 from ..planner.costs import with_margin
 from ..planner.partition import partition

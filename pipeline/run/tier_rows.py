@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from ...stages.memory.tiers import NAMES
+from ...stages.memory.byte_budget import NAMES
 from ...stages.units import show_bytes
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...compression.errors import PlanError
 from ...stages.planner.plan import Plan
 from ...stages.planner.rules import STREAM
-from ...stages.stage.route import Route
-from ...stages.tracing.graph import LayerGraph, fingerprint
-from ...stages.tracing.probe import Probe
+from ...stages.stage.value_routing import Route
+from ...stages.tracing.dataflow import Probe
+from ...stages.tracing.tracer import LayerGraph, fingerprint
 from ..ranks.groups import check_own
 from ..ranks.world import World
 from ..weights.update import SCOPES, Named

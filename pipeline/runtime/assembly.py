@@ -17,16 +17,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...stages.device import Device, is_gpu
 from ...stages.memory.arena import Arena
-from ...stages.memory.options import MemoryOptions
-from ...stages.memory.room import DiskOptions
-from ...stages.memory.store import StoreOptions
-from ...stages.memory.thread import MemoryThread
-from ...stages.memory.tiers import Tiers
+from ...stages.memory.byte_budget import MemoryOptions, Tiers
+from ...stages.memory.prefetch import MemoryThread
+from ...stages.memory.stores import StoreOptions
+from ...stages.memory.swap_file import DiskOptions
 from ...stages.places import home_of
 from ...stages.planner.examples import graph_of
 from ...stages.planner.plan import Plan
 from ...stages.planner.rules import STREAM
-from ...stages.stage.guard import Guard
+from ...stages.stage.nan_check import Guard
 from ..ranks.nccl import identity_of, transport_of
 from ..ranks.transport import Transport
 from ..ranks.world import World

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...compression.choose import Cost, candidates, sample, trial
+from ...compression.buffers import Pool
 from ...compression.codec import encode
-from ...compression.masked import has_bitmap
+from ...compression.codec_cost import Cost, candidates, sample, trial
 from ...compression.names import AUTO, check_name
-from ...compression.pool import Pool
+from ...compression.zero_value import has_bitmap
 from ..ranks.links import measured_rates
 from ..ranks.world import World
 from ..schedules.messages import Flow, Message, StepMessages

@@ -21,7 +21,7 @@ import torch
 from ...compression.errors import CheckpointError
 from ...stages.device import is_gpu
 from ...stages.files import open_regular, reason, refusing, save_json, sync
-from ...stages.memory.tensor_memory import TensorMemory
+from ...stages.memory.evictable_tensor import TensorMemory
 from ...stages.tensor_file import Receipt, TensorFile, checksum, write_tensors
 from ..weights.update import Update
 from .on_demand import Unread, on_demand

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compression.buffers import Frame
 from ...compression.codec import buffer_bytes
 from ...compression.errors import CodecError, StageError
-from ...compression.frame import Header, header_bytes, read_header
-from ...compression.pool import Frame
-from ...compression.promise import Promise
+from ...compression.frame import Header, Promise, header_bytes, read_header
 from ...stages.device import Device
 from ...stages.stage.stage import Stage
 from ..ranks.device_frame import DeviceFrame, DevicePool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from ...compression.pool import Frame
+from ...compression.buffers import Frame
 from ...stages.device import Device
 from ...stages.stage.stage import Stage
 from ..schedules.instruction import Instruction

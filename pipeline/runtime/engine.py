@@ -16,11 +16,10 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ...stages.device import Device
-from ...stages.memory.thread import MemoryThread
-from ...stages.memory.timeline import Pass
+from ...stages.memory.prefetch import MemoryThread, Pass
 from ...stages.seeds import layer_seed
 from ...stages.stage.stage import Stage
-from ...stages.tracing.flags import Flags
+from ...stages.tracing.guards import Flags
 from ..ranks.transport import Transport
 from ..schedules.instruction import Instruction, Op
 from ..weights.update import Update

@@ -24,8 +24,8 @@ from ... import __version__
 from ...stages.autocast import autocast_state
 from ...stages.device import CPU, KINDS
 from ...stages.split_inputs import Column
-from ...stages.tracing.graph import LayerGraph
 from ...stages.tracing.layers import parts_of
+from ...stages.tracing.tracer import LayerGraph
 from ..weights.update import Named
 
 BUILD = "install the same build on every rank"

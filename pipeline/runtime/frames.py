@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from ...compression.buffers import Frame
 from ...compression.codec import buffer_bytes, decode_received, pack_into
 from ...compression.errors import CodecError, StageError
+from ...compression.frame import Promise
 from ...compression.geometry import geometry
 from ...compression.names import HOST
-from ...compression.pool import Frame
-from ...compression.promise import Promise
-from ...stages.tracing.probe import NUMBERS
+from ...stages.tracing.dataflow import NUMBERS
 from ..ranks.transport import Transport
 from ..schedules.instruction import Instruction
 from ..schedules.messages import Message

@@ -32,8 +32,7 @@ from ...compression.errors import StageError
 from ...stages import memory
 from ...stages.meta_watch import tensors_in, written_by
 from ...stages.seeds import TURN, generators_of, states_of
-from ...stages.tracing.contents import OWN_STATE, Facts, change, contents
-from ...stages.tracing.reach import is_foreign, walk
+from ...stages.tracing.object_snapshot import OWN_STATE, Facts, change, contents, is_foreign, walk
 from ..schedules.instruction import Instruction, Op
 from .step import Step
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...compression.pool import Frame
+from ...compression.buffers import Frame
 from ...stages.stage.stage import Stage
 from ..schedules.instruction import Instruction, Op
 from ..schedules.messages import Flow, Message

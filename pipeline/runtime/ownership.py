@@ -14,22 +14,20 @@ from ...compression.codec import CODECS
 from ...compression.errors import ConfigError, PlanError
 from ...compression.names import AUTO
 from ...stages.device import Device
-from ...stages.memory.disk import Disk
-from ...stages.memory.io_threads import MOST_WAITING, REQUEST_BYTES
-from ...stages.memory.mirror import Mirror
+from ...stages.memory.byte_budget import Tiers
+from ...stages.memory.disk import MOST_WAITING, REQUEST_BYTES, Disk
+from ...stages.memory.parameter_offload import Mirror
+from ...stages.memory.prefetch import MemoryThread
 from ...stages.memory.readers import but_staying, directly_read, readers_of, sharing
-from ...stages.memory.room import DiskOptions
-from ...stages.memory.store import UNLIMITED, StoreOptions
-from ...stages.memory.stores import open_store
-from ...stages.memory.thread import MemoryThread
-from ...stages.memory.tiers import Tiers
+from ...stages.memory.stores import UNLIMITED, StoreOptions, open_store
+from ...stages.memory.swap_file import DiskOptions
 from ...stages.planner.measure import owned_parameters
 from ...stages.planner.plan import Plan
-from ...stages.stage.guard import Guard
+from ...stages.stage.nan_check import Guard
 from ...stages.stage.stage import Stage
 from ...stages.tracing.aliases import said
-from ...stages.tracing.graph import LayerGraph
 from ...stages.tracing.layers import parts_of
+from ...stages.tracing.tracer import LayerGraph
 from ...stages.weights.stashing import versions_of
 from ..ranks.world import World
 from ..weights.flat import owners_of

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ...compression.masked import has_bitmap
+from ...compression.zero_value import has_bitmap
 from ..schedules.messages import Flow, Message, StepMessages
 from ..schedules.prices import MASKED
 from ..schedules.span import Span

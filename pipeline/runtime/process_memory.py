@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from ...compression.pool import Pool
+from ...compression.buffers import Pool
 from ...stages.device import Device
-from ...stages.memory.mirror import Mirror
-from ...stages.memory.tiers import Tiers
+from ...stages.memory.byte_budget import Tiers
+from ...stages.memory.parameter_offload import Mirror
+from ...stages.planner.memory_model import copies
 from ...stages.planner.plan import Plan
-from ...stages.planner.rank_memory import copies
 from ..schedules.span import Span
 from .report import StageReport
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from ...compression.errors import Disagreement, PlanError, StageError
 from ...stages.planner.plan import Plan
-from ...stages.tracing.graph import LayerGraph
 from ...stages.tracing.layers import is_local
+from ...stages.tracing.tracer import LayerGraph
 from .running_statistics import BUFFERS, batch_norms
 
 Named = Iterable[tuple[str, torch.Tensor]]

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...compression.errors import StageError
 from ...stages.stage.stage import Stage
-from ...stages.tracing.leaves import is_compiled
+from ...stages.tracing.leaf_modules import is_compiled
 from ..ranks.replica_group import ReplicaGroup
 from .unread import Unread, unwatched
 

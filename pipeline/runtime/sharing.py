@@ -10,8 +10,8 @@ import abc
 from collections.abc import Mapping, Sequence
 
 from ...compression.errors import PlanError
-from ...stages.planner.dealing import counts_of
 from ...stages.planner.plan import Plan
+from ...stages.planner.plan_stage import counts_of
 from ..schedules.shares import Shares, better, smoothed
 
 MEASURED = "measured"

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from ...compression.errors import PlanError
-from ...compression.promise import written_by
+from ...compression.frame import written_by
 from ...stages.planner.plan import Plan
-from ...stages.stage.route import Route, edges, follow, routes, stage_of_layers
-from ...stages.tracing.flags import Flags
-from ...stages.tracing.graph import LayerGraph
+from ...stages.stage.value_routing import Route, edges, follow, routes, stage_of_layers
+from ...stages.tracing.dataflow import Probe
+from ...stages.tracing.guards import Flags
 from ...stages.tracing.layers import Layer, Traced
-from ...stages.tracing.probe import Probe
-from ...stages.tracing.shapes import Shapes
+from ...stages.tracing.shape_inference import Shapes
+from ...stages.tracing.tracer import LayerGraph
 from ..ranks.world import World
 from ..schedules.instruction import Instruction, Op
 from ..schedules.messages import StepMessages, micro_batch_messages, step_messages

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from ...compression.errors import PlanError
 from ...stages.planner.plan import Plan
 from ...stages.planner.rules import STREAM
-from ...stages.stage.route import Route
-from ...stages.tracing.probe import Probe
+from ...stages.stage.value_routing import Route
+from ...stages.tracing.dataflow import Probe
 from ..schedules.endless import StreamState, between
 from ..schedules.instruction import Op
 from ..schedules.messages import (

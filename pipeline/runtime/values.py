@@ -15,9 +15,9 @@ from torch import nn
 from ...compression.errors import PlanError
 from ...stages.device import Device
 from ...stages.seeds import layer_seed, seeded
-from ...stages.tracing.graph import LayerGraph
 from ...stages.tracing.layers import parts_of
 from ...stages.tracing.meta_model import has_meta
+from ...stages.tracing.tracer import LayerGraph
 from ...stages.weights_file import WeightsFile
 from .ownership import Ownership
 from .state import readers_of_buffers

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from ...compression.frame import frame_bytes
-from ...compression.promise import Promise
-from ...stages.stage.route import Route
-from ...stages.tracing.probe import Value
+from ...compression.frame import Promise, frame_bytes
+from ...stages.stage.value_routing import Route
+from ...stages.tracing.dataflow import Value
 from .instruction import Instruction, Op
 
 _RAW = frozenset({"raw"})

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from itertools import product
 
-from ...compression.choose import Cost
-from ...compression.masked import has_bitmap
+from ...compression.codec_cost import Cost
+from ...compression.zero_value import has_bitmap
 from .instruction import Instruction
 from .messages import Flow, Message, StepMessages
 from .simulate import step_seconds

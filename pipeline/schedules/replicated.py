@@ -14,8 +14,8 @@ import math
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from ...stages.planner.dealing import place_of
 from ...stages.planner.plan import Plan
+from ...stages.planner.plan_stage import place_of
 from . import Schedule, schedule_named
 from .instruction import Instruction
 

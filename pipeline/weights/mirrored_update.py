@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ...stages.memory.mirror import Mirror
-from ...stages.memory.tensor_memory import TensorMemory
+from ...stages.memory.evictable_tensor import TensorMemory
+from ...stages.memory.parameter_offload import Mirror
 from .clip import device_of, norm_together, norms, total_norm
 from .separability import InTurn, check_separable
 from .update import Has, Update

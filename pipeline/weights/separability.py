@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...compression.errors import PlanError
-from ...stages.tracing.comparison import same_bits
+from ...stages.tracing.verify import same_bits
 from .optimizers import Make, Named, make_optimizer, optimizer_like, random_kept, settings_of
 
 SEPARABLE = frozenset(

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from ...compression.errors import PlanError
 from ...stages.device import CPU
-from ...stages.memory.tensor_memory import TensorMemory
-from ...stages.tracing.comparison import same_bits
+from ...stages.memory.evictable_tensor import TensorMemory
+from ...stages.tracing.verify import same_bits
 from .optimizers import optimizer_like, random_kept, settings_of
 from .separability import SEPARABLE
 

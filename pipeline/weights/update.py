@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ...stages.device import CPU
-from ...stages.memory.tensor_memory import TensorMemory
-from ...stages.stage.guard import Guard
+from ...stages.memory.evictable_tensor import TensorMemory
+from ...stages.stage.nan_check import Guard
 from ...stages.weights.versions import WeightVersions
 from ..ranks.world import World
 from .clip import clip_together

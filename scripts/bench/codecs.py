@@ -24,15 +24,21 @@ import torch.nn.functional as F
 from harness import Options, Results, alternate, medians, say, timed
 from torch import Tensor
 
+from penstock.compression.buffers import Pool
 from penstock.compression.codec import CODECS, decode, encode
 from penstock.compression.frame import header_bytes, read_header, sections
 from penstock.compression.geometry import Words
-from penstock.compression.kernels import cpu, jit
-from penstock.compression.masked import bitmap_for, bitmap_of, has_bitmap, pack_masked, unpack_masked
+from penstock.compression.kernels import jit
 from penstock.compression.names import lossless
-from penstock.compression.pool import Pool
 from penstock.compression.registry import codecs_on
-from penstock.compression.zero_value import ZeroValue
+from penstock.compression.zero_value import (
+    ZeroValue,
+    bitmap_for,
+    bitmap_of,
+    has_bitmap,
+    pack_masked,
+    unpack_masked,
+)
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.run import build
@@ -95,7 +101,9 @@ def bench(asked: Options, path: Path) -> Results:
     """Measure every codec on every class of tensors; results are printed and kept tensor by tensor."""
     config = harness.train_config(asked.job, {"threads": 1})
     torch.set_num_threads(config.threads or 1)
-    codecs = CODECS if asked.isa is None else codecs_on(asked.isa, ZeroValue(cpu.build(asked.isa)))
+    codecs = (
+        CODECS if asked.isa is None else codecs_on(asked.isa, ZeroValue(jit.zero_value_kernels(asked.isa)))
+    )
     results = Results(path, threads=config.threads, isa=asked.isa or jit.host_isas()[0], rows=[], overhead=[])
     packages = {name: version(name) for name in ("lz4", "zstandard", "blosc2") if find_spec(name)}
     results.content["versions"] |= packages

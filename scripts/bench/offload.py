@@ -41,12 +41,11 @@ from penstock.pipeline.run.epochs import loss
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.runtime.process_memory import ResidentMemory
 from penstock.stages.files import reason, save_json
-from penstock.stages.memory.disk import Disk
-from penstock.stages.memory.disk_rate import timed
-from penstock.stages.memory.room import DiskOptions
+from penstock.stages.memory.disk import Disk, timed
+from penstock.stages.memory.swap_file import DiskOptions
 from penstock.stages.planner.measure import measure
 from penstock.stages.planner.plan import Plan
-from penstock.stages.tracing.graph import trace
+from penstock.stages.tracing.tracer import trace
 from penstock.stages.units import parse_bytes, show_bytes
 
 KEPT, KEPT_AS_IT_COMES, SPEED = "kept", "kept_as_it_comes", "disk speed"

@@ -42,7 +42,7 @@ from penstock.pipeline.schedules.simulate import durations, simulate
 from penstock.pipeline.schedules.span import Span
 from penstock.stages.planner.measure import measure
 from penstock.stages.planner.plan import Plan
-from penstock.stages.tracing.graph import trace
+from penstock.stages.tracing.tracer import trace
 from penstock.stages.units import show_bytes, show_rate
 
 TORCH, ALL = "torch", "all"

@@ -21,11 +21,11 @@ from ...compression.errors import PenstockError
 from ...pipeline.pipeline import Pipeline
 from ...pipeline.planner.partition import partition
 from ...stages.device import CPU
-from ...stages.planner.layer_profile import Profile
 from ...stages.planner.measure import measure
+from ...stages.planner.network_profile import Profile
 from ...stages.planner.plan import Plan
-from ...stages.tracing.comparison import same_bits
-from ...stages.tracing.graph import LayerGraph, trace
+from ...stages.tracing.tracer import LayerGraph, trace
+from ...stages.tracing.verify import same_bits
 from .eager import drawing_calls, plain_step
 from .network import Batch, Network, given
 

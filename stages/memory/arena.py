@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ...compression.pool import Pool, size_class
+from ...compression.buffers import Pool, size_class
 
 _STEADY = 8  # steps that are alike, but not as planned, are the next plan
 

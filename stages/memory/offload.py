@@ -18,12 +18,10 @@ from torch import Tensor, nn
 
 from ...compression.errors import ConfigError, StageError
 from ..units import parse_bytes, show_bytes
-from .counters import Counters
-from .hooks import ParameterFilter, SavedTensorHooks
-from .packer import SavedTensorPacker
+from .packer import Counters, SavedTensorPacker
 from .saved_storage import SavedStorage
-from .store import StoreOptions, UnpooledBuffers
-from .stores import open_store
+from .saved_tensor_hooks import ParameterFilter, SavedTensorHooks
+from .stores import StoreOptions, UnpooledBuffers, open_store
 
 
 class Offload(Counters):

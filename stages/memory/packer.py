@@ -18,22 +18,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...compression.buffers import Frame, Pool
 from ...compression.codec import CODECS, buffer_bytes, decode, encode, pack_into
 from ...compression.errors import CodecError
 from ...compression.names import AUTO
-from ...compression.pool import Frame, Pool
 from ..device import is_gpu
 from ..worker import Worker
 from .copy_stream import CopyStream, CudaCopyStream
-from .layer_aware import Compact
-from .saved_storage import SavedStorage, WriteCounter
-from .store import Store, UnpooledBuffers
-from .tensor_view import Bytes, TensorView, bytes_around
+from .layer_codecs import Compact
+from .saved_storage import Bytes, SavedStorage, TensorView, WriteCounter, bytes_around
+from .stores import Store, UnpooledBuffers
 from .wire_frame import WireFrame
 
 FOR_SAVED = "zero_value+exponent"  # "auto": at memory speed, either where a sample says that it pays
@@ -235,3 +234,44 @@ def _bring_fetched(references: Sequence[weakref.ref[SavedStorage]]) -> None:
 
 def _nobody() -> None:
     """Nobody waits for room."""
+
+
+class Counts(NamedTuple):
+    """Those of what packs nothing; ``Counters`` says what they count."""
+
+    bytes_raw: int = 0
+    bytes_kept: int = 0
+    num_packs: int = 0
+    num_unpacks: int = 0
+    exposed_seconds: float = 0.0
+
+
+class Counters:
+    """The counters of its ``_counts``."""
+
+    _counts: SavedTensorPacker | Counters | Counts
+
+    @property
+    def bytes_raw(self) -> int:
+        """Bytes of the storages that were to leave, each once: without parameters and small ones."""
+        return self._counts.bytes_raw
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes that stayed: frames, what did not shrink or found no room, what was wanted before it left."""
+        return self._counts.bytes_kept
+
+    @property
+    def num_packs(self) -> int:
+        """Frames that were made here; those of the wire are not."""
+        return self._counts.num_packs
+
+    @property
+    def num_unpacks(self) -> int:
+        """Frames that were brought back, for the backwards so far."""
+        return self._counts.num_unpacks
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds for which backwards waited for what was not back yet."""
+        return self._counts.exposed_seconds

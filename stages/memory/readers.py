@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import Parameter
 
+from ..tracing.dataflow import Probe
 from ..tracing.layers import Layer, Parts, Traced
-from ..tracing.probe import Probe
 
 
 def readers_of(

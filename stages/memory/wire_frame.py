@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...compression.buffers import Frame
 from ...compression.codec import CODECS, decode
 from ...compression.frame import read_header
-from ...compression.pool import Frame
-from .saved_storage import SavedStorage
-from .tensor_view import TensorView, view_of
+from .saved_storage import SavedStorage, TensorView, view_of
 
 
 def place(tensor: Tensor) -> tuple[StorageWeakRef, TensorView]:

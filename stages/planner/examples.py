@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from ...compression.errors import PlanError
-from ..tracing.capture.call import Call, Constant, Example
+from ..tracing.capture.call_spec import Call, Constant, Example
 from ..tracing.capture.signature import ArgumentPlace, Signature, form_of
-from ..tracing.graph import trace
 from ..tracing.layer_graph import LayerGraph
 from ..tracing.remembered import recalled
+from ..tracing.tracer import trace
 from .plan import Plan
 
 _MOST_VALUES = 256

@@ -1,27 +1,199 @@
 """The picture of the dependencies: layers as boxes in columns by stage, data as circles that grow with their
-bytes; down the page goes the forward, up the backward."""
+bytes; down the page goes the forward, up the backward.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import save_picture
 from ..units import show_bytes
-from .dependencies import Dependencies
-from .graph_drawing import GRADIENT, SAVED, VALUE, WEIGHT_GRADIENT, Arrow, Circle, Drawing, drawing
-from .graph_routes import HIGH, PITCH, WIDE, Place, columns, route
-from .plan_picture import BACKWARD, FORWARD, LINE, RANKS
+from .blocks import Block, blocks
+from .dependencies import FORWARD, UPDATE, Dependencies
+from .plan_picture import BACKWARD_COLOR, FORWARD_COLOR, LINE, RANKS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+MOST_BOXES = 60
+VALUE, GRADIENT, SAVED = "value", "gradient", "saved"
+WEIGHT_GRADIENT = "weight gradient"
+_OF_WEIGHTS = {"parameter": "parameter", "gradient": WEIGHT_GRADIENT, "optimizer": "optimizer"}
+_SLOTS = {**_OF_WEIGHTS, "version": "optimizer", "saved": SAVED, "buffer": "buffer"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Circle:
+    """Data of one kind that belong to a box; ``number``: of the one value or gradient that it is, else -1.
+
+    ``is_input``: nobody made it."""
+
+    box: int
+    slot: str
+    number: int
+    num_bytes: int
+    is_input: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrow:
+    """From a circle into a box (``enters``), or back; a compute arrow goes from box ``circle`` to ``box``."""
+
+    style: str
+    circle: int
+    box: int
+    enters: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drawing:
+    """Circles and boxes by number, and the arrows between them."""
+
+    boxes: tuple[Block, ...]
+    circles: tuple[Circle, ...]
+    arrows: tuple[Arrow, ...]
+
+
+def drawing(found: Dependencies, stages: Sequence[int], *, most: int = MOST_BOXES) -> Drawing:
+    """What is drawn of ``found`` with about ``most`` boxes; ``stages``: of each layer, its stage."""
+    boxes = blocks(found.layers, found.modules, stages, most=most)
+    box_of = {layer: number for number, box in enumerate(boxes) for layer in box.layers}
+    sizes: dict[tuple[int, str, int], int] = {}
+    keys: dict[int, tuple[int, str, int]] = {}
+    for number, key in _keys(found, boxes, box_of):
+        keys[number] = key
+        sizes[key] = sizes.get(key, 0) + found.data[number].num_bytes
+    at = {key: place for place, key in enumerate(sizes)}
+    inputs = {number for number, data in enumerate(found.data) if data.layer < 0}
+    circles = tuple(Circle(*key, size, key[2] in inputs) for key, size in sizes.items())
+    arrows = _arrows(found, box_of, {number: at[key] for number, key in keys.items()})
+    shown = [arrow for arrow in arrows if not _within(arrow, boxes, circles)]
+    return Drawing(boxes, circles, tuple(dict.fromkeys(shown)))
+
+
+def _keys(
+    found: Dependencies, boxes: Sequence[Block], box_of: Mapping[int, int]
+) -> Iterator[tuple[int, tuple[int, str, int]]]:
+    """For each datum that is drawn: its box, its slot there, and its number where it is a circle alone."""
+    near: dict[int, set[int]] = {}
+    saved, of_weights = set[int](), set[int]()
+    for edge in found.edges:
+        near.setdefault(edge.data, set()).add(box_of[edge.layer])
+        if edge.way == UPDATE:
+            of_weights.add(edge.data)
+        elif edge.way != FORWARD and edge.enters:
+            saved.add(edge.data)
+    for number, data in enumerate(found.data):
+        home = box_of[data.layer] if data.layer >= 0 else min(near.get(number, {0}))
+        if data.kind not in (VALUE, GRADIENT) or number in of_weights:
+            yield number, (home, _SLOTS[data.kind], -1)
+        elif len(boxes[home].layers) == 1 or near.get(number, {home}) != {home}:
+            yield number, (home, data.kind, number)
+        elif data.kind == VALUE and number in saved:
+            yield number, (home, SAVED, -1)
+
+
+def _arrows(found: Dependencies, box_of: Mapping[int, int], at: Mapping[int, int]) -> Iterator[Arrow]:
+    for edge in found.edges:
+        if edge.way != UPDATE and edge.data in at:
+            yield Arrow(f"{edge.way} data", at[edge.data], box_of[edge.layer], edge.enters)
+    for _, source, target in found.compute:
+        if box_of[source] != box_of[target]:
+            yield Arrow("compute", box_of[source], box_of[target])
+
+
+def _within(arrow: Arrow, boxes: Sequence[Block], circles: Sequence[Circle]) -> bool:
+    """Whether an arrow says only that layers of one block read what others of it made."""
+    if arrow.style == "compute" or len(boxes[arrow.box].layers) == 1:
+        return False
+    circle = circles[arrow.circle]
+    if circle.box != arrow.box or circle.number < 0 or circle.is_input:
+        return False
+    return (circle.slot, arrow.style, arrow.enters) in (
+        (VALUE, "forward data", True),
+        (GRADIENT, "backward data", False),
+    )
+
+
+ROWS = 32  # of a column; a stage with more boxes takes several, as long as each other
+WIDE, HIGH, PITCH = 1.15, 0.17, 8.0  # half of a box, and from column to column
+GUTTER = 3.55  # from the middle of a column to the lanes behind it
+Place = tuple[float, float]
+# By style: how far its lines lie beside those of the others, so that none hides another.
+_APART = {"forward data": -0.05, "backward data": 0.05, "compute": 0.0}
+
+
+def columns(stages: Sequence[int]) -> list[Place]:
+    """The middles of boxes of these stages, in their order; each stage begins a column."""
+    places, column = list[Place](), 0
+    for stage in dict.fromkeys(stages):
+        number = stages.count(stage)
+        parts = math.ceil(number / ROWS)
+        rows = math.ceil(number / parts)
+        places += [((column + row // rows) * PITCH, -float(row % rows)) for row in range(number)]
+        column += parts
+    return places
+
+
+def route(arrow: Arrow, places: Sequence[Place], centres: Sequence[Place]) -> list[Place]:
+    """The corners of an arrow from its tail to its head; ``places`` of boxes, ``centres`` of circles."""
+    if arrow.style == "compute":
+        return _compute(places[arrow.circle], places[arrow.box])
+    points = _data(centres[arrow.circle], places[arrow.box], arrow.style)
+    return points if arrow.enters else points[::-1]
+
+
+def _data(circle: Place, box: Place, style: str) -> list[Place]:
+    """From a circle to a box."""
+    (cx, cy), (x, y), apart = circle, box, _APART[style]
+    if cy == y and abs(cx - x) < PITCH / 2:  # beside it
+        return [(cx, cy - apart), (x + math.copysign(WIDE, cx - x), y - apart)]
+    if abs(cx - x) < WIDE and abs(cy - y) < 1:  # between it and its neighbour
+        return [(cx + apart, cy), (cx + apart, y + math.copysign(HIGH, cy - y))]
+    if abs(cx - x) < WIDE:
+        side = 1 if style == "backward data" else -1
+        lane, edge = x + side * (WIDE + 0.22), x + side * WIDE
+        return [(cx, cy + apart), (lane, cy + apart), (lane, y + 0.1), (edge, y + 0.1)]
+    return _to_column((cx, cy + apart), (x - 0.75 + 3 * apart, y), lane=apart)
+
+
+def _compute(tail: Place, head: Place) -> list[Place]:
+    """From a box to a box."""
+    (ax, ay), (x, y) = tail, head
+    down = ay > y
+    side = -1 if down else 1
+    if ax == x and abs(ay - y) <= 1:
+        return [(ax + side * 1.09, ay + side * HIGH), (x + side * 1.09, y - side * HIGH)]
+    if ax == x:
+        lane = x + side * (WIDE + 0.34)
+        shift = -0.1
+        return [
+            (ax + side * WIDE, ay + shift),
+            (lane, ay + shift),
+            (lane, y + shift),
+            (x + side * WIDE, y + shift),
+        ]
+    if ax < x:
+        return _to_column((ax + 0.75, ay - HIGH), (x - 0.3, y), lane=0.24, drop=0.19)
+    return _to_column((x + 1.09, y - HIGH), (ax - 0.15, ay), lane=0.36, drop=0.14)[::-1]
+
+
+def _to_column(start: Place, box: Place, *, lane: float, drop: float = 0.0) -> list[Place]:
+    """From ``start`` through the gutter behind its column, and over the top of a box in a later one."""
+    (sx, sy), (x, y) = start, box
+    gutter = round(sx / PITCH) * PITCH + GUTTER + lane
+    over = y + HIGH + 0.16 + lane / 4
+    return [(sx, sy), (sx, sy - drop), (gutter, sy - drop), (gutter, over), (x, over), (x, y + HIGH)]
+
+
 STYLES: Mapping[str, Mapping[str, Any]] = {
-    "forward data": {"color": FORWARD, "linestyle": "solid", "linewidth": 1.0},
-    "backward data": {"color": BACKWARD, "linestyle": "dashed", "linewidth": 1.0},
+    "forward data": {"color": FORWARD_COLOR, "linestyle": "solid", "linewidth": 1.0},
+    "backward data": {"color": BACKWARD_COLOR, "linestyle": "dashed", "linewidth": 1.0},
     "compute": {"color": LINE, "linestyle": "dotted", "linewidth": 1.2},
 }
 # By slot: where it lies beside its box, its colour (of Okabe and Ito), what the legend says of it.
@@ -43,7 +215,7 @@ def draw(path: str | Path, found: Dependencies, stages: Sequence[int], *, title:
 
 def figure(drawn: Drawing, *, title: str) -> Figure:
     """Boxes in columns, the first stage on the left; arrows of three styles, and a legend."""
-    from matplotlib.figure import Figure  # takes a second to import, and only a drawing needs it
+    from matplotlib.figure import Figure
 
     places = columns([box.stage for box in drawn.boxes])
     heads = {box.stage: place for box, place in reversed([*zip(drawn.boxes, places, strict=True)])}

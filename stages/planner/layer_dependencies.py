@@ -13,7 +13,7 @@ from torch import nn
 from ..tracing.layer_graph import LayerGraph
 from ..tracing.layers import Layer, Parts, is_local, parts_of
 from .dependencies import BACKWARD, FORWARD, UPDATE, Compute, Data, Dependencies, Edge
-from .layer_profile import Profile
+from .network_profile import Profile
 
 
 def dependencies(

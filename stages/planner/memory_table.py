@@ -15,8 +15,7 @@ from pathlib import Path
 from ..files import writing
 from ..units import show_bytes
 from .blocks import Block, blocks
-from .intermediate import Intermediate
-from .layer_profile import LayerProfile, Profile
+from .network_profile import Intermediate, LayerProfile, Profile
 
 MOST_ROWS = 60
 SAVED = "saved"

@@ -1,8 +1,13 @@
 """Plan: the whole decision as data: the stages with what was decided for each, the schedule and the codec.
 
-A plan can be printed, drawn, saved, edited and loaded again, so that a person sees and owns what will run."""
+A plan can be printed, drawn, saved, edited and loaded again, so that a person sees and owns what will
+run.
+"""
+
+from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,15 +15,62 @@ from typing import Any
 from ...compression.errors import PlanError
 from ...compression.names import show_codec
 from ..files import save_json
-from ..memory.tiers import NAMES
+from ..memory.byte_budget import NAMES
 from ..record import load_json, read, shortened
 from ..tracing.capture.signature import Signature
-from ..units import show_bytes, show_rate
+from ..units import show_bytes, show_count, show_rate, show_seconds
 from ..weights.policies import WeightPolicy, policy_named
-from .asked import Asked
-from .placed import Placed
-from .plan_table import table
+from .plan_stage import Placed, PlanStage
 from .rules import check_again, check_extra, check_mirror, check_replicas, check_versions, streams
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """``stages``, ``ranks`` and ``cuts`` as a person gave them, None: left to the planner; ``replicas``
+    where there are some, ``divided``: how it was asked for where the planner chose them."""
+
+    stages: int | None
+    ranks: int | None
+    cuts: tuple[str, ...] | None
+    replicas: tuple[int, ...] | None = None
+    divided: str | None = None
+
+    def __str__(self) -> str:
+        said = {"stages": self.stages, "ranks": self.ranks, "cuts": self.cuts and f"[{','.join(self.cuts)}]"}
+        said |= {"replicas": self.divided or (self.replicas and list(self.replicas))}
+        return " ".join(f"{name}={value}" for name, value in said.items() if value is not None)
+
+
+_HEADINGS = ("stage", "rank", "layers", "parameters", "forward", "backward", "memory", "sent down", "sent up")
+_FOOTNOTE = "predicted per micro-batch; memory for all micro-batches in flight; sent: tensors before packing"
+
+
+def table(stages: Sequence[PlanStage]) -> list[str]:
+    """The lines of the table."""
+    rows = [_HEADINGS, *map(_row, range(len(stages)), stages)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust if heading == "layers" else str.rjust for heading in _HEADINGS]
+    lines = (
+        "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True))
+        for row in rows
+    )
+    return [*map(str.rstrip, lines), _FOOTNOTE]
+
+
+def _row(number: int, stage: PlanStage) -> tuple[str, ...]:
+    layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} .. {stage.layers[-1]}"
+    return (
+        str(number),
+        ",".join(map(str, stage.ranks)),
+        f"{layers} ({len(stage.layers)})",
+        show_count(stage.num_parameters),
+        show_seconds(stage.forward_seconds),
+        show_seconds(stage.backward_seconds),
+        show_bytes(stage.memory_bytes),
+        show_bytes(stage.bytes_forward) if stage.bytes_forward else "-",
+        show_bytes(stage.bytes_backward) if stage.bytes_backward else "-",
+    )
+
 
 VERSION = 3
 TIERS = NAMES
@@ -155,12 +207,12 @@ class Plan(Placed):
         save_json(path, self.to_json())
 
     @classmethod
-    def load(cls, path: str | Path) -> "Plan":
+    def load(cls, path: str | Path) -> Plan:
         """Read a plan; raises PlanError, and nothing else, for a file that is missing, damaged or no plan."""
         return cls.of_json(load_json(path, "plan"), str(path))
 
     @classmethod
-    def of_json(cls, data: Any, source: str) -> "Plan":
+    def of_json(cls, data: Any, source: str) -> Plan:
         """Read a plan that came from ``source``; raises PlanError, and nothing else, for what is none."""
         if not isinstance(data, dict) or "penstock_plan" not in data:
             raise PlanError(
@@ -176,7 +228,7 @@ class Plan(Placed):
 
     def draw(self, path: str | Path) -> None:
         """Draw the stages, their seconds and the bytes over each cut into a PNG."""
-        from .plan_picture import draw  # matplotlib takes a second to import
+        from .plan_picture import draw
 
         draw(path, self.stages, title=_title(self))
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Told apart by colour-blind readers (Okabe and Ito).
-FORWARD, BACKWARD, LINE = "#0072B2", "#E69F00", "#5B6470"
+FORWARD_COLOR, BACKWARD_COLOR, LINE = "#0072B2", "#E69F00", "#5B6470"
 RANKS = ("#EAF2F8", "#F6F1E7")  # neighbouring ranks differ
 WIDTH, GAP = 1.0, 0.42  # of a stage and of the link behind it
 
@@ -79,8 +79,8 @@ def _draw_link(axes: "Axes", number: int, stage: PlanStage, *, local: bool) -> N
     start = number * (WIDTH + GAP) + WIDTH + 0.03
     end, middle, style = start + GAP - 0.06, start + GAP / 2 - 0.03, "dashed" if local else "solid"
     flows = (
-        (0.62, start, end, FORWARD, stage.bytes_forward),
-        (0.42, end, start, BACKWARD, stage.bytes_backward),
+        (0.62, start, end, FORWARD_COLOR, stage.bytes_forward),
+        (0.42, end, start, BACKWARD_COLOR, stage.bytes_backward),
     )
     look = {"arrowstyle": "-|>", "linewidth": 2, "linestyle": style, "mutation_scale": 14}
     for height, tail, head, colour, num_bytes in flows:
@@ -95,8 +95,8 @@ def _draw_seconds(axes: "Axes", stages: Sequence[PlanStage]) -> None:
     forward = [1e3 * stage.forward_seconds / len(stage.ranks) for stage in stages]
     backward = [1e3 * stage.backward_seconds / len(stage.ranks) for stage in stages]
     totals = [sum(pair) for pair in zip(forward, backward, strict=True)]
-    axes.bar(middles, forward, WIDTH * 0.62, color=FORWARD, label="forward")
-    axes.bar(middles, backward, WIDTH * 0.62, bottom=forward, color=BACKWARD, label="backward")
+    axes.bar(middles, forward, WIDTH * 0.62, color=FORWARD_COLOR, label="forward")
+    axes.bar(middles, backward, WIDTH * 0.62, bottom=forward, color=BACKWARD_COLOR, label="backward")
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # over the line of the slowest
     for middle, total, stage in zip(middles, totals, stages, strict=True):
         said, number = show_seconds(total / 1e3), len(stage.ranks)

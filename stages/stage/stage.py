@@ -1,38 +1,173 @@
 """Stage: the layers between two cuts; forward and backward of a micro-batch, without changing a bit.
 
-What keeps the bits: random layers are seeded one by one; received tensors enter as neither leaf nor view, and
-their gradient is taken raw; a value that goes on to later stages brings its gradient back as one more root of
-this stage's own backward, so autograd adds in its own order; what ran is held against the probe.
-Source: claims A1-A3 of CN115016937A (a node computes only its partition)."""
+What keeps the bits: random layers are seeded one by one; received tensors enter as neither leaf nor view,
+and their gradient is taken raw; a value that goes on to later stages brings its gradient back as one more
+root of this stage's own backward, so autograd adds in its own order; what ran is held against the probe.
+Source: claims A1-A3 of CN115016937A (a node computes only its partition).
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...compression.errors import StageError
 from ..device import Device
-from ..memory.mirror import Mirror
-from ..memory.saved import NoOffload
-from ..memory.store import Store
-from ..memory.thread import MemoryThread
-from ..tracing.layers import Layer, Traced, casting, parts_of, run_output
+from ..memory.activations import NoOffload, SavedActivations
+from ..memory.parameter_offload import Mirror, Mirrored, MirroredFilter, MirrorWalk
+from ..memory.prefetch import MemoryThread
+from ..memory.recompute import RecomputedActivations
+from ..memory.saved_storage import copied
+from ..memory.stores import Store
+from ..tracing.dataflow import Value
+from ..tracing.layers import Layer, Parts, Traced, casting, parts_of, run_output
 from ..weights.versions import WeightVersions
-from .again import Again, entered
-from .backward import Split, of_backward, run
-from .frozen import Frozen
-from .guard import Guard
+from .boundary import Receive
+from .nan_check import Guard, Watch
 from .reuse import Reuse
-from .route import Route
-from .running import Running
-from .saving import saving
-from .walk import NO_LAYERS, walk
+from .run_layers import NO_LAYERS, walk
+from .split_backward import Root, Split, of_backward, run
+from .value_routing import Route
 from .weights_first import run_weights_first
+
+
+class Frozen:
+    """Remembers which parameters of ``parts`` were frozen, to name them if they are no longer."""
+
+    def __init__(self, parts: Parts) -> None:
+        named = [(name, t) for name, t in parts.tensors.items() if isinstance(t, nn.Parameter)]
+        for path, module in parts.modules.items():
+            named += module.named_parameters(prefix=path)
+        self.frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
+
+    def refuse(self, value: Value) -> NoReturn:
+        """Refuse to send a value that asks for a gradient, and did not when traced."""
+        unfrozen = [name for name, parameter in self.frozen.items() if parameter.requires_grad]
+        why = "it must detach always, or never, or not be cut behind"
+        if unfrozen:
+            why = f"{', '.join(unfrozen)} unfrozen; make the Pipeline anew and load its state_dict()"
+        raise StageError(
+            f"layer {value.name} returned a tensor that requires a gradient, and when it was traced it "
+            f"did not: {why}"
+        )
+
+
+class Running:
+    """``roots`` of what it sent, ``gradients`` of what it received, by value; its ``loss``; its ``watch``.
+
+    ``asks``: which received values asked for a gradient when traced; none comes to one frozen since."""
+
+    __slots__ = ("asks", "gradients", "loss", "roots", "split", "watch")
+
+    def __init__(self, asks: Sequence[int]) -> None:
+        """Its forward begins."""
+        self.asks = asks
+        self.roots: dict[int, GradientEdge] = {}
+        self.gradients: dict[int, torch.Tensor] = {}
+        self.loss: torch.Tensor | None = None
+        self.split: Split | None = None  # between the halves of its backward
+        self.watch: Watch | None = None  # with a guard
+
+    def begins(self, gradients: Mapping[int, torch.Tensor | None]) -> list[Root]:
+        """Where its backward begins: at its loss, and at what it sent of which a gradient came back."""
+        found: list[Root] = [] if self.loss is None else [(self.loss, None)]
+        return found + [(edge, g) for n, edge in self.roots.items() if (g := gradients[n]) is not None]
+
+    def ends(self) -> dict[int, torch.Tensor | None]:
+        """The gradients of what it received."""
+        return {number: self.gradients.pop(number, None) for number in self.asks}
+
+
+def entered(
+    received: Mapping[int, Any],
+    route: Route,
+    *,
+    anchor: torch.Tensor,
+    gradients: dict[int, torch.Tensor],
+) -> dict[int, Any]:
+    """What was received, as the layers get it: neither leaf nor view; ``gradients`` is filled by number."""
+    values = dict(received)
+    for number in route.asks:
+        if (item := values[number]).requires_grad:
+            values[number] = Receive.apply(anchor, item.detach(), gradients, number)
+    return values
+
+
+class Again:
+    """Runs the layers of one forward again: made ahead of the first run, called ahead of the backward.
+
+    Args:       received: what entered; of what the layers write to a copy is kept.
+                moved: names of layers whose modules are not set as they were when traced, at the first run.
+                saved: is told of the layers as they run again.
+    Attributes: tied: parameters of other stages among what is kept."""
+
+    def __init__(
+        self,
+        received: Mapping[int, Any],
+        parts: Parts,
+        *,
+        route: Route,
+        anchor: torch.Tensor,
+        seed: Callable[[str], int],
+        generators: Sequence[torch.Generator],
+        moved: Collection[str],
+        saved: NoOffload,
+    ) -> None:
+        known = route.record.values
+        self._kept = {n: copied(item) if known[n].writers else item for n, item in received.items()}
+        self._parts, self._route, self._anchor = parts, route, anchor
+        self._options: Any = {"seed": seed, "generators": generators, "moved": moved, "saved": saved}
+        self.tied = [self._kept[number] for number in route.tied]
+
+    def __call__(self) -> None:
+        """Run them; the graph that this makes is nobody's."""
+        values = entered(self._kept, self._route, anchor=self._anchor, gradients={})
+        walk(values, self._parts, route=self._route, **self._options)
+
+
+Saved = SavedActivations | NoOffload
+
+
+def saving(
+    store: Store | None,
+    mirror: Mirror | None,
+    *,
+    tensors: Sequence[Tensor],
+    modules: Mapping[str, nn.Module],
+    codec: str,
+    min_bytes: int,
+    recompute: bool,
+    stage: int,
+    thread: MemoryThread | None,
+) -> tuple[Saved, NoOffload]:
+    """What the walks of a stage's forwards tell, and what those walks tell that keep nothing for a backward.
+
+    Args:    store: of saved tensors, packed with ``codec`` from ``min_bytes`` on; ``mirror``: of parameters.
+             tensors: the stage's parameters and buffers. ``thread``: moves what ``stage`` saves."""
+    told = None if mirror is None else MirroredFilter(tensors, mirror)
+    saved: Saved = NoOffload()
+    if store is not None:
+        saved = SavedActivations(
+            store,
+            keep=tensors,
+            codec=codec,
+            min_bytes=min_bytes,
+            modules=modules,
+            stage=stage,
+            thread=thread,
+            parameters=told,
+        )
+    elif recompute:
+        saved = RecomputedActivations(tensors, told)
+    if mirror is None or told is None:
+        return saved, NoOffload()
+    return Mirrored(saved, mirror, told), MirrorWalk(mirror)
+
 
 _NOTHING = contextlib.nullcontext()
 LEAST_SAVED = 1 << 14  # bytes of a saved tensor from which on packing it is worth a call

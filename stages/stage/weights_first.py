@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
-from ..memory.hooks import SavedRead
-from .backward import Arrived, exchange, run, run_half
+from ..memory.saved_tensor_hooks import SavedRead
 from .reuse import ELEMENTWISE, Reuse
-from .sides import HALVED, Graph, Root, Sides
+from .split_backward import HALVED, Arrived, Graph, Root, Sides, exchange, run, run_half
 
 # By kind of product: its first operand's place among its edges, and the names of both where it saves them.
 _OPERANDS = {"AddmmBackward0": (1, "mat1", "mat2"), "MmBackward0": (0, "self", "mat2")}

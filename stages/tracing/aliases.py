@@ -16,8 +16,8 @@ from torch import nn
 
 from ...compression.errors import PlanError
 from ...compression.geometry import Geometry, geometry
-from .contents import held_tensors, tensors
 from .layers import Traced, is_local
+from .object_snapshot import held_tensors, tensors
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

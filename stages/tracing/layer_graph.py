@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from .aliases import Groups
+from .dataflow import Probe
 from .layers import Traced
-from .probe import Probe
 
 SHOWN = 12  # names of a list that has more are its first and last ones
 

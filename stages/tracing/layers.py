@@ -20,12 +20,11 @@ from torch.utils._pytree import tree_unflatten
 from ...compression.errors import PlanError
 from ..autocast import autocast
 from ..device import CPU
-from .capture.affine import Table, at_size, flat, mapped
-from .capture.call import Call
+from .capture.call_spec import Call
 from .capture.capture import Recording
-from .capture.sizes import facts_of, same_way
+from .capture.dynamic_shapes import Table, at_size, facts_of, flat, mapped, same_way
+from .capture.locations import where_of
 from .capture.values import plain
-from .capture.where import where_of
 
 _META = torch.device("meta")
 _NOTHING = contextlib.nullcontext()

@@ -16,10 +16,10 @@ from ...compression.errors import PlanError
 from ..meta_watch import META, MetaWatch
 from ..places import home_of
 from .aliases import overlapping
+from .capture.locations import where_of
 from .capture.values import is_code_of_model
-from .capture.where import where_of
-from .model_copy import on_meta
-from .reach import REGISTERED, walk
+from .object_snapshot import REGISTERED, walk
+from .verify import on_meta
 
 LOADED = "let it do without them, or load the model whole before it is traced (to_empty, load_state_dict)"
 

@@ -15,12 +15,11 @@ from torch import nn
 from ...compression.errors import PlanError
 from ..autocast import autocast_state
 from ..device import CPU
-from .contents import Same
+from .dataflow import hooks_on_all_modules
+from .guards import Watch
 from .layer_graph import LayerGraph
-from .model_copy import on_meta
-from .proof import hooks_on_all_modules
-from .reach import written_kinds
-from .watch import Watch
+from .object_snapshot import Same, written_kinds
+from .verify import on_meta
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

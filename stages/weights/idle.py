@@ -11,10 +11,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ...compression.buffers import Frame
 from ...compression.codec import decode, encode
-from ...compression.pool import Frame
 from ..memory.packer import FOR_SAVED
-from ..memory.store import Store, UnpooledBuffers
+from ..memory.stores import Store, UnpooledBuffers
 
 
 class Version:

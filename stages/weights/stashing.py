@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import StageError
-from ..memory.store import UNLIMITED, StoreOptions
-from ..memory.stores import open_store
+from ..memory.stores import UNLIMITED, StoreOptions, open_store
 from .idle import Version, copy_of
 from .policies import VersionRule, WeightPolicy
 from .versions import NoStashing, WeightVersions

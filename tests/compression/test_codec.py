@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from tensors import assert_same, bits_of, decoded, expected_bits, laid_out
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from penstock.compression.buffers import Pool
 from penstock.compression.codec import CODECS, buffer_bytes, decode, encode, pack_into
-from penstock.compression.dtypes import DTYPE_NUMBERS
 from penstock.compression.errors import CodecError
-from penstock.compression.frame import decoded_bytes, header_bytes, read_header
+from penstock.compression.frame import DTYPE_NUMBERS, decoded_bytes, header_bytes, read_header
 from penstock.compression.geometry import geometry
-from penstock.compression.pool import Pool
 from penstock.compression.registry import codec_named
 
 DTYPES = sorted(DTYPE_NUMBERS, key=str)

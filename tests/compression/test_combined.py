@@ -6,10 +6,9 @@ import torch
 from payloads import check_lossless, numbers, packed, unpacked, with_number
 
 from penstock.compression.byte_plane import BytePlane
-from penstock.compression.combined import Combined
+from penstock.compression.chained import HEAD_BYTES, Combined, ZeroValueLz4
 from penstock.compression.errors import CodecError
 from penstock.compression.frame import sections
-from penstock.compression.lz import HEAD_BYTES, ZeroValueLz4
 from penstock.compression.narrow import Narrow
 from penstock.compression.raw import Codec
 from penstock.compression.zero_value import ZeroValue

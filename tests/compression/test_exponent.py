@@ -12,10 +12,9 @@ from words import at, memory, words_of
 from penstock.compression.errors import CodecError
 from penstock.compression.exponent import Exponent, layout, plan_section
 from penstock.compression.geometry import Words
-from penstock.compression.kernels import exponent_cpu, jit
-from penstock.compression.kernels.exponent_cpu import ExponentKernels
-from penstock.compression.kernels.exponent_ir import BLOCK_TAIL_BYTES
-from penstock.compression.kernels.exponent_isa import PLANS
+from penstock.compression.kernels import jit
+from penstock.compression.kernels.exponent_ir import BLOCK_TAIL_BYTES, PLANS
+from penstock.compression.kernels.jit import ExponentKernels
 from penstock.compression.raw import Packed
 from penstock.compression.zero_value import STREAM_BYTES
 
@@ -26,7 +25,7 @@ KINDS = ("normal", "wide", "any bits", "constant", "zeros", "special", "half zer
 
 @pytest.fixture(params=jit.host_isas(), scope="module")
 def kernels(request: pytest.FixtureRequest) -> ExponentKernels:
-    return exponent_cpu.build(request.param)
+    return jit.exponent_kernels(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,10 @@ import torch
 from frames import crafted
 
 from penstock.compression.codec import decode, encode
-from penstock.compression.dtypes import DTYPE_NUMBERS, DTYPES
 from penstock.compression.errors import CodecError
 from penstock.compression.frame import (
+    DTYPE_NUMBERS,
+    DTYPES,
     Header,
     decoded_bytes,
     frame_bytes,

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from penstock.compression.codec import CODECS, decode, decode_received, encode
 from penstock.compression.errors import CodecError
-from penstock.compression.frame import MASKED, decoded_bytes, frame_bytes, read_header
+from penstock.compression.frame import MASKED, Promise, decoded_bytes, frame_bytes, read_header, written_by
 from penstock.compression.lossy import LOSSY_CODECS
-from penstock.compression.masked import CODECS_WITH_BITMAP
-from penstock.compression.promise import Promise, written_by
+from penstock.compression.zero_value import CODECS_WITH_BITMAP
 
 pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values to real", "ignore:B?Complex.* support")
 MOST_DECODED_BYTES = 16 << 20  # what a frame may ask for here; true ones may ask for more

@@ -23,8 +23,8 @@ from penstock.compression.codec import CODECS, decode, encode
 from penstock.compression.errors import CodecError
 from penstock.compression.frame import BLOCK, MASKED, frame_bytes, header_bytes, read_header, sections
 from penstock.compression.geometry import Words
-from penstock.compression.masked import has_bitmap
 from penstock.compression.narrow import Narrow
+from penstock.compression.zero_value import has_bitmap
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:B?Complex.* support is experimental")

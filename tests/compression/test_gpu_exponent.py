@@ -17,9 +17,9 @@ from penstock.compression.errors import CodecError
 from penstock.compression.exponent import Exponent, layout
 from penstock.compression.frame import BLOCK, MASKED, Header, frame_bytes, header_bytes, read_header, sections
 from penstock.compression.geometry import Words
-from penstock.compression.kernels.exponent_isa import PLANS
-from penstock.compression.masked import Bitmap, unpack_masked
+from penstock.compression.kernels.exponent_ir import PLANS
 from penstock.compression.registry import ZERO_VALUE, codec_named
+from penstock.compression.zero_value import Bitmap, unpack_masked
 
 pytest.importorskip("triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -41,12 +41,12 @@ def test_kernels_compile_where_there_is_no_gpu(
     types = dict.fromkeys(("words", "as_they_are", "out"), f"*i{bits}") | {"error": "*i32"}
     types |= dict.fromkeys(bytes_at, "*u8") | dict.fromkeys(integers_at, "*i64")
     constants = {"BITS": bits, "RUNS": 128, "SHORTEST": 1024, "PERCENT": 102}
-    compile_all("gpu_exponent_plan", ["choose_plan"], types, constants)
+    compile_all("gpu_exponent", ["choose_plan"], types, constants)
     compile_all("gpu_exponent", ["list_escapes", "write_words"], types, constants)
-    compile_all("gpu_exponent_restore", ["restore_words"], types, constants)
+    compile_all("gpu_exponent", ["restore_words"], types, constants)
     for level in (3, 2):
         own = types | {"out": "*u8"}
-        compile_all("gpu_exponent_restore", ["restore_escapes"], own, constants | {"LEVEL": level})
+        compile_all("gpu_exponent", ["restore_escapes"], own, constants | {"LEVEL": level})
 
 
 def normal(num_words: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

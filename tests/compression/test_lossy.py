@@ -13,9 +13,8 @@ from torch import Tensor
 from penstock.compression.codec import CODECS
 from penstock.compression.errors import CodecError
 from penstock.compression.frame import aligned
-from penstock.compression.lossy import LOSSY_CODECS
+from penstock.compression.lossy import BLOCK, LOSSY_CODECS
 from penstock.compression.names import CODEC_NAMES
-from penstock.compression.scaled import BLOCK
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 pytestmark = pytest.mark.filterwarnings("ignore:B?Complex.* support is experimental")

@@ -8,9 +8,8 @@ import pytest
 import torch
 from tensors import decoded
 
+from penstock.compression.buffers import SMALL_BYTES, Pool, cut, new_bytes, size_class
 from penstock.compression.codec import encode
-from penstock.compression.memory import SMALL_BYTES, cut, new_bytes
-from penstock.compression.pool import Pool, size_class
 
 
 def resident_bytes(memory: torch.Tensor) -> int:

@@ -16,12 +16,19 @@ from small_pipelines import pipeline_of
 from tensors import decoded
 from torch import Tensor, nn
 
+from penstock.compression.buffers import Frame
 from penstock.compression.codec import CODECS, decode, decode_received, encode
 from penstock.compression.errors import CodecError, StageError
-from penstock.compression.frame import MASKED, Header, header_bytes, header_text, read_header
+from penstock.compression.frame import (
+    MASKED,
+    Header,
+    Promise,
+    header_bytes,
+    header_text,
+    read_header,
+    written_by,
+)
 from penstock.compression.lossy import LOSSY_CODECS
-from penstock.compression.pool import Frame
-from penstock.compression.promise import Promise, written_by
 
 PROMISE = Promise((2, 32), torch.float32, (32, 1), written_by("zero_value"))
 # What was sent instead of a tensor: every one went through, or failed deep inside a layer.

@@ -9,15 +9,14 @@ from words import BITS, any_words, at, mask_of, memory, payload_of, random_words
 
 from penstock.compression.errors import CodecError
 from penstock.compression.frame import BLOCK, sections
-from penstock.compression.kernels.cpu import build
-from penstock.compression.kernels.jit import host_isas
+from penstock.compression.kernels.jit import host_isas, zero_value_kernels
 from penstock.compression.raw import Packed
 from penstock.compression.zero_value import SLACK, STREAM_BYTES, ZeroValue
 
 
 @pytest.fixture(params=host_isas(), scope="module")
 def codec(request: pytest.FixtureRequest) -> ZeroValue:
-    return ZeroValue(build(request.param))
+    return ZeroValue(zero_value_kernels(request.param))
 
 
 def packed(codec: ZeroValue, words: np.ndarray) -> tuple[Packed, np.ndarray]:

@@ -24,8 +24,8 @@ from torch import nn
 from zoo import ZOO
 
 from penstock.compression import names
-from penstock.compression.choose import candidates, trial
 from penstock.compression.codec import CODECS, decode, encode
+from penstock.compression.codec_cost import candidates, trial
 from penstock.pipeline.samples import digits
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import command
@@ -61,7 +61,7 @@ CODEC = '''
 
 import ctypes
 
-from penstock.compression.dtypes import FLOATS
+from penstock.compression.frame import FLOATS
 from penstock.compression.raw import Packed, Raw
 
 packed = []

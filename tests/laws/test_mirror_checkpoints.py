@@ -11,7 +11,7 @@ import penstock
 from penstock.pipeline.checkpoint import Saving
 from penstock.pipeline.runtime import ownership
 from penstock.pipeline.runtime.checkpoint import Checkpoint
-from penstock.stages.memory.tensor_memory import TensorMemory
+from penstock.stages.memory.evictable_tensor import TensorMemory
 from penstock.stages.tensor_file import TensorFile
 
 ONE = 64 * 64 * 4  # bytes of the weights of a layer

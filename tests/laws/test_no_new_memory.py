@@ -7,7 +7,7 @@ from cases import Case, on_ranks, pipeline_of, plan_of
 from zoo import build
 
 import penstock
-from penstock.compression.pool import Pool
+from penstock.compression.buffers import Pool
 
 CASES = [
     Case(model="mlp", cuts=3, steps=6),

@@ -7,8 +7,8 @@ from torch import nn
 
 from penstock import measure, trace
 from penstock.stages.seeds import drew, generators_of, layer_seed, seeded, states_of
-from penstock.stages.stage.route import routes
 from penstock.stages.stage.stage import Stage
+from penstock.stages.stage.value_routing import routes
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -17,7 +17,7 @@ from zoo import DAGS, build, cross_entropy
 import penstock
 from penstock.pipeline.planner.choose import TooSmall
 from penstock.pipeline.ranks.world import World
-from penstock.stages.memory.options import MemoryOptions
+from penstock.stages.memory.byte_budget import MemoryOptions
 
 OPTIMIZERS = {
     "sgd": lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, weight_decay=1e-4),

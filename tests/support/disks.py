@@ -5,9 +5,8 @@ import time
 
 import torch
 
-from penstock.compression.pool import Frame, Pool
-from penstock.stages.memory.extents import UNIT
-from penstock.stages.memory.slab import Slab
+from penstock.compression.buffers import Frame, Pool
+from penstock.stages.memory.swap_file import UNIT, Slab
 
 MIB = 1 << 20
 SIZES = (1, 100, UNIT, UNIT + 1, MIB - 1, MIB, MIB + 1, 3_000_001)

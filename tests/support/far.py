@@ -4,8 +4,8 @@ import threading
 
 import torch
 
-from penstock.compression.pool import Frame
-from penstock.stages.memory.store import Store, UnpooledBuffers
+from penstock.compression.buffers import Frame
+from penstock.stages.memory.stores import Store, UnpooledBuffers
 
 
 class FarStore(Store):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.compression.dtypes import DTYPE_NUMBERS
+from penstock.compression.frame import DTYPE_NUMBERS
 
 
 def crafted(

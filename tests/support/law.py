@@ -24,7 +24,7 @@ import penstock
 from penstock.pipeline.ranks import nccl
 from penstock.pipeline.ranks.staged import Direct
 from penstock.pipeline.runtime import ownership
-from penstock.stages.memory.saved import SavedActivations
+from penstock.stages.memory.activations import SavedActivations
 from penstock.stages.stage import stage
 from penstock.stages.stage.reuse import Reuse
 

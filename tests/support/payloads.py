@@ -10,9 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.compression.dtypes import DTYPE_NUMBERS
 from penstock.compression.errors import CodecError
-from penstock.compression.frame import MAX_RATIO
+from penstock.compression.frame import DTYPE_NUMBERS, MAX_RATIO
 from penstock.compression.geometry import Words
 from penstock.compression.raw import Codec, Packed
 

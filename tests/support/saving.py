@@ -6,8 +6,8 @@ import time
 import torch
 from torch import fx, nn
 
-from penstock.stages.memory.saved import NoOffload, SavedActivations
-from penstock.stages.memory.store import Store
+from penstock.stages.memory.activations import NoOffload, SavedActivations
+from penstock.stages.memory.stores import Store
 from penstock.stages.tracing.layers import Layer, Parts, run_layer
 
 

@@ -16,15 +16,13 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
-from .call import Call
-from .data import fresh, other_data, resized
+from .call_spec import Call, fresh, other_data, resized
+from .dynamic_shapes import Different, moving, refuse_data, same_way
+from .locations import around, unrepeatable
 from .nodes import Unrecordable
-from .outputs import flattened
-from .outside import Outside, Read
-from .recorder import Recorder
-from .sizes import Different, moving, refuse_data, same_way
-from .told import carry, hold
-from .where import around, unrepeatable
+from .reads import Outside, Read
+from .recorder import Recorder, flattened
+from .returned_numbers import carry, hold
 
 _MOST_LEAVES = 64
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

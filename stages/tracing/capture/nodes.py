@@ -1,24 +1,54 @@
 """The nodes of a recording: which tensor is the result of which, and what holds for each.
 
-It knows tensors and modules, and nothing of how a run is watched."""
+It knows tensors and modules, and nothing of how a run is watched.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_leaves
 
+from ...autocast import autocast, autocast_state
 from ...meta_watch import tensors_in
 from ...places import home_of
 from ...seeds import generators_of
-from .modes import Modes
-from .told import plain_number, plain_numbers
+from .returned_numbers import plain_number, plain_numbers
 from .values import items_of, line_of_model, rebuilt
+
+
+class Modes(NamedTuple):
+    """Whether gradients are recorded, and what autocast does on devices of a ``kind``."""
+
+    grad: bool
+    autocast: bool
+    dtype: torch.dtype
+    cache: bool
+    kind: str
+
+    @classmethod
+    def now(cls, kind: str) -> Modes:
+        """Those of this moment."""
+        state, cache = autocast_state(torch.device(kind)), torch.is_autocast_cache_enabled()
+        return cls(torch.is_grad_enabled(), *state, cache, kind)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """The block in which they hold."""
+        now = Modes.now(self.kind)
+        cast = contextlib.nullcontext()
+        if now[1:] != self[1:]:
+            device = torch.device(self.kind)
+            cast = autocast(self.dtype, enabled=self.autocast, cache=self.cache, device=device)
+        with torch.set_grad_enabled(self.grad), cast:
+            yield
+
 
 _OUT_OF_SIGHT = "made where recording cannot see it (torch.func transforms, torch.jit, a C++ extension)"
 

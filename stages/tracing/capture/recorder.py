@@ -1,29 +1,33 @@
 """The nodes of one real eager run, seen through torch's own dispatch.
 
-Real tensors, no proxies and no compiler: every branch and every kernel choice is eager's own. Each torch call
-becomes a node; a module of torch.nn, and whatever is named as a leaf, becomes one node as a whole. What the
-run read of a tensor into Python (a truth value, a list) becomes a guard: a node that expects what was read.
+Real tensors, no proxies and no compiler: every branch and every kernel choice is eager's own. Each torch
+call becomes a node; a module of torch.nn, and whatever is named as a leaf, becomes one node as a whole. What
+the run read of a tensor into Python (a truth value, a list) becomes a guard: a node that expects what was
+read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import operator
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...meta_watch import tensors_in
 from ...seeds import TURN, drew, states_of
-from ..reach import is_plain, walk
-from .affine import mapped
-from .buffers import Buffers, only_read
+from ..object_snapshot import is_plain, walk
+from ..untracked_writes import Contents
+from .dynamic_shapes import called, mapped
 from .nodes import Nodes
 from .patches import (
     Patches,
@@ -37,9 +41,77 @@ from .patches import (
     wrapped,
 )
 from .reads import Reads
-from .sizes import called
-from .told import NUMBERS, Altering, numbers_in, plain_number, plain_numbers, replaced
+from .returned_numbers import NUMBERS, Altering, numbers_in, plain_number, plain_numbers, replaced
 from .values import FACTS, SHAPE, node_name, plain
+
+
+class Buffers:
+    """The registered buffers and frozen parameters of ``model``, of which its forward changes those that are
+    ``written``."""
+
+    def __init__(self, model: nn.Module, written: Collection[str]) -> None:
+        named = model.named_parameters(remove_duplicate=False)
+        self.held = {name: p for name, p in named if not p.requires_grad}
+        self.held |= dict(model.named_buffers(remove_duplicate=False))
+        self.written = {storage_of(tensor) for name, tensor in self.held.items() if name in written}
+
+    def among(self, given: Any) -> list[tuple[torch.Tensor, Contents]]:
+        """Written buffers and views of them among the arguments of a call, each with what it held before."""
+        if not self.written or not torch.is_grad_enabled():
+            return []
+        return [(t, Contents([t])) for t in tensors_in(given) if storage_of(t) in self.written]
+
+    def replaced(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Name, old and new tensor of those that ``model`` has no more."""
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if name in self.held and buffer is not self.held[name]:
+                yield name, self.held[name], buffer
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Return the number of a tensor's memory, which no other memory has; None: it is not one piece."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+def only_read(buffer: torch.Tensor, before: Contents, result: Any) -> bool:
+    """Whether a call left ``buffer`` as it was, gave no view of it, and may keep it for its backward."""
+    made = tensors_in(result)
+    viewed = any(storage_of(t) == storage_of(buffer) for t in made)
+    return not viewed and any(t.requires_grad for t in made) and not before.changed()
+
+
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def flattened(result: Any) -> tuple[list[Any], pytree.TreeSpec, tuple[str, ...]]:
+    """Leaves and structure of ``result``, and what was left out of it, by name."""
+    _register(result)
+    paths, spec = pytree.tree_flatten_with_path(result)
+    leaves, dropped = [], []
+    for path, leaf in paths:
+        if isinstance(leaf, (torch.Tensor, *_NUMBERS)):
+            leaves.append(leaf)
+        else:
+            leaves.append(None)
+            name = re.sub(r"\['(\w+)'\]", r".\1", pytree.keystr(path)).lstrip(".")
+            dropped.append(f"{name or 'its result'} ({type(leaf).__name__})")
+    return leaves, spec, tuple(dropped)
+
+
+def _register(result: Any) -> None:
+    """Tell torch how to take plain dataclasses apart."""
+    for item in pytree.tree_leaves(result):
+        kind = type(item)
+        made = getattr(kind, "__dataclass_params__", None)
+        own = made is not None and made.init and "__init__" in vars(kind)  # else a class like any other
+        if own and _holds_tensors(item):
+            pytree.register_dataclass(kind)
+            return _register(result)
+
+
+def _holds_tensors(item: Any) -> bool:
+    values = [getattr(item, field.name) for field in dataclasses.fields(item)]
+    return bool(tensors_in(values))
 
 
 class Recorder(Nodes, TorchFunctionMode):

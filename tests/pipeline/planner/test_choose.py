@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from profiles import layer_of, profile_of, profiles, value_of
 
 from penstock import PlanError, partition
-from penstock.stages.planner.layer_profile import Profile, sizes_of
-from penstock.stages.planner.rank_memory import copies
+from penstock.stages.planner.memory_model import copies
+from penstock.stages.planner.network_profile import Profile, sizes_of
 
 OPEN: dict[str, Any] = {"tier": "auto", "parameters_tier": "auto", "disk_rate": 1e9, "optimizer_state": 1.0}
 KIB = 1024

@@ -9,7 +9,7 @@ from programs import two_ranks
 from zoo import build
 
 import penstock
-from penstock.compression.pool import Frame
+from penstock.compression.buffers import Frame
 from penstock.pipeline.ranks.transport import GlooTransport, LocalTransport
 from penstock.pipeline.schedules.instruction import Op
 from penstock.pipeline.schedules.messages import Message

@@ -10,7 +10,7 @@ from reports import PLAN, report
 from penstock.pipeline.run import tier_rows
 from penstock.pipeline.run.metrics import MOST, SUMS
 from penstock.pipeline.runtime.report import StageReport
-from penstock.stages.memory.mirror import Mirror
+from penstock.stages.memory.parameter_offload import Mirror
 
 JOB = (
     "model=mlp model.hidden=[256,256,256,256,256,256] data.size=8 data.channels=1 batch_size=600"

@@ -15,8 +15,8 @@ from programs import two_ranks
 from zoo import build
 
 import penstock
-from penstock.compression.choose import Cost, candidates, sample, trial
-from penstock.compression.pool import Pool
+from penstock.compression.buffers import Pool
+from penstock.compression.codec_cost import Cost, candidates, sample, trial
 from penstock.pipeline.ranks.world import World
 from penstock.pipeline.runtime.auto import ROUNDS, TRIALS, Auto, Setting, policy_named
 from penstock.pipeline.runtime.policy import Fixed

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.compression.frame import MASKED, read_header
-from penstock.stages.memory.saved import SavedActivations
+from penstock.stages.memory.activations import SavedActivations
 
 SPECIAL = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-42, -1e-42, 6.0, 7.0, 1.0, -1.0])
 

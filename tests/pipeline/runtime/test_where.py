@@ -18,7 +18,7 @@ from penstock.pipeline.runtime.agreement import Agreement
 from penstock.pipeline.runtime.batches import _moved, micro_batches
 from penstock.pipeline.runtime.loss import total_loss
 from penstock.stages.device import CPU, Device, device_of
-from penstock.stages.planner.asked import Asked
+from penstock.stages.planner.plan import Asked
 
 CASE = Case(model="mlp", cuts=2)
 GIB = 1 << 30

@@ -6,10 +6,8 @@ import pytest
 from saving import memory_threads, saved_for, settle
 
 from penstock.stages.memory.disk import Disk
-from penstock.stages.memory.disk_store import DiskStore
-from penstock.stages.memory.room import DiskOptions
-from penstock.stages.memory.slab import Slab
-from penstock.stages.memory.store import StoreOptions
+from penstock.stages.memory.stores import DiskStore, StoreOptions
+from penstock.stages.memory.swap_file import DiskOptions, Slab
 
 
 @pytest.fixture

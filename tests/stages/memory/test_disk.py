@@ -9,13 +9,10 @@ import pytest
 import torch
 from disks import MIB, SIZES, Short, Slow, frame_of, put_all
 
+from penstock.compression.buffers import Pool
 from penstock.compression.errors import ConfigError, PlanError
-from penstock.compression.pool import Pool
-from penstock.stages.memory.disk import Disk
-from penstock.stages.memory.disk_rate import disk_rate, timed
-from penstock.stages.memory.extents import aligned
-from penstock.stages.memory.room import DiskOptions
-from penstock.stages.memory.slab import Slab
+from penstock.stages.memory.disk import Disk, disk_rate, timed
+from penstock.stages.memory.swap_file import DiskOptions, Slab, aligned
 
 
 class Slower(Slow):

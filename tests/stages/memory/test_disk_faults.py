@@ -11,7 +11,7 @@ import torch
 from disks import MIB, Fails, Slow, frame_of, put_all
 
 from penstock.compression.errors import StageError
-from penstock.stages.memory.extents import UNIT, aligned
+from penstock.stages.memory.swap_file import UNIT, aligned
 
 
 def test_one_large_frame_keeps_several_requests_busy_in_spite_of_200_ms(opened):

@@ -6,8 +6,7 @@ from collections import deque
 
 import pytest
 
-from penstock.stages.memory.gauge import Gauge, Share
-from penstock.stages.memory.tiers import Tiers
+from penstock.stages.memory.byte_budget import Gauge, Share, Tiers
 
 
 def test_a_gauge_knows_what_there_is_and_the_most_there_was():

@@ -9,7 +9,7 @@ from reference import same_bits
 from saving import Net, Square, gradients
 from torch import nn
 
-from penstock.stages.memory.layer_aware import (
+from penstock.stages.memory.layer_codecs import (
     LayerAwareCompressor,
     Window,
     signs,
@@ -17,7 +17,7 @@ from penstock.stages.memory.layer_aware import (
     window_local,
     window_of,
 )
-from penstock.stages.memory.tensor_view import row_view, view_of
+from penstock.stages.memory.saved_storage import row_view, view_of
 
 
 class Planted(nn.Module):

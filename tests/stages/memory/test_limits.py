@@ -10,14 +10,11 @@ from saving import Net, Square, forward, memory_threads, saved_for, settle
 from torch import nn
 
 from penstock.compression.errors import StageError
+from penstock.stages.memory.byte_budget import Tiers
 from penstock.stages.memory.disk import Disk
-from penstock.stages.memory.disk_store import DiskStore
-from penstock.stages.memory.room import DiskOptions
-from penstock.stages.memory.slab import Slab
-from penstock.stages.memory.store import StoreOptions
-from penstock.stages.memory.thread import MemoryThread
-from penstock.stages.memory.tiers import Tiers
-from penstock.stages.memory.timeline import Pass
+from penstock.stages.memory.prefetch import MemoryThread, Pass
+from penstock.stages.memory.stores import DiskStore, StoreOptions
+from penstock.stages.memory.swap_file import DiskOptions, Slab
 
 DEPTH, MIB = 30, 1 << 20
 PROGRAM = [Pass(0, 0), Pass(0, 0, reads=True)]

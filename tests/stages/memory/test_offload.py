@@ -18,8 +18,7 @@ from zoo import build, cross_entropy
 from penstock.compression.errors import CodecError, ConfigError, PlanError, StageError
 from penstock.scripts.examples.pipeline_stage import compare
 from penstock.stages.memory.offload import offload
-from penstock.stages.memory.store import Store
-from penstock.stages.memory.stores import STORES
+from penstock.stages.memory.stores import STORES, Store
 
 everything = functools.partial(offload, min_bytes=1)
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import Parameter
 
 from penstock.compression.errors import StageError
-from penstock.stages.memory.mirror import Mirror
+from penstock.stages.memory.parameter_offload import Mirror
 from penstock.stages.memory.readers import but_staying
-from penstock.stages.memory.store import Store
+from penstock.stages.memory.stores import Store
 
 LAYERS: list[Any] = [SimpleNamespace(name=name) for name in "abc"]
 

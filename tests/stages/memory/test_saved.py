@@ -9,14 +9,13 @@ from reference import same_bits
 from saving import Net, forward, gradients
 from torch import nn
 
+from penstock.compression.buffers import Frame, Pool
 from penstock.compression.codec import buffer_bytes, decode, pack_into
 from penstock.compression.errors import CodecError, StageError
 from penstock.compression.frame import MASKED, read_header, write_header
-from penstock.compression.pool import Frame, Pool
 from penstock.stages.memory.copy_stream import CopyStream
-from penstock.stages.memory.saved_storage import SavedStorage
-from penstock.stages.memory.store import Store
-from penstock.stages.memory.tensor_view import Bytes
+from penstock.stages.memory.saved_storage import Bytes, SavedStorage
+from penstock.stages.memory.stores import Store
 
 
 def net():

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.compression.errors import ConfigError, StageError
-from penstock.stages.memory import slab as slab_module
-from penstock.stages.memory.extents import UNIT, Extents, aligned
-from penstock.stages.memory.page_buffers import PageBuffers
-from penstock.stages.memory.slab import Slab, worded
+from penstock.stages.memory import swap_file
+from penstock.stages.memory.disk import PageBuffers
+from penstock.stages.memory.swap_file import UNIT, Extents, Slab, aligned, worded
 
 
 def pages(content):
@@ -36,7 +35,7 @@ def cannot_reserve(patch):
     "lacks",
     [
         lambda patch: None,
-        lambda patch: patch.setattr(slab_module, "_UNNAMED", 0),  # so its name is taken away at once
+        lambda patch: patch.setattr(swap_file, "_UNNAMED", 0),  # so its name is taken away at once
         cannot_reserve,
     ],
     ids=["nothing", "files without a name", "reserving"],

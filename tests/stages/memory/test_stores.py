@@ -3,13 +3,10 @@
 import pytest
 import torch
 
-from penstock.compression.memory import new_bytes
-from penstock.compression.pool import Frame
-from penstock.stages.memory.cascade import Cascade
+from penstock.compression.buffers import Frame, new_bytes
+from penstock.stages.memory.byte_budget import Tiers
 from penstock.stages.memory.offload import offload
-from penstock.stages.memory.store import Store, StoreOptions, UnpooledBuffers
-from penstock.stages.memory.stores import STORES, open_store
-from penstock.stages.memory.tiers import Tiers
+from penstock.stages.memory.stores import STORES, Cascade, Store, StoreOptions, UnpooledBuffers, open_store
 
 
 def frame_of(num_bytes, value=0):

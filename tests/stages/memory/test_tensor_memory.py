@@ -5,9 +5,8 @@ import torch
 from far import FarStore
 from reference import same_bits
 
-from penstock.stages.memory.host_store import HostStore
-from penstock.stages.memory.store import Store, StoreOptions
-from penstock.stages.memory.tensor_memory import Frames, TensorMemory, hollow, may_leave
+from penstock.stages.memory.evictable_tensor import Frames, TensorMemory, hollow, may_leave
+from penstock.stages.memory.stores import HostStore, Store, StoreOptions
 
 
 def special(dtype=torch.float32):

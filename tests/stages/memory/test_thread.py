@@ -7,13 +7,12 @@ import torch
 from saving import Net, Square, forward
 from torch import nn
 
+from penstock.compression.buffers import Frame, Pool
 from penstock.compression.codec import buffer_bytes, pack_into
 from penstock.compression.errors import ConfigError
-from penstock.compression.pool import Frame, Pool
-from penstock.stages.memory.options import MemoryOptions
-from penstock.stages.memory.store import Store
-from penstock.stages.memory.thread import MemoryThread
-from penstock.stages.memory.timeline import NEVER, Pass, Timeline
+from penstock.stages.memory.byte_budget import MemoryOptions
+from penstock.stages.memory.prefetch import NEVER, MemoryThread, Pass, Timeline
+from penstock.stages.memory.stores import Store
 
 DEPTH, SIZE = 12, 1 << 18
 PROGRAM = [Pass(0, 0), Pass(0, 0, reads=True)]

@@ -10,8 +10,8 @@ from profiles import NET
 
 from penstock.compression.errors import PlanError
 from penstock.pipeline.planner.partition import partition
-from penstock.stages.planner.dealing import counts_of, place_of, split_shares
 from penstock.stages.planner.plan import Plan
+from penstock.stages.planner.plan_stage import counts_of, place_of, split_shares
 
 WEIGHTS = st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any).map(tuple)
 

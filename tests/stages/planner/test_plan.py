@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 
 from penstock.compression.errors import PlanError
-from penstock.stages.planner.asked import Asked
 from penstock.stages.planner.examples import example_of
-from penstock.stages.planner.plan import Plan
+from penstock.stages.planner.plan import Asked, Plan
 from penstock.stages.planner.plan_picture import figure
 from penstock.stages.planner.plan_stage import PlanStage
 

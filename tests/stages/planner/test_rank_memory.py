@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock import partition
 from penstock.pipeline.planner.costs import Largest
-from penstock.stages.planner.rank_memory import copies
+from penstock.stages.planner.memory_model import copies
 
 WEIGHTS, SAVED, PACKED = 1000, 100, 10
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from traps import NoGradientBack
 
-from penstock.stages.stage.backward import Split, run
-from penstock.stages.stage.receive import Receive
+from penstock.stages.stage.boundary import Receive
+from penstock.stages.stage.split_backward import Split, run
 from penstock.stages.stage.weights_first import run_weights_first
 
 

@@ -14,7 +14,7 @@ import penstock
 from penstock import PlanError
 from penstock.pipeline.runtime.batches import micro_batches
 from penstock.stages.planner.examples import example_of, signature_of
-from penstock.stages.tracing.capture.call import Call
+from penstock.stages.tracing.capture.call_spec import Call
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model returns cache")
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.stages.tracing.contents import change, contents
+from penstock.stages.tracing.object_snapshot import change, contents
 
 
 @dataclasses.dataclass

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from zoo import build
 
 import penstock
-from penstock.stages.tracing.graph import trace
 from penstock.stages.tracing.layers import parts_of, run_all
+from penstock.stages.tracing.tracer import trace
 
 
 def snapshot(model):

@@ -11,7 +11,7 @@ from torch import fx, nn
 import penstock
 from penstock import PenstockError
 from penstock.compression.errors import PlanError
-from penstock.stages.tracing.scaled import scaled
+from penstock.stages.tracing.shape_inference import scaled
 
 
 @fx.wrap

@@ -12,7 +12,7 @@ from zoo import cross_entropy
 
 import penstock
 from penstock.stages.stage import stage
-from penstock.stages.tracing.unseen import Contents
+from penstock.stages.tracing.untracked_writes import Contents
 
 
 def through_data(x):

@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock import PlanError
 from penstock.compression.errors import StageError
-from penstock.stages.memory import hooks
+from penstock.stages.memory import saved_tensor_hooks
 from penstock.stages.weights.policies import policy_named
 from penstock.stages.weights.stashing import versions_of
 from penstock.stages.weights.versions import WeightVersions
@@ -18,7 +18,7 @@ from penstock.stages.weights.versions import WeightVersions
 
 def test_memory_that_a_parameter_has_left_is_not_taken_for_a_parameter():
     parameter = nn.Parameter(torch.ones(64))
-    weights = hooks.ParameterFilter([parameter])
+    weights = saved_tensor_hooks.ParameterFilter([parameter])
     number = parameter.untyped_storage()._cdata
     parameter.data = torch.zeros(64)
     made = [torch.ones(64) for _ in range(1000)]

@@ -1,0 +1,195 @@
+"""How many bytes of each kind a rank holds, by tier, and within which limits.
+
+Whoever makes, moves or frees bytes counts them, in any thread. A garbage collector may run a finalizer that
+counts between the load and the store of ``+=``, in a thread that holds a lock of ours: so counting appends
+to a deque and takes no lock that its own thread could hold already.
+
+All stages, policies and micro-batches of a rank share its tiers. On a CPU the frames of the tiers ``packed``
+and ``host`` lie in the rank's own memory, and so count as its device's, too; those on disk only until they
+are written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from ...compression.errors import ConfigError
+from ..units import parse_bytes
+
+Limit = int | None
+_SECONDS = 0.1
+
+
+class Gauge:
+    """Bytes of one kind: ``now``, and the most since ``begin``.
+
+    ``limit``: what it shall not exceed; None: anything. A gauge keeps nobody from adding: who could wait for
+    room asks ``wait``."""
+
+    def __init__(self, limit: Limit = None, *, part_of: Gauge | None = None) -> None:
+        """Start with none. What is counted here is counted in ``part_of`` too."""
+        self.limit, self._part_of = limit, part_of
+        self._now = self.peak = 0
+        self._changes: deque[int] = deque()
+        self._folding = threading.Lock()
+        self._less = threading.Condition()
+        self._waiting = 0
+
+    @property
+    def wider(self) -> tuple[Gauge, ...]:
+        """Those of which it is a part."""
+        return () if self._part_of is None else (self._part_of,)
+
+    @property
+    def now(self) -> int:
+        """Bytes that there are."""
+        self._fold()
+        return self._now
+
+    def begin(self) -> None:
+        """Forget the most that there was."""
+        self.peak = self.now
+
+    def add(self, num_bytes: int) -> None:
+        """There are so many bytes more, or less."""
+        if not num_bytes:
+            return
+        self._changes.append(num_bytes)
+        self._fold()
+        if self._part_of is not None:
+            self._part_of.add(num_bytes)
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether so many bytes more keep to the limit."""
+        return self.limit is None or self.now + num_bytes <= self.limit
+
+    def wait(self, enough: Callable[[], bool]) -> None:
+        """Wait until ``enough``, asked again whenever there is less, and now and then: a collector that
+        counts in the middle of it all tells nobody."""
+        self._waiting += 1
+        try:
+            with self._less:
+                while not self._less.wait_for(enough, timeout=_SECONDS):
+                    pass
+        finally:
+            self._waiting -= 1
+
+    def _fold(self) -> None:
+        less = False
+        while self._changes and self._folding.acquire(blocking=False):  # else whoever folds takes it along
+            try:
+                while self._changes:
+                    change = self._changes.popleft()
+                    self._now += change
+                    self.peak, less = max(self.peak, self._now), less or change < 0
+            finally:
+                self._folding.release()
+        if less and self._waiting:
+            with self._less:
+                self._less.notify_all()
+
+
+class Share:
+    """What one owner has in a gauge, who counts all of it anew and not what changed."""
+
+    def __init__(self, gauge: Gauge) -> None:
+        """Begin with none."""
+        self._gauge, self.num_bytes = gauge, 0
+
+    def set(self, num_bytes: int) -> None:
+        """It has so many bytes now. One thread says so."""
+        self.num_bytes, before = num_bytes, self.num_bytes
+        self._gauge.add(num_bytes - before)
+
+
+NAMES: Final = ("device", "packed", "host", "disk")
+_ROOM = 2  # one part in so many of what a limit leaves free is for what is about to be saved
+
+
+class Tiers:
+    """How many bytes each tier of a rank has.
+
+    Attributes: device: all tensor bytes that are counted: those that never leave, what forwards saved,
+                        parameters that come and go, and the frames of other tiers that lie there.
+                leaving: of these, what is on its way out."""
+
+    def __init__(self, *, device: Limit = None, host: Limit = None, on_gpu: bool = False) -> None:
+        """Limits in bytes; the disk keeps its own, by the bytes of its file."""
+        self.device = Gauge(device)
+        self.packed = Gauge(part_of=self.device)
+        self.host = Gauge(host, part_of=None if on_gpu else self.device)
+        self.disk, self.leaving = Gauge(), Gauge()
+        gauges = self.device, self.packed, self.host, self.disk
+        self._named: dict[str, Gauge] = dict(zip(NAMES, gauges, strict=True))
+        self._fixed = Share(self.device)
+        self.seconds_waited = 0.0
+
+    def named(self, tier: str) -> Gauge:
+        """The gauge of a tier by its name."""
+        return self._named[tier]
+
+    def begin(self) -> None:
+        """A step begins: the most is that of this step."""
+        for gauge in self._named.values():
+            gauge.begin()
+
+    def fix(self, num_bytes: int) -> None:
+        """So many bytes of the device never leave: parameters, gradients, optimizer state, buffers."""
+        self._fixed.set(num_bytes)
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that never leave."""
+        return self._fixed.num_bytes
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """The most bytes of every tier in this step."""
+        return {name: gauge.peak for name, gauge in self._named.items()}
+
+    @property
+    def too_much(self) -> int | None:
+        """Bytes that are to leave the device, those on their way not counted; None: it has no limit.
+
+        Half of what the limit leaves beside the fixed bytes is kept free for what the next layers save."""
+        limit = self.device.limit
+        if limit is None:
+            return None
+        return self.device.now - self.leaving.now - (limit - max(0, limit - self.fixed) // _ROOM)
+
+
+NEAR = 4  # layers: "auto"; what is read within so many is brought back, and need not leave
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """What a rank does with what leaves it for a while; no bit hangs on it, and ranks may differ.
+
+    ``prefetch_layers``: what is read within so many layers of the program is brought back;
+    ``writeout_layers``: what is not read within so many leaves. None: as far ahead as is of use.
+    ``host``: the most bytes of the tier ``host``, as ``"8GiB"``; None: no limit.
+    Raises:  ConfigError: not a count. PlanError: no size in bytes."""
+
+    prefetch_layers: int | None = None
+    writeout_layers: int | None = None
+    host: int | str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch_layers", "writeout_layers"):
+            found = getattr(self, name)
+            if found is not None and (type(found) is not int or found < 0):
+                raise ConfigError(f"{name} counts layers from 0, or is None, found {found!r}; use 0 or more")
+        if self.host is not None:
+            parse_bytes(self.host, name="memory.host")
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The most bytes of the tier ``host``."""
+        return None if self.host is None else parse_bytes(self.host, name="memory.host")
+
+
+NO_OPTIONS = MemoryOptions()

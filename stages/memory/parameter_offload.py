@@ -1,0 +1,531 @@
+"""The mirror of a stage's parameters: a store has their master copy, and few of them are near at a time.
+
+    forward    a layer's parameters come before it and leave after it
+    backward   they come when the first of its nodes reads them, or when their gradient has been computed;
+               a gradient leaves as soon as it was added, and its parameter with it
+    update     layer by layer: parameters, gradients and what the optimizer keeps of them come, and leave
+
+What autograd saved of a parameter is a note of where it lies in it: who reads the note has it brought.
+Source: steps S2, S4, S5 and S7 of the resource management of distributed deep learning (parameters, gradients
+        and historical gradients have their place in host memory, where the update finds them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ...compression.errors import StageError
+from ..tracing.layers import Layer
+from .activations import Came, Entered, NoOffload, SavedActivations, Went
+from .evictable_tensor import Frames, TensorMemory, hollow, may_leave
+from .saved_storage import TensorView, bytes_around, refuse_written, view_of
+from .saved_tensor_hooks import ParameterFilter
+from .stores import Store
+
+Kept = Mapping[Any, Any]  # what an optimizer keeps of a parameter
+
+
+class ParameterMemory:
+    """Begins near, as it is.
+
+    Attributes: turn: the part of the mirror that it belongs to; storage: the identity of its memory while it
+                is near, by which parts of it are known."""
+
+    __slots__ = ("_ahead", "_frames", "_gradient", "_hooks", "_lock", "_memory", "_soon", "_state",
+                 "_version", "near", "parameter", "storage", "turn")  # fmt: skip
+
+    def __init__(self, frames: Frames, parameter: Parameter, turn: int) -> None:
+        self._frames, self.parameter, self.turn = frames, parameter, turn
+        self._memory = TensorMemory(frames, parameter.data)
+        self._gradient: TensorMemory | None = None
+        self._ahead, self._lock = cast(Tensor | None, None), threading.Lock()  # values brought ahead
+        self._soon = False
+        self._state: dict[Any, TensorMemory] = {}
+        self._version, self.near = parameter._version, True
+        self._hooks: tuple[Any, ...] = ()  # the first and the last on its gradient
+        self.storage = parameter.untyped_storage()._cdata
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of it, of its gradient, and of what is kept of it and moves, near or not."""
+        state = sum(memory.num_bytes for memory in self._state.values())
+        return (1 + self.parameter.requires_grad) * self._memory.num_bytes + state
+
+    def near_bytes(self, kept: Kept) -> int:
+        """Bytes of all that which are near."""
+        items = self.parameter, self.parameter.grad, *kept.values()
+        dense = (t for t in items if isinstance(t, Tensor) and t.layout is torch.strided)
+        return sum(tensor.nbytes for tensor in dense)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of its values that were brought ahead."""
+        return 0 if (found := self._ahead) is None else found.nbytes
+
+    # -- its values, which are there to be read -----------------------------------------------------------
+
+    def come(self) -> None:
+        """Its values come.
+
+        Raises: StageError: it was written to while it was away."""
+        self._refuse_written()
+        self._frames.ahead.check()
+        with self._frames.exposed(), self._lock:
+            found, self._ahead = self._ahead, None
+            self.parameter.data = self._memory.get() if found is None else found
+            self.near, self._soon = True, False
+        self.storage = self.parameter.untyped_storage()._cdata
+
+    def _refuse_written(self) -> None:
+        if self.parameter._version != self._version:
+            raise StageError(
+                "a parameter of a mirror is written to where it is near, found one of shape "
+                f"{tuple(self._memory.like.shape)} and {self.parameter.dtype} that was written to while it "
+                "was away; write to it inside of Pipeline.near()"
+            )
+
+    def away(self, kept: Kept) -> Iterator[tuple[Tensor, TensorMemory]]:
+        """Of its values and what is kept of it what is not near: the tensor, and where its bytes are.
+
+        Raises: StageError: it was written to while it was away."""
+        if not self.near:
+            self._refuse_written()
+            yield self.parameter, self._memory
+        for key, memory in self._state.items():
+            if memory.stored and key in kept:
+                yield kept[key], memory
+
+    def leave(self) -> bool:
+        """They leave; False: the store has no room for them."""
+        version = self.parameter._version
+        if not self._memory.put(self.parameter.data, written=version != self._version):
+            return False
+        hollow(self.parameter)
+        self.near, self._version = False, version
+        return True
+
+    def fetch(self, *, gradient: bool) -> None:
+        """They are wanted soon, and the ``gradient``."""
+        if not self.near:
+            self._memory.fetch()
+            if not self._soon and self._memory.takes_time:
+                self._soon = True
+                self._frames.ahead.try_submit(self._bring)
+        if gradient and self._gradient is not None:
+            self._gradient.fetch()
+
+    def _bring(self) -> None:
+        """In the thread of ``Frames``: have its values at hand; nobody writes to them until they come."""
+        with self._lock:
+            if self._soon and not self.near:
+                self._ahead = self._memory.get()
+
+    def forget_ahead(self) -> None:
+        """They are not wanted soon."""
+        with self._lock:
+            self._ahead, self._soon = None, False
+
+    # -- its gradient -------------------------------------------------------------------------------------
+
+    def hook(self, *, first: Callable[[Tensor], None], last: Callable[[Tensor], None]) -> None:
+        """Call ``first`` with a gradient ahead of all other hooks, ``last`` behind them: those of people, who
+        may have added some since, read the parameter in between."""
+        if not self._hooks:
+            ahead = self.parameter.register_hook(first)
+            self._hooks = ahead, self.parameter.register_post_accumulate_grad_hook(last)
+        ahead, behind = self._hooks
+        parameter: Any = self.parameter
+        _reorder(parameter._backward_hooks, lambda key: key != ahead.id)
+        _reorder(parameter._post_accumulate_grad_hooks, lambda key: key == behind.id)
+
+    def unhook(self) -> None:
+        """Call nobody any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = ()
+
+    def bring_gradient(self) -> None:
+        """What there is of its gradient comes, to be written; its values are near."""
+        if self._gradient is not None:
+            self.parameter.grad = self._gradient.take()
+            self._gradient = None
+
+    def push_gradient(self) -> None:
+        """Its gradient leaves; one that is not dense stays, and what finds no room."""
+        gradient = self.parameter.grad
+        if gradient is not None and may_leave(gradient, min_bytes=1):
+            memory = TensorMemory(self._frames, gradient)
+            if memory.put(gradient):
+                self._gradient, self.parameter.grad = memory, None
+
+    def look_at_gradient(self) -> Tensor | None:
+        """Return its gradient, if there is one, while its values may be away."""
+        return self.parameter.grad if self._gradient is None else self._gradient.get()
+
+    def looked_at(self, gradient: Tensor | None, *, written: bool) -> None:
+        """The gradient that was looked at leaves again."""
+        if gradient is not None and self._gradient is not None:
+            if not self._gradient.put(gradient, written=written):
+                raise StageError("the store of a mirror has no room for a gradient; raise its budget")
+
+    def forget_gradient(self) -> None:
+        """It has no gradient any more."""
+        if self._gradient is not None:
+            self._gradient.drop()
+            self._gradient = None
+
+    # -- all of it, to be written -------------------------------------------------------------------------
+
+    def pull(self, kept: Kept) -> None:
+        """Gradient and what is kept come beside its values, which are near; all of it may be written."""
+        self.bring_gradient()
+        for key, memory in self._state.items():
+            if memory.stored and key in kept:
+                kept[key].data = memory.take()
+        self._memory.drop()
+
+    def push(self, kept: Kept, *, min_bytes: int) -> None:
+        """Gradient and what is kept of ``min_bytes`` or more leave, as they are now."""
+        self.push_gradient()
+        for key, item in kept.items():
+            if isinstance(item, Tensor) and may_leave(item, min_bytes=min_bytes):
+                memory = self._state[key] = TensorMemory(self._frames, item)
+                if memory.put(item):
+                    hollow(item)
+
+
+def _reorder(hooks: dict[int, Any], place: Callable[[int], bool]) -> None:
+    """Have the ``hooks`` of a tensor in the order of ``place``, in which torch then calls them."""
+    order = sorted(hooks, key=place)
+    if order != list(hooks):
+        found = {key: hooks[key] for key in order}
+        hooks.clear()
+        hooks.update(found)
+
+
+Turn = Sequence[Parameter]
+NEAR = 2  # layers whose parameters stay near in a backward, where branches of a network take turns
+
+
+class Mirror:
+    """The parameters of one stage that may leave, by the layers that read them.
+
+    Attributes: frames: where they wait; memories: of each of them.
+                turns: in parts, layer by layer, of which an update takes one at a time.
+                peak_bytes: the most of ``near_bytes`` in this step."""
+
+    def __init__(
+        self, store: Store, *, readers: Mapping[str, Sequence[Parameter]], packs: bool, min_bytes: int
+    ) -> None:
+        """Begin with all of them near.
+
+        Args:    readers: by name of a layer, in running order, the parameters that it reads.
+                 packs: they are packed where that pays.
+                 min_bytes: smaller ones stay near, as smaller tensors of an optimizer do."""
+        self.frames, self._min_bytes = Frames(store, packs=packs), min_bytes
+        self._all: dict[int, ParameterMemory] = {}
+        self._by_layer: dict[str, list[ParameterMemory]] = {}
+        self.turns: list[list[Parameter]] = []
+        for name, read in readers.items():
+            able = [p for p in read if id(p) in self._all or may_leave(p.data, min_bytes=min_bytes)]
+            if first := [p for p in able if id(p) not in self._all]:
+                self._all |= {id(p): ParameterMemory(self.frames, p, len(self.turns)) for p in first}
+                self.turns.append(first)
+            self._by_layer[name] = [self._all[id(p)] for p in able]
+        self.memories = self._all.values()
+        self._near = dict.fromkeys(self.memories)
+        self._storages = {one.storage: one for one in self._near}
+        self._recent: list[int] = []  # turns, in a backward
+        self._walks = False  # a forward runs
+        self._soon: list[ParameterMemory] = []  # brought ahead
+        self._optimizer: Optimizer | None = None
+        self.peak_bytes = 0
+
+    @property
+    def near_bytes(self) -> int:
+        """Bytes of parameters near or brought ahead, their gradients, and what an optimizer keeps of them."""
+        here = sum(one.near_bytes(self._kept(one.parameter)) for one in self._near)
+        return here + sum(one.ahead_bytes for one in self._soon)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what it moves, near or not: parameters, gradients, and what the optimizer keeps."""
+        return sum(one.num_bytes for one in self._all.values())
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the store's frames that are on the device of the parameters."""
+        store = self.frames.store
+        devices = {one.parameter.device for one in self._all.values()}
+        return 0 if all(map(store.takes_away, devices)) else store.num_bytes
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """Tell of the optimizer of these parameters, whose state of them leaves with them."""
+        self._optimizer = optimizer
+
+    def begin(self) -> None:
+        """A step begins: no gradient is left of the one before but what no optimizer takes away, and
+        gradients leave when they are final."""
+        self.peak_bytes = self.near_bytes
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        taken = {id(parameter) for group in groups for parameter in group["params"]}
+        for one in self._all.values():
+            if id(one.parameter) in taken:
+                one.forget_gradient()
+            if one.parameter.requires_grad:
+                one.hook(
+                    first=functools.partial(self._arrives, one), last=functools.partial(self._added, one)
+                )
+
+    def layer_done(self, done: Layer | None, following: Layer | None) -> None:
+        """Between two layers of a forward: what ``done`` read leaves, what ``following`` reads comes."""
+        wanted = self._by_layer.get(following.name, []) if following is not None else []
+        if done is None:
+            self.settle()
+        for one in self._by_layer.get(done.name, ()) if done is not None else ():
+            if one not in wanted:
+                self._leave(one)
+        self._note()
+        self._walks = following is not None
+        for one in wanted:
+            self._come(one)
+        if wanted:
+            self._note()
+            self.prefetch(max(one.turn for one in wanted) + 1)
+
+    def prefetch(self, turn: int) -> None:
+        """Begin to bring the parameters of a turn that is wanted soon, and in a backward their gradients."""
+        found = self.turns[turn] if 0 <= turn < len(self.turns) else ()
+        before, self._soon = self._soon, [self._all[id(parameter)] for parameter in found]
+        for one in (one for one in before if one.turn != turn):
+            one.forget_ahead()
+        for one in self._soon:
+            one.fetch(gradient=not self._walks)
+
+    def settle(self) -> None:
+        """All of them leave: between two walks, and where one failed."""
+        for one in list(self._near):
+            self._leave(one)
+        self.prefetch(-1)
+        self._note()
+        self._recent.clear()
+        self._walks = False
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is one of the parameters that are near, or a part of one."""
+        return tensor.untyped_storage()._cdata in self._storages
+
+    def saved(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What autograd keeps in the place of ``tensor``, which ``holds``: the call that gives it back."""
+        one = self._storages[tensor.untyped_storage()._cdata]
+        begins = tensor.data_ptr() - one.parameter.data_ptr()
+        view = None if tensor is one.parameter else view_of(tensor)._replace(start=begins)
+        return functools.partial(self._read, one, view, one.parameter._version)  # a view may count for itself
+
+    def _read(self, one: ParameterMemory, view: TensorView | None, version: int) -> Tensor:
+        refuse_written(version, one.parameter._version)
+        self._wanted(one)
+        return one.parameter.detach() if view is None else view.over(bytes_around(0, one.parameter.data))
+
+    def _wanted(self, one: ParameterMemory) -> None:
+        """A backward reads it: it comes, and what was near longest leaves."""
+        if one.near:
+            return
+        self._come(one)
+        if not self._walks and one.turn not in self._recent:
+            self.prefetch(one.turn - 1)
+            self._recent.append(one.turn)
+            if len(self._recent) > NEAR:
+                last = self._recent.pop(0)
+                for other in [other for other in self._near if other.turn == last]:
+                    self._leave(other)
+
+    def _arrives(self, one: ParameterMemory, gradient: Tensor) -> None:
+        """Ahead of adding ``gradient``: what there is of it comes."""
+        self._wanted(one)
+        one.bring_gradient()
+
+    def _added(self, one: ParameterMemory, _: Tensor) -> None:
+        self._note()
+        self.push_gradient(one.parameter)
+        if not self._walks:
+            self._leave(one)
+        self._note()
+
+    def push_gradient(self, parameter: Parameter) -> None:
+        """The gradient of ``parameter`` leaves; one that is not dense stays."""
+        self._all[id(parameter)].push_gradient()
+
+    @contextlib.contextmanager
+    def gradients(self, turn: Turn, *, written: bool) -> Iterator[dict[int, Tensor]]:
+        """The block in which the gradients of ``turn`` are near, by the identity of their parameters.
+
+        Args:    written: what is done to them there stays."""
+        ours = [self._all[id(p)] for p in turn]
+        found = [one.look_at_gradient() for one in ours]
+        yield {id(p): gradient for p, gradient in zip(turn, found, strict=True) if gradient is not None}
+        for one, gradient in zip(ours, found, strict=True):
+            one.looked_at(gradient, written=written)
+
+    @contextlib.contextmanager
+    def whole(self, turn: Turn) -> Iterator[None]:
+        """The block in which ``turn`` is near as it would be without a mirror, to be written."""
+        self._pull(turn)
+        yield
+        self._note()
+        self._push(turn)
+
+    def pull_all(self) -> None:
+        """All parameters come, with their gradients and the state of the optimizer."""
+        for turn in self.turns:
+            self._pull(turn)
+        self._note()
+
+    def push_all(self) -> None:
+        """All of them leave as they are now."""
+        for turn in self.turns:
+            self._push(turn)
+
+    def close(self) -> None:
+        """The model keeps the parameters that it has: after ``pull_all`` all of them."""
+        self.frames.ahead.close()
+        for one in self._all.values():
+            one.unhook()
+
+    def _pull(self, turn: Turn) -> None:
+        for one in (self._all[id(parameter)] for parameter in turn):
+            self._come(one)
+            one.pull(self._kept(one.parameter))
+
+    def _push(self, turn: Turn) -> None:
+        for one in (self._all[id(parameter)] for parameter in turn):
+            one.push(self._kept(one.parameter), min_bytes=self._min_bytes)
+            self._leave(one)
+        self._note()
+
+    def _come(self, one: ParameterMemory) -> None:
+        if not one.near:
+            one.come()
+            self._near[one], self._storages[one.storage] = None, one
+
+    def _leave(self, one: ParameterMemory) -> None:
+        if one.near and one.leave():
+            del self._near[one], self._storages[one.storage]
+
+    def _kept(self, parameter: Parameter) -> Kept:
+        return {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
+
+    def _note(self) -> None:
+        self.frames.near.set(near := self.near_bytes)
+        self.peak_bytes = max(self.peak_bytes, near)
+
+
+class MirroredFilter(ParameterFilter):
+    """Tells parameters too; of those of a mirror that are near, autograd keeps a note."""
+
+    def __init__(self, keep: Iterable[Tensor], mirror: Mirror) -> None:
+        """``keep``: all parameters and buffers of the stage."""
+        super().__init__(keep)
+        self._mirror = mirror
+
+    def also(self, keep: Iterable[Tensor]) -> ParameterFilter:
+        """Return the filter that lets those through too."""
+        return self._with(MirroredFilter(keep, self._mirror))
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is one of them."""
+        return self._mirror.holds(tensor) or super().holds(tensor)
+
+    def untouched(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What autograd keeps in the place of what ``holds``."""
+        if self._mirror.holds(tensor) and not (tensor.is_conj() or tensor.is_neg()):
+            return self._mirror.saved(tensor)
+        return super().untouched(tensor)
+
+
+class MirrorWalk(NoOffload):
+    """What a walk tells that keeps nothing for a backward: the second one of a forward, and evaluation."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror = mirror
+
+    def layer_done(self, done: Layer | None, following: Layer | None) -> None:
+        """Parameters of ``done`` leave, those of ``following`` come."""
+        self._mirror.layer_done(done, following)
+
+
+class Mirrored(NoOffload):
+    """``saved`` of a stage with a mirror, told the same things.
+
+    Args:    parameters: what its hooks let through; they are its own only where ``saved`` has none."""
+
+    def __init__(
+        self, saved: SavedActivations | NoOffload, mirror: Mirror, parameters: MirroredFilter
+    ) -> None:
+        self.saved, self.mirror, self._parameters = saved, mirror, parameters
+        self._counts = saved
+        self._hooks = type(saved) is NoOffload
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds for which walks waited for what was not back yet, parameters too."""
+        return self.saved.exposed_seconds + self.mirror.frames.exposed_seconds
+
+    @contextlib.contextmanager
+    def forward(self, micro_batch: int, entered: Entered, keep: Iterable[Tensor] = ()) -> Iterator[None]:
+        """The block in which the layers of ``micro_batch`` run."""
+        hooks = contextlib.nullcontext()
+        if self._hooks:
+            parameters = self._parameters
+            hooks = torch.autograd.graph.saved_tensors_hooks(parameters.untouched, operator.call)
+        with self.saved.forward(micro_batch, entered, keep), hooks:
+            yield
+
+    def repeats(self, micro_batch: int, again: Any) -> None:
+        """How the layers run again, where they do."""
+        self.saved.repeats(micro_batch, again)
+
+    def layer_done(self, done: Layer | None, following: Layer | None) -> None:
+        """Parameters of ``done`` leave, those of ``following`` come."""
+        self.saved.layer_done(done, following)
+        self.mirror.layer_done(done, following)
+
+    def offload(self, micro_batch: int, came: Came, went: Went) -> None:
+        """Begin to move what a forward saved."""
+        self.saved.offload(micro_batch, came, went)
+
+    def fetch(self, micro_batch: int) -> None:
+        """Begin to bring back what a forward saved."""
+        self.saved.fetch(micro_batch)
+
+    def ahead(self, micro_batch: int) -> None:
+        """Begin to bring the parameters that the backward of ``micro_batch`` reads first."""
+        self.mirror.prefetch(len(self.mirror.turns) - 1)
+
+    def ready(self, micro_batch: int) -> None:
+        """Wait for what a forward saved."""
+        self.saved.ready(micro_batch)
+
+    def drop(self, micro_batch: int) -> None:
+        """Forget what a forward saved; parameters that its backward left near leave."""
+        self.saved.drop(micro_batch)
+        self.mirror.settle()
+
+    def wait(self) -> None:
+        """Wait until everything that was to leave has left."""
+        self.saved.wait()
+
+    def close(self) -> None:
+        """End the threads; the model has all its parameters again."""
+        self.saved.close()
+        self.mirror.close()

@@ -1,0 +1,408 @@
+"""The memory thread of a rank: what a forward saved leaves by layer, and is back before its layer's backward.
+
+The training thread says which layer is done, by position in the program of the step; this thread, which
+shares a queue under a mutex and a condition variable with it, writes out what is not read within
+``writeout_layers`` and brings back what is read within ``prefetch_layers``. It only decides: packing and the
+store have threads of their own.
+
+    training thread -> memory thread -> packing thread -> I/O thread -> store
+                                     -> reading thread <--------------- store
+
+Where the device has a limit, only so much leaves as is too much, what is read last first; nothing is brought
+back ahead of its time that has no room; and the training thread waits between two layers while there is no
+room for one more and something is on its way out.
+
+Source: claims 2-4 of CN110032450B (a training and a memory thread, so many layers ahead and behind).
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from ...compression.buffers import Frame
+from ..tracing.layers import Layer
+from ..worker import Worker
+from .byte_budget import NEAR, NO_OPTIONS, MemoryOptions, Tiers
+from .layer_codecs import LayerAwareCompressor
+from .packer import SavedTensorPacker
+from .saved_storage import SavedStorage
+from .wire_frame import WireFrame, place
+
+NEVER = 1 << 62  # not in this program: in a later step, or nobody knows
+
+
+class Pass(NamedTuple):
+    """The layers of ``stage`` run on ``micro_batch``: forward in ascending order, else (``reads``) back."""
+
+    stage: int
+    micro_batch: int | None
+    reads: bool = False
+
+
+class Timeline:
+    """Positions count layers; every pass takes as many as its stage has layers, and one at least.
+
+    Nothing of it changes: steps that run the same program share one."""
+
+    def __init__(self, program: Sequence[Pass] = (), num_layers: Mapping[int, int] | None = None) -> None:
+        """``num_layers``: of every stage."""
+        self.program, self._num_layers = tuple(program), dict(num_layers or {})
+        self._starts, self._reads, position = list[int](), list[tuple[int, Pass]](), 0
+        for one in self.program:
+            self._starts.append(position)
+            if one.reads:
+                self._reads.append((position, one))
+            position += max(1, self._num_layers.get(one.stage, 1))
+
+    def start(self, number: int) -> int:
+        """Where pass ``number`` of the program begins."""
+        return self._starts[number]
+
+    def position(self, start: int, stage: int, layer: int, *, reads: bool) -> int:
+        """Where ``layer`` of a pass of ``stage`` runs that begins at ``start``."""
+        return start + (max(0, self._num_layers.get(stage, 0) - 1 - layer) if reads else layer)
+
+    def readings(self, now: int) -> Iterator[tuple[int, Pass]]:
+        """The passes that read what was saved, from the one that runs at ``now`` on, and where they begin."""
+        for start, one in self._reads:
+            if start + max(1, self._num_layers.get(one.stage, 1)) > now:
+                yield start, one
+
+    def next_reading(self, stage: int, micro_batch: int, now: int) -> int:
+        """Where the next pass begins that reads what ``stage`` saved of ``micro_batch``, or NEVER."""
+        for start, one in self.readings(now):
+            if one.stage == stage and one.micro_batch == micro_batch:
+                return start
+        return NEVER
+
+
+Entered = Mapping[int, Any]
+Came = Mapping[int, Frame]
+Went = Mapping[int, tuple[Tensor, Frame]]
+Numbers = Mapping[Layer | None, int]
+
+
+class Left(NamedTuple):
+    """A storage that was given to the packer, and the number of the layer that reads it first."""
+
+    layer: int
+    storage: weakref.ref[SavedStorage]
+    key: object
+
+
+class SavedRun:
+    """The saved tensors of one forward, from its first layer to the end of its backward.
+
+    ``waiting`` are those that have not left, in the order of saving; ``left`` the others by layer, which only
+    the memory thread changes. ``reading``: the layer whose backward runs, by number. ``closed``: the forward
+    is over; ``wanted``: all of it is to be in memory."""
+
+    def __init__(
+        self,
+        stage: int,
+        micro_batch: int,
+        *,
+        entered: Entered,
+        numbers: Numbers,
+        packer: SavedTensorPacker,
+        compressor: LayerAwareCompressor,
+    ) -> None:
+        """``entered``: the values by number, as the layers get them; ``numbers``: of the stage's layers."""
+        self.stage, self.micro_batch = stage, micro_batch
+        self.packer, self._compressor, self._numbers = packer, compressor, numbers
+        self._entered = {n: place(item) for n, item in entered.items() if isinstance(item, Tensor)}
+        self._came = {storage.cdata for storage, _ in self._entered.values()}
+        self._keys: deque[object] = deque()
+        self._wires: dict[object, WireFrame] = {}
+        self.waiting: dict[object, weakref.ref[SavedStorage]] = {}
+        self.left: list[Left] = []
+        self._sizes: dict[fx.Node, tuple[int, ...]] = {}  # of the floats that a layer saved
+        self.reading = -1
+        self.lock = threading.Lock()  # what the memory thread decides, and the end of it all
+        self.closed = self.wanted = False
+
+    def add(self, storage: SavedStorage) -> None:
+        """A storage whose first tensor was saved now."""
+        self._keys.append(storage.key)
+        self.waiting[storage.key] = weakref.ref(storage)
+
+    def added(self, tensor: Tensor, layer: Layer | None) -> None:
+        """``layer`` saved ``tensor``, which is to leave."""
+        if layer is not None and tensor.is_floating_point():
+            self._sizes[layer.node] = tuple(tensor.size())
+
+    def close(self, came: Came, went: Went) -> None:
+        """The forward is over; these frames hold what entered, and what went out since: the newer first."""
+        frames = [WireFrame(frame, *place(item), exact=True) for item, frame in went.values()]
+        frames += [WireFrame(came[n], *at, exact=False) for n, at in self._entered.items() if n in came]
+        for storage in self.alive() if frames else ():
+            wire = next((frame for frame in frames if frame.covers(storage)), None)
+            if wire is not None:
+                wire.frame.hold()
+                self._wires[storage.key] = wire
+        self.closed = True
+
+    def staying(self) -> list[SavedStorage]:
+        """Those that have not left and that the graph still holds, in the order of saving."""
+        found = [reference() for reference in self.waiting.copy().values()]
+        return [storage for storage in found if storage is not None]
+
+    def may_leave(self, storage: SavedStorage) -> bool:
+        """Whether nobody needs ``storage`` in memory but the backward.
+
+        During the forward only what nothing else holds: nobody can write to it any more, and its memory is
+        freed. What came in waits for its frame."""
+        return self.closed or (storage.original.cdata not in self._came and storage.alone)
+
+    def first_read(self, storage: SavedStorage) -> int:
+        """The number of the last layer that saved a part of ``storage``: its backward comes first."""
+        return max(self._numbers.get(view.layer, 0) for view in list(storage.views))
+
+    def number(self, layer: Layer | None) -> int:
+        """The number of a layer of the stage, in running order."""
+        return self._numbers.get(layer, 0)
+
+    def leave(self, storage: SavedStorage, layer: int) -> None:
+        """Give ``storage``, which ``layer`` reads first, to the packer."""
+        del self.waiting[storage.key]
+        if not storage.transition("leaving", only_from="resident"):
+            return
+        compress = functools.partial(self._compressor.compress, inputs=self._sizes)
+        wire = self._wires.pop(storage.key, None)
+        bisect.insort(self.left, Left(layer, weakref.ref(storage), storage.key), key=lambda one: one.layer)
+        self.packer.queue(storage, wire=wire, compress=compress)
+        if wire is not None:
+            wire.frame.release()  # the packer has its own hold
+
+    def forget_read(self) -> None:
+        """Let the store forget what the backward has read and the graph let go of, last layers first."""
+        while self.left and self.left[-1].storage() is None:
+            self.packer.store.drop(self.left.pop().key)
+
+    def alive(self) -> list[SavedStorage]:
+        """The storages that the graph still holds, in the order of a backward."""
+        found = [one.storage() for one in reversed(list(self.left))]
+        return [*reversed(self.staying()), *(storage for storage in found if storage is not None)]
+
+    def drop(self) -> None:
+        """Forget everything: after the backward, or when the step failed."""
+        with self.lock:
+            for storage in self.alive():
+                storage.transition("dropped")
+            for key in self._keys:
+                self.packer.store.drop(key)
+        wires, self._wires = self._wires, {}
+        for wire in wires.values():
+            wire.frame.release()
+
+
+WAKES = 4 << 20  # bytes that a forward saves until the thread looks again
+BEHIND = 64 << 20  # bytes that may wait to be packed until the training thread waits too
+SOON = 1  # layers: what is read within so many comes whether it has room or not
+Far = tuple[int, SavedRun, SavedStorage, int]
+NOBODY: Mapping[int, int] = MappingProxyType({})
+
+
+class MemoryThread:
+    """Moves the saved tensors of all stages of a process.
+
+    Args:    num_layers: of every stage, in layers; ``tiers``: those of the rank."""
+
+    def __init__(
+        self,
+        options: MemoryOptions = NO_OPTIONS,
+        *,
+        num_layers: Mapping[int, int] = NOBODY,
+        tiers: Tiers | None = None,
+    ) -> None:
+        self.tiers = tiers or Tiers()
+        self._prefetch = NEAR if options.prefetch_layers is None else options.prefetch_layers
+        self._writeout = self._prefetch if options.writeout_layers is None else options.writeout_layers
+        self._num_layers = num_layers
+        self._worker = Worker("penstock-memory-thread", depth=2)
+        self._settled = threading.Condition()
+        self._runs: dict[tuple[int, int], SavedRun] = {}
+        self._timeline = Timeline()
+        self._start = self._now = self._behind = 0
+        self._saved = self._seen = 0  # bytes that forwards saved, and those of them that the thread has seen
+        self._largest = 0  # bytes of what was saved so far
+        self._asked = self._looks = False  # whether the thread will look again; whether it does now
+
+    def begin(self, program: Sequence[Pass]) -> None:
+        """A step begins that runs ``program``."""
+        if tuple(program) != self._timeline.program:  # most steps run that of the one before
+            self._timeline = Timeline(program, self._num_layers)
+        self._start = self._now = 0
+
+    def at(self, number: int) -> None:
+        """Pass ``number`` of the program begins."""
+        self._start = self._now = self._timeline.start(number)
+        if self._runs:
+            self._wake()
+
+    def add(self, run: SavedRun) -> None:
+        """A forward begins."""
+        self._runs[run.stage, run.micro_batch] = run
+        run.packer.packed = self._packed
+
+    def remove(self, run: SavedRun) -> None:
+        """A backward is over."""
+        self._runs.pop((run.stage, run.micro_batch), None)
+
+    def saved(self, num_bytes: int) -> None:
+        """A forward saved so many bytes more."""
+        self._saved += num_bytes
+        self._largest = max(self._largest, num_bytes)
+
+    def layer_begins(self, run: SavedRun, layer: int) -> None:
+        """The forward of ``run`` has come to its layer number ``layer``."""
+        self._now = self._timeline.position(self._start, run.stage, layer, reads=False)
+        if self._is_full():
+            self._hold_up()
+        elif self._saved - self._seen >= WAKES:
+            self._wake()
+
+    def reads(self, run: SavedRun, layer: int) -> None:
+        """The backward of ``run`` has come to what its layer number ``layer`` saved."""
+        run.reading = layer
+        self._now = self._timeline.position(self._start, run.stage, layer, reads=True)
+        if self._is_full():
+            self._hold_up()
+        elif run.left:
+            self._wake()
+
+    def closed(self) -> None:
+        """A forward is over; waits while more waits to be packed than memory should hold."""
+        self._wake()
+        if self._waiting() > BEHIND:
+            with self._settled:
+                self._settled.wait_for(lambda: self._waiting() <= BEHIND or self._worker.failed)
+
+    def check(self) -> None:
+        """Raise again what the thread raised."""
+        self._worker.check()
+
+    def drain(self) -> None:
+        """Wait until what may leave has left, and what was asked for is back."""
+        with self._settled:
+            self._wake()
+            self._settled.wait_for(lambda: not (self._asked or self._behind) or self._worker.failed)
+        self._worker.drain()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._worker.close()
+
+    def _is_full(self) -> bool:
+        """Whether the device may have no room for what the next layer saves or reads."""
+        return not self.tiers.device.fits(self._largest)
+
+    def _hold_up(self) -> None:
+        """Wait while the device is full, and some of it is on its way out."""
+        began, leaving = time.perf_counter(), self.tiers.leaving
+        while self._is_full():
+            self._wake()
+            with self._settled:
+                self._settled.wait_for(lambda: not (self._asked or self._looks) or self._worker.failed)
+            before = leaving.now
+            if not before or self._worker.failed:
+                break
+            leaving.wait(lambda before=before: leaving.now < before or not self._is_full())
+        self.tiers.seconds_waited += time.perf_counter() - began
+
+    def _waiting(self) -> int:
+        """Bytes that found no room to be packed, or that nobody has looked at."""
+        return self._behind + self._saved - self._seen
+
+    def _wake(self) -> None:
+        if not self._asked:
+            self._asked = True
+            try:
+                self._worker.submit_first(self._look)
+            except BaseException:
+                self._asked = False
+                raise
+
+    def _packed(self) -> None:
+        """A storage was packed, so another may leave."""
+        if self._behind:
+            self._wake()
+
+    def _look(self) -> None:
+        self._looks, self._asked = True, False
+        now, timeline, behind, saved = self._now, self._timeline, 0, self._saved
+        try:
+            behind = self._leave(timeline, now)
+            self._bring(timeline, now)
+        finally:
+            with self._settled:  # whoever waits looks for an error
+                self._behind, self._seen, self._looks = behind, saved, False
+                self._settled.notify_all()
+        if behind and any(run.packer.packing.has_room for run in list(self._runs.values())):
+            self._wake()  # room came while this looked, and whoever made it saw nobody behind
+
+    def _leave(self, timeline: Timeline, now: int) -> int:
+        """Let leave what is far from being read; returns the bytes of what found no room in the queue."""
+        too_much, behind = self.tiers.too_much, 0
+        if too_much is not None and too_much <= 0:
+            return 0
+        far = [one for run in list(self._runs.values()) for one in self._far(run, timeline, now)]
+        far.sort(key=lambda one: -one[0])
+        for _, run, storage, layer in far:
+            if too_much is not None and too_much <= 0:
+                break
+            if run.packer.packing.has_room:
+                with run.lock:
+                    run.leave(storage, layer)
+            else:
+                behind += storage.num_bytes
+            too_much = None if too_much is None else too_much - storage.num_bytes
+        return behind
+
+    def _far(self, run: SavedRun, timeline: Timeline, now: int) -> list[Far]:
+        """What of ``run`` may leave, with the layers until it is read and that which reads it."""
+        starts = timeline.next_reading(run.stage, run.micro_batch, now)
+        found: list[Far] = []
+        with run.lock:
+            for storage in () if run.wanted else run.staying():
+                layer = run.first_read(storage)
+                read = starts if starts == NEVER else timeline.position(starts, run.stage, layer, reads=True)
+                if read - now > self._writeout and run.may_leave(storage):
+                    found.append((read - now, run, storage, layer))
+        return found
+
+    def _bring(self, timeline: Timeline, now: int) -> None:
+        """Bring back what is read soon, in the order in which it is read, as far as it has room."""
+        room = self.tiers.device
+        coming = 0
+        for start, one in timeline.readings(now):
+            run = None if one.micro_batch is None else self._runs.get((one.stage, one.micro_batch))
+            if run is None:
+                continue
+            batch: list[weakref.ref[SavedStorage]] = []
+            with run.lock:
+                run.forget_read()
+                for left in reversed(run.left):
+                    storage = left.storage()
+                    away = timeline.position(start, run.stage, left.layer, reads=True) - now
+                    if away < 0 or storage is None:
+                        continue
+                    has_room = away <= SOON or room.fits(coming + storage.num_bytes)
+                    if away > self._prefetch or not has_room:
+                        run.packer.bring(batch)
+                        return
+                    storage.transition("resident", only_from="leaving")
+                    if storage.transition("coming", only_from="away"):
+                        coming += storage.num_bytes
+                        batch.append(left.storage)
+            run.packer.bring(batch)

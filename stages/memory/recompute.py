@@ -1,0 +1,163 @@
+"""What a stage's forward saved is not kept at all: the forward runs again ahead of the backward.
+
+The graph of the first run stays, and with it every edge, hook and order of summation; only the tensors that
+it saved are forgotten. The second run saves the same ones in the same order, so their number tells which is
+which. Same bits: layers are seeded one by one, what entered is kept as it was, buffers are read as they were
+and left as they are. Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...compression.errors import StageError
+from .activations import Entered, NoOffload
+from .saved_storage import refuse_written
+from .saved_tensor_hooks import ParameterFilter
+
+
+class Again(Protocol):
+    """Runs the layers of a forward again; ``tied``: parameters of other stages that they then get."""
+
+    tied: Sequence[Tensor]
+
+    def __call__(self) -> None:
+        """Run them."""
+        ...
+
+
+Look = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+
+
+class RecomputedActivations(NoOffload):
+    """What the micro-batches of one stage save, made again when their backwards come.
+
+    Args:    keep: the stage's parameters and buffers, which pass through untouched; ``parameters``: what
+             tells them, where they come and go."""
+
+    def __init__(self, keep: Iterable[Tensor], parameters: ParameterFilter | None = None) -> None:
+        kept = list({id(tensor): tensor for tensor in keep}.values())
+        self._parameters, self._runs = parameters or ParameterFilter(kept), dict[int, _Run]()
+        self._buffers = [tensor for tensor in kept if not isinstance(tensor, nn.Parameter) and tensor.numel()]
+
+    @contextlib.contextmanager
+    def forward(self, micro_batch: int, entered: Entered, keep: Iterable[Tensor] = ()) -> Iterator[None]:
+        """The block in which the layers of ``micro_batch`` run for the first time."""
+        run = self._runs[micro_batch] = _Run(self._parameters.also(keep), self._buffers)
+        with torch.autograd.graph.saved_tensors_hooks(run.leave, _read):
+            yield
+        run.forget_what_stayed()
+
+    def repeats(self, micro_batch: int, again: Again | None) -> None:
+        """Take note of how the layers of ``micro_batch`` run again."""
+        if again is not None:
+            self._runs[micro_batch].repeats(again)
+
+    def ready(self, micro_batch: int) -> None:
+        """Run the forward of ``micro_batch`` again, and keep what it saves."""
+        self._runs[micro_batch].again()
+
+    def drop(self, micro_batch: int) -> None:
+        """Forget everything of ``micro_batch``."""
+        self._runs.pop(micro_batch, None)
+
+
+class _Run:
+    """One forward: how the tensors that it saved looked, and from its second run on the tensors."""
+
+    def __init__(self, parameters: ParameterFilter, buffers: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self.forward: Callable[[], object] | None = None
+        self._looks: list[Look] = []
+        self._made: list[tuple[Tensor, int]] = []  # with torch's count of the writes to them
+        with torch.no_grad():
+            self._before = [(buffer, buffer.clone()) for buffer in buffers]
+
+    def repeats(self, again: Again) -> None:
+        """Take note of how the layers run again."""
+        self.forward, self._parameters = again, self._parameters.also(again.tied)
+
+    def leave(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Autograd saves ``tensor`` in the first run; returns what it keeps in its place."""
+        if self._parameters.holds(tensor):
+            return self._parameters.untouched(tensor)
+        self._looks.append(_look(tensor))
+        return functools.partial(self._give, len(self._looks) - 1)
+
+    def forget_what_stayed(self) -> None:
+        """Keep only those buffers as they were that the forward wrote to: torch counts not all writes."""
+        self._before = [(b, was) for b, was in self._before if not _same(b, was)]
+
+    def again(self) -> None:
+        """The second run, with buffers as they were ahead of the first, and left as they are now.
+
+        Raises: StageError: it did not save what the first did, or wrote to what it had saved."""
+        if self.forward is None:
+            _not_read(None)
+        if self._made:
+            return
+        buffers = tuple(buffer for buffer, _ in self._before)
+        with torch.no_grad():
+            now = [buffer.clone() for buffer in buffers]
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(buffers), torch.enable_grad():
+            try:
+                _fill(self._before)
+                with torch.autograd.graph.saved_tensors_hooks(self._keep, _not_read):
+                    self.forward()
+            finally:
+                _fill(list(zip(buffers, now, strict=True)))
+        if len(self._made) != len(self._looks):
+            raise _other(f"saved {len(self._made)} tensors", f"{len(self._looks)}")
+        for made, version in self._made:
+            refuse_written(version, made._version)
+
+    def _keep(self, tensor: Tensor) -> None:
+        if self._parameters.holds(tensor):
+            return
+        number = len(self._made)
+        if number >= len(self._looks) or self._looks[number] != _look(tensor):
+            was = self._looks[number][1] if number < len(self._looks) else "nothing"
+            raise _other(f"saved a tensor of shape {tuple(tensor.shape)}", f"{was}")
+        self._made.append((tensor.detach(), tensor._version))
+
+    def _give(self, number: int) -> Tensor:
+        if not self._made:
+            self.again()  # somebody asks ahead of the backward
+        return self._made[number][0]
+
+
+def _read(kept: Callable[[], Tensor]) -> Tensor:
+    return kept()
+
+
+def _not_read(_: None) -> NoReturn:
+    raise StageError("a backward ran inside a forward that runs again; take recompute=false for this stage")
+
+
+def _look(tensor: Tensor) -> Look:
+    return tensor.dtype, tensor.size(), tensor.stride() if tensor.layout is torch.strided else ()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same bits."""
+    one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a.detach(), b))
+    return torch.equal(one, other)
+
+
+def _fill(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for buffer, content in buffers:
+            buffer.copy_(content)
+
+
+def _other(found: str, was: str) -> StageError:
+    return StageError(
+        f"a forward that runs again must do what it did, found that it {found}, and at first {was}; make its "
+        "layers depend on their inputs alone, or take recompute=false for this stage"
+    )

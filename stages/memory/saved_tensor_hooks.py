@@ -1,0 +1,177 @@
+"""The hooks on what autograd saves: which tensors may leave, and which storage each of them belongs to.
+
+Hooks see everything that is saved, weights and scalars too; what pays is a storage of some size that the
+forward made. In doubt a tensor passes through, which is always right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..tracing.layers import Layer
+from .packer import SavedTensorPacker
+from .saved_storage import SavedStorage, WriteCounter, is_elements, refuse_written, view_of
+
+Took = Callable[[SavedStorage], None]
+Read = Callable[[SavedStorage, int, WriteCounter], Tensor]
+Added = Callable[[Tensor, Layer | None], None]
+_PART = 8  # a tensor that looks into less than this part of its storage leaves it where it is
+# What autograd calls the views of a tensor and its cast: behind them, a weight is still the weight.
+_PASSED_ON = frozenset(
+    f"{name}Backward{number}"
+    for name in (
+        "ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided",
+        "Expand", "Squeeze", "Unsqueeze", "Slice", "Select", "Split", "SplitWithSizes", "Unbind", "Unflatten",
+    )
+    for number in range(2)
+)  # fmt: skip
+
+
+class ParameterFilter:
+    """Tells parameters, buffers and their casts from what the forward makes; in doubt it is a parameter."""
+
+    def __init__(self, keep: Iterable[Tensor]) -> None:
+        """``keep``: tensors that pass through, with everything in their memory and frozen ones' casts."""
+        known = [tensor for tensor in keep if tensor.layout is torch.strided]
+        found = [StorageWeakRef(tensor.untyped_storage()) for tensor in known]
+        self._storages = {reference.cdata: reference for reference in found}  # so no other gets its number
+        self._shapes = {tuple(tensor.shape) for tensor in known}
+
+    def also(self, keep: Iterable[Tensor]) -> ParameterFilter:
+        """Return the filter that lets those through too."""
+        return self._with(ParameterFilter(keep))
+
+    def _with(self, more: ParameterFilter) -> ParameterFilter:
+        more._storages |= self._storages
+        more._shapes |= self._shapes
+        return more
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is one of them."""
+        base = tensor if tensor._base is None else tensor._base
+        if base.is_leaf and base.requires_grad:
+            return True
+        if tensor.untyped_storage()._cdata in self._storages:
+            return True
+        if base.is_leaf:  # autocast casts frozen weights outside the graph
+            return tensor.dtype in (torch.bfloat16, torch.float16) and tuple(base.shape) in self._shapes
+        return _comes_from_leaf(tensor)
+
+    def untouched(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What autograd keeps in the place of a tensor that passes through: the call that gives it back."""
+        return _untouched(tensor)
+
+
+def _comes_from_leaf(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a cast or view of a leaf: autocast saves its own copies of the weights."""
+    function = tensor.grad_fn
+    while function is not None and function.name() in _PASSED_ON:
+        function = function.next_functions[0][0]
+    return function is not None and function.name() == "torch::autograd::AccumulateGrad"
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but a part of its storage, on a device that we pack on."""
+    return (
+        type(tensor) is Tensor
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+        and is_elements(tensor)
+    )
+
+
+class SavedTensorHooks:
+    """The saved-tensor hooks of one forward, or of several that nobody tells apart."""
+
+    def __init__(
+        self,
+        packer: SavedTensorPacker,
+        parameters: ParameterFilter,
+        *,
+        min_bytes: int,
+        took: Took,
+        read: Read | None = None,
+        added: Added | None = None,
+    ) -> None:
+        """Leave ``parameters`` and storages of fewer than ``min_bytes`` bytes as they are.
+
+        Args:    took: called with every storage that is to leave, when its first tensor was saved.
+                 read: what a backward calls for a saved tensor, in the place of the packer's own.
+                 added: called with the tensor and the layer whenever one was saved that is to leave."""
+        self._read, self._tell = read or packer.read, added
+        self._packer, self._parameters, self._min_bytes = packer, parameters, min_bytes
+        self._took = took
+        self.layer: Layer | None = None  # which runs now, as far as anybody knows
+        self._storages: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._latest: Callable[[], SavedStorage | None] = lambda: None
+        self._lock = threading.RLock()  # a GPU's backward saves, for a second one, in a thread of its own
+
+    def entered(self) -> contextlib.AbstractContextManager[None]:
+        """The block in which autograd saves through these hooks."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, operator.call)
+
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return what autograd keeps in the place of ``tensor``: the call that gives it back."""
+        if not _is_plain(tensor) or self._parameters.holds(tensor):
+            return self._parameters.untouched(tensor)
+        storage = tensor.untyped_storage()
+        with self._lock:
+            found = self._storages.get(storage._cdata)
+            if found is not None and found.same_memory(storage) and found.writes.counts(tensor):
+                return self._added(found, tensor)
+            num_bytes = storage.nbytes()
+            if num_bytes < self._min_bytes or view_of(tensor).num_bytes * _PART < num_bytes:
+                return _untouched(tensor)
+            stream = self._packer.stream(tensor.device)
+            found = SavedStorage(tensor, stream=stream, previous=self._latest, tiers=self._packer.store.tiers)
+            read = self._added(found, tensor)
+            self._storages[storage._cdata], self._latest = found, weakref.ref(found)
+        self._took(found)
+        return read
+
+    def _added(self, storage: SavedStorage, tensor: Tensor) -> Callable[[], Tensor]:
+        number = storage.add(tensor, self.layer)
+        if self._tell is not None:
+            self._tell(tensor, self.layer)
+        return SavedRead(self._read, storage, number, WriteCounter(tensor))
+
+
+class SavedRead:
+    """What autograd keeps in the place of a tensor that may leave: the call that gives it back."""
+
+    __slots__ = ("_number", "_read", "_storage", "_writes")
+
+    def __init__(self, read: Read, storage: SavedStorage, number: int, writes: WriteCounter) -> None:
+        """The saved tensor ``number`` of ``storage``, which ``read`` gives."""
+        self._read, self._number, self._writes = read, number, writes
+        self._storage: SavedStorage | None = storage
+
+    def __call__(self) -> Tensor:
+        """The tensor; one without elements where it was given up."""
+        if self._storage is None:
+            return torch.empty(0)
+        return self._read(self._storage, self._number, self._writes)
+
+    def give_up(self) -> None:
+        """Nobody asks for it any more, whoever calls."""
+        storage, self._storage = self._storage, None
+        if storage is not None:
+            storage.give_up(self._number)
+
+
+def _untouched(tensor: Tensor) -> Callable[[], Tensor]:
+    """A tensor that stays where it is: kept without its graph, which would hold itself for ever."""
+    return functools.partial(_unchanged, tensor.detach(), tensor._version)
+
+
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    refuse_written(version, tensor._version)
+    return tensor

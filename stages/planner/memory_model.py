@@ -1,0 +1,111 @@
+"""What a rank holds, in bytes: the one formula of the search for cuts, of a schedule on paper, and of a
+step.
+
+It says how often the bytes of some layers are there at once; everybody multiplies their own bytes,
+predicted or measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from ...compression.names import HOST
+
+MOVING = 2  # runs of layers, or versions whose weights, are there in a tier: one is read, one moves
+NEIGHBOURS = 3  # layers of a mirror: one that runs, one before it, one that comes
+GRADIENTS = 2  # of a parameter: one that arrives, one that it is added to
+AWAY = ("host", "disk")  # tiers that take what they keep off a device that is no CPU
+GONE = ("disk",)  # tiers that take it off every device
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """How often the bytes of layers are there: their parameters, what a micro-batch saves as it is, and that
+    packed; what entered with it, where the rest is made again. ``near``: what the layers save that are near
+    the one that runs, where the rest leaves. ``largest``: of the parameters of the layer that has most, where
+    layers have theirs only while they run; then those of its ``neighbours`` may be there, too, and those that
+    are ``staying``."""
+
+    parameters: float
+    saved: int
+    packed: int = 0
+    near: int = 0
+    entered: int = 0
+    largest: float = 0
+    staying: float = 0
+
+    def of(
+        self,
+        *,
+        parameters: int = 0,
+        saved: int = 0,
+        packed: int = 0,
+        near: int | None = None,
+        entered: int = 0,
+        largest: int = 0,
+        neighbours: int = 0,
+        staying: int = 0,
+    ) -> int:
+        """Bytes in all; ``packed``: what is left of ``saved`` when it is packed; ``near``: the most of it
+        that layers near each other save, None: all of it; ``neighbours``: the most parameters of
+        ``NEIGHBOURS`` layers; ``staying``: those of layers that keep theirs, where the others do not."""
+        kept = self.saved * saved
+        if self.near:  # where layers are few, nothing is far
+            kept = min(kept, self.near * (saved if near is None else near) + self.packed * packed)
+        kept += math.ceil(self.staying * staying)
+        if self.largest:
+            kept += max(math.ceil(self.largest * largest), neighbours + GRADIENTS * largest)
+        return math.ceil(self.parameters * parameters) + kept + self.entered * entered
+
+
+def copies(
+    in_flight: int,
+    *,
+    old_versions: int = 0,
+    optimizer_state: float | None = None,
+    tier: str = "device",
+    weights_tier: str = "device",
+    parameters_tier: str = "device",
+    recompute: bool = False,
+    exchanged: float = 0,
+    device: str = HOST,
+) -> Copies:
+    """What is there with so many micro-batches in flight, on a rank that computes on ``device``.
+
+    The weights, their gradients, ``optimizer_state`` (bytes that the optimizer keeps for each of theirs;
+    None: one, as SGD with momentum) and the old versions: dense floats, which hardly shrink, so packing is
+    taken to save nothing of them. What micro-batches saved: in the tier "device" all of it; elsewhere that of
+    ``MOVING`` runs of near layers as it is, and of all layers what is left of it packed. A tier that is
+    ``AWAY`` leaves nothing of that on a device, but on a CPU its memory is the rank's own, unless it is
+    ``GONE`` from there too. With ``recompute`` it is what one of them saved, and what entered with all. With
+    ``parameters_tier`` the parameters of neighbours are there, with two gradients of the largest layer, or in
+    an update all that belongs to one layer; and what waits where the tier leaves it on the device.
+    ``exchanged``: how often the parameters' bytes are there for replicas to sum up gradients.
+    """
+    here = min(in_flight, 1) if recompute else in_flight
+    moves = not recompute and tier != "device"
+    leaves = GONE if device == HOST else AWAY
+    versions = min(old_versions, MOVING) if weights_tier in leaves else old_versions
+    state = 1.0 if optimizer_state is None else optimizer_state
+    there = {"saved": here, "entered": in_flight if recompute else 0}
+    if moves:
+        there |= {"near": min(in_flight, MOVING), "packed": 0 if tier in leaves else in_flight}
+    whole = 2 + state + exchanged
+    if parameters_tier == "device":
+        return Copies(parameters=whole + versions, **there)
+    if parameters_tier not in leaves:
+        return Copies(parameters=whole, largest=whole, **there)
+    return Copies(parameters=0, largest=whole, staying=whole, **there)
+
+
+def exchanges(counts: Sequence[int], *, exact: bool) -> int:
+    """How often the bytes of a stage's parameters are there, while its replicas sum up gradients, beside the
+    gradients: once as a flat buffer; where the sum is ``exact``, for each micro-batch of a replica, and of
+    the sum.
+
+    Args:    counts: the micro-batches of each replica."""
+    if len(counts) == 1:
+        return 0
+    return max(counts) + 1 if exact else 1

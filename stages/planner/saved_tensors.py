@@ -1,0 +1,246 @@
+"""One whole step of a recorded network: which storages its layers save, who reads them and how often.
+
+It also shows which gradients no frame keeps: a column of a wide gradient lies far apart, and made dense
+it would pick other kernels and other bits, so the model is not cut where it would cross.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+from ..memory.saved_tensor_hooks import ParameterFilter
+from ..tracing.dataflow import travels
+from ..tracing.layer_graph import LayerGraph
+from ..tracing.layers import casting, parts_of, run_layer, run_output
+from .network_profile import CAST, FEATURES, INDEX, MASK, OTHER, STATISTIC, Intermediate
+
+
+def zero_count(tensor: torch.Tensor) -> Callable[[], float]:
+    """What tells the share of its elements that are zero, when it is called: until then no GPU is waited for.
+
+    None are of what torch cannot count, or what has no values."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or not tensor.numel():
+        return float
+    bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # torch counts no float8
+    try:
+        counted, number = torch.count_nonzero(bits), tensor.numel()
+    except RuntimeError:  # nor integers without a sign
+        return float
+    return lambda: 1 - int(counted) / number
+
+
+@dataclasses.dataclass(slots=True)
+class _Noted:
+    """A storage that was saved; ``readers``: the backward's nodes that asked for it."""
+
+    maker: int
+    order: int
+    tensor: torch.Size
+    dtype: torch.dtype
+    num_bytes: int
+    zeros: float
+    cast: bool
+    savers: list[int] = dataclasses.field(default_factory=list)
+    readers: set[tuple[str, int]] = dataclasses.field(default_factory=set)
+    value: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What was seen: by layer its (saved bytes, bytes without zeros), the storages, the parameters and
+    buffers that the backward of a layer reads, and how many gradients are added up for a value."""
+
+    saved: tuple[tuple[int, int], ...]
+    intermediates: tuple[Intermediate, ...]
+    backward_reads: dict[int, tuple[str, ...]]
+    contributions: dict[int, int]
+
+
+class FirstIteration:
+    """Looks on while the layers of a model run once, one after another, and then their backward.
+
+    Its ``pack`` and ``unpack`` are hooks of saved tensors that keep each as it is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._names = {t.untyped_storage()._cdata: name for name, t in reversed(named)}
+        self._weights = ParameterFilter(model.parameters())
+        self._seen = set(self._names)
+        self._saved: list[tuple[int, int]] = []
+        self._sizes: list[int] = []  # elements of the largest tensor that a layer made or saved
+        self._noted: dict[int, _Noted] = {}
+        self._orders = Counter[int]()
+        self._makers: dict[int, tuple[int, str]] = {}
+        self._reads: dict[int, set[str]] = {}
+        self._edges: dict[tuple[Node, int], int] = {}
+
+    def layer_begins(self) -> None:
+        """The next layer runs now."""
+        self._saved.append((0, 0))
+        self._sizes.append(0)
+
+    def made(self, number: int, name: str, tensor: torch.Tensor) -> None:
+        """The layer that runs, or whoever gave the inputs, made the value ``number``."""
+        layer = len(self._saved) - 1
+        if self._sizes:
+            self._sizes[-1] = max(self._sizes[-1], tensor.numel())
+        if tensor.layout is torch.strided:
+            key = tensor.untyped_storage()._cdata
+            self._makers.setdefault(key, (layer, name))
+            noted = self._noted.get(key)
+            if noted is not None and noted.maker == layer and not noted.value:
+                noted.value = name
+        if tensor.requires_grad:
+            edge = get_gradient_edge(tensor)
+            self._edges.setdefault((edge.node, edge.output_nr), number)
+
+    def pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Noted | None]:
+        """Note what the layer that runs saves."""
+        storage, layer = tensor.untyped_storage(), len(self._saved) - 1
+        key = storage._cdata
+        if key not in self._seen:
+            self._seen.add(key)
+            size, (whole, left) = storage.nbytes(), self._saved[-1]
+            zeros = zero_count(tensor.detach())()
+            self._saved[-1] = (
+                whole + size,
+                left + min(size, round(size * (1 - zeros + 1 / 32))),
+            )  # a bit a word
+            maker, name = self._makers.get(key, (layer, ""))
+            order = self._orders[layer]
+            self._orders[layer] += 1
+            cast = self._weights.holds(tensor)
+            noted = _Noted(maker, order, tensor.shape, tensor.dtype, size, zeros, cast, value=name)
+            self._noted[key] = noted
+        if (noted := self._noted.get(key)) is not None and layer not in noted.savers:
+            noted.savers.append(layer)
+        if (name := self._names.get(key)) is not None:
+            self._reads.setdefault(layer, set()).add(name)
+        self._sizes[-1] = max(self._sizes[-1], tensor.numel())
+        return tensor.detach(), noted  # an output that its own layer saves would keep that layer for good
+
+    def unpack(self, kept: tuple[torch.Tensor, _Noted | None]) -> torch.Tensor:
+        """Note that a node of the backward reads it."""
+        tensor, noted = kept
+        node = torch._C._current_autograd_node()
+        if noted is not None and node is not None:
+            noted.readers.add((node.name(), node._sequence_nr()))
+        return tensor
+
+    def observed(self, roots: Iterable[torch.Tensor], random: Iterable[int]) -> Observed:
+        """What was seen, when the backward of ``roots`` has run; ``random``: the layers that drew numbers."""
+        gradients = _contributions(roots, self._edges)
+        drawn = set(random)
+        found = [
+            Intermediate(
+                maker=noted.maker,
+                savers=tuple(noted.savers),
+                order=noted.order,
+                value=noted.value,
+                kind=self._kind(noted, drawn),
+                shape=tuple(noted.tensor),
+                dtype=str(noted.dtype).removeprefix("torch."),
+                num_bytes=noted.num_bytes,
+                readers=len(noted.readers),
+                zeros=noted.zeros,
+            )
+            for noted in self._noted.values()
+        ]
+        return Observed(
+            saved=tuple(self._saved),
+            intermediates=tuple(found),
+            backward_reads={layer: tuple(sorted(names)) for layer, names in sorted(self._reads.items())},
+            contributions=gradients,
+        )
+
+    def _kind(self, noted: _Noted, random: set[int]) -> str:
+        if noted.cast:
+            return CAST
+        if noted.dtype in (torch.bool, torch.uint8):
+            return MASK
+        if not noted.dtype.is_floating_point and not noted.dtype.is_complex:
+            return INDEX
+        if noted.value:
+            return FEATURES
+        if noted.savers[0] in random:
+            return MASK
+        if noted.tensor.numel() < self._sizes[noted.savers[0]]:
+            return STATISTIC
+        return FEATURES if noted.tensor.numel() else OTHER
+
+
+def _contributions(roots: Iterable[torch.Tensor], edges: dict[tuple[Node, int], int]) -> dict[int, int]:
+    """How many nodes give a gradient to each value, by its number, and the loss to an output; a value that a
+    layer writes over has several places in the graph, and the most count."""
+    asked = [get_gradient_edge(tensor) for tensor in roots]
+    counts = Counter((edge.node, edge.output_nr) for edge in asked)
+    ahead = list(dict.fromkeys(edge.node for edge in asked))
+    seen = set(ahead)
+    while ahead:
+        for node, number in ahead.pop().next_functions:
+            if node is not None:
+                counts[node, number] += 1
+                if node not in seen:
+                    seen.add(node)
+                    ahead.append(node)
+    found: dict[int, int] = {}
+    for edge, number in edges.items():
+        found[number] = max(found.get(number, 0), counts[edge])
+    return {number: count for number, count in sorted(found.items()) if count}
+
+
+def whole_step(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> tuple[Observed, dict[int, str]]:
+    """What the layers save for their backward (every storage once, parameters and buffers never), and for a
+    layer's number why not to cut behind it: the gradient of a value would cross in such a geometry."""
+    parts, record, far = parts_of(graph.model_copy, graph.train), graph.train_probe, set[int]()
+    first = FirstIteration(graph.model_copy)
+
+    def note(number: int) -> Callable[[torch.Tensor | None], None]:
+        def look(gradient: torch.Tensor | None) -> None:  # a Function may give none
+            if gradient is not None and not travels(gradient):
+                far.add(number)
+
+        return look
+
+    def made(node: fx.Node, result: Any) -> None:
+        for number, leaf in zip(record.outputs[node].values, tree_leaves(result), strict=True):
+            if isinstance(leaf, torch.Tensor):
+                first.made(number, record.values[number].name, leaf)
+                if leaf.grad_fn is not None:
+                    leaf.register_hook(note(number))
+
+    env: dict[fx.Node, Any] = {n: x.clone() for n, x in zip(graph.train.inputs, inputs, strict=True)}
+    for node in graph.train.inputs:
+        made(node, env[node])
+    cast = casting(graph.autocast, graph.train.recorded)
+    with torch.autograd.graph.saved_tensors_hooks(first.pack, first.unpack), cast:
+        for layer in graph.train.layers:
+            first.layer_begins()
+            env[layer.node] = run_layer(layer, env, parts, samples=record.samples)
+            made(layer.node, env[layer.node])
+    outputs = tree_leaves(run_output(graph.train, env, parts))
+    roots = [t for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    wanted = [p for p in graph.model_copy.parameters() if p.requires_grad]
+    if roots and wanted:
+        torch.autograd.grad(roots, wanted, [torch.ones_like(t) for t in roots], allow_unused=True)
+    drew = [i for i, layer in enumerate(graph.train.layers) if layer.name in record.random]
+    asked = [t for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    return first.observed(asked, drew), _refused(graph, far)
+
+
+def _refused(graph: LayerGraph, far: set[int]) -> dict[int, str]:
+    refused: dict[int, str] = {}
+    for value in (graph.train_probe.values[number] for number in sorted(far)):
+        for cut in range(max(value.producer, 0), max(value.users, default=0)):
+            refused.setdefault(
+                cut, f"the gradient of {value.name}, whose elements lie far apart, would cross it"
+            )
+    return refused

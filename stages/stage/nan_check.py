@@ -1,0 +1,143 @@
+"""The guard of ``guard=true``: it names the first layer whose output, or gradient, is NaN or infinite.
+
+A NaN spreads to the loss, to all gradients and then to all weights, so only a look at every layer as it
+runs tells where it began. Infinite outputs may be right (masks are filled with them): they are only
+noted, and told where something is refused behind them. Nothing is written or replaced, so no bit changes.
+"""
+
+from __future__ import annotations
+
+import cmath
+import dataclasses
+import functools
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ...compression.errors import StageError
+from ..tracing.layers import Layer
+from .value_routing import Route
+
+CHECKED = frozenset(
+    (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+)
+
+UNWRITTEN = frozenset(
+    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_")
+)
+"""Functions whose results are memory as it was found."""
+
+_REMEDY = "lower the learning rate, or look at the data of this step"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Guard:
+    """What a stage is guarded for; ``gradients``: these too, which a loss scale makes overflow by intent."""
+
+    gradients: bool
+
+    def watch(self, received: Mapping[int, Any], route: Route) -> Watch:
+        """Of one forward and backward; notes what is NaN or infinite in what the stage begins with."""
+        watch = Watch(self.gradients)
+        for number, item in received.items():
+            if not (isinstance(item, torch.Tensor) and item.dtype in CHECKED) or _finite(item):
+                continue
+            value = route.record.values[number]
+            what = "NaN" if _count(torch.isnan(item)) else "infinite"
+            where = f"the input {value.name}" if value.producer < 0 else f"layer {value.name}"
+            watch.note(f"{what} first in {where}")
+        return watch
+
+    def check_update(self, named: Iterable[tuple[str, torch.Tensor | None]]) -> None:
+        """Refuse an update whose gradients, by the names of their parameters, are not all finite."""
+        for name, gradient in named if self.gradients else ():
+            if gradient is not None:
+                gradient = gradient._values() if gradient.layout is torch.sparse_coo else gradient
+                _check_gradient(gradient, f"parameter {name}", "")
+
+
+class Watch:
+    """One micro-batch of a stage: its forward calls it with every layer's result, its loss and backward check
+    theirs. Holds no tensor, so that none lives longer."""
+
+    __slots__ = ("first", "gradients", "unwritten")
+
+    def __init__(self, gradients: bool) -> None:
+        """``first``: what was noted first, in words for behind a comma."""
+        self.gradients, self.first = gradients, ""
+        self.unwritten: list[weakref.ref[torch.Tensor]] = []
+
+    def note(self, what: str) -> None:
+        """Keep the first."""
+        self.first = self.first or f", {what}"
+
+    def __call__(self, layer: Layer, result: Any) -> None:
+        """Behind ``layer``.
+
+        Raises: StageError: some of its result is NaN."""
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+            if not (isinstance(tensor, torch.Tensor) and tensor.dtype in CHECKED):
+                continue
+            if not (self._is_unwritten(layer, tensor) or _finite(tensor)):
+                if count := _count(torch.isnan(tensor)):
+                    raise StageError(
+                        f"guard=true refuses NaN in the output of a layer, found {count} of {tensor.numel()} "
+                        f"elements of that of layer {layer.name}{self.first}; {_REMEDY}"
+                    )
+                self.note(f"infinite first in layer {layer.name}")
+            if self.gradients and tensor.requires_grad:
+                self._hook(layer, tensor)
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """Refuse a loss (before its scale) that is NaN or infinite."""
+        if not _finite(loss):
+            raise StageError(
+                f"guard=true refuses a loss that is not finite, found {loss.item()}{self.first}; {_REMEDY}"
+            )
+
+    def _is_unwritten(self, layer: Layer, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in memory that nobody may have written to; its first reader is checked."""
+        if getattr(layer.node.target, "__name__", "") in UNWRITTEN:
+            self.unwritten.append(weakref.ref(tensor))
+            return True
+        base = tensor if tensor._base is None else tensor._base
+        return any(found() is base for found in self.unwritten)
+
+    def _hook(self, layer: Layer, tensor: torch.Tensor) -> None:
+        """Check the gradient of ``tensor`` before its node runs.
+
+        Of a view whose memory was written to, a look at its node may make that node anew and so earlier than
+        without a guard, which could change the order of additions: there the layer before it is checked."""
+        if tensor._is_view() and tensor._version:
+            return
+        if (node := tensor.grad_fn) is not None:  # else it is a parameter, and the update checks it
+            node.register_prehook(functools.partial(self._check, layer.name, tensor.output_nr))
+
+    def _check(self, name: str, place: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        if (gradient := gradients[place]) is not None:
+            _check_gradient(gradient, f"the output of layer {name}", self.first)
+
+
+def _check_gradient(gradient: torch.Tensor, of: str, first: str) -> None:
+    if gradient.dtype in CHECKED and not _finite(gradient):
+        nan, infinite = _count(torch.isnan(gradient)), _count(torch.isinf(gradient))
+        raise StageError(
+            f"guard=true refuses NaN and infinite gradients, found {nan} NaN and {infinite} infinite of "
+            f"{gradient.numel()} elements in the gradient of {of}{first}; {_REMEDY}"
+        )
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are finite: where one is not, neither is their sum, which takes one pass. A sum
+    that overflows by itself asks each element."""
+    if tensor.layout is not torch.strided:
+        return True
+    tensor = tensor.detach()
+    return cmath.isfinite(tensor.sum().item()) or not _count(~torch.isfinite(tensor))
+
+
+def _count(mask: torch.Tensor) -> int:
+    return int(mask.sum())

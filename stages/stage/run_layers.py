@@ -1,0 +1,184 @@
+"""Walk a stage's layers in order, and hold what each returns against the probe.
+
+Routes and messages were made from the probe's record of values and identities, so a run that differs from
+it would send the wrong tensor; it is refused at the layer where it begins to differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ...compression.errors import StageError
+from ..memory.activations import NoOffload, SavedActivations
+from ..seeds import seeded
+from ..tracing.dataflow import NUMBERS, Outputs, Probe, Value
+from ..tracing.layers import Layer, Parts, call_of, check_result, modes_of
+from .nan_check import Watch
+from .value_routing import Route, Visit
+
+NO_LAYERS: Collection[str] = frozenset()
+_NOTHING = contextlib.nullcontext()
+
+
+def walk(
+    values: dict[int, Any],
+    parts: Parts,
+    *,
+    route: Route,
+    saved: SavedActivations | NoOffload,
+    seed: Callable[[str], int] | None,
+    generators: Sequence[torch.Generator] = (),
+    moved: Collection[str] = NO_LAYERS,
+    watch: Watch | None = None,
+) -> dict[fx.Node, Any]:
+    """Run the layers of ``route`` on ``values`` (by number), which grow by what the layers make.
+
+    Args:    saved: is told when a layer is done, and which one comes next.
+             seed: of a random layer by its name, for all ``generators``; None: nothing is random here.
+             moved: names of layers whose modules are not set as they were when traced.
+             watch: is called with every layer and its result.
+    Returns: what is left for the outputs of the model, by node.
+    Raises:  StageError: a layer failed, or did not do what it did when it was traced."""
+    record = route.record
+    env = {node: _rebuilt(record.outputs[node], values) for node in route.foreign}
+    numbers = {id(tensor): number for number, tensor in values.items()}
+    done: Layer | None = None
+    for visit in route.visits:
+        layer, plain, alone, nodes, dead, _ = visit
+        saved.layer_done(done, layer)
+        done, name, target = layer, layer.node.name, layer.node.target
+        try:
+            if plain is not None and name not in moved:
+                function: Any = parts.modules[target] if isinstance(target, str) else target
+                result = function(*[env[one] if type(one) is fx.Node else one for one in plain])
+            elif name in moved or name in record.seeded:
+                with seeded(seed(name), generators) if seed else _NOTHING:
+                    result = _freely(visit, env, values, parts, route=route)
+            else:
+                result = _run(layer, env, parts, route)
+        except StageError:
+            raise
+        except Exception as error:
+            raise StageError(f"layer {name}: {type(error).__name__}: {error}") from error
+        if watch is not None:
+            watch(layer, result)
+        env[layer.node] = result
+        if (
+            alone is None
+            or not isinstance(result, torch.Tensor)
+            or values.setdefault(alone, result) is not result
+            or numbers.setdefault(id(result), alone) != alone
+        ):
+            _hold_against(record, layer, result, values, numbers, sent=route.sent, moved=name in moved)
+        for node in nodes:
+            del env[node]
+        for number in dead:
+            numbers.pop(id(values.pop(number, None)), None)
+    saved.layer_done(done, None)
+    return env
+
+
+def _run(layer: Layer, env: Mapping[fx.Node, Any], parts: Parts, route: Route) -> Any:
+    """Run a layer that needs more care than a call."""
+    tied = {node: env[node] for node in route.foreign if node.op == "get_attr" and node in env}
+    function, args, kwargs = call_of(layer, env, parts, tied, samples=route.record.samples)
+    with modes_of(layer):
+        result = function(*args, **kwargs)
+    check_result(layer, result, route.record.samples)
+    return result
+
+
+def _freely(
+    visit: Visit, env: Mapping[fx.Node, Any], values: Mapping[int, Any], parts: Parts, *, route: Route
+) -> Any:
+    """Run a layer that may do what it did not do when it was traced; refuse a write to what goes on in the
+    frame that it came in, or whose gradient stays behind where it was zero."""
+    relied = route.forwards | route.stops
+    before = _versions(values, relied)
+    result = _run(visit.layer, env, parts, route)
+    for number, version in _versions(values, relied).items():
+        if before[number] != version and number not in visit.writes:
+            raise StageError(
+                f"layer {visit.layer.name} wrote to the memory of {route.record.values[number].name}, which "
+                "goes on to another stage, and did not when it was traced; cut elsewhere, or make the "
+                "Pipeline anew"
+            )
+    return result
+
+
+def _versions(values: Mapping[int, Any], relied: Collection[int]) -> dict[int, int]:
+    """How often each of the ``relied`` values that are there was written to; through a view counts."""
+    there = {number: values[number] for number in relied if number in values}
+    return {number: item._version for number, item in there.items() if isinstance(item, torch.Tensor)}
+
+
+def _rebuilt(outputs: Outputs, values: Mapping[int, Any]) -> Any:
+    """A result put together from its leaves; torch.Size comes back as what it was, which slices show."""
+    if outputs.alone is not None:
+        return values.get(outputs.alone)
+    leaves = [values.get(number) for number in outputs.values]
+    result = tree_unflatten(leaves, outputs.spec)
+    return torch.Size(result) if outputs.spec.type is torch.Size and None not in leaves else result
+
+
+def _hold_against(
+    record: Probe,
+    layer: Layer,
+    result: Any,
+    values: dict[int, Any],
+    numbers: dict[int, int],
+    *,
+    sent: Collection[int],
+    moved: bool,
+) -> None:
+    """Refuse a run whose structure or identities differ from the probe: the routes were made from it."""
+    expected = record.outputs[layer.node]
+    leaves, spec = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)
+    if len(leaves) != len(expected.values) or (spec is not None and spec != expected.spec):
+        raise StageError(f"layer {layer.name} returned another structure than when it was traced")
+    for number, leaf in zip(expected.values, leaves, strict=True):
+        value = record.values[number]
+        if number in sent and (value.number is not None or not isinstance(leaf, torch.Tensor)):
+            _check_number(layer, value, leaf)
+        if not isinstance(leaf, torch.Tensor):
+            values[number] = leaf
+            continue
+        same = values.setdefault(number, leaf) is leaf
+        known = numbers.setdefault(id(leaf), number) if same else None
+        if known == number or (moved and _stays(value, number, known, sent)):
+            continue
+        raise StageError(
+            f"layer {layer.name} returned a tensor that was its input when it was traced, or the reverse, "
+            "and what is sent was planned for that; cut elsewhere, or make the Pipeline anew"
+        )
+
+
+def _stays(value: Value, number: int, known: int | None, sent: Collection[int]) -> bool:
+    """Whether no other stage sees that a value is another object than it was, as when dropout is switched.
+
+    One object in the place of two (its other number is ``known``) may be sent as one of them, if nobody
+    writes to the memory that both now have; a new one in the place of an old one must not: later stages would
+    get the old one."""
+    return number not in sent if known is None else known not in sent and len(value.writers) <= 1
+
+
+def _check_number(layer: Layer, value: Value, found: Any) -> None:
+    """Refuse to send what is no number of Python's own, or not one of eight bytes, where there was one."""
+    if isinstance(found, torch.Tensor) or value.number is None:
+        was = "a tensor" if value.number is None else "a Python number"
+        now = "a tensor" if isinstance(found, torch.Tensor) else repr(found)
+        raise StageError(
+            f"layer {layer.name} returned {was} when it was traced, and {now} now, which would cross a cut; "
+            "return the same kind always, or cut elsewhere"
+        )
+    if type(found) not in NUMBERS or (type(found) is int and found.bit_length() > 63):
+        raise StageError(
+            f"layer {layer.name} returned {found!r} of type {type(found).__name__}, and what crosses a cut "
+            "is a tensor, a bool, a float or an int of 64 bits; return one of these, or cut elsewhere"
+        )

@@ -1,0 +1,280 @@
+"""A stage's backward in two halves: the gradients of what it received, then those of its weights.
+
+Upstream waits only for the first half, so the second can fill what would be a bubble. A matrix product or
+a convolution has two gradients that are products of their own, of the same gradient that arrives there:
+the first half computes one and keeps what arrived, the second starts again from there. Everything else
+(norms, sums, parameters with several users, whose order of summation is autograd's) is computed whole,
+once, in the first half, by the very calls of a whole backward; so the bits are the same. Source: Qi et
+al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from ...compression.errors import StageError
+
+Root = tuple[torch.Tensor | GradientEdge, torch.Tensor | None]  # where a backward begins, with what
+
+# A node with one gradient arriving, from which each of its own is computed apart: half of it costs half.
+HALVED = frozenset(
+    f"{name}Backward0" for name in ("Addmm", "Mm", "Addbmm", "Baddbmm", "Bmm", "Addmv", "Mv", "Convolution")
+)
+
+
+class Graph:
+    """The nodes that a backward from ``roots`` runs: which come after each, and which before."""
+
+    def __init__(self, roots: Sequence[Root]) -> None:
+        """Walk from ``roots``, each node once."""
+        self.roots = [node_of(root) for root in roots]
+        self.after: dict[Node, list[Node]] = {}
+        self.before: dict[Node, list[Node]] = {}
+        to_visit = self.roots[::-1]
+        while to_visit:
+            node = to_visit.pop()
+            if node in self.after:
+                continue
+            after = self.after[node] = [found for found, _ in node.next_functions if found is not None]
+            for found in after:
+                self.before.setdefault(found, []).append(node)
+            to_visit += after
+
+    @property
+    def leaves(self) -> list[Node]:
+        """Where gradients gather: the parameters."""
+        return [node for node in self.after if hasattr(node, "variable")]
+
+    def leading(self, goals: Iterable[Node]) -> set[Node]:
+        """The goals and every node that leads to one."""
+        leading: set[Node] = set()
+        to_visit = list(goals)
+        while to_visit:
+            node = to_visit.pop()
+            if node not in leading:
+                leading.add(node)
+                to_visit += self.before.get(node, ())
+        return leading
+
+    def ahead(self, goal: Node, seen: set[Node]) -> list[Node]:
+        """The nodes that must run before ``goal``, but for those ``seen`` and what is ahead of them."""
+        found = []
+        to_visit = list(self.before.get(goal, ()))
+        while to_visit:
+            node = to_visit.pop()
+            if node not in seen:
+                seen.add(node)
+                found.append(node)
+                to_visit += self.before.get(node, ())
+        return found
+
+
+class Sides:
+    """What lies beside the way to the goals, by where it leaves it: at a node, or None for at a root.
+
+    ``later``: the leaves (parameters) that a second half may start for from there, of that side alone.
+    ``early``: the leaves of all others, which the first half must reach."""
+
+    def __init__(self, graph: Graph, leading: set[Node]) -> None:
+        """``leading``: the nodes that lead to a goal, see ``Graph.leading``."""
+        self._graph = graph
+        self._owners: dict[Node, Node | None] = {}
+        self._whole: set[Node | None] = set()
+        leaves: dict[Node | None, list[Node]] = {}
+        leaves[None] = self._claim(None, [root for root in graph.roots if root not in leading])
+        for node, after in graph.after.items():
+            if node in leading:
+                leaves[node] = self._claim(node, [found for found in after if found not in leading])
+        self.later = {side: found for side, found in leaves.items() if found and side not in self._whole}
+        self.early = [leaf for side, found in leaves.items() if side in self._whole for leaf in found]
+
+    def _claim(self, side: Node | None, starts: list[Node]) -> list[Node]:
+        """The leaves behind ``starts``, which belong to ``side``; what two sides reach makes both whole."""
+        if starts and side is not None and type(side).__name__ not in HALVED:
+            self._whole.add(side)
+        leaves = []
+        while starts:
+            node = starts.pop()
+            if node in self._owners:
+                if self._owners[node] is not side:
+                    self._whole |= {side, self._owners[node]}
+                continue
+            self._owners[node] = side
+            if side is not None and isinstance(node, BackwardCFunction):
+                self._whole.add(side)  # it may make a gradient of none: only its own whole backward knows
+            if hasattr(node, "variable"):
+                leaves.append(node)
+            starts += self._graph.after[node]
+        return leaves
+
+
+def node_of(root: Root) -> Node:
+    """The node at which a backward from ``root`` begins."""
+    begin, _ = root
+    return (begin if isinstance(begin, GradientEdge) else get_gradient_edge(begin)).node
+
+
+_COMPILED = "CompiledFunctionBackward"  # may run once only: its saved tensors become its results
+
+
+class Arrived:
+    """A hook on a halved node: keeps what arrives there first, and gives it back when it runs again."""
+
+    __slots__ = ("gradients",)
+
+    def __init__(self) -> None:
+        """Nothing has arrived."""
+        self.gradients: tuple[torch.Tensor | None, ...] | None = None
+
+    def __call__(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+        """Before every run of the node."""
+        if self.gradients is None:
+            self.gradients = gradients
+            return self.first()
+        return self.gradients  # what hooks of others made of it is in it
+
+    def first(self) -> tuple[torch.Tensor | None, ...] | None:
+        """Before the node runs for the first time; returns what it gets in their place, None: the same."""
+
+
+class _Kept(Arrived):
+    """The same in the first half of a split; ``ahead``: nodes that have run by then, and do not again."""
+
+    __slots__ = ("ahead",)
+
+    def __init__(self, ahead: list[Node]) -> None:
+        super().__init__()
+        self.ahead = ahead
+
+    def first(self) -> None:
+        """Make room for what arrived, and for what is going to."""
+        _release(self.ahead)
+
+
+class Split:
+    """The backward of one micro-batch: ``inputs`` once, then ``weights`` once."""
+
+    def __init__(self, roots: Sequence[Root]) -> None:
+        """From ``roots``; nothing runs yet."""
+        self._roots = roots
+        self._leaves: list[Node] | None = None  # that the second half starts for from the roots; None: all
+        self._halves: list[tuple[Node, _Kept, list[Node]]] = []
+
+    def inputs(self, anchor: torch.Tensor, *, release: bool = True, waiting: Sequence[Split] = ()) -> None:
+        """Run towards ``anchor``, a leaf behind everything received, and towards what cannot wait.
+
+        Args:    release: let go, on the way, of what autograd saved for this half alone.
+                 waiting: those of the micro-batches before that are between their halves, in their order."""
+        roots, goal = self._roots, get_gradient_edge(anchor).node
+        graph = Graph(roots)
+        if goal not in graph.after:
+            return
+        if any(type(node).__name__ == _COMPILED for node in graph.after):
+            self._roots = []
+            _keep_order(waiting, graph.leaves)
+            run(roots)
+            return
+        leading = graph.leading([goal])
+        sides = Sides(graph, leading)
+        _keep_order(waiting, sides.early)
+        self._leaves = sides.later.pop(None, [])
+        self._roots = [root for root in roots if self._leaves and node_of(root) not in leading]
+        halves = {node: leaves for node, leaves in sides.later.items() if node is not None}
+        waits, seen = bool(halves or self._roots), set(halves)
+        for node, leaves in halves.items():
+            kept = _Kept(graph.ahead(node, seen) if release else [])
+            node.register_prehook(kept)
+            self._halves.append((node, kept, leaves))
+        try:
+            run(roots, [goal, *sides.early], retain=waits)
+            _release(leading - seen if waits and release else ())
+        finally:
+            for _, kept, _ in self._halves:
+                kept.ahead.clear()  # they hold the node that holds the hook
+
+    @property
+    def left(self) -> list[Node]:
+        """The leaves that ``weights`` adds to."""
+        beside = Graph(self._roots).leaves if self._leaves is None else self._leaves
+        return [*beside, *(leaf for _, _, leaves in self._halves for leaf in leaves)]
+
+    def weights(self) -> None:
+        """Run what ``inputs`` left."""
+        roots, self._roots = self._roots, []
+        run(roots, self._leaves)
+        halves, self._halves, self._leaves = self._halves[::-1], [], []
+        while halves:
+            run_half(*halves.pop())
+
+
+def _keep_order(waiting: Sequence[Split], leaves: Iterable[Node]) -> None:
+    """Run the second halves that wait if one adds to these ``leaves``: gradients add up by micro-batch.
+
+    Graphs differ where sizes do: what one computes whole, in its first half, another may leave."""
+    first = set(leaves)
+    if any(not first.isdisjoint(split.left) for split in waiting):
+        for split in waiting:
+            split.weights()
+
+
+def run(roots: Sequence[Root], leaves: list[Node] | None = None, *, retain: bool = False) -> None:
+    """One run of autograd's engine from ``roots``, if there are any; towards ``leaves`` only, if given."""
+    if roots:
+        assert leaves is None or leaves, "towards no leaf would mean towards all"
+        # ``torch.autograd.backward`` without its checks of the gradients: these were held against promises.
+        Variable._execution_engine.run_backward(
+            tuple([begin for begin, _ in roots]),
+            tuple([torch.ones_like(begin) if g is None else g for begin, g in roots]),  # type: ignore[arg-type]
+            retain,
+            False,
+            () if leaves is None else tuple([GradientEdge(leaf, 0) for leaf in leaves]),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+
+
+def run_half(node: Node, arrived: Arrived, leaves: list[Node], *, retain: bool = False) -> None:
+    """Run ``node`` and what is beside it towards ``leaves``, from what arrived there, if something did."""
+    gradient = arrived.gradients[0] if arrived.gradients else None
+    if gradient is not None:
+        run([(GradientEdge(node, 0), gradient)], leaves, retain=retain)
+
+
+@functools.lru_cache(maxsize=1024)
+def _saved_names(kind: type[Node]) -> tuple[str, ...]:
+    """Where nodes of a kind hold the tensors that they saved, but for those that the model holds too."""
+    names = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+    return tuple(name for name in names if "weight" not in name and "running" not in name)
+
+
+def _release(nodes: Iterable[Node]) -> None:
+    """Let go of the tensors that ``nodes`` saved: they do not run again."""
+    for node in nodes:
+        for name in _saved_names(type(node)):
+            saved = getattr(node, name)
+            for tensor in saved if isinstance(saved, tuple | list) else (saved,):
+                exchange(tensor, lambda _: None, _refuse)
+
+
+def exchange(saved: Any, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+    """Exchange a saved tensor for what ``pack`` makes of it, unless there is none or others keep it."""
+    with contextlib.suppress(RuntimeError):
+        saved.register_hooks(pack, unpack)
+
+
+def _refuse(_: None) -> torch.Tensor:
+    raise RuntimeError("this part of the graph ran in the first half of a backward and was let go of")
+
+
+def of_backward(error: Exception) -> StageError:
+    """What is told of an error in a backward."""
+    found = str(error) if isinstance(error, StageError) else f"backward: {type(error).__name__}: {error}"
+    return StageError(found)

@@ -1,0 +1,235 @@
+"""Which values a stage receives and sends: every value travels along the chain of its users, stage to stage.
+
+producer -> first user -> next user: the same chain carries the gradient back, and each stage adds its
+part to what came from below, which is autograd's own order of addition (a star, or adding afterwards,
+would give other bits).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, NoReturn
+
+from torch import fx
+
+from ...compression.errors import PlanError
+from ..tracing.dataflow import Probe
+from ..tracing.layer_graph import LayerGraph
+from ..tracing.layers import Layer, Traced, is_local
+
+_UNCHANGING = (bool, int, float, str, type(None))
+
+
+class Visit(NamedTuple):
+    """A layer of a route, and what is known of its call before it runs.
+
+    ``args``: numbers as they are, and the nodes whose results it takes; None: it takes more than these, or
+    its call and result need more care. ``alone``: the value that its result is by itself; None: it is
+    none, or is to be looked at more closely. ``nodes`` and ``values``: what nothing on this stage
+    needs behind it. ``writes``: the values sent from here that it wrote to when it was traced."""
+
+    layer: Layer
+    args: tuple[Any, ...] | None
+    alone: int | None
+    nodes: tuple[fx.Node, ...]
+    values: tuple[int, ...]
+    writes: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One stage of a run: its ``record``, its layers; (value, source) it receives and (value, target) it
+    sends, ``sent`` the values alone.
+
+    ``foreign`` are the nodes of earlier stages (and the model's inputs) whose results its layers read.
+    ``asks``: received values that asked for a gradient when they were traced.
+    ``inputs``: values that the model is given. ``tied``: received values that are parameters.
+    ``forwards``: received values that are sent on as they came. ``stops``: values whose zeros, as they are
+    sent, stop their gradient: it may travel without them. ``returns``: received values to which a gradient
+    surely comes back from this stage or a later one."""
+
+    record: Probe
+    visits: tuple[Visit, ...]
+    foreign: tuple[fx.Node, ...]
+    receives: tuple[tuple[int, int], ...]
+    sends: tuple[tuple[int, int], ...]
+    sent: frozenset[int]
+    asks: tuple[int, ...]
+    inputs: tuple[int, ...]
+    tied: tuple[int, ...]
+    forwards: frozenset[int]
+    stops: frozenset[int]
+    returns: frozenset[int]
+
+
+def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages: int) -> tuple[Route, ...]:
+    """The route of every stage; layer i runs on stage ``stage_of[i]``, inputs start on stage 0."""
+    # The output reads last: the users of a value count it as one more layer.
+    places = (*stage_of, num_stages - 1)
+    receives: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
+    sends: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
+    for number, value in enumerate(record.values):
+        home = 0 if value.producer < 0 else places[value.producer]
+        chain = sorted({home, *(places[user] for user in value.users)})
+        if len(chain) > 1 and value.refused:
+            raise PlanError(f"the network must not be cut here: {value.refused}")
+        for source, target in pairwise(chain):
+            sends[source].append((number, target))
+            receives[target].append((number, source))
+    layers = [
+        tuple(t for t, s in zip(traced.layers, stage_of, strict=True) if s == i) for i in range(num_stages)
+    ]
+    made = []
+    for stage in range(num_stages):
+        output = traced.output if stage == num_stages - 1 else None
+        own = [index for index, place in enumerate(stage_of) if place == stage]
+        visited = dict(zip(own, layers[stage], strict=True))
+        sent = {number: record.values[number] for number, _ in sends[stage]}
+        written = {n for n, value in sent.items() if any(writer in own for writer, _ in value.writers)}
+        foreign = _foreign(layers[stage], output)
+        made.append(
+            Route(
+                record=record,
+                visits=_visits(visited, foreign, record, set(sent), output),
+                foreign=foreign,
+                receives=tuple(receives[stage]),
+                # To the nearest stage first.
+                sends=tuple(sorted(sends[stage], key=lambda send: (send[1], send[0]))),
+                sent=frozenset(sent),
+                asks=tuple(n for n, _ in receives[stage] if record.values[n].requires_grad),
+                inputs=tuple(n for n, v in enumerate(record.values) if v.producer < 0 and not stage),
+                tied=tuple(n for n, _ in receives[stage] if record.values[n].parameter),
+                forwards=frozenset({n for n, _ in receives[stage]} & set(sent) - written),
+                stops=frozenset(n for n, value in sent.items() if own and value.stops(own[-1])),
+                returns=frozenset(
+                    n
+                    for n, _ in receives[stage]
+                    if (last := record.values[n].reached) >= 0 and places[last] >= stage
+                ),
+            )
+        )
+    return tuple(made)
+
+
+def _visits(
+    layers: Mapping[int, Layer],
+    foreign: Sequence[fx.Node],
+    record: Probe,
+    sent: set[int],
+    output: fx.Node | None,
+) -> tuple[Visit, ...]:
+    """The layers (by their number in the network), each with what dies with it: a node with its last reader,
+    a value with the last node that holds it."""
+    last = {node: -1 for node in foreign}
+    for place, layer in enumerate(layers.values()):
+        last[layer.node] = place
+        last |= {node: place for node in reads(layer) if node in last}
+    kept = set(output.all_input_nodes) if output is not None else set()
+    numbers = {number for number in sent if record.values[number].number is not None}
+    values: dict[int, int] = {}
+    for node, place in last.items():
+        for number in record.outputs[node].values:
+            end = len(layers) if number in sent or node in kept else place
+            values[number] = max(values.get(number, -1), end)
+    writers = {number: {writer for writer, _ in record.values[number].writers} for number in sent}
+    return tuple(
+        Visit(
+            layer,
+            _plain_args(layer, record),
+            None if (alone := record.outputs[layer.node].alone) in numbers else alone,
+            tuple(node for node, end in last.items() if end == place and node not in kept),
+            tuple(number for number, end in values.items() if end == place),
+            frozenset(number for number, found in writers.items() if index in found),
+        )
+        for place, (index, layer) in enumerate(layers.items())
+    )
+
+
+def _plain_args(layer: Layer, record: Probe) -> tuple[Any, ...] | None:
+    """The arguments of a layer that runs the same way always, if all are results or unchanging numbers."""
+    node = layer.node
+    special = (
+        node.op == "get_attr" or node.kwargs or layer.moves or layer.lifted or layer.name in record.seeded
+    )
+    if special or not {"modes", "expect", "shape"}.isdisjoint(node.meta):
+        return None
+    plain = all(not is_local(a) if type(a) is fx.Node else type(a) in _UNCHANGING for a in node.args)
+    return tuple(node.args) if plain else None
+
+
+def reads(layer: Layer) -> list[fx.Node]:
+    """The nodes that a layer reads, tied parameters included."""
+    return [*layer.node.all_input_nodes, *(source for _, source in layer.lifted)]
+
+
+def _foreign(layers: Sequence[Layer], output: fx.Node | None) -> tuple[fx.Node, ...]:
+    own = {layer.node for layer in layers}
+    read = [node for layer in layers for node in reads(layer)]
+    read += [] if output is None else output.all_input_nodes
+    return tuple(dict.fromkeys(node for node in read if node not in own and not is_local(node)))
+
+
+def edges(routed: Sequence[Route]) -> set[tuple[int, int]]:
+    """The (source, target) pairs of stages that some value travels over."""
+    return {(stage, target) for stage, route in enumerate(routed) for _, target in route.sends}
+
+
+def stage_of_layers(traced: Traced, cuts: Sequence[str]) -> list[int]:
+    """The stage of every layer, when the network is cut behind the layers ``cuts``."""
+    stage, stages, behind = 0, [], set(cuts)
+    for layer in traced.layers:
+        stages.append(stage)
+        stage += layer.name in behind
+    return stages
+
+
+def follow(graph: LayerGraph, stage_of: Sequence[int], *, num_stages: int) -> list[int]:
+    """The stage of every layer of the eval trace, which may hold other layers than the train trace.
+
+    Parameters, modules that are not wholly tied, and what reads a buffer that training writes stay on the
+    stage that trains or writes them; all others run as early as their arguments and the layers before them
+    allow (earlier, an in-place layer could overtake a reader)."""
+    train, evaluation, names = graph.train, graph.eval, [layer.name for layer in graph.eval.layers]
+    if [layer.name for layer in train.layers] == names:
+        return list(stage_of)
+    home: dict[object, int] = {}
+    for layer, stage in zip(train.layers, stage_of, strict=True):
+        for part in _held(layer, graph.written):
+            home.setdefault(part, stage)
+    stages: list[int] = []
+    place: dict[fx.Node, int] = {}
+    earliest = 0
+    for layer in evaluation.layers:
+        # a tied parameter waits on the stage that trains it, which may be one behind
+        possible = max((earliest, *(place[node] for node in reads(layer) if node in place)))
+        homes = [home[part] for part in _held(layer, graph.written) if part in home]
+        stage = place[layer.node] = max(homes, default=possible)
+        if layer.node.op != "get_attr":  # a parameter has no arguments and may wait for its first reader
+            if min(homes, default=possible) < max(stage, possible):
+                _refuse(f"layer {layer.name}", min(homes), max(stage, possible))
+            earliest = stage
+        stages.append(stage)
+    for part in _written(evaluation.output, graph.written):
+        if home.get(part, num_stages - 1) < num_stages - 1:
+            _refuse(f"the output, {part},", home[part], num_stages - 1)
+    return stages
+
+
+def _held(layer: Layer, written: Collection[str]) -> list[object]:
+    return [*([layer.node.target] if layer.holds else []), *_written(layer.node, written)]
+
+
+def _written(node: fx.Node, written: Collection[str]) -> list[str]:
+    """The buffers that training writes to, of those that a node reads or the module it calls holds."""
+    read = {str(source.target) for source in node.all_input_nodes if is_local(source)}
+    inside = f"{node.target}." if node.op == "call_module" else None
+    return [name for name in written if name in read or (inside and name.startswith(inside))]
+
+
+def _refuse(what: str, stage: int, behind: int) -> NoReturn:
+    raise PlanError(
+        f"the model takes another way in eval mode: {what} needs what stage {stage} holds and comes after "
+        f"layers of stage {behind}; cut elsewhere"
+    )

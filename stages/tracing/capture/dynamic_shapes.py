@@ -1,0 +1,246 @@
+"""Numbers in a recorded graph that follow the size of the micro-batch.
+
+Eager code reads a shape into Python and goes on with a number, so a recording holds the numbers of one size.
+Recordings at other sizes tell which of them move, and how: those that are affine in the number of samples
+are written as such; any other is a table of the sizes that were recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Affine:
+    """``slope`` x (samples of the micro-batch) + ``offset``."""
+
+    slope: int
+    offset: int
+
+    def at(self, samples: int) -> int:
+        """The number for this many samples."""
+        return self.slope * samples + self.offset
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Table:
+    """What a number was at the sizes that were recorded."""
+
+    values: dict[int, int]
+
+    def at(self, samples: int) -> int:
+        """The number for this many samples; KeyError where none was recorded."""
+        return self.values[samples]
+
+
+def affine_of(values: Mapping[int, int]) -> int | Affine | None:
+    """The rule that gives ``values`` by number of samples (two or more): a number where they are all one,
+    None where there is no rule."""
+    (a, first), (b, second) = list(values.items())[:2]
+    slope, rest = divmod(second - first, b - a)
+    rule = Affine(slope, first - slope * a)
+    if rest or any(rule.at(size) != value for size, value in values.items()):
+        return None
+    return rule if slope else first
+
+
+def at_size(item: Any, samples: int) -> Any:
+    """``item`` with the numbers of a micro-batch of so many samples."""
+    return mapped(item, (Affine, Table), lambda rule: rule.at(samples))
+
+
+def mapped(item: Any, kinds: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
+    """An argument with ``change`` of everything of ``kinds`` in it, in containers of its own: what is called
+    with them may change them."""
+    if isinstance(item, kinds):
+        return change(item)
+    if isinstance(item, tuple):
+        parts = [mapped(one, kinds, change) for one in item]
+        if hasattr(item, "_fields"):
+            return type(item)(*parts)
+        whole = isinstance(item, torch.Size) and all(isinstance(part, int) for part in parts)
+        return torch.Size(parts) if whole else tuple(parts)
+    if isinstance(item, list):
+        return [mapped(one, kinds, change) for one in item]
+    if isinstance(item, Mapping):
+        return {key: mapped(one, kinds, change) for key, one in item.items()}
+    if isinstance(item, slice):
+        return slice(*(mapped(one, kinds, change) for one in (item.start, item.stop, item.step)))
+    return item
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opens:
+    """A container among ``flat`` parts: two with equal ``kind`` and ``keys`` have their parts in the same
+    places."""
+
+    kind: type
+    keys: tuple[Any, ...]
+    whole: Any = dataclasses.field(compare=False)
+
+    def __repr__(self) -> str:
+        return repr(self.whole)
+
+
+def flat(item: Any) -> Iterator[Any]:
+    """The parts of an argument in their order, each container ahead of what it holds."""
+    if isinstance(item, slice):
+        yield from (Opens(slice, (), item), item.start, item.stop, item.step)
+    elif isinstance(item, tuple | list | Mapping):
+        named = isinstance(item, Mapping)
+        kind = dict if named else list if isinstance(item, list) else type(item)
+        yield Opens(kind, tuple(item) if named else (len(item),), item)
+        for part in item.values() if named else item:
+            yield from flat(part)
+    else:
+        yield item
+
+
+class Different(Exception):
+    """Two recordings do not differ in their sizes alone; ``node`` is the first of the one that shows it."""
+
+    def __init__(self, node: fx.Node, other: fx.Node | None, what: str) -> None:
+        super().__init__(what)
+        self.node, self.other, self.what = node, other, what
+
+
+def moving(graph: fx.Graph, others: Mapping[int, fx.Graph], samples: int) -> dict[fx.Node, Any]:
+    """For every node of ``graph`` whose numbers move: its (args, kwargs, expect, shape) with ``Affine`` or
+    ``Table`` in them.
+
+    Args:    samples: the size of micro-batch that ``graph`` was recorded at; ``others``: recordings by size.
+    Raises:  Different: they are not the same nodes.
+    """
+    found: dict[fx.Node, Any] = {}
+    twins = {size: pairs_of(graph, other) for size, other in others.items()}
+    for node in graph.nodes:
+        facts, numbers = facts_of(node), []
+        beside = [flat(facts_of(its[node])) for its in twins.values()]
+        for ours, *theirs in zip(flat(facts), *beside, strict=False):
+            rule = _rule(node, ours, dict(zip(twins, theirs, strict=True)), samples, twins)
+            numbers += [rule] if isinstance(ours, int) else []
+        if any(isinstance(number, Affine | Table) for number in numbers):
+            rest = iter(numbers)
+            found[node] = mapped(facts, int, lambda _, rest=rest: next(rest))
+    return found
+
+
+def _rule(
+    node: fx.Node,
+    ours: Any,
+    theirs: Mapping[int, Any],
+    samples: int,
+    twins: Mapping[int, Mapping[fx.Node, fx.Node]],
+) -> Any:
+    """What stands for ``ours``, a part of the facts of ``node``, at every size; ``theirs``: what its twins
+    have there."""
+
+    def different(its: Any) -> Different:
+        what = f"{node.name} has {_short(ours)} once and {_short(its)} then"
+        return Different(node, twins[next(iter(twins))].get(node), what)
+
+    for size, its in theirs.items():
+        if isinstance(ours, fx.Node):
+            handed = "told" in ours.meta and not isinstance(its, fx.Node)  # a number, whatever it is now
+            if twins[size].get(ours) is not its and not handed:
+                raise different(its)
+        elif type(its) is not type(ours) or (isinstance(ours, Opens) and its != ours):
+            raise different(its)
+    other = [its for its in theirs.values() if not _alike(ours, its)]
+    if not other or not isinstance(ours, bool | int | float | complex | str | bytes):
+        return ours  # a function made anew in each run is the same by its name
+    if type(ours) is not int or list(theirs) == [samples]:
+        raise different(other[0])
+    values = {samples: ours, **theirs}
+    rule = affine_of(values)
+    return Table(values) if rule is None else rule
+
+
+def refuse_data(graph: fx.Graph, other: fx.Graph, samples: int) -> None:
+    """Raise Different unless two recordings of one size, on other data, are the same."""
+    for node, its in pairs_of(graph, other).items():
+        if node.meta.get("sizes") != its.meta.get("sizes"):
+            raise Different(node, its, f"the shape of {node.name} depends on the data")
+    moving(graph, {samples: other}, samples)
+
+
+def pairs_of(graph: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The nodes of two recordings of one model beside each other."""
+    pairs: dict[fx.Node, fx.Node] = {}
+    for node, its in zip(graph.nodes, other.nodes, strict=False):
+        if (node.op, node.name) != (its.op, its.name) or called(node.target) != called(its.target):
+            raise Different(node, its, f"the run goes on with {its.name} in the place of {node.name}")
+        pairs[node] = its
+    if len(graph.nodes) != len(other.nodes):
+        last = next(reversed(pairs))
+        raise Different(last, pairs[last], f"the run ends behind {last.name}, or does not")
+    return pairs
+
+
+def same_way(
+    nodes: Iterable[fx.Node], recording: fx.Graph, samples: int, facts: Mapping[fx.Node, Any] | None = None
+) -> None:
+    """Hold a recording with ``samples`` against ``nodes``, and write its numbers into their tables.
+
+    Args:    facts: those of a node, where they do not stand in it yet.
+    Raises:  Different: the recording goes another way, or has a number that the rule of its place does not
+    give."""
+    twins = {node.name: node for node in recording.nodes}
+    ours = [node for node in nodes if node.op != "get_attr"]
+    theirs = [node for node in recording.nodes if node.op not in ("get_attr", "output")]
+    for node in ours:
+        its = twins.get(node.name)
+        if its is None or called(node.target) != called(its.target):
+            raise Different(node, its, f"the run has no {node.name} with {samples} samples")
+        pairs = zip(flat((facts or {}).get(node) or facts_of(node)), flat(facts_of(its)), strict=False)
+        if not all(_follows(rule, found, samples) for rule, found in pairs):
+            raise Different(node, its, f"{node.name} is another call with {samples} samples")
+    if len(ours) != len(theirs):
+        known = {node.name for node in ours}
+        extra = next((node for node in theirs if node.name not in known), theirs[-1])
+        raise Different(extra, None, f"the run goes on to {extra.name} with {samples} samples")
+
+
+def _follows(rule: Any, found: Any, samples: int) -> bool:
+    """Whether a part of the facts of a run is what the rule gives; a table learns what it is."""
+    if isinstance(rule, fx.Node):
+        return isinstance(found, fx.Node) or "told" in rule.meta
+    if isinstance(rule, Table) and type(found) is int:
+        rule.values[samples] = found
+    if isinstance(rule, Affine | Table):
+        return type(found) is int and rule.at(samples) == found
+    if isinstance(rule, Opens):
+        return rule == found
+    plain = isinstance(rule, bool | int | float | complex | str | type(None))
+    return type(rule) is type(found) and (not plain or repr(rule) == repr(found))
+
+
+def facts_of(node: fx.Node) -> tuple[Any, ...]:
+    """What a node does with its numbers: args, kwargs, and what it checks."""
+    return node.args, node.kwargs, node.meta.get("expect"), node.meta.get("shape")
+
+
+def called(target: Any) -> Any:
+    """What a node calls, as far as two runs share it: a function made anew in each (a partial) counts by
+    name."""
+    return target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__qualname__)
+
+
+def _alike(ours: Any, its: Any) -> bool:
+    """Whether two leaves are equal; NaN is equal to itself, and arrays are as long as all of them is."""
+    if its is ours:
+        return True
+    try:
+        return bool(its == ours) or bool(its != its and ours != ours)
+    except (ValueError, TypeError, RuntimeError):
+        return repr(ours) == repr(its)
+
+
+def _short(item: Any) -> str:
+    text = repr(item)
+    return text if len(text) < 60 else f"{text[:57]}..."

@@ -1,0 +1,607 @@
+"""One recorded run of a traced model: which values there are, who reads them, and where it must not be cut.
+
+Names in a graph hide what decides the bits: one object under two names, two tensors in one storage, a layer
+that writes in place or draws random numbers. A run on a copy of the model shows all of it, and the stages
+hold every micro-batch against this record. A run on the meta device gives shapes and identities of another
+micro-batch size for free.
+
+What the graph proves about gradients stands here too. Behind a ReLU no gradient passes where the output is
+zero, so it needs to travel only where the output is not (mask reuse): the upstream ReLU makes zeros of the
+rest, whatever stands there, NaN included. Only a ReLU, a ReLU6 or a max-pool over one proves that; dropout
+does not (a kept element may be zero with a live gradient, a dropped one gets -0.0). And a gradient surely
+comes back through torch's own layers only: a function of a person may take another way in every run, and a
+backward of his own may return None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from ...compression.errors import PlanError
+from ...compression.geometry import geometry
+from ..seeds import drew, generators_of, states_of
+from .layers import Layer, Parts, Traced, is_local, run_layer
+from .object_snapshot import is_foreign
+from .untracked_writes import Contents
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """What a layer returned: the values of its leaves and the structure around them.
+
+    ``alone``: the value that it is by itself, None where there is a structure."""
+
+    values: tuple[int, ...]
+    spec: TreeSpec
+    alone: int | None
+
+
+Leads = Mapping[int, Collection[int]]  # from values that a layer made to those that it read
+
+
+class ProbeRecorder:
+    """Gathers values by object identity; keeps every object, so that no identity is used twice."""
+
+    def __init__(self, generators: Sequence[torch.Generator] = ()) -> None:
+        self.generators = generators
+        self.objects: list[Any] = []
+        self.numbers: dict[int, int] = {}
+        self.names: list[str] = []
+        self.producers: list[int] = []
+        self.users: list[set[int]] = []
+        self.outputs: dict[fx.Node, Outputs] = {}
+        self.random: set[str] = set()
+        self.own: set[str] = set()  # layers that run code of a person's
+        self.keeping: set[str] = set()  # those whose backward runs such code
+        self.accesses: dict[int, tuple[str, set[int]]] = {}
+        self.written: set[int] = set()
+        self.writes: dict[int, list[int]] = {}
+        self.leads: dict[int, Leads] = {}
+        self.uncounted: dict[int, str] = {}  # by memory, a layer that wrote to it so
+        self.keepers: dict[int, str] = {}  # by memory, a layer that keeps it for its backward
+        self.unseen: dict[int, int] = {}  # by value, the last layer that wrote to it uncounted
+        self.turned: dict[int, int] = {}  # by value, the last layer that made it ask for a gradient, or not
+        self.on: dict[int, list[torch.Tensor]] = {}
+        self.kept: list[torch.UntypedStorage] = []  # else one that is exchanged gives its number to another
+
+    def add(self, node: fx.Node, index: int, result: Any) -> None:
+        """Note what the layer ``index``, which is ``node``, returned: a known object is a known value."""
+        leaves, spec = tree_flatten(result)
+        values = []
+        for k, leaf in enumerate(leaves):
+            known = self.numbers.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
+            if known is None:
+                known = len(self.objects)
+                self.objects.append(leaf)
+                self.names.append(node.name if len(leaves) == 1 else f"{node.name}.{k}")
+                self.producers.append(index)
+                self.users.append(set())
+                if isinstance(leaf, torch.Tensor):
+                    self.numbers[id(leaf)] = known
+                    if leaf.layout is torch.strided:
+                        self.on.setdefault(leaf.untyped_storage()._cdata, []).append(leaf)
+            values.append(known)
+        self.outputs[node] = Outputs(
+            values=tuple(values), spec=spec, alone=values[0] if spec.is_leaf() else None
+        )
+
+    def reads(self, node: fx.Node, extra: Sequence[fx.Node] = ()) -> Iterator[int]:
+        """The values that ``node`` reads: of a tuple that is indexed, only what is picked."""
+        for source in (*node.all_input_nodes, *extra):
+            if is_local(source):
+                continue
+            outputs = self.outputs[source]
+            picks = node.args[1] if node.target is operator.getitem and source is node.args[0] else None
+            flat = outputs.spec.num_children == outputs.spec.num_leaves > 0
+            if isinstance(picks, int) and flat:
+                yield outputs.values[picks]
+            else:
+                yield from outputs.values
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Know tensors of the model by their memory: who writes to a view of one writes to it."""
+        for tensor in tensors:
+            others = self.on.setdefault(tensor.untyped_storage()._cdata, [])
+            if all(tensor is not other for other in others):
+                others.append(tensor)
+
+    def beside(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """These tensors, and all that lie in the same memories."""
+        found = {id(t): t for t in tensors}
+        for t in list(found.values()):
+            if t.layout is torch.strided:
+                found |= {id(other): other for other in self.on.get(t.untyped_storage()._cdata, ())}
+        return list(found.values())
+
+    def writers(self, number: int) -> list[int]:
+        """The layers that wrote to the memory of a value, ascending, its producer first."""
+        item = self.objects[number]
+        writes = self.writes.get(item.untyped_storage()._cdata, []) if isinstance(item, torch.Tensor) else []
+        return sorted({self.producers[number], *writes})
+
+    def last_writer(self, number: int, reader: int) -> int:
+        """The layer that wrote last to the memory of a value before the layer ``reader`` runs."""
+        return max(writer for writer in self.writers(number) if writer < reader)
+
+    def watched(self) -> set[int]:
+        """The values whose gradient a hook sees."""
+        tensors = {n: t for n, t in enumerate(self.objects) if isinstance(t, torch.Tensor)}
+        return {number for number, tensor in tensors.items() if tensor._backward_hooks or tensor.retains_grad}
+
+    def storages(self, numbers: Sequence[int]) -> dict[int, int]:
+        """Identity of the tensors' storages (on the meta device all addresses are zero)."""
+        return {
+            i: t.untyped_storage()._cdata for i in numbers if isinstance(t := self.objects[i], torch.Tensor)
+        }
+
+
+def buffers_at(layer: Layer, parts: Parts) -> dict[str, torch.Tensor]:
+    """The buffers and frozen parameters that a layer may write to, by name."""
+    found = local_at(layer.node, parts)
+    if layer.node.op == "call_module":
+        module = parts.modules[str(layer.node.target)]
+        frozen = ((name, p) for name, p in module.named_parameters() if not p.requires_grad)
+        found |= {f"{layer.node.target}.{name}": part for name, part in (*module.named_buffers(), *frozen)}
+    return found
+
+
+def local_at(node: fx.Node, parts: Parts) -> dict[str, torch.Tensor]:
+    """The tensors of the model that a node is given, by name."""
+    return {str(n.target): parts.tensors[str(n.target)] for n in node.all_input_nodes if is_local(n)}
+
+
+RELU_MODULES = (nn.ReLU, nn.ReLU6)
+RELU_CALLS = {F.relu, F.relu_, F.relu6, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_}
+POOL_MODULES = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+POOL_CALLS = {F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d}
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def zeros_that_stop(
+    traced: Traced,
+    parts: Parts,
+    outputs: Mapping[fx.Node, Outputs],
+    last_writer: Callable[[int, int], int],
+    watched: Collection[int],
+) -> set[tuple[int, int]]:
+    """(layer, value) for every layer that left zeros in its only output that stop every gradient there.
+
+    ``last_writer(value, reader)``: the layer that wrote last to the value's memory before ``reader`` ran.
+    ``watched``: values with hooks of their own, which see the whole gradient.
+    """
+    found: set[tuple[int, int]] = set()
+    for index, layer in enumerate(traced.layers):
+        made = outputs[layer.node].values
+        if len(made) != 1 or made[0] in watched:
+            continue
+        if _is(layer, parts, RELU_MODULES, RELU_CALLS):
+            found.add((index, made[0]))
+        elif len(layer.node.all_input_nodes) == 1 and _is(layer, parts, POOL_MODULES, POOL_CALLS):
+            (pooled,) = outputs[layer.node.all_input_nodes[0]].values
+            if (last_writer(pooled, index), pooled) in found:
+                found.add((index, made[0]))
+    return found
+
+
+def _is(layer: Layer, parts: Parts, modules: tuple[type[nn.Module], ...], calls: set[object]) -> bool:
+    """Whether a layer is one of these and no other, which nobody watches through hooks."""
+    if layer.node.op != "call_module":  # a parameter may be called "relu"
+        return layer.node.op != "get_attr" and layer.node.target in calls
+    module = parts.modules[str(layer.node.target)]
+    return type(module) in modules and is_itself(module) and not getattr(module, "min_val", 0)
+
+
+def may_prove(module: nn.Module) -> bool:
+    """Whether zeros that a module leaves may stop gradients, if nobody watches it."""
+    return type(module) in (*RELU_MODULES, *POOL_MODULES)
+
+
+def functions_of_proofs() -> list[object]:
+    """What such modules call."""
+    return [vars(F)[name] for name in ("relu", "relu6", "hardtanh", "max_pool1d", "max_pool2d", "max_pool3d")]
+
+
+def hooks_on_all_modules() -> list[tuple[Any, ...]]:
+    """The hooks that torch calls for every module."""
+    return [tuple(getattr(nn.modules.module, f"_global{name}")) for name in HOOKS]
+
+
+def is_itself(module: nn.Module) -> bool:
+    """Whether nothing but its class says what a module does: no hooks, no forward of its own."""
+    hooks = [*hooks_on_all_modules(), *(getattr(module, name) for name in HOOKS)]
+    return not any(hooks) and "forward" not in vars(module)
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    """Whether torch alone says what a module and all in it do: no code of a person's is held there."""
+    for m in module.modules():
+        torch_says = type(m).__module__.startswith("torch.nn.") and is_itself(m)
+        if not torch_says or any(map(_is_persons_code, vars(m).values())):
+            return False
+    return True
+
+
+def _is_persons_code(item: object) -> bool:
+    """Whether it is code of a person's, as an activation may be."""
+    if isinstance(item, types.FunctionType):
+        return not is_foreign(item)
+    return callable(item) and not isinstance(item, type | types.BuiltinFunctionType)
+
+
+Edges = dict[tuple[Node, int], int]  # of a graph, and the number of the value that it belongs to
+_HANGS = ("register_hook", "register_post_accumulate_grad_hook")
+_TORCH_MODULES = ("torch", "torch.functional", "torch.nn.functional", "_operator", "math", "builtins")
+
+
+def edges_of(items: Iterable[tuple[int, object]]) -> Edges:
+    """Where the gradients of values (number, object) enter the graph; of those that have one."""
+    if not torch.is_grad_enabled():  # there is no graph
+        return {}
+    asked = [(number, t) for number, t in items if isinstance(t, torch.Tensor) and t.requires_grad]
+    edges = [(number, get_gradient_edge(tensor)) for number, tensor in asked]
+    return {(edge.node, edge.output_nr): number for number, edge in edges}
+
+
+def leads(layer: Layer, parts: Parts, *, made: Edges, read: Edges) -> Leads:
+    """For each value that ``layer`` made, those it read that the gradient of that value surely comes to."""
+    if not read or not _is_torch_only(layer, parts):
+        return {}
+    return {number: _led_to(edge, read) for edge, number in made.items()}
+
+
+def _led_to(edge: tuple[Node, int], read: Edges) -> set[int]:
+    ahead, seen, found = [edge], set(), set()
+    while ahead:
+        place = ahead.pop()
+        if place in seen:
+            continue
+        seen.add(place)
+        if place in read:
+            found.add(read[place])
+        elif not isinstance(place[0], BackwardCFunction) and "CppNode" not in place[0].name():
+            ahead += [(node, number) for node, number in place[0].next_functions if node is not None]
+    return found
+
+
+class Hung(TorchFunctionMode):
+    """The block in which a layer runs; ``any``: it hung functions on gradients, which read what they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One call of torch."""
+        self.any |= getattr(func, "__name__", "") in _HANGS
+        return func(*args, **kwargs or {})
+
+
+def keeps_itself(layer: Layer, parts: Parts, *, made: Edges, read: Edges) -> bool:
+    """Whether a backward of a person's is among those of ``layer``: it reads what it likes, saved or not."""
+    ahead = [] if _is_torch_only(layer, parts) else [node for node, _ in made]
+    before, seen = {node for node, _ in read}, set[Node]()
+    while ahead:
+        node = ahead.pop()
+        if isinstance(node, BackwardCFunction) and node not in before:
+            return True
+        if node not in seen and node not in before:
+            seen.add(node)
+            ahead += [following for following, _ in node.next_functions if following is not None]
+    return False
+
+
+def _is_torch_only(layer: Layer, parts: Parts) -> bool:
+    """Whether torch alone says what a layer does."""
+    node = layer.node
+    if node.op == "call_module":
+        return is_of_torch(parts.modules[str(node.target)])
+    home = getattr(node.target, "__module__", None) or ""
+    owner = getattr(node.target, "__objclass__", None)  # of a method of torch.Tensor
+    return (
+        owner in (torch.Tensor, torch._C.TensorBase) or home in _TORCH_MODULES or home.startswith("torch._C")
+    )
+
+
+@contextlib.contextmanager
+def keeping() -> Iterator[set[int]]:
+    """The block in which a layer runs; the memory that it keeps for its backward."""
+    found = set[int]()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is torch.strided:
+            found.add(tensor.untyped_storage()._cdata)
+        return tensor.detach()  # a node that kept its own result would never be freed
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield found
+
+
+def statistics_of(layer: Layer, parts: Parts) -> set[int]:
+    """The memory of running statistics that a layer keeps, and that no backward in train mode reads."""
+    if layer.node.op == "call_module":
+        modules = parts.modules[str(layer.node.target)].modules()
+        norms = (part for part in modules if isinstance(part, nn.modules.batchnorm._NormBase))
+        found = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+    else:
+        norm = getattr(layer.node.target, "__name__", "") in ("batch_norm", "instance_norm")
+        found = [*local_at(layer.node, parts).values()] if norm else []
+    return {tensor.untyped_storage()._cdata for tensor in found}
+
+
+def runs_own_code(layer: Layer, parts: Parts) -> bool:
+    """Whether a layer is more than one call of torch, and torch alone does not say what it does."""
+    node = layer.node
+    return "opaque" in node.meta and not (
+        node.op == "call_module" and is_of_torch(parts.modules[str(node.target)])
+    )
+
+
+def reached(steps: Mapping[int, Leads], outputs: Collection[int], num_layers: int) -> dict[int, int]:
+    """The last layer through which a gradient surely comes to a value, by number; not those without one.
+
+    Args:    steps: what ``leads`` found, by layer.
+             outputs: the values that the model returns and that have gradients; of several the loss may leave
+             out any."""
+    last = dict.fromkeys(outputs, num_layers) if len(outputs) == 1 else {}
+    for index in sorted(steps, reverse=True):
+        for end, starts in steps[index].items():
+            for start in starts if end in last else ():
+                last.setdefault(start, index)
+    return last
+
+
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One tensor or Python number of a run: made by layer ``producer`` (-1: an input), read by the layers
+    ``users`` (the model's output reads last: it counts as one more layer).
+
+    ``strides`` are those of a real run, None where they are not known: the meta device lays some results out
+    otherwise, and a copy of a parameter drops its gaps. ``refused`` says why it must not cross a cut, "" if
+    it may. ``number``: the type that a number had, which may be another later; ``dtype`` has room for any.
+    ``parameter``: a (tied) parameter, sent once a step. ``writers``: the layers that wrote to its memory,
+    ascending, each with whether it left zeros that stop every gradient . ``reached``: the last
+    layer through which a gradient surely comes back to it, -1 if none does."""
+
+    name: str
+    producer: int
+    users: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: torch.dtype
+    number: type | None
+    requires_grad: bool
+    parameter: bool
+    refused: str
+    writers: tuple[tuple[int, bool], ...]
+    reached: int
+
+    def stops(self, layer: int) -> bool:
+        """Whether a zero of this value, as it is after ``layer``, makes its gradient irrelevant."""
+        return next((stops for writer, stops in reversed(self.writers) if writer <= layer), False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the elements in bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """The record: values by number, outputs of every node, random layers, refused cuts with reasons.
+
+    ``seeded``: the random layers, and those that run code of a person's, which may begin to draw.
+    ``keeping``: those whose backward runs such code, which may read a parameter that nobody saved."""
+
+    values: tuple[Value, ...]
+    outputs: dict[fx.Node, Outputs]
+    random: frozenset[str]
+    seeded: frozenset[str]
+    keeping: frozenset[str]
+    refused: dict[int, str]
+    samples: int
+
+    def crossing(self, cut: int) -> list[int]:
+        """Numbers of the values that are alive between layer ``cut`` and the next."""
+        return [i for i, v in enumerate(self.values) if v.producer <= cut < max(v.users, default=-1)]
+
+
+def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe:
+    """Run ``traced`` once on ``inputs`` (both are written to: pass copies) and record what happens."""
+    recorder, samples = ProbeRecorder(generators_of(inputs)), traced.call.samples_of(inputs)
+    env: dict[fx.Node, Any] = dict(zip(traced.inputs, inputs, strict=True))
+    for node, tensor in env.items():
+        recorder.add(node, -1, tensor)
+    for index, layer in enumerate(traced.layers):
+        _record_layer(recorder, layer, index, env, parts, samples)
+        _refuse_written_constants(recorder, layer, traced, parts)
+    end = len(traced.layers)
+    for number in recorder.reads(traced.output):
+        recorder.users[number].add(end)
+    for name, buffer in local_at(traced.output, parts).items():
+        recorder.accesses.setdefault(buffer.untyped_storage()._cdata, (name, set()))[1].add(end)
+    _refuse_uncounted(recorder)
+    stops = zeros_that_stop(traced, parts, recorder.outputs, recorder.last_writer, recorder.watched())
+    asked = {i for i in recorder.reads(traced.output) if getattr(recorder.objects[i], "requires_grad", False)}
+    last = reached(recorder.leads, asked, len(traced.layers))
+    values = tuple(_value(recorder, i, stops, last.get(i, -1)) for i in range(len(recorder.objects)))
+    record = Probe(
+        values=values,
+        outputs=recorder.outputs,
+        random=frozenset(recorder.random),
+        seeded=frozenset(recorder.random | recorder.own),
+        keeping=frozenset(recorder.keeping),
+        refused={},
+        samples=samples,
+    )
+    for cut, alive in enumerate(_alive(values, len(traced.layers) - 1)):
+        if reason := _refusal(recorder, record, cut, alive):
+            record.refused[cut] = reason
+    return record
+
+
+def _record_layer(
+    recorder: ProbeRecorder, layer: Layer, index: int, env: dict[fx.Node, Any], parts: Parts, samples: int
+) -> None:
+    read = list(recorder.reads(layer.node, [source for _, source in layer.lifted]))
+    tensors = [t for i in read if isinstance(t := recorder.objects[i], torch.Tensor)]
+    buffers = buffers_at(layer, parts)
+    recorder.hold(buffers.values())
+    at_hand = recorder.beside([*tensors, *buffers.values()])
+    versions, contents = [t._version for t in at_hand], Contents(at_hand)
+    asked = [(t.requires_grad, t._version) for t in tensors]
+    recorder.kept += contents.storages
+    states, before = states_of(recorder.generators), edges_of((i, recorder.objects[i]) for i in read)
+    try:
+        with Hung() as hung, keeping() as kept:
+            env[layer.node] = run_layer(layer, env, parts, samples=samples)
+    except Exception as error:
+        size = next((tuple(t.shape) for t in tensors), ())
+        raise PlanError(f"layer {layer.name} does not take an input of shape {size}: {error}") from error
+    if drew(recorder.generators, states):
+        recorder.random.add(layer.name)
+    if runs_own_code(layer, parts):
+        recorder.own.add(layer.name)
+    changed = [t for t, before in zip(at_hand, versions, strict=True) if t._version != before]
+    # batch_norm writes its statistics without giving them a new version, others through .data or NumPy
+    other, counted = contents.changed(), {id(t) for t in changed}
+    unseen = [t for t in at_hand if id(t) not in counted and t.untyped_storage()._cdata in other]
+    recorder.uncounted |= {t.untyped_storage()._cdata: layer.name for t in unseen}
+    recorder.keepers |= dict.fromkeys(kept - statistics_of(layer, parts), layer.name)
+    recorder.unseen |= {recorder.numbers[id(t)]: index for t in unseen if id(t) in recorder.numbers}
+    changed += unseen
+    recorder.turned |= {
+        recorder.numbers[id(t)]: index
+        for t, (did, version) in zip(tensors, asked, strict=True)
+        if t.requires_grad != did and t._version == version
+    }
+    for storage in {t.untyped_storage()._cdata for t in changed}:
+        recorder.writes.setdefault(storage, []).append(index)
+    recorder.written |= {id(t) for t in changed}
+    for name, buffer in buffers.items():
+        recorder.accesses.setdefault(buffer.untyped_storage()._cdata, (name, set()))[1].add(index)
+    for tensor in (t for t in tensors if t.layout == torch.strided):  # a layer may have returned a buffer
+        if (known := recorder.accesses.get(tensor.untyped_storage()._cdata)) is not None:
+            known[1].add(index)
+    for number in read:
+        recorder.users[number].add(index)
+    recorder.add(layer.node, index, env[layer.node])
+    after = edges_of((i, recorder.objects[i]) for i in recorder.outputs[layer.node].values)
+    recorder.leads[index] = leads(layer, parts, made=after, read=before)
+    if hung.any or keeps_itself(layer, parts, made=after, read=before):
+        recorder.keeping.add(layer.name)
+
+
+def _refuse_uncounted(recorder: ProbeRecorder) -> None:
+    """Refuse a buffer that a backward would read as forwards of later micro-batches have written it; where
+    torch counts the writes, it does so by itself."""
+    for memory, (name, _) in recorder.accesses.items():
+        if memory in recorder.uncounted and memory in recorder.keepers:
+            raise PlanError(
+                f"layer {recorder.uncounted[memory]} writes to {name} past what torch counts (.data, NumPy), "
+                f"and {recorder.keepers[memory]} keeps it for its backward; read a clone of it, or read it "
+                "under torch.no_grad()"
+            )
+
+
+def _refuse_written_constants(recorder: ProbeRecorder, layer: Layer, traced: Traced, parts: Parts) -> None:
+    """A tensor made in forward was made once, while tracing: what a layer writes to it would stay for
+    ever."""
+    for name, tensor in local_at(layer.node, parts).items():
+        if id(tensor) in recorder.written and name in traced.constants:
+            raise PlanError(
+                f"layer {layer.name} writes to {name}, a tensor that was made once, while tracing; make "
+                "it in a module or function that is named in leaves=, or register it as a buffer"
+            )
+
+
+def _value(recorder: ProbeRecorder, number: int, stops: Collection[tuple[int, int]], last: int) -> Value:
+    leaf = recorder.objects[number]
+    tensor = leaf if isinstance(leaf, torch.Tensor) else None
+    refused, strides = "", ()
+    if tensor is not None and (tensor.is_meta or isinstance(tensor, nn.Parameter)):
+        strides = None
+    elif tensor is not None and tensor.layout == torch.strided:
+        strides = tuple(tensor.stride())
+    if tensor is None and type(leaf) not in NUMBERS:
+        refused = f"a Python value of type {type(leaf).__name__} ({recorder.names[number]}) would cross it"
+    elif type(leaf) is int and leaf.bit_length() > 63:
+        refused = f"an int of more than 64 bits ({recorder.names[number]}) would cross it"
+    elif tensor is not None and not travels(tensor):
+        refused = (
+            f"the tensor {recorder.names[number]}, whose elements overlap or lie far apart, would cross it"
+        )
+    return Value(
+        name=recorder.names[number],
+        producer=recorder.producers[number],
+        users=tuple(sorted(recorder.users[number])),
+        shape=() if tensor is None else tuple(tensor.shape),
+        strides=strides,
+        dtype=torch.float64 if tensor is None else tensor.dtype,  # room for a number of any type
+        number=type(leaf) if tensor is None else None,
+        requires_grad=tensor is not None and tensor.requires_grad,
+        parameter=isinstance(tensor, nn.Parameter),
+        refused=refused,
+        writers=tuple((writer, (writer, number) in stops) for writer in recorder.writers(number)),
+        reached=last,
+    )
+
+
+def travels(tensor: torch.Tensor) -> bool:
+    """Whether a frame keeps the tensor's geometry exactly: another one picks other kernels and other bits."""
+    dense = tensor.layout == torch.strided
+    return dense and geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).travels
+
+
+def _alive(values: Sequence[Value], cuts: int) -> Iterator[list[int]]:
+    """What ``crossing`` gives for one cut after the other, in one pass."""
+    begin: dict[int, list[int]] = {}
+    for number, value in enumerate(values):
+        begin.setdefault(max(value.producer, 0), []).append(number)
+    alive: list[int] = []
+    for cut in range(cuts):
+        alive = sorted(i for i in (*alive, *begin.get(cut, ())) if cut < max(values[i].users, default=-1))
+        yield alive
+
+
+def _refusal(recorder: ProbeRecorder, record: Probe, cut: int, alive: Sequence[int]) -> str:
+    """Why the model must not be cut behind layer ``cut``, where ``alive`` cross; "" if it may."""
+    for number in alive:
+        if record.values[number].refused:
+            return record.values[number].refused
+    for number, writer in recorder.unseen.items():
+        name, producer = record.values[number].name, record.values[number].producer
+        if producer <= cut < writer:
+            return (
+                f"a layer behind it writes to the memory of {name}, which one before it may have saved, "
+                "where autograd counts no write (through .data or NumPy)"
+            )
+    for number in alive:
+        if cut < recorder.turned.get(number, -1):
+            name = record.values[number].name
+            return f"a layer behind it lets {name} ask for a gradient, or no more (requires_grad_)"
+    seen: dict[int, int] = {}
+    for number, storage in recorder.storages(alive).items():
+        first = seen.setdefault(storage, number)
+        if first != number and storage in recorder.writes:
+            names = f"{record.values[first].name} and {record.values[number].name}"
+            return f"{names} share one memory that a layer writes to, and both would cross it"
+    for key, (name, layers) in recorder.accesses.items():
+        if key in recorder.writes and min(layers) <= cut < max(layers):
+            return f"the layers that use the buffer {name}, and write to it, would stand on both sides"
+    return ""

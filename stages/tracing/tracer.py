@@ -1,0 +1,239 @@
+"""trace(model, example) -> LayerGraph: the network as layers and values, once as it trains and once as it
+evaluates.
+
+What a model does is recorded from real eager runs (``capture``). Before anybody relies on the record it
+is run beside the model on other data, another size and moved weights: same outputs, gradients and
+buffers, bit for bit, or a refusal. Source: claims B1.1-1.4 of CN110032450B (layer vertices, data
+vertices, dependencies).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ...compression.errors import PlanError
+from ..device import CPU, device_of
+from ..meta_watch import META
+from ..seeds import seeded
+from .aliases import hidden, refuse_cuts, shared
+from .capture.call_spec import Call, Example, fresh, other_data, resized
+from .capture.capture import Captured, Recording, capture, default_leaf
+from .capture.locations import path_of
+from .dataflow import Probe, probe
+from .first_call_state import run_eager
+from .layer_graph import LayerGraph
+from .layers import Layer, Parts, Traced, casting, is_local, parts_of, run_all
+from .leaf_modules import Leaf, chosen_leaves, is_compiled
+from .meta_model import bare, recorded_on, recording_meta, refuse_valueless
+from .remembered import remember
+from .tied_parameters import lift_shared
+from .unsupported import refuse_autocast, refuse_model, refuse_objects
+from .verify import Copied, observe, refuse_difference, undrawn
+
+
+def trace(
+    model: nn.Module,
+    example_inputs: Example,
+    *,
+    autocast: torch.dtype | None = None,
+    leaves: Iterable[Leaf] = (),
+) -> LayerGraph:
+    """Record what ``model`` does, in train and in eval mode, and prove both records on copies of it.
+
+    Modules keep their own training flags, unless the whole model stands in eval mode: then it is recorded in
+    train mode.
+
+    Args:    model: any module; left bit for bit as it was (weights, gradients, mode, random state).
+             example_inputs: one micro-batch as the model takes it: a tuple by position, or a dict by name.
+             autocast: the dtype that training will cast to, None for none.
+             leaves: what is one layer each: classes of modules, paths of modules, functions. Modules of
+             torch.nn are by themselves, and so is the smallest module around a place that other data make run
+             otherwise.
+    Returns: the LayerGraph; a layer is one torch call or one module of torch.nn, with the name that torch.fx
+             would give it.
+    Raises:  PlanError: what the model does cannot be repeated layer by layer.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"a model is a torch.nn.Module, found {type(model).__name__}")
+    call, given = Call.of(model, example_inputs)
+    if any(x.layout != torch.strided for x in given):
+        raise PlanError("inputs are dense tensors, found a sparse one in example_inputs; convert it")
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise PlanError(
+            f"autocast is a dtype such as torch.bfloat16, found {autocast!r}; give None for no cast"
+        )
+    if is_compiled(model):
+        raise PlanError(
+            "a compiled module is one layer, which no cut divides, and the whole model is compiled; compile "
+            "its parts instead: model.layer1 = torch.compile(model.layer1)"
+        )
+    refuse_autocast()
+    refuse_model(model)
+    modules, functions = chosen_leaves(model, leaves)
+    modules |= {path: "it is compiled" for path, module in model.named_modules() if is_compiled(module)}
+    home, known = recorded_on(model), model
+    if home == META:
+        model = bare(model, autocast)
+    example, place = tuple(x.to(home) for x in given), device_of(CPU if home == META else home)
+    valueless = recording_meta(model) if home == META else contextlib.nullcontext()
+    with (
+        place.current(),
+        seeded(None, place.generators),
+        torch.enable_grad(),
+        casting(autocast, home),
+        valueless,
+    ):
+        apart = hidden(model)
+        ours, theirs = (tuple(Copied(model, apart) for _ in range(2)) for _ in range(2))
+        for copied in theirs:
+            copied.root.eval()
+        train, train_probe, written = _proven(ours, call, example, modules, functions)
+        evaluation, eval_probe, _ = _proven(theirs, call, example, train.leaves, functions, beside=train)
+        if evaluation.leaves != train.leaves:  # one layer here is one layer there
+            modules = evaluation.leaves
+            train, train_probe, written = _proven(ours, call, example, modules, functions)
+            evaluation, eval_probe, _ = _proven(theirs, call, example, modules, functions, beside=train)
+    groups = (
+        shared(model, train, written=written, unread=(0,)),
+        shared(model, evaluation, written=written, unread=()),
+    )
+    refuse_cuts(groups[0], train_probe.refused)
+    for name in train.dropped:
+        warnings.warn(
+            f"the model returns {name}, which cannot be put together again from stages: it is left out; "
+            "switch it off (use_cache=False) where nothing needs it",
+            stacklevel=2,
+        )
+    graph = LayerGraph(
+        train=train,
+        eval=evaluation,
+        train_probe=train_probe,
+        eval_probe=eval_probe,
+        model_copy=ours[0].root,
+        example_inputs=fresh(example),
+        fingerprint=fingerprint(model),
+        shared=groups,
+        autocast=autocast,
+        written=frozenset(written),
+    )
+    remember(known, graph)
+    return graph
+
+
+def _proven(
+    copies: tuple[Copied, ...],
+    call: Call,
+    example: tuple[torch.Tensor, ...],
+    modules: Mapping[str, str],
+    functions: Mapping[str, Callable[..., Any]],
+    *,
+    beside: Traced | None = None,
+) -> tuple[Traced, Probe, set[str]]:
+    """The record of a copy in the mode in which it stands, its probe, and the buffers that it writes to.
+
+    Args:   copies: one to run layer by layer, one to run as it is.
+            beside: the record of the other mode, with the same tied parameters and modules that are one
+            layer."""
+    copied, eager = copies
+    tied = {str(node.target) for layer in beside.layers for _, node in layer.lifted} if beside else ()
+    root, mode = copied.root, "train" if copied.root.training else "eval"
+    with torch.set_grad_enabled(root.training):
+        written, eager.clean = run_eager(root, call, example)
+        with undrawn():
+            captured = capture(
+                eager.root,
+                call,
+                example,
+                copies=eager.anew,
+                leaf=lambda path, module: path in modules or default_leaf(path, module),
+                functions=functions.values(),
+                written=written,
+            )
+        refuse_valueless(captured.graph, captured.constants)
+        leaves = {**modules, **captured.leaves, **dict.fromkeys(functions, "by request")}
+        traced = _traced(root, dataclasses.replace(captured, leaves=leaves), call, tied=tied)
+        parts = parts_of(root, traced)
+        other = other_data(call, example)
+        if not captured.fixed:
+            other = resized(call, other, max(captured.sizes))
+        for inputs in (example, other):
+            copied.shift()
+            model_copy = eager.anew(shifted=True)
+            expected = observe(lambda *x, model_copy=model_copy: call.run(model_copy, x), model_copy, inputs)
+            found = observe(lambda *x: _repeated(traced, parts, x), root, inputs)
+            refuse_difference(expected, found, mode=mode)
+            copied.restore()
+        record = probe(traced, parts, fresh(example))
+        copied.restore()
+    return traced, record, written
+
+
+def _repeated(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Any:
+    try:
+        return run_all(traced, parts, inputs)
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"the recorded run cannot be repeated on other data and sizes ({error}): forward depends on "
+            "something that recording does not see (a global, a closure, a counter); name the module around "
+            "it in leaves="
+        ) from error
+
+
+def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection[str]) -> Traced:
+    """The recorded graph as layers: shared and ``tied`` parameters lifted, numbers that move written as
+    such."""
+    graph = captured.graph
+    for node, (args, kwargs, expect, shape) in captured.moving.items():
+        node.args, node.kwargs = args, kwargs
+        node.meta |= {k: v for k, v in (("expect", expect), ("shape", shape)) if v is not None}
+    refuse_objects(graph)
+    lifted = lift_shared(root, graph, tied, captured.constants)
+    layers = tuple(
+        Layer(
+            node=node,
+            module=path_of(node),
+            lifted=tuple(lifted.get(node, ())),
+            holds=_holds(root, node, {name for name, _ in lifted.get(node, ())}),
+            moves=node in captured.moving,
+        )
+        for node in graph.nodes
+        if node.op not in ("placeholder", "output") and not is_local(node)
+    )
+    if not layers:
+        raise PlanError(f"a pipeline needs at least one layer; {type(root).__name__}.forward calls none")
+    return Traced(
+        inputs=tuple(node for node in graph.nodes if node.op == "placeholder"),
+        layers=layers,
+        output=next(iter(reversed(graph.nodes))),
+        call=call,
+        recorded=recorded_on(root),
+        **{field.name: getattr(captured, field.name) for field in dataclasses.fields(Recording)},
+    )
+
+
+def _holds(root: nn.Module, node: fx.Node, lifted: Collection[str]) -> bool:
+    """Whether a layer needs a part of the model that only its stage has: not what is tied or carried to
+    it."""
+    if node.op != "call_module":
+        return node.op == "get_attr"
+    module = root.get_submodule(str(node.target))
+    own = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(lifted)
+    return bool(own) or any(True for _ in module.buffers())
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A hash of the names, shapes and dtypes of parameters and buffers, which a plan relies on."""
+    digest = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,217 @@
+"""Does a trace compute what the model computes? Outputs, gradients and buffers, compared bit for bit.
+
+What recording cannot see is lost without a word; one comparison before training costs seconds, a wrong model
+costs weeks. It runs on a copy of the model in which every weight is moved a little, and put back: what
+tracing computed from a weight and baked in shows when the weight moves. A copied parameter has memory of its
+own, whatever shared it in the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from ...compression.errors import PlanError
+from ..meta_watch import tensors_in
+from ..seeds import generators_of
+from .aliases import memory_of
+from .capture.call_spec import fresh
+from .object_snapshot import Facts, change, contents, held_tensors, tensors
+from .unsupported import refuse_resized
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` whose tensors have no memory, registered or not."""
+    known: dict[int, torch.Tensor] = {}
+    for tensor in held_tensors(model):
+        if type(tensor) in (nn.Parameter, torch.Tensor):
+            bare = tensor.detach().to("meta")
+            known[id(tensor)] = (
+                nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+            )
+    return copy.deepcopy(model, known).to("meta")  # type: ignore[arg-type]
+
+
+def move(weight: torch.Tensor) -> None:
+    """Move a weight a little: what was computed from it and baked in shows."""
+    if weight.is_floating_point() and weight.itemsize > 1:  # torch does not compute with float8
+        memory_of(weight).mul_(1.0625).add_(0.0078125)
+
+
+class Copied:
+    """``root`` is the copy, as it will train: modules keep their own flags, unless all stand in eval mode.
+
+    ``clean``: a run leaves nothing behind in it that ``restore`` does not put back.
+    ``apart``: paths of tensors that lie in the memory of a trained parameter and are not registered: they
+    change with every update, so they are moved like a weight."""
+
+    def __init__(self, model: nn.Module, apart: Sequence[str]) -> None:
+        try:
+            self.root = copy.deepcopy(model)
+        except Exception as error:
+            raise PlanError(f"a model is traced on a copy, and this one cannot be copied: {error}") from error
+        if not self.root.training:
+            self.root.train()
+        self.clean = True
+        ours, theirs = (tensors(root) if apart else {} for root in (self.root, model))
+        named = (*model.named_parameters(), *model.named_buffers())
+        copies = (*self.root.parameters(), *self.root.buffers())
+        self.pairs = [
+            *((name, ours, original) for ours, (name, original) in zip(copies, named, strict=True)),
+            *((name, ours[name], theirs[name]) for name in apart),
+        ]
+
+    def anew(self, *, shifted: bool = False) -> nn.Module:
+        """A copy that has not run: this one, put back; or a copy of it, where a run leaves traces."""
+        self.restore()
+        if shifted:
+            self.shift()
+        return self.root if self.clean else copy.deepcopy(self.root)
+
+    def shift(self) -> None:
+        """Move every weight and buffer a little."""
+        with torch.no_grad():
+            for _, ours, _ in self.pairs:
+                move(ours)
+
+    def restore(self) -> None:
+        """Give the copy the model's tensors back after a run, and no gradients."""
+        with torch.no_grad():
+            for name, ours, original in self.pairs:
+                refuse_resized(name, ours, original)
+                same = ours.stride() == original.stride()
+                (memory_of(ours) if same else ours).copy_(memory_of(original) if same else original)
+        self.root.zero_grad()
+
+
+def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether shape, dtype and every bit agree (torch.equal takes -0.0 for 0.0 and no NaN for itself), or
+    both are None."""
+    if a is None or b is None:
+        return a is b
+    if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
+        return False
+    if a.is_meta or b.is_meta:
+        return a.is_meta and b.is_meta  # which have no bits
+    a, b = (t.detach().to_dense() if t.layout != torch.strided else t for t in (a, b))
+    a, b = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (a, b))
+    a, b = (t.as_strided((t.numel(),), (1,)) for t in (a, b))  # one element may have any stride
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def refuse_changes(
+    before: Facts, root: nn.Module, *, again: Callable[[], Any], settles: Callable[[], bool]
+) -> bool:
+    """Refuse a forward that changed ``root`` beside its registered buffers since ``before``; whether nothing
+    did.
+
+    ``again`` runs it once more: what only the first run changes may stay if it ``settles``."""
+    after = contents(root, running=True)
+    held = {name for name, _ in root.named_buffers() if name in before}  # may be other tensors now
+    changed = next((p for p in before | after if p not in held and before.get(p) != after.get(p)), None)
+    if changed is None:
+        return True
+    again()
+    once = contents(root, running=True) == after
+    weights = [path for path, fact in before.items() if issubclass(fact[0], nn.Parameter)]
+    once = once and all(before[path] == after.get(path) for path in weights)
+    if once and settles():
+        return False
+    raise PlanError(
+        f"a forward may write to registered buffers alone, found that it changes {changed} "
+        f"({change(before.get(changed), after.get(changed))}){author(root, changed)}, which other stages, "
+        f"other ranks and the loss do not see; {_remedy(settled=once)}"
+    )
+
+
+def author(root: nn.Module, path: str) -> str:
+    """Class, file and line of the forward that a path belongs to, as far as they are known; torch's own
+    modules write to nothing but their buffers, so it is that of the module around them."""
+    modules = dict(root.named_modules())
+    while path and (path not in modules or type(modules[path]).__module__.startswith("torch.nn.")):
+        path = path.rpartition(".")[0]
+    code = getattr(type(root.get_submodule(path)).forward, "__code__", None)
+    if code is None:
+        return ""
+    return (
+        f" in forward of {type(root.get_submodule(path)).__name__} ({code.co_filename}:{code.co_firstlineno})"
+    )
+
+
+def _remedy(*, settled: bool) -> str:
+    if settled:
+        return "only the first run does so: call the model once, under torch.no_grad(), before it is traced"
+    return (
+        "return it from forward, write it into a registered buffer (copy_), or switch off the option that "
+        "keeps it"
+    )
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Refuse a forward that draws random numbers while it is traced: they would be the same ever after."""
+
+    def states() -> tuple[object, ...]:
+        return random.getstate(), [numpy.asarray(part).tobytes() for part in numpy.random.get_state()]
+
+    before = states()
+    try:
+        yield
+    finally:  # whatever else it is refused for follows from that
+        if states() != before:
+            raise PlanError(
+                "forward draws random numbers from Python or NumPy, which would be the same ever after; draw "
+                "them with torch, or in a function that is named in leaves="
+            )
+
+
+def observe(
+    run: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor | None]:
+    """Outputs, gradients, parameters and buffers of one forward and backward from a fixed random state.
+
+    Raises: PlanError: the backward writes to a buffer."""
+    for generator in generators_of(inputs):
+        generator.manual_seed(0)
+    model.zero_grad()
+    outputs = tensors_in(run(*fresh(inputs)))
+    seen: dict[str, torch.Tensor | None] = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
+    training = (
+        torch.is_grad_enabled()
+    )  # without, a view of a parameter still says that it requires a gradient
+    roots = [t for t in outputs if training and t.requires_grad]
+    weights = [torch.linspace(-1, 1, t.numel(), dtype=torch.float64).reshape(t.shape).to(t) for t in roots]
+    versions = {name: b._version for name, b in model.named_buffers()}
+    if roots:
+        torch.autograd.backward(roots, weights)
+    for name, buffer in model.named_buffers():
+        if versions.get(name, buffer._version) != buffer._version:
+            raise PlanError(
+                f"the backward writes to buffer {name}, out of the order of micro-batches, as where a "
+                "torch.utils.checkpoint has a batch norm in it; leave the checkpoint out (recompute=true "
+                "computes stages again and writes once)"
+            )
+    seen |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    seen |= {f"parameter {name}": p.detach() for name, p in model.named_parameters()}
+    seen |= {f"buffer {name}": b for name, b in model.named_buffers()}
+    return seen
+
+
+def refuse_difference(
+    expected: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None], *, mode: str
+) -> None:
+    """Raise PlanError unless the trace has the eager model's outputs, gradients and buffers."""
+    for name, tensor in expected.items():
+        if not same_bits(tensor, found.get(name)):
+            raise PlanError(
+                f"the recorded run does not compute what the model computes in {mode} mode ({name} differs): "
+                "forward depends on something that recording does not see (a global, a closure, a counter); "
+                "name the module around it in leaves="
+            )
