@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .pipeline.checkpoint import save as save
     from .pipeline.pipeline import Pipeline as Pipeline
     from .pipeline.planner.partition import partition as partition
-    from .pipeline.ranks.launch import init as init
+    from .pipeline.ranks.launcher import init as init
     from .pipeline.ranks.threads import in_threads as in_threads
     from .pipeline.runtime.report import Report as Report
     from .pipeline.samples.shared import cached as cached
@@ -74,7 +74,7 @@ _HOMES = {
     "save": "pipeline.checkpoint",
     "load": "pipeline.checkpoint",
     "Report": "pipeline.runtime.report",
-    "init": "pipeline.ranks.launch",
+    "init": "pipeline.ranks.launcher",
     "in_threads": "pipeline.ranks.threads",
     "cached": "pipeline.samples.shared",
 }

@@ -5,9 +5,12 @@ rank keeps its own stages. Either way a step has the bits of the plain loop over
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,29 +18,62 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..compression.errors import PlanError
-from ..stages.memory.byte_budget import NO_OPTIONS, MemoryOptions
+from ..compression.errors import PenstockError, PlanError
+from ..stages.device import Device
+from ..stages.memory.arena import Arena
+from ..stages.memory.byte_budget import NO_OPTIONS, MemoryOptions, Tiers
+from ..stages.memory.prefetch import MemoryThread
+from ..stages.memory.stores import StoreOptions
 from ..stages.memory.swap_file import ANYWHERE, DiskOptions
+from ..stages.places import home_of
+from ..stages.planner.examples import graph_of
 from ..stages.planner.plan import Plan
-from .ranks.world import World
-from .runtime import facts
-from .runtime.arguments import check_gradients
-from .runtime.batches import micro_batches
-from .runtime.gather import gather_flows, gather_spans
+from ..stages.planner.rules import STREAM
+from ..stages.stage.nan_check import Guard
+from .ranks.gpu_transport import identity_of, transport_of
+from .ranks.process_group import World
+from .runtime import fingerprints
+from .runtime.agreement import Agreement, SameBatches
+from .runtime.arguments import (
+    Options,
+    check_codecs,
+    check_gradients,
+    check_layers,
+    check_momentum,
+    check_options,
+    check_plan,
+    check_update,
+    check_written,
+    optimizer_of,
+    scheduler_of,
+)
+from .runtime.auto_codec import policy_named
+from .runtime.batches import joined, micro_batches, total_loss
+from .runtime.device_placement import Given, check_devices, rank_device, spread, stage_devices
+from .runtime.engine import Engine
+from .runtime.gather import gather_flows, gather_reports, gather_spans
+from .runtime.guards import Guards
 from .runtime.interrupts import held
-from .runtime.replica_checks import check_outputs
+from .runtime.load_balancing import NONE, Seconds, Shares, check_asked, sharing_of
+from .runtime.materialize import Init, give_values, values_of
+from .runtime.ownership import Ownership, disk_of, make_stages, ownership
+from .runtime.process_memory import ResidentMemory, Usage, bytes_in_memory
+from .runtime.replicas import Replicas, check_outputs, check_replicated
 from .runtime.report import Report, described
-from .runtime.running import Running
-from .runtime.step import Step
-from .runtime.values import Init
-from .runtime.where import Given
+from .runtime.state import State
+from .runtime.step_planner import Step, Steps, SynchronousFeed
+from .runtime.stream import StreamFeed
 from .schedules.span import Span
+from .weights.mirrored_update import MirroredUpdate
 from .weights.optimizers import Named
 from .weights.scale import Scaler
+from .weights.separability import check_separable
+from .weights.update import Update
 
 
-class Pipeline(Running):
+class Pipeline:
     """Trains ``model`` as ``plan`` says; every rank passes the same arguments and the same batches.
 
     They compare it all, and the first difference is refused on every rank; functions (``loss``, ``weight``,
@@ -101,14 +137,177 @@ class Pipeline(Running):
         init_weights: Init | None = None,
         shares: str | None = None,
     ) -> None:
-        self.leaves = world is None
-        super().__init__(
-            model, plan, loss=loss, optimizer=optimizer, scheduler=scheduler, clip=clip,
-            clip_scope=clip_scope, scaler=scaler, autocast=autocast, weight=weight, seed=seed,
-            deadline=deadline, world=world or World.default(deadline=deadline), device=device, guard=guard,
-            memory=memory, disk=disk, load_weights=load_weights, init_weights=init_weights,
+        options = Options(
+            loss=loss, optimizer=optimizer, scheduler=scheduler, clip=clip, clip_scope=clip_scope,
+            scaler=scaler, autocast=autocast, weight=weight, seed=seed, deadline=deadline, guard=guard,
+            memory=memory, disk=disk,
         )  # fmt: skip
+        self.leaves, self.asked, self.num_steps = world is None, 0, 0
+        self.world = world or World.default(deadline=deadline)
+        self.rank, self.weight, self.agreement = self.world.rank, weight, Agreement(self.world)
+        with self.agreement.together("making a Pipeline"):
+            check_options(model, plan, options)
+            self.values = values_of(model, load_weights=load_weights, init_weights=init_weights, seed=seed)
+            home = rank_device(model, self.world, device)
+            self._agree(model, plan, options, home)
+            self._place(model, home)
+            resident = ResidentMemory(model_bytes=bytes_in_memory(model))
+            own = self._cut(model, options)
+            self._make_optimizers(model, own, options)
+            self._make_engine(model, own, options, resident)
         self.share_by(shares)
+
+    # The five steps of making one, in their order.
+
+    def _agree(self, model: nn.Module, plan: Plan | None, options: Options, home: Device) -> None:
+        """1. All ranks have the same arguments, and the plan of rank 0, which suits them."""
+        compared = options.compared()
+        if self.values:
+            compared |= {"load_weights or init_weights": self.values.said}
+        optimizer, scheduler = options.optimizer, options.scheduler
+        facts = functools.partial(fingerprints.of_pipeline, model, optimizer, scheduler, compared, home.torch)
+        self.agreement.agree("its arguments", facts)
+        self.plan = plan = self.agreement.agree_on_plan(plan)
+        check_update(model, plan, clip=options.clip, scope=options.clip_scope, scaler=options.scaler)
+        check_gradients()
+        check_plan(plan, model, self.world)
+        alone = [(0,)] * plan.num_stages
+        self.ranks_of_stages = alone if self.world.is_alone else [stage.ranks for stage in plan.stages]
+
+    def _place(self, model: nn.Module, device: Device) -> None:
+        """2. Decide where the stages of this process compute, and move ``model`` to where its rank does.
+
+        ``device`` is for stages that the plan names no other for."""
+        self.devices = stage_devices(self.plan, self.world, device)
+        check_devices(self.agreement, self.plan, self.devices)
+        self.ends = {"first": self.devices.get(0), "last": self.devices.get(self.plan.num_stages - 1)}
+        known = list(self.devices.values())
+        self.world.device = device if device in known else known[0]
+        if not self.values and home_of(model) != self.world.device.torch:
+            model.to(self.world.device.torch)
+
+    def _cut(self, model: nn.Module, options: Options) -> Ownership:
+        """3. Trace ``model`` and cut it into the stages of this process; return who owns what."""
+        autocast, memory = options.autocast, options.memory
+        self.nan_check = Guard(options.checks_gradients) if options.guard else None
+        if not model.training:
+            model.train()
+        graph = graph_of(model, self.plan, autocast)
+        self.agreement.agree("the layers of a model", lambda: fingerprints.of_layers(graph))
+        check_layers(self.plan, graph)
+        check_written(self.plan, model, graph)
+        if not self.world.is_alone:
+            check_replicated(self.plan, model, graph)
+        self.call = graph.train.call
+        self.steps = Steps(self.plan, graph, model, self.world)
+        self.feed = StreamFeed(self.plan, self.steps) if self.plan.streams else SynchronousFeed(self.steps)
+        self.feed.rehearse([graph.example_inputs] * self.plan.micro_batches)
+        check_codecs(self.plan, *self.steps.routed("train", [graph.example_inputs]))
+        own = ownership(model, self.plan, graph, self.steps, self.world)
+        if self.values:
+            last, parts = self.plan.num_stages - 1, {"steps": self.steps, "graph": graph}
+            give_values(model, self.values, own=own, devices=self.devices, last=last, **parts)
+            own = ownership(model, self.plan, graph, self.steps, self.world)
+        spread(model, own, self.steps, self.devices, last=self.plan.num_stages - 1)
+        limit = self.plan.memory
+        if limit is not None and self.world.is_alone:  # this process is all ranks
+            limit *= self.plan.num_ranks
+        tiers = Tiers(device=limit, host=memory.host_bytes, on_gpu=self.world.device.is_gpu)
+        self.memory = MemoryThread(memory, num_layers=Counter(own.layers), tiers=tiers)
+        self.disk = disk_of(own, self.plan, options.disk, tiers)
+        self.stages = make_stages(
+            own,
+            model=model,
+            plan=self.plan,
+            steps=self.steps,
+            autocast=autocast,
+            devices=self.devices,
+            memory=self.memory,
+            guard=self.nan_check,
+            stores=StoreOptions(disk=self.disk, tiers=tiers),
+        )
+        self.reads_inputs = 0 in self.stages  # of a batch; else they may be on the meta device
+        self.reads_targets = self.plan.num_stages - 1 in self.stages or self.weight is not None
+        self.state = State(model, graph, world=self.world, stages=self.stages, own=own)
+        homes = {name: {stage} for name, stage in own.stage_of.items()}
+        homes |= {name: self.state.readers.get(id(buffer), {0}) for name, buffer in model.named_buffers()}
+        shared = max(self.plan.replicas) > 1 and not self.world.is_alone
+        self.guards = Guards(
+            model,
+            homes=homes,
+            written=graph.written,
+            here=[*self.stages],
+            replicated=shared,
+            moves=any(stage.mirror is not None for stage in self.stages.values()),
+        )
+        return own
+
+    def _make_optimizers(self, model: nn.Module, own: Ownership, options: Options) -> None:
+        """4. One optimizer for each stage here, and the sum of its replicas' gradients ahead of it."""
+        plan, held, every = self.plan, self.state.of_stage, [*model.named_parameters()]
+        self.replicas = Replicas(plan, self.world, own=own, stages=self.stages, held=held)
+        self.mirrors = {s: stage.mirror for s, stage in self.stages.items() if stage.mirror is not None}
+        make = functools.partial(MirroredUpdate, mirrors=self.mirrors) if self.mirrors else Update
+        self.update = make(
+            world=self.world,
+            parameters=own.here,
+            owner={name: own.ranks[name] for name, _ in every},
+            weights={s: stage.weights for s, stage in self.stages.items()},
+            optimizer=optimizer_of(options.optimizer),
+            scheduler=scheduler_of(options.scheduler) if options.scheduler else None,
+            every=every,
+            clip=options.clip,
+            scope=options.clip_scope,
+            scaler=options.scaler,
+            together=plan.schedule != STREAM,
+            guard=self.nan_check,
+            exchange=self.replicas.exchange,
+            divided=plan.sharded,
+        )
+        check_momentum(model, self.update.optimizers.values())
+        if (shared := self.update.scheduler) is not None:
+            self.agreement.agree("its scheduler", lambda: fingerprints.of_scheduler(shared.made))
+        check_separable(options.optimizer, every, own.parts, [*self.update.optimizers.values()])
+
+    def _make_engine(
+        self, model: nn.Module, own: Ownership, options: Options, resident: ResidentMemory
+    ) -> None:
+        """5. The loop over instructions, and what counts the memory that it takes."""
+        plan, device, deadline = self.plan, self.world.device, options.deadline
+        self.policy = policy_named(
+            plan.codec,
+            named=plan.named_codecs,
+            extra=(plan.extra_in_flight, plan.most_extra_in_flight),
+            world=self.world,
+            deadline=deadline,
+        )
+        gpus = self.agreement.exchange("its GPU", identity_of(device))
+        self.engine = Engine(
+            rank=self.rank,
+            stages=self.stages,
+            transport=transport_of(self.world, device=device, gpus=gpus, deadline=deadline, pool=Arena()),
+            policy=self.policy,
+            loss=options.loss,
+            update=self.update,
+            flags=self.steps.flags(model),
+            parameters=WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()}),
+            seed=options.seed,
+            devices=self.devices,
+            memory=self.memory,
+            replicas=self.replicas,
+            guards=self.guards,
+        )
+        self.same = SameBatches(self.agreement, self.engine.failures.worded)
+        resident.begin()
+        for mirror in self.mirrors.values():
+            mirror.push_all()
+        if self.disk:
+            self.disk.drain()
+        self.usage = Usage(
+            plan, own.tensors, self.update.optimizers,
+            resident=resident, devices=self.devices, mirrors=self.mirrors,
+            tiers=self.memory.tiers, pool=self.engine.transport.pool,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         return described(self.plan, here=list(self.stages), num_steps=self.num_steps)
@@ -146,7 +345,7 @@ class Pipeline(Running):
             given, call = self.call.columns(inputs), self.call
             ends = {"whole": call.whole, "reads": self.reads, **self.ends}
             batches = micro_batches(given, targets, self.plan.micro_batches, self.weight, **ends)
-            self.same.compare(lambda: facts.of_batch(given, call.names, targets))
+            self.same.compare(lambda: fingerprints.of_batch(given, call.names, targets))
             step = self.feed.feed(batches, step=self.num_steps, extra=self.policy.extra)
         samples = sum(call.samples_of(batch.inputs) for batch in batches)
         with self.whole():
@@ -191,7 +390,7 @@ class Pipeline(Running):
             given, call = self.call.tensors(inputs), self.call
             ends = {"whole": call.whole, "reads": self.reads_tests, **self.ends}
             (batch,) = micro_batches(given, None, 1, None, **ends)
-            self.same.compare(lambda: facts.of_batch(given, call.names, None))
+            self.same.compare(lambda: fingerprints.of_batch(given, call.names, None))
             messages, program = self.steps.step("eval", [batch.inputs])
         number, whole = self.num_steps, {0: batch}
         step = Step(number=number, messages=messages, program=program, micro_batches=whole, training=False)
@@ -218,7 +417,7 @@ class Pipeline(Running):
         self.engine.failures.check_open()
         with self.agreement.together("loading a state"):
             parts = self.state.checked(self.update, state, self.plan)
-            self.agreement.agree("a state to load", lambda: facts.of_state(parts))
+            self.agreement.agree("a state to load", lambda: fingerprints.of_state(parts))
             with self.loading():
                 self.num_steps = self.state.load(self.update, parts)
         self.begin_shares()
@@ -232,6 +431,24 @@ class Pipeline(Running):
         """What travels: values and gradients, their stages, the codec now, bytes raw and sent; collective."""
         return gather_flows(self.world, self.engine.meter.totals, self.policy)
 
+    def near(self) -> contextlib.AbstractContextManager[None]:
+        """The block, between steps, in which parameters whose tier is not the device are in memory.
+
+        With them are their gradients and the state of the optimizers; what is written to them stays."""
+        return self.update.near()
+
+    def close_stages(self, *, keeps_model: bool = True) -> None:
+        """End the threads of the stages, and let go of what they keep on disk; ``keeps_model``: bring
+        parameters back ahead of it."""
+        self.engine.failures.closed = "was closed"
+        for stage in self.stages.values():
+            if stage.mirror and keeps_model:
+                stage.mirror.pull_all()
+            stage.saved.close()
+        self.memory.close()
+        if self.disk:
+            self.disk.close()
+
     def close(self, *, keeps_model: bool = True) -> None:
         """Let go of what it holds, and of the ranks unless it was given a world; after a failure the group
         ends with the process.
@@ -240,3 +457,93 @@ class Pipeline(Running):
         self.close_stages(keeps_model=keeps_model)
         if self.leaves and not self.engine.failures.first:
             self.world.close()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process holds the last stage (its first replica), where losses and outputs are."""
+        return self.world.is_alone or self.plan.owner(-1) == self.rank
+
+    def reads(self, micro_batch: int) -> bool:
+        """Whether this process reads the inputs of a micro-batch of the next step: runs its first stage."""
+        return self.world.is_alone or self.plan.rank_of(0, micro_batch) == self.rank
+
+    def reads_tests(self, _: int = 0) -> bool:
+        """Whether it reads what is evaluated, which one replica of the first stage does."""
+        return self.world.is_alone or self.plan.owner(0) == self.rank
+
+    def share_by(self, asked: str | None) -> None:
+        """Share out the steps as ``asked`` on rank 0, from the next one on; collective.
+
+        Raises:  PlanError: it means nothing, or suits another plan."""
+        with self.agreement.together("sharing out micro-batches"):
+            check_asked(asked)
+            (asked, *_) = self.agreement.exchange("its shares", asked)
+            self.sharing = sharing_of(asked, self.plan, alone=self.world.is_alone)
+        self.begin_shares()
+
+    def begin_shares(self, kept: Shares = (), seconds: Seconds = NONE) -> None:
+        """Begin with the step that is next; ``kept``, ``seconds``: those of a checkpoint that was loaded."""
+        self._take(self.sharing.begin(self.plan, self.num_steps, kept, seconds))
+
+    def next_shares(self, report: Report, number: int) -> None:
+        """Take up the shares of the next step, behind one of ``number`` micro-batches, which is reported."""
+        self._take(self.sharing.after(self.plan, self.num_steps, number=number, seconds=report.worked))
+
+    def _take(self, plan: Plan) -> None:
+        if plan is not self.plan:
+            self.plan = self.steps.plan = self.replicas.plan = plan
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """The block in which a step trains: one that breaks off behind the begin of its update leaves weights
+        of two steps, so that only a state that is loaded goes on."""
+        before = self.update.begun
+        try:
+            yield
+        except BaseException as error:
+            if self.update.begun != before:
+                self.engine.failures.over = (
+                    f"the update of step {self.num_steps} was broken off by {type(error).__name__}, so "
+                    "weights are of two steps; load a checkpoint or a state_dict of before"
+                )
+            raise
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """The block in which a checked state is taken over: one that breaks off leaves parts of two."""
+        failures = self.engine.failures
+        before, failures.over = (
+            failures.over,
+            "a load was broken off, so parts are of two states; load it again",
+        )
+        try:
+            yield
+            failures.over = ""
+            self.guards.loaded()
+        except PenstockError:  # refused ahead of the first byte
+            failures.over = before
+            raise
+
+    def _run(self, step: Step, *, num_samples: int, began: float, outputs: bool) -> Report:
+        """Run a step, or what drains a stream; put together the loss, and what each stage did."""
+        engine = self.engine
+        try:
+            with self.world.device.current():
+                engine.step(dataclasses.replace(step, keeps_outputs=outputs))
+        except BaseException:
+            self.feed.restart()  # what was in flight is lost
+            self.usage.restart()
+            raise
+        self.feed.ran(step)
+        reports = self.usage.fill(engine.meter.reports, engine.meter.spans, rank=self.rank)
+        losses = self.replicas.losses(engine.losses)
+        shares = {index: step.micro_batches[index].share for index in losses}
+        mine = total_loss(losses, shares, mean=self.plan.streams) if self.is_last else 0.0
+        told = gather_reports(self.world, mine, reports, ranks=self.ranks_of_stages, asked=self.asked)
+        return Report(
+            step=self.num_steps,
+            seconds=time.perf_counter() - began,
+            num_samples=num_samples,
+            outputs=joined(list(engine.outputs.values())),
+            **told,
+        )

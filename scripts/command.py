@@ -11,8 +11,7 @@ from typing import Any
 
 from .. import __version__
 from ..compression.errors import PenstockError
-from ..pipeline.ranks.launch import end
-from ..pipeline.ranks.launched import Launched
+from ..pipeline.ranks.launcher import Launched, end
 from . import stopping
 
 COMMANDS = {

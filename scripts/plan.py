@@ -28,9 +28,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _plan(config: PlanningConfig, folder: RunFolder, typed: Sequence[str]) -> None:
     from ..pipeline.run import console  # what brings torch, which a refusal does not wait for
-    from ..pipeline.run.decide import compare_schedules, decide, prepare, record
     from ..pipeline.run.early import ALL
-    from ..pipeline.run.plan_views import views
+    from ..pipeline.run.planning import compare_schedules, decide, prepare, record, views
     from ..pipeline.run.schedule_comparison import check_order
 
     everything = config.schedule == ALL

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from ..pipeline.planner.programs import step_programs
 from ..pipeline.run.timeline import Panel
 from ..pipeline.run.timeline import figure as drawn
-from ..pipeline.schedules.replicated import dealt
+from ..pipeline.schedules.replicated import dealt, step_programs
 from ..pipeline.schedules.simulate import simulate_plan
 from ..stages.files import save_picture
 from ..stages.planner.plan import Plan

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..compression.errors import ConfigError, PenstockError
 from ..conf.schema import TrainConfig
-from ..pipeline.ranks.launch import local_rank
-from ..pipeline.ranks.launched import Launched
+from ..pipeline.ranks.launcher import Launched, local_rank
 from . import usage
 from .command import REFUSED
 

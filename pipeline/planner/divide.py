@@ -16,9 +16,9 @@ from typing import Any
 from ...compression.errors import PlanError
 from ...stages.planner.plan import Asked, Plan
 from ...stages.planner.rules import check_replicated
+from ..schedules.replicated import step_programs
 from ..schedules.simulate import simulate_plan
 from .choose import TooSmall
-from .programs import step_programs
 
 MOST = 256  # divisions that are all tried: those of eight ranks over any number of stages are 128
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from . import groups
-from .world import World
+from . import process_group
+from .process_group import World
 
 
 class ReplicaGroup:
@@ -23,7 +23,7 @@ class ReplicaGroup:
         assert world.group is not None, "replicas are ranks of their own"
         self.world, self.ranks, self.stage = world, tuple(ranks), stage
         self.place = self.ranks.index(world.rank)
-        self.group = groups.part(world.group, self.ranks, deadline=world.deadline)
+        self.group = process_group.part(world.group, self.ranks, deadline=world.deadline)
 
     @property
     def size(self) -> int:

@@ -30,12 +30,14 @@ import torch
 
 from ...compression.errors import ConfigError, Disagreement, PenstockError, TransportError
 from .failure import cause, leave, read_failures
-from .notices import MOMENT
-from .post import Post
+from .process_group import MOMENT, World
 from .processes import Ends
 from .signals import Stopped, heard
-from .thread_group import ThreadGroup
-from .world import World
+from .thread_group import Post, ThreadGroup
+
+# Each method of a ProcessGroup has several forms; ours is the one that torch.distributed calls.
+# pyright: reportIncompatibleMethodOverride=false
+
 
 _LAST_WORDS_SECONDS = 2 * MOMENT
 """How long a thread whose wait has ended may take to find out why."""

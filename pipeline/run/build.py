@@ -9,12 +9,13 @@ import contextlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...compression.errors import ConfigError
 from ...compression.names import AUTO
@@ -23,11 +24,55 @@ from ...conf.parts import MemoryConfig
 from ...stages.autocast import grad_scaler
 from ...stages.device import CPU
 from ...stages.memory.byte_budget import MemoryOptions
+from ...stages.meta_watch import META
 from ..samples.given import samples_of
 from ..samples.samples import Description, Samples
 from ..samples.storage import local_copy
 from ..weights.scale import Scaler
-from .bare import is_bare, parameters_on_meta
+
+SOURCES = ("load_weights", "init_weights")
+
+
+def is_bare(options: Mapping[str, Any]) -> bool:
+    """Whether the options of a model say where its stages get their values from."""
+    return any(options.get(name) for name in SOURCES)
+
+
+def sources(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``Pipeline`` is given for it.
+
+    Raises: ConfigError: a function cannot be imported."""
+    init = options.get("init_weights")
+    try:
+        return {
+            "load_weights": options.get("load_weights"),
+            "init_weights": pkgutil.resolve_name(init) if init else None,
+        }
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"model.init_weights={init} cannot be imported ({str(error).splitlines()[0]}); write the dotted "
+            "name of a function of (name, tensor)"
+        ) from error
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """The block in which modules are made whose parameters have no memory; buffers are what they are made."""
+    plain, known = nn.Module.register_parameter, WeakIdKeyDictionary()
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if type(param) is nn.Parameter and not param.is_meta:
+            if param not in known:  # one under two names stays one
+                known[param] = nn.Parameter(param.detach().to(META), param.requires_grad)
+            param = known[param]
+        plain(module, name, param)
+
+    nn.Module.register_parameter = register  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = plain
+
 
 FACTS = {
     "model": ("describe", "num_classes", "input_shape"),

@@ -19,9 +19,8 @@ from ...compression.errors import CheckpointError, ConfigError, PenstockError, T
 from ...conf.parts import CheckpointConfig
 from ...stages.files import refusing
 from ...stages.worker import Worker
-from ..checkpoint import Saving, load
+from ..checkpoint import INDEX, Checkpoint, Saving, load
 from ..pipeline import Pipeline
-from ..runtime.checkpoint import INDEX, Checkpoint
 from ..runtime.report import Report
 from .run_folder import RunFolder, step_of
 

@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from ...stages.files import reason
-from . import schedule_table as compare_table
-from .closing import KEY, clock, closing_table, packed, totals
+from . import tables as compare_table
+from .tables import KEY, clock, closing_table, packed, totals
 from .tier_rows import tier_table
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class _Output:
 
 def screen(*, width_of_a_log: int = WIDTH_OF_A_LOG) -> Console:
     """Return standard output; where it is no terminal, wide enough for the closing table."""
-    return Console(file=cast(IO[str], _Output()), width=None if sys.stdout.isatty() else width_of_a_log)
+    return Console(file=cast("IO[str]", _Output()), width=None if sys.stdout.isatty() else width_of_a_log)
 
 
 def begin(plan: Plan, folder: Path, *, console: Console | None = None) -> None:

@@ -21,13 +21,12 @@ from ...stages.planner.plan import Plan, check_tiers
 from ...stages.planner.plan_stage import split_shares
 from ...stages.planner.rules import check_mirror, check_replicas, check_replicated, check_versions
 from ...stages.units import is_zero, parse_bytes, parse_rate, share_of
-from ..ranks.launch import check_ranks
-from ..ranks.launched import Launched
+from ..ranks.launcher import Launched, check_ranks
 from ..samples import sources
 from ..schedules import schedule_named
+from ..schedules.custom import load_program
 from ..schedules.placement import layout, placed, placement, stages_on
 from ..schedules.replicated import dealt
-from ..schedules.written import load_program
 
 ALL = "all"
 """The schedule that stands for every one: they are compared, and the best is planned."""

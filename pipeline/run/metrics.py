@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...compression.errors import ConfigError
 from ...stages.files import reason, refusing, remedy
-from ..planner.programs import predicted_bytes
 from ..runtime.report import Report, bubble
+from ..schedules.replicated import predicted_bytes
 from .tier_rows import OF_TIERS, predicted_peaks, tier_rows
 
 if TYPE_CHECKING:

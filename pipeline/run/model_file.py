@@ -16,7 +16,7 @@ from ...compression.errors import ConfigError
 from ...stages.memory.evictable_tensor import TensorMemory
 from ...stages.tensor_file import in_order, write_tensors
 from ..pipeline import Pipeline
-from .bare import is_bare
+from .build import is_bare
 
 Write = Callable[..., None]
 

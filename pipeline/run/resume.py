@@ -16,8 +16,8 @@ from ...compression.errors import CheckpointError, ConfigError
 from ...conf.rules import shown
 from ...conf.schema import AGAIN, TrainConfig
 from ...stages.planner.plan import Plan
+from ..checkpoint import Checkpoint
 from ..pipeline import Pipeline
-from ..runtime.checkpoint import Checkpoint
 from .checkpoints import find, newest, resume
 from .console import Training
 from .metrics import read_lines

@@ -129,7 +129,7 @@ class RunFolder:
         """Write what ranks need to know."""
         import torch
 
-        from .exactness import held as settings
+        from .determinism import held as settings
 
         content = dataclasses.asdict(config)
         content["versions"] = {

@@ -18,9 +18,9 @@ from ...stages.planner.plan_stage import counts_of
 from ...stages.units import show_bytes, show_seconds
 from ..planner.costs import with_margin
 from ..planner.partition import partition
-from ..planner.programs import endless_programs, filling, step_programs
 from ..schedules import SCHEDULES
 from ..schedules.live import Programs, live_micro_batches, live_versions, most_held
+from ..schedules.replicated import endless_programs, filling, step_programs
 from ..schedules.simulate import simulate_plan
 from ..schedules.verify import smallest_window
 from .timeline import Panel

@@ -3,10 +3,12 @@
 People look at pictures before they read tables: a bubble, a slow stage or a wait for a link is seen at once.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...stages.files import save_picture
 from ..schedules.span import Span
@@ -14,6 +16,140 @@ from ..schedules.span import Span
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+Event = dict[str, Any]
+WAYS = {"F": (1, "sent down"), "B": (-1, "sent up"), "I": (-1, "sent up")}
+READERS = {"F": ("F",), "B": ("B", "I"), "I": ("B", "I")}  # what the neighbour does with a frame
+
+
+def perfetto_trace(
+    spans: Sequence[Span], *, title: str, facts: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The spans of a step as the JSON object of a trace.
+
+    A process is a rank, its rows are its stages; in them an instruction stands behind what it waited. Two
+    more rows show the frames: each from the moment at which it was sent, and the one before it was taken, to
+    the moment at which its reader took it. Every rank has a clock of its own, which begins with the step.
+
+    Args:    facts: whatever else a reader may want to know of the run.
+    """
+    ordered = sorted(spans, key=lambda span: (span.rank, span.start))
+    rows = _Rows(num_stages=1 + max((span.stage for span in ordered), default=0))
+    events = [event for span in ordered for event in _instruction(span)]
+    frames = [event for frame in _frames(ordered) for event in _travel(frame, rows)]
+    names = _names(ordered, frames, rows)
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"title": title, **(facts or {})},
+        "traceEvents": [*names, *events, *frames],
+    }
+
+
+class _Rows(NamedTuple):
+    """Which row of a rank is which: its stages by their number, then the frames down and up."""
+
+    num_stages: int
+
+    def way(self, op: str) -> int:
+        return self.num_stages + (op != "F")
+
+
+def _instruction(span: Span) -> Iterator[Event]:
+    place = {"ph": "X", "pid": span.rank, "tid": span.stage}
+    begun = span.start + span.waiting
+    if span.waiting > 0:
+        yield {
+            **place,
+            "name": "wait",
+            "cat": "waiting",
+            **_times(span.start, begun),
+            "args": {"for": span.name},
+        }
+    args: dict[str, Any] = {"waiting_seconds": span.waiting, "packing_seconds": span.packing}
+    if span.micro_batch is not None:
+        args["micro_batch"] = span.micro_batch
+    named = {"name": span.name, "cat": NAMES[span.op]}
+    yield {**place, **named, **_times(begun, span.end), "args": args | _bytes(span)}
+
+
+def _times(start: float, end: float) -> dict[str, float]:
+    """In microseconds, to the nanosecond; the end of an event is the start of the next to the last digit."""
+    first, last = round(1e9 * start), round(1e9 * end)
+    return {"ts": first / 1e3, "dur": (last - first) / 1e3}
+
+
+def _bytes(span: Span) -> dict[str, Any]:
+    if not span.bytes_sent:
+        return {}
+    found = {"bytes_raw": span.bytes_raw, "bytes_sent": span.bytes_sent}
+    return found | {"ratio": span.bytes_raw / span.bytes_sent} | ({"codec": span.codec} if span.codec else {})
+
+
+class _Frame(NamedTuple):
+    """What ``sender`` sent to ``reader``, and since when it was the next to be taken."""
+
+    sender: Span
+    reader: Span
+    begun: float
+    taken: float
+
+
+def _frames(spans: Sequence[Span]) -> Iterator[_Frame]:
+    """Every frame that passes from rank to rank, to the neighbouring stage; a rank takes them in order."""
+    by_name = {(span.stage, span.op, span.micro_batch): span for span in spans}
+    free: dict[tuple[int, str], float] = {}
+    for sender in sorted(spans, key=lambda span: span.end):
+        if not sender.bytes_sent or sender.op not in WAYS:
+            continue
+        step, way = WAYS[sender.op]
+        places = [(sender.stage + step, op, sender.micro_batch) for op in READERS[sender.op]]
+        reader = next((by_name[place] for place in places if place in by_name), None)
+        if reader is None or reader.rank == sender.rank:
+            continue
+        begun = max(sender.end, free.get((sender.rank, way), 0.0))
+        taken = max(begun, reader.start + reader.waiting)
+        free[sender.rank, way] = taken
+        yield _Frame(sender, reader, begun, taken)
+
+
+def _travel(frame: _Frame, rows: _Rows) -> Iterator[Event]:
+    """The frame in its row, and an arrow from the instruction that sent it to the one that took it."""
+    sender, reader = frame.sender, frame.reader
+    name = f"{sender.name} to stage {reader.stage}"
+    place = {"ph": "X", "pid": sender.rank, "tid": rows.way(sender.op), "name": name, "cat": "frame"}
+    yield {**place, **_times(frame.begun, frame.taken), "args": _bytes(sender)}
+    arrow = {"name": name, "cat": "frame", "id": f"{sender.name}>{reader.stage}"}
+    (_, left), (first, last) = _inside(sender), _inside(reader)
+    if left <= last:  # else the clocks of the ranks are too far apart for an arrow
+        yield {**arrow, "ph": "s", "pid": sender.rank, "tid": sender.stage, "ts": left}
+        right = max(left, first)
+        yield {**arrow, "ph": "f", "bp": "e", "pid": reader.rank, "tid": reader.stage, "ts": right}
+
+
+def _inside(span: Span) -> tuple[float, float]:
+    """Moments in microseconds just behind the beginning and just before the end of an instruction's event."""
+    times = _times(span.start + span.waiting, span.end)
+    little = min(1.0, times["dur"] / 4)
+    return times["ts"] + little, times["ts"] + times["dur"] - little
+
+
+def _names(spans: Sequence[Span], frames: Sequence[Event], rows: _Rows) -> list[Event]:
+    """What the rows are called, in their order."""
+    found = {(span.rank, span.stage): f"stage {span.stage}" for span in spans}
+    ways = {rows.way(op): way for op, (_, way) in WAYS.items()}
+    found |= {(event["pid"], event["tid"]): ways[event["tid"]] for event in frames if event["ph"] == "X"}
+    events = []
+    for rank in sorted({span.rank for span in spans}):
+        place = {"ph": "M", "pid": rank, "tid": 0}
+        events.append({**place, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        events.append({**place, "name": "process_sort_index", "args": {"sort_index": rank}})
+    for (rank, row), name in sorted(found.items()):
+        place = {"ph": "M", "pid": rank, "tid": row}
+        events.append({**place, "name": "thread_name", "args": {"name": name}})
+        events.append({**place, "name": "thread_sort_index", "args": {"sort_index": row}})
+    return events
+
 
 # Blue and the warm colours from the palette of Okabe and Ito, which colour-blind readers tell apart. Warm is
 # backward, whole or in halves; printed in grey, the five are 30 of 255 apart.
@@ -74,7 +210,7 @@ def draw(panels: Sequence[Panel], path: str | Path, *, title: str) -> None:
     save_picture(path, figure(panels, title=title))
 
 
-def figure(panels: Sequence[Panel], *, title: str) -> "Figure":
+def figure(panels: Sequence[Panel], *, title: str) -> Figure:
     """The picture as a matplotlib figure: a box per span, what it waited in front of it, legend and axis."""
     from matplotlib.figure import Figure  # takes a second to import, and only a drawing needs it
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -95,7 +231,7 @@ def figure(panels: Sequence[Panel], *, title: str) -> "Figure":
     return made
 
 
-def _draw_panel(axes: "Axes", panel: Panel, *, end: float) -> None:
+def _draw_panel(axes: Axes, panel: Panel, *, end: float) -> None:
     stages_of_rank = panel.stages_of_rank
     for rank in range(len(stages_of_rank)):  # what is left of it is the bubble
         axes.axhspan(rank - ROW / 2, rank + ROW / 2, color="#FAFBFC", zorder=0)
@@ -108,7 +244,7 @@ def _draw_panel(axes: "Axes", panel: Panel, *, end: float) -> None:
     axes.set_title(panel.title, loc="left", fontsize=10.5, pad=4, fontweight=weight)
 
 
-def _draw_span(axes: "Axes", span: Span, panel: Panel, *, end: float, stages: list[int]) -> None:
+def _draw_span(axes: Axes, span: Span, panel: Panel, *, end: float, stages: list[int]) -> None:
     """The box, what it waited before, and the number of the micro-batch; times in ms.
 
     Each of several stages has a lane of its own in the row of its rank."""
@@ -132,7 +268,7 @@ def _draw_span(axes: "Axes", span: Span, panel: Panel, *, end: float, stages: li
         axes.text(*place, label, color=INK[span.op], ha="center", va="center_baseline", fontsize=size)
 
 
-def _draw_axes(axes: "Axes", panel: Panel, stages_of_rank: list[list[int]], *, end: float) -> None:
+def _draw_axes(axes: Axes, panel: Panel, stages_of_rank: list[list[int]], *, end: float) -> None:
     """One row per rank, rank 0 on top, with the share of the step in which it computed."""
     names = [
         f"rank {rank}, {_stages(stages)}\n{100 - 100 * share:.0f} % busy"
@@ -152,7 +288,7 @@ def _stages(stages: Sequence[int]) -> str:
     return f"stages {stages[0]}-{stages[-1]}" if together else f"stages {', '.join(map(str, stages))}"
 
 
-def _draw_legend(axes: "Axes", spans: Sequence[Span]) -> None:
+def _draw_legend(axes: Axes, spans: Sequence[Span]) -> None:
     """Below the rows, at the right end of the axis label's line, so that the title may be long."""
     from matplotlib.patches import Patch
     from matplotlib.transforms import ScaledTranslation

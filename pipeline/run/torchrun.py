@@ -19,10 +19,10 @@ from typing import Any
 from ...compression.errors import ConfigError, Disagreement
 from ...conf.schema import AGAIN, TrainConfig
 from ...stages.planner.plan import Plan
-from ..ranks.launch import init
-from ..ranks.world import World
+from ..ranks.launcher import init
+from ..ranks.process_group import World
 from ..runtime.agreement import Agreement
-from ..runtime.facts import Fact
+from ..runtime.fingerprints import Fact
 from .resume import flat
 from .run_folder import RunFolder
 

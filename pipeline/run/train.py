@@ -15,36 +15,33 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...compression.errors import PlanError, ScheduleError
+from ...compression.errors import PenstockError, PlanError, ScheduleError
 from ...conf.parts import MEASURED
 from ...conf.schema import TrainConfig
 from ...stages.planner.plan import Plan
 from ...stages.seeds import TURN
 from ..pipeline import Pipeline
-from ..ranks.groups import thread_of
-from ..ranks.launch import init, run_rank, start_ranks
+from ..ranks.failure import leave
+from ..ranks.launcher import init, run_rank, start_ranks
+from ..ranks.process_group import World, thread_of
 from ..ranks.processes import StartProcess, start_process
 from ..ranks.threads import start_threads
-from ..ranks.world import World
 from ..samples.samples import Samples
 from . import build, console, early, sharing, torchrun
-from .bare import is_bare, sources
-from .decide import decide, disk_options, prepare
-from .epochs import loss
-from .exactness import place
-from .failed import traced
+from .build import is_bare, sources
+from .determinism import place
+from .planning import check_batches, count_updates, decide, disk_options, prepare
 from .restarts import persist
 from .resume import Source, resolve
 from .run_folder import RunFolder
-from .run_length import check_batches, count_updates
-from .train_rank import train_rank
+from .training_loop import loss, train_rank
 
 
 def train(
@@ -82,7 +79,7 @@ def train(
 
     def start(config: TrainConfig, plan: Plan) -> None:
         """Run ranks of our own."""
-        with traced(config):
+        with _traced(config):
             with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
                 told.tell(config, plan)
                 given: Any = {"errors": told.errors, "stages_of_rank": plan.stages_of_rank}
@@ -101,7 +98,7 @@ def train(
         return plan
 
     if plan.num_ranks == 1 and not config.max_restarts:  # the pipeline is there with one rank
-        with traced(config, folder.errors):
+        with _traced(config, folder.errors):
             train_rank(config, plan, folder, samples, pipe)  # pyright: ignore[reportArgumentType]
     elif world:
         del pipe  # this rank needs the memory
@@ -198,7 +195,7 @@ def follow(config: TrainConfig, folder: RunFolder) -> tuple[Plan, RunFolder, Wor
 
 def join_world(config: TrainConfig, plan: Plan, folder: RunFolder, world: World) -> None:
     """Train as one of the ranks that torchrun started, who have met."""
-    with traced(config, folder.errors):
+    with _traced(config, folder.errors):
         join(config, plan, folder, init=lambda **_: world)
 
 
@@ -220,3 +217,21 @@ def join(config: TrainConfig, plan: Plan, folder: RunFolder, *, init: Callable[.
 if __name__ == "__main__":
     told, run_folder = (RunFolder(path=Path(path)) for path in sys.argv[1:])
     run_rank(lambda: join(told.read_config(), Plan.load(told.plan), run_folder), told.errors)
+
+
+@contextlib.contextmanager
+def _traced(config: TrainConfig, errors: Path | None = None) -> Iterator[None]:
+    """Leave the traceback of what fails inside in the folder ``errors``; None: ranks did, and the notes of
+    the error have it. With ``traceback=true`` print it."""
+    try:
+        yield
+    except PenstockError as error:
+        trace = getattr(error, "__notes__", [])
+        if errors:
+            left = leave(errors, error)
+            trace = left.trace
+            if not left.consequence:
+                error.args = (left.sentence,)
+        if config.traceback:
+            print(*trace, sep="\n", file=sys.stderr)
+        raise

@@ -17,8 +17,8 @@ from typing import Any
 
 from ...compression.errors import Disagreement, PenstockError, PlanError, TransportError
 from ...stages.planner.plan import Plan
-from ..ranks.world import World
-from .facts import Fact, of_process
+from ..ranks.process_group import World
+from .fingerprints import Fact, of_process
 
 EVERY = 100  # batches between two that are compared
 DECISIONS = (

@@ -3,25 +3,28 @@ remedy."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...compression.errors import PlanError
+from ...stages.memory.byte_budget import MemoryOptions
+from ...stages.memory.swap_file import DiskOptions
 from ...stages.planner.plan import Plan
 from ...stages.planner.rules import STREAM
 from ...stages.stage.value_routing import Route
 from ...stages.tracing.dataflow import Probe
 from ...stages.tracing.tracer import LayerGraph, fingerprint
-from ..ranks.groups import check_own
-from ..ranks.world import World
+from ..ranks.process_group import World, check_own
+from ..weights.scale import Scaler, scale_of
 from ..weights.update import SCOPES, Named
 
 
@@ -31,10 +34,44 @@ def check_gradients() -> None:
         raise PlanError("training needs gradients, and they are switched off here; leave torch.no_grad()")
 
 
-def check_arguments(
-    model: object, plan: object, optimizer: object, clip: object, autocast: object, deadline: float
-) -> None:
-    """What a person may pass to Pipeline."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The arguments of ``Pipeline``, which says what they mean, but for model, plan and where it runs."""
+
+    loss: Callable[[Any, Any], Tensor]
+    optimizer: Callable[[Named], Optimizer]
+    scheduler: Callable[[Optimizer], LRScheduler] | None
+    clip: float | None
+    clip_scope: str
+    scaler: Scaler
+    autocast: torch.dtype | None
+    weight: Callable[[Any], float] | None
+    seed: int
+    deadline: float
+    guard: bool
+    memory: MemoryOptions
+    disk: DiskOptions
+
+    def compared(self) -> dict[str, Any]:
+        """Return what every rank must give alike, by the names of arguments.
+
+        Optimizer and scheduler are compared by what they make of the model.
+        """
+        apart = ("optimizer", "scheduler", "deadline", "memory", "disk")
+        names = (field.name for field in dataclasses.fields(self))
+        return {name: getattr(self, name) for name in names if name not in apart}
+
+    @property
+    def checks_gradients(self) -> bool:
+        """Whether a NaN in a gradient is a mistake: without a loss scale that looks for overflows itself."""
+        return self.autocast is not torch.float16 and not scale_of(self.scaler).checks
+
+
+def check_options(model: object, plan: object, options: Options) -> None:
+    """Refuse what a person may have passed to Pipeline by mistake.
+
+    Raises: PlanError: an argument is none that it takes."""
+    loss, optimizer, scheduler, clip = options.loss, options.optimizer, options.scheduler, options.clip
     if not isinstance(model, nn.Module) or not isinstance(plan, Plan | None):
         raise PlanError(
             f"Pipeline takes a torch module and a Plan, found {type(model).__name__} and "
@@ -47,16 +84,12 @@ def check_arguments(
         )
     if clip is not None and not (isinstance(clip, int | float) and clip > 0):
         raise PlanError(f"clip is a largest norm above 0, found {clip}; give None for no clipping")
-    if autocast is not None and not isinstance(autocast, torch.dtype):
+    if options.autocast is not None and not isinstance(options.autocast, torch.dtype):
         raise PlanError(
-            f"autocast is a dtype such as torch.bfloat16, found {autocast}; give None for no cast"
+            f"autocast is a dtype such as torch.bfloat16, found {options.autocast}; give None for no cast"
         )
-    if not isinstance(deadline, int | float) or not deadline > 0:
-        raise PlanError(f"deadline is a number of seconds above 0, found {deadline!r}")
-
-
-def check_functions(loss: object, scheduler: object, weight: object, seed: object, guard: object) -> None:
-    """What is called in every step, or once for every stage, and what is asked of every step."""
+    if not isinstance(options.deadline, int | float) or not options.deadline > 0:
+        raise PlanError(f"deadline is a number of seconds above 0, found {options.deadline!r}")
     if not callable(loss) or isinstance(loss, type):
         what = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
         raise PlanError(
@@ -68,12 +101,14 @@ def check_functions(loss: object, scheduler: object, weight: object, seed: objec
             "scheduler is a function of an optimizer, called once per stage, found "
             f"{type(scheduler).__name__}; give lambda optimizer: StepLR(optimizer, 10)"
         )
-    if weight is not None and not callable(weight):
-        raise PlanError(f"weight is a function of targets, found {weight!r}; give None for their number")
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise PlanError(f"seed is an integer, found {seed!r}")
-    if not isinstance(guard, bool):
-        raise PlanError(f"guard is True or False, found {guard!r}")
+    if options.weight is not None and not callable(options.weight):
+        raise PlanError(
+            f"weight is a function of targets, found {options.weight!r}; give None for their number"
+        )
+    if not isinstance(options.seed, int) or isinstance(options.seed, bool):
+        raise PlanError(f"seed is an integer, found {options.seed!r}")
+    if not isinstance(options.guard, bool):
+        raise PlanError(f"guard is True or False, found {options.guard!r}")
 
 
 def optimizer_of(optimizer: Callable[[Named], Optimizer]) -> Callable[[Named], Optimizer]:

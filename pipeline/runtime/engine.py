@@ -23,15 +23,14 @@ from ...stages.tracing.guards import Flags
 from ..ranks.transport import Transport
 from ..schedules.instruction import Instruction, Op
 from ..weights.update import Update
-from .batches import MicroBatch
+from .auto_codec import Policy
+from .batches import Loss, MicroBatch, check_loss_uses_outputs_only, mean_loss
 from .device_frames import frames_of
 from .failures import Failures, place
 from .guards import Guards
 from .interrupts import Interrupts
-from .loss import Loss, check_loss_uses_outputs_only, mean_loss
-from .policy import Policy
 from .replicas import Replicas
-from .step import Step
+from .step_planner import Step
 
 _BACKWARDS = (Op.B, Op.I)
 _READS = (*_BACKWARDS, Op.W)

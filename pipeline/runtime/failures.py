@@ -10,7 +10,7 @@ from ...compression.errors import PenstockError, StageError, TransportError
 from ...stages.stage.stage import Stage
 from ..ranks.transport import Transport
 from ..schedules.instruction import Instruction, Op
-from .step import Step
+from .step_planner import Step
 
 WORDS = {
     Op.F: "forward",

@@ -22,10 +22,9 @@ from ...stages.tracing.dataflow import NUMBERS
 from ..ranks.transport import Transport
 from ..schedules.instruction import Instruction
 from ..schedules.messages import Message
-from ..schedules.prices import MASKED
+from .auto_codec import MASKED, Policy
 from .meter import Meter
-from .policy import Policy
-from .step import Step
+from .step_planner import Step
 
 
 class Frames:

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..ranks.world import World
+from ..ranks.process_group import World
 from ..schedules.messages import Flow
 from ..schedules.span import Span
-from .policy import Policy
+from .auto_codec import Policy
 from .report import StageReport, together
 
 

@@ -34,7 +34,7 @@ from ...stages.meta_watch import tensors_in, written_by
 from ...stages.seeds import TURN, generators_of, states_of
 from ...stages.tracing.object_snapshot import OWN_STATE, Facts, change, contents, is_foreign, walk
 from ..schedules.instruction import Instruction, Op
-from .step import Step
+from .step_planner import Step
 
 EVERY = 100
 """One step of so many is watched, beside the first of its kind."""

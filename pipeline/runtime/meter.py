@@ -15,7 +15,7 @@ from ..schedules.instruction import Instruction, Op
 from ..schedules.messages import Flow, Message
 from ..schedules.span import Span
 from .report import StageReport
-from .step import Step
+from .step_planner import Step
 
 
 class Meter:

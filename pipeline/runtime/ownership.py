@@ -29,10 +29,10 @@ from ...stages.tracing.aliases import said
 from ...stages.tracing.layers import parts_of
 from ...stages.tracing.tracer import LayerGraph
 from ...stages.weights.stashing import versions_of
-from ..ranks.world import World
+from ..ranks.process_group import World
 from ..weights.flat import owners_of
 from ..weights.optimizers import Named
-from .steps import Steps
+from .step_planner import Steps
 
 WAITING_SHARE = 16  # of the memory of a rank, one part may wait to be written
 LEAST_MIRRORED = 1 << 12  # bytes of a parameter from which on moving it is worth the calls

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ...compression.buffers import Pool
-from ...stages.device import Device
+from ...stages.device import Device, is_gpu
 from ...stages.memory.byte_budget import Tiers
 from ...stages.memory.parameter_offload import Mirror
 from ...stages.planner.memory_model import copies
@@ -135,6 +136,12 @@ class Usage:
         if stage not in self.held or self.held[stage][0] != asked:
             self.held[stage] = asked, state_bytes(parameters, optimizer)
         return self.held[stage][1]  # all that a mirror moves is away now
+
+
+def bytes_in_memory(model: nn.Module) -> int:
+    """Return the bytes of parameters and buffers in this process's own memory, on no device."""
+    tensors = (t for t in (*model.parameters(), *model.buffers()) if not t.is_meta)
+    return sum(t.nbytes for t in tensors if not is_gpu(t.device))
 
 
 def state_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None) -> int:

@@ -13,7 +13,7 @@ from ...stages.planner.plan import Plan
 from ...stages.planner.rules import STREAM
 from ...stages.stage.value_routing import Route
 from ...stages.tracing.dataflow import Probe
-from ..schedules.endless import StreamState, between
+from ..schedules.async_1f1b import StreamState, between
 from ..schedules.instruction import Op
 from ..schedules.messages import (
     Message,
@@ -24,8 +24,7 @@ from ..schedules.messages import (
 )
 from ..schedules.verify import smallest_window
 from .batches import MicroBatch
-from .step import Step
-from .steps import Inputs, Steps, pairs_of
+from .step_planner import Inputs, Step, Steps, pairs_of
 
 
 class Live(NamedTuple):

@@ -3,12 +3,81 @@
 Research needs orders that no rule here has; ``verify`` refuses those that cannot run.
 """
 
+import csv
+import io
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from ...compression.errors import ScheduleError
-from .instruction import Instruction
+from .instruction import Instruction, parse, parse_program, show
 from .unit import check_counts
-from .written import parse_programs
+
+_TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B")  # torch may run these side by side; here one by one
+_DERIVED = re.compile(  # what the engine does of its own accord
+    r"[0-9]+(?:(?:WAIT_)?SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)[0-9]*"
+)
+
+
+def show_programs(programs: Sequence[Sequence[Instruction]]) -> str:
+    """One line per rank: ``"0F0 0B0\\n1F0 1B0"``; ``parse_programs`` reads it back."""
+    return "\n".join(map(show, programs))
+
+
+def parse_programs(text: str) -> list[list[Instruction]]:
+    """Read lines of instructions; what follows a ``#`` and empty lines are skipped. Raises ScheduleError."""
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    return [parse_program(line) for line in lines if line]
+
+
+def show_csv(programs: Sequence[Sequence[Instruction]]) -> str:
+    """One row per rank, one instruction a cell; ``parse_csv`` and torch read it back (torch knows no U)."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(programs)
+    return text.getvalue()
+
+
+def parse_csv(text: str) -> list[list[Instruction]]:
+    """Read our CSV or torch's: empty cells and actions of communication are skipped, groups taken apart.
+
+    Raises:  ScheduleError: a cell that is none of these.
+    """
+    try:
+        rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
+    except csv.Error as error:
+        raise ScheduleError(f"a schedule is a table of instructions, cannot read it: {error}") from None
+    return [[instruction for cell in row for instruction in _cell(cell)] for row in rows if any(row)]
+
+
+def load_program(path: str | Path) -> tuple[str, ...]:
+    """The lines of a custom schedule, as a plan keeps them, from a ``.csv`` or a text file.
+
+    Raises:  ScheduleError: the file, which it names, cannot be read, is empty or holds something else.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ScheduleError(
+            f"{path} cannot be read: {reason}; a custom schedule is a file of text or CSV"
+        ) from None
+    try:
+        programs = parse_csv(text) if Path(path).suffix.lower() == ".csv" else parse_programs(text)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
+    if not any(programs):
+        raise ScheduleError(
+            f"{path} holds no instructions; a custom schedule is a line for each rank, such as 0F0 0B0"
+        )
+    return tuple(map(show, programs))
+
+
+def _cell(text: str) -> list[Instruction]:
+    if group := _TOGETHER.fullmatch(text):
+        return [instruction for part in group[1].split(";") for instruction in _cell(part.strip())]
+    if not text or _DERIVED.fullmatch(text):
+        return []
+    return [parse(text)]
 
 
 def custom(

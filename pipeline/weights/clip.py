@@ -12,7 +12,7 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ...stages.device import CPU, is_gpu
-from ..ranks.world import World
+from ..ranks.process_group import World
 
 Norms = Mapping[str, tuple[float, float]]
 

@@ -17,7 +17,7 @@ from ...stages.device import CPU
 from ...stages.memory.evictable_tensor import TensorMemory
 from ...stages.stage.nan_check import Guard
 from ...stages.weights.versions import WeightVersions
-from ..ranks.world import World
+from ..ranks.process_group import World
 from .clip import clip_together
 from .optimizers import Make, Named, make_optimizers
 from .scale import Scaler, scale_of

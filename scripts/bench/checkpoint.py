@@ -25,14 +25,14 @@ from penstock.compression.errors import TransportError
 from penstock.compression.names import lossless
 from penstock.conf.parts import CheckpointConfig
 from penstock.conf.schema import TrainConfig
-from penstock.pipeline.ranks.launch import init
+from penstock.pipeline.checkpoint import Checkpoint
+from penstock.pipeline.ranks.launcher import init
 from penstock.pipeline.ranks.signals import Stopped
 from penstock.pipeline.run import console
 from penstock.pipeline.run.checkpoints import Checkpoints
-from penstock.pipeline.run.decide import decide, model_name
+from penstock.pipeline.run.planning import decide, model_name
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.run.train import assemble, train
-from penstock.pipeline.runtime.checkpoint import Checkpoint
 from penstock.stages.units import show_bytes
 
 WITHOUT, WITH = "without", "with"

@@ -42,8 +42,8 @@ from penstock.compression.zero_value import (
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.run import build
-from penstock.pipeline.run.decide import decide
-from penstock.pipeline.run.epochs import loss
+from penstock.pipeline.run.planning import decide
+from penstock.pipeline.run.training_loop import loss
 from penstock.pipeline.schedules.messages import Message
 from penstock.stages.units import parse_bytes, show_bytes
 

@@ -24,10 +24,9 @@ from harness import Job, Options, Results, say
 from torch.utils.data import Subset
 
 from penstock.conf.schema import TrainConfig
-from penstock.pipeline.run.decide import decide, model_name
-from penstock.pipeline.run.epochs import evaluate
-from penstock.pipeline.run.run_length import count_updates, training_batches
+from penstock.pipeline.run.planning import count_updates, decide, model_name, training_batches
 from penstock.pipeline.run.train import assemble
+from penstock.pipeline.run.training_loop import evaluate
 
 ASYNCHRONOUS: dict[str, Any] = {"schedule": "async_1f1b", "weights": "latest", "prediction": False}
 POLICIES: dict[str, dict[str, Any]] = {

@@ -26,11 +26,10 @@ from torch import nn
 
 from penstock.compression.errors import ConfigError, PenstockError, TransportError
 from penstock.conf.schema import TrainConfig
-from penstock.pipeline.ranks.launch import run_rank, start_ranks
+from penstock.pipeline.ranks.launcher import run_rank, start_ranks
 from penstock.pipeline.run import build, console, early
-from penstock.pipeline.run.decide import prepare
+from penstock.pipeline.run.planning import prepare, training_batches
 from penstock.pipeline.run.run_folder import RunFolder
-from penstock.pipeline.run.run_length import training_batches
 from penstock.scripts import overrides
 from penstock.scripts.application import checked
 from penstock.scripts.circumstances import circumstances

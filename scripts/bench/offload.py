@@ -36,9 +36,9 @@ from torch import nn
 from penstock.compression.errors import ConfigError, TransportError
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.planner.partition import partition
-from penstock.pipeline.run.decide import look, model_name
-from penstock.pipeline.run.epochs import loss
+from penstock.pipeline.run.planning import look, model_name
 from penstock.pipeline.run.run_folder import RunFolder
+from penstock.pipeline.run.training_loop import loss
 from penstock.pipeline.runtime.process_memory import ResidentMemory
 from penstock.stages.files import reason, save_json
 from penstock.stages.memory.disk import Disk, timed

@@ -30,12 +30,12 @@ from penstock.compression.names import AUTO, check_name
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.planner.partition import partition
-from penstock.pipeline.ranks.launch import init
-from penstock.pipeline.ranks.world import World
-from penstock.pipeline.run.decide import look, model_name
-from penstock.pipeline.run.epochs import loss
+from penstock.pipeline.ranks.launcher import init
+from penstock.pipeline.ranks.process_group import World
 from penstock.pipeline.run.metrics import DIRECTIONS, Totals, ratio
+from penstock.pipeline.run.planning import look, model_name
 from penstock.pipeline.run.run_folder import RunFolder
+from penstock.pipeline.run.training_loop import loss
 from penstock.pipeline.schedules.instruction import Instruction
 from penstock.pipeline.schedules.messages import Message, StepMessages
 from penstock.pipeline.schedules.simulate import durations, simulate

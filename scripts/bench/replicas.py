@@ -22,14 +22,14 @@ from harness import Job, Options, Results, alternate, ratio_of_pairs, spread
 from penstock.compression.errors import ConfigError
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.planner.partition import partition
-from penstock.pipeline.planner.programs import step_programs
-from penstock.pipeline.ranks.launch import init
-from penstock.pipeline.ranks.world import World
-from penstock.pipeline.run.decide import look, model_name
-from penstock.pipeline.run.epochs import loss
+from penstock.pipeline.ranks.launcher import init
+from penstock.pipeline.ranks.process_group import World
 from penstock.pipeline.run.metrics import DIRECTIONS
+from penstock.pipeline.run.planning import look, model_name
 from penstock.pipeline.run.run_folder import RunFolder
+from penstock.pipeline.run.training_loop import loss
 from penstock.pipeline.schedules.instruction import Instruction, Op
+from penstock.pipeline.schedules.replicated import step_programs
 from penstock.pipeline.schedules.simulate import durations, simulate, simulate_plan
 from penstock.pipeline.schedules.span import Span
 from penstock.stages.planner.plan import Plan

@@ -13,7 +13,7 @@ from torch.distributed import pipelining
 from torch.fx.node import map_arg
 
 from penstock.compression.errors import PlanError
-from penstock.pipeline.ranks.world import World
+from penstock.pipeline.ranks.process_group import World
 from penstock.stages.device import CPU
 from penstock.stages.planner.plan import Plan
 

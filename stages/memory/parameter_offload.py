@@ -48,7 +48,7 @@ class ParameterMemory:
         self._frames, self.parameter, self.turn = frames, parameter, turn
         self._memory = TensorMemory(frames, parameter.data)
         self._gradient: TensorMemory | None = None
-        self._ahead, self._lock = cast(Tensor | None, None), threading.Lock()  # values brought ahead
+        self._ahead, self._lock = cast("Tensor | None", None), threading.Lock()  # values brought ahead
         self._soon = False
         self._state: dict[Any, TensorMemory] = {}
         self._version, self.near = parameter._version, True

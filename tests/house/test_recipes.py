@@ -128,7 +128,7 @@ def test_auto_tries_a_codec_on_the_dtypes_that_it_declares(trim, monkeypatch):
         tried.append(codec)
         return trial(tensor, codec, *rest, **settings)
 
-    monkeypatch.setattr("penstock.pipeline.runtime.auto.trial", watched)
+    monkeypatch.setattr("penstock.pipeline.runtime.auto_codec.trial", watched)
     assert law.differences(Case(model="zeros_at_the_end", cuts="every", codec="auto", steps=4)) == []
     assert "trim" in tried
 

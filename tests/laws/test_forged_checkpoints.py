@@ -13,7 +13,7 @@ from sampling import is_whole, number_of, seed_of
 from torch.utils._pytree import tree_flatten
 
 import penstock
-from penstock.pipeline.runtime import checkpoint
+from penstock.pipeline import checkpoint
 from penstock.stages.tensor_file import checksum
 
 CASE = Case(model="mlp", cuts=2, optimizer="adam", steps=2, scheduler=True)

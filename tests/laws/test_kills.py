@@ -17,7 +17,7 @@ from commands import losses, summary
 from processes import ranks_in
 from reference import same_bits
 
-from penstock.pipeline.runtime.checkpoint import Checkpoint
+from penstock.pipeline.checkpoint import Checkpoint
 
 KINDS = ("B", "tensor", "index", "sync", "remove", "evaluation", "F", "U", "part")
 NUM_POINTS, EARLY = 30, 18

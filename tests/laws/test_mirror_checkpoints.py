@@ -8,9 +8,8 @@ from far import FarStore
 from test_mirror import BATCH, bytes_near, deep, made
 
 import penstock
-from penstock.pipeline.checkpoint import Saving
+from penstock.pipeline.checkpoint import Checkpoint, Saving
 from penstock.pipeline.runtime import ownership
-from penstock.pipeline.runtime.checkpoint import Checkpoint
 from penstock.stages.memory.evictable_tensor import TensorMemory
 from penstock.stages.tensor_file import TensorFile
 

@@ -12,7 +12,7 @@ from zoo import build, cross_entropy
 
 import penstock
 from penstock.conf.schema import PlanConfig
-from penstock.pipeline.run import exactness
+from penstock.pipeline.run import determinism
 from penstock.stages.device import device_of, memory_on
 from penstock.stages.stage import stage
 
@@ -23,7 +23,7 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def exact():
     """What ``penstock train device=cuda`` sets, for good: all tests on a GPU want it."""
-    exactness.begin(PlanConfig(device="cuda"))
+    determinism.begin(PlanConfig(device="cuda"))
 
 
 SCHEDULES = {

@@ -11,7 +11,7 @@ from zoo import build, cross_entropy
 
 import penstock
 from penstock.conf.schema import PlanConfig
-from penstock.pipeline.run import exactness
+from penstock.pipeline.run import determinism
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ def on_gpus(case, path, random_layers, devices):
     """The differences that this rank finds to the plain loop on its own device."""
     import torch.distributed as dist
 
-    exactness.begin(PlanConfig(device="cuda"))
+    determinism.begin(PlanConfig(device="cuda"))
     rank = dist.get_rank()
     device, plan = torch.device(devices[rank]), penstock.Plan.load(path)
     model, batches = build(case.model, case.dtype, case.steps)

@@ -10,8 +10,8 @@ from reference import same_bits
 from zoo import build
 
 import penstock
-from penstock.pipeline.runtime.replica_checks import check_replicated
-from penstock.pipeline.runtime.slices import Slices
+from penstock.pipeline.runtime.gradient_buckets import Slices
+from penstock.pipeline.runtime.replicas import check_replicated
 from penstock.pipeline.weights.flat import FlatGradients
 
 CASES = [

@@ -167,7 +167,7 @@ def test_layer_seed_is_the_documented_number():
 
 
 def test_plans_of_steps_are_forgotten_in_the_end(monkeypatch):
-    monkeypatch.setattr("penstock.pipeline.runtime.steps.KEPT", 2)
+    monkeypatch.setattr("penstock.pipeline.runtime.step_planner.KEPT", 2)
     monkeypatch.setattr("penstock.stages.tracing.shape_inference.KEPT", 2)
     pipe, _, _ = made("mlp", cuts=2)
     for samples in (6, 7, 8, 9, 6):

@@ -16,7 +16,7 @@ from zoo import DAGS, build, cross_entropy
 
 import penstock
 from penstock.pipeline.planner.choose import TooSmall
-from penstock.pipeline.ranks.world import World
+from penstock.pipeline.ranks.process_group import World
 from penstock.stages.memory.byte_budget import MemoryOptions
 
 OPTIMIZERS = {

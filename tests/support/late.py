@@ -22,7 +22,7 @@ import torch
 
 from penstock.compression.codec import decode, pack_into
 from penstock.compression.frame import header_bytes, read_header, write_header
-from penstock.pipeline.ranks import device_frame
+from penstock.pipeline.ranks import gpu_transport
 from penstock.stages.device import Device
 from penstock.stages.work import Stream, Work
 from penstock.stages.worker import Worker
@@ -176,7 +176,7 @@ def _tensors(what):
 @contextlib.contextmanager
 def garbage() -> Iterator[None]:
     """Fill what is given back with garbage; by then the host was told that all is done that uses it."""
-    take, give = device_frame.DevicePool.take, device_frame.DevicePool.give
+    take, give = gpu_transport.DevicePool.take, gpu_transport.DevicePool.give
 
     def take_unused(pool, num_bytes):
         buffer = take(pool, num_bytes)
@@ -190,8 +190,8 @@ def garbage() -> Iterator[None]:
         give(pool, buffer)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_frame.DevicePool, "take", take_unused)
-        patch.setattr(device_frame.DevicePool, "give", give_garbage)
+        patch.setattr(gpu_transport.DevicePool, "take", take_unused)
+        patch.setattr(gpu_transport.DevicePool, "give", give_garbage)
         yield
 
 

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from zoo import build
 
 import penstock
-from penstock.pipeline.ranks import nccl
-from penstock.pipeline.ranks.staged import Direct
+from penstock.pipeline.ranks import gpu_transport
+from penstock.pipeline.ranks.gpu_transport import Direct
 from penstock.pipeline.runtime import ownership
 from penstock.stages.memory.activations import SavedActivations
 from penstock.stages.stage import stage
@@ -77,7 +77,7 @@ def surroundings(case):
         patch.setattr(stage, "Reuse", functools.partial(Reuse, least=0))
         if case.direct:
             routes = direct_routes()
-            patch.setattr(nccl, "direct_routes", lambda *args, **kwargs: routes)
+            patch.setattr(gpu_transport, "direct_routes", lambda *args, **kwargs: routes)
         if case.far:
             patch.setattr(ownership, "open_store", lambda tier, options: FarStore())
         yield
@@ -86,7 +86,7 @@ def surroundings(case):
 def direct_routes():
     """Routes of this rank to all others over two groups of gloo, where there would be two of NCCL."""
     ranks, mine, limit = range(dist.get_world_size()), dist.get_rank(), timedelta(seconds=30)
-    down, up = (cast(ProcessGroup, dist.new_group(list(ranks), limit, "gloo")) for _ in range(2))
+    down, up = (cast("ProcessGroup", dist.new_group(list(ranks), limit, "gloo")) for _ in range(2))
     ways = {rank: (down, up) if rank > mine else (up, down) for rank in ranks if rank != mine}
     return {rank: Direct(rank, *groups) for rank, groups in ways.items()}
 

@@ -13,7 +13,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 
-from penstock.pipeline.ranks.world import found
+from penstock.pipeline.ranks.process_group import found
 
 RANKS = 2
 

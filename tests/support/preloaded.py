@@ -8,9 +8,9 @@ import matplotlib.figure
 import pytest
 import torch._dynamo
 
-import penstock.pipeline.run.decide  # what ``train`` imports, but not that, which a process that loads
+import penstock.pipeline.run.planning  # what ``train`` imports, but not that, which a process that loads
 import penstock.pipeline.run.restarts  # samples runs again
-import penstock.pipeline.run.train_rank
+import penstock.pipeline.run.training_loop
 import penstock.scripts.application
 from penstock.compression.codec import decode, encode
 from penstock.compression.names import CODEC_NAMES

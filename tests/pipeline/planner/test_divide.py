@@ -12,7 +12,7 @@ from penstock.compression.errors import PlanError
 from penstock.pipeline.planner import divide
 from penstock.pipeline.planner.choose import TooSmall
 from penstock.pipeline.planner.partition import partition
-from penstock.pipeline.planner.programs import step_programs
+from penstock.pipeline.schedules.replicated import step_programs
 from penstock.pipeline.schedules.simulate import EXCHANGE_RATE, exchange_seconds, simulate_plan
 
 FIRST_SLOW = profile_of(

@@ -10,9 +10,9 @@ from programs import laid, most_in_flight
 
 import penstock
 from penstock import partition
-from penstock.pipeline.planner.programs import endless_programs, predicted_bytes, step_programs, waiting
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.pipeline.schedules.placement import layout
+from penstock.pipeline.schedules.replicated import endless_programs, predicted_bytes, step_programs, waiting
 from penstock.stages.weights.policies import rule_named
 
 FLUSHED = [name for name in SCHEDULES if name not in ("custom", "async_1f1b")]

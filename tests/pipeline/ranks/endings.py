@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from penstock.compression.errors import StageError, TransportError
-from penstock.pipeline.ranks.launch import run_rank
+from penstock.pipeline.ranks.launcher import run_rank
 
 
 def act(what, errors, which):

@@ -12,9 +12,9 @@ from torch import nn
 from zoo import cross_entropy, images
 
 import penstock
-from penstock.pipeline.ranks import notices
-from penstock.pipeline.ranks.links import measured_rates
-from penstock.pipeline.ranks.world import World, found
+from penstock.pipeline.ranks import process_group
+from penstock.pipeline.ranks.process_group import World, found
+from penstock.pipeline.ranks.transport import measured_rates
 
 DEADLINE = 4.0  # seconds; less, and on a busy machine the wrong rank is late
 
@@ -125,13 +125,13 @@ def test_a_store_that_does_not_answer_once_is_not_asked_again():
     begun = time.monotonic()
     answer = threading.Event()
     with pytest.raises(TimeoutError, match=r"did not answer within 0\.1 s"):
-        notices.bounded(answer.wait, seconds=0.1)
+        process_group.bounded(answer.wait, seconds=0.1)
     asked = []
     with pytest.raises(TimeoutError, match="did not answer before"):
-        notices.bounded(lambda: asked.append(1), seconds=60)
+        process_group.bounded(lambda: asked.append(1), seconds=60)
     answer.set()
     assert not asked
     assert time.monotonic() - begun < 30
     while any(thread.name.startswith("penstock-store") for thread in threading.enumerate()):
         time.sleep(0.01)
-    assert notices.bounded(lambda: 5, seconds=60) == 5
+    assert process_group.bounded(lambda: 5, seconds=60) == 5

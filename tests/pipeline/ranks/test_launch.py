@@ -11,9 +11,9 @@ import leaving
 import pytest
 
 from penstock import ConfigError, PenstockError, TransportError
-from penstock.pipeline.ranks import launch, rank
+from penstock.pipeline.ranks import launcher, rank
 from penstock.pipeline.ranks.failure import Lost
-from penstock.pipeline.ranks.launch import check_ranks, start_ranks
+from penstock.pipeline.ranks.launcher import check_ranks, start_ranks
 
 TWO = [[0], [1, 2]]
 
@@ -83,7 +83,7 @@ time.sleep(60)  # as long as an import may take
 """
 LAUNCHER = """
 from pathlib import Path
-from penstock.pipeline.ranks.launch import start_ranks
+from penstock.pipeline.ranks.launcher import start_ranks
 start_ranks("slow_to_import", [], errors=Path("errors"), stages_of_rank=[[0], [1]])
 """
 
@@ -123,25 +123,25 @@ def test_ranks_that_find_no_folder_to_meet_in_say_so(tmp_path, monkeypatch):
 
 
 def test_more_ranks_than_the_machine_starts_are_refused(monkeypatch):
-    monkeypatch.setattr(launch, "cores", lambda: 3)
+    monkeypatch.setattr(launcher, "cores", lambda: 3)
     check_ranks(12)
     with pytest.raises(ConfigError, match=r"ranks=13 .* 3 cores .* lower ranks to 12"):
         check_ranks(13)
 
 
 def test_threads_share_the_cores_and_are_at_least_one(monkeypatch):
-    monkeypatch.setattr(launch, "cores", lambda: 6)
-    assert [launch.threads_per_rank(ranks) for ranks in (1, 2, 4, 6, 12)] == [6, 3, 1, 1, 1]
+    monkeypatch.setattr(launcher, "cores", lambda: 6)
+    assert [launcher.threads_per_rank(ranks) for ranks in (1, 2, 4, 6, 12)] == [6, 3, 1, 1, 1]
 
 
 def test_cores_are_those_this_process_may_use():
-    assert 1 <= launch.cores() <= (os.cpu_count() or 1)
+    assert 1 <= launcher.cores() <= (os.cpu_count() or 1)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_groups_start_and_end_again_and_again_without_an_abort():
     command = [sys.executable, str(Path(leaving.__file__)), "10"]
-    options = {"env": os.environ | {"GLOO_SOCKET_IFNAME": launch._loopback()}, "timeout": 240}
+    options = {"env": os.environ | {"GLOO_SOCKET_IFNAME": launcher._loopback()}, "timeout": 240}
     ended = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert (ended.stdout, ended.stderr) == ("{0: 20}\n", "")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock
-from penstock.pipeline.ranks.groups import hearing, thread_of
+from penstock.pipeline.ranks.process_group import hearing, thread_of
 from penstock.pipeline.ranks.replica_group import ReplicaGroup
 from penstock.pipeline.ranks.signals import Stopped
 from penstock.pipeline.ranks.thread_group import ThreadGroup

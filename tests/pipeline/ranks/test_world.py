@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
 from penstock import TransportError
-from penstock.pipeline.ranks.world import World
+from penstock.pipeline.ranks.process_group import World
 
 CASE = Case(model="mlp", cuts=2)
 

@@ -9,7 +9,7 @@ from reports import PLAN, report
 from rich.console import Console
 
 from penstock import PlanError
-from penstock.pipeline.run import closing, console
+from penstock.pipeline.run import console, tables
 from penstock.pipeline.run.metrics import Totals, summarise
 
 
@@ -46,7 +46,7 @@ def test_the_closing_table_has_a_row_a_stage_then_the_totals_and_the_files(tmp_p
     found = closed(summary(), files=[tmp_path / "run" / "timeline.png", tmp_path.parent / "plan.png"])
     assert found[1] == "0 0 0.8 s 20% 5 KiB 9 KiB 200 B -> 80 B (2.50x) -".split()
     assert found[2] == "1 1 0.4 s 60% 3 KiB 8 KiB - 160 B -> 120 B (1.33x)".split()
-    totals = [" ".join(words) for words in found[3 + len(closing.KEY) :]]
+    totals = [" ".join(words) for words in found[3 + len(tables.KEY) :]]
     assert "360 B -> 200 B (1.80x)" in totals[0]
     for figure in ("2 steps", "16 samples", "16 samples/s", "last loss 1.5000"):
         assert figure in totals[1]
@@ -119,7 +119,7 @@ def test_an_error_is_one_line_on_standard_error(capsys):
 
 
 def test_clock():
-    found = [closing.clock(seconds) for seconds in (0.4, 59.6, 65, 3605)]
+    found = [tables.clock(seconds) for seconds in (0.4, 59.6, 65, 3605)]
     assert found == ["0:00", "1:00", "1:05", "1:00:05"]
 
 
@@ -146,7 +146,7 @@ CHOSEN = {
     ],
 )
 def test_the_totals_say_what_was_chosen_and_what_is_missing(found, said, unsaid):
-    lines = "\n".join(closing.totals(summary(**found)))
+    lines = "\n".join(tables.totals(summary(**found)))
     assert all(words in lines for words in said), lines
     assert not any(words in lines for words in unsaid), lines
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock
 from penstock.conf.schema import TrainConfig
-from penstock.pipeline.run.course import Course, course, loader
+from penstock.pipeline.run.training_loop import Course, course, loader
 from penstock.pipeline.samples.digits import load
 
 

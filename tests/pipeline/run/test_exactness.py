@@ -11,7 +11,7 @@ from devices import Noting
 from omegaconf import OmegaConf
 
 from penstock.conf.schema import PlanConfig, TrainConfig
-from penstock.pipeline.run import exactness, train
+from penstock.pipeline.run import determinism, train
 
 JOB = (
     "model=mlp model.hidden=[8] data.size=8 max_steps=1 batch_size=8 micro_batches=2 ranks=1 stages=2 "
@@ -28,9 +28,9 @@ def on_gpu(monkeypatch):
     for part in parts:
         part.fp32_precision = "tf32"
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    monkeypatch.setattr(exactness, "place", lambda config: Noting(is_gpu=True))
-    monkeypatch.setenv(exactness.WORKSPACE, "")
-    monkeypatch.delenv(exactness.WORKSPACE)
+    monkeypatch.setattr(determinism, "place", lambda config: Noting(is_gpu=True))
+    monkeypatch.setenv(determinism.WORKSPACE, "")
+    monkeypatch.delenv(determinism.WORKSPACE)
     yield
     for part, precision in zip(parts, before, strict=True):
         part.fp32_precision = precision
@@ -46,14 +46,14 @@ def on_gpu(monkeypatch):
 )
 def test_settings_are_made_as_asked_and_recorded(options, found, on_gpu):
     config = PlanConfig(**options)
-    exactness.begin(config)
+    determinism.begin(config)
     names = (
         "deterministic_algorithms cublas_workspace cudnn_benchmark float32_of_matrix_products "
         "float32_of_convolutions"
     )
-    held = exactness.held(config)
+    held = determinism.held(config)
     assert tuple(held[name] for name in names.split()) == found
-    assert os.environ.get(exactness.WORKSPACE, "") == found[1]
+    assert os.environ.get(determinism.WORKSPACE, "") == found[1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

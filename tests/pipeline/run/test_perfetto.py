@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 from programs import on_paper
 
-from penstock.pipeline.run.perfetto import trace
+from penstock.pipeline.run.timeline import perfetto_trace
 from penstock.pipeline.schedules import schedule_named
 from penstock.pipeline.schedules.instruction import show
 
@@ -32,7 +32,7 @@ def step(stages_of_rank=((0,), (1,), (2,)), number=4, schedule="1f1b", transfer=
 
 def events_of(spans):
     """The events with a length, and the arrows that start and end, by their names."""
-    made = trace(spans, title="")["traceEvents"]
+    made = perfetto_trace(spans, title="")["traceEvents"]
     arrows = [{e["id"]: e for e in made if e["ph"] == kind} for kind in "sf"]
     return [e for e in made if e["ph"] == "X"], *arrows
 
@@ -48,7 +48,7 @@ STEPS = [
 
 @pytest.mark.parametrize("spans", STEPS)
 def test_events_follow_the_format_and_do_not_overlap_in_a_row(spans):
-    made = json.loads(json.dumps(trace(spans, title="a step"), allow_nan=False))
+    made = json.loads(json.dumps(perfetto_trace(spans, title="a step"), allow_nan=False))
     assert made["displayTimeUnit"] == "ms"
     rows = defaultdict(list)
     for event in made["traceEvents"]:
@@ -86,7 +86,7 @@ def test_sums_of_the_events_are_those_of_the_spans(spans):
 
 
 def test_an_instruction_says_what_it_sent():
-    (event,) = [e for e in trace(step(), title="")["traceEvents"] if e["name"] == "1B2"]
+    (event,) = [e for e in perfetto_trace(step(), title="")["traceEvents"] if e["name"] == "1B2"]
     assert event["args"].pop("waiting_seconds") >= 0
     sent = {"bytes_raw": 1000, "bytes_sent": 250, "ratio": 4.0, "codec": "zero_value"}
     assert event["args"] == {"packing_seconds": 0.125, "micro_batch": 2} | sent
@@ -121,7 +121,7 @@ def test_an_arrow_begins_and_ends_inside_the_events_it_connects():
 
 
 def test_rows_are_named_and_stand_in_their_order():
-    made = trace(step(number=1), title="resnet18", facts={"schedule": "1f1b"})
+    made = perfetto_trace(step(number=1), title="resnet18", facts={"schedule": "1f1b"})
     assert made["otherData"] == {"title": "resnet18", "schedule": "1f1b"}
     named = [e["args"]["name"] for e in made["traceEvents"] if e["name"].endswith("_name")]
     assert named == [

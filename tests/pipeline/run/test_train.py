@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from penstock import ConfigError, Plan
 from penstock.pipeline import models
-from penstock.pipeline.ranks import launch
-from penstock.pipeline.run import step_files, train, train_rank
+from penstock.pipeline.ranks import launcher
+from penstock.pipeline.run import planning, train, training_loop
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.samples import digits
 from penstock.scripts import command
@@ -104,13 +104,13 @@ def test_a_schedule_of_ones_own_is_read_from_a_file(capfd):
 
 
 def test_the_run_folder_holds_what_is_promised_and_the_timeline_every_instruction(capsys, monkeypatch):
-    drawn, save = [], step_files.save_step
+    drawn, save = [], planning.save_step
 
     def save_step(folder, spans, *, title):
         drawn.append((list(spans), title))
         save(folder, spans, title=title)
 
-    monkeypatch.setattr(train_rank, "save_step", save_step)
+    monkeypatch.setattr(training_loop, "save_step", save_step)
     trained(f"{ALONE} hydra.run.dir=run")
     assert {path.name for path in Path("run").iterdir()} == {
         "config.yaml", "plan.json", "plan.png", "metrics.jsonl", "summary.json", "timeline.png",
@@ -166,7 +166,7 @@ def own():
 @pytest.mark.ranks
 @pytest.mark.usefixtures("own")
 def test_ranks_train_what_their_launcher_composed_whatever_lies_in_the_run_folder(monkeypatch):
-    start, folder = launch.start_ranks, RunFolder(path=Path("run"))
+    start, folder = launcher.start_ranks, RunFolder(path=Path("run"))
 
     def start_after_others_wrote(*arguments, **more):
         for record in ("run/config.yaml", "run/plan.json"):

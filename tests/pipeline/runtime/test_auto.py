@@ -17,11 +17,20 @@ from zoo import build
 import penstock
 from penstock.compression.buffers import Pool
 from penstock.compression.codec_cost import Cost, candidates, sample, trial
-from penstock.pipeline.ranks.world import World
-from penstock.pipeline.runtime.auto import ROUNDS, TRIALS, Auto, Setting, policy_named
-from penstock.pipeline.runtime.policy import Fixed
+from penstock.pipeline.ranks.process_group import World
+from penstock.pipeline.runtime.auto_codec import (
+    MASKED,
+    ROUNDS,
+    TRIALS,
+    Auto,
+    Fixed,
+    Prices,
+    Setting,
+    choose,
+    policy_named,
+    predict,
+)
 from penstock.pipeline.schedules.messages import Flow
-from penstock.pipeline.schedules.prices import MASKED, Prices, choose, predict
 
 DOWN, UP = Flow("v", "F", 0, 1), Flow("v", "B", 1, 0)
 WORK = {(stage, op): seconds for stage in (0, 1) for op, seconds in (("F", 1.0), ("B", 2.0))}

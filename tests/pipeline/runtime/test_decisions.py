@@ -13,8 +13,7 @@ from streams import StreamCase
 from zoo import build
 
 import penstock
-from penstock.pipeline.runtime.auto import START, TRIALS, Auto
-from penstock.pipeline.schedules.prices import MASKED
+from penstock.pipeline.runtime.auto_codec import MASKED, START, TRIALS, Auto
 
 CASE = Case(model="mlp", cuts=3)
 STREAM = StreamCase(model="mlp", cuts=3, steps=4)

@@ -6,9 +6,9 @@ from torch import nn
 
 from penstock import trace
 from penstock.compression.errors import Disagreement
-from penstock.pipeline.runtime import facts
+from penstock.pipeline.runtime import fingerprints
 from penstock.pipeline.runtime.agreement import Agreement
-from penstock.pipeline.runtime.facts import Fact
+from penstock.pipeline.runtime.fingerprints import Fact
 
 
 class Rows:
@@ -52,12 +52,12 @@ def test_what_must_be_alike_still_is(rows, told):
 
 def test_the_variant_of_a_build_goes_with_the_device(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.15.0+cu132")
-    told = {fact.what: (fact.value, fact.among) for fact in facts.of_process(torch.device("cuda", 1))}
+    told = {fact.what: (fact.value, fact.among) for fact in fingerprints.of_process(torch.device("cuda", 1))}
     assert told["the variant of the build of torch"] == ("cu132", "cuda")
     value, among = told["the build of torch"]
     assert value.startswith("2.15.0 (")
     assert not among
-    assert [f.among for f in facts.of_process() if f.among] == ["cpu", "cpu"]
+    assert [f.among for f in fingerprints.of_process() if f.among] == ["cpu", "cpu"]
 
 
 class Makes(nn.Module):
@@ -69,7 +69,7 @@ class Makes(nn.Module):
 
 def test_where_a_layer_makes_tensors_is_told_alike_on_every_rank():
     graph = trace(nn.Sequential(nn.Linear(4, 4), Makes(), nn.Linear(4, 4)), (torch.randn(2, 4),))
-    told = [fact.value for fact in facts.of_layers(graph) if "ones" in fact.what]
+    told = [fact.value for fact in fingerprints.of_layers(graph) if "ones" in fact.what]
     assert told
     assert all("where ranks compute" in text and "cpu" not in text for text in told)
 
@@ -78,7 +78,7 @@ def test_a_parameter_under_a_further_name_is_told_with_its_first():
     def told(other):
         model = nn.ModuleDict({name: nn.Linear(2, 2) for name in "abc"})
         model["c"].weight = model[other].weight
-        return {fact.what: fact.value for fact in facts._of_model(model)}["the parameter c.weight"]
+        return {fact.what: fact.value for fact in fingerprints._of_model(model)}["the parameter c.weight"]
 
     assert [told("a"), told("b")] == ["that of a.weight", "that of b.weight"]
 
@@ -87,7 +87,7 @@ def test_an_optimizer_that_cannot_be_made_of_all_parameters_is_told_and_not_rais
     def optimizer(named):
         raise ValueError(f"found {len([*named])}")
 
-    told = facts._of_updates(nn.Linear(2, 2), optimizer, None)
+    told = fingerprints._of_updates(nn.Linear(2, 2), optimizer, None)
     assert told["optimizer"] == "one that cannot be made of all parameters (ValueError: found 2)"
 
 
@@ -101,4 +101,4 @@ def test_a_tensor_that_a_kind_of_device_computed_is_compared_among_its_ranks():
             return self.linear(x) * self.table
 
     graph = trace(Table(), (torch.randn(2, 4),))
-    assert {f.among for f in facts.of_layers(graph) if f.what.startswith("the tensor")} == {"cpu"}
+    assert {f.among for f in fingerprints.of_layers(graph) if f.what.startswith("the tensor")} == {"cpu"}

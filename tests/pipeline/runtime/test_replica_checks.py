@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.pipeline.runtime.replica_checks import check_replicated
+from penstock.pipeline.runtime.replicas import check_replicated
 
 
 class Own(nn.Module):

@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from penstock.pipeline.schedules.async_1f1b import async_1f1b
-from penstock.pipeline.schedules.endless import StreamState, between
+from penstock.pipeline.schedules.async_1f1b import StreamState, async_1f1b, between
 from penstock.pipeline.schedules.instruction import Instruction, Op, show
 
 

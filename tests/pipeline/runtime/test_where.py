@@ -12,11 +12,10 @@ from zoo import build, cross_entropy
 
 from penstock import Pipeline, PlanError
 from penstock.compression.errors import ConfigError
-from penstock.pipeline.ranks.world import World
-from penstock.pipeline.runtime import where
+from penstock.pipeline.ranks.process_group import World
+from penstock.pipeline.runtime import device_placement
 from penstock.pipeline.runtime.agreement import Agreement
-from penstock.pipeline.runtime.batches import _moved, micro_batches
-from penstock.pipeline.runtime.loss import total_loss
+from penstock.pipeline.runtime.batches import _moved, micro_batches, total_loss
 from penstock.stages.device import CPU, Device, device_of
 from penstock.stages.planner.plan import Asked
 
@@ -78,20 +77,22 @@ def two_gpus(monkeypatch):
 )
 def test_what_a_plan_says_of_a_stage_counts(names, base, found, two_gpus):
     plan = on(plan_of(CASE)[0], *names)
-    devices = where.stage_devices(plan, World.alone(), device_of(torch.device(base)))
+    devices = device_placement.stage_devices(plan, World.alone(), device_of(torch.device(base)))
     assert " ".join(str(device.torch) for device in devices.values()) == found
 
 
 def test_stages_of_one_process_on_two_kinds_are_refused(two_gpus):
     with pytest.raises(PlanError, match="found stage 0 on cpu and stage 1 on cuda:0; name one kind"):
-        where.stage_devices(on(plan_of(CASE)[0], "cpu", "cuda"), World.alone(), device_of(CPU))
+        device_placement.stage_devices(on(plan_of(CASE)[0], "cpu", "cuda"), World.alone(), device_of(CPU))
 
 
 def test_each_rank_has_the_devices_of_its_own_stages_only(two_gpus):
     world: Any = World.alone()
     world.group, world.rank = "one of two", 1
     plan = on(plan_of(CASE)[0], "cpu", "cuda:1")
-    assert where.stage_devices(plan, world, device_of(CPU)) == {1: device_of(torch.device("cuda:1"))}
+    assert device_placement.stage_devices(plan, world, device_of(CPU)) == {
+        1: device_of(torch.device("cuda:1"))
+    }
 
 
 class Told(Agreement):
@@ -122,7 +123,7 @@ def gpu(monkeypatch):
     """cuda:0 with so much of its memory free, and so much ours."""
 
     def have(free, ours=0):
-        monkeypatch.setattr(where, "memory_on", lambda gpu: ["one", free * GIB, ours * GIB])
+        monkeypatch.setattr(device_placement, "memory_on", lambda gpu: ["one", free * GIB, ours * GIB])
         return device_of(torch.device("cuda:0"))
 
     return have
@@ -130,9 +131,9 @@ def gpu(monkeypatch):
 
 def test_a_gpu_with_room_is_taken_and_one_that_is_too_small_named_with_what_would_do(gpu):
     other = room(3, "other", 3)
-    where.check_devices(Told(0, room(3, "one", 2, ours=1), other), gpu_plan(), {0: gpu(2, ours=1)})
+    device_placement.check_devices(Told(0, room(3, "one", 2, ours=1), other), gpu_plan(), {0: gpu(2, ours=1)})
     with pytest.raises(PlanError) as refused:
-        where.check_devices(Told(0, room(3, "one", 2), other), gpu_plan(), {0: gpu(2)})
+        device_placement.check_devices(Told(0, room(3, "one", 2), other), gpu_plan(), {0: gpu(2)})
     said = str(refused.value)
     assert "cuda:0 with 2 GiB free for rank 0, whose stages take 3 GiB" in said
     assert "memory=2048MiB, more ranks, or tier=host" in said
@@ -141,23 +142,25 @@ def test_a_gpu_with_room_is_taken_and_one_that_is_too_small_named_with_what_woul
 def test_ranks_that_share_a_gpu_need_room_together_and_rank_0_says_so(gpu):
     rows = [room(3, "one", 6)] * 2
     with pytest.warns(UserWarning, match="more ranks than GPUs, which are shared: cuda:0 by ranks 0, 1"):
-        where.check_devices(Told(0, *rows), gpu_plan(), {0: gpu(6)})
-    where.check_devices(Told(1, *rows), gpu_plan(), {1: gpu(6)})  # once
+        device_placement.check_devices(Told(0, *rows), gpu_plan(), {0: gpu(6)})
+    device_placement.check_devices(Told(1, *rows), gpu_plan(), {1: gpu(6)})  # once
     with pytest.raises(PlanError, match="5 GiB free for rank 0, 1, whose stages take 6 GiB"):
-        where.check_devices(Told(0, *[room(3, "one", 5)] * 2), gpu_plan(), {0: gpu(5)})
+        device_placement.check_devices(Told(0, *[room(3, "one", 5)] * 2), gpu_plan(), {0: gpu(5)})
 
 
 def test_a_plan_for_several_ranks_may_be_tried_in_one_process(gpu):
     device = gpu(1)
-    where.check_devices(Told(0, room(6, "one", 1)), gpu_plan(), {0: device, 1: device})
+    device_placement.check_devices(Told(0, room(6, "one", 1)), gpu_plan(), {0: device, 1: device})
 
 
 def test_ranks_on_two_kinds_of_device_take_cuts_by_hand():
     told = Told(0, ("cpu", []), room(3, "one", 6))
     by_hand = gpu_plan(asked=Asked(stages=2, ranks=2, cuts=("relu",)))
-    where.check_devices(told, by_hand, {0: device_of(CPU)})
+    device_placement.check_devices(told, by_hand, {0: device_of(CPU)})
     with pytest.raises(PlanError, match="found ranks on cpu, cuda and no cuts; plan with cuts="):
-        where.check_devices(told, gpu_plan(asked=Asked(stages=2, ranks=2, cuts=None)), {0: device_of(CPU)})
+        device_placement.check_devices(
+            told, gpu_plan(asked=Asked(stages=2, ranks=2, cuts=None)), {0: device_of(CPU)}
+        )
 
 
 def test_a_batch_goes_to_a_gpu_from_pinned_memory_laid_out_as_a_clone():

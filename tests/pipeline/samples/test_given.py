@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from penstock import ConfigError
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.run import build
-from penstock.pipeline.run.run_length import example_inputs
+from penstock.pipeline.run.planning import example_inputs
 from penstock.pipeline.samples import Description, Samples
 from penstock.pipeline.samples.given import WORKS, samples_of
 

@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.compression.errors import ScheduleError
-from penstock.pipeline.schedules.instruction import Instruction, Op, parse, parse_program, show
-from penstock.pipeline.schedules.written import (
+from penstock.pipeline.schedules.custom import (
     load_program,
     parse_csv,
     parse_programs,
     show_csv,
     show_programs,
 )
+from penstock.pipeline.schedules.instruction import Instruction, Op, parse, parse_program, show
 
 numbers = st.integers(0, 10_000)
 instructions = st.one_of(

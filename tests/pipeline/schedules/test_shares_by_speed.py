@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.schedules.shares import better, by_speed, smoothed
+from penstock.pipeline.runtime.load_balancing import better, by_speed, smoothed
 
 SECONDS = st.lists(st.floats(0.001, 1000), min_size=1, max_size=6)
 

@@ -10,9 +10,9 @@ import pytest
 from programs import halved, laid, most_in_flight, neighbours, on_paper
 
 from penstock.pipeline.schedules import SCHEDULES, schedule_named
+from penstock.pipeline.schedules.custom import load_program, parse_csv, show_csv
 from penstock.pipeline.schedules.instruction import Instruction, Op, show
 from penstock.pipeline.schedules.verify import verify
-from penstock.pipeline.schedules.written import load_program, parse_csv, show_csv
 
 theirs = pytest.importorskip("torch.distributed.pipelining.schedules", reason="this torch has no pipelines")
 stage_type = pytest.importorskip("torch.distributed.pipelining.stage").PipelineStage

@@ -12,7 +12,7 @@ from torch import nn
 from zoo import cross_entropy
 
 import penstock
-from penstock.pipeline.ranks.world import World
+from penstock.pipeline.ranks.process_group import World
 from penstock.pipeline.weights.clip import clip_together
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float64, torch.float16]

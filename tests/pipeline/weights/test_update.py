@@ -11,7 +11,7 @@ from torch import nn
 from zoo import build, cross_entropy
 
 import penstock
-from penstock.pipeline.ranks.world import World
+from penstock.pipeline.ranks.process_group import World
 from penstock.pipeline.weights.update import Update
 
 

@@ -5,7 +5,7 @@ import torch
 from devices import Reads
 from torch import nn
 
-from penstock.pipeline.ranks.world import World
+from penstock.pipeline.ranks.process_group import World
 from penstock.pipeline.weights import clip
 from penstock.pipeline.weights.scale import _unscale
 from penstock.pipeline.weights.update import Update, _own

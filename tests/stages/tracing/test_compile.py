@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 def compiled(module, backend):
     """What ``torch.compile`` makes of a module is one again, which its annotation does not say."""
-    return cast(nn.Module, torch.compile(module, backend=backend))
+    return cast("nn.Module", torch.compile(module, backend=backend))
 
 
 def mlp(backend):

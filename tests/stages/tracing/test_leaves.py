@@ -11,7 +11,7 @@ import penstock
 from penstock import PlanError
 from penstock.conf.schema import PlanConfig
 from penstock.pipeline.run.build import samples
-from penstock.pipeline.run.decide import look
+from penstock.pipeline.run.planning import look
 
 
 def scaled(x):

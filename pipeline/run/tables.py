@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from ...compression.names import show_codec
-from ...stages.units import show_bytes
+from ...stages.units import show_bytes, show_seconds
 from .metrics import ratio
+
+if TYPE_CHECKING:
+    from .schedule_comparison import Comparison
+
 
 MOST_FLOWS = 4  # in the closing lines; summary.json has all
 KEY = (
@@ -145,3 +149,41 @@ def clock(seconds: float) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "no number" if value is None else format(value, form)
+
+
+COLUMNS = ("schedule", "weights", "step", "samples/s", "bubble", "in flight", "versions", "memory", "")
+
+
+def table(found: Comparison) -> Table:
+    """Return one row per schedule that suits, the chosen one marked."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for name in COLUMNS:
+        made.add_column(
+            name, justify="left" if name in ("schedule", "weights", "") else "right", no_wrap=True
+        )
+    best = found.chosen
+    for one in found.candidates:
+        made.add_row(
+            one.plan.schedule,
+            one.plan.weights,
+            show_seconds(one.seconds),
+            f"{found.num_samples / one.seconds:.0f}",
+            f"{one.bubble:.0%}",
+            str(max(one.live_micro_batches)),
+            str(max(one.live_versions)),
+            show_bytes(max(one.memory)),
+            "<- chosen" if one is best else "" if one.fits else "too large",
+        )
+    return made
+
+
+def notes(found: Comparison) -> list[str]:
+    """Return what stands below: the schedules left out, and how to read the numbers."""
+    lines = [f"left out: {name}: {reason}" for name, reason in found.left_out.items()]
+    lines.append("simulated from measured layers; I and W: half of a backward each; tensors travel unpacked")
+    lines.append("memory: of the fullest rank; in flight, versions: of the fullest stage")
+    if any(one.plan.streams for one in found.candidates):
+        lines.append(
+            "async_1f1b, double_buffered: no flush, not the bits of the plain loop; never chosen here"
+        )
+    return lines

@@ -1,16 +1,13 @@
-"""``codec=auto`` and ``extra_in_flight=auto``: what makes the step shortest, found while it trains.
-
-The first steps try codecs on the tensors that really travel (never step 0 alone: a zero-initialised head
-makes all its gradients zero); that and the speed of the links are prices. The setting that they predict to be
-best, codecs and micro-batches in flight, then runs against plain ones, step by step in turn, and the
-measurement decides. Now and then all of it is repeated, since densities drift."""
+"""Who says how a message is packed, and how many are in flight: one setting, or ``auto.Auto``."""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -19,12 +16,198 @@ from ...compression.codec import encode
 from ...compression.codec_cost import Cost, candidates, sample, trial
 from ...compression.names import AUTO, check_name
 from ...compression.zero_value import has_bitmap
-from ..ranks.links import measured_rates
-from ..ranks.world import World
+from ..ranks.process_group import World
+from ..ranks.transport import measured_rates
+from ..schedules.instruction import Instruction
 from ..schedules.messages import Flow, Message, StepMessages
-from ..schedules.prices import MASKED, Choice, Prices, choose, predict
+from ..schedules.simulate import step_seconds
 from ..schedules.span import Span
-from .policy import Fixed, Named, Policy, Turn, wherever_masked
+
+Named = Mapping[tuple[str, str, int], str]  # a plan's: by value, way and stage, as a flow begins
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A setting that ran for some steps: seconds of a step, predicted and measured, and whether it stayed.
+
+    ``extra``: micro-batches in flight beyond the schedule's own."""
+
+    name: str
+    extra: int
+    predicted: float
+    measured: float
+    stayed: bool
+
+
+class Policy(Protocol):
+    """Says with which codec a flow is packed; looks at what travels, and at the steps, to find out.
+
+    ``turns``: the last choices that ran against each other; none where there was nothing to choose."""
+
+    turns: tuple[Turn, ...]
+
+    @property
+    def extra(self) -> int:
+        """How many micro-batches more than the schedule's own the next step has in flight."""
+        ...
+
+    @property
+    def settled(self) -> bool:
+        """Whether this is not one of the first steps, in which choices are still tried."""
+        ...
+
+    def codec(self, flow: Flow) -> str:
+        """The codec for the frames of ``flow``, behind ``MASKED`` if they are to use a bitmap."""
+        ...
+
+    def observed(self, messages: StepMessages) -> int | None:
+        """The micro-batch of a step whose tensors ``arriving`` and ``leaving`` are to see, or None."""
+        ...
+
+    def arriving(self, message: Message, item: torch.Tensor) -> None:
+        """A value has arrived."""
+        ...
+
+    def leaving(self, message: Message, item: torch.Tensor) -> None:
+        """A value or gradient is about to be packed."""
+        ...
+
+    def end(self, others: Callable[[int], StepMessages], spans: Sequence[Span], seconds: float) -> None:
+        """A step has ended; every rank calls this after every step.
+
+        ``others``: the messages of such a step with so many more in flight."""
+        ...
+
+
+class Fixed:
+    """One codec for everything but what is ``named``."""
+
+    def __init__(self, codec: str, named: Named | None = None, *, extra: int = 0) -> None:
+        self.name, self.named, self.extra = codec, named or {}, extra
+        self.turns: tuple[Turn, ...] = ()
+
+    @property
+    def settled(self) -> bool:
+        """From the start."""
+        return True
+
+    def codec(self, flow: Flow) -> str:
+        """Always the same; a gradient uses the bitmap where there is one."""
+        return wherever_masked(self.named.get(flow[:3], self.name), flow)
+
+    def observed(self, messages: StepMessages) -> int | None:
+        """Nothing to find out."""
+        return None
+
+    def arriving(self, message: Message, item: torch.Tensor) -> None:
+        """Nothing to find out."""
+
+    def leaving(self, message: Message, item: torch.Tensor) -> None:
+        """Nothing to find out."""
+
+    def end(self, others: Callable[[int], StepMessages], spans: Sequence[Span], seconds: float) -> None:
+        """Nothing to decide."""
+
+
+def wherever_masked(codec: str, flow: Flow) -> str:
+    """``codec``, behind ``MASKED`` for a gradient if it can use a bitmap."""
+    return codec if flow.way == "F" or not has_bitmap(codec) else MASKED + codec
+
+
+FREE = Cost(0.0, 0.0, 0.0)
+MASKED = "masked+"  # before a codec: on the words at the set bits of the value's bitmap alone
+LIGHTER = 0.01  # what a second of packing weighs where it lengthens no step: the fans, the neighbours
+
+
+Choice = Mapping[Flow, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What was measured: the cost of every codec on every flow, seconds of every stage's F, B and U without
+    packing, bytes per second between ranks (none: no link), and whether the ranks' programs run at the same
+    time."""
+
+    costs: Mapping[Flow, Mapping[str, Cost]]
+    work: Mapping[tuple[int, str], float]
+    rates: Mapping[tuple[int, int], float]
+    parallel: bool = True
+
+    def cost(self, flow: Flow, choice: Choice) -> Cost:
+        """What a flow costs under ``choice``; a gradient has a bitmap only if its value's codec has one."""
+        codec = choice.get(flow, "raw")
+        if codec.startswith(MASKED) and not has_bitmap(choice.get(flow.downstream, "raw")):
+            codec = codec.removeprefix(MASKED)
+        return self.costs.get(flow, {}).get(codec, FREE)
+
+
+def predict(messages: StepMessages, prices: Prices, choice: Choice) -> float:
+    """Seconds of a step in which every flow uses the codec of ``choice``."""
+
+    def cost(message: Message) -> Cost:
+        while message.forwarded is not None:
+            message = message.forwarded
+        return prices.cost(message.flow, choice)
+
+    def work(instruction: Instruction) -> float:
+        seconds = prices.work.get((instruction.stage, instruction.op.value), 0.0)
+        seconds += sum(cost(message).unpack_seconds for message in messages.receives.get(instruction, ()))
+        packed = [m for m in messages.sends.get(instruction, ()) if m.forwarded is None]
+        return seconds + sum(cost(message).pack_seconds for message in packed)
+
+    def transfer(message: Message) -> float:
+        rate = prices.rates.get(message.ranks)
+        return cost(message).num_bytes / rate if rate else 0.0
+
+    if not prices.parallel:
+        return sum(work(instruction) for program in messages.programs for instruction in program)
+    return step_seconds(messages, work=work, transfer=transfer)
+
+
+def choose(messages: StepMessages, prices: Prices, *, start: Choice) -> dict[Flow, str]:
+    """The choice whose predicted step is shortest, value by value from the largest on, from ``start``.
+
+    A value and its gradient are chosen together, since the gradient may reuse the bitmap of the value."""
+
+    def burden(choice: Choice) -> float:
+        costs = [prices.cost(flow, choice) for flow in prices.costs]
+        return predict(messages, prices, choice) + LIGHTER * sum(map(_seconds, costs))
+
+    best = {flow: start.get(flow, "raw") for flow in prices.costs}
+    least = burden(best)
+    for flow in sorted((f for f in prices.costs if f.way == "F"), key=lambda f: -_raw_bytes(f, prices)):
+        gradient = Flow(flow.value, "B", flow.target, flow.source)
+        ways = [flow, gradient] if gradient in prices.costs else [flow]
+        for codecs in product(*(_worth_trying(way, prices) for way in ways)):
+            other = best | dict(zip(ways, codecs, strict=True))
+            if (seconds := burden(other)) < least:
+                best, least = other, seconds
+    return best
+
+
+def _raw_bytes(flow: Flow, prices: Prices) -> float:
+    return prices.costs[flow]["raw"].num_bytes
+
+
+def _worth_trying(flow: Flow, prices: Prices) -> list[str]:
+    """The codecs of a flow less those that another one, with a bitmap only if they need one too, beats in
+    bytes and in seconds at once."""
+    table = prices.costs[flow]
+
+    def beaten(codec: str) -> bool:
+        cost = table[codec]
+        return any(
+            other.num_bytes <= cost.num_bytes and _seconds(other) < _seconds(cost)
+            for name, other in table.items()
+            if codec.startswith(MASKED) or not name.startswith(MASKED)
+        )
+
+    return [codec for codec in table if not beaten(codec)]
+
+
+def _seconds(cost: Cost) -> float:
+    return cost.pack_seconds + cost.unpack_seconds
+
 
 START = "zero_value"  # until there is a choice
 TRIALS = (1, 2)  # steps in which codecs are tried first

@@ -1,10 +1,9 @@
-"""What a step will do, known before it begins: routes, programs of the ranks, all messages.
-
-A step is planned once for every set of micro-batch shapes and then run many times."""
+"""One step as a value: what all parts of the runtime are told, so that none of them keeps it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -19,13 +18,30 @@ from ...stages.tracing.guards import Flags
 from ...stages.tracing.layers import Layer, Traced
 from ...stages.tracing.shape_inference import Shapes
 from ...stages.tracing.tracer import LayerGraph
-from ..ranks.world import World
+from ..ranks.process_group import World
 from ..schedules.instruction import Instruction, Op
 from ..schedules.messages import StepMessages, micro_batch_messages, step_messages
 from ..schedules.replicated import as_one, schedule_of
 from ..schedules.verify import smallest_window, verify
 from .batches import MicroBatch
-from .step import Step
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """This process's ``program`` with the messages of all ranks, and the micro-batches by number.
+
+    ``number``: which step of the training it is. ``training``: else it is an evaluation. ``keeps_outputs``:
+    whether what the model returns is asked for. ``observed``: the micro-batch whose tensors the policy of
+    codecs looks at, or None."""
+
+    number: int
+    messages: StepMessages
+    program: Sequence[Instruction]
+    micro_batches: Mapping[int, MicroBatch]
+    training: bool = True
+    keeps_outputs: bool = False
+    observed: int | None = None
+
 
 Inputs = Sequence[Sequence[torch.Tensor]]
 Planned = tuple[StepMessages, list[Instruction]]

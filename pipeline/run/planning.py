@@ -1,41 +1,133 @@
-"""From a person's options to the plan of a run, or back from a plan that was made before.
+"""The length of a run: its batches, and how many steps and updates they make.
 
-``penstock plan`` stops behind this file and ``penstock train`` goes on from it, so both decide alike."""
+Every rank follows it by itself, so it comes from the options and the data alone."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...compression.errors import PlanError
+from ...compression.errors import ConfigError, PlanError
 from ...compression.names import AUTO
-from ...conf.schema import PlanConfig
+from ...conf.parts import MEASURED
+from ...conf.planning import PlanningConfig
+from ...conf.schema import PlanConfig, TrainConfig
+from ...stages.files import save_json
 from ...stages.memory.disk import disk_rate
 from ...stages.memory.swap_file import DiskOptions
+from ...stages.planner.layer_dependencies import dependencies
 from ...stages.planner.measure import measure
+from ...stages.planner.memory_table import rows, save, table
 from ...stages.planner.network_profile import Profile
 from ...stages.planner.plan import Plan
+from ...stages.planner.rules import STREAM
+from ...stages.tracing.capture.call_spec import Example
 from ...stages.tracing.layer_graph import LayerGraph
 from ...stages.tracing.tracer import trace
 from ...stages.units import is_zero, share_of
 from ..planner.choose import bytes_of_share
 from ..planner.partition import partition
-from ..ranks.launch import threads_per_rank
+from ..ranks.launcher import threads_per_rank
 from ..samples.samples import Samples
+from ..schedules.simulate import simulate_spans
+from ..schedules.span import Span
 from ..weights.optimizers import state_per_byte
-from . import build, console, exactness
-from .bare import is_bare
+from . import build, console, determinism
+from .build import is_bare
+from .determinism import place
 from .early import program
-from .exactness import place
 from .run_folder import RunFolder
-from .run_length import example_inputs
-from .schedule_comparison import SYNCHRONOUS, compare
-from .step_files import save_comparison
+from .schedule_comparison import SYNCHRONOUS, Comparison, compare
+from .timeline import Panel, draw, perfetto_trace
+
+
+def training_batches(
+    config: PlanConfig, samples: Samples, *, epoch: int, first: int = 0
+) -> Iterator[tuple[Any, Tensor]]:
+    """Return the batches of one epoch from number ``first`` on, the same ones on every rank."""
+    return samples.batches(
+        "train",
+        batch_size=config.batch_size,
+        epoch=epoch,
+        seed=config.seed,
+        drop_last=config.data.get("drop_last", True),
+        first=first,
+        skips=bool(config.data.get("skip_broken", False)),
+    )
+
+
+def example_inputs(config: PlanConfig, samples: Samples) -> Example:
+    """Return the first micro-batch of the first training batch, as the model takes it."""
+    inputs, _ = next(training_batches(config, samples, epoch=0))
+    given = inputs if isinstance(inputs, tuple | dict) else (inputs,)
+    number = min(config.micro_batches, len(tree_leaves(given)[0]))
+    return tree_map(lambda tensor: tensor.tensor_split(number)[0].clone(), given)
+
+
+def count_steps(config: TrainConfig, samples: Samples) -> int:
+    """Return how many steps the run takes."""
+    num_steps = config.epochs * steps_of_an_epoch(config, samples)
+    return num_steps if config.max_steps is None else min(num_steps, config.max_steps)
+
+
+def steps_of_an_epoch(config: PlanConfig, samples: Samples) -> int:
+    """Return how many batches an epoch has."""
+    return samples.num_batches(
+        "train", batch_size=config.batch_size, drop_last=config.data.get("drop_last", True)
+    )
+
+
+def count_updates(config: TrainConfig, samples: Samples) -> int:
+    """Return how often the run updates the weights: every micro-batch of ``async_1f1b`` does."""
+    number = count_steps(config, samples)
+    return number * min(config.micro_batches, config.batch_size) if config.schedule == STREAM else number
+
+
+def check_batches(config: TrainConfig, plan: Plan, samples: Samples) -> None:
+    """Refuse a last batch of an epoch that is too small for two versions of the weights.
+
+    Every other batch has as many samples as micro-batches at least, and so as many as stages.
+    Raises: ConfigError: it has fewer samples than there are stages.
+    """
+    if not (plan.policy.rule and plan.policy.rule.per_batch) or config.data.get("drop_last", True):
+        return
+    rest = samples.num_samples("train") % config.batch_size
+    if 0 < rest < plan.num_stages:
+        raise ConfigError(
+            f"weights={plan.weights} needs at least as many samples in a batch as there are stages, "
+            f"{plan.num_stages}, found data.drop_last=false, whose last batch has {rest}; choose another "
+            f"batch_size than {config.batch_size}"
+        )
+
+
+SIMULATED = "simulated: every instruction in the measured median of its stage and kind, no time on the links"
+
+
+def save_step(folder: RunFolder, spans: Sequence[Span], *, title: str) -> None:
+    """Write ``timeline.png`` and ``timeline.json``.
+
+    The upper panel says what the schedule alone makes of the step; what the lower one takes longer was lost
+    on the links, or to instructions that took longer than usual.
+    """
+    panels = [
+        Panel(title=SIMULATED, spans=simulate_spans(spans).spans),
+        Panel(title="measured", spans=spans),
+    ]
+    draw(panels, folder.timeline, title=title)
+    save_json(folder.trace, perfetto_trace(spans, title=title))
+
+
+def save_comparison(folder: RunFolder, found: Comparison, *, title: str) -> None:
+    """Write ``schedules.json`` and ``schedules.png``: a simulated step of every schedule on the same axis."""
+    save_json(folder.schedules, found.facts())
+    draw(found.panels(), folder.schedules_picture, title=title)
+
 
 OF_A_PLAN = "stages cuts ranks micro_batches extra_in_flight codec link weights_first recompute".split()
 """What ``partition`` is asked for under the option's own name."""
@@ -48,7 +140,7 @@ def prepare(config: PlanConfig) -> Samples:
     """
     config.threads = config.threads or threads_per_rank(config.ranks)
     torch.set_num_threads(config.threads)
-    exactness.begin(config)
+    determinism.begin(config)
     return build.samples(config.data, batch_size=config.batch_size)
 
 
@@ -183,3 +275,36 @@ def compare_schedules(config: PlanConfig, profile: Profile, folder: RunFolder) -
 def model_name(config: PlanConfig) -> str:
     """Return what a title calls the model."""
     return config.model.get("name") or config.model["_target_"].rpartition(".")[2]
+
+
+_MEASURED = "replicas.shares=measured: training begins with these shares and follows the speed of ranks"
+
+
+def views(
+    config: PlanningConfig, graph: LayerGraph, profile: Profile, plan: Plan, folder: RunFolder
+) -> tuple[list[str], list[Path]]:
+    """Write what ``config`` asks for into ``folder``; return the lines of the table, and the files.
+
+    Args:    graph, profile: what was recorded and measured of the model; plan: what was made of them.
+    Raises:  ConfigError: the folder cannot be written.
+    """
+    stages = [number for number, stage in enumerate(plan.stages) for _ in stage.layers]
+    rule = plan.policy.rule
+    versions = [rule.old_versions(stage, plan.num_stages) if rule else 0 for stage in stages]
+    state = state_per_byte(build.optimizer(config.optimizer)) if config.optimizer else None
+    lines, files = [_MEASURED] if config.replicas.shares == MEASURED else [], list[Path]()
+    if config.graph:
+        from ...stages.planner.graph_picture import draw  # matplotlib takes a second to import
+
+        found = dependencies(
+            graph, profile, optimizer_state=1.0 if state is None else state, old_versions=versions
+        )
+        found.save(folder.graph)
+        draw(folder.graph_picture, found, stages, title=f"{model_name(config)}: dependencies of its layers")
+        files += [folder.graph, folder.graph_picture]
+    if config.memory.table:
+        listed = rows(profile, stages, optimizer_state=state, old_versions=versions)
+        save(folder.memory_table, listed)
+        lines += ["", *table(listed), ""]
+        files.append(folder.memory_table)
+    return lines, files

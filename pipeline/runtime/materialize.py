@@ -21,7 +21,7 @@ from ...stages.tracing.tracer import LayerGraph
 from ...stages.weights_file import WeightsFile
 from .ownership import Ownership
 from .state import readers_of_buffers
-from .steps import Steps
+from .step_planner import Steps
 
 Init = Callable[[str, torch.Tensor], Any]
 BEFORE = -1  # the step of the seeds that values are made from: training begins with 0

@@ -1,16 +1,15 @@
-"""Start the ranks of a run on this machine, and say which one failed and why.
-
-One rank's failure must end all of them and be told as one sentence, so every rank leaves its own sentence in
-the run folder and the launcher picks the cause among the consequences (law L7). Local ranks meet in a folder
-that only their user may enter, and speak over the loopback device: no network reaches them."""
+"""Ranks that a launcher such as torchrun started: who they are, and a part of its store for them alone."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import os
+import secrets
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, NoReturn
 from ...compression.errors import ConfigError, TransportError
 from . import rank as first
 from .failure import cause, leave, read_failures
-from .launched import MEETING, Launched, fresh
 from .private import private_folder
 from .processes import StartProcess, run_together, start_process
 from .signals import Stopped
@@ -26,7 +24,76 @@ from .signals import Stopped
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from .world import World
+    from .process_group import World
+
+
+MEETING = "PENSTOCK_MEETING"
+"""The environment variable with the folder where the ranks of a local run meet."""
+
+_PAUSE = 0.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """This process among those that the launcher started."""
+
+    rank: int
+    ranks: int
+
+    @staticmethod
+    def of_environment() -> Launched | None:
+        """What the environment says of the launcher; None for a process, or a rank, that we started.
+
+        Raises: ConfigError: it says no rank among so many."""
+        if MEETING in os.environ or not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+            return None
+        rank, ranks = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        if not (rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks)):
+            raise ConfigError(
+                f"a launcher sets RANK to a number below WORLD_SIZE, found RANK={rank} WORLD_SIZE={ranks}; "
+                "unset both, and penstock starts ranks of its own"
+            )
+        return Launched(rank=int(rank), ranks=int(ranks))
+
+    def check(self, ranks: int) -> None:
+        """Refuse a run of another number of ranks than there are.
+
+        Raises: ConfigError: it is another."""
+        if ranks != self.ranks:
+            raise ConfigError(
+                f"the launcher started {self.ranks} processes (WORLD_SIZE={self.ranks}), and the run has "
+                f"ranks={ranks}; start as many as it has ranks, or leave ranks= out"
+            )
+
+
+def fresh(store: Store, *, rank: int, ranks: int, deadline: float) -> Store:
+    """The part of ``store`` that only these processes share, and none that was restarted has written to.
+
+    A launcher may keep one store through restarts of its processes and changes of their number, so each of
+    them gives a new sign, and rank 0 answers to that sign alone: it names a part of the store that is new.
+    Raises: TransportError: a rank gives no sign, or rank 0 no answer, within ``deadline`` seconds."""
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    until, own = time.monotonic() + deadline, secrets.token_hex(8)
+    left = set(range(1, ranks)) if rank == 0 else {0}
+    store.set(f"penstock/sign/{rank}", own)
+    while left:
+        if rank and store.check([key := f"penstock/answer/{rank}/{own}"]):
+            own = store.get(key).decode()
+            store.set(f"penstock/heard/{own}/{rank}", "")
+            break
+        for other in sorted(left) if rank == 0 else ():
+            if store.check([key := f"penstock/sign/{other}"]):
+                store.set(f"penstock/answer/{other}/{store.get(key).decode()}", own)
+            left -= {other} if store.check([f"penstock/heard/{own}/{other}"]) else set()
+        if left and time.monotonic() > until:
+            raise TransportError(
+                f"rank {', '.join(map(str, sorted(left)))} of {ranks} did not join within {deadline:g} s; "
+                "see why it did not start"
+            )
+        time.sleep(_PAUSE)
+    return PrefixStore(f"penstock/{own}", store)
+
 
 MOST_RANKS_PER_CORE = 4
 """More than this only take each other's time and memory."""
@@ -75,8 +142,8 @@ def init(*, deadline: float = 60.0) -> World:
     Args:   deadline: seconds until every rank must have joined.
     Raises: TransportError: there is no store to meet at, or a rank did not join; the sentence names it.
     """
-    from . import notices
-    from .world import World, found
+    from . import process_group
+    from .process_group import World, found
 
     world = World.default(deadline=deadline)
     if "RANK" not in os.environ or not world.is_alone:
@@ -84,7 +151,9 @@ def init(*, deadline: float = 60.0) -> World:
     if os.environ["WORLD_SIZE"] == "1" and os.environ.pop(MEETING, None):
         return world  # nobody else comes
     try:
-        store, rank, ranks = notices.bounded(lambda: _meeting(deadline), seconds=deadline + notices.MOMENT)
+        store, rank, ranks = process_group.bounded(
+            lambda: _meeting(deadline), seconds=deadline + process_group.MOMENT
+        )
     except TransportError:
         raise
     except Exception as error:

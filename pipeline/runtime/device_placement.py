@@ -19,12 +19,11 @@ from ...stages.places import device_given, device_named, home_of
 from ...stages.planner.plan import Plan
 from ...stages.tracing.layers import parts_of
 from ...stages.units import show_bytes
-from ..ranks.groups import thread_of
-from ..ranks.launch import local_rank
-from ..ranks.world import World
+from ..ranks.launcher import local_rank
+from ..ranks.process_group import World, thread_of
 from .agreement import Agreement
 from .ownership import Ownership
-from .steps import Steps
+from .step_planner import Steps
 
 Given = str | torch.device | Device | None
 

@@ -1,0 +1,465 @@
+"""What ranks leave for each other in the store of their group: why one stops, and that one still runs.
+
+The store may have gone with the rank or the link that held it, and torch's look-ups in such a store never
+return. So each runs in a thread that is given a moment, and after one that got stuck whoever asked tries no
+other."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
+
+from ...compression.errors import PlanError, TransportError
+from ...stages.device import Device
+from .signals import heard
+from .thread_group import ThreadGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+MOMENT = 1.5
+"""Seconds that a look-up in the store may take, of which ranks have one to give a sign of life."""
+
+_SIGN_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+_ASKING = "penstock-store"
+_DONE = "done"
+
+T = TypeVar("T")
+
+
+def bounded(call: Callable[[], T], *, seconds: float) -> T:
+    """What ``call`` returns or raises, if it does within ``seconds``.
+
+    Raises: TimeoutError: it does not, or an earlier one still has not; it is left to itself.
+    """
+    # A thread that is stuck is the memory of it: the store did not answer this thread once.
+    name = f"{_ASKING}-{threading.get_ident()}"
+    if any(thread.name == name for thread in threading.enumerate()):
+        raise TimeoutError("the store of the ranks did not answer before")
+    answers: list[T] = []
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            answers.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, name=name, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise TimeoutError(f"the store of the ranks did not answer within {seconds:g} s")
+    return answers[0]
+
+
+class Notices:
+    """What this rank and its peers leave in the store of their group; without a store nobody is there."""
+
+    def __init__(self, store: Store | None, rank: int, size: int) -> None:
+        self.store, self.rank = store, rank
+        self.others = [other for other in range(size) if other != rank]
+
+    def post_failure(self, sentence: str) -> None:
+        """Tell the other ranks why this one stops."""
+        self._ask(lambda store: store.set(f"failed/{self.rank}", sentence), otherwise=None)
+
+    def peer_failures(self) -> str:
+        """Why other ranks stopped, as they told it; "" if none did."""
+
+        def look(store: Store) -> str:
+            keys = [f"failed/{other}" for other in self.others]
+            return "; ".join(store.get(key).decode(errors="replace") for key in keys if store.check([key]))
+
+        return self._ask(look, otherwise="")
+
+    def why(self, error: RuntimeError) -> str:
+        """Why a wait for all failed: in the words of a rank that failed, else who gives no sign of life."""
+        if told := self.peer_failures():
+            return told
+        quiet = self._ask(
+            lambda store: silent(store, f"lost/{self.rank}", "lost", self.others), otherwise=self.others
+        )
+        who = f"{ranks_named(quiet)} did not answer: " if quiet else ""
+        return f"{who}{of_gloo(error)}"
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Leave a sign of life every second while the block lasts; the others are in ``wait_for``."""
+        store, done = self.store, threading.Event()
+        assert store is not None, "there is somebody who waits"
+
+        def beat() -> None:
+            count = 0
+            with contextlib.suppress(RuntimeError):  # the store has gone: the next exchange tells
+                while not done.wait(_SIGN_SECONDS):
+                    store.set(f"busy/{self.rank}", str(count := count + 1))
+
+        thread = threading.Thread(target=beat, name="penstock-busy", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join(MOMENT)
+            with contextlib.suppress(RuntimeError):
+                store.set(f"busy/{self.rank}", _DONE)
+
+    def wait_for(self, rank: int, *, deadline: float) -> None:
+        """Wait until ``rank`` has left its ``busy`` block, for as long as it gives signs of life.
+
+        Args:   deadline: seconds between two signs.
+        Raises: TransportError: it gives none, or the store has gone."""
+        store, key = self.store, f"busy/{rank}"
+        assert store is not None, "there is somebody to wait for"
+        seen, until = "", time.monotonic() + deadline
+        try:
+            while seen != _DONE:
+                before = seen
+                seen = bounded(
+                    lambda: store.get(key).decode(errors="replace") if store.check([key]) else "",
+                    seconds=deadline,
+                )
+                if seen != before:
+                    until = time.monotonic() + deadline
+                elif time.monotonic() > until:
+                    raise TimeoutError(f"it gave no sign of life for {deadline:g} s")
+                time.sleep(_POLL_SECONDS)
+        except (RuntimeError, TimeoutError) as error:
+            raise TransportError(f"rank {self.rank} waited for rank {rank}: {of_gloo(error)}") from error
+
+    def part(self, seconds: float) -> None:
+        """Say that nothing is left to do, and wait until all have said so."""
+        if self.store is not None:
+            self.store.set(f"left/{self.rank}", "")
+            self.store.wait([f"left/{other}" for other in self.others], datetime.timedelta(seconds=seconds))
+
+    def _ask(self, look: Callable[[Store], T], *, otherwise: T) -> T:
+        store = self.store
+        if store is None:
+            return otherwise
+        try:
+            return bounded(lambda: look(store), seconds=MOMENT)
+        except Exception:  # the store has gone with the rank that held it; the error itself travels on
+            return otherwise
+
+
+def silent(store: Store, sign: str, kind: str, others: Collection[int]) -> list[int]:
+    """Leave ``sign``; return which of ``others`` leave neither one of its ``kind`` nor word of a failure."""
+    store.set(sign, "")
+    until = time.monotonic() + _SIGN_SECONDS
+    while True:
+        left = [o for o in others if not (store.check([f"{kind}/{o}"]) or store.check([f"failed/{o}"]))]
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.02)
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 3 and 4``."""
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def of_gloo(error: BaseException) -> str:
+    """What gloo says of a failed transfer, less its source line and its advice."""
+    return re.sub(r"^\[[^]]*\] ", "", str(error)).split(". ")[0]
+
+
+def beside(process_group: ProcessGroup, *, deadline: float) -> ProcessGroup:
+    """A gloo group of the same ranks; one of threads is somebody's own, and stays what it is."""
+    if isinstance(process_group, ThreadGroup):
+        return process_group
+    return _gloo(dist.get_process_group_ranks(process_group), deadline=deadline)
+
+
+def part(group: ProcessGroup, ranks: Sequence[int], *, deadline: float) -> ProcessGroup:
+    """A group of some of the ranks of ``group``, this one among them; collective among those alone."""
+    if isinstance(group, ThreadGroup):
+        return group.part(ranks)
+    known = dist.get_process_group_ranks(group)
+    return _gloo([known[rank] for rank in ranks], deadline=deadline)
+
+
+def store_of(group: ProcessGroup) -> Store:
+    """Where its ranks leave notices."""
+    if isinstance(group, ThreadGroup):
+        return group.store
+    return distributed_c10d._get_process_group_store(group)
+
+
+def leave(group: ProcessGroup) -> None:
+    """Close this rank's connections, if it has any."""
+    if not isinstance(group, ThreadGroup):
+        dist.destroy_process_group(group)
+
+
+def thread_of(group: ProcessGroup | None) -> int | None:
+    """The number of this rank where ranks are threads; None where they are processes."""
+    return group.place if isinstance(group, ThreadGroup) else None
+
+
+def hearing(
+    group: ProcessGroup | None, tell: Callable[[int], None]
+) -> contextlib.AbstractContextManager[None]:
+    """The block in which a signal that asks a run to stop calls ``tell``; of a process only the main thread
+    hears, which tells the ranks."""
+    return group.post.hearing(tell) if isinstance(group, ThreadGroup) else heard(tell)
+
+
+def check_own(group: ProcessGroup | None, model: nn.Module) -> None:
+    """Refuse a model that another rank of this process trains, too; raises PlanError."""
+    if isinstance(group, ThreadGroup) and (name := group.post.claim(model, group.place)):
+        raise PlanError(
+            f"every rank has its own copy of the model, and {name} is a parameter of another thread's, too; "
+            "give each thread one: copy.deepcopy(model), before the threads begin"
+        )
+
+
+def founded() -> int:
+    """How many groups this process has founded, as torch counts them."""
+    return distributed_c10d._world.group_count
+
+
+def set_founded(number: int) -> None:
+    """Count the next group from ``number`` on."""
+    distributed_c10d._world.group_count = number
+
+
+def _gloo(ranks: Sequence[int], *, deadline: float) -> ProcessGroup:
+    group = dist.new_group(
+        list(ranks),
+        backend="gloo",
+        timeout=datetime.timedelta(seconds=deadline),
+        use_local_synchronization=True,  # no other rank need come
+    )
+    assert isinstance(group, ProcessGroup), "a rank is a member of its own group"
+    return group
+
+
+_LEAVING_SECONDS = 2.0
+"""How long a rank that has done its work waits for the others before it closes its connections."""
+
+_FOUNDED: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+"""The default groups that ``found`` started: nobody else's, so a world needs no group beside them."""
+
+
+class World:
+    """The ranks of one pipeline.
+
+    Args:   process_group: the ranks, by a group of any backend; collective among them. None: this process
+            alone.
+            device: where this rank computes; None: where its Pipeline does, and on the CPU until then.
+            deadline: seconds that a wait for all of them may take.
+    """
+
+    def __init__(
+        self,
+        process_group: ProcessGroup | None = None,
+        *,
+        device: Device | None = None,
+        deadline: float = 60.0,
+    ) -> None:
+        self.device, self.has_device, self.deadline = device or Device(), device is not None, deadline
+        self.group: ProcessGroup | None = None
+        self.rank, self.size, self.notices = 0, 1, Notices(None, 0, 1)
+        if process_group is None:
+            return
+        own = process_group in _FOUNDED
+        self.group = process_group if own else beside(process_group, deadline=deadline)
+        self.rank, self.size = self.group.rank(), self.group.size()
+        self.notices = Notices(store_of(self.group), self.rank, self.size)
+
+    @staticmethod
+    def alone(device: Device | None = None) -> World:
+        """This process and no other."""
+        return World(device=device)
+
+    @staticmethod
+    def default(*, device: Device | None = None, deadline: float = 60.0) -> World:
+        """The ranks of the default process group, where one is initialised; else this process alone."""
+        started = dist.is_available() and dist.is_initialized()
+        return World(dist.group.WORLD if started else None, device=device, deadline=deadline)
+
+    @staticmethod
+    def from_mesh(mesh: DeviceMesh, *, deadline: float = 60.0) -> World:
+        """The ranks along a mesh of one dimension, such as ``device_mesh["pp"]``."""
+        if mesh.ndim != 1:
+            raise TransportError(
+                f"a pipeline runs along one dimension of a mesh, found {mesh.ndim}; give mesh['pp']"
+            )
+        return World(mesh.get_group(), deadline=deadline)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether all stages run in this process."""
+        return self.group is None
+
+    def all_gather(self, numbers: Sequence[float], *, at: str = "") -> list[list[float]]:
+        """Everybody's ``numbers`` (equally many on every rank, kept as float64), by rank.
+
+        ``at``, here and below: what the ranks do together, for the sentence of a rank that loses them."""
+        group = self.group
+        if group is None:
+            return [list(numbers)]
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        self.collective(lambda: group.allgather([rows], [mine]).wait(), at, mine)
+        return [row.tolist() for row in rows]
+
+    def all_reduce(self, numbers: Sequence[float], *, at: str = "") -> list[float]:
+        """The sums over all ranks of numbers, place by place, in the order of ranks."""
+        return [sum(column) for column in zip(*self.all_gather(numbers, at=at), strict=True)]
+
+    def broadcast(self, number: float, source: int, *, at: str = "") -> float:
+        """The number that rank ``source`` gives, on every rank."""
+        return self.all_gather([number], at=at)[source][0]
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        self.all_gather([0.0])
+
+    def all_gather_json(self, item: Any, *, at: str = "") -> list[Any]:
+        """Everybody's ``item`` (anything JSON can say), by rank, on every rank."""
+        group = self.group
+        if group is None:
+            return [item]
+        data = torch.frombuffer(bytearray(json.dumps(item).encode()), dtype=torch.uint8)
+        sizes = [int(row[0]) for row in self.all_gather([data.numel()], at=at)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        rows = [torch.empty_like(padded) for _ in sizes]
+        self.collective(lambda: group.allgather([rows], [padded]).wait(), at, padded)
+        return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
+
+    def gather(self, frames: Sequence[torch.Tensor], *, at: str = "") -> list[list[torch.Tensor]] | None:
+        """Everybody's ``frames`` (1-D uint8 tensors), by rank, on rank 0; None elsewhere."""
+        group = self.group
+        if group is None:
+            return [list(frames)]
+        sizes = self.all_gather_json([frame.numel() for frame in frames], at=at)
+        if self.rank:
+            for frame in frames:
+                self.collective(lambda x=frame: group.send([x], 0, 0).wait(), at, frame)
+            return None
+        gathered = [list(frames)]
+        for source, lengths in enumerate(sizes[1:], start=1):
+            rows = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+            for row in rows:
+                self.collective(lambda x=row, source=source: group.recv([x], source, 0).wait(), at, row)
+            gathered.append(rows)
+        return gathered
+
+    def level(self) -> None:
+        """Have some ranks of this world found groups of their own next; collective among all of it.
+
+        Torch names such a group by how many groups a rank has founded before, and ranks that have been in
+        different ones would wait for each other under different names."""
+        if thread_of(self.group) is None:
+            set_founded(int(max(row[0] for row in self.all_gather([founded()]))))
+
+    def isend(self, tensor: torch.Tensor, target: int, *, tag: int) -> dist.Work:
+        """Begin to send real numbers to rank ``target``; raises RuntimeError where the connection is gone."""
+        assert self.group is not None, "there is somebody to send to"
+        return self.group.send([tensor], target, tag)  # as dist.isend, whose checks cost more than it does
+
+    def irecv(self, tensor: torch.Tensor, source: int, *, tag: int) -> dist.Work:
+        """Begin to receive from rank ``source``; raises RuntimeError where the connection is gone."""
+        assert self.group is not None, "there is somebody to receive from"
+        return self.group.recv([tensor], source, tag)
+
+    def close(self) -> None:
+        """Leave the group together, after success only: else an error hides behind those of the peers.
+
+        First everybody has what it waits for, then everybody says so, and only then does anybody close its
+        connections: none ever breaks under a transfer of a peer that is a little behind.
+        """
+        if self.group is None:
+            return
+        self.all_gather([0.0], at="leaving the group")
+        with contextlib.suppress(Exception):  # a peer that has left already misses nothing
+            bounded(lambda: self.notices.part(_LEAVING_SECONDS), seconds=_LEAVING_SECONDS + MOMENT)
+        leave(self.group)
+        self.group = None
+
+    def collective(self, call: Callable[[], Any], at: str, item: torch.Tensor) -> None:
+        """Do what several ranks do together with ``item``; raises TransportError where one is lost."""
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            # torch's report of a failure knows no group of threads, and fails where there is a default group.
+            cause = error if isinstance(error, RuntimeError) else error.__context__
+            if not isinstance(cause, RuntimeError):
+                raise
+            where = f" in {at} ({item.nbytes:,} bytes of each) within {self.deadline:g} s" if at else ""
+            raise TransportError(
+                f"rank {self.rank} lost the group of ranks{where}: {self.notices.why(cause)}"
+            ) from error
+
+
+def found(store: Store, *, rank: int, ranks: int, deadline: float) -> World:
+    """Become ``rank`` of ``ranks`` in a new default group that meets at ``store``.
+
+    Args:    deadline: seconds until every rank must be there; then, those that any wait for all may take.
+    Raises:  TransportError: a rank is not; the sentence names it.
+    """
+    limit = datetime.timedelta(seconds=deadline)
+    signs = {other: f"penstock/joined/{other}" for other in range(ranks)}
+
+    def meet() -> None:
+        store.set(signs[rank], "")
+        store.wait(list(signs.values()), limit)
+
+    try:
+        bounded(meet, seconds=deadline + MOMENT)
+    except Exception as error:
+        raise TransportError(_who_is_missing(store, signs, ranks=ranks, deadline=deadline)) from error
+    own = PrefixStore("penstock", store)
+    try:
+        bounded(
+            lambda: dist.init_process_group("gloo", store=own, rank=rank, world_size=ranks, timeout=limit),
+            seconds=deadline + MOMENT,
+        )
+    except (RuntimeError, TimeoutError) as error:
+        raise TransportError(_who_is_cut_off(own, rank, ranks=ranks, error=error)) from error
+    assert dist.group.WORLD is not None
+    _FOUNDED.add(dist.group.WORLD)
+    return World(dist.group.WORLD, deadline=deadline)
+
+
+def _who_is_missing(store: Store, signs: dict[int, str], *, ranks: int, deadline: float) -> str:
+    """What to say when not all ranks came to the store in time, or it has gone."""
+    try:
+        missing = bounded(
+            lambda: [other for other, sign in signs.items() if not store.check([sign])],
+            seconds=MOMENT,
+        )
+    except Exception:
+        return f"the store where {ranks} ranks meet did not answer within {deadline:g} s; see why it ended"
+    names = ", ".join(map(str, missing))
+    return f"rank {names} of {ranks} did not join within {deadline:g} s; see why it did not start"
+
+
+def _who_is_cut_off(store: Store, rank: int, *, ranks: int, error: Exception) -> str:
+    """What to say when ranks that met at the store found no connection to each other."""
+    others = [other for other in range(ranks) if other != rank]
+    with contextlib.suppress(Exception):
+        others = bounded(lambda: silent(store, f"apart/{rank}", "apart", others) or others, seconds=MOMENT)
+    return f"rank {rank} could not connect to {ranks_named(others)}: {of_gloo(error)}"

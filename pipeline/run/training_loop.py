@@ -1,0 +1,306 @@
+"""A run that a signal asks to stop: behind the same step on all ranks it writes a checkpoint, and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...compression.names import AUTO
+from ...conf.schema import TrainConfig
+from ...stages.files import save_json
+from ...stages.planner.plan import Plan
+from ...stages.tracing.layers import casting
+from ..pipeline import Pipeline
+from ..ranks.launcher import cores, local_ranks
+from ..ranks.process_group import hearing
+from ..ranks.signals import Stopped
+from ..runtime.report import Report
+from ..samples.loader import Loader, workers_of
+from ..samples.reading import Needs, Place, Reading
+from ..samples.samples import Samples
+from ..samples.storage import check_shared
+from ..samples.tables import PartTable
+from ..samples.warm_up import WarmUp
+from . import build, console
+from .checkpoints import Checkpoints
+from .loggers import Loggers
+from .metrics import Metrics, summarise
+from .model_file import keeping, writer
+from .planning import count_steps, model_name, save_step, steps_of_an_epoch
+from .resume import position, take_over
+from .run_folder import RunFolder
+from .shares_log import SharesLog
+from .sharing import share
+from .tier_rows import foretell
+
+
+class Asked:
+    """Listens while a run trains; ``after`` every step, and ``between`` batches of a test, it may end here.
+
+    Args: keep: writes a checkpoint and waits for it; collective."""
+
+    def __init__(self, pipe: Pipeline, keep: Callable[[], None]) -> None:
+        self.pipe, self.keep = pipe, keep
+        self._listening = contextlib.ExitStack()
+
+    def __enter__(self) -> Asked:
+        self._listening.enter_context(hearing(self.pipe.world.group, self._note))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listening.close()
+
+    def after(self, report: Report) -> None:
+        """Stop behind a step whose report says that a rank was asked to.
+
+        Raises: Stopped: one was, on every rank."""
+        if report.asked:
+            self._stop(report.asked)
+
+    def between(self) -> None:
+        """The same in the middle of a test, which is done again by the run that goes on; collective.
+
+        Raises: Stopped: a rank was asked to stop."""
+        rows = self.pipe.world.all_gather([self.pipe.asked], at="the middle of a test")
+        if asked := int(max(row[0] for row in rows)):
+            self._stop(asked)
+
+    def _note(self, number: int) -> None:
+        self.pipe.asked = number
+
+    def _stop(self, number: int) -> None:
+        self.keep()
+        self.pipe.close()
+        raise Stopped(number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """Where a run begins and ends.
+
+    Args:    done: steps that it has behind it, of ``steps``; ``steps_of_an_epoch``; ``tests``: batches of the
+             test split."""
+
+    epochs: int
+    steps: int
+    steps_of_an_epoch: int
+    tests: int
+    done: int = 0
+
+    def __iter__(self) -> Iterator[Place]:
+        for epoch, numbers in self.by_epoch():
+            yield from (Place("train", epoch, number) for number in numbers)
+            yield from self.test()
+
+    def by_epoch(self) -> Iterator[tuple[int, range]]:
+        """Yield each epoch that has a step or its test to come, and the numbers of its batches."""
+        (begin, done), left = position(self.done, self.steps_of_an_epoch), self.steps - self.done
+        for epoch in range(begin, self.epochs):
+            number = max(0, min(left, self.steps_of_an_epoch - done))
+            yield epoch, range(done, done + number)
+            left, done = left - number, 0
+            if left <= 0:
+                break
+
+    def test(self) -> list[Place]:
+        """The batches of a test."""
+        return [Place("test", 0, number) for number in range(self.tests)]
+
+
+def course(config: TrainConfig, samples: Samples, *, done: int) -> Course:
+    """Return what is left of a run that has ``done`` so many steps."""
+    return Course(
+        epochs=config.epochs,
+        steps=count_steps(config, samples),
+        steps_of_an_epoch=steps_of_an_epoch(config, samples),
+        tests=0 if samples.test is None else samples.num_batches("test", batch_size=config.batch_size),
+        done=done,
+    )
+
+
+def loader(
+    config: TrainConfig,
+    samples: Samples,
+    pipe: Pipeline,
+    ahead: Course,
+    *,
+    folder: Path,
+    tell: Callable[[str], None],
+) -> Loader:
+    """Return what loads the batches of ``ahead`` on this rank, as far as it computes with them; collective.
+
+    Where samples may be left out every rank reads all, to leave out the same ones.
+    Raises: ConfigError: the samples cannot be cached as asked."""
+    train, through = share(config, samples, pipe, folder=folder, tell=tell)
+    skips = bool(config.data.get("skip_broken", False))
+    needs = Needs()
+    if not skips:
+        test = pipe.reads_tests()
+        split = () if through is not None else _split(pipe)
+        needs = Needs(inputs=pipe.reads_inputs, targets=pipe.reads_targets, split=split, test=test)
+    tables = {"train": train} | ({} if samples.test is None else {"test": samples.test})
+    read = {
+        split: table for split, table in tables.items() if needs.inputs or not isinstance(table, PartTable)
+    }
+    spare = cores() // local_ranks(config.ranks) - (config.threads or 1)
+    asked = config.data.get("workers", AUTO)
+    threads = config.replicas.threads  # a process is not forked from among them, and one for each is dear
+    asked = 0 if threads and asked == AUTO else asked
+    workers = workers_of(asked, read.values(), cores=spare) if read else 0
+    brings = {"train": through} if through is not None and "train" in read else {}
+    reading = Reading(
+        tables=tables,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        needs=needs,
+        skips=skips,
+        through=brings,
+        epochs=config.epochs,
+        used=ahead.steps_of_an_epoch * config.batch_size,
+    )
+    counts = {"batches": ahead.steps_of_an_epoch, "batch_size": config.batch_size, "workers": workers}
+    return Loader(
+        reading,
+        ahead,
+        workers=workers,
+        pinned=pipe.world.device.is_gpu and needs == Needs(),  # what is without memory cannot be pinned
+        start="spawn" if threads else None,
+        deadline=config.deadline,
+        warm_up=WarmUp(**counts) if brings else None,
+        tell=tell,
+    )
+
+
+def _split(pipe: Pipeline) -> tuple[bool, ...]:
+    """For each micro-batch whether this rank reads its inputs; nothing where no rank reads a part of them, or
+    nobody knows ahead which."""
+    if pipe.plan.replicas[0] == 1 or pipe.sharing.follows:
+        return ()
+    return tuple(pipe.reads(micro_batch) for micro_batch in range(pipe.plan.micro_batches))
+
+
+BETWEEN = 10  # batches of a test; an exchange behind each would cost small ones a tenth of their time
+
+
+def run_epochs(
+    pipe: Pipeline,
+    plan: Plan,
+    config: TrainConfig,
+    ahead: Course,
+    loader: Loader,
+    *,
+    see: Sequence[Callable[[Report], None]],
+    between: Callable[[], None],
+    log: Callable[[int, Mapping[str, float]], None],
+    note: Callable[[str], None],
+) -> dict[str, float]:
+    """Take every step that is left and test after each epoch; return the last test's results.
+
+    Args: see: are called with the report of every step; between: every ``BETWEEN`` batches of a test;
+          log: with the last step and the results of a test."""
+    test: dict[str, float] = {}
+    for epoch, numbers in ahead.by_epoch():
+        for number in numbers:
+            report = pipe.step(*loader.take(Place("train", epoch, number)))
+            for one in see:
+                one(report)
+        test = evaluate(pipe, plan, config, map(loader.take, ahead.test()), between=between)
+        if test:
+            log(pipe.num_steps - 1, test)
+            result = f"test accuracy {test['accuracy']:.2%}, test loss {test['loss']:.4f}"
+            note(f"epoch {epoch + 1}/{config.epochs}: {result}")
+    return test
+
+
+def evaluate(
+    pipe: Pipeline,
+    plan: Plan,
+    config: TrainConfig,
+    batches: Iterable[tuple[Any, Any]],
+    *,
+    between: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Return the accuracy and the mean loss over the batches of a test, on every rank; nothing of none."""
+    right = total = 0
+    lost = 0.0
+    number = 0
+    for number, (inputs, targets) in enumerate(batches, start=1):
+        if number % BETWEEN == 0:
+            between()
+        outputs = pipe.evaluate(inputs)
+        if outputs is not None:
+            targets = targets.to(outputs.device)
+            right += int((outputs.argmax(-1) == targets).sum())
+            with casting(build.autocast(config.autocast), outputs.device):
+                lost += float(loss(outputs, targets)) * targets.numel()
+            total += targets.numel()
+    if not number:
+        return {}
+    last = plan.owner(-1)
+    right, lost, total = (
+        pipe.world.broadcast(number, last, at="the test's result") for number in (right, lost, total)
+    )
+    return {"accuracy": right / total, "loss": lost / total}
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy of classes (batch, classes) or of characters (batch, length, classes)."""
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samples, pipe: Pipeline) -> None:
+    """Train this rank's stages; rank 0 also tells and writes what happens."""
+    num_steps, first = count_steps(config, samples), pipe.rank == 0
+    mark = folder.mark() if first else None
+    with console.Training(num_steps, shown=first) as progress:
+        path, tell = folder.metrics if first else None, progress.note
+        names, options = config.loggers if first else (), dataclasses.asdict(config)
+        notes, resumed = take_over(pipe, config.resume, folder.metrics, progress)
+        if pipe.world.size > 1:
+            gather = functools.partial(pipe.world.all_gather_json, at="the storage of its samples")
+            check_shared(config.data, rank=pipe.rank, gather=gather)
+        ahead = course(config, samples, done=pipe.num_steps)
+        loads = loader(config, samples, pipe, ahead, folder=folder.path, tell=tell)
+        with (
+            Metrics(path, num_stages=plan.num_stages, tell=tell, first=pipe.num_steps) as metrics,
+            Loggers(names, folder.path, first=pipe.num_steps, options=options, tell=tell) as loggers,
+            Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell) as kept,
+            Asked(pipe, kept.now) as asked,
+            contextlib.closing(loads) as batches,
+            SharesLog(pipe, folder.shares if first else None, tell=tell) as shares,
+        ):
+            metrics.totals.load(notes.get("totals"))
+            kept.notes = lambda: {"config": options, "totals": vars(metrics.totals)}
+            see = [metrics.add, progress.step, foretell(plan, tell), loggers.step, kept.after, asked.after]
+            see.append(shares.after)
+            more = {"see": see, "between": asked.between, "log": loggers.test, "note": tell}
+            test = run_epochs(pipe, plan, config, ahead, batches, **more)
+    pipe.drain()
+    data = pipe.world.all_gather_json(batches.told, at="the end of its data")
+    spans, flows = pipe.timeline(), pipe.flows()
+    sizes = {key: pipe.state.expected[key].numel() for key in pipe.state.keys}
+    writer(config.model, pipe)(pipe, folder.model, before=lambda: mark and folder.check(mark))
+    if mark is None:
+        return
+    with keeping(folder.model):
+        if spans:  # a run that goes on may have had no step left
+            save_step(folder, spans, title=_title(config, plan, step=num_steps - 1))
+        told = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
+        told |= {"turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns], "flows": flows}
+        told |= {"sizes": sizes, "test": test, "resumed_from": resumed, "data": data}
+        save_json(folder.summary, summarise(metrics.totals, plan, **told))
+
+
+def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
+    predicted = " prediction=true" if plan.prediction else ""
+    versions = f" weights={plan.weights}{predicted}" if plan.streams else ""
+    job = f"schedule={plan.schedule}{versions} micro_batches={plan.micro_batches} stages={plan.num_stages}"
+    return f"{model_name(config)}, step {step}: {job} ranks={plan.num_ranks}"
