@@ -21,7 +21,7 @@ from .messages import HEADER, LONGEST, Kind, unpack_header
 from .pages import PAGE_BYTES, Pages
 from .policy import Policy
 from .session import Session
-from .slab import Slab
+from .shared_memory import Slab
 
 MOST_CONNECTIONS = 1000
 _AT_ONCE = 1 << 18  # bytes that are read of a connection before others are heard

@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 
 from ....compression.errors import ConfigError
 from . import needs
+from .job_progress import NEVER, Course
 from .lru import joined
-from .orders import NEVER, Course
 from .policy import Admitted, Entry, Found, Job
 
 _NOWHERE, _REFUSED = Found(None), Admitted(None)

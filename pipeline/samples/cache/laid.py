@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from .orders import NEVER, Course
+from .job_progress import NEVER, Course
 from .policy import Entry, Job
 
 Item = tuple[int, int, int]

@@ -30,7 +30,7 @@ from .messages import (
 )
 from .pages import pages_of, pieces
 from .policy import Times
-from .slab import Window
+from .shared_memory import Window
 from .wire import Bytes, Wire
 
 _DONE = pack(Kind.DONE)

@@ -26,7 +26,7 @@ from .messages import (
 from .pages import pieces
 from .policy import Times
 from .runs import Member
-from .slab import Slab
+from .shared_memory import Slab
 
 _SCRAP = bytearray(1 << 16)
 """Takes the bytes of a sample that is not kept any more; nobody reads it."""

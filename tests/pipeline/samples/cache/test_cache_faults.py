@@ -17,7 +17,7 @@ from brokers import PAGE, SOON, Said, broker_process, client, payload, state, wi
 from penstock.compression.errors import ConfigError
 from penstock.pipeline.samples.cache import place
 from penstock.pipeline.samples.cache.link import Hit, Link
-from penstock.pipeline.samples.cache.slab import Slab, Window, available
+from penstock.pipeline.samples.cache.shared_memory import Slab, Window, available
 
 ORDER = range(100)
 FORK = multiprocessing.get_context("fork")

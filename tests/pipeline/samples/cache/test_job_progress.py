@@ -6,7 +6,7 @@ import pytest
 from small_policies import ALONE
 
 from penstock import ConfigError
-from penstock.pipeline.samples.cache.orders import NEVER, Course
+from penstock.pipeline.samples.cache.job_progress import NEVER, Course
 from penstock.pipeline.samples.cache.policy import Job
 
 JOB = Job(name="a", data="d", num_samples=5, batch_size=2, times=replace(ALONE, epoch=10.0))
