@@ -64,10 +64,10 @@ def serve(options: Mapping[str, str]) -> int:
     capacity, page = parse_bytes(options["capacity"], name="capacity"), _page(options["page"])
     path = _socket(options)
     from ..pipeline.run import console
-    from ..pipeline.samples.cache import policies
     from ..pipeline.samples.cache.broker import serving
+    from ..pipeline.samples.cache.policies import policy as new_policy
 
-    policy = policies.policy(options["policy"], capacity)
+    policy = new_policy(options["policy"], capacity)
     with serving(path, policy, page_bytes=page, tell=console.warn) as broker:
         print(
             f"{path}: {show_bytes(capacity)} for samples, policy={options['policy']}; Ctrl-C ends it",

@@ -1,7 +1,7 @@
-"""Where a job is in the two orders that it said, and when it will be at a sample again.
+"""Position of a job in its two known orders, and the predicted time of its next use of a sample.
 
-A job says the order of this epoch and of the next (CN114968588A, step S32), so the next use of every sample
-is known, as a position; its pace (S11: seconds of an epoch by its samples) makes a time of it."""
+A job announces the order of this epoch and of the next (CN114968588A, step S32), so the next use of every
+sample is a known position; the job's pace (S11: seconds of an epoch by its samples) turns it into a time."""
 
 from __future__ import annotations
 
@@ -10,114 +10,91 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ....compression.errors import ConfigError
 from .policy import Job
 
 NEVER = -1
-"""The position of a sample that a job will not use, as far as it said."""
+"""Position of a sample that the job will not use, as far as it announced."""
 
 
-class Course:
-    """A job's way through its epochs. Positions count on from epoch to epoch.
+class JobProgress:
+    """A job on its way through its epochs. Positions count on from epoch to epoch.
 
     Attributes:
-        first:  position of the first sample of this epoch. length: samples of this epoch.
-        passed: samples used so far, in all epochs: the position where the job is.
-        at:     when it used the last one.
-        known:  whether it has said an order yet.
+        first: Position of the first sample of this epoch.
+        length: Number of samples of this epoch.
+        passed: Number of samples used so far in all epochs, which is the job's position.
+        last_use: Time of the last use.
+        pace: Seconds of a sample: of the last whole epoch; before there is one, of the measured warm-up epoch
+            or of the uses so far; None: less than a batch was used.
     """
 
-    __slots__ = (
-        *("_began", "_batch", "_batches", "_given", "_later", "_place", "_used", "at", "first", "job"),
-        *("known", "length", "pace", "passed", "watch"),
-    )
-
-    def __init__(self, job: Job, *, watch: bool = True) -> None:
-        """A job that comes. ``watch``: an epoch that it has gone through counts more than what it told."""
-        self.watch = watch
+    def __init__(self, job: Job) -> None:
         self.first = self.length = self.passed = self._batches = 0
-        self.at = self._began = 0.0
-        self.known, self._place, self._later, self._used = False, array("q"), None, bytearray()
+        self.last_use = self._begin = 0.0
+        self._place = array("q", [NEVER]) * job.num_samples
+        self._later: array[int] | None = None
+        self._used = bytearray(job.num_samples)
         self.pace: float | None = None
-        self.tell(job)
+        self.update(job)
 
-    def tell(self, job: Job) -> None:
-        """The job is known better than before."""
-        self.job, self._batch = job, max(1, job.batch_size)
-        self._given = job.times is not None
+    def update(self, job: Job) -> None:
+        """Replace what is known of the job."""
+        self.job, self._batch = job, job.batch_size
+        self._measured = job.times is not None
         if job.times is not None:
-            self.pace = job.times.epoch / max(1, job.num_samples)
+            self.pace = job.times.epoch / job.num_samples
 
     def begin(self, order: Sequence[int], following: Sequence[int] | None, now: float) -> bool:
         """Begin an epoch.
 
-        Returns: whether all is as foretold: the last epoch was gone through, and this is its following.
-        Raises:  ConfigError: an order names a sample that there is not, or one twice."""
+        Returns: whether the last epoch was gone through, and announced this one as its following."""
         place = self._places(order)
-        later = None if following is None else self._places(following)
-        whole = self.known and self.passed == self.first + self.length
-        foretold = whole and self._later is not None and place == self._later
-        if whole and self.length and self.watch:
-            self.pace, self._given = (now - self._began) / self.length, True
+        whole = self.length > 0 and self.passed == self.first + self.length
+        if whole:
+            self.pace, self._measured = (now - self._begin) / self.length, True
+        as_announced = whole and place == self._later
         self._batches += -(-self.length // self._batch)
         self.first += self.length
-        self.passed, self.length, self.known = self.first, len(order), True
-        self._place, self._later, self._used = place, later, bytearray(self.job.num_samples)
-        self._began = self.at = now
-        return foretold
+        self.passed, self.length = self.first, len(order)
+        self._place, self._later = place, None if following is None else self._places(following)
+        self._used = bytearray(self.job.num_samples)
+        self._begin = self.last_use = now
+        return as_announced
 
     def _places(self, order: Sequence[int]) -> array[int]:
-        num, name = self.job.num_samples, self.job.name
-        asked = np.asarray(order, dtype=np.int64)
-        if asked.size and not 0 <= asked.min() <= asked.max() < num:
-            raise ConfigError(
-                f"an order of the job {name} holds samples from 0 to {num - 1}, found {asked.min()} to "
-                f"{asked.max()}; say how many samples it has when it joins"
-            )
-        places = np.full(num, NEVER, dtype=np.int64)
-        places[asked] = np.arange(asked.size)
-        if np.count_nonzero(places >= 0) < asked.size:
-            raise ConfigError(f"an order of the job {name} uses each sample once, found some twice")
+        places = np.full(self.job.num_samples, NEVER, dtype=np.int64)
+        places[np.asarray(order, dtype=np.int64)] = np.arange(len(order))
         return array("q", places.tobytes())
 
     def use(self, index: int, now: float) -> None:
-        """The job uses a sample; once an epoch counts."""
-        self.at = now
-        if 0 <= index < len(self._used) and not self._used[index]:
+        """Count a use of a sample, once an epoch."""
+        self.last_use = now
+        if not self._used[index]:
             self._used[index] = 1
             self.passed += 1
-            if not self._given and self.passed - self.first >= self._batch:
-                self.pace = (now - self._began) / (self.passed - self.first)
+            if not self._measured and self.passed - self.first >= self._batch:
+                self.pace = (now - self._begin) / (self.passed - self.first)
 
     def next_use(self, index: int) -> int:
-        """The position of the sample's next use, or NEVER."""
-        if not 0 <= index < len(self._used):
-            return NEVER
-        if not self._used[index]:
-            position = self._place[index]
-            if position >= 0:
-                return self.first + position
-        if self._later is None:
-            return NEVER
-        position = self._later[index]
+        """Position of the next use of a sample, or NEVER."""
+        position = self._place[index]
+        if position >= 0 and not self._used[index]:
+            return self.first + position
+        position = NEVER if self._later is None else self._later[index]
         return NEVER if position < 0 else self.first + self.length + position
 
     def batch_of(self, position: int) -> int:
-        """The number, over all epochs, of the batch that a position of this epoch or the next is in."""
+        """Number, over all epochs, of the batch that a position of this epoch or the next is in."""
         beyond = position - self.first - self.length
         if beyond < 0:
             return self._batches + (position - self.first) // self._batch
         return self._batches - (-self.length // self._batch) + beyond // self._batch
 
-    def when(self, position: int, now: float, otherwise: float) -> float:
-        """When the job will be at a position; ``otherwise``: seconds for a sample where it has shown no pace.
+    def time_of(self, position: int, now: float, default_pace: float) -> float:
+        """Predicted time of a position; ``default_pace`` is for a job without a pace.
 
-        Counted from the last use, which is exact for who takes a batch at a time; who has not come for longer
-        than a batch takes stands, and goes on from now."""
-        pace, positions = self.pace, position - self.passed
-        if pace is None:
-            pace = otherwise
-        since = now - self._batch * pace
-        if since < self.at:
-            since = self.at
-        return since + positions * pace if positions > 0 else since
+        It counts from the last use, which is exact for a reader of whole batches. A job that has not come for
+        longer than a batch takes is standing, and goes on from now."""
+        pace = default_pace if self.pace is None else self.pace
+        since = max(self.last_use, now - self._batch * pace)
+        return since + max(0, position - self.passed) * pace

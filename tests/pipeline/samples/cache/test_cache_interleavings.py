@@ -14,10 +14,9 @@ from small_policies import Watched
 
 from penstock.pipeline.samples.cache.core import Core
 from penstock.pipeline.samples.cache.gain import Gain
-from penstock.pipeline.samples.cache.lru import Lru
 from penstock.pipeline.samples.cache.next_use import NextUse
 from penstock.pipeline.samples.cache.pages import Pages, pieces
-from penstock.pipeline.samples.cache.policies import POLICIES
+from penstock.pipeline.samples.cache.policies import POLICIES, Lru
 from penstock.pipeline.samples.cache.policy import Times
 
 PAGE, NUM_SAMPLES = 8, 10
@@ -154,10 +153,10 @@ def laws_of(policy, entries, jobs):
         assert min(policy.pool, *(space.idle for space in spaces), 0) == 0
         assert all(sum(space.counts.values()) == len(space.following) for space in spaces)
     if isinstance(policy, NextUse):
-        for entry in entries:  # nothing stays that nobody will use
-            user = policy._laid.user(entry)
-            assert user.job.name in jobs
-            assert user.next_use(entry[1]) >= 0
+        assert entries.keys() == policy._queue.uses.keys()
+        for entry, use in policy._queue.uses.items():  # nothing stays that nobody will use
+            assert use.reader.job.name in jobs
+            assert use.reader.next_use(entry[1]) >= 0
 
 
 KINDS = ["join", "leave", *["begin", "use"] * 2, *["load", "put"] * 3, "offer"]
