@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..compression.errors import ConfigError
 from ..pipeline.samples.cache.pages import PAGE_BYTES
-from ..pipeline.samples.cache.place import default_socket
+from ..pipeline.samples.cache.socket_path import default_socket
 from ..stages.files import reason
 from ..stages.units import parse_bytes, show_bytes
 from . import usage
@@ -88,7 +88,7 @@ def status(options: Mapping[str, str]) -> int:
         raise ConfigError(f"live={options['live']} does not fit: live takes true or false")
     path = _socket(options)
     from ..pipeline.run import console
-    from ..pipeline.samples.cache.wire import state_of
+    from ..pipeline.samples.cache.client import state_of
 
     def shown() -> RenderableType:
         try:

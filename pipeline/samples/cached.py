@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import Dataset
 
-from .cache.link import Hit
+from .cache.client import Hit
 from .cache.policy import Times
 from .reads import Reads
 

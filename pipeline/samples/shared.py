@@ -13,8 +13,8 @@ from torch.utils.data import Sampler
 
 from ...compression.errors import ConfigError
 from .cache.client import Client
-from .cache.messages import Hello
-from .cache.place import default_socket
+from .cache.socket_path import default_socket
+from .cache.wire import Hello
 from .cached import Cache, CachedDataset, Through
 from .drawn import order_of
 from .options import check_count

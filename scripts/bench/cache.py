@@ -42,10 +42,10 @@ from torch.utils.data import DataLoader, Dataset
 from penstock.compression.errors import TransportError
 from penstock.pipeline.samples.cache.broker import serving
 from penstock.pipeline.samples.cache.client import Client
-from penstock.pipeline.samples.cache.messages import Hello
 from penstock.pipeline.samples.cache.pages import PAGE_BYTES, pages_of
 from penstock.pipeline.samples.cache.policies import Lru
 from penstock.pipeline.samples.cache.policy import Policy
+from penstock.pipeline.samples.cache.wire import Hello
 from penstock.pipeline.samples.shared import Shared, cached
 from penstock.stages.units import parse_bytes
 

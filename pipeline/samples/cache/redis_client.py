@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from ....compression.errors import ConfigError
-from .link import Hit
+from .client import Hit
 from .policy import Times
 
 _AGAIN_SECONDS = 1.0  # until a server that is away is asked again

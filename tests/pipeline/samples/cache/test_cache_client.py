@@ -11,8 +11,7 @@ import pytest
 from brokers import PAGE, SOON, Said, broker_thread, client, payload, state, within
 from small_policies import watched_lru
 
-from penstock.pipeline.samples.cache import wire
-from penstock.pipeline.samples.cache.link import Hit
+from penstock.pipeline.samples.cache.client import Hit, Link
 from penstock.pipeline.samples.cache.policy import Times
 
 ORDER = range(100)
@@ -49,7 +48,7 @@ def test_samples_of_all_sizes_come_back_byte_for_byte_with_their_stamps(path):
         hits = list(map(Hit, data, stamps))
         assert one.use([3, 9, *indices, 3]) == [hits[3], None, *hits, hits[3]]
         # When a batch is copied nobody reads its pages any more.
-        within(SOON, lambda: not any(stored.leases for stored in broker.core.ledger.entries.values()))
+        within(SOON, lambda: not any(stored.leases for stored in broker.core.pages.entries.values()))
         one.close()
 
 
@@ -150,23 +149,19 @@ def test_a_broker_is_looked_for_once_a_second_and_found_when_it_comes(path):
         one.close()
 
 
-def test_a_batch_is_one_round_trip_and_one_of_more_samples_than_a_message_takes_is_several(path, monkeypatch):
-    asked, ask = [], wire.Wire.ask
+def test_a_batch_is_one_round_trip(path, monkeypatch):
+    messages, ask = [], Link.ask
 
-    def count(wire, message, kind, longest):
-        asked.append(kind)
-        return ask(wire, message, kind, longest)
+    def count(link, message, longest, **more):
+        messages.append(message)
+        return ask(link, message, longest, **more)
 
-    monkeypatch.setattr(wire.Wire, "ask", count)
+    monkeypatch.setattr(Link, "ask", count)
     with broker_thread(path):
         one = filled(path, list(range(20)))
-        for most, trips in ((1 << 14, 1), (7, 3)):
-            monkeypatch.setattr("penstock.pipeline.samples.cache.client.MOST_AT_ONCE", most)
-            asked.clear()
-            assert [hit.payload for hit in one.use(range(20))] == [payload(index) for index in range(20)]
-            assert len(asked) == trips
-        one.use(range(20, 40))
-        assert one.store(list(range(20, 40)), [b"x"] * 20) == 20
+        messages.clear()
+        assert [hit.payload for hit in one.use(range(20))] == [payload(index) for index in range(20)]
+        assert len(messages) == 1
         one.close()
 
 

@@ -77,12 +77,10 @@ class World:
             sample = (index + step) % NUM_SAMPLES
             samples.append((sample, (size * (step + 1)) % 40, self.stamp.to_bytes(4, "big")))
         accepted = self.core.offer(member, self.epoch(member, size), samples, self.now)
-        assert [stored for stored in accepted if stored is not None] == member.writing
+        assert [stored for stored in accepted if stored is not None and stored.num_bytes] == member.writing
 
     def put(self, member, index, size):
         """Some bytes of what was accepted, as the broker moves them."""
-        while member.writing and not member.writing[0].num_bytes:
-            self.core.wrote(member, 0)
         if not member.writing:
             return
         stored = member.writing[0]
@@ -96,7 +94,7 @@ class World:
         self.core.wrote(member, count)
 
     def drop(self, member, index, size):
-        stored = self.core.ledger.whole(member.run.places(index)[0])
+        stored = self.core.pages.whole(member.run.places(index)[0])
         self.core.drop(member, index, stored.stamp if stored is not None and size % 2 else b"")
         self.core.policy.calls.append(("changed", member.run.name, index))
 
@@ -115,16 +113,16 @@ class World:
     def hold(self):
         """The laws, after every request."""
         core = self.core
-        ledger, policy = core.ledger, core.policy
-        assert ledger.entries.keys() == policy.entries.keys()
-        there = [*ledger.entries.values(), *ledger.given_up]
+        pages, policy = core.pages, core.policy
+        assert pages.entries.keys() == policy.entries.keys()
+        there = [*pages.entries.values(), *pages.given_up]
         out = [page for stored in there for page in stored.pages]
         assert len(out) == len(set(out)), "a page is in two entries"
-        assert len(out) + ledger.pages.num_free == self.num_pages, "a page is leaked"
-        assert ledger.num_bytes == sum(stored.num_bytes for stored in ledger.entries.values())
+        assert len(out) + pages.num_free == self.num_pages, "a page is leaked"
+        assert pages.num_bytes == sum(stored.num_bytes for stored in pages.entries.values())
         leases = Counter(stored for member in self.members for stored in member.leased)
         assert {stored: stored.leases for stored in there if stored.leases} == leases
-        assert all(stored.leases and not stored.kept for stored in ledger.given_up)
+        assert all(stored.leases and not stored.kept for stored in pages.given_up)
         for stored in {*leases, *(stored for stored in there if stored.whole)}:
             assert stored.whole
             found = b"".join(self.slab[a:b] for a, b in pieces(stored.pages, stored.num_bytes, PAGE))
@@ -184,7 +182,7 @@ def run(policy, requests, num_pages=12):
         world.leave(member, 0, 0)
     world.hold()
     assert world.core.policy.jobs == {}
-    assert not world.core.ledger.given_up
+    assert not world.core.pages.given_up
     return world
 
 
