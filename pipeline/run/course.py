@@ -10,11 +10,10 @@ from ...compression.names import AUTO
 from ...conf.schema import TrainConfig
 from ..pipeline import Pipeline
 from ..ranks.launch import cores, local_ranks
-from ..samples.loader import Loader, workers_of
+from ..samples.loader import Loader, WarmUp, workers_of
 from ..samples.reading import Needs, Place, Reading
 from ..samples.samples import Samples
 from ..samples.tables import PartTable
-from ..samples.warm_up import WarmUp
 from .resume import position
 from .run_length import count_steps, steps_of_an_epoch
 from .sharing import share

@@ -22,7 +22,7 @@ from torch.utils.data import get_worker_info
 
 from ...compression.errors import ConfigError, PenstockError
 from ...stages.split_inputs import Split
-from .cached import Counts, Through
+from .cached import CacheReader, Counts
 from .drawn import drawing, order_of
 from .tables import BatchTable, PartTable, SampleTable, StreamTable, Table, batch_of
 
@@ -88,7 +88,7 @@ class Reading:
     shuffled: tuple[str, ...] = ("train",)
     needs: Needs = Needs()
     skips: bool = False
-    through: dict[str, Through] = field(default_factory=dict)
+    through: dict[str, CacheReader] = field(default_factory=dict)
     epochs: int | None = None
     used: int | None = None
     _orders: dict[tuple[str, int], Tensor] = field(default_factory=dict, repr=False)
@@ -110,7 +110,7 @@ class Reading:
             batch, broken = None, (_broken(TypeError(told), table, place, 0),)
         if through is None:
             return Read(batch, broken, time.perf_counter() - began)
-        counts, notes = through.counts.less(before), through.said()
+        counts, notes = through.counts.less(before), through.take_notes()
         return Read(batch, broken, time.perf_counter() - began, counts, notes)
 
     def _used(self, split: str, epoch: int) -> list[int]:

@@ -46,7 +46,7 @@ from penstock.pipeline.samples.cache.pages import PAGE_BYTES, pages_of
 from penstock.pipeline.samples.cache.policies import Lru
 from penstock.pipeline.samples.cache.policy import Policy
 from penstock.pipeline.samples.cache.wire import Hello
-from penstock.pipeline.samples.shared import Shared, cached
+from penstock.pipeline.samples.cached import Cached, cached
 from penstock.stages.units import parse_bytes
 
 NONE = "none"
@@ -259,10 +259,10 @@ def run_job(load: Load, lookahead: int, data: Any, socket: Path | None, barrier:
     outcome = Outcome(name=load.name, begin=load.start)
     for epoch in range(load.epochs):
         _run_epoch(load, lookahead, data, epoch, outcome)
-        if not epoch and isinstance(data, Shared):
+        if not epoch and isinstance(data, Cached):
             hidden = load.training if lookahead else 0.0
             data.through.cache.measured(outcome.times(load, time.monotonic() - zero, hidden=hidden))
-    if isinstance(data, Shared):
+    if isinstance(data, Cached):
         data.through.cache.close()
     outcome.end = time.monotonic() - zero
     done.put(outcome)
@@ -271,7 +271,7 @@ def run_job(load: Load, lookahead: int, data: Any, socket: Path | None, barrier:
 def _run_epoch(load: Load, lookahead: int, data: Any, epoch: int, outcome: Outcome) -> None:
     # Forked, as torch does by itself in a process that was not forked from a server.
     ahead = {"num_workers": 1, "prefetch_factor": lookahead, "multiprocessing_context": "fork"}
-    sampler = data.sampler if isinstance(data, Shared) else load.order(epoch)
+    sampler = data.sampler if isinstance(data, Cached) else load.order(epoch)
     options: Any = {"sampler": sampler, "generator": torch.Generator(), **(ahead if lookahead else {})}
     batches = iter(DataLoader(data, load.batch_size, **options))
     outcome.uses.append(load.num_samples)
