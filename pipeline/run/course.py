@@ -11,9 +11,8 @@ from ...conf.schema import TrainConfig
 from ..pipeline import Pipeline
 from ..ranks.launch import cores, local_ranks
 from ..samples.loader import Loader, WarmUp, workers_of
-from ..samples.reading import Needs, Place, Reading
+from ..samples.reading import Needs, PartTable, Place, Reading
 from ..samples.samples import Samples
-from ..samples.tables import PartTable
 from .resume import position
 from .run_length import count_steps, steps_of_an_epoch
 from .sharing import share

@@ -14,9 +14,9 @@ from ..samples.cached import CachedDataset, CacheReader, cache_reader
 from ..samples.given import Collated, Streamed
 from ..samples.image_folder import Files
 from ..samples.loader import at_hand
+from ..samples.reading import Table
 from ..samples.reads import reads_of
 from ..samples.samples import Samples
-from ..samples.tables import Table
 
 
 def check(config: TrainConfig, samples: Samples) -> None:

@@ -25,8 +25,7 @@ from torch.utils.data._utils import signal_handling
 from ...compression.errors import TransportError
 from .cache.policy import Times
 from .cached import Counts
-from .reading import Place, Read, Reading, unreadable
-from .tables import StreamTable, Table
+from .reading import Place, Read, Reading, StreamTable, Table, unreadable
 
 AHEAD = 2  # batches that each process loads ahead
 MOST_WORKERS = 4  # processes that ``auto`` starts
