@@ -12,12 +12,13 @@ import itertools
 import multiprocessing
 import queue
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -40,10 +41,9 @@ from harness import Options, Results, alternate, medians, say, spread
 from torch.utils.data import DataLoader, Dataset
 
 from penstock.compression.errors import TransportError
-from penstock.pipeline.samples.cache.broker import serving
 from penstock.pipeline.samples.cache.client import Client
 from penstock.pipeline.samples.cache.pages import PAGE_BYTES, pages_of
-from penstock.pipeline.samples.cache.policies import Lru
+from penstock.pipeline.samples.cache.policies import POLICIES, Lru
 from penstock.pipeline.samples.cache.policy import Policy
 from penstock.pipeline.samples.cache.wire import Hello
 from penstock.pipeline.samples.cached import Cached, cached
@@ -295,28 +295,18 @@ def _run_epoch(load: Load, lookahead: int, data: Any, epoch: int, outcome: Outco
 @contextlib.contextmanager
 def broker(policy: str, slots: int, num_bytes: int) -> Iterator[Path]:
     """Serve a cache for so many samples in a process; yield its socket."""
-    context: Any = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as home:
-        socket = Path(home, "cache.sock")
-        capacity = slots * pages_of(num_bytes, PAGE_BYTES) * PAGE_BYTES
-        process = context.Process(target=_serve, args=(socket, policy, capacity, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        try:
-            ours.recv()
-            yield socket
-        except EOFError:
-            raise TransportError("the cache did not begin; see its output above") from None
-        finally:
-            ours.close()
-            _end(process)
-
-
-def _serve(socket: Path, policy: str, capacity: int, life: Connection) -> None:
-    with serving(socket, CONTESTANTS[policy](capacity), tell=print) as serves:
-        life.send(True)
-        serves.run(until=life.poll, pause=0.1)
+        socket, capacity = Path(home, "cache.sock"), slots * pages_of(num_bytes, PAGE_BYTES) * PAGE_BYTES
+        command = [sys.executable, "-m", "penstock", "cache", "serve"]
+        command += [f"socket={socket}", f"policy={policy}", f"capacity={capacity}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            try:
+                if not process.stdout.readline():
+                    raise TransportError("the cache did not begin; see its output above")
+                yield socket
+            finally:
+                process.terminate()
 
 
 def _end(process: Any) -> None:
@@ -332,7 +322,7 @@ def real_part(asked: Options, results: Results) -> None:
     for case, slots in _cases(asked):
         jobs = loads(asked, case["data"], paces(asked, case["jobs"]), trains=True)
         without: dict[str, Outcome] = {}
-        for policy in (NONE, *asked.policies):
+        for policy in (NONE, *(name for name in asked.policies if name in POLICIES)):
             cache = broker(policy, slots, asked.sample_bytes)
             with contextlib.nullcontext() if policy == NONE else cache as socket:
                 done = side_by_side(asked, jobs, socket)
