@@ -171,6 +171,9 @@ class Connection:
         if kind is Kind.MEASURED:
             core.measured(member, unpack_json(bytes(body), Times), now)
         elif kind is Kind.BEGIN:
+            (epoch,) = unpack_words(body)
+            return pack(Kind.ANSWER, bytes([epoch > member.run.epoch]))
+        elif kind is Kind.ORDERS:
             epoch, num_order, num_following, *_ = words = unpack_words(body)
             order, following = words[3 : 3 + num_order], words[3 + num_order :]
             is_last = num_following == NOWHERE

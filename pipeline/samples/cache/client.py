@@ -126,15 +126,6 @@ class Link:
         # of copies back to the system, whose fresh pages cost several times the copying.
         bytes(_BATCH_BYTES)
 
-    def begin(self, epoch: int, order: Sequence[int], following: Sequence[int] | None) -> None:
-        """Announce which samples an epoch and the next will use."""
-        counts = epoch, len(order), NOWHERE if following is None else len(following)
-        self.send(pack(Kind.BEGIN, pack_words(*counts, then=order), pack_words(then=following or ())))
-
-    def measured(self, times: Times) -> None:
-        """Send the measurements of the warm-up epoch."""
-        self.send(pack_json(Kind.MEASURED, times))
-
     def use(self, epoch: int, indices: Sequence[int]) -> list[Hit | None]:
         """Copy what is there of samples, each named once; None for the others."""
         longest = len(indices) * LEASED.size + 4 * (len(indices) + self._num_pages)
@@ -166,10 +157,6 @@ class Link:
         if num_bytes := sum(map(len, data)):
             self.send(pack_header(Kind.PUT, num_bytes), *data)
         return len(accepted)
-
-    def drop(self, index: int, stamp: bytes) -> None:
-        """Say that a sample is no longer what it was under ``stamp``."""
-        self.send(pack(Kind.DROP, pack_words(index), stamp))
 
     def close(self) -> None:
         """End the connection; of a copy in a forked process this copy alone."""
@@ -223,12 +210,12 @@ class Client:
         """
         self._begun = epoch, order, following
         self._check(max(len(order), len(following or ())))
-        self._ask(lambda link: link.begin(epoch, order, following), None, repeats=True)
+        self._ask(self._send_begun, None, repeats=True)
 
     def measured(self, times: Times) -> None:
         """Tell the times of the run's warm-up epoch, which is over."""
         self._measured = times
-        self._ask(lambda link: link.measured(times), None, repeats=True)
+        self._ask(self._send_measured, None, repeats=True)
 
     def use(self, indices: Sequence[int], *, epoch: int | None = None) -> list[Hit | None]:
         """Return copies of what there is of ``indices``, best a whole batch; None: read it, and ``store`` it.
@@ -274,7 +261,7 @@ class Client:
 
     def drop(self, index: int, stamp: bytes) -> None:
         """Say that a sample is no longer what it was under ``stamp``, which ``use`` returned with it."""
-        self._ask(lambda link: link.drop(index, stamp), None)
+        self._ask(lambda link: link.send(pack(Kind.DROP, pack_words(index), stamp)), None)
 
     def close(self) -> None:
         """End the connection; the next call would make a new one."""
@@ -350,15 +337,26 @@ class Client:
         link = Link(self._path, self._timeout, patience=patience)
         try:
             link.join(self._hello)
-            if self._measured is not None:
-                link.measured(self._measured)
-            if self._begun is not None:
-                link.begin(*self._begun)
+            self._send_measured(link)
+            self._send_begun(link)
         except BaseException:
             link.close()
             raise
         self._link, self._is_new = link, False
         return link
+
+    def _send_begun(self, link: Link) -> None:
+        if self._begun is not None:
+            epoch, order, following = self._begun
+            counts = epoch, len(order), NOWHERE if following is None else len(following)
+            if link.ask(pack(Kind.BEGIN, pack_words(epoch)), 1) == b"\1":
+                link.send(
+                    pack(Kind.ORDERS, pack_words(*counts, then=order), pack_words(then=following or ()))
+                )
+
+    def _send_measured(self, link: Link) -> None:
+        if self._measured is not None:
+            link.send(pack_json(Kind.MEASURED, self._measured))
 
     def _lose(self, why: str) -> None:
         """Go on without the broker, for a second at least."""

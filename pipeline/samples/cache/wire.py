@@ -1,9 +1,9 @@
 """Frames between the broker and its clients: a header, and a body: bounded, checked, never code.
 
 ```
-   HELLO    -> ANSWER + shared memory, or why not    BEGIN, MEASURED, DROP
-   USE      -> ANSWER;  DONE                         OFFER -> ANSWER;  PUT
-   STATUS   -> ANSWER
+   HELLO  -> ANSWER + shared memory, or why not      BEGIN -> ANSWER;  ORDERS
+   USE    -> ANSWER;  DONE                           OFFER -> ANSWER;  PUT
+   STATUS -> ANSWER                                  MEASURED, DROP
 ```
 Numbers are words of 32 bits in the machine's own order, as both ends are on one machine; the rest is JSON."""
 
@@ -40,20 +40,22 @@ class Kind(IntEnum):
 
     HELLO = 1
     MEASURED = 2
-    BEGIN = 3  # words: epoch, samples of the order, of the following or NOWHERE; the order; the following
-    USE = 4  # words: epoch, samples
-    DONE = 5
-    OFFER = 6  # words: epoch; then OFFERED
-    PUT = 7  # the bytes of what was accepted
-    DROP = 8  # words: sample; then its stamp
-    STATUS = 9
-    ANSWER = 10
+    BEGIN = 3  # words: epoch; the answer is 1 if nobody has sent its orders
+    ORDERS = 4  # words: epoch, samples of the order, of the following or NOWHERE; the order; the following
+    USE = 5  # words: epoch, samples
+    DONE = 6
+    OFFER = 7  # words: epoch; then OFFERED
+    PUT = 8  # the bytes of what was accepted
+    DROP = 9  # words: sample; then its stamp
+    STATUS = 10
+    ANSWER = 11
 
 
 _LONGEST = {
     Kind.HELLO: (LONGEST_CONTROL, 0),
     Kind.MEASURED: (LONGEST_CONTROL, 0),
-    Kind.BEGIN: (12, 8),
+    Kind.BEGIN: (4, 0),
+    Kind.ORDERS: (12, 8),
     Kind.USE: (4, 4),
     Kind.DONE: (0, 0),
     Kind.OFFER: (4, OFFERED.size),

@@ -39,7 +39,7 @@ def hello(**changed):
 
 
 HELLO_SENT = hello()
-BEGUN = HELLO_SENT + words(Kind.BEGIN, 0, 2, NOWHERE, 1, 2)
+BEGUN = HELLO_SENT + words(Kind.ORDERS, 0, 2, NOWHERE, 1, 2)
 USED = words(Kind.USE, 0, 1, 2)
 
 
@@ -101,13 +101,14 @@ MALFORMED = [
     (hello(data="e", num_samples=1 << 26), "keeps orders of 58,254 samples"),
     (USED, "first whose it is"),
     (HELLO_SENT * 2, "job b is ended: a connection says once whose it is"),
+    (HELLO_SENT + pack(Kind.BEGIN, b"1"), "malformed message of kind BEGIN"),
     (HELLO_SENT + pack(Kind.USE), "malformed message of kind USE"),
     (HELLO_SENT + pack(Kind.USE, b"12345"), "malformed message of kind USE"),
     (HELLO_SENT + pack_header(Kind.USE, 4 * 102), "USE with 408 bytes"),  # more than there are samples
-    (HELLO_SENT + words(Kind.BEGIN, 0, 2), "malformed message of kind BEGIN"),
-    (HELLO_SENT + words(Kind.BEGIN, 0, 2, NOWHERE, 1), "orders of 2"),
-    (HELLO_SENT + words(Kind.BEGIN, 0, 1, 1, 1), "orders of 1 and 1"),
-    (HELLO_SENT + words(Kind.BEGIN, 0, 2, NOWHERE, 1, 100), "sample 100 of 100"),
+    (HELLO_SENT + words(Kind.ORDERS, 0, 2), "malformed message of kind ORDERS"),
+    (HELLO_SENT + words(Kind.ORDERS, 0, 2, NOWHERE, 1), "orders of 2"),
+    (HELLO_SENT + words(Kind.ORDERS, 0, 1, 1, 1), "orders of 1 and 1"),
+    (HELLO_SENT + words(Kind.ORDERS, 0, 2, NOWHERE, 1, 100), "sample 100 of 100"),
     (HELLO_SENT + pack_json(Kind.MEASURED, TIMES | {"epoch": -1.0}), "measured seconds"),
     (HELLO_SENT + pack_json(Kind.MEASURED, TIMES | {"epoch": "x"}), "Times.epoch is of type float"),
     (HELLO_SENT + pack(Kind.DROP), "malformed message of kind DROP"),
@@ -265,4 +266,4 @@ def test_a_broker_of_another_user_is_not_believed(path, monkeypatch):
 
 
 def test_the_header_is_the_same_on_every_machine_of_its_kind():
-    assert pack(Kind.DROP, b"ab") == b"PnC2" + bytes([8, 0, 0, 0]) + struct.pack("=Q", 2) + b"ab"
+    assert pack(Kind.DROP, b"ab") == b"PnC2" + bytes([9, 0, 0, 0]) + struct.pack("=Q", 2) + b"ab"

@@ -13,6 +13,7 @@ from small_policies import watched_lru
 
 from penstock.pipeline.samples.cache.client import Hit, Link
 from penstock.pipeline.samples.cache.policy import Times
+from penstock.pipeline.samples.cache.wire import HEADER, Kind, unpack_header
 
 ORDER = range(100)
 TIMES = Times(epoch=9.0, batch_io=0.4, sample_io=0.1, augmentation=0.1, training=0.2, hidden=0.3)
@@ -163,6 +164,19 @@ def test_a_batch_is_one_round_trip(path, monkeypatch):
         assert [hit.payload for hit in one.use(range(20))] == [payload(index) for index in range(20)]
         assert len(messages) == 1
         one.close()
+
+
+def test_the_orders_of_an_epoch_are_sent_by_one_connection_of_a_run(path, monkeypatch):
+    messages, send = [], Link.send
+    monkeypatch.setattr(Link, "send", lambda link, *data: messages.append(data[0]) or send(link, *data))
+    with broker_thread(path):
+        clients = [client(path) for _ in range(2)]
+        for one in clients:
+            one.begin(0, ORDER, ORDER)
+        kinds = [unpack_header(message[: HEADER.size])[0] for message in messages]
+        assert kinds == [Kind.HELLO, Kind.BEGIN, Kind.ORDERS, Kind.HELLO, Kind.BEGIN]
+        for one in clients:
+            one.close()
 
 
 @pytest.mark.parametrize("wrong", [([1], [], None), ([1], [b""], []), ([1], [b""], [b"x" * 65])])

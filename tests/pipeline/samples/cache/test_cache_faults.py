@@ -272,10 +272,10 @@ def test_the_default_folder_is_the_users_own(tmp_path, monkeypatch):
     [
         (b"x" * 400, "found b'xxxx'"),
         (b"", "does not answer"),
-        (b"PnC2\x0a\0\0\0" + b"\xff" * 8, "18446744073709551615 bytes"),
-        (b"PnC2\x0a\0\0\0\2" + bytes(7) + b"{}", "without its memory"),
+        (b"PnC2\x0b\0\0\0" + b"\xff" * 8, "18446744073709551615 bytes"),
+        (b"PnC2\x0b\0\0\0\2" + bytes(7) + b"{}", "without its memory"),
         (b"PnC2\x01\0\0\0\2" + bytes(7) + b"{}", "answers by HELLO"),
-        (b"PnC2\x0a\0\0\0\2" + bytes(7) + b"{}more", "more than it was asked"),
+        (b"PnC2\x0b\0\0\0\2" + bytes(7) + b"{}more", "more than it was asked"),
     ],
 )
 def test_a_lying_socket_is_not_believed(path, answer, why):

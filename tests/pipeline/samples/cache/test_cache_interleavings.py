@@ -181,7 +181,7 @@ def run(policy, requests, num_pages=12):
     for member in list(world.members):
         world.leave(member, 0, 0)
     world.hold()
-    assert world.core.policy.jobs == {}
+    assert world.core.pages.entries == world.core.policy.jobs == {}
     assert not world.core.pages.given_up
     return world
 
