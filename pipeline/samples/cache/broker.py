@@ -172,6 +172,7 @@ class Connection:
             core.measured(member, unpack_json(bytes(body), Times), now)
         elif kind is Kind.BEGIN:
             (epoch,) = unpack_words(body)
+            core.release(member)
             return pack(Kind.ANSWER, bytes([epoch > member.run.epoch]))
         elif kind is Kind.ORDERS:
             epoch, num_order, num_following, *_ = words = unpack_words(body)

@@ -346,13 +346,13 @@ class Client:
         return link
 
     def _send_begun(self, link: Link) -> None:
-        if self._begun is not None:
-            epoch, order, following = self._begun
+        if self._begun is None:
+            return
+        epoch, order, following = self._begun
+        if link.ask(pack(Kind.BEGIN, pack_words(epoch)), 1) == b"\1":
             counts = epoch, len(order), NOWHERE if following is None else len(following)
-            if link.ask(pack(Kind.BEGIN, pack_words(epoch)), 1) == b"\1":
-                link.send(
-                    pack(Kind.ORDERS, pack_words(*counts, then=order), pack_words(then=following or ()))
-                )
+            orders = pack_words(*counts, then=order), pack_words(then=following or ())
+            link.send(pack(Kind.ORDERS, *orders))
 
     def _send_measured(self, link: Link) -> None:
         if self._measured is not None:

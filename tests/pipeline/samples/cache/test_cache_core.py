@@ -55,21 +55,6 @@ def test_connections_of_a_run_are_one_reader():
     assert core.status(0.0)["jobs"][0]["uses"] == 1
 
 
-def test_a_run_leaves_with_its_last_connection_and_a_half_sample_with_its_writer():
-    core = core_of()
-    one, two = begun(core, hello(num_samples=8)), begun(core, hello(num_samples=8))
-    store(core, one, 3)
-    core.use(one, 0, [0], 0.0)
-    core.offer(one, 0, [(0, 20, b"")], 0.0)
-    core.wrote(one, 15)
-    core.leave(one, 0.0)
-    assert core.policy.calls[-1] == ("drop", ("data:d", 0))
-    core.leave(two, 0.0)
-    assert core.policy.calls[-1] == ("leave", "run:1:a")
-    assert core.pages.entries == {}
-    assert core.pages.num_free == 10
-
-
 def test_runs_share_samples_by_the_name_of_their_data_alone():
     core = core_of()
     one, two = begun(core, hello("a", num_samples=8)), begun(core, hello("b", num_samples=8))
