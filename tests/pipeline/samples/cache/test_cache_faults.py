@@ -18,6 +18,7 @@ from penstock.compression.errors import ConfigError
 from penstock.pipeline.samples.cache.client import Hit, Link
 from penstock.pipeline.samples.cache.shared_memory import SharedMemory, Window, available
 from penstock.pipeline.samples.cache.socket_path import default_socket, listening
+from penstock.pipeline.samples.cache.wire import Kind, pack_json
 
 ORDER = range(100)
 FORK = multiprocessing.get_context("fork")
@@ -301,3 +302,22 @@ def test_a_lying_socket_is_not_believed(path, answer, why):
         one.close()
         liar.join(10)
         assert not liar.is_alive()
+
+
+def test_an_answer_that_comes_byte_by_byte_is_read_to_its_end(path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                for byte in pack_json(Kind.ANSWER, {"jobs": []}):
+                    connection.sendall(bytes([byte]))
+                    time.sleep(0.001)
+
+        slow = threading.Thread(target=answer, name="slow", daemon=True)
+        slow.start()
+        assert state(path) == {"jobs": []}
+        slow.join(10)
+        assert not slow.is_alive()
