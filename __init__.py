@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .pipeline.ranks.launcher import init as init
     from .pipeline.ranks.threads import in_threads as in_threads
     from .pipeline.runtime.report import Report as Report
-    from .pipeline.samples.shared import cached as cached
+    from .pipeline.samples.cached import cached as cached
     from .stages.memory.byte_budget import MemoryOptions as MemoryOptions
     from .stages.memory.offload import offload as offload
     from .stages.memory.swap_file import DiskOptions as DiskOptions
@@ -76,7 +76,7 @@ _HOMES = {
     "Report": "pipeline.runtime.report",
     "init": "pipeline.ranks.launcher",
     "in_threads": "pipeline.ranks.threads",
-    "cached": "pipeline.samples.shared",
+    "cached": "pipeline.samples.cached",
 }
 
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..compression.errors import ConfigError
 from ..pipeline.samples.cache.pages import PAGE_BYTES
-from ..pipeline.samples.cache.place import default_socket
+from ..pipeline.samples.cache.socket_path import default_socket
 from ..stages.files import reason
 from ..stages.units import parse_bytes, show_bytes
 from . import usage
@@ -64,10 +64,10 @@ def serve(options: Mapping[str, str]) -> int:
     capacity, page = parse_bytes(options["capacity"], name="capacity"), _page(options["page"])
     path = _socket(options)
     from ..pipeline.run import console
-    from ..pipeline.samples.cache import policies
     from ..pipeline.samples.cache.broker import serving
+    from ..pipeline.samples.cache.policies import policy as new_policy
 
-    policy = policies.policy(options["policy"], capacity)
+    policy = new_policy(options["policy"], capacity)
     with serving(path, policy, page_bytes=page, tell=console.warn) as broker:
         print(
             f"{path}: {show_bytes(capacity)} for samples, policy={options['policy']}; Ctrl-C ends it",
@@ -88,7 +88,7 @@ def status(options: Mapping[str, str]) -> int:
         raise ConfigError(f"live={options['live']} does not fit: live takes true or false")
     path = _socket(options)
     from ..pipeline.run import console
-    from ..pipeline.samples.cache.wire import state_of
+    from ..pipeline.samples.cache.client import state_of
 
     def shown() -> RenderableType:
         try:

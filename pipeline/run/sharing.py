@@ -10,14 +10,13 @@ from typing import Any
 
 from ...conf.schema import TrainConfig
 from ..pipeline import Pipeline
-from ..samples.cached import CachedDataset, Through
+from ..samples.cached import CachedDataset, CacheReader, cache_reader
 from ..samples.given import Collated, Streamed
 from ..samples.image_folder import Files
 from ..samples.loader import at_hand
+from ..samples.reading import Table
 from ..samples.reads import reads_of
 from ..samples.samples import Samples
-from ..samples.shared import Sharing
-from ..samples.tables import Table
 
 
 def check(config: TrainConfig, samples: Samples) -> None:
@@ -30,7 +29,7 @@ def check(config: TrainConfig, samples: Samples) -> None:
 
 def share(
     config: TrainConfig, samples: Samples, pipe: Pipeline, *, folder: Path, tell: Callable[[str], None]
-) -> tuple[Table, Through | None]:
+) -> tuple[Table, CacheReader | None]:
     """Return the samples to train on as this rank reads them, and what brings them through the cache, if
     that was asked for; collective.
 
@@ -42,16 +41,14 @@ def share(
     if at_hand(table):
         tell(f"cache={options.mode}: these samples lie in memory, so none of them goes through the cache")
         return table, None
-    sharing = Sharing(
+    dataset = _dataset(table)
+    through = cache_reader(
+        reads_of(dataset, decoded=options.decoded),
         job=options.job or folder.name,
         run=run,
         data=options.data,
         socket=options.socket,
         backend=options.backend,
-    )
-    dataset = _dataset(table)
-    through = sharing.through(
-        reads_of(dataset, decoded=options.decoded),
         num_samples=samples.num_samples("train"),
         batch_size=config.batch_size,
         epochs=config.epochs,

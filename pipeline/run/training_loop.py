@@ -23,12 +23,10 @@ from ..ranks.launcher import cores, local_ranks
 from ..ranks.process_group import hearing
 from ..ranks.signals import Stopped
 from ..runtime.report import Report
-from ..samples.loader import Loader, workers_of
-from ..samples.reading import Needs, Place, Reading
+from ..samples.loader import Loader, WarmUp, workers_of
+from ..samples.reading import Needs, PartTable, Place, Reading
 from ..samples.samples import Samples
 from ..samples.storage import check_shared
-from ..samples.tables import PartTable
-from ..samples.warm_up import WarmUp
 from . import build, console
 from .checkpoints import Checkpoints
 from .loggers import Loggers

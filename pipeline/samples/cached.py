@@ -1,23 +1,37 @@
-"""A data set whose samples come through the sample cache: the same bytes, read from storage less often.
+"""Data sets whose samples come through the sample cache: the same bytes, read from storage less often.
 
 Kept are the bytes of files where a data set tells how it reads and decodes one, so that what is drawn while
 decoding is drawn anew each time; else, if asked, whole samples, of which none is kept that drew anything."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
-from .cache.link import Hit
-from .cache.policy import Times
-from .reads import Reads
+from ...compression.errors import ConfigError
+from .cache.client import Client
+from .cache.socket_path import default_socket
+from .cache.wire import Hello
+from .drawn import order_of
+from .options import check_count
+from .reads import Reads, reads_of
+
+if TYPE_CHECKING:
+    from .cache.redis_client import RedisClient
+
+ENDLESS = 1 << 20  # epochs of who does not say how many
+LONGEST_NAME = 200
 
 
 class Counts(NamedTuple):
-    """What came through the cache: samples found there and read, bytes of the former, seconds of reading."""
+    """Samples found in the cache and read, bytes of the former, seconds of reading."""
 
     hits: int = 0
     loads: int = 0
@@ -29,92 +43,61 @@ class Counts(NamedTuple):
         return Counts._make(a + b for a, b in zip(self, other, strict=True))
 
     def less(self, other: Counts) -> Counts:
-        """Return what came since ``other``."""
+        """Return the differences."""
         return Counts._make(a - b for a, b in zip(self, other, strict=True))
 
 
-class Cache(Protocol):
-    """What holds samples: a client of the broker, or of a server."""
+class CacheReader:
+    """Reader of one data set through a cache, a batch at a time, in whatever process it is.
 
-    def begin(self, epoch: int, order: Sequence[int], following: Sequence[int] | None) -> None:
-        """An epoch of this run begins."""
-        ...
+    Args:
+        cache: Makes the client of what holds samples, which tells its argument why there is no cache.
 
-    def measured(self, times: Times) -> None:
-        """The warm-up epoch is over."""
-        ...
+    Attributes:
+        counts: What was read so far, in this process.
+    """
 
-    def use(self, indices: Sequence[int], *, epoch: int | None = None) -> Sequence[Hit | None]:
-        """Return what there is of a batch."""
-        ...
-
-    def store(
-        self,
-        indices: Sequence[int],
-        payloads: Sequence[bytes],
-        stamps: Sequence[bytes] | None = None,
-        *,
-        epoch: int | None = None,
-    ) -> int:
-        """Offer what was not there and was read."""
-        ...
-
-    def drop(self, index: int, stamp: bytes) -> None:
-        """A sample is no longer what it was."""
-        ...
-
-    def close(self) -> None:
-        """End the connection."""
-        ...
-
-
-class Through:
-    """Brings samples of one data set through a cache, a batch at a time, in whatever process it is.
-
-    Attributes: counts: what came so far, in this process."""
-
-    def __init__(self, reads: Reads, cache: Callable[[Callable[[str], None]], Cache]) -> None:
-        """``cache``: makes what holds samples, which says through its argument why it does not."""
+    def __init__(self, reads: Reads, cache: Callable[[Callable[[str], None]], Client | RedisClient]) -> None:
         self.reads, self.counts = reads, Counts()
         self._notes: list[str] = []
         self.cache = cache(self._note)
         self.epoch: int | None = None
 
     def begin(self, epoch: int, orders: Callable[[int], Sequence[int]], *, last: bool) -> None:
-        """An epoch begins, for this process; ``orders``: of an epoch, the samples that the run uses in it."""
+        """Begin an epoch, for this process; ``orders``: of an epoch, the samples that the run uses in it."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.cache.begin(epoch, orders(epoch), None if last else orders(epoch + 1))
 
-    def said(self) -> tuple[str, ...]:
-        """Return what the cache had to say since this was asked last."""
+    def take_notes(self) -> tuple[str, ...]:
+        """Return what the cache had to tell since this was asked last."""
         notes, self._notes = tuple(self._notes), []
         return notes
 
     def payloads(self, indices: Sequence[int]) -> list[bytes]:
         """Return the bytes of samples, of a data set whose samples are files."""
-        return [data for data, _ in self._brought(indices)]
+        return [data for data, _ in self._read(indices)]
 
     def samples(self, indices: Sequence[int]) -> list[Any]:
         """Return samples."""
         return [
             sample if data is None or sample is not None else self.reads.decode(index, data)
-            for index, (data, sample) in zip(indices, self._brought(indices), strict=True)
+            for index, (data, sample) in zip(indices, self._read(indices), strict=True)
         ]
 
     def _note(self, sentence: str) -> None:
         self._notes.append(sentence)
 
-    def _brought(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """For every index its bytes, or its sample where that is there already."""
-        brought: list[tuple[Any, Any]] = []
-        offered: list[tuple[int, bytes, bytes]] = []
+    def _read(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
+        """Return for every index its bytes, or its sample where that is there already."""
+        rows: list[tuple[Any, Any]] = []
+        offers: list[tuple[int, bytes, bytes]] = []
         hits = hit_bytes = 0
         seconds = 0.0
         for index, hit in zip(indices, self.cache.use(indices, epoch=self.epoch), strict=True):
             stamp = self.reads.stamp(index)
             if hit is not None and hit.stamp == stamp:
-                brought.append((hit.payload, None))
+                rows.append((hit.payload, None))
                 hits, hit_bytes = hits + 1, hit_bytes + len(hit.payload)
                 continue
             if hit is not None:
@@ -122,19 +105,19 @@ class Through:
             began = time.perf_counter()
             data, sample = self.reads.load(index)
             seconds += time.perf_counter() - began
-            brought.append((data, sample))
+            rows.append((data, sample))
             if data is not None and self.reads.stamp(index) == stamp:
-                offered.append((index, data, stamp))
-        if offered:
-            self.cache.store(*map(list, zip(*offered, strict=True)), epoch=self.epoch)
+                offers.append((index, data, stamp))
+        if offers:
+            self.cache.store(*map(list, zip(*offers, strict=True)), epoch=self.epoch)
         self.counts = self.counts.plus(Counts(hits, len(indices) - hits, hit_bytes, seconds))
-        return brought
+        return rows
 
 
 class CachedDataset(Dataset[Any]):
     """A map-style data set that asks the cache first; ``DataLoader`` asks it for whole batches."""
 
-    def __init__(self, dataset: Any, through: Through) -> None:
+    def __init__(self, dataset: Any, through: CacheReader) -> None:
         self.dataset, self.through = dataset, through
 
     def __len__(self) -> int:
@@ -146,3 +129,133 @@ class CachedDataset(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         numbers = range(len(self))  # counts from the end as lists do, and raises IndexError beyond
         return self.through.samples([numbers[index] for index in indices])
+
+
+def cache_reader(
+    reads: Reads,
+    *,
+    job: str,
+    num_samples: int,
+    batch_size: int,
+    epochs: int | None,
+    run: str = "",
+    data: str | None = None,
+    socket: str | Path | None = None,
+    backend: str | None = None,
+) -> CacheReader:
+    """Return the reader of a run.
+
+    Args:
+        job: Name that a person sees.
+        run: Tells two runs of one name apart; "": one of its own.
+        data: Name of the bytes, where they are not those of files that are told by their paths.
+        socket: The broker's; None: that of the user.
+        backend: ``redis://HOST:PORT/DB``, in the place of a broker of this machine.
+    """
+    run = run or uuid.uuid4().hex
+    data = data or reads.data or f"{job} {run}"
+    if backend is not None:
+        from .cache.redis_client import RedisClient
+
+        return CacheReader(reads, lambda tell: RedisClient(backend, data=data, tell=tell))
+    path = Path(socket) if socket else default_socket(os.environ.get("XDG_RUNTIME_DIR"))
+    counts = {"num_samples": num_samples, "batch_size": batch_size, "epochs": epochs or ENDLESS}
+    hello = Hello(job=job, run=run, data=data, **counts)
+    return CacheReader(reads, lambda tell: Client(path, hello, tell=tell))
+
+
+class EpochSampler(Sampler[int]):
+    """The order of each epoch, which the cache learns together with the next one.
+
+    Each pass is an epoch, counted from 0; ``set_epoch`` sets it, as torch's DistributedSampler has it."""
+
+    def __init__(self, dataset: Cached) -> None:
+        self._dataset, self._epoch = dataset, 0
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __iter__(self) -> Iterator[int]:
+        data, epoch = self._dataset, self._epoch
+        self._epoch += 1
+        last = data.epochs is not None and epoch + 1 >= data.epochs
+        # At once, ahead of what is loaded; a process that stays over epochs asks for that which began last.
+        data.through.cache.begin(epoch, data.order(epoch), None if last else data.order(epoch + 1))
+        return iter(data.order(epoch))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin ``epoch`` with the next pass."""
+        self._epoch = epoch
+
+
+class Cached(CachedDataset):
+    """A data set whose samples come through the cache.
+
+    Attributes:
+        sampler: Its order, for ``DataLoader(data, sampler=data.sampler, ...)``.
+    """
+
+    def __init__(
+        self, dataset: Any, through: CacheReader, *, shuffle: bool, seed: int, epochs: int | None
+    ) -> None:
+        super().__init__(dataset, through)
+        self.epochs, self._shuffle, self._seed, self._has_warned = epochs, shuffle, seed, False
+        self.sampler = EpochSampler(self)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        samples = super().__getitems__(indices)
+        for note in self.through.take_notes():
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(note, stacklevel=2)
+        return samples
+
+    def order(self, epoch: int) -> Sequence[int]:
+        """Return the samples of an epoch in their order, which depends on the seed alone."""
+        if not self._shuffle:
+            return list(range(len(self)))
+        return order_of(len(self), seed=self._seed, epoch=epoch).tolist()
+
+
+def cached(
+    dataset: Any,
+    *,
+    job: str,
+    batch_size: int = 1,
+    epochs: int | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    decoded: bool = False,
+    data: str | None = None,
+    socket: str | Path | None = None,
+    backend: str | None = None,
+) -> Cached:
+    """Read a map-style data set through the sample cache of this machine (``penstock cache serve``).
+
+    The samples are those of the data set, byte for byte; without a broker they are read as ever, with one
+    warning. ``DataLoader(data, batch_size=32, sampler=data.sampler, num_workers=2)`` loads it.
+
+    Args:
+        job: Name of this training job.
+        batch_size: Of the loader.
+        epochs: How many passes there will be; None: unknown.
+        shuffle, seed: Order of ``sampler``.
+        decoded: Keep whole samples of a data set that does not tell how it reads and decodes them; the same
+            number must always give the same sample.
+        data: Name of the samples for other jobs, where they are not files that are told by their paths: the
+            same name gets the same bytes.
+        socket, backend: Where the cache is: that of a broker, or of a Redis server.
+
+    Raises:
+        ConfigError: The data set cannot be cached.
+    """
+    reads = reads_of(dataset, decoded=decoded)
+    check_count(batch_size=batch_size, epochs=1 if epochs is None else epochs)
+    if not 0 < len(job) <= LONGEST_NAME or not job.isprintable():
+        raise ConfigError(f"a job has a name of 1 to {LONGEST_NAME} printable characters, found {job[:40]!r}")
+    if not len(dataset):
+        raise ConfigError("a data set without samples has nothing to cache")
+    where: Any = {"data": data, "socket": socket, "backend": backend}
+    counts: Any = {"num_samples": len(dataset), "batch_size": batch_size, "epochs": epochs}
+    reader = cache_reader(reads, job=job, **counts, **where)
+    return Cached(dataset, reader, shuffle=shuffle, seed=seed, epochs=epochs)

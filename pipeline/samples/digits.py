@@ -1,17 +1,78 @@
-"""The 1,797 handwritten 8x8 digits that come with the package: real images without a download.
+"""Small grey images in memory, and the 1,797 handwritten 8x8 digits that come with the package.
 
 Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI (1998); see ``digits.txt``.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from .images import Images
+from ...stages.meta_watch import META
+from .options import check_image
 from .samples import Description, Samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Images:
+    """One split of grey images, kept as bytes, and resized and normalised a batch at a time.
+
+    Attributes:
+        pixels:   uint8, (samples, height, width).
+        targets:  int64, (samples,).
+        size:     height and width of what the network sees.
+        channels: how often the grey value is repeated; torchvision's networks take 3.
+        white:    the pixel value that counts as 1.
+        mean, deviation: of the train split's pixels / white.
+    """
+
+    pixels: Tensor
+    targets: Tensor
+    size: int
+    channels: int
+    white: float
+    mean: float
+    deviation: float
+
+    at_hand = True
+
+    def __post_init__(self) -> None:
+        check_image(size=self.size, channels=self.channels)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.resized(self.pixels[index, None])[0], self.targets[index]
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return float32 images (batch, channels, size, size) and their int64 targets."""
+        return self.inputs_of(indices), self.targets_of(indices)
+
+    def inputs_of(self, indices: Tensor) -> Tensor:
+        """Return the images of ``batch``."""
+        return self.resized(self.pixels[indices])
+
+    def targets_of(self, indices: Tensor) -> Tensor:
+        """Return the targets of ``batch``."""
+        return self.targets[indices]
+
+    def form(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return a batch of so many images without memory."""
+        shape = (number, self.channels, self.size, self.size)
+        return torch.empty(shape, device=META), self.targets.new_empty(number, device=META)
+
+    def resized(self, pixels: Tensor) -> Tensor:
+        """Return uint8 pixels (batch, height, width) as normalised inputs (batch, channels, size, size)."""
+        normal = (pixels.unsqueeze(1).float() / self.white - self.mean) / self.deviation
+        if normal.shape[2:] != (self.size, self.size):
+            normal = F.interpolate(normal, size=(self.size, self.size), mode="bilinear", align_corners=False)
+        return normal.repeat(1, self.channels, 1, 1)
 
 
 def load(*, size: int = 32, channels: int = 3) -> Samples:

@@ -1,6 +1,6 @@
-"""Fashion-MNIST through torchvision's class, read where it lies, plain or gzipped.
+"""Fashion-MNIST, read where it lies, plain or gzipped.
 
-torchvision reads only unpacked files in ``ROOT/FashionMNIST/raw``; a distribution's package keeps
+torchvision's class reads only unpacked files in ``ROOT/FashionMNIST/raw``; a distribution's package keeps
 gzipped ones in a folder nobody may write to, so this reads both and copies nothing.
 
 Source: Xiao, Rasul and Vollgraf, Fashion-MNIST, arXiv:1708.07747 (2017).
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...compression.errors import ConfigError
 from . import sources
-from .images import Images
+from .digits import Images
 from .samples import Description, Samples
 
 
@@ -30,11 +30,14 @@ def load(*, root: str = sources.DEBIAN_ROOT, size: int = 32, channels: int = 3) 
     """
     folder = sources.fashion_mnist(root)
 
-    def split(train: bool) -> Images:
-        pixels, targets = _read(folder, train=train)
+    def split(stem: str) -> Images:
+        pixels = read_idx(sources.plain_or_gzipped(folder, f"{stem}-images-idx3-ubyte"), num_dims=3)
+        targets = read_idx(sources.plain_or_gzipped(folder, f"{stem}-labels-idx1-ubyte"), num_dims=1)
+        if len(pixels) != len(targets) or int(targets.max()) > 9:
+            raise ConfigError(f"{folder} holds {stem} images and labels that do not belong together")
         return Images(
             pixels=pixels,
-            targets=targets,
+            targets=targets.long(),
             size=size,
             channels=channels,
             white=255.0,
@@ -43,34 +46,10 @@ def load(*, root: str = sources.DEBIAN_ROOT, size: int = 32, channels: int = 3) 
         )
 
     return Samples(
-        train=split(True),
-        test=split(False),
+        train=split("train"),
+        test=split("t10k"),
         describe=Description(num_classes=10, input_shape=(channels, size, size)),
     )
-
-
-def _read(folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
-    from torchvision.datasets import FashionMNIST
-
-    class Here(FashionMNIST):
-        """torchvision's data set with our folder and our reader."""
-
-        def _check_legacy_exist(self) -> bool:
-            return False  # an old cache written by torch.save: never read
-
-        def _check_exists(self) -> bool:
-            return True  # seen by sources.py
-
-        def _load_data(self) -> tuple[Tensor, Tensor]:
-            stem = "train" if self.train else "t10k"
-            pixels = read_idx(sources.plain_or_gzipped(folder, f"{stem}-images-idx3-ubyte"), num_dims=3)
-            targets = read_idx(sources.plain_or_gzipped(folder, f"{stem}-labels-idx1-ubyte"), num_dims=1)
-            if len(pixels) != len(targets) or int(targets.max()) > 9:
-                raise ConfigError(f"{folder} holds {stem} images and labels that do not belong together")
-            return pixels, targets.long()
-
-    dataset = Here(folder, train=train)
-    return dataset.data, dataset.targets
 
 
 def read_idx(path: Path, *, num_dims: int) -> Tensor:

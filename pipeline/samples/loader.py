@@ -25,9 +25,7 @@ from torch.utils.data._utils import signal_handling
 from ...compression.errors import TransportError
 from .cache.policy import Times
 from .cached import Counts
-from .reading import Place, Read, Reading, unreadable
-from .tables import StreamTable, Table
-from .warm_up import WarmUp
+from .reading import Place, Read, Reading, StreamTable, Table, unreadable
 
 AHEAD = 2  # batches that each process loads ahead
 MOST_WORKERS = 4  # processes that ``auto`` starts
@@ -48,6 +46,52 @@ def workers_of(asked: int | str, tables: Iterable[Table], *, cores: int) -> int:
 def at_hand(table: Table) -> bool:
     """Whether reading is not worth a process of its own."""
     return bool(getattr(table, "at_hand", False))
+
+
+class WarmUp:
+    """Times of the first epoch, added up batch by batch (steps S11 and S12 of CN114968588A).
+
+    Args:
+        batches: Number of batches of a whole epoch.
+        batch_size: In samples.
+        workers: Number of processes that load ahead.
+    """
+
+    def __init__(self, *, batches: int, batch_size: int, workers: int) -> None:
+        self._batches, self._batch_size, self._workers = batches, batch_size, workers
+        self._began: float | None = None
+        self._reading = self._loading = self._waited = 0.0
+        self._loads = self._seen = 0
+
+    def add(self, read: Read, waited: float) -> None:
+        """Add a batch, which was waited for so many seconds."""
+        if self._began is None:
+            self._began = time.perf_counter() - waited
+        self._seen += 1
+        self._waited += waited
+        self._loading += read.counts.seconds
+        self._loads += read.counts.loads
+        self._reading += read.seconds
+
+    def times(self) -> Times | None:
+        """Return the measurements, now that the step of the last batch is done; None: nothing was read.
+
+        Reading hides behind the training of as many batches as there are processes, less what they take to
+        augment one; without processes nothing hides."""
+        if self._began is None or not self._loads:
+            return None
+        whole = time.perf_counter() - self._began
+        sample = self._loading / self._loads
+        augmentation = max(0.0, self._reading - self._loading) / self._seen
+        training = max(0.0, whole - self._waited) / self._seen
+        return Times(
+            epoch=whole * self._batches / self._seen,
+            batch_io=sample * self._batch_size,
+            sample_io=sample,
+            augmentation=augmentation,
+            training=training,
+            hidden=max(0.0, self._workers * training - augmentation),
+        )
 
 
 class Loader:

@@ -13,18 +13,84 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import get_worker_info
+from torch.utils.data import default_collate, get_worker_info
 
 from ...compression.errors import ConfigError, PenstockError
 from ...stages.split_inputs import Split
-from .cached import Counts, Through
+from .cached import CacheReader, Counts
 from .drawn import drawing, order_of
-from .tables import BatchTable, PartTable, SampleTable, StreamTable, Table, batch_of
+
+# Tables: splits of samples. A table says by what it has how it may be asked: ``batch`` makes a batch at once;
+# ``inputs_of``, ``targets_of`` and ``form`` let a rank read only what it computes with; ``at_hand`` says that
+# reading is not worth a process of its own; ``path`` names the file of a sample, for people; ``stream`` has
+# samples in an order of its own only.
+
+
+class SampleTable(Protocol):
+    """One split: any map-style torch ``Dataset``; ``table[index]`` is (input, target)."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@runtime_checkable
+class BatchTable(Protocol):
+    """One split that makes a whole batch at once, which is faster than collating single samples."""
+
+    def __len__(self) -> int: ...
+    def batch(self, indices: Tensor) -> tuple[Any, Any]:
+        """Return the inputs and targets of the samples with these numbers (int64, one dimension)."""
+        ...
+
+
+@runtime_checkable
+class PartTable(BatchTable, Protocol):
+    """One whose inputs and targets are read apart, and whose samples all have one shape."""
+
+    def inputs_of(self, indices: Tensor) -> Tensor:
+        """Return the inputs of ``batch``."""
+        ...
+
+    def targets_of(self, indices: Tensor) -> Tensor:
+        """Return the targets of ``batch``."""
+        ...
+
+    def form(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return a batch of so many samples without memory, on the meta device."""
+        ...
+
+
+@runtime_checkable
+class StreamTable(Protocol):
+    """One whose samples come in an order that nobody else knows; ``len`` says how many in an epoch."""
+
+    def __len__(self) -> int: ...
+    def stream(self, epoch: int) -> Iterator[Any]:
+        """Begin an epoch anew; yields single samples."""
+        ...
+
+    def collate(self, samples: list[Any]) -> tuple[Any, Any]:
+        """Return the inputs and targets of a batch of them."""
+        ...
+
+
+Table = SampleTable | BatchTable | StreamTable
+
+
+def batch_of(table: SampleTable | BatchTable, indices: Tensor) -> tuple[Any, Any]:
+    """Return inputs and targets of the samples with these numbers."""
+    if isinstance(table, BatchTable):
+        return table.batch(indices)
+    inputs, targets = default_collate([table[index] for index in indices.tolist()])
+    return inputs, targets
+
+
+# Batches.
 
 
 class Place(NamedTuple):
@@ -88,7 +154,7 @@ class Reading:
     shuffled: tuple[str, ...] = ("train",)
     needs: Needs = Needs()
     skips: bool = False
-    through: dict[str, Through] = field(default_factory=dict)
+    through: dict[str, CacheReader] = field(default_factory=dict)
     epochs: int | None = None
     used: int | None = None
     _orders: dict[tuple[str, int], Tensor] = field(default_factory=dict, repr=False)
@@ -110,7 +176,7 @@ class Reading:
             batch, broken = None, (_broken(TypeError(told), table, place, 0),)
         if through is None:
             return Read(batch, broken, time.perf_counter() - began)
-        counts, notes = through.counts.less(before), through.said()
+        counts, notes = through.counts.less(before), through.take_notes()
         return Read(batch, broken, time.perf_counter() - began, counts, notes)
 
     def _used(self, split: str, epoch: int) -> list[int]:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ...compression.errors import ConfigError
 from .options import check_count
-from .reading import Place, Reading, unreadable
-from .tables import Table
+from .reading import Place, Reading, Table, unreadable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,8 @@ from typing import Any
 from small_policies import watched_lru
 
 from penstock.pipeline.samples.cache.broker import serving
-from penstock.pipeline.samples.cache.client import Client
-from penstock.pipeline.samples.cache.messages import Hello
-from penstock.pipeline.samples.cache.wire import state_of
+from penstock.pipeline.samples.cache.client import Client, state_of
+from penstock.pipeline.samples.cache.wire import Hello
 
 PAGE = 4096
 SOON = 3.0  # a second, on a machine that has other things to do

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.pipeline.samples.cache.lru import Lru
-from penstock.pipeline.samples.cache.policy import Admitted, Entry, Found, Job, Policy, Times
+from penstock.pipeline.samples.cache.policies import Lru
+from penstock.pipeline.samples.cache.policy import Decision, Entry, Job, Policy, Times
 
 ALONE = Times(epoch=10.0, batch_io=2.0, sample_io=1.0, augmentation=0.0, training=1.0, hidden=0.0)
 
@@ -42,26 +42,26 @@ class Watched:
         self.calls.append(("begin", name, list(order), None if following is None else list(following)))
         return self._gone(self.policy.begin(name, order, following, now))
 
-    def use(self, name: str, index: int, now: float) -> Found:
+    def use(self, name: str, index: int, now: float) -> Decision:
         self.calls.append(("use", name, index))
         found = self.policy.use(name, index, now)
         if found.entry is None:
-            assert found.freed == ()
+            assert found.evicted == ()
             assert (name, index) not in self.entries
         else:
             assert found.entry in self.entries
             assert found.entry in places(self.jobs[name], index)
-        self._gone(found.freed)
+        self._gone(found.evicted)
         return found
 
-    def offer(self, name: str, index: int, num_bytes: int, now: float) -> Admitted:
+    def offer(self, name: str, index: int, num_bytes: int, now: float) -> Decision:
         self.calls.append(("offer", name, index, num_bytes))
         admitted = self.policy.offer(name, index, num_bytes, now)
-        assert admitted.entry not in admitted.freed
-        for entry in admitted.freed:
+        assert admitted.entry not in admitted.evicted
+        for entry in admitted.evicted:
             del self.entries[entry]
         if admitted.entry is None:
-            assert admitted.freed == ()  # nobody leaves for nothing
+            assert admitted.evicted == ()  # nobody leaves for nothing
         else:
             assert admitted.entry in places(self.jobs[name], index)
             self.entries.setdefault(admitted.entry, num_bytes)

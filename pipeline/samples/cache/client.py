@@ -1,39 +1,190 @@
 """A training process's side of the sample cache: what is there comes as copies; nothing ever fails for it.
 
-Without a broker, or with one that dies or stops, every sample is None, that is said once, and the cache comes
+Without a broker, or with one that dies or stops, every sample is None, that is told once, and the cache comes
 back by itself when a broker does. A forked process has a connection of its own, and so has a pickled copy."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ....compression.errors import TransportError
-from .link import Hit, Link, NotTaken, has_answered, say_hello
-from .messages import LONGEST_STAMP, MOST_AT_ONCE, NOWHERE, Hello
+from .pages import pages_of, pieces
 from .policy import Times
-from .wire import Bytes, Wire
+from .shared_memory import Window
+from .socket_path import connect
+from .wire import (
+    HEADER,
+    LEASED,
+    LONGEST_CONTROL,
+    LONGEST_STAMP,
+    LONGEST_STATE,
+    NOWHERE,
+    Hello,
+    Kind,
+    Welcome,
+    pack,
+    pack_header,
+    pack_json,
+    pack_offer,
+    pack_words,
+    unpack_header,
+    unpack_json,
+    unpack_words,
+)
 
-_AGAIN_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
 """How long until a broker that is away is looked for again."""
 
 _GRACE_SECONDS = 0.05
-"""How long one that was found again may take to answer before training goes on; it is asked later."""
+"""How long one that was found again may take to answer before training goes on."""
 
+_AT_ONCE = 1 << 18
+_BATCH_BYTES = 8 << 20
+
+Bytes = bytes | bytearray | memoryview
 _T = TypeVar("_T")
+
+
+class Hit(NamedTuple):
+    """A sample of the cache: a copy of its bytes, and the stamp that its writer gave it."""
+
+    payload: bytes
+    stamp: bytes
+
+
+class NotTaken(Exception):
+    """The broker does not want this run; the message says why."""
+
+
+class Link:
+    """A connection to the broker at ``path``.
+
+    Args:
+        timeout: Seconds that an answer may take, and that anything sent may take to be taken.
+        patience: The same for connecting, and for the answer to the hello.
+
+    Raises: OSError, TransportError, from all its methods: the broker is gone, stopped, or none of ours.
+    """
+
+    def __init__(self, path: Path, timeout: float, *, patience: float | None = None) -> None:
+        self._timeout, self._patience = timeout, timeout if patience is None else patience
+        self._files: list[int] = []
+        self._window: Window | None = None
+        self._socket = connect(path, self._patience)
+
+    def send(self, *data: Bytes) -> None:
+        """Send all of it; each part may take the timeout."""
+        for part in data:
+            self._socket.settimeout(self._timeout)
+            self._socket.sendall(part)
+
+    def ask(self, message: Bytes, longest: int, *, seconds: float | None = None) -> bytearray:
+        """Send a message and return the body of its answer, which has ``longest`` bytes at most."""
+        self.send(message)
+        until = time.monotonic() + (self._timeout if seconds is None else seconds)
+        data, needed = bytearray(), HEADER.size
+        while len(data) < needed:
+            self._socket.settimeout(max(1e-3, until - time.monotonic()))
+            piece, files, *_ = socket.recv_fds(self._socket, _AT_ONCE, 1)
+            self._files += files
+            if not piece:
+                raise ConnectionResetError("the broker has closed the connection")
+            data += piece
+            if needed == HEADER.size <= len(data):
+                kind, num_bytes = unpack_header(data[: HEADER.size])
+                if kind is not Kind.ANSWER:
+                    raise ConnectionError(f"the broker answers by {kind.name}")
+                if num_bytes > longest:
+                    raise ConnectionError(f"the broker answers by {num_bytes} bytes, {longest} are the most")
+                needed += num_bytes
+        if len(data) > needed:
+            raise ConnectionError("the broker says more than it was asked")
+        return data[HEADER.size :]
+
+    def join(self, hello: Hello) -> None:
+        """Say whose connection it is, and map the shared memory.
+
+        Raises: NotTaken: the broker refuses."""
+        answer = self.ask(pack_json(Kind.HELLO, hello), LONGEST_CONTROL, seconds=self._patience)
+        welcome: Welcome = unpack_json(answer, Welcome)
+        if welcome.refused:
+            raise NotTaken(welcome.refused)
+        if not self._files:
+            raise ConnectionError("the broker answers a hello without its memory")
+        self._window = Window(self._files[0], welcome.num_pages * welcome.page_bytes)
+        self._num_pages, self._page_bytes = welcome.num_pages, welcome.page_bytes
+        self._close_files()
+        # Untouched, and freed: glibc then keeps twice as much, see mallopt(3). It would else give every batch
+        # of copies back to the system, whose fresh pages cost several times the copying.
+        bytes(_BATCH_BYTES)
+
+    def use(self, epoch: int, indices: Sequence[int]) -> list[Hit | None]:
+        """Copy what is there of samples, each named once; None for the others."""
+        longest = len(indices) * LEASED.size + 4 * (len(indices) + self._num_pages)
+        body = memoryview(self.ask(pack(Kind.USE, pack_words(epoch, then=indices)), longest))
+        size = len(indices) * LEASED.size
+        if len(body) < size or (len(body) - size) % 4:
+            raise ConnectionError(f"the broker answers for other than {len(indices)} samples")
+        pages, at = unpack_words(body[size:]), 0
+        found: list[Hit | None] = []
+        for num_bytes, stamp in LEASED.iter_unpack(body[:size]):
+            if num_bytes == NOWHERE:
+                found.append(None)
+                continue
+            end = at + pages_of(num_bytes, self._page_bytes)
+            found.append(Hit(self._copy(pages[at:end], num_bytes), stamp))
+            at = end
+        if at:  # nothing is read any more, so its pages may go to others
+            self.send(pack(Kind.DONE))
+        return found
+
+    def store(self, epoch: int, samples: Sequence[tuple[int, Bytes, bytes]]) -> int:
+        """Offer samples (index, bytes, stamp) and put those that are accepted. Returns: how many were."""
+        offers = [(index, memoryview(data).nbytes, stamp) for index, data, stamp in samples]
+        answer = self.ask(pack_offer(epoch, offers), longest=len(samples))
+        if len(answer) != len(samples):
+            raise ConnectionError(f"the broker answers for {len(answer)} samples of {len(samples)}")
+        accepted = [sample for sample, wanted in zip(samples, answer, strict=True) if wanted]
+        data = [memoryview(data).cast("B") for _, data, _ in accepted]
+        if num_bytes := sum(map(len, data)):
+            self.send(pack_header(Kind.PUT, num_bytes), *data)
+        return len(accepted)
+
+    def close(self) -> None:
+        """End the connection; of a copy in a forked process this copy alone."""
+        self._socket.close()
+        self._close_files()
+        if self._window is not None:
+            self._window.close()
+
+    def _close_files(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
+
+    def _copy(self, pages: array[int], num_bytes: int) -> bytes:
+        assert self._window is not None
+        view = self._window.view
+        copy = b"".join([view[start:end] for start, end in pieces(pages, num_bytes, self._page_bytes)])
+        if len(copy) != num_bytes:
+            raise ConnectionError("the broker names pages that there are not")
+        return copy
 
 
 class Client:
     """One connection of a run; for one thread at a time.
 
-    Args: path: where the broker listens.
-          timeout: seconds after which a broker that does not answer counts as gone.
-          tell: is told once why there is no cache; to be pickled, so a function with a name.
+    Args:
+        path: The broker's socket.
+        timeout: Seconds after which a broker that does not answer counts as gone.
+        tell: Is told once why there is no cache; to be pickled, so a function with a name.
     """
 
     def __init__(
@@ -42,7 +193,7 @@ class Client:
         self._path, self._hello, self._tell, self._timeout = Path(path), hello, tell, timeout
         self._begun: tuple[int, Sequence[int], Sequence[int] | None] | None = None
         self._measured: Times | None = None
-        self._told = self._refused = False
+        self._has_told = self._refused = False
         self._reset()
 
     @property
@@ -51,34 +202,35 @@ class Client:
         return self._link is not None and self._process == os.getpid()
 
     def begin(self, epoch: int, order: Sequence[int], following: Sequence[int] | None) -> None:
-        """An epoch begins.
+        """Begin an epoch.
 
-        Args: order: the samples that the whole run uses in it, each once, as far as they are known;
-              following: those of the next epoch, None if this is the last.
+        Args:
+            order: Samples that the whole run uses in it, each once, as far as they are known.
+            following: Those of the next epoch; None if this is the last.
         """
         self._begun = epoch, order, following
         self._check(max(len(order), len(following or ())))
-        self._asked(lambda link: link.begin(epoch, order, following), None, new=True)
+        self._ask(self._send_begun, None, repeats=True)
 
     def measured(self, times: Times) -> None:
-        """The warm-up epoch of the run is over."""
+        """Tell the times of the run's warm-up epoch, which is over."""
         self._measured = times
-        self._asked(lambda link: link.measured(times), None, new=True)
+        self._ask(self._send_measured, None, repeats=True)
 
     def use(self, indices: Sequence[int], *, epoch: int | None = None) -> list[Hit | None]:
         """Return copies of what there is of ``indices``, best a whole batch; None: read it, and ``store`` it.
 
-        Args: epoch: which; None: that which the run began last, in whatever process."""
-        number = NOWHERE if epoch is None else epoch
+        Args:
+            epoch: None: that which the run began last, in whatever process.
+        """
         once = list(dict.fromkeys(indices))
-        self._check(max(once, default=0) + 1)
-        found: dict[int, Hit | None] = {}
-        for at in range(0, len(once), MOST_AT_ONCE):
-            part = once[at : at + MOST_AT_ONCE]
-            nothing: list[Hit | None] = [None] * len(part)
-            hits = self._asked(lambda link, part=part: link.use(number, part), nothing)
-            found.update(zip(part, hits, strict=True))
-        return [found[index] for index in indices]
+        self._check(max(once, default=-1) + 1)
+        if not once:
+            return []
+        nothing: list[Hit | None] = [None] * len(once)
+        found = self._ask(lambda link: link.use(NOWHERE if epoch is None else epoch, once), nothing)
+        hits = dict(zip(once, found, strict=True))
+        return [hits[index] for index in indices]
 
     def store(
         self,
@@ -88,40 +240,41 @@ class Client:
         *,
         epoch: int | None = None,
     ) -> int:
-        """Offer samples that were not there and were read. Returns: how many the cache took.
+        """Offer samples that were not there and were read.
 
-        Args: stamps: at most 64 bytes each, by which whoever gets the sample sees whether it is still true.
+        Args:
+            stamps: At most 64 bytes each, by which whoever gets the sample sees whether it is still true.
+
+        Returns:
+            How many the cache took.
         """
         stamps = [b""] * len(indices) if stamps is None else stamps
-        if not len(indices) == len(payloads) == len(stamps) or any(
-            len(one) > LONGEST_STAMP for one in stamps
-        ):
+        fits = len(indices) == len(payloads) == len(stamps)
+        if not fits or max(map(len, stamps), default=0) > LONGEST_STAMP:
             raise ValueError(f"as many samples as payloads and stamps, of {LONGEST_STAMP} bytes at most each")
-        number, taken = NOWHERE if epoch is None else epoch, 0
-        fit = [place for place, payload in enumerate(payloads) if memoryview(payload).nbytes < NOWHERE]
-        for at in range(0, len(fit), MOST_AT_ONCE):
-            part = fit[at : at + MOST_AT_ONCE]
-            said = [(indices[place], payloads[place], stamps[place]) for place in part]
-            taken += self._asked(lambda link, said=said: link.store(number, said), 0)
-        return taken
+        samples = [
+            sample
+            for sample in zip(indices, payloads, stamps, strict=True)
+            if memoryview(sample[1]).nbytes < NOWHERE
+        ]
+        return self._ask(lambda link: link.store(NOWHERE if epoch is None else epoch, samples), 0)
 
     def drop(self, index: int, stamp: bytes) -> None:
-        """A sample is no longer what it was under ``stamp``, which ``use`` returned with it."""
-        self._asked(lambda link: link.drop(index, stamp), None)
+        """Say that a sample is no longer what it was under ``stamp``, which ``use`` returned with it."""
+        self._ask(lambda link: link.send(pack(Kind.DROP, pack_words(index), stamp)), None)
 
     def close(self) -> None:
         """End the connection; the next call would make a new one."""
-        for one in (self._link, self._joining):
-            if one is not None:
-                one.close()
-        self._link = self._joining = None
+        if self._link is not None:
+            self._link.close()
+        self._link = None
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # whoever forgot to close it, or an interpreter that ends
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_link", "_joining", "_process", "_next_try", "_is_new")
+        left_out = ("_link", "_process", "_next_try", "_is_new")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -131,89 +284,93 @@ class Client:
     def _reset(self) -> None:
         """Begin without a connection, in this process."""
         self._link: Link | None = None
-        self._joining: Wire | None = None
-        self._next_try, self._is_new = 0.0, True
-        self._process = os.getpid()
+        self._next_try, self._is_new, self._process = 0.0, True, os.getpid()
         this = weakref.ref(self)
         # At once: a copy that a child has would keep the connection of its parent alive when that is killed.
 
-        def forked() -> None:
+        def leave_parent() -> None:
             if (client := this()) is not None:
                 client._leave_to_parent()
 
-        os.register_at_fork(after_in_child=forked)
+        os.register_at_fork(after_in_child=leave_parent)
 
     def _leave_to_parent(self) -> None:
-        """In a child: close the copies of what belongs to the parent."""
+        """Close, in a child, the copies of what belongs to the parent."""
         self.close()
         self._next_try, self._is_new, self._process = 0.0, True, os.getpid()
 
     def _check(self, num_samples: int) -> None:
-        """Do without the cache from now on where there are more samples than it was told of.
+        """Do without the cache from now on if the data set has grown.
 
-        It would take a number beyond them for a mistake, and close."""
-        told = self._hello.num_samples
-        if num_samples > told and not self._refused:
+        The broker would take a number beyond it for a mistake, and close."""
+        limit = self._hello.num_samples
+        if num_samples > limit and not self._refused:
             self._refused = True
-            self._lost(f"a data set of {told} samples is asked for {num_samples}; it may not grow in a job")
+            self._lose(f"a data set of {limit} samples is asked for {num_samples}; it may not grow in a job")
 
-    def _asked(self, ask: Callable[[Link], _T], otherwise: _T, *, new: bool = False) -> _T:
-        """Ask the broker, or go on with ``otherwise``; ``new``: what a new connection says anyway."""
+    def _ask(self, ask: Callable[[Link], _T], otherwise: _T, *, repeats: bool = False) -> _T:
+        """Ask the broker, or go on with ``otherwise``; ``repeats``: a new connection has said it already."""
         if self._process != os.getpid():  # forked without Python's knowledge
             self._leave_to_parent()
         try:
             before = self._link
             link = self._connected()
-            if link is None or (new and link is not before):
+            if link is None or (repeats and link is not before):
                 return otherwise
             return ask(link)
         except NotTaken as error:
             self._refused = True
-            self._lost(str(error))
+            self._lose(str(error))
+        except TimeoutError:
+            self._lose(f"{self._path} does not answer")
+        except (FileNotFoundError, ConnectionRefusedError):
+            self._lose(f"{self._path} has no broker; start one by penstock cache serve")
         except (OSError, TransportError) as error:
-            self._lost(f"{self._path} {_said(error)}")
+            self._lose(f"{self._path} is gone ({error})")
         return otherwise
 
     def _connected(self) -> Link | None:
-        if self._link is not None or self._refused:
+        if self._link is not None or self._refused or time.monotonic() < self._next_try:
             return self._link
-        if self._joining is None:
-            if time.monotonic() < self._next_try:
-                return None
-            self._next_try = time.monotonic() + _AGAIN_SECONDS
-            # The first time it is waited for; later one that is stopped shall not stop training every second.
-            patience = self._timeout if self._is_new else _GRACE_SECONDS
-            self._joining = say_hello(self._path, self._hello, timeout=self._timeout, patience=patience)
-        else:
-            patience = 0.0
-        if not has_answered(self._joining, patience):
-            self._is_new = False
-            self._say(f"{self._path} does not answer")
-            return None
-        self._is_new = False
-        link = Link(self._joining)
-        self._joining, self._link = None, link
-        if self._measured is not None:
-            link.measured(self._measured)
-        if self._begun is not None:
-            link.begin(*self._begun)
+        # The first time it is waited for; later one that is stopped shall not stop training every second.
+        patience = self._timeout if self._is_new else _GRACE_SECONDS
+        link = Link(self._path, self._timeout, patience=patience)
+        try:
+            link.join(self._hello)
+            self._send_measured(link)
+            self._send_begun(link)
+        except BaseException:
+            link.close()
+            raise
+        self._link, self._is_new = link, False
         return link
 
-    def _lost(self, why: str) -> None:
-        self._is_new = False
-        self._next_try = time.monotonic() + _AGAIN_SECONDS
-        self.close()
-        self._say(why)
+    def _send_begun(self, link: Link) -> None:
+        if self._begun is None:
+            return
+        epoch, order, following = self._begun
+        if link.ask(pack(Kind.BEGIN, pack_words(epoch)), 1) == b"\1":
+            counts = epoch, len(order), NOWHERE if following is None else len(following)
+            orders = pack_words(*counts, then=order), pack_words(then=following or ())
+            link.send(pack(Kind.ORDERS, *orders))
 
-    def _say(self, why: str) -> None:
-        if not self._told:
-            self._told = True
+    def _send_measured(self, link: Link) -> None:
+        if self._measured is not None:
+            link.send(pack_json(Kind.MEASURED, self._measured))
+
+    def _lose(self, why: str) -> None:
+        """Go on without the broker, for a second at least."""
+        self._is_new = False
+        self._next_try = time.monotonic() + _RETRY_SECONDS
+        self.close()
+        if not self._has_told:
+            self._has_told = True
             self._tell(f"training goes on without the sample cache: {why}")
 
 
-def _said(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "does not answer"
-    if isinstance(error, FileNotFoundError | ConnectionRefusedError):
-        return "has no broker; start one by penstock cache serve"
-    return f"is gone ({error})"
+def state_of(path: Path, *, timeout: float) -> dict[str, Any]:
+    """Ask the broker at ``path`` what a person wants to see.
+
+    Raises: OSError: it is not there, or does not answer."""
+    with contextlib.closing(Link(path, timeout)) as link:
+        return unpack_json(link.ask(pack(Kind.STATUS), LONGEST_STATE))

@@ -1,45 +1,164 @@
-"""The sample cache without sockets, clock and bytes: runs ask, a policy decides, the ledger holds the pages.
+"""The sample cache without sockets, clock and bytes: runs ask, a policy decides, pages are reserved.
 
-Whatever connections ask in whatever order, the policy is told of each sample of a run and epoch once, and
-what it keeps is what the ledger has. It is told of whole pages, so what it admits has pages, but for those
-that somebody still reads."""
+Whatever connections ask in whatever order, the policy hears of each sample of a run and epoch once, and the
+entries are those that it keeps. It counts in whole pages, so what it admits has pages, but for those that
+somebody still reads."""
 
 from __future__ import annotations
 
 import dataclasses
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ....compression.errors import TransportError
-from .ledger import Ledger, Stored
-from .messages import NOWHERE, Hello
-from .pages import Pages
-from .policy import Entry, Policy, Times
-from .runs import DONE, MISSED, UNUSED, Member, Run
+from .pages import Pages, Stored, pages_of
+from .policy import Entry, Job, Policy, Times
+from .wire import NOWHERE, Hello
 
 _LONGEST = 1e9  # seconds, some 30 years
 _BYTES_OF_ORDERS = 18  # of a sample, in the orders of a run
-_BOOKS_OF_ALL = 16  # the orders of all runs take this part of the slab at most
-_LEAST_BOOK_BYTES = 1 << 20
+_ORDERS_SHARE = 16  # the orders of all runs take this part of the memory at most
+_LEAST_ORDER_BYTES = 1 << 20
+
+OUTSIDE, UNUSED, MISSED, DONE = range(4)
+"""State of a sample in this epoch: not in its order; not used yet; used and missed; nothing more to ask."""
 
 
 class NotWelcome(TransportError):
-    """A run that cannot take part, in words for a person."""
+    """A run that cannot take part; the message is for a person."""
+
+
+@dataclass(eq=False)
+class Run:
+    """One training run, whose connections are together one reader of each sample.
+
+    Attributes:
+        members: Its connections.
+        epoch: The newest that was begun; -1: none was.
+        states: State of each sample in that epoch.
+        used: Samples that were used in it, by whichever connection.
+        began: When it began.
+        pace: Seconds of a sample, of the epoch before.
+    """
+
+    hello: Hello
+    members: set[Member] = field(default_factory=set)
+    times: Times | None = None
+    epoch: int = -1
+    states: bytearray = field(default_factory=bytearray)
+    num_ordered: int = 0
+    used: int = 0
+    began: float = 0.0
+    pace: float = 0.0
+    hits: int = 0
+    uses: int = 0
+    hit_bytes: int = 0
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Identity of a run: two may have one name."""
+        return self.hello.job, self.hello.run
+
+    # The prefixes keep a run that is called like somebody's data from having an entry in common with it.
+
+    @property
+    def name(self) -> str:
+        """Name that a policy knows it by."""
+        return f"run:{self.hello.run}:{self.hello.job}"
+
+    @property
+    def job(self) -> Job:
+        """What a policy knows of it."""
+        counts = {"num_samples": self.hello.num_samples, "batch_size": self.hello.batch_size}
+        return Job(name=self.name, data=f"data:{self.hello.data}", times=self.times, **counts)
+
+    def places(self, index: int) -> tuple[Entry, Entry]:
+        """Entries that a sample of it may have: with its data, or with the run alone."""
+        return (f"data:{self.hello.data}", index), (self.name, index)
+
+    def check(self, index: int) -> None:
+        """Refuse the index of no sample."""
+        if index >= self.hello.num_samples:
+            raise TransportError(f"sample {index} of {self.hello.num_samples}")
+
+    def begin(self, epoch: int, order: array[int], following: array[int] | None, now: float) -> None:
+        """Begin an epoch.
+
+        Raises: TransportError: an order has a sample that there is not, or one twice."""
+        states = self._states(order)
+        if following is not None:
+            self._states(following)
+        if self.used:
+            self.pace = (now - self.began) / self.used
+        self.epoch, self.states, self.num_ordered, self.used, self.began = epoch, states, len(order), 0, now
+
+    def _states(self, order: array[int]) -> bytearray:
+        states = bytearray(self.hello.num_samples)
+        view, indices = np.frombuffer(states, np.uint8), np.frombuffer(order, np.uint32)
+        if len(indices) and int(indices.max()) >= self.hello.num_samples:
+            raise TransportError(f"an order has sample {indices.max()} of {self.hello.num_samples}")
+        view[indices] = UNUSED
+        if int(np.count_nonzero(view)) != len(order):
+            raise TransportError("an order has a sample twice")
+        return states
+
+    def count(self, stored: Stored | None) -> None:
+        """Count a first use."""
+        self.used += 1
+        self.uses += 1
+        if stored is not None:
+            self.hits += 1
+            self.hit_bytes += stored.num_bytes
+
+    def status(self, now: float, held: int) -> dict[str, Any]:
+        """Return what a person sees of it; ``finish_seconds``: until its last epoch ends, as predicted."""
+        hello, pace = self.hello, self.pace
+        if self.used and (self.used * 4 > self.num_ordered or not pace):  # else too little is seen
+            pace = (now - self.began) / self.used
+        left = (hello.epochs - self.epoch) * self.num_ordered - self.used
+        return {
+            "job": hello.job,
+            "run": hello.run,
+            "data": hello.data,
+            "epoch": self.epoch,
+            "epochs": hello.epochs,
+            "progress": self.used / self.num_ordered if self.num_ordered else 0.0,
+            "connections": len(self.members),
+            "readers": hello.readers,
+            "uses": self.uses,
+            "hits": self.hits,
+            "hit_bytes": self.hit_bytes,
+            "held_bytes": held,
+            "measured": self.times is not None,
+            "finish_seconds": max(0.0, pace * left) if pace and self.epoch >= 0 else None,
+        }
+
+
+@dataclass(eq=False)
+class Member:
+    """One connection of a run: what it may be reading, and what it is about to write, in that order."""
+
+    run: Run
+    leased: list[Stored] = field(default_factory=list)
+    writing: list[Stored] = field(default_factory=list)
 
 
 class Core:
     """All that the broker decides. ``now``: seconds of any clock that does not go back."""
 
     def __init__(self, policy: Policy, pages: Pages) -> None:
-        self.policy, self.ledger = policy, Ledger(pages)
+        self.policy, self.pages = policy, pages
         self.runs: dict[tuple[str, str], Run] = {}
-        held = max(_LEAST_BOOK_BYTES, pages.num_pages * pages.page_bytes // _BOOKS_OF_ALL)
+        held = max(_LEAST_ORDER_BYTES, pages.num_pages * pages.page_bytes // _ORDERS_SHARE)
         self.most_samples = held // _BYTES_OF_ORDERS
         self.crowded = 0  # samples that were admitted, and had no pages as others were just being read
 
     def join(self, hello: Hello, now: float) -> Member:
-        """A connection says whose it is.
+        """Add a connection of a run.
 
         Raises: NotWelcome: its run is known otherwise, its data has another number of samples, or so many
         that the orders of all runs would take more memory than such a cache is worth."""
@@ -57,8 +176,7 @@ class Core:
                     f"this cache keeps orders of {self.most_samples:,} samples, and job {hello.job} has "
                     f"{hello.num_samples:,}, with {room:,} left; serve a larger capacity="
                 )
-            run = Run(hello)
-            self.runs[run.key] = run
+            run = self.runs[hello.job, hello.run] = Run(hello)
             self.policy.join(run.job, now)
         elif dataclasses.replace(hello, readers=run.hello.readers) != run.hello:
             raise NotWelcome(f"job {hello.job} has connections that differ; give each run a name of its own")
@@ -67,7 +185,7 @@ class Core:
         return member
 
     def leave(self, member: Member, now: float) -> None:
-        """A connection is gone, however it ended; with its last one the run is."""
+        """Remove a connection, however it ended; with its last one the run."""
         self.release(member)
         run = member.run
         run.members.remove(member)
@@ -76,29 +194,25 @@ class Core:
             del self.runs[run.key]
 
     def measured(self, member: Member, times: Times, now: float) -> None:
-        """The warm-up epoch of a run is over."""
+        """Take the times of a run's warm-up epoch, which is over."""
         if not all(0 <= seconds <= _LONGEST for seconds in dataclasses.astuple(times)):
             raise TransportError(f"measured seconds are 0 to {_LONGEST:g}")
         member.run.times = times
         self.policy.join(member.run.job, now)
 
-    def wants(self, member: Member, epoch: int) -> bool:
-        """Whether the orders of an epoch are news; they are said by one connection of a run."""
-        self.release(member)
-        return epoch > member.run.epoch
-
     def begin(
         self, member: Member, epoch: int, order: array[int], following: array[int] | None, now: float
     ) -> None:
-        """An epoch of a run begins. One that was begun before is left as it is."""
-        if self.wants(member, epoch):
+        """Begin an epoch of a run. One that another connection has begun is left as it is."""
+        self.release(member)
+        if epoch > member.run.epoch:
             member.run.begin(epoch, order, following, now)
             self._free(self.policy.begin(member.run.name, order, following, now))
 
     def use(self, member: Member, epoch: int, indices: Sequence[int], now: float) -> list[Stored | None]:
-        """A run uses samples, in an epoch or (``NOWHERE``) in that which it began last.
+        """Return what there is of samples, in an epoch or (``NOWHERE``) in that which the run began last.
 
-        What is there is leased to this connection until it says anything else."""
+        It is leased to this connection until the next message from there."""
         self.release(member)
         run, found = member.run, []
         epoch = run.epoch if epoch == NOWHERE else epoch
@@ -106,72 +220,64 @@ class Core:
             raise TransportError("a sample is used twice at once")
         for index in indices:
             run.check(index)
-            if run.seen and epoch == run.epoch and run.seen[index] == UNUSED:
-                entry, freed = self.policy.use(run.name, index, now)
-                stored = self.ledger.whole(entry)
-                run.seen[index] = MISSED if entry is None else DONE
+            if run.states and epoch == run.epoch and run.states[index] == UNUSED:
+                entry, evicted = self.policy.use(run.name, index, now)
+                stored = self.pages.whole(entry)
+                run.states[index] = MISSED if entry is None else DONE
                 run.count(stored)
             else:
-                stored, freed = self._look(run, index), ()
+                stored, evicted = self._look(run, index), ()
             if stored is not None:
-                self.ledger.lease(stored)
+                self.pages.lease(stored)
                 member.leased.append(stored)
-            self._free(freed)
+            self._free(evicted)
             found.append(stored)
         return found
 
     def offer(
-        self,
-        member: Member,
-        epoch: int,
-        samples: Iterable[tuple[int, int, bytes]],
-        now: float,
+        self, member: Member, epoch: int, samples: Iterable[tuple[int, int, bytes]], now: float
     ) -> list[Stored | None]:
-        """A run has loaded samples: (index, bytes, stamp) each. What is returned it shall put, in order.
+        """Return which loaded samples, (index, bytes, stamp) each, the run shall put, in order.
 
         The policy is asked of those that were used and missed in this epoch, and not offered since."""
         self.release(member)
-        run, asked = member.run, []
+        run, accepted = member.run, []
         epoch = run.epoch if epoch == NOWHERE else epoch
         for index, num_bytes, stamp in samples:
             run.check(index)
-            if not run.seen or epoch != run.epoch or run.seen[index] != MISSED:
-                asked.append(None)
+            if not run.states or epoch != run.epoch or run.states[index] != MISSED:
+                accepted.append(None)
                 continue
-            run.seen[index] = DONE
-            stored = self._admit(run, index, num_bytes, stamp, now)
-            asked.append(stored)
-            if stored is not None:
-                member.writing.append(stored)
+            run.states[index] = DONE
+            accepted.append(self._admit(run, index, num_bytes, stamp, now))
         # One may have made room for another of them.
-        member.writing = [stored for stored in member.writing if stored.kept]
-        return [stored if stored is not None and stored.kept else None for stored in asked]
+        accepted = [stored if stored is not None and stored.kept else None for stored in accepted]
+        member.writing = [stored for stored in accepted if stored is not None and stored.num_bytes]
+        return accepted
 
     def wrote(self, member: Member, num_bytes: int) -> None:
-        """The next ``num_bytes`` of the first sample that a connection writes have come."""
+        """Count bytes that have come of the first sample that a connection writes."""
         stored = member.writing[0]
         stored.written += num_bytes
-        if stored.written == stored.num_bytes:
+        if stored.whole:
             del member.writing[0]
-            if stored.kept:
-                self.ledger.finish(stored)
 
     def drop(self, member: Member, index: int, stamp: bytes) -> None:
-        """A sample is no longer what it was under ``stamp``; one that was found may be offered anew."""
+        """Evict a sample that is no longer what it was under ``stamp``; it may be offered anew."""
         self.release(member)
         run = member.run
         run.check(index)
         for entry in run.places(index):
-            stored = self.ledger.whole(entry)
+            stored = self.pages.whole(entry)
             if stored is not None and stored.stamp == stamp:
                 self._lose(entry)
-        if run.seen and run.seen[index] == DONE and self._look(run, index) is None:
-            run.seen[index] = MISSED
+        if run.states and run.states[index] == DONE and self._look(run, index) is None:
+            run.states[index] = MISSED
 
     def release(self, member: Member) -> None:
-        """A connection reads nothing, and will not write what is not all there."""
+        """End a connection's leases, and give up what it has not written to the end."""
         for stored in member.leased:
-            self.ledger.end(stored)
+            self.pages.end_lease(stored)
         member.leased.clear()
         for stored in member.writing:
             if stored.kept:
@@ -179,33 +285,30 @@ class Core:
         member.writing.clear()
 
     def status(self, now: float) -> dict[str, Any]:
-        """What a person sees: the cache, and a row for each run."""
-        held, pages = self.policy.held, self.ledger.pages
+        """Return what a person sees: the cache, and a row for each run."""
+        held, pages = self.policy.held, self.pages
         return {
             "capacity": self.policy.capacity,
             "free_bytes": pages.num_free * pages.page_bytes,
-            "entries": len(self.ledger.entries),
-            "entry_bytes": self.ledger.num_bytes,
+            "entries": len(pages.entries),
+            "entry_bytes": pages.num_bytes,
             "held_bytes": sum(held.values()),
             "crowded": self.crowded,
             "jobs": [run.status(now, held.get(run.name, 0)) for run in self.runs.values()],
         }
 
     def _look(self, run: Run, index: int) -> Stored | None:
-        """What is there of a sample, whoever put it; the policy is not told."""
+        """Return what is there of a sample, whoever put it, without the policy's knowledge."""
         shared, own = run.places(index)
-        return self.ledger.whole(shared) or self.ledger.whole(own)
+        return self.pages.whole(shared) or self.pages.whole(own)
 
     def _admit(self, run: Run, index: int, num_bytes: int, stamp: bytes, now: float) -> Stored | None:
-        pages = self.ledger.pages
-        takes = pages.needed(num_bytes) * pages.page_bytes
-        if takes > self.policy.capacity:
+        takes = pages_of(num_bytes, self.pages.page_bytes) * self.pages.page_bytes
+        entry, evicted = self.policy.offer(run.name, index, takes, now)
+        self._free(evicted)
+        if entry is None or entry in self.pages.entries:  # of another run, or on its way
             return None
-        entry, freed = self.policy.offer(run.name, index, takes, now)
-        self._free(freed)
-        if entry is None or entry in self.ledger.entries:  # of another run, or on its way
-            return None
-        stored = self.ledger.reserve(entry, num_bytes, stamp)
+        stored = self.pages.reserve(entry, num_bytes, stamp)
         if stored is None:
             self.crowded += 1
             self.policy.drop(entry)
@@ -213,9 +316,9 @@ class Core:
 
     def _free(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            self.ledger.free(entry)
+            self.pages.free(entry)
 
     def _lose(self, entry: Entry) -> None:
         """Give up what the policy would have kept."""
-        self.ledger.free(entry)
+        self.pages.free(entry)
         self.policy.drop(entry)

@@ -6,7 +6,7 @@ Source: CN114968588A, steps S13 to S38 and step 4, of which the comments name ea
   the number of jobs, in bytes, and in slots (S21) by the mean size of the job's samples;
 - the gain (S13): k_i = max(1, T_last / T_i), rounded. The sentence ends in "(illegible) = 0"; ``last_gain=0``
   reads it as the gain of the slowest job, which then asks its neighbour only;
-- E_i (S22): see ``needs.desired``;
+- E_i (S22): see ``cached_per_batch``;
 - an empty pool with an own free slot (S35): as with a pool that is not empty, the slot is the job's own;
 - a job that wants none (E_i = 0: it is compute bound) asks its neighbour for none either (S36 would let it).
 
@@ -21,15 +21,57 @@ go or are measured, the list is sorted and the gains and parts are computed anew
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import ceil
 
-from ....compression.errors import ConfigError
-from . import needs
-from .lru import joined
-from .orders import NEVER, Course
-from .policy import Admitted, Entry, Found, Job
+from .job_progress import NEVER, JobProgress
+from .policy import MISS, Decision, Entry, Job
 
-_NOWHERE, _REFUSED = Found(None), Admitted(None)
+# Targets.
+
+
+def cached_per_batch(job: Job) -> int:
+    """E_i of step S22: the fewest cached samples of a batch with which reading hides behind the rest.
+
+    Reading takes T_io - h t_s where h samples are cached, and H of it is hidden: the least h with nothing
+    left, clamp(ceil((T_io - H) / t_s), 0, B_i). The formula is not legible in the source; this is what
+    follows from its text. A job without times may have a whole batch."""
+    times, batch = job.times, job.batch_size
+    if times is None:
+        return batch
+    visible = times.batch_io - times.hidden
+    if visible <= 0:
+        return 0
+    # 1e-9: (0.3 - 0.2) / 0.1 is a little above 1, and means 1
+    return batch if visible >= batch * times.sample_io else min(batch, ceil(visible / times.sample_io - 1e-9))
+
+
+def hits_per_batch(job: Job, num_slots: float) -> float:
+    """s_i of step S21: the samples of a batch that hit when ``num_slots`` (M_i) are the job's alone."""
+    return min(num_slots / job.num_samples, 1.0) * job.batch_size
+
+
+def ascending(jobs: Iterable[Job]) -> dict[str, float]:
+    """Step S13: T_i by name of the jobs whose times are known, the shortest first."""
+    epochs = [(job.times.epoch, job.name) for job in jobs if job.times is not None]
+    return {name: seconds for seconds, name in sorted(epochs)}
+
+
+def gains(epochs: Mapping[str, float], *, last_gain: int | None = None) -> dict[str, int]:
+    """k_i of step S13: the slots that a request for one is given, more the shorter an epoch.
+
+    Args:
+        epochs: Result of ``ascending``.
+        last_gain: Gain of the slowest job, where it has a neighbour to ask.
+    """
+    slowest = max(epochs.values(), default=0.0)
+    found = {name: max(1, round(slowest / one)) if one > 0 else 1 for name, one in epochs.items()}
+    if last_gain is not None and len(found) > 1:
+        found[list(found)[-1]] = last_gain
+    return found
+
+
+# The policy.
 
 
 class Space:
@@ -42,7 +84,7 @@ class Space:
     """
 
     def __init__(self, job: Job) -> None:
-        self.job, self.course = job, Course(job)
+        self.job, self.progress = job, JobProgress(job)
         self.current: dict[int, int] = {}
         self.following: dict[int, int] = {}
         self.counts: dict[int, int] = {}
@@ -59,7 +101,7 @@ class Space:
     def due(self, part: float) -> float:
         """s_i with a part of so many bytes (S21)."""
         slots = part * self._seen[0] / self._seen[1] if self._seen[1] else float(self.job.num_samples)
-        return needs.due(self.job, slots)
+        return hits_per_batch(self.job, slots)
 
     def put(self, index: int, num_bytes: int, batch: int) -> None:
         """A sample enters the half for the next epoch; its batch counts one more."""
@@ -94,7 +136,7 @@ class Space:
 
     def batch(self, index: int) -> int:
         """The batch of the next order that a sample belongs to."""
-        return self.course.batch_of(self.course.next_use(index))
+        return self.progress.batch_of(self.progress.next_use(index))
 
     def turn(self) -> tuple[tuple[int, ...], int]:
         """The halves change roles.
@@ -110,11 +152,8 @@ class Gain:
     """See the module; ``last_gain``: the gain of the slowest job, None as of the others."""
 
     def __init__(self, capacity: int, *, last_gain: int | None = None, seed: int = 0) -> None:
-        if capacity < 0:
-            raise ConfigError(f"a cache holds 0 bytes or more, found {capacity}")
         self.capacity, self.pool = capacity, capacity  # S31: all is idle
         self._last_gain, self._drawn = last_gain, random.Random(seed)
-        self._jobs: dict[str, Job] = {}
         self.spaces: dict[str, Space] = {}
         self._list: list[Space] = []
 
@@ -125,10 +164,9 @@ class Gain:
 
     def join(self, job: Job, now: float) -> None:
         """See ``Policy``."""
-        self._jobs[job.name] = job
         if job.name in self.spaces:
             self.spaces[job.name].job = job
-            self.spaces[job.name].course.tell(job)
+            self.spaces[job.name].progress.update(job)
         else:
             self.spaces[job.name] = Space(job)
         self._sort()
@@ -138,58 +176,50 @@ class Gain:
         space = self.spaces.pop(name, None)
         if space is None:
             return ()
-        del self._jobs[name]
         self.pool += space.held + space.idle
         self._sort()
         return tuple((name, index) for index in (*space.current, *space.following))
 
-    def _space(self, name: str) -> Space:
-        joined(self._jobs, name)
-        return self.spaces[name]
-
     def _sort(self) -> None:
-        listed = needs.by_epoch(list(self._jobs.values()))  # S13: ascending by T_i
-        gains = needs.gains(listed, last_gain=self._last_gain)
-        self._list = [self.spaces[job.name] for job in listed]
-        for space in self._list:
-            space.gain, space.desired = gains[space.job.name], needs.desired(space.job)  # S13, S22
+        epochs = ascending(space.job for space in self.spaces.values())  # S13: ascending by T_i
+        self._list = [self.spaces[name] for name in epochs]
+        for space, gain in zip(self._list, gains(epochs, last_gain=self._last_gain).values(), strict=True):
+            space.gain, space.desired = gain, cached_per_batch(space.job)  # S13, S22
 
     def begin(
         self, name: str, order: Sequence[int], following: Sequence[int] | None, now: float
     ) -> tuple[Entry, ...]:
         """See ``Policy``."""
-        space = self._space(name)
-        space.course.begin(order, following, now)  # S32: two known orders
+        space = self.spaces[name]
+        space.progress.begin(order, following, now)  # S32: two known orders
         left, back = space.turn()  # S38: the halves change roles; S32: counters are zeroed
         self.pool += back
-        strange = [index for index in space.current if space.course.next_use(index) == NEVER]
+        strange = [index for index in space.current if space.progress.next_use(index) == NEVER]
         for index in strange:  # foretold, but not in the order that came
             self.pool += space.spend(index)
         return tuple((name, index) for index in (*left, *strange))
 
-    def use(self, name: str, index: int, now: float) -> Found:
+    def use(self, name: str, index: int, now: float) -> Decision:
         """See ``Policy``."""
-        space = self._space(name)
-        space.course.use(index, now)
+        space = self.spaces[name]
+        space.progress.use(index, now)
         if index in space.following:  # used twice in an epoch
-            return Found((name, index))
+            return Decision((name, index))
         if index not in space.current:
-            return _NOWHERE  # S33: a miss is loaded
+            return MISS  # S33: a miss is loaded
         num_bytes = space.spend(index)
         self.pool += num_bytes  # S33: a hit's slot goes to the pool
         entered, gone = self._enter(space, index, num_bytes)
-        return Found((name, index), gone if entered else (*gone, (name, index)))
+        return Decision((name, index), gone if entered else (*gone, (name, index)))
 
-    def offer(self, name: str, index: int, num_bytes: int, now: float) -> Admitted:
+    def offer(self, name: str, index: int, num_bytes: int, now: float) -> Decision:
         """See ``Policy``."""
-        space = self._space(name)
+        space = self.spaces[name]
         if index in space.current or index in space.following:
-            return Admitted((name, index))
-        if num_bytes < 0:
-            return _REFUSED
+            return Decision((name, index))
         space.see(num_bytes)
         entered, gone = self._enter(space, index, num_bytes)
-        return Admitted((name, index) if entered else None, gone)
+        return Decision((name, index) if entered else None, gone)
 
     def drop(self, entry: Entry) -> None:
         """See ``Policy``."""
@@ -203,10 +233,10 @@ class Gain:
         """S34 to S37: whether a sample that was just used enters the half for the next epoch; who left."""
         if space.job.times is None:  # S11: the warm-up epoch passes without cache
             return False, ()
-        place = space.course.next_use(index)
-        if place < space.course.first + space.course.length:  # S38: nothing is admitted in the last epoch
+        place = space.progress.next_use(index)
+        if place < space.progress.first + space.progress.length:  # S38: nothing is admitted in the last epoch
             return False, ()
-        batch = space.course.batch_of(place)  # S34: the batch of the next order that it belongs to,
+        batch = space.progress.batch_of(place)  # S34: the batch of the next order that it belongs to,
         count = space.counts.get(batch, 0)  # and how many of that entered
         lent = min(self.pool, space.gain * num_bytes)
         if space.idle + lent >= num_bytes:  # S35: there is a free slot, in the pool or its own

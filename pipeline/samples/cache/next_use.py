@@ -1,163 +1,215 @@
-"""The default policy: what will be used soonest stays, by the predicted time of its next use.
+"""The default policy: the samples that will be used soonest stay, by the predicted time of their next use.
 
-It has what the patent has (CN114968588A: two known orders, S32; seconds of an epoch, S11) and uses it for
-Belady's rule (A study of replacement algorithms, 1966): the sample that is used last makes room, and one
-that is used later still passes the cache by. The next use is predicted as now + positions until then x T_i
-/ N_i, the soonest among the jobs that read the data.
-
-Samples are ranked before they are compared by time. A batch of a job that has its E_i samples
-(``needs.desired``) gains nothing by more: with ``caps`` those only use space that is idle. That is for a
-job that reads its data alone: what others read too serves them next. With ``floors`` the s_i samples that a
-batch is due (``needs.due``) leave for nobody else's, so that batches stay even; that costs many hits (four
-jobs, a quarter of the samples, simulated: 0.27 instead of 0.40), so it is not the default."""
+It has the inputs of CN114968588A (two known orders, S32; seconds of an epoch, S11) and applies Belady's rule
+to them (A study of replacement algorithms, 1966): the sample that is used last is evicted, and one that is
+used later still is not admitted. The next use is predicted as now + positions until then x T_i / N_i, the
+soonest among the jobs that read the data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
-from ....compression.errors import ConfigError
-from . import needs
-from .laid import Laid, User
-from .policy import Admitted, Entry, Found, Job
-from .shelf import Shelf
+from .job_progress import NEVER, JobProgress
+from .policy import MISS, ByteBudget, Decision, Entry, Job
 
-_NOWHERE, _REFUSED = Found(None), Admitted(None)
+
+class Reader(JobProgress):
+    """A job and the cached samples that it is the next to use.
+
+    Attributes:
+        heap: (minus position, sample, serial number), the last used first; some items are outdated.
+        sharers: All readers of the same data, this one among them.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.heap: list[tuple[int, int, int]] = []
+        self.sharers: list[Reader] = []
+
+
+class Use(NamedTuple):
+    """Predicted next use of a sample; the serial number tells the valid item of a heap."""
+
+    reader: Reader
+    position: int
+    serial: int = 0
+
+
+class EvictionQueue:
+    """Entries by their next use: a heap for each job, keyed by position.
+
+    Positions do not change while a job goes on, faster or slower than predicted, so the samples of a job keep
+    their order, and only the last of each job are compared by time. Where several jobs read a sample, another
+    may come to use it first; that is checked when the sample is the last.
+
+    Attributes:
+        pace: Seconds of a sample, for jobs without a pace.
+    """
+
+    def __init__(self) -> None:
+        self.pace = 1.0
+        self.uses: dict[Entry, Use] = {}
+        self._serial = 0
+
+    def time_of(self, use: Use, now: float) -> float:
+        """Predicted time of a use."""
+        return use.reader.time_of(use.position, now, self.pace)
+
+    def soonest(self, sharers: Iterable[Reader], index: int, now: float) -> Use | None:
+        """Return the soonest next use of a sample by one of its readers."""
+        soonest, time = None, 0.0
+        for reader in sharers:
+            position = reader.next_use(index)
+            if position != NEVER:
+                when = reader.time_of(position, now, self.pace)
+                if soonest is None or when < time:
+                    soonest, time = Use(reader, position), when
+        return soonest
+
+    def push(self, entry: Entry, use: Use) -> None:
+        """Add an entry that is not in the queue."""
+        self._serial += 1
+        self.uses[entry] = use._replace(serial=self._serial)
+        heap = use.reader.heap
+        heappush(heap, (-use.position, entry[1], self._serial))
+        if len(heap) > 64 + 4 * len(self.uses):  # most of it is outdated
+            heap[:] = [item for item in heap if self._is_valid(use.reader, item)]
+            heapify(heap)
+
+    def last(self, readers: Iterable[Reader], now: float) -> tuple[Entry, float] | None:
+        """Return the entry that is used last, and when."""
+        while True:
+            last, time = None, 0.0
+            for reader in readers:
+                while reader.heap and not self._is_valid(reader, reader.heap[0]):
+                    heappop(reader.heap)
+                if reader.heap:
+                    when = reader.time_of(-reader.heap[0][0], now, self.pace)
+                    if last is None or when > time:
+                        last, time = reader, when
+            if last is None:
+                return None
+            entry = last.job.data, last.heap[0][1]
+            sooner = self.soonest(last.sharers, entry[1], now) if len(last.sharers) > 1 else None
+            if sooner is None or sooner.reader is last:
+                return entry, time
+            self.push(entry, sooner)
+
+    def _is_valid(self, reader: Reader, item: tuple[int, int, int]) -> bool:
+        use = self.uses.get((reader.job.data, item[1]))
+        return use is not None and use.serial == item[2]
 
 
 class NextUse:
-    """See the module.
+    """See the module."""
 
-    Args: caps, floors: see there.
-          watch: an epoch that a job has gone through counts more than the times that it told, which were
-                 measured when it was alone."""
-
-    def __init__(self, capacity: int, *, caps: bool = True, floors: bool = False, watch: bool = True) -> None:
-        self.capacity, self._shelf, self._laid = capacity, Shelf(capacity), Laid()
-        self._caps, self._floors, self._watch = caps, floors, watch
-        self._users: dict[str, User] = {}
-        self._seen = [0, 0]  # samples that were offered, and their bytes
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self._budget, self._queue = capacity, ByteBudget(capacity), EvictionQueue()
+        self._readers: dict[str, Reader] = {}
 
     @property
     def held(self) -> Mapping[str, int]:
         """See ``Policy``."""
-        return self._shelf.held
+        return self._budget.held
 
     def join(self, job: Job, now: float) -> None:
         """See ``Policy``."""
-        if job.name in self._users:
-            self._users[job.name].tell(job)
+        if job.name in self._readers:
+            self._readers[job.name].update(job)
         else:
-            self._users[job.name] = User(job, watch=self._watch)
+            self._readers[job.name] = Reader(job)
         self._regroup()
 
     def leave(self, name: str, now: float) -> tuple[Entry, ...]:
-        """See ``Policy``: what others use is theirs from now on."""
-        user = self._users.pop(name, None)
-        if user is None:
+        """See ``Policy``: samples that others use are charged to them."""
+        reader = self._readers.pop(name, None)
+        if reader is None:
             return ()
         self._regroup()
-        user.sharers = [other for other in user.sharers if other is not user]
-        gone = self._anew(user, now)
-        for entry in self._shelf.admitted_by(name):
-            self._shelf.hand(entry, self._laid.user(entry).job.name)
-        return gone
+        reader.sharers = [other for other in reader.sharers if other is not reader]
+        evicted = self._requeue(reader, now)
+        self._budget.hand_over(name, {entry: use.reader.job.name for entry, use in self._queue.uses.items()})
+        return evicted
 
     def begin(
         self, name: str, order: Sequence[int], following: Sequence[int] | None, now: float
     ) -> tuple[Entry, ...]:
-        """See ``Policy``: what is cached keeps its positions, unless the epoch is not as it was foretold."""
-        user = self._user(name)
-        gone = () if user.begin(order, following, now) else self._anew(user, now)
+        """See ``Policy``: cached samples keep their positions, unless the epoch is not the announced one."""
+        reader = self._readers[name]
+        evicted = () if reader.begin(order, following, now) else self._requeue(reader, now)
         self._regroup()
-        return gone
+        return evicted
 
-    def use(self, name: str, index: int, now: float) -> Found:
+    def use(self, name: str, index: int, now: float) -> Decision:
         """See ``Policy``."""
-        user = self._user(name)
-        user.use(index, now)
-        entry = (user.job.data, index)
-        if entry not in self._laid:
-            return _NOWHERE
-        if self._laid.user(entry) is user and not self._again(entry, user, now):
-            return Found(entry, (entry,))
-        return Found(entry)  # if another uses it next, it does so as before
+        reader = self._readers[name]
+        reader.use(index, now)
+        entry = reader.job.data, index
+        use = self._queue.uses.get(entry)
+        if use is None:
+            return MISS
+        # If another job uses it next, it does so as before.
+        stays = use.reader is not reader or self._predict(entry, reader, now)
+        return Decision(entry, () if stays else (entry,))
 
-    def offer(self, name: str, index: int, num_bytes: int, now: float) -> Admitted:
+    def offer(self, name: str, index: int, num_bytes: int, now: float) -> Decision:
         """See ``Policy``."""
-        user = self._user(name)
-        entry = (user.job.data, index)
-        if entry in self._laid:
-            return Admitted(entry)
-        if not 0 <= num_bytes <= self.capacity:
-            return _REFUSED
-        self._seen[0] += 1
-        self._seen[1] += num_bytes
-        then = self._laid.soonest(user.sharers, index, now)
-        if then.user is None:
-            return _REFUSED
-        gone = ()
-        if not self._shelf.fits(num_bytes):
-            gone = self._room(num_bytes, then.user.rank(then.position), then.when, now)
-            if not gone:
-                return _REFUSED
-        self._shelf.put(entry, num_bytes, name)
-        self._laid.lay(entry, then.user, then.position)
-        return Admitted(entry, gone)
+        reader = self._readers[name]
+        entry = reader.job.data, index
+        if entry in self._queue.uses:
+            return Decision(entry)
+        use = self._queue.soonest(reader.sharers, index, now)
+        if use is None or num_bytes > self.capacity:
+            return MISS
+        evicted = ()
+        if not self._budget.fits(num_bytes):
+            evicted = self._make_room(num_bytes, self._queue.time_of(use, now), now)
+            if not evicted:
+                return MISS
+        self._budget.add(entry, num_bytes, name)
+        self._queue.push(entry, use)
+        return Decision(entry, evicted)
 
     def drop(self, entry: Entry) -> None:
         """See ``Policy``."""
-        if entry in self._laid:
-            self._laid.lift(entry)
-            self._shelf.take(entry)
-
-    def _user(self, name: str) -> User:
-        try:
-            return self._users[name]
-        except KeyError:
-            raise ConfigError(f"a job joins before it uses samples, {name} has not; join first") from None
+        self._queue.uses.pop(entry, None)
+        self._budget.remove(entry)
 
     def _regroup(self) -> None:
-        users = list(self._users.values())
-        known = [user.pace for user in users if user.pace is not None]
-        self._laid.pace = sum(known) / len(known) if known else 1.0
-        seen, total = self._seen
-        slots = self.capacity * seen / total / len(users) if total and users else 0.0
-        for user in users:
-            user.sharers = [other for other in users if other.job.data == user.job.data]
-            capped = self._caps and len(user.sharers) == 1
-            user.desired = needs.desired(user.job) if capped else user.job.batch_size
-            user.due = needs.due(user.job, slots) if self._floors else 0.0
+        readers = list(self._readers.values())
+        paces = [reader.pace for reader in readers if reader.pace is not None]
+        self._queue.pace = sum(paces) / len(paces) if paces else 1.0
+        for reader in readers:
+            reader.sharers = [other for other in readers if other.job.data == reader.job.data]
 
-    def _again(self, entry: Entry, user: User, now: float) -> bool:
-        """Lay an entry to whoever uses it next now; False: nobody does, and it is no longer there."""
-        self._laid.lift(entry)
-        then = self._laid.soonest(user.sharers, entry[1], now)
-        if then.user is None:
-            self._shelf.take(entry)
+    def _predict(self, entry: Entry, reader: Reader, now: float) -> bool:
+        """Queue an entry by its next use now, or drop it if there is none. Returns: whether it stays."""
+        use = self._queue.soonest(reader.sharers, entry[1], now)
+        if use is None:
+            self.drop(entry)
             return False
-        self._laid.lay(entry, then.user, then.position)
+        self._queue.push(entry, use)
         return True
 
-    def _anew(self, user: User, now: float) -> tuple[Entry, ...]:
-        """Lay all that was laid to a job once more; what is no longer there."""
-        return tuple(entry for entry in self._laid.of(user) if not self._again(entry, user, now))
+    def _requeue(self, reader: Reader, now: float) -> tuple[Entry, ...]:
+        """Predict anew all entries that a job was to use next. Returns: those that nobody uses any more."""
+        entries = [entry for entry, use in self._queue.uses.items() if use.reader is reader]
+        return tuple(entry for entry in entries if not self._predict(entry, reader, now))
 
-    def _room(self, num_bytes: int, rank: int, when: float, now: float) -> tuple[Entry, ...]:
-        """Take away what is of a lower rank, or used later than ``when``; nothing if that is not enough."""
-        gone: list[Entry] = []
-        lacking = self._shelf.num_bytes + num_bytes - self.capacity
-        for lower in range(rank + 1):
-            while lacking > 0:
-                found = self._laid.last(self._users.values(), lower, now)
-                if found is None or (lower == rank and found[1] <= when):
-                    break
-                self._laid.aside(found[0])
-                gone.append(found[0])
-                lacking -= self._shelf.size(found[0])
-        if lacking > 0:
-            for entry in gone:
-                self._laid.back(entry)
-            return ()
-        for entry in gone:
-            self.drop(entry)
-        return tuple(gone)
+    def _make_room(self, num_bytes: int, when: float, now: float) -> tuple[Entry, ...]:
+        """Evict what is used later than ``when``; nothing if that is not enough."""
+        victims: dict[Entry, Use] = {}
+        lacking = self._budget.num_bytes + num_bytes - self.capacity
+        while lacking > 0:
+            last = self._queue.last(self._readers.values(), now)
+            if last is None or last[1] <= when:
+                for entry, use in victims.items():
+                    self._queue.push(entry, use)
+                return ()
+            victims[last[0]] = self._queue.uses.pop(last[0])
+            lacking -= self._budget.entries[last[0]][0]
+        for entry in victims:
+            self._budget.remove(entry)
+        return tuple(victims)

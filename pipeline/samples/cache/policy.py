@@ -1,7 +1,7 @@
-"""What a policy of the sample cache is told, and what it answers.
+"""Interface of the eviction policies, and the byte budget that two of them keep.
 
-A policy is pure: no clock, no file, no thread. The broker and the simulator drive the same objects and say
-what time it is. A sample is first used; where that finds nothing it is loaded, and then offered.
+A policy is pure: no clock, no file, no thread. The broker and the simulator drive the same objects and pass
+the time. A sample is used first; if the policy does not have it, it is loaded and then offered.
 
 Source: CN114968588A, steps S11 (what is measured of a job), S32 (two known orders) and S33-S38."""
 
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 Entry = tuple[str, int]
-"""Where a sample lies: the data set or the job that it belongs to, and its index."""
+"""Key of a cached sample: the data set or the job that it belongs to, and its index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """What a warm-up epoch of a job measures, in seconds.
+    """Measurements of a job's warm-up epoch, in seconds.
 
     Attributes:
-        epoch:        T_i, of a whole epoch.
-        batch_io:     T_io, of reading a batch.
-        sample_io:    t_s, of reading one sample.
-        augmentation: of a batch, once it was read.
-        training:     of a batch.
-        hidden:       H_i, of a batch's reading, what passes behind the rest; 0 where nobody loads ahead.
+        epoch: T_i, of a whole epoch.
+        batch_io: T_io, of reading a batch.
+        sample_io: t_s, of reading one sample.
+        augmentation: Of a batch, once it was read.
+        training: Of a batch.
+        hidden: H_i, the part of reading a batch that passes during other work; 0 where nobody loads ahead.
     """
 
     epoch: float
@@ -38,11 +38,11 @@ class Times:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One training run: its ranks and loading workers read each sample once an epoch, together.
+    """One training run: its ranks and loading workers together read each sample once an epoch.
 
     Attributes:
-        data:  jobs that name the same data read the same samples under the same indices.
-        times: none before the warm-up epoch is over.
+        data: Jobs that name the same data read the same samples under the same indices.
+        times: None until the warm-up epoch is over.
     """
 
     name: str
@@ -52,60 +52,105 @@ class Job:
     times: Times | None = None
 
 
-class Found(NamedTuple):
-    """Where a sample lies, None if nowhere; and what is no longer kept because of its use."""
+class Decision(NamedTuple):
+    """Entry under which a sample is cached, None if it is not; and the entries that are evicted."""
 
     entry: Entry | None
-    freed: tuple[Entry, ...] = ()
+    evicted: tuple[Entry, ...] = ()
 
 
-class Admitted(NamedTuple):
-    """Where a sample that was loaded shall lie, None if nowhere; and what leaves for it."""
-
-    entry: Entry | None
-    freed: tuple[Entry, ...] = ()
+MISS = Decision(None)
 
 
 class Policy(Protocol):
-    """Which samples stay in ``capacity`` bytes; whoever drives it keeps the bytes themselves.
-
-    Attributes: capacity: most bytes of all entries together; never exceeded."""
+    """Choice of the samples that stay in ``capacity`` bytes; the caller keeps the bytes themselves."""
 
     capacity: int
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Bytes by the name of the job that had them admitted."""
+        """Bytes by the job that had them admitted."""
         ...
 
     def join(self, job: Job, now: float) -> None:
-        """A job comes, or is known better than before: its times were measured."""
+        """Add a job, or replace what is known of it: its times were measured."""
         ...
 
     def leave(self, name: str, now: float) -> tuple[Entry, ...]:
-        """A job has ended. Returns: what is no longer kept."""
+        """Remove a job, if there is one of the name. Returns: evicted entries."""
         ...
 
     def begin(
         self, name: str, order: Sequence[int], following: Sequence[int] | None, now: float
     ) -> tuple[Entry, ...]:
-        """An epoch of a job begins.
+        """Begin an epoch of a job.
 
-        Args:    order: the samples that it will use, each once; following: those of the next epoch, None if
-                 this is the last.
-        Returns: what is no longer kept."""
+        Args:
+            order: Samples that the job will use in it, each once.
+            following: Those of the next epoch; None if this is the last.
+
+        Returns:
+            Evicted entries.
+        """
         ...
 
-    def use(self, name: str, index: int, now: float) -> Found:
-        """A job uses a sample, once an epoch, in about the order that it said."""
+    def use(self, name: str, index: int, now: float) -> Decision:
+        """Count a use of a sample, once an epoch, in about the announced order."""
         ...
 
-    def offer(self, name: str, index: int, num_bytes: int, now: float) -> Admitted:
-        """A job has loaded a sample that its ``use`` did not find.
-
-        An entry that is there already is returned and takes no more space."""
+    def offer(self, name: str, index: int, num_bytes: int, now: float) -> Decision:
+        """Offer a sample that was loaded because ``use`` missed it; a cached one keeps its entry."""
         ...
 
     def drop(self, entry: Entry) -> None:
-        """An entry is gone: its sample changed, or its bytes could not be kept."""
+        """Forget an entry: its sample changed, or its bytes could not be kept."""
         ...
+
+
+class ByteBudget:
+    """Entries with their bytes and the job that had each admitted, the least recently touched first.
+
+    Attributes:
+        num_bytes: Of all entries; never above ``capacity``.
+        held: Bytes by job; jobs without any are not named.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.num_bytes = capacity, 0
+        self.entries: dict[Entry, tuple[int, str]] = {}
+        self.held: dict[str, int] = {}
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether so many bytes more fit."""
+        return self.num_bytes + num_bytes <= self.capacity
+
+    def add(self, entry: Entry, num_bytes: int, name: str) -> None:
+        """Add an entry, for the job ``name``."""
+        assert entry not in self.entries
+        assert self.fits(num_bytes)
+        self.entries[entry] = num_bytes, name
+        self.num_bytes += num_bytes
+        self._charge(name, num_bytes)
+
+    def remove(self, entry: Entry) -> None:
+        """Remove an entry, if it is there."""
+        num_bytes, name = self.entries.pop(entry, (0, ""))
+        self.num_bytes -= num_bytes
+        self._charge(name, -num_bytes)
+
+    def touch(self, entry: Entry) -> None:
+        """Move an entry behind all others."""
+        self.entries[entry] = self.entries.pop(entry)
+
+    def hand_over(self, name: str, heir: Mapping[Entry, str]) -> None:
+        """Charge the entries of a job that leaves to the heir of each."""
+        for entry, (num_bytes, owner) in self.entries.items():
+            if owner == name:
+                self.entries[entry] = num_bytes, heir[entry]
+                self._charge(name, -num_bytes)
+                self._charge(heir[entry], num_bytes)
+
+    def _charge(self, name: str, num_bytes: int) -> None:
+        self.held[name] = self.held.get(name, 0) + num_bytes
+        if not self.held[name]:
+            del self.held[name]

@@ -13,10 +13,10 @@ from typing import Any
 import xxhash
 
 from ....compression.errors import ConfigError
-from .link import Hit
+from .client import Hit
 from .policy import Times
 
-_AGAIN_SECONDS = 1.0  # until a server that is away is asked again
+_RETRY_SECONDS = 1.0  # until a server that is away is asked again
 _CHECK = 8  # bytes of the checksum in front of a value; then the length of the stamp, and it
 
 
@@ -30,7 +30,7 @@ class RedisClient:
     def __init__(self, url: str, *, data: str, tell: Callable[[str], None], timeout: float = 2.0) -> None:
         self._url, self._timeout, self._tell = url, timeout, tell
         self._prefix = f"penstock:{hashlib.blake2b(data.encode(), digest_size=16).hexdigest()}:"
-        self._told, self._next_try = False, 0.0
+        self._has_told, self._next_try = False, 0.0
         self._connect()
 
     def begin(self, epoch: int, order: Sequence[int], following: Sequence[int] | None) -> None:
@@ -42,7 +42,7 @@ class RedisClient:
     def use(self, indices: Sequence[int], *, epoch: int | None = None) -> Sequence[Hit | None]:
         """Return what the server has of ``indices``."""
         keys = [f"{self._prefix}{index}" for index in indices]
-        found = self._asked(lambda server: server.mget(keys)) if keys else []
+        found = self._ask(lambda server: server.mget(keys)) if keys else []
         return [None] * len(keys) if found is None else list(map(_hit, found))
 
     def store(
@@ -66,11 +66,11 @@ class RedisClient:
                     several.set(key, value)
                 return several.execute(raise_on_error=False)
 
-        return sum(done is True for done in self._asked(put) or ())
+        return sum(done is True for done in self._ask(put) or ())
 
     def drop(self, index: int, stamp: bytes) -> None:
         """A sample is no longer what it was."""
-        self._asked(lambda server: server.delete(f"{self._prefix}{index}"))
+        self._ask(lambda server: server.delete(f"{self._prefix}{index}"))
 
     def close(self) -> None:
         """End the connection."""
@@ -98,18 +98,18 @@ class RedisClient:
             raise ConfigError(f"cache.backend={self._url} is no address ({error})") from error
         self._errors = redis.RedisError, OSError
 
-    def _asked(self, ask: Callable[[Any], Any]) -> Any:
+    def _ask(self, ask: Callable[[Any], Any]) -> Any:
         """What the server answers, or None while it is away."""
         if time.monotonic() < self._next_try:
             return None
         try:
             return ask(self._server)
         except self._errors as error:
-            self._next_try = time.monotonic() + _AGAIN_SECONDS
-            if not self._told:
-                self._told = True
-                told = " ".join(str(error).split())
-                self._tell(f"training goes on without the sample cache: {self._url}: {told}")
+            self._next_try = time.monotonic() + _RETRY_SECONDS
+            if not self._has_told:
+                self._has_told = True
+                why = " ".join(str(error).split())
+                self._tell(f"training goes on without the sample cache: {self._url}: {why}")
             return None
 
 

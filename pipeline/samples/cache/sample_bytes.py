@@ -30,8 +30,8 @@ def to_bytes(sample: Any) -> bytes | None:
     """Return the bytes of a sample; None where it holds what might come back otherwise."""
     buffers: list[bytes] = []
     try:
-        header = json.dumps(_told(sample, buffers), allow_nan=False).encode()
-    except (_Unknown, ValueError, CodecError):
+        header = json.dumps(_describe(sample, buffers), allow_nan=False).encode()
+    except (_NotPlain, ValueError, CodecError):
         return None
     at, parts = _LENGTH.size + len(header), [_LENGTH.pack(len(header)), header]
     for buffer in buffers:
@@ -48,14 +48,14 @@ def from_bytes(data: bytes) -> Any:
     try:
         (length,) = _LENGTH.unpack_from(data)
         end = _LENGTH.size + length
-        return _made(json.loads(data[_LENGTH.size : end]), _Buffers(data, end))
+        return _restore(json.loads(data[_LENGTH.size : end]), _Buffers(data, end))
     except PenstockError:
         raise
     except Exception as error:
         raise PenstockError(f"the bytes are those of no sample ({type(error).__name__}: {error})") from error
 
 
-class _Unknown(Exception):
+class _NotPlain(Exception):
     """What is not taken."""
 
 
@@ -73,7 +73,7 @@ class _Buffers:
         return self._data[start : self._at]
 
 
-def _told(item: Any, buffers: list[bytes]) -> Any:
+def _describe(item: Any, buffers: list[bytes]) -> Any:
     """What the header says of an item: [kind, what is known of it]."""
     kind = type(item)
     if kind is float and not np.isfinite(item):
@@ -81,35 +81,35 @@ def _told(item: Any, buffers: list[bytes]) -> Any:
     if kind in _PLAIN:
         return ["plain", item]
     if kind in (tuple, list):
-        return [kind.__name__, [_told(one, buffers) for one in item]]
+        return [kind.__name__, [_describe(one, buffers) for one in item]]
     if kind is dict:
         if not all(type(name) is str for name in item):
-            raise _Unknown
-        return ["dict", [[name, _told(one, buffers)] for name, one in item.items()]]
+            raise _NotPlain
+        return ["dict", [[name, _describe(one, buffers)] for name, one in item.items()]]
     if kind is bytes:
-        return ["bytes", _kept(item, buffers)]
+        return ["bytes", _append(item, buffers)]
     if kind is torch.Tensor:
-        return ["tensor", _kept(_frame(item), buffers)]
+        return ["tensor", _append(_frame(item), buffers)]
     if kind is np.ndarray:
-        return ["array", item.dtype.str, list(item.shape), _kept(_contiguous(item), buffers)]
+        return ["array", item.dtype.str, list(item.shape), _append(_contiguous(item), buffers)]
     if isinstance(item, np.generic) and item.dtype.kind in "biufc":
-        return ["scalar", item.dtype.str, _kept(item.tobytes(), buffers)]
+        return ["scalar", item.dtype.str, _append(item.tobytes(), buffers)]
     if _is_plain_image(item):
-        return ["image", item.mode, list(item.size), _kept(item.tobytes(), buffers)]
-    raise _Unknown
+        return ["image", item.mode, list(item.size), _append(item.tobytes(), buffers)]
+    raise _NotPlain
 
 
-def _made(told: Sequence[Any], buffers: _Buffers) -> Any:
-    kind, *known = told
+def _restore(description: Sequence[Any], buffers: _Buffers) -> Any:
+    kind, *known = description
     if kind == "plain":
         return known[0]
     if kind == "number":
         return float.fromhex(known[0])
     if kind in ("tuple", "list"):
-        made = [_made(one, buffers) for one in known[0]]
+        made = [_restore(one, buffers) for one in known[0]]
         return tuple(made) if kind == "tuple" else made
     if kind == "dict":
-        return {name: _made(one, buffers) for name, one in known[0]}
+        return {name: _restore(one, buffers) for name, one in known[0]}
     if kind == "bytes":
         return bytes(buffers.next(known[0]))
     if kind == "tensor":
@@ -129,7 +129,7 @@ def _made(told: Sequence[Any], buffers: _Buffers) -> Any:
     raise PenstockError(f"there is no kind of sample {kind!r}")
 
 
-def _kept(data: bytes, buffers: list[bytes]) -> int:
+def _append(data: bytes, buffers: list[bytes]) -> int:
     buffers.append(data)
     return len(data)
 
@@ -138,17 +138,17 @@ def _frame(tensor: torch.Tensor) -> bytes:
     """A tensor with its strides, as a frame."""
     plain = tensor.layout is torch.strided and tensor.device == CPU and not tensor.requires_grad
     if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-        raise _Unknown
+        raise _NotPlain
     frame = encode(tensor, codec="raw")
     back = decode(frame)
     if back is None or back.stride() != tensor.stride():  # overlapping, or far apart
-        raise _Unknown
+        raise _NotPlain
     return frame.numpy().tobytes()
 
 
 def _contiguous(array: np.ndarray[Any, Any]) -> bytes:
     if array.dtype.kind not in "biufc" or not array.flags.c_contiguous or array.dtype.byteorder == ">":
-        raise _Unknown
+        raise _NotPlain
     return array.tobytes()
 
 

@@ -1,90 +1,172 @@
-"""A client's end of the socket: a message out, a message in, each within a time; OSError where that fails."""
+"""Frames between the broker and its clients: a header, and a body: bounded, checked, never code.
+
+```
+   HELLO  -> ANSWER + shared memory, or why not      BEGIN -> ANSWER;  ORDERS
+   USE    -> ANSWER;  DONE                           OFFER -> ANSWER;  PUT
+   STATUS -> ANSWER                                  MEASURED, DROP
+```
+Numbers are words of 32 bits in the machine's own order, as both ends are on one machine; the rest is JSON."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
-import time
-from pathlib import Path
+import json
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
 from typing import Any
 
-from ....compression.errors import TransportError
-from . import place
-from .messages import HEADER, LONGEST_STATE, Kind, pack, unpack_header, unpack_object
+from ....compression.errors import PlanError, TransportError
+from ....stages.record import read
 
-Bytes = bytes | bytearray | memoryview
-_AT_ONCE = 1 << 18
+HEADER = struct.Struct("=4sB3xQ")
+_MAGIC = b"PnC2"
+MOST_SAMPLES = 1 << 26  # of a data set
+LONGEST_STAMP = 64
+LONGEST_CONTROL = 1 << 16
+LONGEST_STATE = 1 << 26
+NOWHERE = (1 << 32) - 1  # instead of a length; so a sample is shorter
 
+OFFERED = struct.Struct(f"=II{LONGEST_STAMP + 1}p")
+"""A sample that is offered: index, number of bytes, stamp."""
 
-class Wire:
-    """A connection to the broker at ``path``.
-
-    Args:   timeout: seconds that an answer may take, and that anything sent may take to be taken.
-            patience: those that it may take to connect, which needs room in the queue of the broker.
-    Raises: OSError: there is none of this user."""
-
-    def __init__(self, path: Path, timeout: float, *, patience: float | None = None) -> None:
-        self._timeout = timeout
-        self.socket = place.connect(path, timeout if patience is None else patience)
-
-    def send(self, *data: Bytes) -> None:
-        """Send all of it; what is large may take longer, as long as it goes on."""
-        for one in data:
-            self.socket.settimeout(self._timeout)
-            self.socket.sendall(one)
-
-    def ask(self, message: Bytes, kind: Kind, longest: int) -> bytearray:
-        """Say a message and return the body of its answer, which has ``longest`` bytes at most."""
-        self.send(message)
-        found, body = self._read(bytearray(), longest)
-        if found is not kind:
-            raise ConnectionError(f"the broker answers by {found.name}, not {kind.name}")
-        return body
-
-    def hear_with_file(self, longest: int) -> tuple[Kind, bytearray, int | None]:
-        """Return the message that comes, and the file that comes with it, which is the caller's to close."""
-        self.socket.settimeout(self._timeout)
-        data, files, *_ = socket.recv_fds(self.socket, HEADER.size, 1)
-        with contextlib.ExitStack() as opened:
-            for file in files:
-                opened.callback(os.close, file)
-            kind, body = self._read(bytearray(data), longest)
-            opened.pop_all()
-        return kind, body, files[0] if files else None
-
-    def close(self) -> None:
-        """End the connection; of a copy in a forked process this copy alone."""
-        self.socket.close()
-
-    def _read(self, found: bytearray, longest: int) -> tuple[Kind, bytearray]:
-        """Read on from ``found`` to the end of one message."""
-        until = time.monotonic() + self._timeout
-        self._read_to(found, HEADER.size, until)
-        try:
-            kind, length = unpack_header(found[: HEADER.size])
-        except TransportError as error:
-            raise ConnectionError(str(error)) from error
-        if length > longest:
-            raise ConnectionError(f"the broker answers by {length} bytes, where {longest} are the most")
-        self._read_to(found, HEADER.size + length, until)
-        if len(found) > HEADER.size + length:
-            raise ConnectionError("the broker says more than it was asked")
-        del found[: HEADER.size]
-        return kind, found
-
-    def _read_to(self, found: bytearray, length: int, until: float) -> None:
-        while len(found) < length:
-            self.socket.settimeout(max(1e-3, until - time.monotonic()))
-            more = self.socket.recv(_AT_ONCE)
-            if not more:
-                raise ConnectionResetError("the broker has closed the connection")
-            found += more
+LEASED = struct.Struct(f"=I{LONGEST_STAMP + 1}p")
+"""A sample that is asked for: number of bytes or NOWHERE, stamp; the pages of all follow."""
 
 
-def state_of(path: Path, *, timeout: float) -> dict[str, Any]:
-    """Ask the broker at ``path`` what a person wants to see.
+class Kind(IntEnum):
+    """What a frame is."""
 
-    Raises: OSError: it is not there, or does not answer."""
-    with contextlib.closing(Wire(path, timeout)) as wire:
-        return unpack_object(wire.ask(pack(Kind.STATUS), Kind.STATE, LONGEST_STATE))
+    HELLO = 1
+    MEASURED = 2
+    BEGIN = 3  # words: epoch; the answer is 1 if nobody has sent its orders
+    ORDERS = 4  # words: epoch, samples of the order, of the following or NOWHERE; the order; the following
+    USE = 5  # words: epoch, samples
+    DONE = 6
+    OFFER = 7  # words: epoch; then OFFERED
+    PUT = 8  # the bytes of what was accepted
+    DROP = 9  # words: sample; then its stamp
+    STATUS = 10
+    ANSWER = 11
+
+
+_LONGEST = {
+    Kind.HELLO: (LONGEST_CONTROL, 0),
+    Kind.MEASURED: (LONGEST_CONTROL, 0),
+    Kind.BEGIN: (4, 0),
+    Kind.ORDERS: (12, 8),
+    Kind.USE: (4, 4),
+    Kind.DONE: (0, 0),
+    Kind.OFFER: (4, OFFERED.size),
+    Kind.PUT: ((1 << 64) - 1, 0),  # held against what was accepted
+    Kind.DROP: (4 + LONGEST_STAMP, 0),
+    Kind.STATUS: (0, 0),
+}
+"""Most bytes of a body that a client may send, and how many more for each sample of its data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Identity of a connection. Those with the same job and run are one reader of each sample.
+
+    Attributes:
+        job: Name that a person sees.
+        run: Tells two runs of one name apart.
+        data: Data set, and how it was read and decoded: the same name gets the same bytes.
+        epochs: Number of epochs there will be.
+        readers: Number of connections that it will have, as it knows now.
+    """
+
+    job: str
+    run: str
+    data: str
+    num_samples: int
+    batch_size: int
+    epochs: int
+    readers: int = 1
+
+    def __post_init__(self) -> None:
+        for name in (self.job, self.run, self.data):
+            if not 0 < len(name) <= 1024 or not name.isprintable():
+                raise TransportError("the names of job, run and data are of 1 to 1024 printable characters")
+        if not 0 < self.num_samples <= MOST_SAMPLES:
+            raise TransportError(f"a data set has 1 to {MOST_SAMPLES} samples, found {self.num_samples}")
+        counts = (self.batch_size, self.epochs, self.readers)
+        if min(counts) < 1 or max(counts) > NOWHERE:
+            raise TransportError(f"batch_size, epochs and readers are 1 to {NOWHERE}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Answer to a hello, which comes with the shared memory; or why the run is ``refused``."""
+
+    num_pages: int = 0
+    page_bytes: int = 0
+    refused: str = ""
+
+
+def pack(kind: Kind, *parts: bytes | bytearray | memoryview) -> bytes:
+    """Return a whole frame."""
+    return pack_header(kind, sum(map(len, parts))) + b"".join(parts)
+
+
+def pack_header(kind: Kind, num_bytes: int) -> bytes:
+    """Return the header of a frame whose body is sent by itself."""
+    return HEADER.pack(_MAGIC, kind, num_bytes)
+
+
+def unpack_header(data: bytes | bytearray) -> tuple[Kind, int]:
+    """Return the kind of a frame and the length of its body.
+
+    Raises: TransportError: it is none."""
+    magic, number, length = HEADER.unpack(data)
+    if magic != _MAGIC:
+        raise TransportError(f"a message begins with {_MAGIC!r}, found {magic!r}")
+    try:
+        return Kind(number), length
+    except ValueError:
+        raise TransportError(f"there is no message of kind {number}") from None
+
+
+def check_length(kind: Kind, num_bytes: int, num_samples: int) -> None:
+    """Refuse a frame that a client with so many samples does not send."""
+    fixed, each = _LONGEST.get(kind, (-1, 0))
+    if num_bytes > fixed + each * num_samples:
+        raise TransportError(f"a message of kind {kind.name} with {num_bytes} bytes")
+
+
+def pack_json(kind: Kind, value: Any) -> bytes:
+    """Return a frame that holds a dataclass or an object of JSON."""
+    data = value if isinstance(value, dict) else asdict(value)
+    return pack(kind, json.dumps(data, separators=(",", ":")).encode())
+
+
+def unpack_json(body: bytes | bytearray, kind: Any = None) -> Any:
+    """Return the object of JSON in a body, as the dataclass ``kind`` if there is one.
+
+    Raises: TransportError: it does not fit."""
+    try:
+        value = json.loads(bytes(body))
+        return value if kind is None else read(kind, value, kind.__name__)
+    except PlanError as error:
+        raise TransportError(str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise TransportError(f"a message is not JSON: {error}") from error
+
+
+def pack_words(*values: int, then: Sequence[int] = ()) -> bytes:
+    """Return numbers as words."""
+    return array("I", values).tobytes() + (then if isinstance(then, array) else array("I", then)).tobytes()
+
+
+def unpack_words(data: bytes | bytearray | memoryview) -> array[int]:
+    """Return words as numbers. Raises: ValueError: half a word is left."""
+    words = array("I")
+    words.frombytes(data)
+    return words
+
+
+def pack_offer(epoch: int, samples: Iterable[tuple[int, int, bytes]]) -> bytes:
+    """Return the frame that offers samples: (index, number of bytes, stamp) each."""
+    return pack(Kind.OFFER, pack_words(epoch), *(OFFERED.pack(*sample) for sample in samples))

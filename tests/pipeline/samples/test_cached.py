@@ -22,13 +22,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 import penstock
 from penstock import ConfigError
 from penstock.pipeline.samples.cache.policies import policy
-from penstock.pipeline.samples.cached import CachedDataset, Through
+from penstock.pipeline.samples.cached import CachedDataset, CacheReader, cache_reader
 from penstock.pipeline.samples.given import samples_of
-from penstock.pipeline.samples.loader import Loader
+from penstock.pipeline.samples.loader import Loader, WarmUp
 from penstock.pipeline.samples.reading import Place, Reading
 from penstock.pipeline.samples.reads import reads_of
-from penstock.pipeline.samples.shared import Sharing
-from penstock.pipeline.samples.warm_up import WarmUp
 
 EPOCHS = 3
 BATCH = 7
@@ -42,9 +40,9 @@ def path(tmp_path):
 
 def through_cache(
     dataset: Any, path: Path, *, job: str = "a", data: str = "", epochs: int = EPOCHS
-) -> Through:
+) -> CacheReader:
     counts: Any = {"num_samples": NUMBER, "batch_size": BATCH, "epochs": epochs}
-    return Sharing(job=job, socket=path, data=data).through(reads_of(dataset, decoded=True), **counts)
+    return cache_reader(reads_of(dataset, decoded=True), job=job, socket=path, data=data, **counts)
 
 
 def batches(dataset: Any, path: Any = None, *, workers: int = 0, seed: int = 0, job: str = "a") -> Any:

@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 import penstock.conf
 from penstock import ConfigError
 from penstock.pipeline.samples import Description, Samples, digits
+from penstock.pipeline.samples.digits import Images
 from penstock.pipeline.samples.image_folder import DEVIATION, MEAN
-from penstock.pipeline.samples.images import Images
 
 SAMPLES = {
     name: importlib.import_module(f"penstock.pipeline.samples.{name}").load

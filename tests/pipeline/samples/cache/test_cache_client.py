@@ -11,9 +11,9 @@ import pytest
 from brokers import PAGE, SOON, Said, broker_thread, client, payload, state, within
 from small_policies import watched_lru
 
-from penstock.pipeline.samples.cache import wire
-from penstock.pipeline.samples.cache.link import Hit
+from penstock.pipeline.samples.cache.client import Hit, Link
 from penstock.pipeline.samples.cache.policy import Times
+from penstock.pipeline.samples.cache.wire import HEADER, Kind, unpack_header
 
 ORDER = range(100)
 TIMES = Times(epoch=9.0, batch_io=0.4, sample_io=0.1, augmentation=0.1, training=0.2, hidden=0.3)
@@ -49,7 +49,7 @@ def test_samples_of_all_sizes_come_back_byte_for_byte_with_their_stamps(path):
         hits = list(map(Hit, data, stamps))
         assert one.use([3, 9, *indices, 3]) == [hits[3], None, *hits, hits[3]]
         # When a batch is copied nobody reads its pages any more.
-        within(SOON, lambda: not any(stored.leases for stored in broker.core.ledger.entries.values()))
+        within(SOON, lambda: not any(stored.leases for stored in broker.core.pages.entries.values()))
         one.close()
 
 
@@ -150,24 +150,33 @@ def test_a_broker_is_looked_for_once_a_second_and_found_when_it_comes(path):
         one.close()
 
 
-def test_a_batch_is_one_round_trip_and_one_of_more_samples_than_a_message_takes_is_several(path, monkeypatch):
-    asked, ask = [], wire.Wire.ask
+def test_a_batch_is_one_round_trip(path, monkeypatch):
+    messages, ask = [], Link.ask
 
-    def count(wire, message, kind, longest):
-        asked.append(kind)
-        return ask(wire, message, kind, longest)
+    def count(link, message, longest, **more):
+        messages.append(message)
+        return ask(link, message, longest, **more)
 
-    monkeypatch.setattr(wire.Wire, "ask", count)
+    monkeypatch.setattr(Link, "ask", count)
     with broker_thread(path):
         one = filled(path, list(range(20)))
-        for most, trips in ((1 << 14, 1), (7, 3)):
-            monkeypatch.setattr("penstock.pipeline.samples.cache.client.MOST_AT_ONCE", most)
-            asked.clear()
-            assert [hit.payload for hit in one.use(range(20))] == [payload(index) for index in range(20)]
-            assert len(asked) == trips
-        one.use(range(20, 40))
-        assert one.store(list(range(20, 40)), [b"x"] * 20) == 20
+        messages.clear()
+        assert [hit.payload for hit in one.use(range(20))] == [payload(index) for index in range(20)]
+        assert len(messages) == 1
         one.close()
+
+
+def test_the_orders_of_an_epoch_are_sent_by_one_connection_of_a_run(path, monkeypatch):
+    messages, send = [], Link.send
+    monkeypatch.setattr(Link, "send", lambda link, *data: messages.append(data[0]) or send(link, *data))
+    with broker_thread(path):
+        clients = [client(path) for _ in range(2)]
+        for one in clients:
+            one.begin(0, ORDER, ORDER)
+        kinds = [unpack_header(message[: HEADER.size])[0] for message in messages]
+        assert kinds == [Kind.HELLO, Kind.BEGIN, Kind.ORDERS, Kind.HELLO, Kind.BEGIN]
+        for one in clients:
+            one.close()
 
 
 @pytest.mark.parametrize("wrong", [([1], [], None), ([1], [b""], []), ([1], [b""], [b"x" * 65])])

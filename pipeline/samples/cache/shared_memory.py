@@ -1,4 +1,4 @@
-"""The one piece of shared memory: the broker writes it, clients see it and cannot write.
+"""The one piece of shared memory: the broker writes it, clients map it and cannot write.
 
 It has no name, so nothing stays behind of it; it lives as long as somebody has it. The kernel seals it: no
 process that is given it can change its size, or map it for writing, not even by way of /proc. Source: the
@@ -20,7 +20,7 @@ from ....stages.units import show_bytes
 _SEAL_FUTURE_WRITE = 0x10  # of linux/fcntl.h, since Linux 5.1
 
 
-class Slab:
+class SharedMemory:
     """Memory of ``num_bytes`` that this process writes.
 
     Attributes: view: its bytes.
@@ -40,8 +40,8 @@ class Slab:
             _seal(self._file)
         except (OSError, OverflowError, ValueError) as error:
             os.close(self._file)
-            said = reason(error) if isinstance(error, OSError) else str(error)
-            raise ConfigError(f"{show_bytes(num_bytes)} cannot be shared ({said}); choose less") from error
+            why = reason(error) if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"{show_bytes(num_bytes)} cannot be shared ({why}); choose less") from error
         self.view = memoryview(self._map)
 
     def for_reading(self) -> int:
@@ -56,16 +56,16 @@ class Slab:
 
 
 class Window:
-    """What a client sees of a slab, whose descriptor it need not keep."""
+    """A client's view of the shared memory, whose descriptor it need not keep."""
 
     def __init__(self, file: int, num_bytes: int) -> None:
         if not 0 < num_bytes <= os.fstat(file).st_size:
-            raise ConnectionError(f"a slab of {num_bytes} bytes has {os.fstat(file).st_size}")
+            raise ConnectionError(f"shared memory of {num_bytes} bytes has {os.fstat(file).st_size}")
         self._map = mmap.mmap(file, num_bytes, prot=mmap.PROT_READ)
         self.view = memoryview(self._map)
 
     def close(self) -> None:
-        """Look no longer."""
+        """Unmap it."""
         with contextlib.suppress(BufferError):  # in a fork of a process that is just copying
             self.view.release()
             self._map.close()
@@ -94,7 +94,7 @@ def _of_the_machine(root: Path) -> int:
 
 
 def _of_groups(root: Path) -> list[int]:
-    """What is left in each memory cgroup that this process is in, and in those above."""
+    """Bytes left in each memory cgroup that this process is in, and in those above."""
     left = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, kinds, name = line.split(":", 2)

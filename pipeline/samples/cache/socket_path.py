@@ -1,6 +1,6 @@
-"""Where a broker listens: a socket in a folder that only its user may enter.
+"""The broker's socket, in a folder that only its user may enter.
 
-The system says who is at the other end, so both ends refuse another user. A socket whose broker was killed
+The system tells who is at the other end, so both ends refuse another user. A socket whose broker was killed
 is taken over; the folder is the lock, so two brokers that start at once do not take it from each other."""
 
 from __future__ import annotations
@@ -19,52 +19,53 @@ from ....compression.errors import ConfigError
 from ....stages.files import reason
 
 _LONGEST_PATH = 107  # bytes; unix(7)
-_WAITING = 128  # connections that the system keeps until they are taken
+_BACKLOG = 128  # connections that the system keeps until they are accepted
 _CREDENTIALS = struct.Struct("3i")
 
 
 def default_socket(runtime: str | None) -> Path:
-    """Where the broker of this user listens if nobody says; ``runtime``: its XDG_RUNTIME_DIR, if any."""
+    """Return the path of this user's broker; ``runtime``: the user's XDG_RUNTIME_DIR, if any."""
     if runtime:
         return Path(runtime) / "penstock" / "cache.sock"
     return Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}" / "cache.sock"
 
 
-def listen(path: Path) -> socket.socket:
-    """Listen at ``path``; its folder is made if there is none.
+@contextlib.contextmanager
+def listening(path: Path) -> Iterator[socket.socket]:
+    """Listen at ``path``, and remove the socket at the end; its folder is made if there is none.
 
-    Raises: ConfigError: a broker listens there, or the place is none that only this user may enter."""
-    _check(path)
-    with _folder_of(path):
-        if path.exists() or path.is_symlink():
-            _refuse_living(path)
-            path.unlink()
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+    Raises: ConfigError: a broker listens there, or others than this user may enter the folder."""
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise ConfigError(
+            f"socket={path} is longer than the {_LONGEST_PATH} bytes of a socket's path; shorten it"
+        )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        with _locked_folder(path):
+            if path.exists() or path.is_symlink():
+                _refuse_living(path)
+                path.unlink()
             mask = os.umask(0o177)
             try:
                 listener.bind(str(path))
+            except OSError as error:
+                raise ConfigError(f"socket={path} cannot be made ({reason(error)}); name another") from error
             finally:
                 os.umask(mask)
-            listener.listen(_WAITING)
-        except OSError as error:
-            listener.close()
-            raise ConfigError(f"socket={path} cannot be made ({reason(error)}); name another") from error
-    listener.setblocking(False)
-    return listener
-
-
-def leave(path: Path, made: os.stat_result) -> None:
-    """Remove the socket that ``listen`` made, if it is still the one at ``path``."""
-    with contextlib.suppress(OSError, ConfigError), _folder_of(path):
-        if os.path.samestat(os.lstat(path), made):
-            path.unlink()
+            listener.listen(_BACKLOG)
+            ours = os.lstat(path)
+        listener.setblocking(False)
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError, ConfigError), _locked_folder(path):
+                if os.path.samestat(os.lstat(path), ours):  # else another broker's
+                    path.unlink()
 
 
 def connect(path: Path, timeout: float | None) -> socket.socket:
     """Connect to the broker at ``path``; with ``timeout`` 0 without any wait.
 
-    Raises: OSError: nobody is there. PermissionError: somebody else's process is."""
+    Raises: OSError: nobody is there. PermissionError: another user's process is."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout)
@@ -79,20 +80,13 @@ def connect(path: Path, timeout: float | None) -> socket.socket:
 
 def is_ours(connection: socket.socket) -> bool:
     """Whether the process at the other end is of the same user."""
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(told)[1] == os.getuid()
-
-
-def _check(path: Path) -> None:
-    if len(os.fsencode(path)) > _LONGEST_PATH:
-        raise ConfigError(
-            f"socket={path} is longer than the {_LONGEST_PATH} bytes of a socket's path; shorten it"
-        )
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)[1] == os.getuid()
 
 
 @contextlib.contextmanager
-def _folder_of(path: Path) -> Iterator[None]:
-    """Hold the folder of ``path``, which is made for this user alone, while a socket comes or goes."""
+def _locked_folder(path: Path) -> Iterator[None]:
+    """Lock the folder of ``path``, which is made for this user alone, while a socket comes or goes."""
     try:
         if not path.parent.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,9 +94,9 @@ def _folder_of(path: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"socket={path} cannot be made ({reason(error)}); name another") from error
     try:
-        found = os.fstat(folder)
-        others = found.st_mode & 0o022 and not found.st_mode & 0o1000  # who may take the socket away
-        if others or found.st_uid not in (os.getuid(), 0):
+        status = os.fstat(folder)
+        others = status.st_mode & 0o022 and not status.st_mode & 0o1000  # who may take the socket away
+        if others or status.st_uid not in (os.getuid(), 0):
             raise ConfigError(
                 f"others may write to {path.parent}, where the socket would be; choose a folder of your own "
                 "with socket="
