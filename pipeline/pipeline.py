@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..compression.errors import PlanError
 from ..stages.memory.byte_budget import NO_OPTIONS, MemoryOptions
-from ..stages.memory.swap_file import ANYWHERE, DiskOptions
+from ..stages.memory.disk import ANYWHERE, DiskOptions
 from ..stages.planner.plan import Plan
 from .ranks.world import World
 from .runtime import facts

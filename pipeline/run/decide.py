@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...compression.errors import PlanError
 from ...compression.names import AUTO
 from ...conf.schema import PlanConfig
-from ...stages.memory.disk import disk_rate
-from ...stages.memory.swap_file import DiskOptions
+from ...stages.memory.disk import DiskOptions, disk_rate
 from ...stages.planner.measure import measure
 from ...stages.planner.network_profile import Profile
 from ...stages.planner.plan import Plan

@@ -18,9 +18,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...stages.device import Device, is_gpu
 from ...stages.memory.arena import Arena
 from ...stages.memory.byte_budget import MemoryOptions, Tiers
+from ...stages.memory.disk import DiskOptions
 from ...stages.memory.prefetch import MemoryThread
 from ...stages.memory.stores import StoreOptions
-from ...stages.memory.swap_file import DiskOptions
 from ...stages.places import home_of
 from ...stages.planner.examples import graph_of
 from ...stages.planner.plan import Plan

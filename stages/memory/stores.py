@@ -15,7 +15,6 @@ import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,11 +23,7 @@ from ...compression.buffers import Frame, Pool, new_bytes
 from ...compression.errors import ConfigError
 from ..device import is_gpu
 from .byte_budget import Tiers
-from .disk import Disk, SlabFrame
-from .swap_file import DiskOptions
-
-if TYPE_CHECKING:
-    from .disk import Disk
+from .disk import Disk, DiskOptions, SwapEntry
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +210,7 @@ class DiskStore(Store):
         Raises:  ConfigError: the folder takes no file."""
         super().__init__(options)
         self.disk = options.disk or Disk(DiskOptions(path=options.path), tiers=self.tiers)
-        self._kept: dict[Hashable, SlabFrame] = {}
+        self._kept: dict[Hashable, SwapEntry] = {}
         self._pinned, self._unpooled = PinnedPool(), UnpooledBuffers()
         self._devices: dict[Hashable, torch.device] = {}
 
