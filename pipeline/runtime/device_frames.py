@@ -25,7 +25,6 @@ from ...stages.device import Device
 from ...stages.stage.stage import Stage
 from ..ranks.device_frame import DeviceFrame, DevicePool
 from ..ranks.transport import Transport
-from ..schedules.instruction import Instruction
 from ..schedules.messages import Message
 from .device_meter import DeviceMeter
 from .frames import Frames
@@ -82,10 +81,6 @@ class DeviceFrames(Frames):
                 rule = "bitmap, offsets and values of a frame agree"
                 place = f"from stage {message.source} on rank {message.ranks[0]}"
                 raise CodecError(f"{message}, {place}: {rule}, these do not; it was damaged")
-
-    def arrived_at(self, step: Step, instruction: Instruction) -> dict[int, Frame]:
-        """None: a store of saved tensors packs on the device what it keeps."""
-        return {}
 
     def _unpack(self, message: Message, step: Step) -> Any:
         begin = self.meter.now()

@@ -1,8 +1,8 @@
 """What a stage's forward saved leaves when its layer is done, and is back before the layer's backward.
 
 The walk of the forward says which layer saves, autograd which one reads; the memory thread moves. After the
-forward comes ``offload``, before the backward ``ready``, after it ``drop``. What was packed for the wire, or
-came packed, is not packed again. Source: claims A5, A6 and A8-A10 of CN115016937A (unload after the forward,
+forward comes ``offload``, before the backward ``ready``, after it ``drop``. What was packed for the wire is
+not packed again. Source: claims A5, A6 and A8-A10 of CN115016937A (unload after the forward,
 fetch before the backward).
 """
 
@@ -20,7 +20,7 @@ from ...compression.buffers import Pool
 from ..tracing.layers import Layer
 from .layer_codecs import LayerAwareCompressor, Modules
 from .packer import Counters, Counts, SavedTensorPacker
-from .prefetch import Came, Entered, MemoryThread, SavedRun, Went
+from .prefetch import MemoryThread, SavedRun, Went
 from .saved_storage import SavedStorage, WriteCounter
 from .saved_tensor_hooks import ParameterFilter, SavedTensorHooks
 from .stores import Store
@@ -33,7 +33,7 @@ class NoOffload(Counters):
     _block = contextlib.nullcontext()
 
     def forward(
-        self, micro_batch: int, entered: Entered, keep: Iterable[Tensor] = ()
+        self, micro_batch: int, keep: Iterable[Tensor] = ()
     ) -> contextlib.AbstractContextManager[None]:
         """Enter no hooks."""
         return self._block
@@ -44,7 +44,7 @@ class NoOffload(Counters):
     def layer_done(self, done: Layer | None, following: Layer | None) -> None:
         """Do nothing: nothing is kept by layer."""
 
-    def offload(self, micro_batch: int, came: Came, went: Went) -> None:
+    def offload(self, micro_batch: int, went: Went) -> None:
         """Do nothing: tensors stay on the device."""
 
     def fetch(self, micro_batch: int) -> None:
@@ -101,15 +101,13 @@ class SavedActivations(Counters):
         self._hooks: SavedTensorHooks | None = None
 
     @contextlib.contextmanager
-    def forward(self, micro_batch: int, entered: Entered, keep: Iterable[Tensor] = ()) -> Iterator[None]:
+    def forward(self, micro_batch: int, keep: Iterable[Tensor] = ()) -> Iterator[None]:
         """The block in which the layers of ``micro_batch`` run.
 
-        Args:    entered: the values by number, as the layers get them.
-                 keep: tied parameters of other stages among them."""
+        Args:    keep: tied parameters of other stages among them."""
         run = self._run = self._micro_batches[micro_batch] = SavedRun(
             self._stage,
             micro_batch,
-            entered=entered,
             numbers=self._numbers,
             packer=self._packer,
             compressor=self._compressor,
@@ -120,7 +118,6 @@ class SavedActivations(Counters):
             min_bytes=self._min_bytes,
             took=functools.partial(self._took, run),
             read=functools.partial(self._read, run),
-            added=run.added,
         )
         self._thread.add(run)
         try:
@@ -146,15 +143,13 @@ class SavedActivations(Counters):
             number = self._numbers.setdefault(following, len(self._numbers))
             self._thread.layer_begins(run, number)
 
-    def offload(self, micro_batch: int, came: Came, went: Went) -> None:
+    def offload(self, micro_batch: int, went: Went) -> None:
         """The forward of ``micro_batch`` is over, what it saved may leave; waits where the packing is behind.
 
-        What these frames have is not packed again, the store holds the same frame.
-
-        Args:    came: by number, the frames of values that entered.
-                 went: by number, tensors and the frames that were made of them since."""
+        Args:    went: by number, tensors that were sent and their frames, which the store holds in place of
+                 frames of its own."""
         self._check()
-        self._micro_batches[micro_batch].close(came, went)
+        self._micro_batches[micro_batch].close(went)
         self._thread.closed()
 
     def fetch(self, micro_batch: int) -> None:

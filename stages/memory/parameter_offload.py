@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from ...compression.errors import StageError
 from ..tracing.layers import Layer
-from .activations import Came, Entered, NoOffload, SavedActivations, Went
+from .activations import NoOffload, SavedActivations, Went
 from .evictable_tensor import Frames, TensorMemory, hollow, may_leave
 from .saved_storage import TensorView, bytes_around, refuse_written, view_of
 from .saved_tensor_hooks import ParameterFilter
@@ -482,13 +482,13 @@ class Mirrored(NoOffload):
         return self.saved.exposed_seconds + self.mirror.frames.exposed_seconds
 
     @contextlib.contextmanager
-    def forward(self, micro_batch: int, entered: Entered, keep: Iterable[Tensor] = ()) -> Iterator[None]:
+    def forward(self, micro_batch: int, keep: Iterable[Tensor] = ()) -> Iterator[None]:
         """The block in which the layers of ``micro_batch`` run."""
         hooks = contextlib.nullcontext()
         if self._hooks:
             parameters = self._parameters
             hooks = torch.autograd.graph.saved_tensors_hooks(parameters.untouched, operator.call)
-        with self.saved.forward(micro_batch, entered, keep), hooks:
+        with self.saved.forward(micro_batch, keep), hooks:
             yield
 
     def repeats(self, micro_batch: int, again: Any) -> None:
@@ -500,9 +500,9 @@ class Mirrored(NoOffload):
         self.saved.layer_done(done, following)
         self.mirror.layer_done(done, following)
 
-    def offload(self, micro_batch: int, came: Came, went: Went) -> None:
+    def offload(self, micro_batch: int, went: Went) -> None:
         """Begin to move what a forward saved."""
-        self.saved.offload(micro_batch, came, went)
+        self.saved.offload(micro_batch, went)
 
     def fetch(self, micro_batch: int) -> None:
         """Begin to bring back what a forward saved."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compression.errors import StageError
-from .activations import Entered, NoOffload
+from .activations import NoOffload
 from .saved_storage import refuse_written
 from .saved_tensor_hooks import ParameterFilter
 
@@ -47,7 +47,7 @@ class RecomputedActivations(NoOffload):
         self._buffers = [tensor for tensor in kept if not isinstance(tensor, nn.Parameter) and tensor.numel()]
 
     @contextlib.contextmanager
-    def forward(self, micro_batch: int, entered: Entered, keep: Iterable[Tensor] = ()) -> Iterator[None]:
+    def forward(self, micro_batch: int, keep: Iterable[Tensor] = ()) -> Iterator[None]:
         """The block in which the layers of ``micro_batch`` run for the first time."""
         run = self._runs[micro_batch] = _Run(self._parameters.also(keep), self._buffers)
         with torch.autograd.graph.saved_tensors_hooks(run.leave, _read):

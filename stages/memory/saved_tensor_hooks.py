@@ -23,7 +23,6 @@ from .saved_storage import SavedStorage, WriteCounter, is_elements, refuse_writt
 
 Took = Callable[[SavedStorage], None]
 Read = Callable[[SavedStorage, int, WriteCounter], Tensor]
-Added = Callable[[Tensor, Layer | None], None]
 _PART = 8  # a tensor that looks into less than this part of its storage leaves it where it is
 # What autograd calls the views of a tensor and its cast: behind them, a weight is still the weight.
 _PASSED_ON = frozenset(
@@ -99,14 +98,12 @@ class SavedTensorHooks:
         min_bytes: int,
         took: Took,
         read: Read | None = None,
-        added: Added | None = None,
     ) -> None:
         """Leave ``parameters`` and storages of fewer than ``min_bytes`` bytes as they are.
 
         Args:    took: called with every storage that is to leave, when its first tensor was saved.
-                 read: what a backward calls for a saved tensor, in the place of the packer's own.
-                 added: called with the tensor and the layer whenever one was saved that is to leave."""
-        self._read, self._tell = read or packer.read, added
+                 read: what a backward calls for a saved tensor, in the place of the packer's own."""
+        self._read = read or packer.read
         self._packer, self._parameters, self._min_bytes = packer, parameters, min_bytes
         self._took = took
         self.layer: Layer | None = None  # which runs now, as far as anybody knows
@@ -139,8 +136,6 @@ class SavedTensorHooks:
 
     def _added(self, storage: SavedStorage, tensor: Tensor) -> Callable[[], Tensor]:
         number = storage.add(tensor, self.layer)
-        if self._tell is not None:
-            self._tell(tensor, self.layer)
         return SavedRead(self._read, storage, number, WriteCounter(tensor))
 
 

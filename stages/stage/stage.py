@@ -287,7 +287,7 @@ class Stage:
             self.device.current(),
             self.weights.forward(micro_batch, batch),
             casting(self.autocast, self.device.torch),
-            self.saved.forward(micro_batch, values, tied),
+            self.saved.forward(micro_batch, tied),
         ):
             yield
 

@@ -74,9 +74,9 @@ def saved_for(net, *, store=None, codec="zero_value", min_bytes=1, thread=None):
 
 def forward(net, saved, x):
     """The output of a forward of micro-batch 0, which is over."""
-    with saved.forward(0, {}):
+    with saved.forward(0):
         out = net.run(x, saved)
-    saved.offload(0, {}, {})
+    saved.offload(0, {})
     return out
 
 
@@ -85,9 +85,9 @@ def gradients(net, x, settings, *, knows=True):
     saved = NoOffload() if settings is None else saved_for(net, **settings)
     net.model.zero_grad()
     torch.manual_seed(7)
-    with saved.forward(0, {0: x}):
+    with saved.forward(0):
         out = net.run(x.clone(), saved, knows=knows)
-    saved.offload(0, {}, {})
+    saved.offload(0, {})
     saved.wait()
     edge, result = torch.autograd.graph.get_gradient_edge(out), out.detach().clone()
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
