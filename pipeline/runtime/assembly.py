@@ -187,7 +187,7 @@ class Assembly:
         for stage in self.stages.values():
             if stage.mirror and keeps_model:
                 stage.mirror.pull_all()
-            stage.saved.close()
+            stage.close()
         self.memory.close()
         if self.disk:
             self.disk.close()

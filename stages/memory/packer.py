@@ -13,6 +13,7 @@ What does not shrink is left where it is, without a copy.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import threading
 import time
@@ -68,8 +69,26 @@ class WireFrame(NamedTuple):
         return whole and self.view.start <= first and end <= self.view.end
 
 
+@dataclasses.dataclass(slots=True)
+class SavedCounts:
+    """What became of saved tensors.
+
+    Attributes: bytes_raw: of the storages that were to leave, each once: without parameters and small ones.
+                bytes_kept: those that stayed: frames, what did not shrink or found no room, what was wanted
+                before it left.
+                num_packs: frames that were made here; those of the wire are not.
+                num_unpacks: frames that were brought back, for the backwards so far.
+                exposed_seconds: for which backwards waited for what was not back yet."""
+
+    bytes_raw: int = 0
+    bytes_kept: int = 0
+    num_packs: int = 0
+    num_unpacks: int = 0
+    exposed_seconds: float = 0.0
+
+
 class SavedTensorPacker:
-    """One store with its codec, threads and counters (``Counters`` says what they count)."""
+    """One store with its codec, threads and counters."""
 
     def __init__(self, store: Store, *, codec: str, pool: Pool, num_ahead: int) -> None:
         """Pack with ``codec`` into buffers of ``pool``.
@@ -86,8 +105,7 @@ class SavedTensorPacker:
         self._streams: dict[torch.device, CopyStream] = {}
         self._unpooled, self._counting = UnpooledBuffers(), threading.Lock()
         self._scratch = self._unpooled.take(0)  # of the packing thread
-        self.bytes_raw = self.bytes_kept = self.num_packs = self.num_unpacks = 0
-        self.exposed_seconds = 0.0
+        self.counts = SavedCounts()
 
     def stream(self, device: torch.device) -> CopyStream:
         """Return the stream on which tensors of ``device`` are packed and unpacked."""
@@ -127,7 +145,7 @@ class SavedTensorPacker:
             return writes.counted(storage.read(number))
         began = time.perf_counter()
         found = storage.read(number)
-        self.exposed_seconds += time.perf_counter() - began
+        self.counts.exposed_seconds += time.perf_counter() - began
         return writes.counted(found)
 
     def bring(self, storages: Sequence[weakref.ref[SavedStorage]]) -> None:
@@ -181,7 +199,7 @@ class SavedTensorPacker:
             with storage.stream.run(storage.event):
                 compact = compress(flat, storage.views) or Compact(flat, restore)
                 frame, restore = self._frame(storage, compact.tensor), compact.expand
-            self.num_packs += frame is not None
+            self.counts.num_packs += frame is not None
         if frame is not None:
             key, num_bytes = storage.key, frame.num_bytes
             if num_bytes <= storage.num_bytes // _WORTH:
@@ -214,7 +232,7 @@ class SavedTensorPacker:
             tensor = decode(frame.buffer[: frame.num_bytes])
             assert tensor is not None, "a storage has a tensor"
             with self._counting:
-                self.num_unpacks += 1
+                self.counts.num_unpacks += 1
             return restore(tensor)
 
     def _keep(self, storage: SavedStorage | None) -> None:
@@ -247,8 +265,8 @@ class SavedTensorPacker:
 
     def _count(self, storage: SavedStorage, kept: int) -> None:
         with self._counting:
-            self.bytes_raw += storage.num_bytes
-            self.bytes_kept += kept
+            self.counts.bytes_raw += storage.num_bytes
+            self.counts.bytes_kept += kept
 
 
 def _bring_fetched(references: Sequence[weakref.ref[SavedStorage]]) -> None:
@@ -261,44 +279,3 @@ def _bring_fetched(references: Sequence[weakref.ref[SavedStorage]]) -> None:
 
 def _nobody() -> None:
     """Nobody waits for room."""
-
-
-class Counts(NamedTuple):
-    """Those of what packs nothing; ``Counters`` says what they count."""
-
-    bytes_raw: int = 0
-    bytes_kept: int = 0
-    num_packs: int = 0
-    num_unpacks: int = 0
-    exposed_seconds: float = 0.0
-
-
-class Counters:
-    """The counters of its ``_counts``."""
-
-    _counts: SavedTensorPacker | Counters | Counts
-
-    @property
-    def bytes_raw(self) -> int:
-        """Bytes of the storages that were to leave, each once: without parameters and small ones."""
-        return self._counts.bytes_raw
-
-    @property
-    def bytes_kept(self) -> int:
-        """Bytes that stayed: frames, what did not shrink or found no room, what was wanted before it left."""
-        return self._counts.bytes_kept
-
-    @property
-    def num_packs(self) -> int:
-        """Frames that were made here; those of the wire are not."""
-        return self._counts.num_packs
-
-    @property
-    def num_unpacks(self) -> int:
-        """Frames that were brought back, for the backwards so far."""
-        return self._counts.num_unpacks
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds for which backwards waited for what was not back yet."""
-        return self._counts.exposed_seconds

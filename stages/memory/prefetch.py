@@ -101,7 +101,7 @@ class SavedRun:
 
     ``waiting`` are those that have not left, in the order of saving; ``left`` the others by layer, which only
     the memory thread changes. ``reading``: the layer whose backward runs, by number. ``closed``: the forward
-    is over; ``wanted``: all of it is to be in memory."""
+    is over."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class SavedRun:
         self.left: list[Left] = []
         self.reading = -1
         self.lock = threading.Lock()  # what the memory thread decides, and the end of it all
-        self.closed = self.wanted = False
+        self.closed = False
 
     def add(self, storage: SavedStorage) -> None:
         """A storage whose first tensor was saved now."""
@@ -359,7 +359,7 @@ class MemoryThread:
         starts = timeline.next_reading(run.stage, run.micro_batch, now)
         found: list[Far] = []
         with run.lock:
-            for storage in () if run.wanted else run.staying():
+            for storage in run.staying():
                 layer = run.first_read(storage)
                 read = starts if starts == NEVER else timeline.position(starts, run.stage, layer, reads=True)
                 if read - now > self._writeout and run.may_leave(storage):

@@ -12,6 +12,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,27 +36,40 @@ _PASSED_ON = frozenset(
 )  # fmt: skip
 
 
+class OffloadedParameters(Protocol):
+    """Parameters of a mirror, of which autograd keeps a note while they come and go."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is one of those that are in memory, or a part of one."""
+        ...
+
+    def saved(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return the note: the call that gives ``tensor`` back."""
+        ...
+
+
 class ParameterFilter:
     """Tells parameters, buffers and their casts from what the forward makes; in doubt it is a parameter."""
 
-    def __init__(self, keep: Iterable[Tensor]) -> None:
+    def __init__(self, keep: Iterable[Tensor], offloaded: OffloadedParameters | None = None) -> None:
         """``keep``: tensors that pass through, with everything in their memory and frozen ones' casts."""
         known = [tensor for tensor in keep if tensor.layout is torch.strided]
         found = [StorageWeakRef(tensor.untyped_storage()) for tensor in known]
         self._storages = {reference.cdata: reference for reference in found}  # so no other gets its number
         self._shapes = {tuple(tensor.shape) for tensor in known}
+        self._offloaded = offloaded
 
     def also(self, keep: Iterable[Tensor]) -> ParameterFilter:
         """Return the filter that lets those through too."""
-        return self._with(ParameterFilter(keep))
-
-    def _with(self, more: ParameterFilter) -> ParameterFilter:
+        more = ParameterFilter(keep, self._offloaded)
         more._storages |= self._storages
         more._shapes |= self._shapes
         return more
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is one of them."""
+        if self._offloaded is not None and self._offloaded.holds(tensor):
+            return True
         base = tensor if tensor._base is None else tensor._base
         if base.is_leaf and base.requires_grad:
             return True
@@ -67,6 +81,9 @@ class ParameterFilter:
 
     def untouched(self, tensor: Tensor) -> Callable[[], Tensor]:
         """What autograd keeps in the place of a tensor that passes through: the call that gives it back."""
+        if self._offloaded is not None and self._offloaded.holds(tensor):
+            if not (tensor.is_conj() or tensor.is_neg()):
+                return self._offloaded.saved(tensor)
         return _untouched(tensor)
 
 

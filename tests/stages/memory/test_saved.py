@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from reference import same_bits
-from saving import Net, forward, gradients
+from saving import Net, fetch, forward, gradients
 from torch import nn
 
 from penstock.compression.buffers import Frame, Pool
@@ -44,15 +44,15 @@ def test_what_left_is_gone_until_it_is_fetched_and_has_one_backward(saver):
     saved = saver(model, store=store)
     out = forward(model, saved, batches(1)[0])
     saved.wait()
-    assert saved.bytes_raw > 3 * saved.bytes_kept > 0
-    assert store.num_bytes <= saved.bytes_kept
-    assert saved.num_unpacks == 0
-    saved.fetch(0)
+    assert saved.counts.bytes_raw > 3 * saved.counts.bytes_kept > 0
+    assert store.num_bytes <= saved.counts.bytes_kept
+    assert saved.counts.num_unpacks == 0
+    fetch(saved)
     saved.wait()
-    fetched = saved.num_unpacks
-    assert fetched == saved.num_packs > 3
+    fetched = saved.counts.num_unpacks
+    assert fetched == saved.counts.num_packs > 3
     out.sum().backward(retain_graph=True)
-    assert saved.num_unpacks == fetched  # each of them once
+    assert saved.counts.num_unpacks == fetched  # each of them once
     saved.drop(0)
     assert store.num_bytes == 0
     with pytest.raises(StageError, match="has one backward"):
@@ -82,7 +82,7 @@ def test_a_frame_that_was_sent_is_kept_as_it_was_sent(saver):
     saved.offload(0, went)
     went.clear()
     saved.wait()
-    assert saved.num_packs == 1  # of what came in
+    assert saved.counts.num_packs == 1  # of what came in
     assert any(kept is sent for kept in store._frames.values())
     sent.release()
     saved.ready(0)
@@ -124,12 +124,12 @@ def test_what_is_fetched_before_it_left_stays(saver):
     saved = saver(model)
     gate = busy(saved._packer.packing)
     out = forward(model, saved, batches(1)[0])
-    saved.fetch(0)
+    fetch(saved)
     gate.set()
     saved.ready(0)
     saved.wait()
-    assert saved.num_packs == saved.num_unpacks == 0
-    assert saved.bytes_kept == saved.bytes_raw
+    assert saved.counts.num_packs == saved.counts.num_unpacks == 0
+    assert saved.counts.bytes_kept == saved.counts.bytes_raw
     out.sum().backward()
 
 
@@ -139,11 +139,11 @@ def test_what_was_used_meanwhile_is_not_brought_back_again(saver):
     out = forward(model, saved, batches(1)[0])
     saved.wait()
     gate = busy(saved._packer.reading)
-    saved.fetch(0)
+    fetch(saved)
     out.sum().backward(retain_graph=True)
     gate.set()
     saved.wait()
-    assert saved.num_unpacks == saved.num_packs > 0
+    assert saved.counts.num_unpacks == saved.counts.num_packs > 0
 
 
 def test_a_failed_step_leaves_nothing(saver):
@@ -170,7 +170,7 @@ def test_a_frame_that_was_damaged_in_the_store_is_told(saver):
     saved.wait()
     for frame in store._frames.values():
         frame.buffer[0] = 0
-    saved.fetch(0)
+    fetch(saved)
     with pytest.raises(CodecError, match="it is damaged"):
         saved.wait()
 
@@ -222,7 +222,7 @@ def test_what_was_freed_stays_so_until_it_is_filled_again(filled, saver):
     saved.offload(0, {})
     saved.wait()
     assert storage.nbytes() == 0
-    saved.fetch(0)
+    fetch(saved)
     saved.ready(0)
     edge = torch.autograd.graph.get_gradient_edge(out)
     weight = torch.linspace(-1, 1, content.numel()).view(content.shape)
@@ -258,23 +258,23 @@ def test_a_slow_store_stops_no_packing_and_gets_nothing_that_is_wanted_or_droppe
     saved._thread.drain()
     saved._packer.packing.drain()
     assert store.asked.wait(30)  # the first is on its way, the others wait
-    assert (saved.num_packs, store._frames) == (4, {})
+    assert (saved.counts.num_packs, store._frames) == (4, {})
     waiting = store.num_bytes
     assert waiting > 0  # what waits counts
     if what == "fetched":
-        saved.fetch(0)
-        assert saved.num_unpacks == 0
+        fetch(saved)
+        assert saved.counts.num_unpacks == 0
         out.sum().backward(retain_graph=True)
     elif what == "dropped":
         saved.drop(0)
     store.gate.set()
     saved.wait()
     # The first was wanted too late to be kept out, and may be let go of without packing.
-    assert len(store._frames) == {"left": saved.num_packs, "fetched": 1, "dropped": 0}[what]
+    assert len(store._frames) == {"left": saved.counts.num_packs, "fetched": 1, "dropped": 0}[what]
     assert store.num_bytes == sum(frame.num_bytes for frame in store._frames.values())
     assert store.num_bytes == waiting or what != "left"
     if what != "dropped":
         out.sum().backward()
-        assert saved.num_unpacks <= 1 or what == "left"
+        assert saved.counts.num_unpacks <= 1 or what == "left"
     saved.drop(0)
     assert (store.num_bytes, store._frames) == (0, {})

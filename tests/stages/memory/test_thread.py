@@ -108,7 +108,7 @@ def test_a_backward_brings_back_so_many_layers_ahead(near, made):
     assert len(seen) > DEPTH // 2
     assert all(layer - least <= near + 1 for layer, least in seen)
     assert any(layer > least for layer, least in seen)
-    assert saved.exposed_seconds == 0  # all of it was there in time
+    assert saved.counts.exposed_seconds == 0  # all of it was there in time
 
 
 def test_frames_are_forgotten_while_the_backward_runs(made):
