@@ -275,7 +275,7 @@ class SwapEntry:
     frame: Frame | None
     num_bytes: int
     start: int | None
-    ready: Callable[[], None]
+    ready: Callable[[], None] | None
     checksums: list[int]
     num_left: int
     num_moving: int = 0
@@ -335,10 +335,10 @@ class Disk:
         """Whether there is room, as far as is known."""
         return not self.space.is_full
 
-    def write(self, frame: Frame, *, ready: Callable[[], None] = lambda: None) -> SwapEntry:
+    def write(self, frame: Frame, *, ready: Callable[[], None] | None = None) -> SwapEntry:
         """Begin to write ``frame``, whose hold becomes the disk's; waits while much is to be written.
 
-        Args:    ready: waits until the frame's bytes are there.
+        Args:    ready: waits until the frame's bytes are there; None: they are.
         Raises:  StageError: an earlier frame could not be written."""
         self.check()
         num_bytes = frame.num_bytes
@@ -436,7 +436,6 @@ class Disk:
         self._changed.notify_all()
 
     def _sweep(self) -> None:
-        """Let go of what was forgotten."""
         while self._gone:
             entry = self._gone.popleft()
             entry.is_forgotten = True
@@ -507,7 +506,8 @@ class Disk:
             view_at(other.data_ptr() if other is not None else address, length),
         )
         if not reads:
-            entry.ready()
+            if entry.ready is not None:
+                entry.ready()
             entry.checksums[number] = xxhash.xxh3_64_intdigest(piece)
             if not is_direct:
                 data[:num_bytes] = piece

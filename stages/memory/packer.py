@@ -38,7 +38,7 @@ from .saved_storage import Bytes, SavedStorage, TensorView, WriteCounter, bytes_
 from .stores import Store, UnpooledBuffers
 
 FOR_SAVED = "zero_value+exponent"  # "auto": at memory speed, either where a sample says that it pays
-_WORTH = 16 / 15  # raw bytes per byte of frame from which on it is worth to unpack again
+WORTH = 16 / 15  # raw bytes per byte of frame from which on it is worth to unpack again
 Restore = Callable[[Tensor], Bytes]
 Compress = Callable[[Tensor, Sequence[TensorView]], Compact | None]
 
@@ -101,7 +101,7 @@ class SavedTensorPacker:
         self.store, self.codec, self._pool, self._num_ahead = store, codec, pool, num_ahead
         self.packing, self.io = Worker("penstock-memory-packing"), Worker("penstock-memory-io")
         self.reading = Worker("penstock-memory-reading", depth=64)
-        self.packed: Callable[[], None] = _nobody  # told when a storage was packed
+        self.packed: Callable[[], None] = lambda: None  # called when a storage was packed
         self._streams: dict[torch.device, CopyStream] = {}
         self._unpooled, self._counting = UnpooledBuffers(), threading.Lock()
         self._scratch = self._unpooled.take(0)  # of the packing thread
@@ -202,7 +202,7 @@ class SavedTensorPacker:
             self.counts.num_packs += frame is not None
         if frame is not None:
             key, num_bytes = storage.key, frame.num_bytes
-            if num_bytes <= storage.num_bytes // _WORTH:
+            if num_bytes <= storage.num_bytes // WORTH:
                 admitted = self.store.admit(key, num_bytes)
             else:
                 admitted = self.store.admit_dense(key, num_bytes, storage.device)
@@ -245,7 +245,7 @@ class SavedTensorPacker:
     def _frame(self, storage: SavedStorage, flat: Tensor) -> Frame | None:
         """Return the frame of ``flat``, all of ``storage`` or its compact form, if it is worth it."""
         codec, far = self.codec, self.store.takes_away(storage.device)
-        most = storage.num_bytes * 2 if far else storage.num_bytes // _WORTH
+        most = storage.num_bytes * 2 if far else storage.num_bytes // WORTH
         if flat.dtype is torch.bool:  # a view of other bytes, perhaps, and a decoded bool is 0 or 1
             flat = flat.view(torch.uint8)
         if not (flat.is_floating_point() or flat.is_complex() or codec == "raw"):
@@ -270,12 +270,7 @@ class SavedTensorPacker:
 
 
 def _bring_fetched(references: Sequence[weakref.ref[SavedStorage]]) -> None:
-    """Bring back, one after the other, the storages that still live and are still awaited."""
     for reference in references:
         storage = reference()
         if storage is not None:
             storage.bring(fetched_only=True)
-
-
-def _nobody() -> None:
-    """Nobody waits for room."""

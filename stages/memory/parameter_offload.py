@@ -38,9 +38,6 @@ class ParameterMemory:
     Attributes: turn: the part of the mirror that it belongs to; storage: the identity of its memory while it
                 is near, by which parts of it are known."""
 
-    __slots__ = ("_ahead", "_frames", "_gradient", "_hooks", "_lock", "_memory", "_soon", "_state",
-                 "_version", "near", "parameter", "storage", "turn")  # fmt: skip
-
     def __init__(self, frames: Frames, parameter: Parameter, turn: int) -> None:
         self._frames, self.parameter, self.turn = frames, parameter, turn
         self._memory = TensorMemory(frames, parameter.data)
@@ -49,7 +46,7 @@ class ParameterMemory:
         self._soon = False
         self._state: dict[Any, TensorMemory] = {}
         self._version, self.near = parameter._version, True
-        self._hooks: tuple[Any, ...] = ()  # the first and the last on its gradient
+        self.hooks: tuple[Any, ...] = ()  # the first and the last on its gradient
         self.storage = parameter.untyped_storage()._cdata
 
     @property
@@ -103,7 +100,7 @@ class ParameterMemory:
                 yield kept[key], memory
 
     def leave(self) -> bool:
-        """They leave; False: the store has no room for them."""
+        """Its values leave; False: the store has no room for them."""
         version = self.parameter._version
         if not self._memory.put(self.parameter.data, written=version != self._version):
             return False
@@ -112,7 +109,7 @@ class ParameterMemory:
         return True
 
     def fetch(self, *, gradient: bool) -> None:
-        """They are wanted soon, and the ``gradient``."""
+        """Its values are wanted soon, and the ``gradient``."""
         if not self.near:
             self._memory.fetch()
             if not self._soon and self._memory.takes_time:
@@ -128,7 +125,7 @@ class ParameterMemory:
                 self._ahead = self._memory.get()
 
     def forget_ahead(self) -> None:
-        """They are not wanted soon."""
+        """Its values are not wanted soon."""
         with self._lock:
             self._ahead, self._soon = None, False
 
@@ -137,19 +134,13 @@ class ParameterMemory:
     def hook(self, *, first: Callable[[Tensor], None], last: Callable[[Tensor], None]) -> None:
         """Call ``first`` with a gradient ahead of all other hooks, ``last`` behind them: those of people, who
         may have added some since, read the parameter in between."""
-        if not self._hooks:
+        if not self.hooks:
             ahead = self.parameter.register_hook(first)
-            self._hooks = ahead, self.parameter.register_post_accumulate_grad_hook(last)
-        ahead, behind = self._hooks
+            self.hooks = ahead, self.parameter.register_post_accumulate_grad_hook(last)
+        ahead, behind = self.hooks
         parameter: Any = self.parameter
         _reorder(parameter._backward_hooks, lambda key: key != ahead.id)
         _reorder(parameter._post_accumulate_grad_hooks, lambda key: key == behind.id)
-
-    def unhook(self) -> None:
-        """Call nobody any more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = ()
 
     def bring_gradient(self) -> None:
         """What there is of its gradient comes, to be written; its values are near."""
@@ -335,7 +326,7 @@ class Mirror:
         return one.parameter.detach() if view is None else view.over(bytes_around(0, one.parameter.data))
 
     def _wanted(self, one: ParameterMemory) -> None:
-        """A backward reads it: it comes, and what was near longest leaves."""
+        """Bring what a backward reads; what was near longest leaves."""
         if one.near:
             return
         self._come(one)
@@ -354,14 +345,10 @@ class Mirror:
 
     def _added(self, one: ParameterMemory, _: Tensor) -> None:
         self._note()
-        self.push_gradient(one.parameter)
+        one.push_gradient()
         if not self._walks:
             self._leave(one)
         self._note()
-
-    def push_gradient(self, parameter: Parameter) -> None:
-        """The gradient of ``parameter`` leaves; one that is not dense stays."""
-        self._all[id(parameter)].push_gradient()
 
     @contextlib.contextmanager
     def gradients(self, turn: Turn, *, written: bool) -> Iterator[dict[int, Tensor]]:
@@ -397,7 +384,9 @@ class Mirror:
         """The model keeps the parameters that it has: after ``pull_all`` all of them."""
         self.frames.ahead.close()
         for one in self._all.values():
-            one.unhook()
+            for hook in one.hooks:
+                hook.remove()
+            one.hooks = ()
 
     def _pull(self, turn: Turn) -> None:
         for one in (self._all[id(parameter)] for parameter in turn):

@@ -319,8 +319,7 @@ class MemoryThread:
                 raise
 
     def _packed(self) -> None:
-        """A storage was packed, so another may leave."""
-        if self._behind:
+        if self._behind:  # another storage may leave
             self._wake()
 
     def _look(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
 
@@ -42,7 +43,7 @@ class RecomputedActivations(KeepOnDevice):
         """The block in which the layers of ``micro_batch`` run for the first time."""
         assert run_again is not None, "what is not kept is made again"
         run = self._runs[micro_batch] = _Run(self._filter.also(keep), self._buffers)
-        with torch.autograd.graph.saved_tensors_hooks(run.leave, _read):
+        with torch.autograd.graph.saved_tensors_hooks(run.leave, operator.call):
             yield
         run.end(run_again)
 
@@ -118,10 +119,6 @@ class _Run:
         return self._made[number][0]
 
 
-def _read(kept: Callable[[], Tensor]) -> Tensor:
-    return kept()
-
-
 def _not_read(_: None) -> NoReturn:
     raise StageError("a backward ran inside a forward that runs again; take recompute=false for this stage")
 
@@ -131,7 +128,6 @@ def _look(tensor: Tensor) -> Look:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same bits."""
     one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a.detach(), b))
     return torch.equal(one, other)
 

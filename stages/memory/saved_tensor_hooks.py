@@ -180,7 +180,7 @@ class SavedRead:
 
 
 def _untouched(tensor: Tensor) -> Callable[[], Tensor]:
-    """A tensor that stays where it is: kept without its graph, which would hold itself for ever."""
+    # Without its graph, which would hold itself for ever.
     return functools.partial(_unchanged, tensor.detach(), tensor._version)
 
 

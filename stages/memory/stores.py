@@ -224,15 +224,15 @@ class DiskStore(Store):
 
     def put(self, key: Hashable, frame: Frame) -> None:
         """Begin to write ``frame``; waits while much is to be written, and raises what a write raised."""
-        ready = _at_once
+        ready = None
         if frame.buffer.is_cuda:
             pinned = self._pinned.take(frame.num_bytes)
             pinned[: frame.num_bytes].copy_(frame.buffer[: frame.num_bytes], non_blocking=True)
             copied = torch.Event(frame.buffer.device)
             copied.record()
-            self._devices[key], ready = frame.buffer.device, copied.synchronize
+            self._devices[key] = frame.buffer.device
             frame.release()
-            frame = Frame(pinned, frame.num_bytes, self._pinned)
+            frame, ready = Frame(pinned, frame.num_bytes, self._pinned), copied.synchronize
         num_bytes = frame.num_bytes
         self._kept[key] = self.disk.write(frame, ready=ready)
         self._count(key, num_bytes)
@@ -262,10 +262,6 @@ class DiskStore(Store):
         self._count(key, None)
         if (found := self._kept.pop(key, None)) is not None:
             self.disk.forget(found)
-
-
-def _at_once() -> None:
-    """Wait for nothing: bytes in host memory are there."""
 
 
 class Cascade(Store):
