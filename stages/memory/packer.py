@@ -113,20 +113,14 @@ class SavedTensorPacker:
             self._streams[device] = CudaCopyStream(device) if is_gpu(device) else CopyStream()
         return self._streams[device]
 
-    def offload(
+    def queue(
         self, storage: SavedStorage, *, wire: WireFrame | None = None, compress: Compress = lambda *_: None
     ) -> None:
-        """Queue ``storage`` to leave; waits while the packing is behind.
+        """Pack ``storage``, which is leaving; waits while the packing is behind.
 
-        Args:    wire: a frame that may hold it already, which then goes to the store as it is.
+        Args:    wire: a frame that holds it already and goes to the store as it is; its hold becomes the
+                 packer's.
                  compress: gives a compact form of the storage's elements by its views, or None."""
-        storage.transition("leaving")
-        self.queue(storage, wire=wire, compress=compress)
-
-    def queue(self, storage: SavedStorage, *, wire: WireFrame | None, compress: Compress) -> None:
-        """Pack ``storage``, which is leaving."""
-        if wire is not None:
-            wire.frame.hold()
         self.packing.submit(functools.partial(self._pack_next, weakref.ref(storage), wire, compress))
 
     def read(self, storage: SavedStorage, number: int, writes: WriteCounter) -> Tensor:

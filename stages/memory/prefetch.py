@@ -166,8 +166,6 @@ class SavedRun:
         wire = self._wires.pop(storage.key, None)
         bisect.insort(self.left, Left(layer, weakref.ref(storage), storage.key), key=lambda one: one.layer)
         self.packer.queue(storage, wire=wire, compress=self._compressor.compress)
-        if wire is not None:
-            wire.frame.release()  # the packer has its own hold
 
     def forget_read(self) -> None:
         """Let the store forget what the backward has read and the graph let go of, last layers first."""

@@ -12,7 +12,6 @@ options.
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
@@ -138,10 +137,12 @@ class UnpooledBuffers(Pool):
 class PinnedPool(Pool):
     """Pinned host buffers, which a GPU copies from and to by itself; pinning is slow, so they are kept."""
 
-    def __init__(self) -> None:
-        """Start empty."""
-        super().__init__()
-        self._lock = threading.RLock()  # a graph that the garbage collector frees gives back in any thread
+    def copy_of(self, frame: Frame) -> Frame:
+        """Return a GPU's frame in a pinned buffer, once the current stream has come there; lets go of it."""
+        pinned = self.take(frame.num_bytes)
+        pinned[: frame.num_bytes].copy_(frame.bytes, non_blocking=True)
+        frame.release()
+        return Frame(pinned, frame.num_bytes, self)
 
     def _new(self, size: int) -> Tensor:
         self._sizes.append(size)
@@ -170,11 +171,8 @@ class HostStore(Store):
     def put(self, key: Hashable, frame: Frame) -> None:
         """Copy a frame from a GPU into a pinned buffer; keep a frame on the CPU as it is."""
         if frame.buffer.is_cuda:
-            pinned = self._pinned.take(frame.num_bytes)
-            pinned[: frame.num_bytes].copy_(frame.buffer[: frame.num_bytes], non_blocking=True)
             self._devices[key] = frame.buffer.device
-            frame.release()
-            frame = Frame(pinned, frame.num_bytes, self._pinned)
+            frame = self._pinned.copy_of(frame)
         super().put(key, frame)
 
     def fetch(self, key: Hashable) -> None:
@@ -226,13 +224,9 @@ class DiskStore(Store):
         """Begin to write ``frame``; waits while much is to be written, and raises what a write raised."""
         ready = None
         if frame.buffer.is_cuda:
-            pinned = self._pinned.take(frame.num_bytes)
-            pinned[: frame.num_bytes].copy_(frame.buffer[: frame.num_bytes], non_blocking=True)
-            copied = torch.Event(frame.buffer.device)
+            self._devices[key], copied = frame.buffer.device, torch.Event(frame.buffer.device)
+            frame, ready = self._pinned.copy_of(frame), copied.synchronize
             copied.record()
-            self._devices[key] = frame.buffer.device
-            frame.release()
-            frame, ready = Frame(pinned, frame.num_bytes, self._pinned), copied.synchronize
         num_bytes = frame.num_bytes
         self._kept[key] = self.disk.write(frame, ready=ready)
         self._count(key, num_bytes)
