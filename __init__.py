@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from .pipeline.runtime.report import Report as Report
     from .pipeline.samples.cached import cached as cached
     from .stages.memory.byte_budget import MemoryOptions as MemoryOptions
+    from .stages.memory.disk import DiskOptions as DiskOptions
     from .stages.memory.offload import offload as offload
-    from .stages.memory.swap_file import DiskOptions as DiskOptions
     from .stages.planner.measure import measure as measure
     from .stages.planner.network_profile import Profile as Profile
     from .stages.planner.plan import Plan as Plan
@@ -69,7 +69,7 @@ _HOMES = {
     "layer_seed": "stages.seeds",
     "offload": "stages.memory.offload",
     "MemoryOptions": "stages.memory.byte_budget",
-    "DiskOptions": "stages.memory.swap_file",
+    "DiskOptions": "stages.memory.disk",
     "Pipeline": "pipeline.pipeline",
     "save": "pipeline.checkpoint",
     "load": "pipeline.checkpoint",

@@ -24,9 +24,9 @@ from ..compression.errors import PenstockError, PlanError
 from ..stages.device import Device
 from ..stages.memory.arena import Arena
 from ..stages.memory.byte_budget import NO_OPTIONS, MemoryOptions, Tiers
+from ..stages.memory.disk import ANYWHERE, DiskOptions
 from ..stages.memory.prefetch import MemoryThread
 from ..stages.memory.stores import StoreOptions
-from ..stages.memory.swap_file import ANYWHERE, DiskOptions
 from ..stages.places import home_of
 from ..stages.planner.examples import graph_of
 from ..stages.planner.plan import Plan
@@ -444,7 +444,7 @@ class Pipeline:
         for stage in self.stages.values():
             if stage.mirror and keeps_model:
                 stage.mirror.pull_all()
-            stage.saved.close()
+            stage.close()
         self.memory.close()
         if self.disk:
             self.disk.close()

@@ -1,4 +1,4 @@
-"""A named thread that does tasks in the order in which they were submitted.
+"""Named threads that do tasks in the order in which they were submitted.
 
 The training thread goes on with the next layer meanwhile; the codecs' kernels run without Python's lock.
 Source: claim 2 of CN110032450B (a training thread and a memory thread that share one queue).
@@ -14,36 +14,36 @@ Task = Callable[[], None]
 
 
 class Worker:
-    """A thread that starts with the first task and ends when it was idle for a while, or by ``close``.
+    """Threads that start with the first tasks and end when they were idle for a while, or by ``close``.
 
     A backward may come long after its forward, or never: nobody would be there to end a thread that waits.
     """
 
-    def __init__(self, name: str, *, depth: int = 8, idle_seconds: float = 0.1) -> None:
+    def __init__(self, name: str, *, depth: int = 8, num_threads: int = 1, idle_seconds: float = 0.1) -> None:
         """At most ``depth`` tasks wait; what they are about is still held, so the queue bounds memory too."""
-        self.name, self._depth, self._idle_seconds = name, depth, idle_seconds
+        self.name, self._depth, self._num_threads, self._idle_seconds = name, depth, num_threads, idle_seconds
         self._changed = threading.Condition()
-        self._tasks: deque[Task] = deque()
-        self._thread: threading.Thread | None = None
-        self._busy = self._closing = False
+        self._urgent, self._tasks = deque[Task](), deque[Task]()
+        self._threads: set[threading.Thread] = set()
+        self._num_busy, self._closing = 0, False
         self._error: BaseException | None = None
 
     def submit(self, task: Task) -> None:
         """Queue ``task``; waits while the queue is full."""
         with self._changed:
             self._changed.wait_for(lambda: self.has_room)
-            self._put(task, self._tasks.append)
+            self._put(task, self._tasks)
 
     def try_submit(self, task: Task) -> None:
         """Queue ``task`` if there is room: for what is only done ahead of its time."""
         with self._changed:
             if self.has_room:
-                self._put(task, self._tasks.append)
+                self._put(task, self._tasks)
 
     def submit_first(self, task: Task) -> None:
-        """Put ``task`` before all others, whether there is room or not."""
+        """Queue ``task`` before all that ``submit`` queued, whether there is room or not."""
         with self._changed:
-            self._put(task, self._tasks.appendleft)
+            self._put(task, self._urgent)
 
     def check(self) -> None:
         """Raise again what a task raised."""
@@ -54,15 +54,15 @@ class Worker:
     def drain(self) -> None:
         """Wait until nothing is queued or running, then ``check``."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._tasks and not self._busy)
+            self._changed.wait_for(lambda: not (self._urgent or self._tasks or self._num_busy))
         self.check()
 
     def close(self) -> None:
-        """Do what is queued, and end the thread; a later task starts another."""
+        """Do what is queued, and end the threads; a later task starts others."""
         with self._changed:
-            thread, self._closing = self._thread, True
+            threads, self._closing = list(self._threads), True
             self._changed.notify_all()
-        if thread is not None:
+        for thread in threads:
             thread.join()
         self._closing = False
 
@@ -76,27 +76,32 @@ class Worker:
         """Whether a task raised something that nobody has been told yet."""
         return self._error is not None
 
-    def _put(self, task: Task, add: Callable[[Task], None]) -> None:
-        if self._thread is None:
+    def _put(self, task: Task, queue: deque[Task]) -> None:
+        num_tasks = len(self._urgent) + len(self._tasks) + self._num_busy + 1
+        if len(self._threads) < min(self._num_threads, num_tasks):
             thread = threading.Thread(target=self._work, name=self.name)
             thread.start()  # it waits for the lock; where none can be started, nothing is queued
-            self._thread = thread
-        add(task)
+            self._threads.add(thread)
+        queue.append(task)
         self._changed.notify_all()
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._busy = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._tasks or self._closing, timeout=self._idle_seconds)
-                if not self._tasks:
-                    self._thread = None
+                self._changed.wait_for(
+                    lambda: self._urgent or self._tasks or self._closing, timeout=self._idle_seconds
+                )
+                if not (self._urgent or self._tasks):
+                    self._threads.discard(threading.current_thread())
                     return
-                self._busy, task = True, self._tasks.popleft()
+                task = (self._urgent or self._tasks).popleft()
+                self._num_busy += 1
                 self._changed.notify_all()
             try:
                 task()
             except BaseException as error:  # raised again by whoever waits
                 self._error = self._error or error
             del task  # it holds what it was about
+            with self._changed:
+                self._num_busy -= 1
+                self._changed.notify_all()

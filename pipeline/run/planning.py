@@ -19,8 +19,7 @@ from ...conf.parts import MEASURED
 from ...conf.planning import PlanningConfig
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.files import save_json
-from ...stages.memory.disk import disk_rate
-from ...stages.memory.swap_file import DiskOptions
+from ...stages.memory.disk import DiskOptions, disk_rate
 from ...stages.planner.layer_dependencies import dependencies
 from ...stages.planner.measure import measure
 from ...stages.planner.memory_table import rows, save, table

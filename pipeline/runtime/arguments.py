@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...compression.errors import PlanError
 from ...stages.memory.byte_budget import MemoryOptions
-from ...stages.memory.swap_file import DiskOptions
+from ...stages.memory.disk import DiskOptions
 from ...stages.planner.plan import Plan
 from ...stages.planner.rules import STREAM
 from ...stages.stage.value_routing import Route

@@ -159,10 +159,6 @@ class DeviceFrames(Frames):
                 place = f"from stage {message.source} on rank {message.ranks[0]}"
                 raise CodecError(f"{message}, {place}: {rule}, these do not; it was damaged")
 
-    def arrived_at(self, step: Step, instruction: Instruction) -> dict[int, Frame]:
-        """None: a store of saved tensors packs on the device what it keeps."""
-        return {}
-
     def _unpack(self, message: Message, step: Step) -> Any:
         begin = self.meter.now()
         item = super()._unpack(message, step)

@@ -163,7 +163,7 @@ class Engine:
                 self.outputs[index] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), outputs)
         # Behind the loss: it may write to the outputs, and a backward reads memory as it is by then.
         if stage.stores:
-            stage.saved.offload(index, self.frames.arrived_at(step, instruction), self.frames.packed)
+            stage.saved.offload(index, self.frames.packed)
         self.frames.release_inputs(step, instruction)
 
     def _evaluate(self, step: Step, instruction: Instruction) -> Any:

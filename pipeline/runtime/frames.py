@@ -95,10 +95,6 @@ class Frames:
                 self.meter.sent(message, 0 if item is None else message.raw_bytes, frame, codec)
             self.transport.send(message, frame, step.messages)
 
-    def arrived_at(self, step: Step, instruction: Instruction) -> dict[int, Frame]:
-        """The frames of the values that a forward received, by number."""
-        return {m.value: self.arrived[m] for m in step.messages.receives[instruction]}
-
     def release_inputs(self, step: Step, instruction: Instruction) -> None:
         """After a forward: let go of the frames that no gradient needs."""
         for message in step.messages.receives[instruction]:

@@ -90,8 +90,8 @@ class Meter:
                 report.backward_raw += raw
                 report.backward_sent += sent
         for index, stage in self.stages.items():
-            saved, before = stage.saved, self.saved[index]
-            now = saved.bytes_raw, saved.bytes_kept, saved.exposed_seconds
+            saved, before = stage.saved.counts, self.saved[index]
+            now = saved.bytes_raw, saved.bytes_kept, stage.exposed_seconds
             self.reports[index].saved_raw += now[0] - before[0]
             self.reports[index].saved_kept += now[1] - before[1]
             self.reports[index].exposed_seconds += now[2] - before[2]

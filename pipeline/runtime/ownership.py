@@ -15,12 +15,11 @@ from ...compression.errors import ConfigError, PlanError
 from ...compression.names import AUTO
 from ...stages.device import Device
 from ...stages.memory.byte_budget import Tiers
-from ...stages.memory.disk import MOST_WAITING, REQUEST_BYTES, Disk
+from ...stages.memory.disk import MOST_WAITING, REQUEST_BYTES, Disk, DiskOptions
 from ...stages.memory.parameter_offload import Mirror
 from ...stages.memory.prefetch import MemoryThread
 from ...stages.memory.readers import but_staying, directly_read, readers_of, sharing
 from ...stages.memory.stores import UNLIMITED, StoreOptions, open_store
-from ...stages.memory.swap_file import DiskOptions
 from ...stages.planner.measure import owned_parameters
 from ...stages.planner.plan import Plan
 from ...stages.stage.nan_check import Guard

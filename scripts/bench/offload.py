@@ -41,8 +41,7 @@ from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.run.training_loop import loss
 from penstock.pipeline.runtime.process_memory import ResidentMemory
 from penstock.stages.files import reason, save_json
-from penstock.stages.memory.disk import Disk, timed
-from penstock.stages.memory.swap_file import DiskOptions
+from penstock.stages.memory.disk import Disk, DiskOptions, timed
 from penstock.stages.planner.measure import measure
 from penstock.stages.planner.plan import Plan
 from penstock.stages.tracing.tracer import trace

@@ -9,11 +9,10 @@ micro-batch has gone on, and when it is wanted back. Imports go up this list onl
     activations.py  offload.py                              the saved tensors of a stage; of any with-block
     prefetch.py                                             the memory thread: what leaves and comes, and when
     saved_tensor_hooks.py                                   the tensors that autograd saves
-    packer.py                                               threads, codec, counters
-    wire_frame.py                                           frames that were sent or received already
+    packer.py                                               threads, codec, counters, frames that were sent
     saved_storage.py                                        one storage and its states
     layer_codecs.py                                         compact forms that follow from the layers
-    stores.py  disk.py  swap_file.py                        the tiers
+    stores.py  disk.py                                      the tiers
     byte_budget.py                                          bytes by tier, and their limits
     arena.py                                                buffers placed once by their lifetimes
     copy_stream.py                                          the stream of copies on a GPU

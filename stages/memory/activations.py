@@ -1,8 +1,8 @@
 """What a stage's forward saved leaves when its layer is done, and is back before the layer's backward.
 
 The walk of the forward says which layer saves, autograd which one reads; the memory thread moves. After the
-forward comes ``offload``, before the backward ``ready``, after it ``drop``. What was packed for the wire, or
-came packed, is not packed again. Source: claims A5, A6 and A8-A10 of CN115016937A (unload after the forward,
+forward comes ``offload``, before the backward ``ready``, after it ``drop``. What was packed for the wire is
+not packed again. Source: claims A5, A6 and A8-A10 of CN115016937A (unload after the forward,
 fetch before the backward).
 """
 
@@ -10,89 +10,89 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ...compression.buffers import Pool
 from ..tracing.layers import Layer
 from .layer_codecs import LayerAwareCompressor, Modules
-from .packer import Counters, Counts, SavedTensorPacker
-from .prefetch import Came, Entered, MemoryThread, SavedRun, Went
+from .packer import SavedCounts, SavedTensorPacker
+from .prefetch import MemoryThread, SavedRun, Went
 from .saved_storage import SavedStorage, WriteCounter
 from .saved_tensor_hooks import ParameterFilter, SavedTensorHooks
 from .stores import Store
 
 
-class NoOffload(Counters):
-    """Saved tensors stay on the device, as autograd keeps them: ``SavedActivations`` without its work."""
+class RunAgain(Protocol):
+    """Runs the layers of a forward again; ``tied``: parameters of other stages that they then get."""
 
-    _counts = Counts()
-    _block = contextlib.nullcontext()
+    tied: Sequence[Tensor]
+
+    def __call__(self) -> None:
+        """Run them."""
+        ...
+
+
+class KeepOnDevice:
+    """Saved tensors stay on the device, as autograd keeps them.
+
+    Args:    parameters: tells offloaded parameters, of which autograd keeps a note; None: there are none."""
+
+    def __init__(self, parameters: ParameterFilter | None = None) -> None:
+        self._parameters, self.counts = parameters, SavedCounts()
 
     def forward(
-        self, micro_batch: int, entered: Entered, keep: Iterable[Tensor] = ()
+        self, micro_batch: int, keep: Iterable[Tensor] = (), run_again: RunAgain | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Enter no hooks."""
-        return self._block
+        """Return the block in which the layers of ``micro_batch`` run.
 
-    def repeats(self, micro_batch: int, again: Any) -> None:
-        """Do nothing: no forward runs again."""
+        Args:    keep: tied parameters of other stages that the layers read.
+                 run_again: runs the layers of this forward once more."""
+        if self._parameters is None:
+            return contextlib.nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._parameters.untouched, operator.call)
 
-    def layer_done(self, done: Layer | None, following: Layer | None) -> None:
-        """Do nothing: nothing is kept by layer."""
-
-    def offload(self, micro_batch: int, came: Came, went: Went) -> None:
-        """Do nothing: tensors stay on the device."""
-
-    def fetch(self, micro_batch: int) -> None:
-        """Do nothing: tensors are on the device."""
-
-    def ahead(self, micro_batch: int) -> None:
-        """Do nothing: tensors are on the device."""
+    def offload(self, micro_batch: int, went: Went) -> None:
+        """The forward of ``micro_batch`` is over, what it saved may leave."""
 
     def ready(self, micro_batch: int) -> None:
-        """Do nothing: tensors are on the device."""
+        """A backward of ``micro_batch`` begins."""
 
     def drop(self, micro_batch: int) -> None:
-        """Do nothing: autograd frees what it saved."""
-
-    def wait(self) -> None:
-        """Do nothing: no tensor is being moved."""
+        """Forget what ``micro_batch`` saved: after its backward, or when the step failed."""
 
     def close(self) -> None:
-        """Do nothing: there is no thread to end."""
+        """Drop everything and end the threads."""
 
 
-class SavedActivations(Counters):
+class SavedActivations(KeepOnDevice):
     """What the micro-batches of one stage save, on its way to a store and back."""
 
     def __init__(
         self,
         store: Store,
         *,
-        keep: Iterable[Tensor],
+        parameters: ParameterFilter,
         codec: str,
         min_bytes: int,
         modules: Modules,
         stage: int = 0,
         thread: MemoryThread | None = None,
-        parameters: ParameterFilter | None = None,
     ) -> None:
         """Save into ``store``, packed with ``codec``.
 
-        Args:    keep: the stage's parameters and buffers, which pass through untouched; ``parameters``: what
-                 tells them, where they come and go.
+        Args:    parameters: tells the stage's parameters and buffers, which pass through untouched.
                  min_bytes: smaller storages pass through too.
                  modules: those that the stage's layers call, by path: what they prove is used.
                  thread: that of the rank, which knows when what was saved is read; None: one of its own, for
-                 which all of it is far away until it is fetched.
+                 which all of it is far away.
         """
         self._packer = SavedTensorPacker(store, codec=codec, pool=store.pool() or Pool(), num_ahead=0)
-        self._counts = self._packer
-        self._parameters, self._min_bytes = parameters or ParameterFilter(keep), min_bytes
+        self.counts, self._parameters, self._min_bytes = self._packer.counts, parameters, min_bytes
         self._compressor = LayerAwareCompressor(modules)
         self._stage, self._thread = stage, thread or MemoryThread()
         self._micro_batches: dict[int, SavedRun] = {}
@@ -101,15 +101,13 @@ class SavedActivations(Counters):
         self._hooks: SavedTensorHooks | None = None
 
     @contextlib.contextmanager
-    def forward(self, micro_batch: int, entered: Entered, keep: Iterable[Tensor] = ()) -> Iterator[None]:
-        """The block in which the layers of ``micro_batch`` run.
-
-        Args:    entered: the values by number, as the layers get them.
-                 keep: tied parameters of other stages among them."""
+    def forward(
+        self, micro_batch: int, keep: Iterable[Tensor] = (), run_again: RunAgain | None = None
+    ) -> Iterator[None]:
+        """The block in which the layers of ``micro_batch`` run."""
         run = self._run = self._micro_batches[micro_batch] = SavedRun(
             self._stage,
             micro_batch,
-            entered=entered,
             numbers=self._numbers,
             packer=self._packer,
             compressor=self._compressor,
@@ -120,7 +118,6 @@ class SavedActivations(Counters):
             min_bytes=self._min_bytes,
             took=functools.partial(self._took, run),
             read=functools.partial(self._read, run),
-            added=run.added,
         )
         self._thread.add(run)
         try:
@@ -128,9 +125,6 @@ class SavedActivations(Counters):
                 yield
         finally:
             self._hooks = self._run = None
-
-    def repeats(self, micro_batch: int, again: Any) -> None:
-        """Do nothing: no forward runs again."""
 
     def layer_done(self, done: Layer | None, following: Layer | None) -> None:
         """Take note that ``done`` has saved all that it will, and that ``following`` saves from here on.
@@ -146,29 +140,14 @@ class SavedActivations(Counters):
             number = self._numbers.setdefault(following, len(self._numbers))
             self._thread.layer_begins(run, number)
 
-    def offload(self, micro_batch: int, came: Came, went: Went) -> None:
+    def offload(self, micro_batch: int, went: Went) -> None:
         """The forward of ``micro_batch`` is over, what it saved may leave; waits where the packing is behind.
 
-        What these frames have is not packed again, the store holds the same frame.
-
-        Args:    came: by number, the frames of values that entered.
-                 went: by number, tensors and the frames that were made of them since."""
+        Args:    went: by number, tensors that were sent and their frames, which the store holds in place of
+                 frames of its own."""
         self._check()
-        self._micro_batches[micro_batch].close(came, went)
+        self._micro_batches[micro_batch].close(went)
         self._thread.closed()
-
-    def fetch(self, micro_batch: int) -> None:
-        """Begin to bring back what ``micro_batch`` saved, last saved first, whenever it is read."""
-        references, run = [], self._micro_batches[micro_batch]
-        run.wanted = True
-        for storage in run.alive():
-            storage.transition("resident", only_from="leaving")
-            if storage.transition("coming", only_from="away"):
-                references.append(weakref.ref(storage))
-        self._packer.bring(references)
-
-    def ahead(self, micro_batch: int) -> None:
-        """Do nothing: the memory thread knows which backward is next."""
 
     def ready(self, micro_batch: int) -> None:
         """A backward begins, which brings back itself what is not there; raises what a thread raised."""

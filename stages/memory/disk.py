@@ -1,21 +1,35 @@
-"""The disk of a rank: what its stores put there lies in one file, and comes back bit for bit or not at all.
+"""The disk of a rank: frames of all its stores lie in one file, and come back bit for bit or not at all.
 
-A frame stays in memory until it is written. Its pieces go to the disk as requests of their own, so that one
-large frame alone keeps several of them busy; each has a checksum (XXH3), tested by the thread that read it.
-A few threads read and write, reads first: what the backward waits for goes before what only has to leave.
-Who writes faster than the disk waits, so that what has not left yet cannot fill the memory. What finds no
-room stays in memory as it was packed, and that is said once.
+A frame stays in memory until it is written. It moves in pieces of 1 MiB, so that one large frame keeps
+several requests busy; every piece has a checksum (XXH3), tested by the thread that read it. A few threads
+read and write, reads first: a backward waits for them. ``write`` waits while much is to be written, so that
+frames on their way out cannot fill the memory. A frame that finds no space stays in memory as it was packed.
+
+The file has no name, so nothing of it stays, however the process ends. It is read and written past the page
+cache where the file system allows (O_DIRECT), because a cached page takes the memory that the tier saves.
+
+Source: open(2), O_TMPFILE and O_DIRECT; posix_fallocate(3); segregated free lists, Wilson et al., Dynamic
+        Storage Allocation: A Survey and Critical Review, 1995, section 3.6.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import functools
 import mmap
+import os
+import secrets
+import shutil
+import sys
+import tempfile
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,147 +38,191 @@ import xxhash
 from torch import Tensor
 
 from ...compression.buffers import Frame, Pool, new_bytes, size_class, view_at
-from ...compression.errors import PenstockError, StageError
-from ..units import show_bytes
+from ...compression.errors import ConfigError, PenstockError, StageError
+from ..files import FULL, reason
+from ..units import is_zero, parse_bytes, show_bytes
+from ..worker import Worker
 from .byte_budget import Tiers
-from .swap_file import ANYWHERE, UNIT, DiskOptions, Room, Slab, aligned, folder_of, worded
 
+UNIT = 4096  # bytes that a file system and O_DIRECT count in
 REQUEST_BYTES = 1 << 20
 MOST_WAITING = 64 << 20  # bytes to be written
-IDLE_SECONDS = 0.1
-Done = Callable[[BaseException | None], None]
+GROWTH_BYTES = 64 << 20  # by which the file grows
+MOST_IDLE = 32 << 20  # bytes of idle buffers, a little more when two threads give at once
 
 
-@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
-class Request:
-    """One piece of work: ``run`` gets memory of its thread, ``REQUEST_BYTES`` from a page on; ``done`` is
-    told what it raised, None for nothing, with the lock held. ``num_bytes``: what it keeps in memory."""
-
-    run: Callable[[memoryview], None]
-    done: Done
-    num_bytes: int = 0
+def aligned(num_bytes: int) -> int:
+    """``num_bytes`` rounded up to whole units."""
+    return -(-num_bytes // UNIT) * UNIT
 
 
-class IoThreads:
-    """Threads with one queue of reads and one of writes; each starts when it is needed and ends when idle.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DiskOptions:
+    """What the tier ``disk`` of a rank may use.
 
-    ``changed`` is the lock of it all, and of those who use it: whatever ``done`` is told changes under it."""
+    ``path``: the folder of its file; None: the one for temporary files. ``budget``: the most bytes of the
+    file, as ``"20GiB"``, 0: nothing goes there; None: no limit."""
 
-    def __init__(self, name: str, *, depth: int, most_waiting: int, tiers: Tiers | None = None) -> None:
-        """At most ``depth`` requests at a time; ``most_waiting``: bytes in memory that are to be written,
-        which ``tiers`` count."""
-        self.name, self.depth, self.most_waiting = name, depth, most_waiting
-        self.changed, self._tiers = threading.Condition(threading.Lock()), tiers or Tiers()
-        self.seconds_waited = 0.0  # of those who had something to write and no room
-        self.waiting_bytes = self.most_waited_bytes = 0
-        self._reads, self._writes = deque[Request](), deque[Request]()
-        self._threads: set[threading.Thread] = set()
-        self._num_busy, self._closing = 0, False
+    path: str | Path | None = None
+    budget: int | str | None = None
 
-    def submit_writes(self, requests: Sequence[Request]) -> None:
-        """Queue what is to be written; waits while too much waits already. Called without the lock."""
-        num_bytes = sum(request.num_bytes for request in requests)
-        with self.changed:
-            if not self._has_room(num_bytes):
-                began = time.perf_counter()
-                self.changed.wait_for(lambda: self._has_room(num_bytes))
-                self.seconds_waited += time.perf_counter() - began
-            self._queue(self._writes, requests)
-            self._tiers.device.add(num_bytes)  # whoever waited had counted it itself
-            self._tiers.leaving.add(num_bytes)
-            self.waiting_bytes += num_bytes
-            self.most_waited_bytes = max(self.most_waited_bytes, self.waiting_bytes)
+    @property
+    def allowed(self) -> bool:
+        """Whether anything may go there."""
+        return self.budget is None or not is_zero(self.budget)
 
-    def submit_reads(self, requests: Sequence[Request]) -> None:
-        """Queue what is to be read, before all that is to be written. Called with the lock held."""
-        self._queue(self._reads, requests)
 
-    def cancel(self, requests: Iterable[Request]) -> int:
-        """Take back the requests that no thread has begun; returns how many. Called with the lock held."""
-        num = 0
-        for request in requests:
-            for queue in (self._reads, self._writes):
-                if request in queue:
-                    queue.remove(request)
-                    self._ends(request)
-                    num += 1
-        if num:
-            self.changed.notify_all()
-        return num
+ANYWHERE = DiskOptions()
 
-    def drain(self) -> None:
-        """Wait until nothing is queued or running."""
-        with self.changed:
-            self.changed.wait_for(lambda: not (self._reads or self._writes or self._num_busy))
+
+_TMPFILE = getattr(os, "O_TMPFILE", 0)  # of Linux
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_CANNOT_RESERVE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
+
+
+class SwapFile:
+    """A file without a name; ``direct``: whether it is read and written past the page cache.
+
+    Addresses, offsets and lengths are multiples of 4,096. Calls from several threads may overlap."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open an empty file in ``folder``.
+
+        Raises:  ConfigError: the folder is none, or takes no file."""
+        self.folder, self.direct = folder, bool(_DIRECT)
+        try:
+            if not folder.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            try:
+                self._file = self._open(_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _DIRECT:
+                    raise
+                self._file, self.direct = self._open(0), False
+        except OSError as error:
+            raise ConfigError(
+                f"the tier disk keeps its file in a folder that can be written, found {folder} "
+                f"({reason(error)}); choose another one (memory.path=)"
+            ) from error
+        self._end = weakref.finalize(self, os.close, self._file)
+
+    def _open(self, flags: int) -> int:
+        flags |= os.O_RDWR | os.O_CLOEXEC
+        if _TMPFILE:
+            with contextlib.suppress(OSError):  # not every file system has it
+                return os.open(self.folder, flags | _TMPFILE, 0o600)
+        path = self.folder / f".penstock_swap_{secrets.token_hex(8)}"
+        try:
+            return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        finally:
+            path.unlink(missing_ok=True)  # one that cannot be opened so may have been made all the same
+
+    def grow(self, size: int, more: int) -> bool:
+        """Make a file of ``size`` bytes longer by ``more``; False: there is no space for that.
+
+        Where the file system can, the space is the file's from here on, so that no write finds the disk full.
+        """
+        try:
+            os.posix_fallocate(self._file, size, more)
+        except OSError as error:
+            if error.errno in FULL:
+                with contextlib.suppress(OSError):  # what it had begun to reserve
+                    os.ftruncate(self._file, size)
+                return False
+            if error.errno not in _CANNOT_RESERVE:
+                raise
+            os.ftruncate(self._file, size + more)
+        return True
+
+    def write(self, data: memoryview, at: int) -> int:
+        """Write bytes from ``at`` on; returns how many, which may be fewer."""
+        return os.pwrite(self._file, data, at)
+
+    def read(self, data: memoryview, at: int) -> int:
+        """Fill ``data`` with the bytes from ``at`` on; returns how many, which may be fewer."""
+        return os.preadv(self._file, [data], at)
+
+    def move_all(self, move: Callable[[memoryview, int], int], data: memoryview, at: int) -> None:
+        """``write`` or ``read`` all of ``data``, however little the system moves at a time."""
+        done, unit = 0, UNIT if self.direct else 1
+        while done < len(data):
+            moved = move(data[done:], at + done) // unit * unit
+            if moved <= 0:
+                raise OSError(errno.EIO, f"it moved {done} of {len(data)} bytes and no more")
+            done += moved
 
     def close(self) -> None:
-        """Do what is queued, and end the threads; a later request starts others."""
-        with self.changed:
-            threads, self._closing = list(self._threads), True
-            self.changed.notify_all()
-        for thread in threads:
-            thread.join()
-        self._closing = False
-
-    def _ends(self, request: Request) -> None:
-        self.waiting_bytes -= request.num_bytes
-        self._tiers.device.add(-request.num_bytes)
-        self._tiers.leaving.add(-request.num_bytes)
-
-    def _has_room(self, num_bytes: int) -> bool:
-        return not self.waiting_bytes or self.waiting_bytes + num_bytes <= self.most_waiting
-
-    def _queue(self, queue: deque[Request], requests: Sequence[Request]) -> None:
-        in_hand = len(self._reads) + len(self._writes) + self._num_busy
-        while len(self._threads) < min(self.depth, in_hand + len(requests)):
-            own = memoryview(mmap.mmap(-1, REQUEST_BYTES))  # here, where whoever asks hears of an error
-            name = f"{self.name}-{len(self._threads)}"
-            thread = threading.Thread(target=self._run, args=(own,), name=name)
-            thread.start()  # before anything is queued that nobody would do
-            self._threads.add(thread)
-        queue.extend(requests)
-        self.changed.notify_all()
-
-    def _run(self, own: memoryview) -> None:
-        try:
-            self._work(own)
-        finally:
-            self._threads.discard(threading.current_thread())
-
-    def _work(self, own: memoryview) -> None:
-        while True:
-            with self.changed:
-                self.changed.wait_for(self._awaited, timeout=IDLE_SECONDS)
-                if not (self._reads or self._writes):
-                    self._threads.discard(threading.current_thread())
-                    return
-                self._num_busy += 1
-                request = (self._reads or self._writes).popleft()
-            error: BaseException | None = None
-            try:
-                request.run(own)
-            except BaseException as raised:  # raised again by whoever waits
-                error = raised
-            with self.changed:
-                self._num_busy -= 1
-                try:
-                    request.done(error)
-                finally:  # whatever that raises, nobody waits for what has ended
-                    self._ends(request)
-                    self.changed.notify_all()
-            del request, error  # they hold what they were about
-
-    def _awaited(self) -> bool:
-        return bool(self._reads or self._writes or self._closing)
+        """Close the file, which frees its space; once."""
+        self._end()
 
 
-_MOST_IDLE = 32 << 20  # bytes kept for later, a little more when two threads give at once
+class SwapSpace:
+    """Slots of a swap file of ``size`` bytes, of which ``lent_bytes`` are lent; the disk's lock guards it.
+
+    A slot has the size of its class, one of eight between two powers of two, so that frames of about the same
+    length take turns in it. When nothing is lent any more, all slots are forgotten."""
+
+    def __init__(self, file: SwapFile, budget: int | None) -> None:
+        """Start with an empty file, of at most ``budget`` bytes."""
+        self._file, self._budget = file, budget
+        self.size = self.lent_bytes = 0
+        self.is_full = False  # as far as is known
+        self._end = 0  # of the last slot
+        self._free = dict[int, list[int]]()  # starts by size
+        self._lent = dict[int, int]()  # size by start
+        self._has_warned = False
+
+    def take(self, num_bytes: int) -> int | None:
+        """Offset of a slot of ``num_bytes`` or more; None: there is no space, with one warning."""
+        size, refusal = size_class(num_bytes), ""
+        found = min((free for free, starts in self._free.items() if starts and free >= size), default=None)
+        if found is None or found > 2 * size:
+            refusal = self._add_slot(size)
+            found = found if refusal else size
+        if found is None:
+            self.is_full = True
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(f"{refusal}; what finds no room stays in memory, packed", stacklevel=4)
+            return None
+        start = self._free[found].pop()
+        self._lent[start] = found
+        self.lent_bytes += found
+        return start
+
+    def give(self, start: int) -> None:
+        """Take back a slot."""
+        size = self._lent.pop(start)
+        self.lent_bytes -= size
+        self._free[size].append(start)
+        self.is_full = False
+        if not self._lent:
+            self._free.clear()
+            self._end = 0
+
+    def _add_slot(self, size: int) -> str:
+        """Add a free slot of ``size`` bytes at the end; returns why not."""
+        least = self._end + size - self.size
+        if least > 0:
+            most = max(least, GROWTH_BYTES)
+            if self._budget is not None:
+                most = min(most, (self._budget - self.size) // UNIT * UNIT)
+            refused = f"the tier disk has no room for {show_bytes(size)} more in {self._file.folder}"
+            if most < least:
+                return f"{refused} within memory.disk={show_bytes(self._budget or 0)}"
+            grown = next((n for n in (most, least) if self._file.grow(self.size, n)), 0)
+            if not grown:
+                return f"{refused}, where {show_bytes(shutil.disk_usage(self._file.folder).free)} are free"
+            self.size += grown
+        self._free.setdefault(size, []).append(self._end)
+        self._end += size
+        return ""
 
 
 class PageBuffers(Pool):
     """Buffers that begin at a page and are whole pages long; new ones cost a fault a page."""
 
-    def __init__(self, *, most_idle: int = _MOST_IDLE) -> None:
+    def __init__(self, *, most_idle: int = MOST_IDLE) -> None:
         """Start empty; at most ``most_idle`` bytes wait for the next who takes one."""
         super().__init__()
         self._pages: dict[int, list[mmap.mmap]] = {}
@@ -183,102 +241,58 @@ class PageBuffers(Pool):
         except LookupError:
             pages = mmap.mmap(-1, size)
         array = np.frombuffer(pages, dtype=np.uint8)
-        weakref.finalize(array, self._kept, size, pages).atexit = False
+        weakref.finalize(array, self._keep, size, pages).atexit = False
         return torch.from_numpy(array)
 
     def give(self, buffer: Tensor) -> None:
         """Do nothing: the buffer is back when nobody holds it."""
 
-    def _kept(self, size: int, pages: mmap.mmap) -> None:
+    def _keep(self, size: int, pages: mmap.mmap) -> None:
         if self.num_idle_bytes + size <= self._most_idle:
             self._pages.setdefault(size, []).append(pages)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Reading:
-    """A frame that is being read into a buffer; ``num_open`` pieces are not there yet."""
+    """A frame that is read into a buffer; ``num_left`` pieces are missing.
 
-    def __init__(self, frame: Frame, num_open: int) -> None:
-        """Begin with all pieces missing."""
-        self.frame, self.num_open = frame, num_open
-        self.error: BaseException | None = None
-        self.is_taken = False  # somebody waits for it, and lets go of the buffer
+    ``is_taken``: somebody waits for it, to whom the buffer belongs from then on."""
 
-
-class SlabFrame:
-    """A frame in memory (``frame``), in the file from ``start`` on, or in both; the disk's lock holds it.
-
-    ``num_open``: pieces that are not written yet; ``stays``: somebody looks at the one in memory."""
-
-    def __init__(self, frame: Frame, start: int | None) -> None:
-        """Begin in memory; ``start``: None for one that stays there."""
-        self.frame: Frame | None = frame
-        self.num_bytes, self.start = frame.num_bytes, start
-        self.checksums: list[int] = []
-        self.requests: list[Request] = []
-        self.reading: Reading | None = None
-        self.error: BaseException | None = None
-        self.num_open, self.stays, self.is_forgotten = 0, False, False
-
-    def bytes_of(self, number: int) -> int:
-        """Bytes of a piece."""
-        return min(REQUEST_BYTES, self.num_bytes - number * REQUEST_BYTES)
-
-    def write_piece(self, number: int, own: memoryview) -> tuple[memoryview, int]:
-        """Take the checksum of a piece; returns what to write, in whole units, and where.
-
-        Args:    own: a thread's own memory from a page on, for what is not laid out so."""
-        assert self.frame is not None, "a frame is in memory until it is written"
-        num_bytes, address = self.bytes_of(number), _address(self.frame, number)
-        length, room = aligned(num_bytes), self.frame.buffer.numel() - number * REQUEST_BYTES
-        self.checksums[number] = xxhash.xxh3_64_intdigest(view_at(address, num_bytes))
-        if address % UNIT or length > room:
-            own[:num_bytes] = view_at(address, num_bytes)
-            return own[:length], self._place(number)
-        return view_at(address, length), self._place(number)
-
-    def begin_writing(self, requests: list[Request]) -> None:
-        """These will write its pieces."""
-        self.requests, self.num_open = requests, len(requests)
-
-    def begin_reading(self, pool: Pool) -> None:
-        """Lend a buffer for all of it."""
-        buffer = pool.take(aligned(self.num_bytes))
-        self.reading = Reading(Frame(buffer, self.num_bytes, pool), len(self.checksums))
-
-    def piece_to_read(self, number: int, reading: Reading, own: memoryview) -> tuple[memoryview, int]:
-        """Where to read a piece to, in whole units, and from where."""
-        address, length = _address(reading.frame, number), aligned(self.bytes_of(number))
-        return own[:length] if address % UNIT else view_at(address, length), self._place(number)
-
-    def check_piece(self, number: int, reading: Reading, data: memoryview, folder: Path) -> None:
-        """Hold a piece that was read against its checksum.
-
-        Raises:  StageError: these are not the bytes that were written."""
-        num_bytes, address = self.bytes_of(number), _address(reading.frame, number)
-        if address % UNIT:
-            view_at(address, num_bytes)[:] = data[:num_bytes]
-        found = xxhash.xxh3_64_intdigest(data[:num_bytes])
-        if found != self.checksums[number]:
-            raise StageError(
-                f"a frame comes back from disk as it was written, found other bytes in the frame of "
-                f"{self.num_bytes} bytes at {self.start} of the file in {folder} (checksum "
-                f"{found:016x} at {self._place(number)}, written {self.checksums[number]:016x}); look at the "
-                "disk, or choose another folder (memory.path=)"
-            )
-
-    def _place(self, number: int) -> int:
-        assert self.start is not None, "a frame that is read or written has its place"
-        return self.start + number * REQUEST_BYTES
+    frame: Frame
+    num_left: int
+    error: BaseException | None = None
+    is_taken: bool = False
 
 
-def _address(frame: Frame, number: int) -> int:
-    return frame.buffer.data_ptr() + number * REQUEST_BYTES
+@dataclasses.dataclass(slots=True, eq=False)
+class SwapEntry:
+    """A frame in memory (``frame``), in the file from ``start`` on, or in both; the disk's lock guards it.
+
+    ``start`` is None for a frame that found no space. ``num_left`` pieces are not written, ``num_moving``
+    pieces are in the hands of a thread. ``stays``: somebody reads the frame in memory, so that it need not be
+    written. ``resident`` and ``leaving`` are the bytes that the tiers count of it."""
+
+    frame: Frame | None
+    num_bytes: int
+    start: int | None
+    ready: Callable[[], None] | None
+    checksums: list[int]
+    num_left: int
+    num_moving: int = 0
+    reading: Reading | None = None
+    error: BaseException | None = None
+    stays: bool = False
+    is_forgotten: bool = False
+    resident: int = 0
+    leaving: int = 0
 
 
 class Disk:
-    """One file for all stores of a rank; closed by whoever made it. Called from any thread.
+    """One swap file for all stores of a rank, and its threads; closed by whoever opened it.
 
-    ``bytes_written`` and ``bytes_read``: of the file; ``memory`` counts what lies there meanwhile."""
+    Called from any thread. ``bytes_written`` and ``bytes_read``: of the file. ``seconds_waited``: for which
+    ``write`` waited. ``buffers``: where frames are packed best, as they are written from there without a
+    copy."""
 
     def __init__(
         self,
@@ -286,113 +300,99 @@ class Disk:
         *,
         depth: int = 4,
         most_waiting: int = MOST_WAITING,
-        slab: Callable[[Path], Slab] = Slab,
+        swap_file: Callable[[Path], SwapFile] = SwapFile,
         tiers: Tiers | None = None,
     ) -> None:
         """Open a file without a name.
 
         Args:    depth: how many requests the disk is given at a time.
                  most_waiting: the most bytes that wait in memory to be written; then ``write`` waits.
-                 slab: what opens the file in a folder.
+                 swap_file: what opens the file in a folder.
                  tiers: those of the rank, which count what lies in memory meanwhile.
         Raises:  ConfigError: the folder takes no file. PlanError: no size in bytes."""
-        self.folder = folder_of(options)
-        self._slab = slab(self.folder)
-        self._room = Room(self._slab, options)
-        self.memory = tiers or Tiers()
-        self._threads = IoThreads("penstock-disk", depth=depth, most_waiting=most_waiting, tiers=self.memory)
-        self._changed, self._buffers = self._threads.changed, PageBuffers()
-        self._gone = deque[SlabFrame]()  # forgotten by whoever could not wait for the lock
+        self.folder = Path(tempfile.gettempdir() if options.path is None else options.path)
+        self._file = swap_file(self.folder)
+        self.direct, self.buffers = self._file.direct, PageBuffers()
+        budget = None if options.budget is None else parse_bytes(options.budget, name="memory.disk")
+        self.space, self.tiers = SwapSpace(self._file, budget), tiers or Tiers()
+        self._threads = Worker("penstock-disk", depth=sys.maxsize, num_threads=depth)
+        self._most_waiting, self._waiting_bytes = most_waiting, 0
+        self._changed = threading.Condition(threading.Lock())
+        self._gone = deque[SwapEntry]()  # forgotten by whoever could not wait for the lock
         self._error: BaseException | None = None
         self.bytes_written = self.bytes_read = 0
-
-    @property
-    def direct(self) -> bool:
-        """Whether the file is read and written past the page cache."""
-        return self._slab.direct
-
-    @property
-    def seconds_waited(self) -> float:
-        """Seconds in which there was no room for what was to be written."""
-        return self._threads.seconds_waited
-
-    @property
-    def most_waited_bytes(self) -> int:
-        """The most bytes that waited in memory to be written."""
-        return self._threads.most_waited_bytes
+        self.seconds_waited = 0.0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file that hold a frame."""
+        """Bytes of the file that are lent to frames."""
         with self._changed:
             self._sweep()
-            return self._room.lent_bytes
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self._room.size
+            return self.space.lent_bytes
 
     @property
     def takes(self) -> bool:
         """Whether there is room, as far as is known."""
-        return self._room.takes
+        return not self.space.is_full
 
-    @property
-    def buffers(self) -> Pool:
-        """Where frames are packed best: they are written from there without a copy."""
-        return self._buffers
-
-    def write(self, frame: Frame, *, ready: Callable[[], None] = lambda: None) -> SlabFrame:
+    def write(self, frame: Frame, *, ready: Callable[[], None] | None = None) -> SwapEntry:
         """Begin to write ``frame``, whose hold becomes the disk's; waits while much is to be written.
 
-        Args:    ready: waits until the frame's bytes are there.
+        Args:    ready: waits until the frame's bytes are there; None: they are.
         Raises:  StageError: an earlier frame could not be written."""
         self.check()
-        with self._changed:
-            self._sweep()
-            start = self._room.take(frame.num_bytes) if frame.num_bytes else None
-        kept = SlabFrame(frame, start)
-        if kept.start is None:
-            self.memory.device.add(frame.num_bytes)
-        else:
-            kept.checksums = [0] * -(-frame.num_bytes // REQUEST_BYTES)
-            kept.begin_writing([self._writing(kept, n, ready) for n in range(len(kept.checksums))])
-            self._threads.submit_writes(kept.requests)
-        return kept
+        num_bytes = frame.num_bytes
+        num_pieces = -(-num_bytes // REQUEST_BYTES)
 
-    def fetch(self, kept: SlabFrame, pool: Pool | None = None) -> None:
+        def has_room() -> bool:
+            return not self._waiting_bytes or self._waiting_bytes + num_bytes <= self._most_waiting
+
+        with self._changed:
+            if not has_room():
+                began = time.perf_counter()
+                self._changed.wait_for(has_room)
+                self.seconds_waited += time.perf_counter() - began
+            self._sweep()
+            start = self.space.take(num_bytes) if num_bytes else None
+            num_left = 0 if start is None else num_pieces
+            entry = SwapEntry(frame, num_bytes, start, ready, [0] * num_pieces, num_left)
+            self._count(entry)
+            for number in range(num_left):
+                self._threads.submit(functools.partial(self._move_piece, entry, number))
+        return entry
+
+    def fetch(self, entry: SwapEntry, pool: Pool | None = None) -> None:
         """Begin to read a frame into a buffer of ``pool``, unless it is in memory or on its way."""
         with self._changed:
             self._sweep()
-            self._fetch(kept, pool)
+            self._fetch(entry, pool or self.buffers)
 
-    def get(self, kept: SlabFrame, pool: Pool | None = None) -> Frame:
+    def get(self, entry: SwapEntry, pool: Pool | None = None) -> Frame:
         """Return a frame: one that was not written yet as it is, else read into memory of whoever holds it.
 
         Raises:  StageError: it is not what was written, or the disk refuses."""
         with self._changed:
-            if kept.frame is not None and kept.error is None:
-                self.memory.device.add(kept.num_bytes * (not kept.stays and bool(kept.requests)))
-                kept.stays = True  # somebody looks into it now, so it need not be written any more
-                kept.num_open -= self._threads.cancel(kept.requests)
-                return kept.frame
-            if kept.error is None:
-                self._fetch(kept, pool)
-            if (reading := kept.reading) is not None:
+            if entry.frame is not None and entry.error is None:
+                entry.stays = True
+                self._count(entry)
+                return entry.frame
+            if entry.error is None:
+                self._fetch(entry, pool or self.buffers)
+            if (reading := entry.reading) is not None:
                 reading.is_taken = True
-                self._changed.wait_for(lambda: not reading.num_open)
-                kept.reading = None
-                self.memory.device.add(-kept.num_bytes)  # from here on, whoever asked has it
-        if error := kept.error or (reading.error if reading else None):
-            self._error = None if self._error is error else self._error
-            raise error
+                self._changed.wait_for(lambda: not reading.num_left)
+                if entry.reading is reading:
+                    entry.reading = None  # from here on, the caller counts it
+                self._count(entry)
+            if error := entry.error or (reading.error if reading else None):
+                self._error = None if self._error is error else self._error
+                raise error
         assert reading is not None, "a frame is in memory, or read"
         return reading.frame
 
-    def forget(self, kept: SlabFrame) -> None:
+    def forget(self, entry: SwapEntry) -> None:
         """Let go of a frame. Waits for nothing: a garbage collector may call it in the middle of anything."""
-        self._gone.append(kept)
+        self._gone.append(entry)
         if self._changed.acquire(blocking=False):
             try:
                 self._sweep()
@@ -413,90 +413,131 @@ class Disk:
     def close(self) -> None:
         """Finish what is queued, end the threads and free the file."""
         self._threads.close()
-        self._slab.close()
+        self._file.close()
 
-    def __str__(self) -> str:
-        moved = f"{show_bytes(self.bytes_written)} written, {show_bytes(self.bytes_read)} read"
-        past = "past the page cache" if self.direct else "through the page cache"
-        return f"disk: {self.folder}, {past}, {moved}, {self.seconds_waited:.2f} s waited for room"
+    # -- with the lock held --
 
-    def __repr__(self) -> str:
-        return f"<{self}>"
+    def _fetch(self, entry: SwapEntry, pool: Pool) -> None:
+        if entry.frame is None and entry.reading is None and not entry.is_forgotten:
+            frame = Frame(pool.take(aligned(entry.num_bytes)), entry.num_bytes, pool)
+            reading = entry.reading = Reading(frame, len(entry.checksums))
+            self._count(entry)
+            for number in range(reading.num_left):
+                self._threads.submit_first(functools.partial(self._move_piece, entry, number, reading))
 
-    def _writing(self, kept: SlabFrame, number: int, ready: Callable[[], None]) -> Request:
-        """The request that writes a piece of a frame."""
-
-        def run(own: memoryview) -> None:
-            ready()
-            data, at = kept.write_piece(number, own)
-            self._slab.write_all(data, at)
-
-        def done(error: BaseException | None) -> None:
-            self.bytes_written += 0 if error else aligned(kept.bytes_of(number))
-            kept.num_open -= 1
-            if error is not None and kept.error is None:
-                kept.error = worded(error, f"{kept.num_bytes} bytes could not be written to", self.folder)
-                self._error = self._error or kept.error
-            if not kept.num_open:
-                self._written(kept)
-
-        return Request(run=run, done=done, num_bytes=kept.bytes_of(number))
-
-    def _reading(self, kept: SlabFrame, number: int) -> Request:
-        """The request that reads a piece of a frame, and holds it against its checksum."""
-        reading = kept.reading
-        assert reading is not None, "a piece belongs to a frame that is read"
-
-        def run(own: memoryview) -> None:
-            data, at = kept.piece_to_read(number, reading, own)
-            self._slab.read_all(data, at)
-            kept.check_piece(number, reading, data, self.folder)
-
-        def done(error: BaseException | None) -> None:
-            self.bytes_read += 0 if error else aligned(kept.bytes_of(number))
-            reading.num_open -= 1
-            if error is not None and reading.error is None:
-                reading.error = worded(error, f"{kept.num_bytes} bytes could not be read from", self.folder)
-            if kept.is_forgotten:
-                self._free(kept)
-
-        return Request(run=run, done=done)
-
-    def _fetch(self, kept: SlabFrame, pool: Pool | None) -> None:
-        if kept.frame is None and kept.reading is None and not kept.is_forgotten:
-            kept.begin_reading(pool or self._buffers)
-            self.memory.device.add(kept.num_bytes)
-            self._threads.submit_reads([self._reading(kept, n) for n in range(len(kept.checksums))])
-
-    def _written(self, kept: SlabFrame) -> None:
-        """All pieces are written, or one was refused: then the frame stays, as nobody may read it back."""
-        if kept.error is None and not kept.stays and kept.frame is not None:
-            kept.frame = kept.frame.release()
-        if kept.is_forgotten:
-            self._free(kept)
+    def _count(self, entry: SwapEntry) -> None:
+        """Count the bytes of an entry that are in memory, and those of them that are to be written."""
+        in_memory, to_write = entry.frame is not None, entry.num_left and not entry.stays
+        before, entry.resident = entry.resident, entry.num_bytes * (in_memory or entry.reading is not None)
+        self.tiers.device.add(entry.resident - before)
+        before, entry.leaving = entry.leaving, entry.num_bytes if in_memory and to_write else 0
+        self.tiers.leaving.add(entry.leaving - before)
+        self._waiting_bytes += entry.leaving - before
+        self._changed.notify_all()
 
     def _sweep(self) -> None:
-        """Let go of what was forgotten. Called with the lock held."""
         while self._gone:
-            kept = self._gone.popleft()
-            kept.is_forgotten = True
-            kept.num_open -= self._threads.cancel(kept.requests)
-            self._free(kept)
+            entry = self._gone.popleft()
+            entry.is_forgotten = True
+            self._free(entry)
 
-    def _free(self, kept: SlabFrame) -> None:
-        """Give back the bytes of a frame that nobody writes or reads any more."""
-        if kept.num_open or (kept.reading is not None and kept.reading.num_open):
+    def _free(self, entry: SwapEntry) -> None:
+        """Give back memory and slot of a forgotten entry, once no thread moves a piece of it."""
+        reading = entry.reading
+        if entry.num_moving or (reading is not None and reading.is_taken and reading.num_left):
             return
-        if kept.frame is not None:
-            kept.frame = kept.frame.release()
-            self.memory.device.add(0 if kept.requests and not kept.stays else -kept.num_bytes)
-        if kept.reading is not None and not kept.reading.is_taken:
-            kept.reading.frame.release()
-            kept.reading = None
-            self.memory.device.add(-kept.num_bytes)
-        if kept.start is not None:
-            self._room.give(kept.start)
-            kept.start = None
+        if entry.frame is not None:
+            entry.frame = entry.frame.release()
+        if reading is not None and not reading.is_taken:
+            reading.frame.release()
+            entry.reading = None
+        if entry.start is not None:
+            self.space.give(entry.start)
+            entry.start = None
+        self._count(entry)
+
+    # -- in a thread of the disk --
+
+    def _move_piece(self, entry: SwapEntry, number: int, reading: Reading | None = None) -> None:
+        """Write a piece of a frame, or with ``reading`` read it, unless nobody needs that any more."""
+        with self._changed:
+            frame = entry.frame if reading is None else reading.frame
+            is_needed = entry.reading is reading if reading else not (entry.is_forgotten or entry.stays)
+            if frame is None or not is_needed:
+                return
+            entry.num_moving += 1
+        moved, error = 0, None
+        try:
+            moved = self._move(entry, frame, number, reads=reading is not None)
+        except BaseException as raised:  # raised again by whoever waits
+            error = raised
+        with self._changed:
+            entry.num_moving -= 1
+            if reading is not None:
+                reading.num_left -= 1
+                self.bytes_read += moved
+                if error is not None and reading.error is None:
+                    reading.error = self._refusal(error, f"{entry.num_bytes} bytes could not be read from")
+            else:
+                entry.num_left -= 1
+                self.bytes_written += moved
+                if error is not None and entry.error is None:
+                    entry.error = self._refusal(error, f"{entry.num_bytes} bytes could not be written to")
+                    self._error = self._error or entry.error
+                if not (entry.num_left or entry.error or entry.stays):
+                    entry.frame = frame.release()
+            if entry.is_forgotten:
+                self._free(entry)
+            self._count(entry)
+
+    def _move(self, entry: SwapEntry, frame: Frame, number: int, *, reads: bool) -> int:
+        """Write a piece, or read it and test its checksum; returns bytes of the file.
+
+        A piece that does not begin at a page, or has no room for whole units, moves through another buffer.
+        """
+        assert entry.start is not None, "a frame that is read or written has its slot"
+        first = number * REQUEST_BYTES
+        num_bytes = min(REQUEST_BYTES, entry.num_bytes - first)
+        length, at, address = aligned(num_bytes), entry.start + first, frame.buffer.data_ptr() + first
+        is_direct = address % UNIT == 0 and first + length <= frame.buffer.numel()
+        other = None if is_direct else self.buffers.take(length)
+        piece, data = (
+            view_at(address, num_bytes),
+            view_at(other.data_ptr() if other is not None else address, length),
+        )
+        if not reads:
+            if entry.ready is not None:
+                entry.ready()
+            entry.checksums[number] = xxhash.xxh3_64_intdigest(piece)
+            if not is_direct:
+                data[:num_bytes] = piece
+            self._file.move_all(self._file.write, data, at)
+            return length
+        self._file.move_all(self._file.read, data, at)
+        checksum, expected = xxhash.xxh3_64_intdigest(data[:num_bytes]), entry.checksums[number]
+        if checksum != expected:
+            raise StageError(
+                f"a frame comes back from disk as it was written, found other bytes in the frame of "
+                f"{entry.num_bytes} bytes at {entry.start} of the file in {self.folder} (checksum "
+                f"{checksum:016x} at {at}, written {expected:016x}); look at the disk, or choose another "
+                "folder (memory.path=)"
+            )
+        if not is_direct:
+            piece[:] = data[:num_bytes]
+        return length
+
+    def _refusal(self, error: BaseException, what: str) -> BaseException:
+        """One sentence where the system refused; another error is raised as it is."""
+        if not isinstance(error, OSError):
+            return error
+        full = error.errno in FULL
+        remedy = "free space there, bound what goes there (memory.disk=)" if full else "look at that disk"
+        refusal = StageError(
+            f"a frame of {what} the disk of {self.folder}, found {reason(error)}; {remedy}, or choose another"
+            " folder (memory.path=)"
+        )
+        refusal.__cause__ = error
+        return refusal
 
 
 FRAMES, FRAME_BYTES = 16, 2 << 20
@@ -506,42 +547,35 @@ AHEAD = 4  # frames that are fetched before they are wanted
 def disk_rate(options: DiskOptions) -> float | None:
     """Bytes per second, the slower of writing and reading; None where the folder takes no file."""
     try:
-        disk = Disk(options)
+        with contextlib.closing(Disk(options)) as disk:
+            return min(timed(disk, num_frames=FRAMES, frame_bytes=FRAME_BYTES))
     except PenstockError:
         return None
-    try:
-        return min(timed(disk, num_frames=FRAMES, frame_bytes=FRAME_BYTES))
-    except PenstockError:
-        return None
-    finally:
-        disk.close()
 
 
 def timed(disk: Disk, *, num_frames: int, frame_bytes: int) -> tuple[float, float]:
     """Write frames to ``disk``, read them and forget them: bytes per second of either.
 
-    Each fills a buffer of the disk first, as a packer does, with random bytes: others might
-    shrink on their way.
+    Each fills a buffer of the disk first, as a packer does, with random bytes: others might shrink on their
+    way.
 
     Raises:  StageError: the disk refuses."""
-    data, num_bytes = new_bytes(frame_bytes).random_(), num_frames * frame_bytes
+    data, num_bytes, entries = new_bytes(frame_bytes).random_(), num_frames * frame_bytes, list[SwapEntry]()
     began = time.perf_counter()
-    kept = [disk.write(_frame(disk, data)) for _ in range(num_frames)]
+    for _ in range(num_frames):
+        buffer = disk.buffers.take(frame_bytes)
+        buffer[:frame_bytes] = data
+        entries.append(disk.write(Frame(buffer, frame_bytes, disk.buffers)))
+        del buffer
     disk.drain()
     written = time.perf_counter() - began
     began = time.perf_counter()
-    for one in kept[:AHEAD]:
-        disk.fetch(one)
-    for number, one in enumerate(kept, AHEAD):
+    for entry in entries[:AHEAD]:
+        disk.fetch(entry)
+    for number, entry in enumerate(entries, AHEAD):
         if number < num_frames:
-            disk.fetch(kept[number])
-        disk.get(one).release()
-        disk.forget(one)
+            disk.fetch(entries[number])
+        disk.get(entry).release()
+        disk.forget(entry)
     read = time.perf_counter() - began
     return num_bytes / written, num_bytes / read
-
-
-def _frame(disk: Disk, data: Tensor) -> Frame:
-    buffer = disk.buffers.take(data.nbytes)
-    buffer[: data.nbytes] = data
-    return Frame(buffer, data.nbytes, disk.buffers)

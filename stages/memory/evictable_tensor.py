@@ -21,11 +21,9 @@ from ...compression.frame import ALIGNMENT
 from ..device import is_gpu
 from ..worker import Worker
 from .byte_budget import Share
-from .packer import FOR_SAVED
-from .saved_storage import Bytes, TensorView, bytes_around, empty, is_elements, row_view, view_of
+from .packer import FOR_SAVED, WORTH
+from .saved_storage import Bytes, TensorView, bytes_around, empty, is_elements, new_bytes, row_view, view_of
 from .stores import Store, UnpooledBuffers
-
-_WORTH = 16 / 15  # raw bytes per byte of frame from which on it is worth to unpack
 
 
 def may_leave(tensor: Tensor, *, min_bytes: int) -> bool:
@@ -71,18 +69,6 @@ class TensorMemory:
 
     A frame that is not packed is the tensor's own memory, which changes hands: where a store leaves frames
     in memory nothing is copied."""
-
-    __slots__ = (
-        "_address",
-        "_device",
-        "_frames",
-        "_key",
-        "_packed",
-        "_packs",
-        "_view",
-        "num_bytes",
-        "stored",
-    )
 
     def __init__(self, frames: Frames, tensor: Tensor) -> None:
         """Take note of how ``tensor`` lies in memory; nothing moves yet."""
@@ -150,7 +136,7 @@ class TensorMemory:
         own = self._frames.own
         if self._packs:
             packed = encode(flat, FOR_SAVED)
-            if packed.numel() * _WORTH <= self.num_bytes:
+            if packed.numel() * WORTH <= self.num_bytes:
                 self._packed = True
                 return Frame(packed, packed.numel(), own)
             self._packs = False  # dense numbers stay dense
@@ -164,17 +150,9 @@ class TensorMemory:
             return bytes_around(0, flat)
         if frame.pool is self._frames.own:
             return bytes_around(0, frame.buffer)
-        found = room(self.num_bytes, self._address, frame.buffer.device)  # a store's own buffer is used again
+        found = new_bytes(self.num_bytes, self._address, frame.buffer.device)
         row_view(self.num_bytes, torch.uint8).over(found).copy_(frame.bytes)
         return found
-
-
-def room(num_bytes: int, address: int, device: torch.device) -> Bytes:
-    """New memory that begins at ``address`` mod 64, not cleared."""
-    storage = torch.UntypedStorage(num_bytes, device=device)
-    if storage.data_ptr() % ALIGNMENT != address:
-        storage = torch.UntypedStorage(num_bytes + ALIGNMENT, device=device)
-    return Bytes(storage, (address - storage.data_ptr()) % ALIGNMENT)
 
 
 def hollow(tensor: Tensor) -> None:

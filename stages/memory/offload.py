@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,19 +19,26 @@ from torch import Tensor, nn
 
 from ...compression.errors import ConfigError, StageError
 from ..units import parse_bytes, show_bytes
-from .packer import Counters, SavedTensorPacker
+from .packer import SavedTensorPacker
 from .saved_storage import SavedStorage
 from .saved_tensor_hooks import ParameterFilter, SavedTensorHooks
 from .stores import StoreOptions, UnpooledBuffers, open_store
 
 
-class Offload(Counters):
-    """One forward or several under saved-tensor hooks; entered by ``with``, counted meanwhile and after."""
+class Offload:
+    """One forward or several under saved-tensor hooks; entered by ``with``, counted meanwhile and after.
+
+    ``counts`` are those of ``SavedCounts``, each of them an attribute of this too."""
+
+    bytes_raw = property(operator.attrgetter("counts.bytes_raw"))
+    bytes_kept = property(operator.attrgetter("counts.bytes_kept"))
+    num_packs = property(operator.attrgetter("counts.num_packs"))
+    num_unpacks = property(operator.attrgetter("counts.num_unpacks"))
+    exposed_seconds = property(operator.attrgetter("counts.exposed_seconds"))
 
     def __init__(self, packer: SavedTensorPacker, hooks: SavedTensorHooks) -> None:
         """Made by ``offload``."""
-        self._packer = self._counts = packer
-        self._hooks = hooks
+        self._packer, self._hooks, self.counts = packer, hooks, packer.counts
         self._block: contextlib.AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Offload:
@@ -120,4 +128,5 @@ def _tensors(keep: object) -> list[Tensor]:
 def _took(packer: SavedTensorPacker, storage: SavedStorage) -> None:
     """Pack ``storage`` in the packing thread, and forget its frame when the graph does."""
     weakref.finalize(storage, packer.store.drop, storage.key).atexit = False
-    packer.offload(storage)
+    storage.transition("leaving")
+    packer.queue(storage)

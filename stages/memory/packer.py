@@ -13,6 +13,7 @@ What does not shrink is left where it is, without a copy.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import threading
 import time
@@ -22,27 +23,72 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...compression.buffers import Frame, Pool
 from ...compression.codec import CODECS, buffer_bytes, decode, encode, pack_into
 from ...compression.errors import CodecError
+from ...compression.frame import read_header
 from ...compression.names import AUTO
 from ..device import is_gpu
 from ..worker import Worker
 from .copy_stream import CopyStream, CudaCopyStream
 from .layer_codecs import Compact
-from .saved_storage import Bytes, SavedStorage, TensorView, WriteCounter, bytes_around
+from .saved_storage import Bytes, SavedStorage, TensorView, WriteCounter, bytes_around, view_of
 from .stores import Store, UnpooledBuffers
-from .wire_frame import WireFrame
 
 FOR_SAVED = "zero_value+exponent"  # "auto": at memory speed, either where a sample says that it pays
-_WORTH = 16 / 15  # raw bytes per byte of frame from which on it is worth to unpack again
+WORTH = 16 / 15  # raw bytes per byte of frame from which on it is worth to unpack again
 Restore = Callable[[Tensor], Bytes]
 Compress = Callable[[Tensor, Sequence[TensorView]], Compact | None]
 
 
+class WireFrame(NamedTuple):
+    """A frame that was made of a tensor to be sent, and the storage and view of that tensor.
+
+    The storage is known by a reference that keeps its identity: an address is given to another storage as
+    soon as its own is freed. Source: claims A8-A10 of CN115016937A (one module packs on every path out)."""
+
+    frame: Frame
+    storage: StorageWeakRef
+    view: TensorView
+
+    @classmethod
+    def of(cls, tensor: Tensor, frame: Frame) -> WireFrame:
+        """Return the frame of ``tensor``, which is still as it was packed."""
+        return cls(frame, StorageWeakRef(tensor.untyped_storage()), view_of(tensor))
+
+    def covers(self, saved: SavedStorage) -> bool:
+        """Whether it has every byte that the graph reads of ``saved``: no gaps, no other bitmap, no loss."""
+        if self.storage.cdata != saved.original.cdata:
+            return False
+        first, end = min(view.start for view in saved.views), max(view.end for view in saved.views)
+        header = read_header(self.frame.buffer)
+        whole = header.dtype is not None and not header.flags and header.codec in CODECS
+        whole = whole and header.geometry.order == "dense"
+        return whole and self.view.start <= first and end <= self.view.end
+
+
+@dataclasses.dataclass(slots=True)
+class SavedCounts:
+    """What became of saved tensors.
+
+    Attributes: bytes_raw: of the storages that were to leave, each once: without parameters and small ones.
+                bytes_kept: those that stayed: frames, what did not shrink or found no room, what was wanted
+                before it left.
+                num_packs: frames that were made here; those of the wire are not.
+                num_unpacks: frames that were brought back, for the backwards so far.
+                exposed_seconds: for which backwards waited for what was not back yet."""
+
+    bytes_raw: int = 0
+    bytes_kept: int = 0
+    num_packs: int = 0
+    num_unpacks: int = 0
+    exposed_seconds: float = 0.0
+
+
 class SavedTensorPacker:
-    """One store with its codec, threads and counters (``Counters`` says what they count)."""
+    """One store with its codec, threads and counters."""
 
     def __init__(self, store: Store, *, codec: str, pool: Pool, num_ahead: int) -> None:
         """Pack with ``codec`` into buffers of ``pool``.
@@ -55,12 +101,11 @@ class SavedTensorPacker:
         self.store, self.codec, self._pool, self._num_ahead = store, codec, pool, num_ahead
         self.packing, self.io = Worker("penstock-memory-packing"), Worker("penstock-memory-io")
         self.reading = Worker("penstock-memory-reading", depth=64)
-        self.packed: Callable[[], None] = _nobody  # told when a storage was packed
+        self.packed: Callable[[], None] = lambda: None  # called when a storage was packed
         self._streams: dict[torch.device, CopyStream] = {}
         self._unpooled, self._counting = UnpooledBuffers(), threading.Lock()
         self._scratch = self._unpooled.take(0)  # of the packing thread
-        self.bytes_raw = self.bytes_kept = self.num_packs = self.num_unpacks = 0
-        self.exposed_seconds = 0.0
+        self.counts = SavedCounts()
 
     def stream(self, device: torch.device) -> CopyStream:
         """Return the stream on which tensors of ``device`` are packed and unpacked."""
@@ -68,20 +113,14 @@ class SavedTensorPacker:
             self._streams[device] = CudaCopyStream(device) if is_gpu(device) else CopyStream()
         return self._streams[device]
 
-    def offload(
+    def queue(
         self, storage: SavedStorage, *, wire: WireFrame | None = None, compress: Compress = lambda *_: None
     ) -> None:
-        """Queue ``storage`` to leave; waits while the packing is behind.
+        """Pack ``storage``, which is leaving; waits while the packing is behind.
 
-        Args:    wire: a frame that may hold it already, which then goes to the store as it is.
+        Args:    wire: a frame that holds it already and goes to the store as it is; its hold becomes the
+                 packer's.
                  compress: gives a compact form of the storage's elements by its views, or None."""
-        storage.transition("leaving")
-        self.queue(storage, wire=wire, compress=compress)
-
-    def queue(self, storage: SavedStorage, *, wire: WireFrame | None, compress: Compress) -> None:
-        """Pack ``storage``, which is leaving."""
-        if wire is not None:
-            wire.frame.hold()
         self.packing.submit(functools.partial(self._pack_next, weakref.ref(storage), wire, compress))
 
     def read(self, storage: SavedStorage, number: int, writes: WriteCounter) -> Tensor:
@@ -100,7 +139,7 @@ class SavedTensorPacker:
             return writes.counted(storage.read(number))
         began = time.perf_counter()
         found = storage.read(number)
-        self.exposed_seconds += time.perf_counter() - began
+        self.counts.exposed_seconds += time.perf_counter() - began
         return writes.counted(found)
 
     def bring(self, storages: Sequence[weakref.ref[SavedStorage]]) -> None:
@@ -143,7 +182,7 @@ class SavedTensorPacker:
     def _pack(self, reference: weakref.ref[SavedStorage], wire: WireFrame | None, compress: Compress) -> None:
         storage = reference()
         flat = None if storage is None else storage.flat()
-        if wire is not None and (flat is None or not wire.matches(flat)):
+        if wire is not None and flat is None:
             wire = wire.frame.release()
         if storage is None:
             return
@@ -154,10 +193,10 @@ class SavedTensorPacker:
             with storage.stream.run(storage.event):
                 compact = compress(flat, storage.views) or Compact(flat, restore)
                 frame, restore = self._frame(storage, compact.tensor), compact.expand
-            self.num_packs += frame is not None
+            self.counts.num_packs += frame is not None
         if frame is not None:
             key, num_bytes = storage.key, frame.num_bytes
-            if num_bytes <= storage.num_bytes // _WORTH:
+            if num_bytes <= storage.num_bytes // WORTH:
                 admitted = self.store.admit(key, num_bytes)
             else:
                 admitted = self.store.admit_dense(key, num_bytes, storage.device)
@@ -187,7 +226,7 @@ class SavedTensorPacker:
             tensor = decode(frame.buffer[: frame.num_bytes])
             assert tensor is not None, "a storage has a tensor"
             with self._counting:
-                self.num_unpacks += 1
+                self.counts.num_unpacks += 1
             return restore(tensor)
 
     def _keep(self, storage: SavedStorage | None) -> None:
@@ -200,7 +239,7 @@ class SavedTensorPacker:
     def _frame(self, storage: SavedStorage, flat: Tensor) -> Frame | None:
         """Return the frame of ``flat``, all of ``storage`` or its compact form, if it is worth it."""
         codec, far = self.codec, self.store.takes_away(storage.device)
-        most = storage.num_bytes * 2 if far else storage.num_bytes // _WORTH
+        most = storage.num_bytes * 2 if far else storage.num_bytes // WORTH
         if flat.dtype is torch.bool:  # a view of other bytes, perhaps, and a decoded bool is 0 or 1
             flat = flat.view(torch.uint8)
         if not (flat.is_floating_point() or flat.is_complex() or codec == "raw"):
@@ -220,58 +259,12 @@ class SavedTensorPacker:
 
     def _count(self, storage: SavedStorage, kept: int) -> None:
         with self._counting:
-            self.bytes_raw += storage.num_bytes
-            self.bytes_kept += kept
+            self.counts.bytes_raw += storage.num_bytes
+            self.counts.bytes_kept += kept
 
 
 def _bring_fetched(references: Sequence[weakref.ref[SavedStorage]]) -> None:
-    """Bring back, one after the other, the storages that still live and are still awaited."""
     for reference in references:
         storage = reference()
         if storage is not None:
             storage.bring(fetched_only=True)
-
-
-def _nobody() -> None:
-    """Nobody waits for room."""
-
-
-class Counts(NamedTuple):
-    """Those of what packs nothing; ``Counters`` says what they count."""
-
-    bytes_raw: int = 0
-    bytes_kept: int = 0
-    num_packs: int = 0
-    num_unpacks: int = 0
-    exposed_seconds: float = 0.0
-
-
-class Counters:
-    """The counters of its ``_counts``."""
-
-    _counts: SavedTensorPacker | Counters | Counts
-
-    @property
-    def bytes_raw(self) -> int:
-        """Bytes of the storages that were to leave, each once: without parameters and small ones."""
-        return self._counts.bytes_raw
-
-    @property
-    def bytes_kept(self) -> int:
-        """Bytes that stayed: frames, what did not shrink or found no room, what was wanted before it left."""
-        return self._counts.bytes_kept
-
-    @property
-    def num_packs(self) -> int:
-        """Frames that were made here; those of the wire are not."""
-        return self._counts.num_packs
-
-    @property
-    def num_unpacks(self) -> int:
-        """Frames that were brought back, for the backwards so far."""
-        return self._counts.num_unpacks
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds for which backwards waited for what was not back yet."""
-        return self._counts.exposed_seconds

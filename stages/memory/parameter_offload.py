@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,10 +25,8 @@ from torch.optim import Optimizer
 
 from ...compression.errors import StageError
 from ..tracing.layers import Layer
-from .activations import Came, Entered, NoOffload, SavedActivations, Went
 from .evictable_tensor import Frames, TensorMemory, hollow, may_leave
 from .saved_storage import TensorView, bytes_around, refuse_written, view_of
-from .saved_tensor_hooks import ParameterFilter
 from .stores import Store
 
 Kept = Mapping[Any, Any]  # what an optimizer keeps of a parameter
@@ -41,9 +38,6 @@ class ParameterMemory:
     Attributes: turn: the part of the mirror that it belongs to; storage: the identity of its memory while it
                 is near, by which parts of it are known."""
 
-    __slots__ = ("_ahead", "_frames", "_gradient", "_hooks", "_lock", "_memory", "_soon", "_state",
-                 "_version", "near", "parameter", "storage", "turn")  # fmt: skip
-
     def __init__(self, frames: Frames, parameter: Parameter, turn: int) -> None:
         self._frames, self.parameter, self.turn = frames, parameter, turn
         self._memory = TensorMemory(frames, parameter.data)
@@ -52,7 +46,7 @@ class ParameterMemory:
         self._soon = False
         self._state: dict[Any, TensorMemory] = {}
         self._version, self.near = parameter._version, True
-        self._hooks: tuple[Any, ...] = ()  # the first and the last on its gradient
+        self.hooks: tuple[Any, ...] = ()  # the first and the last on its gradient
         self.storage = parameter.untyped_storage()._cdata
 
     @property
@@ -106,7 +100,7 @@ class ParameterMemory:
                 yield kept[key], memory
 
     def leave(self) -> bool:
-        """They leave; False: the store has no room for them."""
+        """Its values leave; False: the store has no room for them."""
         version = self.parameter._version
         if not self._memory.put(self.parameter.data, written=version != self._version):
             return False
@@ -115,7 +109,7 @@ class ParameterMemory:
         return True
 
     def fetch(self, *, gradient: bool) -> None:
-        """They are wanted soon, and the ``gradient``."""
+        """Its values are wanted soon, and the ``gradient``."""
         if not self.near:
             self._memory.fetch()
             if not self._soon and self._memory.takes_time:
@@ -131,7 +125,7 @@ class ParameterMemory:
                 self._ahead = self._memory.get()
 
     def forget_ahead(self) -> None:
-        """They are not wanted soon."""
+        """Its values are not wanted soon."""
         with self._lock:
             self._ahead, self._soon = None, False
 
@@ -140,19 +134,13 @@ class ParameterMemory:
     def hook(self, *, first: Callable[[Tensor], None], last: Callable[[Tensor], None]) -> None:
         """Call ``first`` with a gradient ahead of all other hooks, ``last`` behind them: those of people, who
         may have added some since, read the parameter in between."""
-        if not self._hooks:
+        if not self.hooks:
             ahead = self.parameter.register_hook(first)
-            self._hooks = ahead, self.parameter.register_post_accumulate_grad_hook(last)
-        ahead, behind = self._hooks
+            self.hooks = ahead, self.parameter.register_post_accumulate_grad_hook(last)
+        ahead, behind = self.hooks
         parameter: Any = self.parameter
         _reorder(parameter._backward_hooks, lambda key: key != ahead.id)
         _reorder(parameter._post_accumulate_grad_hooks, lambda key: key == behind.id)
-
-    def unhook(self) -> None:
-        """Call nobody any more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = ()
 
     def bring_gradient(self) -> None:
         """What there is of its gradient comes, to be written; its values are near."""
@@ -338,7 +326,7 @@ class Mirror:
         return one.parameter.detach() if view is None else view.over(bytes_around(0, one.parameter.data))
 
     def _wanted(self, one: ParameterMemory) -> None:
-        """A backward reads it: it comes, and what was near longest leaves."""
+        """Bring what a backward reads; what was near longest leaves."""
         if one.near:
             return
         self._come(one)
@@ -357,14 +345,10 @@ class Mirror:
 
     def _added(self, one: ParameterMemory, _: Tensor) -> None:
         self._note()
-        self.push_gradient(one.parameter)
+        one.push_gradient()
         if not self._walks:
             self._leave(one)
         self._note()
-
-    def push_gradient(self, parameter: Parameter) -> None:
-        """The gradient of ``parameter`` leaves; one that is not dense stays."""
-        self._all[id(parameter)].push_gradient()
 
     @contextlib.contextmanager
     def gradients(self, turn: Turn, *, written: bool) -> Iterator[dict[int, Tensor]]:
@@ -400,7 +384,9 @@ class Mirror:
         """The model keeps the parameters that it has: after ``pull_all`` all of them."""
         self.frames.ahead.close()
         for one in self._all.values():
-            one.unhook()
+            for hook in one.hooks:
+                hook.remove()
+            one.hooks = ()
 
     def _pull(self, turn: Turn) -> None:
         for one in (self._all[id(parameter)] for parameter in turn):
@@ -428,104 +414,3 @@ class Mirror:
     def _note(self) -> None:
         self.frames.near.set(near := self.near_bytes)
         self.peak_bytes = max(self.peak_bytes, near)
-
-
-class MirroredFilter(ParameterFilter):
-    """Tells parameters too; of those of a mirror that are near, autograd keeps a note."""
-
-    def __init__(self, keep: Iterable[Tensor], mirror: Mirror) -> None:
-        """``keep``: all parameters and buffers of the stage."""
-        super().__init__(keep)
-        self._mirror = mirror
-
-    def also(self, keep: Iterable[Tensor]) -> ParameterFilter:
-        """Return the filter that lets those through too."""
-        return self._with(MirroredFilter(keep, self._mirror))
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is one of them."""
-        return self._mirror.holds(tensor) or super().holds(tensor)
-
-    def untouched(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """What autograd keeps in the place of what ``holds``."""
-        if self._mirror.holds(tensor) and not (tensor.is_conj() or tensor.is_neg()):
-            return self._mirror.saved(tensor)
-        return super().untouched(tensor)
-
-
-class MirrorWalk(NoOffload):
-    """What a walk tells that keeps nothing for a backward: the second one of a forward, and evaluation."""
-
-    def __init__(self, mirror: Mirror) -> None:
-        self._mirror = mirror
-
-    def layer_done(self, done: Layer | None, following: Layer | None) -> None:
-        """Parameters of ``done`` leave, those of ``following`` come."""
-        self._mirror.layer_done(done, following)
-
-
-class Mirrored(NoOffload):
-    """``saved`` of a stage with a mirror, told the same things.
-
-    Args:    parameters: what its hooks let through; they are its own only where ``saved`` has none."""
-
-    def __init__(
-        self, saved: SavedActivations | NoOffload, mirror: Mirror, parameters: MirroredFilter
-    ) -> None:
-        self.saved, self.mirror, self._parameters = saved, mirror, parameters
-        self._counts = saved
-        self._hooks = type(saved) is NoOffload
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds for which walks waited for what was not back yet, parameters too."""
-        return self.saved.exposed_seconds + self.mirror.frames.exposed_seconds
-
-    @contextlib.contextmanager
-    def forward(self, micro_batch: int, entered: Entered, keep: Iterable[Tensor] = ()) -> Iterator[None]:
-        """The block in which the layers of ``micro_batch`` run."""
-        hooks = contextlib.nullcontext()
-        if self._hooks:
-            parameters = self._parameters
-            hooks = torch.autograd.graph.saved_tensors_hooks(parameters.untouched, operator.call)
-        with self.saved.forward(micro_batch, entered, keep), hooks:
-            yield
-
-    def repeats(self, micro_batch: int, again: Any) -> None:
-        """How the layers run again, where they do."""
-        self.saved.repeats(micro_batch, again)
-
-    def layer_done(self, done: Layer | None, following: Layer | None) -> None:
-        """Parameters of ``done`` leave, those of ``following`` come."""
-        self.saved.layer_done(done, following)
-        self.mirror.layer_done(done, following)
-
-    def offload(self, micro_batch: int, came: Came, went: Went) -> None:
-        """Begin to move what a forward saved."""
-        self.saved.offload(micro_batch, came, went)
-
-    def fetch(self, micro_batch: int) -> None:
-        """Begin to bring back what a forward saved."""
-        self.saved.fetch(micro_batch)
-
-    def ahead(self, micro_batch: int) -> None:
-        """Begin to bring the parameters that the backward of ``micro_batch`` reads first."""
-        self.mirror.prefetch(len(self.mirror.turns) - 1)
-
-    def ready(self, micro_batch: int) -> None:
-        """Wait for what a forward saved."""
-        self.saved.ready(micro_batch)
-
-    def drop(self, micro_batch: int) -> None:
-        """Forget what a forward saved; parameters that its backward left near leave."""
-        self.saved.drop(micro_batch)
-        self.mirror.settle()
-
-    def wait(self) -> None:
-        """Wait until everything that was to leave has left."""
-        self.saved.wait()
-
-    def close(self) -> None:
-        """End the threads; the model has all its parameters again."""
-        self.saved.close()
-        self.mirror.close()

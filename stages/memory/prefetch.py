@@ -18,25 +18,23 @@ Source: claims 2-4 of CN110032450B (a training and a memory thread, so many laye
 from __future__ import annotations
 
 import bisect
-import functools
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor, fx
+from torch import Tensor
 
 from ...compression.buffers import Frame
 from ..tracing.layers import Layer
 from ..worker import Worker
 from .byte_budget import NEAR, NO_OPTIONS, MemoryOptions, Tiers
 from .layer_codecs import LayerAwareCompressor
-from .packer import SavedTensorPacker
+from .packer import SavedTensorPacker, WireFrame
 from .saved_storage import SavedStorage
-from .wire_frame import WireFrame, place
 
 NEVER = 1 << 62  # not in this program: in a later step, or nobody knows
 
@@ -86,8 +84,6 @@ class Timeline:
         return NEVER
 
 
-Entered = Mapping[int, Any]
-Came = Mapping[int, Frame]
 Went = Mapping[int, tuple[Tensor, Frame]]
 Numbers = Mapping[Layer | None, int]
 
@@ -105,46 +101,36 @@ class SavedRun:
 
     ``waiting`` are those that have not left, in the order of saving; ``left`` the others by layer, which only
     the memory thread changes. ``reading``: the layer whose backward runs, by number. ``closed``: the forward
-    is over; ``wanted``: all of it is to be in memory."""
+    is over."""
 
     def __init__(
         self,
         stage: int,
         micro_batch: int,
         *,
-        entered: Entered,
         numbers: Numbers,
         packer: SavedTensorPacker,
         compressor: LayerAwareCompressor,
     ) -> None:
-        """``entered``: the values by number, as the layers get them; ``numbers``: of the stage's layers."""
+        """``numbers``: of the stage's layers."""
         self.stage, self.micro_batch = stage, micro_batch
         self.packer, self._compressor, self._numbers = packer, compressor, numbers
-        self._entered = {n: place(item) for n, item in entered.items() if isinstance(item, Tensor)}
-        self._came = {storage.cdata for storage, _ in self._entered.values()}
         self._keys: deque[object] = deque()
         self._wires: dict[object, WireFrame] = {}
         self.waiting: dict[object, weakref.ref[SavedStorage]] = {}
         self.left: list[Left] = []
-        self._sizes: dict[fx.Node, tuple[int, ...]] = {}  # of the floats that a layer saved
         self.reading = -1
         self.lock = threading.Lock()  # what the memory thread decides, and the end of it all
-        self.closed = self.wanted = False
+        self.closed = False
 
     def add(self, storage: SavedStorage) -> None:
         """A storage whose first tensor was saved now."""
         self._keys.append(storage.key)
         self.waiting[storage.key] = weakref.ref(storage)
 
-    def added(self, tensor: Tensor, layer: Layer | None) -> None:
-        """``layer`` saved ``tensor``, which is to leave."""
-        if layer is not None and tensor.is_floating_point():
-            self._sizes[layer.node] = tuple(tensor.size())
-
-    def close(self, came: Came, went: Went) -> None:
-        """The forward is over; these frames hold what entered, and what went out since: the newer first."""
-        frames = [WireFrame(frame, *place(item), exact=True) for item, frame in went.values()]
-        frames += [WireFrame(came[n], *at, exact=False) for n, at in self._entered.items() if n in came]
+    def close(self, went: Went) -> None:
+        """The forward is over; frames were made of the tensors that went out."""
+        frames = [WireFrame.of(item, frame) for item, frame in went.values()]
         for storage in self.alive() if frames else ():
             wire = next((frame for frame in frames if frame.covers(storage)), None)
             if wire is not None:
@@ -161,8 +147,8 @@ class SavedRun:
         """Whether nobody needs ``storage`` in memory but the backward.
 
         During the forward only what nothing else holds: nobody can write to it any more, and its memory is
-        freed. What came in waits for its frame."""
-        return self.closed or (storage.original.cdata not in self._came and storage.alone)
+        freed."""
+        return self.closed or storage.alone
 
     def first_read(self, storage: SavedStorage) -> int:
         """The number of the last layer that saved a part of ``storage``: its backward comes first."""
@@ -177,12 +163,9 @@ class SavedRun:
         del self.waiting[storage.key]
         if not storage.transition("leaving", only_from="resident"):
             return
-        compress = functools.partial(self._compressor.compress, inputs=self._sizes)
         wire = self._wires.pop(storage.key, None)
         bisect.insort(self.left, Left(layer, weakref.ref(storage), storage.key), key=lambda one: one.layer)
-        self.packer.queue(storage, wire=wire, compress=compress)
-        if wire is not None:
-            wire.frame.release()  # the packer has its own hold
+        self.packer.queue(storage, wire=wire, compress=self._compressor.compress)
 
     def forget_read(self) -> None:
         """Let the store forget what the backward has read and the graph let go of, last layers first."""
@@ -334,8 +317,7 @@ class MemoryThread:
                 raise
 
     def _packed(self) -> None:
-        """A storage was packed, so another may leave."""
-        if self._behind:
+        if self._behind:  # another storage may leave
             self._wake()
 
     def _look(self) -> None:
@@ -374,7 +356,7 @@ class MemoryThread:
         starts = timeline.next_reading(run.stage, run.micro_batch, now)
         found: list[Far] = []
         with run.lock:
-            for storage in () if run.wanted else run.staying():
+            for storage in run.staying():
                 layer = run.first_read(storage)
                 read = starts if starts == NEVER else timeline.position(starts, run.stage, layer, reads=True)
                 if read - now > self._writeout and run.may_leave(storage):

@@ -10,54 +10,42 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...compression.errors import StageError
-from .activations import Entered, NoOffload
+from .activations import KeepOnDevice, RunAgain
 from .saved_storage import refuse_written
 from .saved_tensor_hooks import ParameterFilter
-
-
-class Again(Protocol):
-    """Runs the layers of a forward again; ``tied``: parameters of other stages that they then get."""
-
-    tied: Sequence[Tensor]
-
-    def __call__(self) -> None:
-        """Run them."""
-        ...
-
 
 Look = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 
-class RecomputedActivations(NoOffload):
+class RecomputedActivations(KeepOnDevice):
     """What the micro-batches of one stage save, made again when their backwards come.
 
-    Args:    keep: the stage's parameters and buffers, which pass through untouched; ``parameters``: what
-             tells them, where they come and go."""
+    Args:    parameters: tells the stage's parameters and buffers, which pass through untouched.
+             buffers: those of the stage, which layers may write to."""
 
-    def __init__(self, keep: Iterable[Tensor], parameters: ParameterFilter | None = None) -> None:
-        kept = list({id(tensor): tensor for tensor in keep}.values())
-        self._parameters, self._runs = parameters or ParameterFilter(kept), dict[int, _Run]()
-        self._buffers = [tensor for tensor in kept if not isinstance(tensor, nn.Parameter) and tensor.numel()]
+    def __init__(self, parameters: ParameterFilter, buffers: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._filter, self._runs = parameters, dict[int, _Run]()
+        self._buffers = [tensor for tensor in buffers if tensor.numel()]
 
     @contextlib.contextmanager
-    def forward(self, micro_batch: int, entered: Entered, keep: Iterable[Tensor] = ()) -> Iterator[None]:
+    def forward(
+        self, micro_batch: int, keep: Iterable[Tensor] = (), run_again: RunAgain | None = None
+    ) -> Iterator[None]:
         """The block in which the layers of ``micro_batch`` run for the first time."""
-        run = self._runs[micro_batch] = _Run(self._parameters.also(keep), self._buffers)
-        with torch.autograd.graph.saved_tensors_hooks(run.leave, _read):
+        assert run_again is not None, "what is not kept is made again"
+        run = self._runs[micro_batch] = _Run(self._filter.also(keep), self._buffers)
+        with torch.autograd.graph.saved_tensors_hooks(run.leave, operator.call):
             yield
-        run.forget_what_stayed()
-
-    def repeats(self, micro_batch: int, again: Again | None) -> None:
-        """Take note of how the layers of ``micro_batch`` run again."""
-        if again is not None:
-            self._runs[micro_batch].repeats(again)
+        run.end(run_again)
 
     def ready(self, micro_batch: int) -> None:
         """Run the forward of ``micro_batch`` again, and keep what it saves."""
@@ -79,10 +67,6 @@ class _Run:
         with torch.no_grad():
             self._before = [(buffer, buffer.clone()) for buffer in buffers]
 
-    def repeats(self, again: Again) -> None:
-        """Take note of how the layers run again."""
-        self.forward, self._parameters = again, self._parameters.also(again.tied)
-
     def leave(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Autograd saves ``tensor`` in the first run; returns what it keeps in its place."""
         if self._parameters.holds(tensor):
@@ -90,8 +74,11 @@ class _Run:
         self._looks.append(_look(tensor))
         return functools.partial(self._give, len(self._looks) - 1)
 
-    def forget_what_stayed(self) -> None:
-        """Keep only those buffers as they were that the forward wrote to: torch counts not all writes."""
+    def end(self, forward: RunAgain) -> None:
+        """The first run is over: keep as they were only the buffers that it wrote to.
+
+        Torch counts not all writes."""
+        self.forward, self._parameters = forward, self._parameters.also(forward.tied)
         self._before = [(b, was) for b, was in self._before if not _same(b, was)]
 
     def again(self) -> None:
@@ -132,10 +119,6 @@ class _Run:
         return self._made[number][0]
 
 
-def _read(kept: Callable[[], Tensor]) -> Tensor:
-    return kept()
-
-
 def _not_read(_: None) -> NoReturn:
     raise StageError("a backward ran inside a forward that runs again; take recompute=false for this stage")
 
@@ -145,7 +128,6 @@ def _look(tensor: Tensor) -> Look:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same bits."""
     one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a.detach(), b))
     return torch.equal(one, other)
 

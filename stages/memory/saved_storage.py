@@ -89,9 +89,11 @@ def empty(dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).view(dtype)
 
 
-def new_bytes(num_bytes: int, address: int) -> Bytes:
-    """Return new memory on the CPU that begins at ``address`` mod 64, not cleared."""
-    storage = torch.UntypedStorage(num_bytes + ALIGNMENT)
+def new_bytes(num_bytes: int, address: int, device: torch.device = CPU) -> Bytes:
+    """Return new memory that begins at ``address`` mod 64, not cleared."""
+    storage = torch.UntypedStorage(num_bytes, device=device)
+    if storage.data_ptr() % ALIGNMENT != address:
+        storage = torch.UntypedStorage(num_bytes + ALIGNMENT, device=device)
     return Bytes(storage, (address - storage.data_ptr()) % ALIGNMENT)
 
 

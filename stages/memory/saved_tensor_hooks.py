@@ -12,6 +12,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from .saved_storage import SavedStorage, WriteCounter, is_elements, refuse_writt
 
 Took = Callable[[SavedStorage], None]
 Read = Callable[[SavedStorage, int, WriteCounter], Tensor]
-Added = Callable[[Tensor, Layer | None], None]
 _PART = 8  # a tensor that looks into less than this part of its storage leaves it where it is
 # What autograd calls the views of a tensor and its cast: behind them, a weight is still the weight.
 _PASSED_ON = frozenset(
@@ -36,27 +36,40 @@ _PASSED_ON = frozenset(
 )  # fmt: skip
 
 
+class OffloadedParameters(Protocol):
+    """Parameters of a mirror, of which autograd keeps a note while they come and go."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is one of those that are in memory, or a part of one."""
+        ...
+
+    def saved(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return the note: the call that gives ``tensor`` back."""
+        ...
+
+
 class ParameterFilter:
     """Tells parameters, buffers and their casts from what the forward makes; in doubt it is a parameter."""
 
-    def __init__(self, keep: Iterable[Tensor]) -> None:
+    def __init__(self, keep: Iterable[Tensor], offloaded: OffloadedParameters | None = None) -> None:
         """``keep``: tensors that pass through, with everything in their memory and frozen ones' casts."""
         known = [tensor for tensor in keep if tensor.layout is torch.strided]
         found = [StorageWeakRef(tensor.untyped_storage()) for tensor in known]
         self._storages = {reference.cdata: reference for reference in found}  # so no other gets its number
         self._shapes = {tuple(tensor.shape) for tensor in known}
+        self._offloaded = offloaded
 
     def also(self, keep: Iterable[Tensor]) -> ParameterFilter:
         """Return the filter that lets those through too."""
-        return self._with(ParameterFilter(keep))
-
-    def _with(self, more: ParameterFilter) -> ParameterFilter:
+        more = ParameterFilter(keep, self._offloaded)
         more._storages |= self._storages
         more._shapes |= self._shapes
         return more
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is one of them."""
+        if self._offloaded is not None and self._offloaded.holds(tensor):
+            return True
         base = tensor if tensor._base is None else tensor._base
         if base.is_leaf and base.requires_grad:
             return True
@@ -68,6 +81,9 @@ class ParameterFilter:
 
     def untouched(self, tensor: Tensor) -> Callable[[], Tensor]:
         """What autograd keeps in the place of a tensor that passes through: the call that gives it back."""
+        if self._offloaded is not None and self._offloaded.holds(tensor):
+            if not (tensor.is_conj() or tensor.is_neg()):
+                return self._offloaded.saved(tensor)
         return _untouched(tensor)
 
 
@@ -99,14 +115,12 @@ class SavedTensorHooks:
         min_bytes: int,
         took: Took,
         read: Read | None = None,
-        added: Added | None = None,
     ) -> None:
         """Leave ``parameters`` and storages of fewer than ``min_bytes`` bytes as they are.
 
         Args:    took: called with every storage that is to leave, when its first tensor was saved.
-                 read: what a backward calls for a saved tensor, in the place of the packer's own.
-                 added: called with the tensor and the layer whenever one was saved that is to leave."""
-        self._read, self._tell = read or packer.read, added
+                 read: what a backward calls for a saved tensor, in the place of the packer's own."""
+        self._read = read or packer.read
         self._packer, self._parameters, self._min_bytes = packer, parameters, min_bytes
         self._took = took
         self.layer: Layer | None = None  # which runs now, as far as anybody knows
@@ -139,8 +153,6 @@ class SavedTensorHooks:
 
     def _added(self, storage: SavedStorage, tensor: Tensor) -> Callable[[], Tensor]:
         number = storage.add(tensor, self.layer)
-        if self._tell is not None:
-            self._tell(tensor, self.layer)
         return SavedRead(self._read, storage, number, WriteCounter(tensor))
 
 
@@ -168,7 +180,7 @@ class SavedRead:
 
 
 def _untouched(tensor: Tensor) -> Callable[[], Tensor]:
-    """A tensor that stays where it is: kept without its graph, which would hold itself for ever."""
+    # Without its graph, which would hold itself for ever.
     return functools.partial(_unchanged, tensor.detach(), tensor._version)
 
 

@@ -12,10 +12,8 @@ options.
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,11 +22,7 @@ from ...compression.buffers import Frame, Pool, new_bytes
 from ...compression.errors import ConfigError
 from ..device import is_gpu
 from .byte_budget import Tiers
-from .disk import Disk, SlabFrame
-from .swap_file import DiskOptions
-
-if TYPE_CHECKING:
-    from .disk import Disk
+from .disk import Disk, DiskOptions, SwapEntry
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,10 +137,12 @@ class UnpooledBuffers(Pool):
 class PinnedPool(Pool):
     """Pinned host buffers, which a GPU copies from and to by itself; pinning is slow, so they are kept."""
 
-    def __init__(self) -> None:
-        """Start empty."""
-        super().__init__()
-        self._lock = threading.RLock()  # a graph that the garbage collector frees gives back in any thread
+    def copy_of(self, frame: Frame) -> Frame:
+        """Return a GPU's frame in a pinned buffer, once the current stream has come there; lets go of it."""
+        pinned = self.take(frame.num_bytes)
+        pinned[: frame.num_bytes].copy_(frame.bytes, non_blocking=True)
+        frame.release()
+        return Frame(pinned, frame.num_bytes, self)
 
     def _new(self, size: int) -> Tensor:
         self._sizes.append(size)
@@ -175,11 +171,8 @@ class HostStore(Store):
     def put(self, key: Hashable, frame: Frame) -> None:
         """Copy a frame from a GPU into a pinned buffer; keep a frame on the CPU as it is."""
         if frame.buffer.is_cuda:
-            pinned = self._pinned.take(frame.num_bytes)
-            pinned[: frame.num_bytes].copy_(frame.buffer[: frame.num_bytes], non_blocking=True)
             self._devices[key] = frame.buffer.device
-            frame.release()
-            frame = Frame(pinned, frame.num_bytes, self._pinned)
+            frame = self._pinned.copy_of(frame)
         super().put(key, frame)
 
     def fetch(self, key: Hashable) -> None:
@@ -215,7 +208,7 @@ class DiskStore(Store):
         Raises:  ConfigError: the folder takes no file."""
         super().__init__(options)
         self.disk = options.disk or Disk(DiskOptions(path=options.path), tiers=self.tiers)
-        self._kept: dict[Hashable, SlabFrame] = {}
+        self._kept: dict[Hashable, SwapEntry] = {}
         self._pinned, self._unpooled = PinnedPool(), UnpooledBuffers()
         self._devices: dict[Hashable, torch.device] = {}
 
@@ -229,15 +222,11 @@ class DiskStore(Store):
 
     def put(self, key: Hashable, frame: Frame) -> None:
         """Begin to write ``frame``; waits while much is to be written, and raises what a write raised."""
-        ready = _at_once
+        ready = None
         if frame.buffer.is_cuda:
-            pinned = self._pinned.take(frame.num_bytes)
-            pinned[: frame.num_bytes].copy_(frame.buffer[: frame.num_bytes], non_blocking=True)
-            copied = torch.Event(frame.buffer.device)
+            self._devices[key], copied = frame.buffer.device, torch.Event(frame.buffer.device)
+            frame, ready = self._pinned.copy_of(frame), copied.synchronize
             copied.record()
-            self._devices[key], ready = frame.buffer.device, copied.synchronize
-            frame.release()
-            frame = Frame(pinned, frame.num_bytes, self._pinned)
         num_bytes = frame.num_bytes
         self._kept[key] = self.disk.write(frame, ready=ready)
         self._count(key, num_bytes)
@@ -267,10 +256,6 @@ class DiskStore(Store):
         self._count(key, None)
         if (found := self._kept.pop(key, None)) is not None:
             self.disk.forget(found)
-
-
-def _at_once() -> None:
-    """Wait for nothing: bytes in host memory are there."""
 
 
 class Cascade(Store):

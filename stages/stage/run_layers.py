@@ -15,13 +15,13 @@ from torch import fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...compression.errors import StageError
-from ..memory.activations import NoOffload, SavedActivations
 from ..seeds import seeded
 from ..tracing.dataflow import NUMBERS, Outputs, Probe, Value
 from ..tracing.layers import Layer, Parts, call_of, check_result, modes_of
 from .nan_check import Watch
 from .value_routing import Route, Visit
 
+Observer = Callable[[Layer | None, Layer | None], None]
 NO_LAYERS: Collection[str] = frozenset()
 _NOTHING = contextlib.nullcontext()
 
@@ -31,16 +31,16 @@ def walk(
     parts: Parts,
     *,
     route: Route,
-    saved: SavedActivations | NoOffload,
     seed: Callable[[str], int] | None,
+    observers: Sequence[Observer] = (),
     generators: Sequence[torch.Generator] = (),
     moved: Collection[str] = NO_LAYERS,
     watch: Watch | None = None,
 ) -> dict[fx.Node, Any]:
     """Run the layers of ``route`` on ``values`` (by number), which grow by what the layers make.
 
-    Args:    saved: is told when a layer is done, and which one comes next.
-             seed: of a random layer by its name, for all ``generators``; None: nothing is random here.
+    Args:    seed: of a random layer by its name, for all ``generators``; None: nothing is random here.
+             observers: are called with the layer that is done and the one that comes next; None: none.
              moved: names of layers whose modules are not set as they were when traced.
              watch: is called with every layer and its result.
     Returns: what is left for the outputs of the model, by node.
@@ -51,7 +51,8 @@ def walk(
     done: Layer | None = None
     for visit in route.visits:
         layer, plain, alone, nodes, dead, _ = visit
-        saved.layer_done(done, layer)
+        for observe in observers:
+            observe(done, layer)
         done, name, target = layer, layer.node.name, layer.node.target
         try:
             if plain is not None and name not in moved:
@@ -80,7 +81,8 @@ def walk(
             del env[node]
         for number in dead:
             numbers.pop(id(values.pop(number, None)), None)
-    saved.layer_done(done, None)
+    for observe in observers:
+        observe(done, None)
     return env
 
 

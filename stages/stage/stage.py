@@ -13,16 +13,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...compression.errors import StageError
 from ..device import Device
-from ..memory.activations import NoOffload, SavedActivations
-from ..memory.parameter_offload import Mirror, Mirrored, MirroredFilter, MirrorWalk
+from ..memory.activations import KeepOnDevice, SavedActivations
+from ..memory.parameter_offload import Mirror
 from ..memory.prefetch import MemoryThread
 from ..memory.recompute import RecomputedActivations
 from ..memory.saved_storage import copied
+from ..memory.saved_tensor_hooks import ParameterFilter
 from ..memory.stores import Store
 from ..tracing.dataflow import Value
 from ..tracing.layers import Layer, Parts, Traced, casting, parts_of, run_output
@@ -30,7 +31,7 @@ from ..weights.versions import WeightVersions
 from .boundary import Receive
 from .nan_check import Guard, Watch
 from .reuse import Reuse
-from .run_layers import NO_LAYERS, walk
+from .run_layers import NO_LAYERS, Observer, walk
 from .split_backward import Root, Split, of_backward, run
 from .value_routing import Route
 from .weights_first import run_weights_first
@@ -103,7 +104,7 @@ class Again:
 
     Args:       received: what entered; of what the layers write to a copy is kept.
                 moved: names of layers whose modules are not set as they were when traced, at the first run.
-                saved: is told of the layers as they run again.
+                observers: of the layers as they run again.
     Attributes: tied: parameters of other stages among what is kept."""
 
     def __init__(
@@ -116,57 +117,18 @@ class Again:
         seed: Callable[[str], int],
         generators: Sequence[torch.Generator],
         moved: Collection[str],
-        saved: NoOffload,
+        observers: Sequence[Observer],
     ) -> None:
         known = route.record.values
         self._kept = {n: copied(item) if known[n].writers else item for n, item in received.items()}
         self._parts, self._route, self._anchor = parts, route, anchor
-        self._options: Any = {"seed": seed, "generators": generators, "moved": moved, "saved": saved}
-        self.tied = [self._kept[number] for number in route.tied]
+        self._options: Any = {"seed": seed, "generators": generators, "moved": moved, "observers": observers}
+        self.tied: Sequence[torch.Tensor] = [self._kept[number] for number in route.tied]
 
     def __call__(self) -> None:
         """Run them; the graph that this makes is nobody's."""
         values = entered(self._kept, self._route, anchor=self._anchor, gradients={})
         walk(values, self._parts, route=self._route, **self._options)
-
-
-Saved = SavedActivations | NoOffload
-
-
-def saving(
-    store: Store | None,
-    mirror: Mirror | None,
-    *,
-    tensors: Sequence[Tensor],
-    modules: Mapping[str, nn.Module],
-    codec: str,
-    min_bytes: int,
-    recompute: bool,
-    stage: int,
-    thread: MemoryThread | None,
-) -> tuple[Saved, NoOffload]:
-    """What the walks of a stage's forwards tell, and what those walks tell that keep nothing for a backward.
-
-    Args:    store: of saved tensors, packed with ``codec`` from ``min_bytes`` on; ``mirror``: of parameters.
-             tensors: the stage's parameters and buffers. ``thread``: moves what ``stage`` saves."""
-    told = None if mirror is None else MirroredFilter(tensors, mirror)
-    saved: Saved = NoOffload()
-    if store is not None:
-        saved = SavedActivations(
-            store,
-            keep=tensors,
-            codec=codec,
-            min_bytes=min_bytes,
-            modules=modules,
-            stage=stage,
-            thread=thread,
-            parameters=told,
-        )
-    elif recompute:
-        saved = RecomputedActivations(tensors, told)
-    if mirror is None or told is None:
-        return saved, NoOffload()
-    return Mirrored(saved, mirror, told), MirrorWalk(mirror)
 
 
 _NOTHING = contextlib.nullcontext()
@@ -219,12 +181,27 @@ class Stage:
         self.weights = weights or WeightVersions()
         self.mirror = mirror
         self.stores = store is not None or recompute  # what its forwards save is not where autograd put it
-        modules, how = self.parts["train"].modules, {"codec": codec, "min_bytes": LEAST_SAVED, "stage": index}
-        self.saved, self.aside = saving(
-            store, mirror, tensors=self._tensors(), modules=modules, recompute=recompute, thread=memory, **how
-        )
-        self.plain = type(self.weights) is WeightVersions and type(self.saved) is NoOffload
-        self.plain &= autocast is None and not self.device.is_gpu
+        tensors, self.saved = self._tensors(), KeepOnDevice()
+        parameters = ParameterFilter(tensors, mirror)
+        self.parameter_observers = self.observers = () if mirror is None else (mirror.layer_done,)
+        if store is not None:
+            self.saved = SavedActivations(
+                store,
+                parameters=parameters,
+                codec=codec,
+                min_bytes=LEAST_SAVED,
+                modules=self.parts["train"].modules,
+                stage=index,
+                thread=memory,
+            )
+            self.observers = self.saved.layer_done, *self.observers
+        elif recompute:
+            buffers = {id(t): t for t in tensors if not isinstance(t, nn.Parameter)}
+            self.saved = RecomputedActivations(parameters, buffers.values())
+        elif mirror is not None:
+            self.saved = KeepOnDevice(parameters)
+        self.plain = type(self.weights) is WeightVersions and type(self.saved) is KeepOnDevice
+        self.plain &= mirror is None and autocast is None and not self.device.is_gpu
 
     @property
     def held(self) -> set[int]:
@@ -240,9 +217,21 @@ class Stage:
     def stop(self) -> None:
         """Forget every micro-batch between forward and backward."""
         for micro_batch in self.running:
-            self.saved.drop(micro_batch)
+            self._drop(micro_batch)
         self.running.clear()
         self.weights.drained()
+
+    def close(self) -> None:
+        """End the threads; the model keeps the parameters that it has."""
+        self.saved.close()
+        if self.mirror is not None:
+            self.mirror.close()
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds for which walks waited for what was not back yet, parameters too."""
+        waited = 0.0 if self.mirror is None else self.mirror.frames.exposed_seconds
+        return self.saved.counts.exposed_seconds + waited
 
     def forward(
         self,
@@ -261,12 +250,12 @@ class Stage:
         parts, how = self.parts["train"], {"seed": seed, "generators": self.generators, "moved": self.moved}
         again = None
         if self.recompute:
-            again = Again(received, parts, route=route, anchor=self.anchor, saved=self.aside, **how)
+            observers = self.parameter_observers
+            again = Again(received, parts, route=route, anchor=self.anchor, observers=observers, **how)
         values = entered(received, route, anchor=self.anchor, gradients=running.gradients)
-        with _NOTHING if self.plain else self._inside(micro_batch, batch, values, route):
+        with _NOTHING if self.plain else self._inside(micro_batch, batch, values, route, again):
             running.watch = self.guard and self.guard.watch(received, route)
-            env = walk(values, parts, route=route, saved=self.saved, watch=running.watch, **how)
-            self.saved.repeats(micro_batch, again)
+            env = walk(values, parts, route=route, observers=self.observers, watch=running.watch, **how)
             sent = {}
             for number, _ in route.sends:
                 item, known = values[number], route.record.values[number]
@@ -279,7 +268,7 @@ class Stage:
 
     @contextlib.contextmanager
     def _inside(
-        self, micro_batch: int, batch: int, values: Mapping[int, Any], route: Route
+        self, micro_batch: int, batch: int, values: Mapping[int, Any], route: Route, again: Again | None
     ) -> Iterator[None]:
         """The block in which the layers of a forward run."""
         tied = [values[number] for number in route.tied]
@@ -287,7 +276,7 @@ class Stage:
             self.device.current(),
             self.weights.forward(micro_batch, batch),
             casting(self.autocast, self.device.torch),
-            self.saved.forward(micro_batch, values, tied),
+            self.saved.forward(micro_batch, tied, again),
         ):
             yield
 
@@ -299,9 +288,10 @@ class Stage:
         return parameter.detach().clone().requires_grad_(parameter.requires_grad)
 
     def fetch(self, micro_batch: int | None) -> None:
-        """Ahead of ``backward``: begin to bring back the weights that it reads."""
+        """Ahead of ``backward``: begin to bring back the parameters that it reads first."""
         if micro_batch in self.running:
-            self.saved.ahead(micro_batch)
+            if self.mirror is not None:
+                self.mirror.prefetch(len(self.mirror.turns) - 1)
             self.weights.fetch(micro_batch)
 
     def lose(self, micro_batch: int, weighted_loss: torch.Tensor) -> None:
@@ -370,13 +360,18 @@ class Stage:
 
     def _forget(self, micro_batch: int) -> None:
         """Nothing of ``micro_batch`` is left."""
-        self.saved.drop(micro_batch)
+        self._drop(micro_batch)
         self.weights.done(micro_batch)
+
+    def _drop(self, micro_batch: int) -> None:
+        self.saved.drop(micro_batch)
+        if self.mirror is not None:
+            self.mirror.settle()
 
     def evaluate(self, received: Mapping[int, Any], *, route: Route) -> tuple[dict[int, Any], Any]:
         """The layers in eval mode without autograd: the values to send, the outputs on the last stage."""
         values = dict(received)
         with torch.no_grad(), self.device.current(), casting(self.autocast, self.device.torch):
-            env = walk(values, self.parts["eval"], route=route, saved=self.aside, seed=None)
+            env = walk(values, self.parts["eval"], route=route, observers=self.parameter_observers, seed=None)
             outputs = run_output(self.traced["eval"], env, self.parts["eval"]) if self.last else None
         return {number: values[number] for number, _ in route.sends}, outputs

@@ -1,4 +1,4 @@
-"""Slabs that are slow, short or refuse, and frames to put there: what a disk may do to a rank."""
+"""Swap files that are slow, short or refuse, and frames to put there: what a disk may do to a rank."""
 
 import threading
 import time
@@ -6,13 +6,13 @@ import time
 import torch
 
 from penstock.compression.buffers import Frame, Pool
-from penstock.stages.memory.swap_file import UNIT, Slab
+from penstock.stages.memory.disk import UNIT, SwapFile
 
 MIB = 1 << 20
 SIZES = (1, 100, UNIT, UNIT + 1, MIB - 1, MIB, MIB + 1, 3_000_001)
 
 
-class Slow(Slab):
+class Slow(SwapFile):
     """Waits before every request; counts how many wait at a time."""
 
     seconds = 0.2
@@ -40,7 +40,7 @@ class Slow(Slab):
         return super().read(data, at)
 
 
-class Short(Slab):
+class Short(SwapFile):
     """Moves half of what it is asked for, or a page."""
 
     def write(self, data, at):
@@ -50,7 +50,7 @@ class Short(Slab):
         return super().read(data[: max(UNIT, len(data) // 2 // UNIT * UNIT)], at)
 
 
-class Fails(Slab):
+class Fails(SwapFile):
     """Refuses what it is told to refuse."""
 
     writing = reading = None

@@ -2,11 +2,13 @@
 
 import threading
 import time
+import weakref
 
 import torch
 from torch import fx, nn
 
-from penstock.stages.memory.activations import NoOffload, SavedActivations
+from penstock.stages.memory.activations import KeepOnDevice, SavedActivations
+from penstock.stages.memory.saved_tensor_hooks import ParameterFilter
 from penstock.stages.memory.stores import Store
 from penstock.stages.tracing.layers import Layer, Parts, run_layer
 
@@ -48,15 +50,15 @@ class Net:
         env = {self.input: x}
         del x
         last = {node: layer.node for layer in self.layers for node in layer.node.all_input_nodes}
-        done = None
+        done, observe = None, getattr(saved, "layer_done", lambda *_: None)
         for layer in self.layers:
             following = layer if knows else None
-            saved.layer_done(done, following)
+            observe(done, following)
             done = following
             env[layer.node] = run_layer(layer, env, self.parts, samples=4)
             for node in [node for node in env if last.get(node) is layer.node]:
                 del env[node]
-        saved.layer_done(done, None)
+        observe(done, None)
         return env[self.output]
 
 
@@ -64,7 +66,7 @@ def saved_for(net, *, store=None, codec="zero_value", min_bytes=1, thread=None):
     """What keeps the saved tensors of ``net``."""
     return SavedActivations(
         Store() if store is None else store,
-        keep=[*net.model.parameters(), *net.model.buffers()],
+        parameters=ParameterFilter([*net.model.parameters(), *net.model.buffers()]),
         codec=codec,
         min_bytes=min_bytes,
         modules=net.parts.modules,
@@ -72,27 +74,42 @@ def saved_for(net, *, store=None, codec="zero_value", min_bytes=1, thread=None):
     )
 
 
+def fetch(saved):
+    """Begin to bring back all that micro-batch 0 saved, and let no more of it leave."""
+    run = saved._micro_batches[0]
+    with run.lock:
+        alive, references = run.alive(), []
+        run.waiting.clear()
+    for storage in alive:
+        storage.transition("resident", only_from="leaving")
+        if storage.transition("coming", only_from="away"):
+            references.append(weakref.ref(storage))
+    saved._packer.bring(references)
+
+
 def forward(net, saved, x):
     """The output of a forward of micro-batch 0, which is over."""
-    with saved.forward(0, {}):
+    with saved.forward(0):
         out = net.run(x, saved)
-    saved.offload(0, {}, {})
+    saved.offload(0, {})
     return out
 
 
 def gradients(net, x, settings, *, knows=True):
     """One forward and backward: output and gradients, and what kept the saved tensors (None: autograd)."""
-    saved = NoOffload() if settings is None else saved_for(net, **settings)
+    saved = KeepOnDevice() if settings is None else saved_for(net, **settings)
     net.model.zero_grad()
     torch.manual_seed(7)
-    with saved.forward(0, {0: x}):
+    with saved.forward(0):
         out = net.run(x.clone(), saved, knows=knows)
-    saved.offload(0, {}, {})
-    saved.wait()
+    saved.offload(0, {})
+    if isinstance(saved, SavedActivations):
+        saved.wait()
     edge, result = torch.autograd.graph.get_gradient_edge(out), out.detach().clone()
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     del out
-    saved.fetch(0)
+    if isinstance(saved, SavedActivations):
+        fetch(saved)
     saved.ready(0)
     torch.autograd.backward([edge], [weight])
     saved.drop(0)

@@ -88,7 +88,7 @@ def test_every_stage_keeps_what_it_saved_and_old_weights_in_its_own_tier(tmp_pat
     pipe = penstock.Pipeline(model, plan, **settings)
     pipe.step(*batches[0])
     stages = pipe.stages.values()
-    assert [stage.saved.bytes_raw > 0 for stage in stages] == [False, True, False]
+    assert [stage.saved.counts.bytes_raw > 0 for stage in stages] == [False, True, False]
     stores = [getattr(stage.weights, "store", None) for stage in stages]
     assert [type(store).__name__ for store in stores] == ["Store", "HostStore", "NoneType"]
 

@@ -204,6 +204,6 @@ def test_the_store_holds_the_frames_of_the_wire_and_packs_nothing_twice():
         pipe.step(*batches[0])
     down = {address for message, address, _, _ in listening.seen if message.op.value == "F"}
     shared = [frame for frame in kept if frame.buffer.data_ptr() in down]
-    assert len(shared) == 2 * case.micro_batches, "what came in, for the pool, and what goes out"
-    assert middle.num_packs == len(kept) - len(shared)
+    assert len(shared) == case.micro_batches, "what goes out, of which the pool reads nothing"
+    assert middle.counts.num_packs == len(kept) - len(shared)
     pipe.close()

@@ -5,9 +5,8 @@ import threading
 import pytest
 from saving import memory_threads, saved_for, settle
 
-from penstock.stages.memory.disk import Disk
+from penstock.stages.memory.disk import Disk, DiskOptions, SwapFile
 from penstock.stages.memory.stores import DiskStore, StoreOptions
-from penstock.stages.memory.swap_file import DiskOptions, Slab
 
 
 @pytest.fixture
@@ -15,9 +14,12 @@ def opened(tmp_path):
     """Makes disks with their stores, and closes them."""
     disks, before = [], threading.enumerate()
 
-    def make(slab=Slab, *, depth=4, most_waiting=64 << 20, **options):
+    def make(swap_file=SwapFile, *, depth=4, most_waiting=64 << 20, **options):
         disk = Disk(
-            DiskOptions(**{"path": tmp_path, **options}), slab=slab, depth=depth, most_waiting=most_waiting
+            DiskOptions(**{"path": tmp_path, **options}),
+            swap_file=swap_file,
+            depth=depth,
+            most_waiting=most_waiting,
         )
         disks.append(disk)
         return disk, DiskStore(StoreOptions(disk=disk))

@@ -2,9 +2,9 @@
 
 import pytest
 from lifetimes import buffers_of
-from test_arena import peak
+from test_arena import max_live, peak
 
-from penstock.stages.memory.arena import max_live, place
+from penstock.stages.memory.arena import place
 
 NETWORKS = ["resnet18", "resnet50", "vgg11_bn", "densenet121", "mobilenet_v3_small", "gpt"]
 

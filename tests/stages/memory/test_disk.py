@@ -9,10 +9,9 @@ import pytest
 import torch
 from disks import MIB, SIZES, Short, Slow, frame_of, put_all
 
-from penstock.compression.buffers import Pool
+from penstock.compression.buffers import Pool, size_class
 from penstock.compression.errors import ConfigError, PlanError
-from penstock.stages.memory.disk import Disk, disk_rate, timed
-from penstock.stages.memory.swap_file import DiskOptions, Slab, aligned
+from penstock.stages.memory.disk import Disk, DiskOptions, SwapFile, aligned, disk_rate, timed
 
 
 class Slower(Slow):
@@ -23,18 +22,19 @@ class Slower(Slow):
 
 def begun(disk):
     """Wait until a request has begun."""
-    while not disk._slab.order:
+    while not disk._file.order:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize(("slab", "own_buffers"), [(Slab, False), (Slab, True), (Short, False)])
-def test_frames_of_all_lengths_come_back_and_leave_the_memory(slab, own_buffers, opened):
-    disk, store = opened(slab)
+@pytest.mark.parametrize(("swap_file", "own_buffers"), [(SwapFile, False), (SwapFile, True), (Short, False)])
+def test_frames_of_all_lengths_come_back_and_leave_the_memory(swap_file, own_buffers, opened):
+    disk, store = opened(swap_file)
     pool = store.pool() if own_buffers else Pool()
     kept = put_all(store, pool=pool)
     disk.drain()
     assert own_buffers or not pool._lent  # all went back to whoever lent them
-    assert disk.bytes_written == disk.num_bytes == sum(map(aligned, SIZES))
+    assert disk.bytes_written == sum(map(aligned, SIZES))
+    assert disk.num_bytes == sum(map(size_class, SIZES))
     for _ in range(2):
         for key, values in kept.items():
             store.fetch(key)
@@ -77,7 +77,7 @@ def test_what_is_fetched_is_read_once_and_counted_while_it_waits(opened):
     disk, store = opened()
     kept = put_all(store, [10_000] * 8)
     disk.drain()
-    memory = disk.memory.device
+    memory = disk.tiers.device
     assert memory.now == 0
     for key in (7, 6, 5):
         store.fetch(key)
@@ -93,7 +93,7 @@ def test_what_is_fetched_is_read_once_and_counted_while_it_waits(opened):
 def test_what_waits_to_be_written_is_memory_that_it_leaves_and_makes_others_wait(opened):
     disk, store = opened(Slower, depth=1, most_waiting=4 * MIB)
     put_all(store, [MIB] * 4)
-    assert disk.memory.device.now == disk.memory.leaving.now > 2 * MIB
+    assert disk.tiers.device.now == disk.tiers.leaving.now > 2 * MIB
     assert store.tiers.disk.now == 4 * MIB
     assert disk.seconds_waited == 0
     store.put("one more", frame_of(MIB)[0])
@@ -102,8 +102,8 @@ def test_what_waits_to_be_written_is_memory_that_it_leaves_and_makes_others_wait
     store.drop("large")
     store.drop(3)
     disk.drain()
-    assert disk.memory.device.now == disk.memory.leaving.now == 0
-    assert (disk.memory.device.peak, store.tiers.disk.now) == (6 * MIB, 4 * MIB)
+    assert disk.tiers.device.now == disk.tiers.leaving.now == 0
+    assert (disk.tiers.device.peak, store.tiers.disk.now) == (6 * MIB, 4 * MIB)
 
 
 def test_reads_go_before_writes(opened):
@@ -114,7 +114,7 @@ def test_reads_go_before_writes(opened):
         store.put(key, frame_of(MIB)[0])
     assert store.get(0).bytes.equal(kept[0])
     disk.drain()
-    assert disk._slab.order[:3] in (["write", "write", "read"], ["write", "read", "write"])
+    assert disk._file.order[:3] in (["write", "write", "read"], ["write", "read", "write"])
 
 
 def test_what_is_dropped_while_somebody_waits_for_it_is_his(opened):
@@ -123,11 +123,11 @@ def test_what_is_dropped_while_somebody_waits_for_it_is_his(opened):
     disk.drain()
     with concurrent.futures.ThreadPoolExecutor() as others:
         coming = others.submit(lambda: store.get(0).bytes)
-        while "read" not in disk._slab.order:
+        while "read" not in disk._file.order:
             time.sleep(0.001)
         store.drop(0)
         assert coming.result().equal(kept[0])
-    assert (disk.num_bytes, disk.memory.device.now) == (0, 0)
+    assert (disk.num_bytes, disk.tiers.device.now) == (0, 0)
 
 
 def test_many_threads_put_get_and_drop_at_a_time(opened):
@@ -180,7 +180,7 @@ def test_a_measurement_writes_and_reads_all_once_and_nothing_stays(num_frames, o
         rates = timed(disk, num_frames=num_frames, frame_bytes=64 * KIB)
         assert all(0 < rate < math.inf for rate in rates)
         assert (disk.bytes_written, disk.bytes_read) == (times * num_bytes, times * num_bytes)
-        assert disk.num_bytes == disk.memory.device.now == 0
+        assert disk.num_bytes == disk.tiers.device.now == 0
 
 
 def test_the_rates_are_those_of_the_disk_and_several_requests_are_under_way(opened):

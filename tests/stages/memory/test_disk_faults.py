@@ -10,8 +10,9 @@ import pytest
 import torch
 from disks import MIB, Fails, Slow, frame_of, put_all
 
+from penstock.compression.buffers import size_class
 from penstock.compression.errors import StageError
-from penstock.stages.memory.swap_file import UNIT, aligned
+from penstock.stages.memory.disk import UNIT
 
 
 def test_one_large_frame_keeps_several_requests_busy_in_spite_of_200_ms(opened):
@@ -21,7 +22,7 @@ def test_one_large_frame_keeps_several_requests_busy_in_spite_of_200_ms(opened):
     store.put("a", frame)
     disk.drain()
     assert store.get("a").bytes.equal(values)
-    assert disk._slab.most == 4
+    assert disk._file.most == 4
     assert time.perf_counter() - began < 16 * Slow.seconds / 2
 
 
@@ -30,7 +31,7 @@ def test_a_disk_that_moves_nothing_is_an_error_and_not_for_ever(opened, what, mo
     disk, store = opened()
     put_all(store, [100])
     disk.drain()
-    monkeypatch.setattr(disk._slab, what, lambda data, at: 0)
+    monkeypatch.setattr(disk._file, what, lambda data, at: 0)
     if what == "write":
         store.put("b", frame_of(100)[0])
         disk._threads.drain()
@@ -44,7 +45,7 @@ def test_a_bit_that_flips_on_disk_is_found_and_its_frame_named(opened, at):
     kept = put_all(store, [UNIT, 3_000_001, UNIT])
     disk.drain()
     start = UNIT + at
-    with open(f"/proc/self/fd/{disk._slab._file}", "r+b", buffering=0) as file:
+    with open(f"/proc/self/fd/{disk._file._file}", "r+b", buffering=0) as file:
         was = os.pread(file.fileno(), 1, start)
         os.pwrite(file.fileno(), bytes([was[0] ^ 16]), start)
     for _ in range(2):
@@ -61,7 +62,7 @@ def test_a_write_that_fails_is_told_to_whoever_comes_next_and_hangs_nobody(opene
     disk, store = opened(Fails)
     kept = put_all(store, [100, 5 * MIB])
     disk.drain()
-    disk._slab.writing = error
+    disk._file.writing = error
     store.put("lost", frame_of(3 * MIB)[0])
     kind, found = (StageError, "No space left .* free space") if error.args[1:] else (type(error), "dies")
     with pytest.raises(kind, match=found):
@@ -72,38 +73,38 @@ def test_a_write_that_fails_is_told_to_whoever_comes_next_and_hangs_nobody(opene
     disk._threads.drain()
     with pytest.raises(kind, match=found):
         store.put("after", frame_of(MIB)[0])
-    disk._slab.writing = None
+    disk._file.writing = None
     store.put("again", frame_of(MIB, 9)[0])  # told once
     for key in ("lost", "next"):
         store.drop(key)
     disk.drain()
     assert store.get("again").bytes.equal(frame_of(MIB, 9)[1])
     assert all(store.get(key).bytes.equal(values) for key, values in kept.items())
-    assert disk.num_bytes == sum(map(aligned, (100, 5 * MIB, MIB)))
+    assert disk.num_bytes == sum(map(size_class, (100, 5 * MIB, MIB)))
 
 
 def test_a_read_that_fails_is_told_to_whoever_waits_and_to_nobody_else(opened):
     disk, store = opened(Fails)
     kept = put_all(store, [5 * MIB, 100])
     disk.drain()
-    disk._slab.reading = OSError(errno.EIO, "Input/output error")
+    disk._file.reading = OSError(errno.EIO, "Input/output error")
     for _ in range(2):
         with pytest.raises(StageError, match=r"5242880 bytes could not be read .* Input/output error"):
             store.get(0)
     store.fetch(1)
     disk.drain()
-    disk._slab.reading = None
+    disk._file.reading = None
     store.drop(1)
     assert store.get(0).bytes.equal(kept[0])
 
 
 def test_a_thread_that_stops_at_an_exit_is_no_end(opened):
     disk, store = opened(Fails, depth=1)
-    disk._slab.writing = SystemExit(3)
+    disk._file.writing = SystemExit(3)
     store.put("a", frame_of(100)[0])
     with pytest.raises(SystemExit):
         disk.drain()
-    disk._slab.writing = None
+    disk._file.writing = None
     frame, values = frame_of(100)
     store.put("b", frame)
     disk.drain()
@@ -121,7 +122,7 @@ def test_a_budget_bounds_the_file_and_the_rest_stays_in_memory(opened):
     store.put(frames[3][0], frames[3][0])  # told once
     disk.drain()
     assert not store.takes_away(torch.device("cpu"))
-    assert disk.size <= 5 * UNIT + 100
+    assert disk.space.size <= 5 * UNIT + 100
     assert store.get(frames[3][0]) is frames[3][0]
     assert all(store.get(frame).bytes.equal(values) for frame, values in frames)
     store.drop(frames[0][0])
@@ -176,14 +177,15 @@ def test_a_graph_that_the_garbage_collector_frees_in_the_middle_of_anything_hang
     assert disk.num_bytes == 0
 
 
-def test_a_thread_that_finds_no_memory_is_told_to_who_writes(opened, monkeypatch):
+def test_a_thread_that_finds_no_memory_is_told_to_whoever_comes_next(opened, monkeypatch):
     def none(*_):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     disk, _ = opened()
     with monkeypatch.context() as patch:
         patch.setattr(mmap, "mmap", none)
-        with pytest.raises(OSError, match="Cannot allocate memory"):
-            disk.write(frame_of(MIB)[0])
+        disk.write(frame_of(MIB - 1)[0])  # no whole page, so it moves through another buffer
+        with pytest.raises(StageError, match=r"1048575 bytes could not be written .* Cannot allocate memory"):
+            disk.drain()
     disk.write(frame_of(MIB)[0])
     disk.drain()

@@ -67,7 +67,7 @@ def test_stages_share_one_disk_that_the_pipeline_closes(tmp_path):
     pipe.disk.drain()  # of what was fetched and not needed
     assert pipe.disk.num_bytes == 0  # all frames were dropped
     assert pipe.disk.folder == tmp_path
-    file = pipe.disk._slab._file
+    file = pipe.disk._file._file
     pipe.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
@@ -96,7 +96,7 @@ def test_a_disk_that_fails_ends_the_step_with_one_error_and_leaves_the_weights(w
         return get(*args)
 
     monkeypatch.setattr(disk, "get", get_from_disk)
-    monkeypatch.setattr(disk._slab, what, refuse)
+    monkeypatch.setattr(disk._file, what, refuse)
     with pytest.raises(StageError, match=f"could not be .* the disk of {tmp_path}, found the disk says no"):
         pipe.step(*batches[1])
     assert all(same_bits(a, b) for a, b in zip(before, weights_of(pipe), strict=True))

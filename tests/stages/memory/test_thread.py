@@ -7,8 +7,6 @@ import torch
 from saving import Net, Square, forward
 from torch import nn
 
-from penstock.compression.buffers import Frame, Pool
-from penstock.compression.codec import buffer_bytes, pack_into
 from penstock.compression.errors import ConfigError
 from penstock.stages.memory.byte_budget import MemoryOptions
 from penstock.stages.memory.prefetch import NEVER, MemoryThread, Pass, Timeline
@@ -63,7 +61,7 @@ def states_at(saved, net, layer):
             seen.update(states(saved))
 
     saved.layer_done = layer_done
-    with saved.forward(0, {}):
+    with saved.forward(0):
         out = net.run(input_of(), saved)
     return seen, out
 
@@ -110,7 +108,7 @@ def test_a_backward_brings_back_so_many_layers_ahead(near, made):
     assert len(seen) > DEPTH // 2
     assert all(layer - least <= near + 1 for layer, least in seen)
     assert any(layer > least for layer, least in seen)
-    assert saved.exposed_seconds == 0  # all of it was there in time
+    assert saved.counts.exposed_seconds == 0  # all of it was there in time
 
 
 def test_frames_are_forgotten_while_the_backward_runs(made):
@@ -138,29 +136,9 @@ def test_what_somebody_still_holds_stays_until_the_forward_is_over(made):
     seen, _graph = states_at(saved, net, DEPTH - 2)
     assert seen[0] == "resident"  # written to it may still be
     held.clear()
-    saved.offload(0, {}, {})
+    saved.offload(0, {})
     saved.wait()
     assert states(saved)[0] == "away"
-
-
-def test_what_came_in_waits_for_its_frame(made):
-    net, pool, x = deep(), Pool(), input_of()
-    saved, _ = made(net, prefetch_layers=0)
-    buffer = pool.take(buffer_bytes(x.shape, x.dtype, "raw"))
-    frame = Frame(buffer, pack_into(x.detach(), buffer, codec="raw"), pool)
-    with saved.forward(0, {7: x}):
-        first = [x]
-        del x
-        _graph = net.run(first.pop(), saved)
-    saved.wait()
-    packs = saved.num_packs
-    assert states(saved)[0] == "resident"
-    saved.offload(0, {7: frame}, {})
-    saved.wait()
-    assert (states(saved)[0], saved.num_packs - packs) == ("away", 0)
-    frame.release()
-    saved.drop(0)
-    assert not pool._lent
 
 
 def test_a_view_of_somebody_elses_memory_stays_during_the_forward(made):
@@ -184,9 +162,9 @@ def test_a_slow_store_makes_the_next_forward_wait_and_nothing_is_lost(saver):
 
     net, store = deep(90), Stuck()
     saved = saver(net, store=store, codec="raw", thread=MemoryThread(num_layers={0: len(net.layers)}))
-    with saved.forward(0, {}):
+    with saved.forward(0):
         out = net.run(input_of(), saved)
-    waits = threading.Thread(target=saved.offload, args=(0, {}, {}))
+    waits = threading.Thread(target=saved.offload, args=(0, {}))
     waits.start()
     waits.join(0.3)
     assert waits.is_alive()
@@ -205,10 +183,10 @@ def test_what_the_thread_raises_ends_the_step(made):
     def fail(*_):
         raise RuntimeError("the thread died")
 
-    with saved.forward(0, {}):
+    with saved.forward(0):
         _graph = net.run(input_of(), saved)
     vars(thread)["_leave"] = fail
-    saved.offload(0, {}, {})
+    saved.offload(0, {})
     with pytest.raises(RuntimeError, match="the thread died"):
         saved.wait()
 

@@ -215,7 +215,7 @@ def trained(*, weights_first):
     saved.offload = lambda *given: (forward(*given), saved.wait())  # all that is to leave has left
     pipe.step(x, y)
     pipe.close()
-    return saved.num_packs, saved.num_unpacks, [p.grad for p in model.parameters()]
+    return saved.counts.num_packs, saved.counts.num_unpacks, [p.grad for p in model.parameters()]
 
 
 def test_what_is_given_up_is_not_unpacked_again():
